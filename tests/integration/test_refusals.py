@@ -39,26 +39,6 @@ def model() -> nn.Module:
     return tiny_model("llama")
 
 
-IN_PLACE = {k.name: k for k in MODELS if isinstance(k, ModelKind) and k.in_place}
-
-
-@pytest.mark.parametrize("name", IN_PLACE)
-def test_models_that_are_changed_after_they_were_wrapped(model: nn.Module, name: str) -> None:
-    """A policy looks again at every step."""
-    policy, kind = wrap(model), IN_PLACE[name]
-    kind.change(model)
-    state = model_state(model)
-    for call in (
-        lambda: policy.forward_backward(BATCH, losses.GRPO()),
-        lambda: policy.score(BATCH),
-    ):
-        with pytest.raises(UnsupportedError) as caught:
-            call()
-        # A peft model that was put around it is not seen from within.
-        assert str(caught.value) == kind.message.replace("base_model.model.", "")
-    assert model_state(model) == state
-
-
 MENDED = {k.name: k for k in MODELS if isinstance(k, ModelKind) and k.mend}
 
 

@@ -672,7 +672,7 @@ def test_a_plan_that_runs_out_of_memory_is_made_smaller(monkeypatch: pytest.Monk
 
 def test_the_copy_is_gone_before_the_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[Any] = []
-    copy_in, dense = verify_module.copy_in, verify_module._dense
+    copy_in, dense = verify_module.whole_copy, verify_module._dense
 
     def copied(*args: Any, **options: Any) -> Any:
         found = copy_in(*args, **options)
@@ -684,7 +684,7 @@ def test_the_copy_is_gone_before_the_model_runs(monkeypatch: pytest.MonkeyPatch)
         assert [copy() for copy in copies] == [None]
         return dense(*args)
 
-    monkeypatch.setattr(verify_module, "copy_in", copied)
+    monkeypatch.setattr(verify_module, "whole_copy", copied)
     monkeypatch.setattr(verify_module, "_dense", checked)
     wrap(tiny_model("llama", dtype=torch.float32), ACROSS).verify(forked_batch(), LOSS)
     assert len(copies) == 1

@@ -22,9 +22,8 @@ from forkpoint.engine.route_replay import ForcedRoutes, RouteReplay
 from forkpoint.engine.timing import Event
 from forkpoint.engine.transaction import Transaction, retry_with_eager_blocks
 from forkpoint.errors import PlanError
-from forkpoint.hosts.libraries import stock_of
+from forkpoint.hosts.libraries import stock_of, whole_copy
 from forkpoint.hosts.modules import forget_lists
-from forkpoint.hosts.torch_dist.copies import copy_in
 from forkpoint.losses.base import Denominators, Loss, check_denominators
 from forkpoint.losses.router import RouterLoss
 from forkpoint.losses.views import check_range
@@ -218,7 +217,7 @@ def _verify(
     progress: Callable[[VerifyProgress], None] | None,
 ) -> VerifyReport:
     host, changes = policy.host, transaction.changes
-    comm = rank_comm(host.group, host.model, loss)
+    comm = rank_comm(host.group, loss)
     host.prepare(changes)
     dtype = host.compute_dtype
     reference_dtype = torch.float32 if dtype.itemsize < 4 else torch.float64
@@ -273,10 +272,10 @@ def _verify(
             dense, dense_routes = run, None
             dense_errors = dict.fromkeys(run.gradients, 0.0)
         else:
-            dense, dense_routes = _dense(work, comm.strategies(DENSE_STRATEGIES))
-            dense_errors = comm.lengths(distances(dense.gradients, run.gradients))
+            dense, dense_routes = _dense(work, DENSE_STRATEGIES)
+            dense_errors = distances(dense.gradients, run.gradients)
             dense = replace(dense, gradients={})
-        norms = comm.lengths({n: norm_of(gradient) for n, gradient in run.gradients.items()})
+        norms = {n: norm_of(gradient) for n, gradient in run.gradients.items()}
         reference = Reference(run, norms, dense_errors)
         plans = tuple(_findings(work, entry, reference, dense_routes) for entry in choice.compared)
     norm = math.hypot(*norms.values()) or 1.0
@@ -301,7 +300,7 @@ def _findings(
     model, head = policy.host.model, policy.host.head
     shared, stats, run = _in_memory(work, entry)
     comm = work.comm
-    shared_errors = comm.lengths(distances(shared, wanted.gradients))
+    shared_errors = distances(shared, wanted.gradients)
     elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
     elements |= named({leaf: leaf.numel() for leaf in work.others})
     errors = parameter_errors(elements, dtype, shared_errors, reference)
@@ -417,7 +416,7 @@ def _dense(
     mark = changes.mark
     model, blocks = host.model, host.blocks
     if not work.comm.whole:
-        model, blocks = work.comm.copy_in(model, blocks, work.dtype, streamed=False)
+        model, blocks = _copy(work, work.dtype)
 
     def run(strategy: MemoryStrategy) -> tuple[DenseRun, ForcedRoutes | None]:
         strategy.apply(blocks, host.device, changes)
@@ -436,14 +435,21 @@ def _dense(
 
 
 def _reference_strategies(work: Work) -> tuple[MemoryStrategy, ...]:
-    host, comm = work.policy.host, work.comm
-    # A float64 model is its own reference, and is nowhere else.
-    streams = comm.streams and not work.double
-    if streams and not has_room(host.model, work.reference_dtype, host.device):
+    host = work.policy.host
+    if work.double:  # its own reference, which is nowhere else
+        return REFERENCE_STRATEGIES[:-1]
+    if not has_room(host.model, work.reference_dtype, host.device):
         return REFERENCE_STRATEGIES[-1:]
     # Copies that ranks make together are made once.
-    streams = streams and comm.whole
-    return comm.strategies(REFERENCE_STRATEGIES if streams else REFERENCE_STRATEGIES[:-1])
+    return REFERENCE_STRATEGIES if work.comm.whole else REFERENCE_STRATEGIES[:-1]
+
+
+def _copy(
+    work: Work, dtype: torch.dtype, *, streamed: bool = False
+) -> tuple[nn.Module, nn.ModuleList]:
+    host = work.policy.host
+    splits = () if host.group is None else host.group.splits
+    return whole_copy(host.model, host.blocks, dtype, streamed=streamed, splits=splits)
 
 
 def _reference(work: Work, strategies: tuple[MemoryStrategy, ...]) -> DenseRun:
@@ -454,15 +460,12 @@ def _reference(work: Work, strategies: tuple[MemoryStrategy, ...]) -> DenseRun:
     copies = []
     if not work.comm.whole:
         # All ranks copy together, and before anything can fail on one.
-        streamed = strategies[0].streamed
-        copies.append(
-            work.comm.copy_in(host.model, host.blocks, work.reference_dtype, streamed=streamed)
-        )
+        copies.append(_copy(work, work.reference_dtype, streamed=strategies[0].streamed))
 
     def run(strategy: MemoryStrategy) -> DenseRun:
         model, blocks = copies[0] if copies else (host.model, host.blocks)
         if not copies and not work.double:
-            model, blocks = copy_in(model, blocks, work.reference_dtype, streamed=strategy.streamed)
+            model, blocks = _copy(work, work.reference_dtype, streamed=strategy.streamed)
         if model is not host.model:
             stock_of(model).compute_in(work.reference_dtype, changes)
         strategy.apply(blocks, host.device, changes)

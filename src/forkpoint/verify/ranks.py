@@ -1,8 +1,8 @@
 """Exchanges of `verify` between the ranks that hold a model, each with rollouts of its own.
 
 Plans run through the wrapper, on all ranks. Ordinary training and the reference run on a whole copy
-of the model, on each rank with that rank's rollouts; their gradients are then added up. Of a model
-that is split over ranks the copy is split as well, and each rank compares its parts.
+of the model, on each rank with that rank's rollouts; their gradients are then added up. Ranks that
+hold one copy of the model together have one batch, which is counted once.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -11,13 +11,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from forkpoint.engine.distributed import Distributed
 from forkpoint.errors import RankError, UnsupportedError
-from forkpoint.hosts.libraries import split_parts
-from forkpoint.hosts.torch_dist.copies import copy_in, full
+from forkpoint.hosts.torch_dist.copies import full
 from forkpoint.losses.base import Denominators, Loss, is_own
 from forkpoint.losses.router import RouterLoss
 from forkpoint.losses.views import batch_denominators
@@ -25,11 +23,9 @@ from forkpoint.parallel.agreement import group_digests
 from forkpoint.parallel.copies import check_same_batches, contents_of
 from forkpoint.parallel.statistics import joined
 from forkpoint.parallel.step import described
-from forkpoint.parallel.watch import Watch
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.step.router_steps import RouterWork, called
 from forkpoint.verify.dense import DenseRun
-from forkpoint.verify.memory import MemoryStrategy
 from forkpoint.verify.plans import (
     ACROSS,
     CHOSEN,
@@ -47,9 +43,6 @@ T = TypeVar("T")
 class RankComm:
     """The ranks of a comparison. Every method is collective; one process exchanges nothing."""
 
-    streams = True
-    """Whether a copy's blocks may stay in the host's memory until they run."""
-
     def __init__(self, group: Distributed | None, *, mean: bool) -> None:
         """
         Args:
@@ -58,7 +51,7 @@ class RankComm:
         """
         self.group = group
         self.mean = mean
-        self.whole: bool = group is None or not group.reduces
+        self.whole: bool = group is None or not (group.reduces or group.topology.splits_modules)
         """Whether the model is whole on this rank, so that it can run by itself."""
         self._gathered: list[Any] | None = None
         self._told = False
@@ -129,16 +122,6 @@ class RankComm:
             )
         joined([share for _, share in every], ranks.global_ranks, ranks.batches)
 
-    def strategies(self, found: tuple[MemoryStrategy, ...]) -> tuple[MemoryStrategy, ...]:
-        """The strategies to save memory that are tried one after the other."""
-        return found
-
-    def copy_in(
-        self, model: nn.Module, blocks: nn.ModuleList, dtype: torch.dtype, *, streamed: bool
-    ) -> tuple[nn.Module, nn.ModuleList]:
-        """A copy that runs this rank's rollouts, and its blocks."""
-        return copy_in(model, blocks, dtype, streamed=streamed)
-
     def choice(
         self,
         choice: Choice,
@@ -147,7 +130,14 @@ class RankComm:
         loss: Loss,
         router: RouterLoss | None,
     ) -> Choice:
-        """The plans to compare: on every rank as many, of the same kinds."""
+        """The plans to compare: on every rank as many, of the same kinds.
+
+        Raises RankError where ranks of one copy of the model have different batches.
+        """
+        if self.group is not None and self.group.topology.shares_batches:
+            ranks = self.group.ranks
+            own = contents_of(batch, [entry.plan for entry in choice.compared], ())
+            check_same_batches(self._exchange(own), ranks.global_ranks, ranks.batches)
         every = self._exchange((choice.reason, [c.kind for c in choice.compared]))
         there = {kind for _, kinds in every for kind in kinds}
         if not there:
@@ -182,9 +172,8 @@ class RankComm:
         )
 
     def total(self, found: DenseRun, model: nn.Module, dtype: torch.dtype) -> DenseRun:
-        """Gradients (in `dtype`, of what this rank has of the model's parameters) and the loss of
-        all ranks' runs; log-probs, and gradients of leaves that are no parameters of the model,
-        stay this rank's."""
+        """Gradients (in `dtype`) and the loss of all ranks' runs. Log-probs, and gradients of
+        leaves that are no parameters, are this rank's."""
         parameters = dict(model.named_parameters())
         names: dict[Tensor, str] = {p: name for name, p in parameters.items()}
         # Where a copy ran, the loss may read parameters of the model itself.
@@ -200,12 +189,12 @@ class RankComm:
             if is_there or name in read:
                 p = parameters[name]
                 if gradient is None:
-                    added = torch.zeros(self._shape(name, p), dtype=dtype, device=p.device)
+                    added = torch.zeros(p.shape, dtype=dtype, device=p.device)
                 else:
-                    added = self._own(name, gradient).contiguous()
+                    added = full(gradient).contiguous()
                 if name in read:
                     more = direct[name] if name in direct else torch.zeros_like(p).detach()
-                    added = added + self._own(name, more).to(added)
+                    added = added + full(more).to(added)
                 if self.group is not None:
                     self.group.all_reduce(added)
                 sums[name] = added / len(every) if self.mean else added
@@ -218,23 +207,11 @@ class RankComm:
             besides=others,
         )
 
-    def _shape(self, name: str, parameter: nn.Parameter) -> torch.Size:
-        """The shape of what this rank has of a gradient."""
-        return parameter.shape
-
-    def _own(self, name: str, gradient: Tensor) -> Tensor:
-        """This rank's part of a gradient that a step or a copy's run has left. Collective."""
-        return full(gradient)
-
     def gradients(
         self, model: nn.Module, others: Mapping[str, Tensor | None]
     ) -> Mapping[str, Tensor | None]:
-        """Gradients of the model, of what this rank has of them, by name, and `others`."""
-        return _Gradients(model, self._own, others)
-
-    def lengths(self, own: dict[str, float]) -> dict[str, float]:
-        """Euclidean lengths of whole gradients, by parameter, from those that this rank has."""
-        return own
+        """Whole gradients of the model by name, and `others`."""
+        return _Gradients(model, others)
 
     def every(self, passed: bool) -> bool:
         """Whether it is so on all ranks."""
@@ -255,88 +232,7 @@ class RankComm:
         return sum(self._of_batches(count))
 
 
-class TensorParallel(RankComm):
-    """Ranks over which a library has split the model. Those of one tensor-parallel group have one
-    batch; ordinary training of it runs on a copy that they hold together."""
-
-    streams = False
-
-    def __init__(self, group: Distributed, model: nn.Module, *, mean: bool) -> None:
-        super().__init__(group, mean=mean)
-        self.whole = False
-        self.ranks = group.ranks
-        self.parts = split_parts(model, group.splits)
-        batches = self.ranks.batches
-        own = batches[self.ranks.index]
-        self._copy = [n for n, batch in enumerate(batches) if batch == own]
-        """Indices of the ranks that hold this rank's copy."""
-
-    def run(self, work: Callable[[], T]) -> T:
-        # The copy's ranks meet in collectives. One that fails between these does not come to them.
-        ranks = self.ranks
-        ranks.phase = "apart"
-        watch = Watch(ranks.index, ranks.global_ranks, ranks.calls + 1, ranks.store)
-        ranks.watch = watch
-        watch.start()
-
-        def watched() -> T:
-            try:
-                return work()
-            except Exception as error:
-                ranks.may_be_missed(error)
-                raise
-
-        try:
-            return super().run(watched)
-        finally:
-            watch.end()
-
-    def choice(
-        self,
-        choice: Choice,
-        policy: Planning,
-        batch: RolloutBatch,
-        loss: Loss,
-        router: RouterLoss | None,
-    ) -> Choice:
-        own = contents_of(batch, [entry.plan for entry in choice.compared], ())
-        check_same_batches(self._exchange(own), self.ranks.global_ranks, self.ranks.batches)
-        return super().choice(choice, policy, batch, loss, router)
-
-    def strategies(self, found: tuple[MemoryStrategy, ...]) -> tuple[MemoryStrategy, ...]:
-        """The first alone: a rank whose memory runs out has left the others in collectives."""
-        return found[:1]
-
-    def copy_in(
-        self, model: nn.Module, blocks: nn.ModuleList, dtype: torch.dtype, *, streamed: bool
-    ) -> tuple[nn.Module, nn.ModuleList]:
-        assert not streamed
-        return self.parts.copy_in(model, blocks, dtype)
-
-    def total(self, found: DenseRun, model: nn.Module, dtype: torch.dtype) -> DenseRun:
-        for name in sorted(self.parts.summed):
-            gradient = found.gradients[name]
-            if gradient is not None:
-                dist.all_reduce(gradient, group=self.parts.group)
-        return super().total(found, model, dtype)
-
-    def lengths(self, own: dict[str, float]) -> dict[str, float]:
-        """Of what each rank has another part of, roots of sums of squares; the rest is whole."""
-        every = self._exchange({name: value**2 for name, value in own.items()})
-        squares = [every[rank] for rank in self._copy]
-        return {
-            name: (sum if name in self.parts.split else max)(each[name] for each in squares) ** 0.5
-            for name in own
-        }
-
-    def _shape(self, name: str, parameter: nn.Parameter) -> torch.Size:
-        return self.parts.shapes[name]
-
-    def _own(self, name: str, gradient: Tensor) -> Tensor:
-        return self.parts.part(name, gradient)
-
-
-def rank_comm(group: Distributed | None, model: nn.Module, loss: Loss) -> RankComm:
+def rank_comm(group: Distributed | None, loss: Loss) -> RankComm:
     """The ranks of a comparison.
 
     Raises UnsupportedError for losses that are computed from all ranks' log-probs.
@@ -347,8 +243,6 @@ def rank_comm(group: Distributed | None, model: nn.Module, loss: Loss) -> RankCo
             "each rank, with which verify compares, does not. Verify it in one process, with a "
             "smaller model if need be."
         )
-    if group is not None and group.topology.splits_modules:
-        return TensorParallel(group, model, mean=is_own(loss))
     return RankComm(group, mean=group is not None and is_own(loss))
 
 
@@ -357,24 +251,18 @@ def _cannot(rank: int, text: str) -> RankError:
 
 
 class _Gradients(Mapping[str, Tensor | None]):
-    """Gradients of a model, of each what this rank has, when it is asked for, which is collective;
-    and others, which are this rank's own."""
+    """Gradients of a model, each made whole when it is asked for, which is collective; and others,
+    which are this rank's own."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        own: Callable[[str, Tensor], Tensor],
-        others: Mapping[str, Tensor | None],
-    ) -> None:
+    def __init__(self, model: nn.Module, others: Mapping[str, Tensor | None]) -> None:
         self._parameters = dict(model.named_parameters())
-        self._own = own
         self._others = others
 
     def __getitem__(self, name: str) -> Tensor | None:
         if name in self._others:
             return self._others[name]
         gradient = self._parameters[name].grad
-        return None if gradient is None else self._own(name, gradient)
+        return None if gradient is None else full(gradient)
 
     def __iter__(self) -> Iterator[str]:
         yield from self._parameters

@@ -48,8 +48,6 @@ class ModelKind(Kind):
     change: Change
     mend: Change | None = None
     """The remedy, done: it makes a model that trains exactly."""
-    in_place: bool = False
-    """Whether the model itself is changed, so that a policy made before must notice."""
 
 
 def model_kind(
@@ -60,7 +58,6 @@ def model_kind(
     means: str,
     remedy: str,
     mend: Change | None = None,
-    in_place: bool = False,
 ) -> ModelKind:
     def call() -> None:
         changed = change(tiny_model("llama"))
@@ -79,7 +76,6 @@ def model_kind(
         call=call,
         change=change,
         mend=mend,
-        in_place=in_place,
     )
 
 
@@ -367,7 +363,6 @@ MODELS: tuple[Kind, ...] = (
         means="It may let tokens see one another, as this one does.",
         remedy="Put the family's own module back.",
         mend=own("model.layers.1.mlp"),
-        in_place=True,
     ),
     model_kind(
         "A forward set on an instance",
@@ -378,7 +373,6 @@ MODELS: tuple[Kind, ...] = (
         means="A function set on a module cannot be told from one that mixes tokens.",
         remedy="Remove the attribute: del module.forward.",
         mend=without_forward,
-        in_place=True,
     ),
     model_kind(
         "A hook of one's own by accelerate",
@@ -390,7 +384,6 @@ MODELS: tuple[Kind, ...] = (
         means="It may change what goes into a module and what comes out of it.",
         remedy="accelerate.hooks.remove_hook_from_module(model, recurse=True).",
         mend=unhooked,
-        in_place=True,
     ),
     model_kind(
         "A hook on a compiled module",
@@ -401,7 +394,6 @@ MODELS: tuple[Kind, ...] = (
         means="The hook would not run.",
         remedy="module._orig_mod.register_forward_hook(...).",
         mend=lambda _: hooked_within(tiny_model("llama")),
-        in_place=True,
     ),
     model_kind(
         "A compiled model that accelerate prepared",
@@ -423,7 +415,6 @@ MODELS: tuple[Kind, ...] = (
         "been shown exact.",
         remedy="Load the model in bfloat16 or float32.",
         mend=weight(nn.Parameter(torch.ones(48, 32).double())),
-        in_place=True,
     ),
     model_kind(
         "Parameters of whole numbers",
@@ -434,7 +425,6 @@ MODELS: tuple[Kind, ...] = (
         means="They are quantized weights.",
         remedy="Load the model in bfloat16 or float32.",
         mend=weight(nn.Parameter(torch.ones(48, 32).double())),
-        in_place=True,
     ),
     model_kind(
         "Prompt tuning",
@@ -453,7 +443,6 @@ MODELS: tuple[Kind, ...] = (
         means="It has not been compared with dense training.",
         remedy="Use LoRA, or DoRA.",
         mend=lambda _: lora(tiny_model("llama")),
-        in_place=True,
     ),
     model_kind(
         "A LoRA variant that looks at tokens",
@@ -464,7 +453,6 @@ MODELS: tuple[Kind, ...] = (
         means="Whether it acts on a token depends on tokens of the row before it.",
         remedy="Leave alora_invocation_tokens out.",
         mend=lambda _: lora(tiny_model("llama"), target_modules=["q_proj"]),
-        in_place=True,
     ),
     model_kind(
         "An adapter on the head",
@@ -474,7 +462,6 @@ MODELS: tuple[Kind, ...] = (
         means="Log-probs are computed in chunks from the head's weight itself.",
         remedy='Take "lm_head" out of target_modules.',
         mend=lambda _: lora(tiny_model("llama"), target_modules=["q_proj"]),
-        in_place=True,
     ),
     model_kind(
         "A head of its own for the adapter",
@@ -485,7 +472,6 @@ MODELS: tuple[Kind, ...] = (
         means="peft puts a module around the head that chooses between two.",
         remedy='Take "lm_head" out of modules_to_save.',
         mend=lambda _: lora(tiny_model("llama"), target_modules=["q_proj"]),
-        in_place=True,
     ),
     model_kind(
         "A model without values",
@@ -495,7 +481,6 @@ MODELS: tuple[Kind, ...] = (
         "model.",
         means="It was made under init_empty_weights, or offloaded.",
         remedy="Load the weights first.",
-        in_place=True,
     ),
     model_kind(
         "A model on several devices",
@@ -505,6 +490,5 @@ MODELS: tuple[Kind, ...] = (
         "before wrapping the model.",
         means='device_map="auto" spreads layers; rows would have to follow.',
         remedy='Load with device_map={"": 0}, or call model.to(device).',
-        in_place=True,
     ),
 )

@@ -260,6 +260,16 @@ def check_version(found: str) -> None:
         )
 
 
+def unsplit(copy: nn.Module, splits: Sequence[Split]) -> None:
+    """Let a whole copy of a model whose modules are split compute all of their experts."""
+    for name, _, forward in splits:
+        if forward.style == DISPATCHED:
+            assert forward.expert_mesh is not None
+            own: dict[str, Any] = vars(copy.get_submodule(name))
+            own["num_experts"] *= forward.expert_mesh.size()
+            own["_is_expert_parallel"] = False
+
+
 EXPERTS = ("MoeExpertsParallel", DISPATCHED)
 
 
