@@ -196,7 +196,7 @@ def test_what_is_not_exact_is_refused_by_name(tmp_path: Path) -> None:
         assert "dimension 'cp' has the ranks [0, 1]" in found["other mesh"]
         assert "without names" in found["nameless mesh"]
         assert not found["same mesh"] and not found["whole head"]
-        assert "sequence parallelism" in found["sequence"]
+        assert "SequenceParallel" in found["sequence"]
 
 
 def too_few_heads(folder: Path, split: Split) -> str:

@@ -128,7 +128,7 @@ SPLITS: tuple[Kind, ...] = (
     Kind(
         name="Sequence parallelism",
         error=UnsupportedError,
-        message="model.norm is split over ranks by sequence parallelism "
+        message="model.norm is split over ranks by SequenceParallel "
         "(transformers.distributed.tensor_parallel), which has not been shown exact; these have: "
         "ColwiseParallel, RowwiseParallel, EmbeddingParallel, ReplicatedWithGradAllReduce, "
         "PackedColwiseParallel, MoeExpertsParallel, MlaKvAProjParallel, AllReduceParallel, "

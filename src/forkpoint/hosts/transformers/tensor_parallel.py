@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
@@ -29,7 +28,7 @@ from forkpoint.engine.guard import local
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.code_provenance import Definition, is_defined_as
 from forkpoint.hosts.modules import every_module, plain_class
-from forkpoint.hosts.torch_dist.replicated import buckets
+from forkpoint.hosts.torch_dist.replicated import all_reduce_in_buckets
 from forkpoint.hosts.transformers.linear_attention import recurrent_modules
 from forkpoint.hosts.wrappers import closed_over
 from forkpoint.parallel.topology import Relation
@@ -74,9 +73,6 @@ class ParallelForward:
     """Whether each rank's output has channels of its own, and no rank has all of them."""
     own: Callable[..., Any]
     """The module's forward by itself."""
-    layer: Any = None
-    """Object that sets the forward (`install_forward`); None where the forward only sums gradients,
-    or brings tokens to experts."""
 
 
 def parallel_forward(where: str, module: nn.Module) -> ParallelForward | None:
@@ -93,55 +89,47 @@ def parallel_forward(where: str, module: nn.Module) -> ParallelForward | None:
     inside = closed_over(forward)
     if "_all_reduce_grad" in inside:
         mesh = closed_over(inside["_all_reduce_grad"])["mesh"]
-        own = inside["original_forward"]
-        return _with_own(where, module, ParallelForward(SUMMED, mesh, None, False, own))
+        found = ParallelForward(SUMMED, mesh, None, False, inside["original_forward"])
+    else:
+        found = _read_split(where, inside)
+    if getattr(found.own, "__func__", None) is not plain_class(module).forward:
+        raise UnsupportedError(
+            f"{where} has a forward of its own within the one by which transformers splits it over "
+            "ranks, whose effect is not known. Split the model before anything else is put around "
+            "its modules."
+        )
+    return found
+
+
+def _read_split(where: str, inside: dict[str, Any]) -> ParallelForward:
+    """The split of a module, from what its forward closes over."""
     kind = type(inside["self"])
-    name = "sequence parallelism" if kind.__name__ == "SequenceParallel" else kind.__name__
-    if kind.__name__ not in EXACT.get(kind.__module__, ()):
+    name = kind.__name__
+    if name not in EXACT.get(kind.__module__, ()):
         raise UnsupportedError(
             f"{where} is split over ranks by {name} ({kind.__module__}), which has not been shown "
             f"exact; these have: {', '.join((*EXACT[TENSOR], *EXACT[EXPERT]))}. Leave its rule out "
             "of tp_plan and ep_plan."
         )
-    if kind.__name__ == DISPATCHED:
-        exchange = inside["implementation"]
-        _check_exchange(where, exchange)
-        own = exchange.experts_forward
-        found = ParallelForward(kind.__name__, exchange.tp_mesh, exchange.ep_mesh, False, own)
-    else:
-        own = inside["original_forward"]
-        packed = kind.__name__ == "PackedColwiseParallel"
-        part = packed or (
-            kind.__name__ == "ColwiseParallel" and inside["self"].output_layouts.is_shard()
+    if name != DISPATCHED:
+        part = name == "PackedColwiseParallel" or (
+            name == "ColwiseParallel" and inside["self"].output_layouts.is_shard()
         )
-        found = ParallelForward(kind.__name__, inside["mesh"], None, part, own, inside["self"])
-    return _with_own(where, module, found)
-
-
-def _with_own(where: str, module: nn.Module, found: ParallelForward) -> ParallelForward:
-    """The same, where what it stands around is the module's own forward."""
-    if getattr(found.own, "__func__", None) is not plain_class(module).forward:
+        return ParallelForward(name, inside["mesh"], None, part, inside["original_forward"])
+    exchange = inside["implementation"]
+    way = type(exchange)
+    if (
+        way.__module__ != EXPERT
+        or way.__name__ not in EXACT_EXCHANGES
+        or getattr(exchange, "megamoe", None)
+    ):
         raise UnsupportedError(
-            f"{where} has a forward of its own within the one by which transformers splits it over "
-            "ranks, which forkpoint cannot look into. Split the model before anything else is put "
-            "around its modules."
-        )
-    return found
-
-
-def _check_exchange(where: str, exchange: Any) -> None:
-    kind = type(exchange)
-    if kind.__module__ != EXPERT or kind.__name__ not in EXACT_EXCHANGES:
-        raise UnsupportedError(
-            f"{where} brings tokens to experts by {kind.__module__}.{kind.__name__}, which has not "
+            f"{where} brings tokens to experts by {way.__module__}.{way.__name__}, which has not "
             "been shown exact. Load the model with ep_implementation='auto', and without "
             "experts_implementation='deepgemm_megamoe'."
         )
-    if getattr(exchange, "megamoe", None) is not None:
-        raise UnsupportedError(
-            f"{where} runs experts by DeepGEMM Mega MoE, which has no backward. Load the model "
-            "with another experts_implementation."
-        )
+    own = exchange.experts_forward
+    return ParallelForward(name, exchange.tp_mesh, exchange.ep_mesh, False, own)
 
 
 def parallel_modules(model: nn.Module) -> list[tuple[str, nn.Module, ParallelForward]]:
@@ -235,11 +223,7 @@ class TensorSplit(Holder):
             for gradient, parameter in zip(gradients, parameters, strict=True)
             if gradient is not None and parameter in summed
         ]
-        for bucket in buckets(parts):
-            flat = torch.cat([part.reshape(-1) for part in bucket])
-            dist.all_reduce(flat, group=self._group)
-            for part, total in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-                part.copy_(total.view_as(part))
+        all_reduce_in_buckets(parts, self._group)
         return list(gradients)
 
 
