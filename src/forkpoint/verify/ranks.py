@@ -196,7 +196,10 @@ class RankComm:
                     more = direct[name] if name in direct else torch.zeros_like(p).detach()
                     added = added + full(more).to(added)
                 if self.group is not None:
+                    # That of a block that stays in the host's memory is there.
+                    place, added = added.device, added.to(p.device)
                     self.group.all_reduce(added)
+                    added = added.to(place)
                 sums[name] = added / len(every) if self.mean else added
         asides = [aside for _, _, aside in every if aside is not None]
         return replace(
