@@ -1,7 +1,6 @@
 """Models that are not wrapped: each is a tiny Llama with one thing changed."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ from accelerate import Accelerator
 from accelerate.hooks import (
     ModelHook,
     add_hook_to_module,
-    remove_hook_from_module,
 )
 from peft import (
     IA3Config,
@@ -41,15 +39,6 @@ from forkpoint.testing import ReadOnlyHook, tiny_model
 Change = Callable[[Any], Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelKind(Kind):
-    """A model, made by `change` of a tiny Llama, that cannot be wrapped."""
-
-    change: Change
-    mend: Change | None = None
-    """The remedy, done: it makes a model that trains exactly."""
-
-
 def model_kind(
     name: str,
     change: Change,
@@ -57,8 +46,7 @@ def model_kind(
     message: str,
     means: str,
     remedy: str,
-    mend: Change | None = None,
-) -> ModelKind:
+) -> Kind:
     def call() -> None:
         changed = change(tiny_model("llama"))
         state = model_state(changed) if isinstance(changed, nn.Module) else None
@@ -67,15 +55,13 @@ def model_kind(
         finally:
             assert state is None or model_state(changed) == state, "a refusal changed the model"
 
-    return ModelKind(
+    return Kind(
         name=name,
         error=UnsupportedError,
         message=message,
         means=means,
         remedy=remedy,
         call=call,
-        change=change,
-        mend=mend,
     )
 
 
@@ -118,18 +104,6 @@ def doubled(x: Tensor) -> Tensor:
     return 2 * x
 
 
-def own(path: str) -> Change:
-    """Puts the family's own module back."""
-    return lambda model: replaced(path, tiny_model("llama").get_submodule(path))(model)
-
-
-def loaded(model: Any) -> nn.Module:
-    """The same weights in the family's own class."""
-    plain = LlamaForCausalLM(model.config).double()
-    plain.load_state_dict(model.state_dict())
-    return plain
-
-
 def instance_forward(model: nn.Module) -> nn.Module:
     mlp = model.get_submodule("model.layers.1.mlp")
     mlp.forward = doubled  # type: ignore[method-assign]
@@ -148,29 +122,14 @@ def hooked(hook: ModelHook) -> Change:
     return change
 
 
-def unhooked(model: nn.Module) -> nn.Module:
-    return remove_hook_from_module(model, recurse=True)
-
-
 def hooked_compiled(model: Any) -> nn.Module:
     model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
     model.model.layers[1].register_forward_hook(ReadOnlyHook(lambda *_: None))
     return model
 
 
-def hooked_within(model: Any) -> nn.Module:
-    model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
-    model.model.layers[1]._orig_mod.register_forward_hook(ReadOnlyHook(lambda *_: None))
-    return model
-
-
 def prepared(model: Any) -> Any:
     return Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
-
-
-def without_forward(model: Any) -> nn.Module:
-    del model.get_submodule("model.layers.1.mlp").forward
-    return model
 
 
 class Params4bit(nn.Parameter):
@@ -255,7 +214,6 @@ MODELS: tuple[Kind, ...] = (
         means="It splits the rows of a batch over devices, and forkpoint runs one packed "
         "microbatch.",
         remedy="Wrap the model inside it.",
-        mend=lambda m: m.module,
     ),
     Kind(
         name="DistributedDataParallel with a communication hook",
@@ -332,7 +290,6 @@ MODELS: tuple[Kind, ...] = (
         "as critics their ForTokenClassification with one label.",
         means="A subclass may do anything, and what it does has not been looked at.",
         remedy="Load its weights into the family's own class.",
-        mend=loaded,
     ),
     model_kind(
         "A model with a family's name and other code",
@@ -342,7 +299,6 @@ MODELS: tuple[Kind, ...] = (
         "critics their ForTokenClassification with one label.",
         means="Code that came with a checkpoint (trust_remote_code) is not the library's.",
         remedy="Load it without trust_remote_code.",
-        mend=loaded,
     ),
     model_kind(
         "A classifier",
@@ -362,7 +318,6 @@ MODELS: tuple[Kind, ...] = (
         "quantized or patched.",
         means="It may let tokens see one another, as this one does.",
         remedy="Put the family's own module back.",
-        mend=own("model.layers.1.mlp"),
     ),
     model_kind(
         "A forward set on an instance",
@@ -372,7 +327,6 @@ MODELS: tuple[Kind, ...] = (
         "accelerate.hooks.remove_hook_from_module(model, recurse=True) for a hook of accelerate.",
         means="A function set on a module cannot be told from one that mixes tokens.",
         remedy="Remove the attribute: del module.forward.",
-        mend=without_forward,
     ),
     model_kind(
         "A hook of one's own by accelerate",
@@ -383,7 +337,6 @@ MODELS: tuple[Kind, ...] = (
         "recurse=True) for a hook of accelerate.",
         means="It may change what goes into a module and what comes out of it.",
         remedy="accelerate.hooks.remove_hook_from_module(model, recurse=True).",
-        mend=unhooked,
     ),
     model_kind(
         "A hook on a compiled module",
@@ -393,7 +346,6 @@ MODELS: tuple[Kind, ...] = (
         "within (module._orig_mod), or before torch.compile.",
         means="The hook would not run.",
         remedy="module._orig_mod.register_forward_hook(...).",
-        mend=lambda _: hooked_within(tiny_model("llama")),
     ),
     model_kind(
         "A compiled model that accelerate prepared",
@@ -403,7 +355,6 @@ MODELS: tuple[Kind, ...] = (
         "(module._orig_mod), or before torch.compile.",
         means="Its mixed precision would be lost.",
         remedy="Prepare the model first, and compile it then.",
-        mend=lambda _: torch.compile(prepared(tiny_model("llama")), backend="eager"),
     ),
     model_kind(
         "Quantized parameters",
@@ -414,7 +365,6 @@ MODELS: tuple[Kind, ...] = (
         means="Their values mean something else, and the kernels that run over them have not "
         "been shown exact.",
         remedy="Load the model in bfloat16 or float32.",
-        mend=weight(nn.Parameter(torch.ones(48, 32).double())),
     ),
     model_kind(
         "Parameters of whole numbers",
@@ -424,7 +374,6 @@ MODELS: tuple[Kind, ...] = (
         "torch.bfloat16, torch.float16.",
         means="They are quantized weights.",
         remedy="Load the model in bfloat16 or float32.",
-        mend=weight(nn.Parameter(torch.ones(48, 32).double())),
     ),
     model_kind(
         "Prompt tuning",
@@ -433,7 +382,6 @@ MODELS: tuple[Kind, ...] = (
         "LoRA, or DoRA.",
         means="It puts tokens before every row that no rollout has.",
         remedy="Use LoRA, or DoRA.",
-        mend=lambda _: lora(tiny_model("llama")),
     ),
     model_kind(
         "Another kind of adapter",
@@ -442,7 +390,6 @@ MODELS: tuple[Kind, ...] = (
         "DoRA.",
         means="It has not been compared with dense training.",
         remedy="Use LoRA, or DoRA.",
-        mend=lambda _: lora(tiny_model("llama")),
     ),
     model_kind(
         "A LoRA variant that looks at tokens",
@@ -452,7 +399,6 @@ MODELS: tuple[Kind, ...] = (
         "of these.",
         means="Whether it acts on a token depends on tokens of the row before it.",
         remedy="Leave alora_invocation_tokens out.",
-        mend=lambda _: lora(tiny_model("llama"), target_modules=["q_proj"]),
     ),
     model_kind(
         "An adapter on the head",
@@ -461,7 +407,6 @@ MODELS: tuple[Kind, ...] = (
         "from a plain torch.nn.Linear. Leave lm_head out of adapters and quantization.",
         means="Log-probs are computed in chunks from the head's weight itself.",
         remedy='Take "lm_head" out of target_modules.',
-        mend=lambda _: lora(tiny_model("llama"), target_modules=["q_proj"]),
     ),
     model_kind(
         "A head of its own for the adapter",
@@ -471,7 +416,6 @@ MODELS: tuple[Kind, ...] = (
         "quantization.",
         means="peft puts a module around the head that chooses between two.",
         remedy='Take "lm_head" out of modules_to_save.',
-        mend=lambda _: lora(tiny_model("llama"), target_modules=["q_proj"]),
     ),
     model_kind(
         "A model without values",
