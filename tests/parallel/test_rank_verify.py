@@ -69,7 +69,7 @@ def verified(wrap: Any, make: Any, loss: Any, rollouts: Any) -> dict[str, Any]:
         "dense": report.dense_error,
         "norms": [error.norm for plan in report.plans for error in plan.worst],
         "counts": [(plan.counts.logical_tokens, plan.counts.shares) for plan in report.plans],
-        "given": report.given_tokens,
+        "given": report.logical_tokens,
     }
 
 

@@ -18,7 +18,7 @@ import forkpoint
 from forkpoint import RolloutBatch
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.routing import Routing
-from forkpoint.hosts.routers import Routers
+from forkpoint.hosts.transformers.routers import Routers
 from forkpoint.hosts.transformers.upcasts import run_plain_recurrences
 from forkpoint.losses import GRPO, GSPO, RouterLoss
 from forkpoint.parallel import statistics

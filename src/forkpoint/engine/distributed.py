@@ -4,7 +4,7 @@ A holder is one library's hold of the model on several ranks: fully_shard, Distr
 or modules split over ranks. Several hold one model together. The engine talks to the composite.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -127,6 +127,8 @@ class Holder(ModelHolder):
     """The device meshes that it is known to hold the model over."""
     splits: Sequence[tuple[str, nn.Module, Any]] = ()
     """Modules that each rank computes a part of: name, module, and how it is split."""
+    experts: Collection[nn.Module] = ()
+    """Modules whose experts lie on several ranks."""
     ranks: DataRanks
     """All ranks that step together; the composite sets it."""
 

@@ -208,11 +208,6 @@ class ModelState(Protocol):
 class StockRuns(Protocol):
     """Runs of a model's own forward, for comparisons with it."""
 
-    @property
-    def writes_scores(self) -> bool:
-        """Whether stock attention writes its scores out."""
-        ...
-
     def stock(self, ids_NL: Tensor) -> Tensor:
         """Logits [N, L, V] (a critic's values [N, L, 1]) of the model's own forward.
 

@@ -33,7 +33,6 @@ class SingleProcess:
     index: int = 0
     batches: tuple[int, ...] = (0,)
     group_leaders: tuple[int, ...] = (0,)
-    shares_batches: bool = False
 
 
 @dataclass(eq=False)
@@ -63,11 +62,6 @@ class DataRanks:
 
     def __post_init__(self) -> None:
         self.batches = self.batches or tuple(range(self.size))
-
-    @property
-    def shares_batches(self) -> bool:
-        """Whether any two ranks have the same batch."""
-        return len(set(self.batches)) < self.size
 
     @property
     def group_leaders(self) -> tuple[int, ...]:

@@ -81,7 +81,7 @@ def _agree_with_others(policy: StepPolicy, group: Distributed, local: LocalStep)
             ranks.index,
             ranks.global_ranks,
             gather=gather,
-            batches=ranks.batches if ranks.shares_batches else None,
+            batches=ranks.batches if group.topology.shares_batches else None,
             split=policy.config.split,
             prompts=shared,
         )
@@ -128,7 +128,7 @@ def _proposal(
         statistics=share,
         sample=sample_of(batch) if due and len(batch) else None,
     )
-    if group.ranks.shares_batches:
+    if group.topology.shares_batches:
         proposal = replace(proposal, contents=contents_of(batch, (plan,), local.factors))
     return proposal, once
 

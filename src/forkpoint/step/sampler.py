@@ -107,7 +107,7 @@ class StockComparison:
         self.routers: tuple[FoundRouter, ...] = ()
         # Where routes cannot be held, the two may part where scores tie, for no other reason.
         with suppress(UnsupportedError):
-            self.routers = find_routers(host.model, self.changes)
+            self.routers = find_routers(host.model, host.stock, self.changes)
         self.routes: Routes | None = Routes.to_record(sample) if self.routers else None
         self.run: RouteReplay | None = None
 

@@ -105,26 +105,6 @@ ROUTERS = (
         error=UnsupportedError,
     ),
     router_kind(
-        "Experts of limited capacity",
-        with_setting(capacity_factor=1.25),
-        message="the configuration has capacity_factor=1.25: an expert that is full leaves tokens "
-        "out by what else is in the batch, so that copies of a shared token may be routed "
-        "differently, and one copy cannot stand for them. Train without it.",
-        means="Copies of one token may go to different experts, or to none.",
-        remedy="Train without limits, and balance the load by a router loss.",
-        error=UnsupportedError,
-    ),
-    router_kind(
-        "Routing that is balanced over the batch",
-        with_setting(router_type="expert_choice"),
-        message="the configuration has router_type='expert_choice': tokens are assigned by what "
-        "else is in the batch, so that copies of a shared token may be routed differently, and "
-        "one copy cannot stand for them. Train without it.",
-        means="A token's experts depend on other tokens, those after it among them.",
-        remedy="Train models whose routers choose the best experts for each token by itself.",
-        error=UnsupportedError,
-    ),
-    router_kind(
         "A router loss of another type",
         trained(0.01),
         message="router is 0.01 of type float; it takes a forkpoint.losses.RouterLoss, or None.",

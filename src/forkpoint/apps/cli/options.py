@@ -23,7 +23,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 from forkpoint.apps.cli.output import Output
 from forkpoint.config import AUTO, Config
 from forkpoint.errors import ConfigError, TraceError
-from forkpoint.hosts.model_files import (
+from forkpoint.hosts.transformers.model_files import (
     config_path,
     parameters_of_model,
     read_config,

@@ -70,7 +70,7 @@ class RouterOptions:
 
         `expert_counts`: whether experts are to be counted. Raises UnsupportedError.
         """
-        from forkpoint.hosts.routers import Routers, adds_load_balancing
+        from forkpoint.hosts.transformers.routers import Routers, adds_load_balancing
 
         asked = self.router_loss != "none"
         routers = Routers(model)

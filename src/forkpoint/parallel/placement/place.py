@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from forkpoint.errors import ConfigError
-from forkpoint.hosts.model_files import shape_of_model
+from forkpoint.hosts.transformers.model_files import shape_of_model
 from forkpoint.parallel.placement.exchanges import ExchangePrices, Prompts, split_groups
 from forkpoint.parallel.placement.items import Priced, by_tokens, greedy, in_order
 from forkpoint.parallel.placement.paths import Paths, Rates
