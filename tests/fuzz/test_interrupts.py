@@ -26,8 +26,7 @@ from torch.utils import checkpoint as checkpoints
 from forkpoint.engine import transaction
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.executor import Executor
-from forkpoint.engine.gradient_sums import GradientSums
-from forkpoint.engine.guard import GradientGuard
+from forkpoint.engine.gradients import GradientGuard, GradientSums
 from forkpoint.engine.thread_state import ThreadState
 from forkpoint.engine.transaction import Transaction
 from forkpoint.hosts import modules

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from forkpoint import Policy, losses, wrap
 from forkpoint.engine.boundary import PrefixCache
 from forkpoint.engine.changes import Changes
-from forkpoint.engine.guard import GradientGuard
+from forkpoint.engine.gradients import GradientGuard
 from forkpoint.engine.staging import PlainTransfers
 from forkpoint.engine.thread_state import ThreadState
 from forkpoint.engine.timing import Timing

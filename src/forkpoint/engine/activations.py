@@ -21,8 +21,8 @@ from torch import Tensor
 
 from forkpoint.engine.boundary import PrefixCache
 from forkpoint.engine.distributed import holder_of
-from forkpoint.engine.feature import Feature
-from forkpoint.engine.given_back import GivenBack, Pack, Unpack, storage_id
+from forkpoint.engine.feature import Feature, Pack, Unpack
+from forkpoint.engine.given_back import GivenBack, storage_id
 from forkpoint.engine.host import Host
 from forkpoint.engine.microbatches import MicrobatchInputs
 from forkpoint.engine.offload import OffloadedMicrobatch, OffloadStats

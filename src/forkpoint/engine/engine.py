@@ -16,17 +16,22 @@ from forkpoint.engine.activations import Activations
 from forkpoint.engine.distributed import ModelHolder, holder_of
 from forkpoint.engine.executor import Executor
 from forkpoint.engine.feature import Feature
-from forkpoint.engine.gathered_scores import loss_inputs
-from forkpoint.engine.gradient_sums import GradientSums, twins
-from forkpoint.engine.guard import GradientGuard
+from forkpoint.engine.gradients import GradientGuard, GradientSums, twins
 from forkpoint.engine.host import HeadOutputs, Host
-from forkpoint.engine.loss_calls import names_of
-from forkpoint.engine.loss_gradients import LossGradients, LossPart
-from forkpoint.engine.microbatch_losses import MicrobatchLoss, MicrobatchLosses, weighted
 from forkpoint.engine.microbatches import (
     KernelOptions,
     MicrobatchInputs,
     prepare_microbatches,
+)
+from forkpoint.engine.objective import (
+    LossGradients,
+    LossPart,
+    MicrobatchLoss,
+    MicrobatchLosses,
+    TokenValues,
+    loss_inputs,
+    names_of,
+    weighted,
 )
 from forkpoint.engine.offload import OffloadStats
 from forkpoint.engine.prompt_exchange import PromptExchange
@@ -34,9 +39,7 @@ from forkpoint.engine.route_replay import RouteReplay
 from forkpoint.engine.routing import Routing
 from forkpoint.engine.staging import Staging
 from forkpoint.engine.timing import Observer, Timing
-from forkpoint.engine.token_values import TokenValues
 from forkpoint.engine.transaction import Transaction
-from forkpoint.engine.untrained import add_zero_gradients
 from forkpoint.losses.base import Denominators, Loss
 from forkpoint.losses.views import LossViews
 from forkpoint.parallel.step import RankStep, SingleProcessStep
@@ -255,7 +258,7 @@ class Engine:
     def _add_gradients(self, step: Prepared, guard: GradientGuard) -> None:
         """Complete `.grad`: all backwards are done, and the model is as it was."""
         if not self.ranks.trains(any(len(inputs.trained_tokens) for inputs in step.inputs)):
-            add_zero_gradients(self.host, guard)
+            guard.add_zeros(self.host)
         if guard.sums is not None:
             parameters, mean = guard.sums.parameters, self.ranks.mean
             guard.sums.reduce(partial(self.holder.reduce, parameters=parameters, mean=mean))

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from forkpoint.engine.given_back import GivenBack, Pack, Unpack, storage_id
+from forkpoint.engine.feature import Pack, Unpack
+from forkpoint.engine.given_back import GivenBack, storage_id
 from forkpoint.engine.staging import Staging
 
 

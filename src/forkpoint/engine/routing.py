@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from forkpoint.device import on_device
-from forkpoint.engine.feature import Feature
+from forkpoint.engine.feature import Feature, Root
 from forkpoint.engine.microbatches import MicrobatchInputs
-from forkpoint.engine.roots import Root
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.parallel.statistics import RouterEnd, StatisticsOfRanks
 from forkpoint.parallel.step import RankStep, StepOfRanks

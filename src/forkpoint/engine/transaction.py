@@ -15,7 +15,7 @@ import torch
 
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.compiling import WARNING
-from forkpoint.engine.guard import GradientGuard
+from forkpoint.engine.gradients import GradientGuard
 from forkpoint.engine.host import Host
 from forkpoint.engine.thread_state import ThreadState, close_generators
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
-from forkpoint.engine.gradient_sums import twins
+from forkpoint.engine.gradients import twins
 from forkpoint.engine.host import FoundRouter
 from forkpoint.engine.route_replay import ForcedRoutes, RouteReplay
 from forkpoint.engine.timing import Event
