@@ -27,8 +27,7 @@ from forkpoint.engine import transaction
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.executor import Executor
 from forkpoint.engine.gradients import GradientGuard, GradientSums
-from forkpoint.engine.thread_state import ThreadState
-from forkpoint.engine.transaction import Transaction
+from forkpoint.engine.transaction import ThreadState, Transaction
 from forkpoint.hosts import modules
 from lanes import slow_besides
 

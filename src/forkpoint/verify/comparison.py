@@ -20,7 +20,7 @@ from forkpoint.engine.gradients import twins
 from forkpoint.engine.host import FoundRouter
 from forkpoint.engine.route_replay import ForcedRoutes, RouteReplay
 from forkpoint.engine.timing import Event
-from forkpoint.engine.transaction import Transaction, retry_with_eager_blocks
+from forkpoint.engine.transaction import Transaction
 from forkpoint.errors import PlanError
 from forkpoint.hosts.libraries import stock_of
 from forkpoint.hosts.modules import forget_lists
@@ -247,7 +247,7 @@ def verify(
         hold_routes=hold_routes,
         progress=progress,
     )
-    return retry_with_eager_blocks(policy.host, lambda transaction: transaction.run(work))
+    return Transaction(policy.host.device).run(work)
 
 
 def _verify(

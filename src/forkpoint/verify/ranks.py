@@ -27,7 +27,7 @@ from forkpoint.parallel.statistics import joined
 from forkpoint.parallel.step import described
 from forkpoint.parallel.watch import Watch
 from forkpoint.rollouts.batch import RolloutBatch
-from forkpoint.step.router_steps import RouterWork, called
+from forkpoint.step.router_steps import RouterWork, describe_routers
 from forkpoint.verify.dense import DenseRun
 from forkpoint.verify.memory import MemoryStrategies
 from forkpoint.verify.plans import (
@@ -165,7 +165,7 @@ class DataParallel(SingleProcess):
 
     def same_routers(self, router: RouterLoss | None, work: RouterWork | None) -> None:
         ranks = self.group.ranks
-        every = ranks.exchange((called(router), work.share() if work else None))
+        every = ranks.exchange((describe_routers(router), work.share() if work else None))
         calls = {call: rank for rank, (call, _) in zip(ranks.global_ranks, every, strict=True)}
         if len(calls) > 1:
             given = "; ".join(f"rank {n}: {call[2:] or 'no router'}" for call, n in calls.items())
