@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from forkpoint import Config, Policy, Rollout, RolloutBatch, UnsupportedError, losses, wrap
 from forkpoint.engine.transaction import Transaction
-from forkpoint.step import sampler
 from forkpoint.step import self_check as selfcheck
 from forkpoint.testing import ReadOnlyHook, tiny_model
 from lanes import slow_besides, slow_besides_every
@@ -65,14 +64,14 @@ def test_values_are_rounded_where_rounded_embeddings_move_nothing(
 ) -> None:
     """All values off to one side by their last bits, as on some CPUs, and no noise measured."""
     model = tiny_model("llama", dtype=torch.float32)
-    monkeypatch.setattr(sampler, "round_embeddings", lambda *_: None)
-    shared = sampler.StockComparison.shared
+    monkeypatch.setattr(selfcheck, "round_embeddings", lambda *_: None)
+    shared = selfcheck.StockComparison.shared
 
-    def off(self: sampler.StockComparison) -> Tensor:
+    def off(self: selfcheck.StockComparison) -> Tensor:
         # The trained values lie between -8 and -4, where neighbours are 2**-21 apart.
         return shared(self) + roundings * 2.0**-21
 
-    monkeypatch.setattr(sampler.StockComparison, "shared", off)
+    monkeypatch.setattr(selfcheck.StockComparison, "shared", off)
     policy = wrap(model, ACROSS)
     if passes:
         policy.score(BATCH)
@@ -142,7 +141,7 @@ def test_small_effects_are_found_as_far_as_rounding_allows(dtype: torch.dtype) -
     assert found and min(found) == least, found
 
 
-def checked(policy: Policy, batch: RolloutBatch, *, training: bool) -> sampler.SampleComparison:
+def checked(policy: Policy, batch: RolloutBatch, *, training: bool) -> selfcheck.SampleComparison:
     host, config = policy.host, policy.config
     return Transaction(host.device).run(
         lambda step: selfcheck.self_check(step, host, config, batch, training=training)
@@ -273,7 +272,7 @@ def test_a_model_whose_values_overflow_is_not_called_wrong() -> None:
 
 
 def test_overflow_here_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = sampler.Engine.score
+    stock = selfcheck.Engine.score
 
     def overflowing(*args: Any, **kwargs: Any) -> Any:
         result = stock(*args, **kwargs)
@@ -281,7 +280,7 @@ def test_overflow_here_alone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
             values[values != 0] = torch.nan
         return result
 
-    monkeypatch.setattr(sampler.Engine, "score", overflowing)
+    monkeypatch.setattr(selfcheck.Engine, "score", overflowing)
     with pytest.raises(UnsupportedError, match="by inf"):
         wrap(tiny_model("llama", dtype=torch.float32), ACROSS).score(BATCH)
 

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import forkpoint
 from forkpoint import RolloutBatch
-from forkpoint.engine.loss_gradients import LossGradients, LossPart
+from forkpoint.engine.objective import LossGradients, LossPart
 from forkpoint.errors import RankError, RolloutError, UnsupportedError
 from forkpoint.hosts.torch_dist.copies import copy_in
 from forkpoint.losses import GRPO, GSPO, Loss

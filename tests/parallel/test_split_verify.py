@@ -15,7 +15,7 @@ from torch import Tensor
 
 import forkpoint
 from forkpoint import Config, RolloutBatch
-from forkpoint.engine.loss_gradients import LossGradients, LossPart
+from forkpoint.engine.objective import LossGradients, LossPart
 from forkpoint.errors import ForkpointError, RankError
 from forkpoint.hosts.transformers.tensor_parallel import TensorSplit
 from forkpoint.losses import GRPO, GSPO, Loss

@@ -11,11 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from forkpoint.config import Gather
 from forkpoint.engine.changes import Changes
 from forkpoint.parallel.ranks import DataRanks, SingleProcess
 from forkpoint.parallel.topology import Relation, Topology
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that lies on this rank: all of it unless it is a DTensor."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
 
 
 class ModelHolder:

@@ -269,7 +269,7 @@ class ModelHost:
             refuse_calls((self.model, *self.blocks), changes)
         self.entry.attach(changes)
         if compiled and self.compiles:
-            self._blocks.enter(changes, ranks=self._group is not None)
+            self._blocks.enter(changes)
         changes.set(vars(self), "_changes", changes)
 
     @contextmanager

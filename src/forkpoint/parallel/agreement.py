@@ -50,8 +50,6 @@ class Proposal:
     """Costs of both ways to hold weights; None where weights are not sharded."""
     budget_bytes: int | None = None
     """The memory budget that the program was planned for; None is no limit."""
-    compiler_failure: str | None = None
-    """Why this rank runs blocks eagerly that it was to compile."""
     trains: bool = False
     """Whether this rank's plan trains on any token."""
     trained_tokens: int = 0

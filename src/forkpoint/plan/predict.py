@@ -14,7 +14,7 @@ from forkpoint.plan.pricing.meters import Meter, TokenMeter, meter_of
 from forkpoint.plan.program import BACKWARD, FORWARD, HEAD
 
 # Layers that a backward holds on to while it runs, and that are fetched ahead of it at least
-# (engine/given_back.py, engine/offload.py).
+# (engine/offload.py).
 LAYERS_AT_WORK = 2
 
 

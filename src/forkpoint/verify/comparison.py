@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
-from forkpoint.engine.gradient_sums import twins
+from forkpoint.engine.gradients import twins
 from forkpoint.engine.host import FoundRouter
 from forkpoint.engine.route_replay import ForcedRoutes, RouteReplay
 from forkpoint.engine.timing import Event
-from forkpoint.engine.transaction import Transaction, retry_with_eager_blocks
+from forkpoint.engine.transaction import Transaction
 from forkpoint.errors import PlanError
 from forkpoint.hosts.libraries import stock_of, whole_copy
 from forkpoint.hosts.modules import forget_lists
@@ -203,7 +203,7 @@ def verify(
         hold_routes=hold_routes,
         progress=progress,
     )
-    return retry_with_eager_blocks(policy.host, lambda transaction: transaction.run(work))
+    return Transaction(policy.host.device).run(work)
 
 
 def _verify(

@@ -24,7 +24,7 @@ from forkpoint.parallel.copies import check_same_batches, contents_of
 from forkpoint.parallel.statistics import joined
 from forkpoint.parallel.step import described
 from forkpoint.rollouts.batch import RolloutBatch
-from forkpoint.step.router_steps import RouterWork, called
+from forkpoint.step.router_steps import RouterWork, describe_routers
 from forkpoint.verify.dense import DenseRun
 from forkpoint.verify.plans import (
     ACROSS,
@@ -112,7 +112,7 @@ class RankComm:
         if self.group is None:
             return
         ranks = self.group.ranks
-        every = self._exchange((called(router), work.share() if work else None))
+        every = self._exchange((describe_routers(router), work.share() if work else None))
         calls = {call: rank for rank, (call, _) in zip(ranks.global_ranks, every, strict=True)}
         if len(calls) > 1:
             given = "; ".join(f"rank {n}: {call[2:] or 'no router'}" for call, n in calls.items())

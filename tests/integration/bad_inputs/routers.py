@@ -225,18 +225,11 @@ ROUTERS = (
     router_kind(
         "Counts of another shape",
         trained(RouterLoss(0.1, scope="rollout"), router_counts=torch.ones(2, 8).long()),
-        message="router_counts have shape (2, 8), and the model and the scope take (3, 2, 8). Give "
-        "scores.expert_counts for a scope of the batch, and scores.rollout_expert_counts for any "
-        "other.",
+        message="router_counts are torch.int64 of shape (2, 8), and the model and the scope take "
+        "int64 of (3, 2, 8). Give scores.expert_counts for a scope of the batch, and "
+        "scores.rollout_expert_counts for any other.",
         means="Counts of the batch do not say what each rollout's are.",
         remedy="scores.rollout_expert_counts serves every scope.",
-    ),
-    router_kind(
-        "Counts that are no whole numbers",
-        trained(RouterLoss(0.1), router_counts=torch.ones(2, 8)),
-        message="router_counts are torch.float32; give int64, as policy.score counts them.",
-        means="Shares of experts are no counts.",
-        remedy="Give scores.expert_counts as it is.",
     ),
     router_kind(
         "Counts of other tokens",

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from forkpoint.engine.changes import Changes
-from forkpoint.engine.distributed import Holder
-from forkpoint.engine.guard import local
+from forkpoint.engine.distributed import Holder, local
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.code_provenance import Definition, is_defined_as
 from forkpoint.hosts.modules import every_module, plain_class
