@@ -67,7 +67,7 @@ def check(model: PreTrainedModel, expected: Truth, loss: Any, configs: Any) -> N
 
 
 STEPS: dict[tuple[str, bool], list[Config]] = {}
-# Losses, checkpoints and the parts of a plan, three at a time, in plans of CONFIGS.
+# Pairs of losses, checkpoints and the parts of a plan, in plans of CONFIGS.
 for _loss, _checkpointed, _sharing, _boundary, _layout, _limit in pairwise(
     ("grpo", "gspo", "dpo", "coupled"),
     (False, True),
@@ -78,7 +78,6 @@ for _loss, _checkpointed, _sharing, _boundary, _layout, _limit in pairwise(
     keep=lambda row: any(
         row[2:] == (c.sharing, c.boundary, c.leaf_layout, c.max_microbatch_tokens) for c in CONFIGS
     ),
-    strength=3,
 ):
     STEPS.setdefault((_loss, _checkpointed), []).append(
         Config(

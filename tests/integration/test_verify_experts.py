@@ -29,7 +29,6 @@ from sabotage import (
     ACROSS_MICROBATCHES,
     WITHIN,
     Sabotage,
-    leak_between_siblings,
     one_child_dropped,
 )
 from steps import forked_batch, model_state
@@ -104,7 +103,7 @@ WAYS: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     ("family", "changes"),
     slow_besides(
-        [*product(DIFFERENT, [{}]), *product(["gpt_oss"], WAYS)],
+        [*product(DIFFERENT, [{}]), *product(["gpt_oss"], WAYS[1::3])],
         [*product(FAMILIES, [{}]), *product(("gpt_oss", "deepseek_v3"), WAYS)],
     ),
     ids=str,
@@ -141,7 +140,7 @@ def test_shared_and_dense_agree_on_routes_of_another_model(
     assert off > 1e-2, "other experts make no difference"
 
 
-@pytest.mark.parametrize("family", slow_besides(DIFFERENT, FAMILIES))
+@pytest.mark.parametrize("family", slow_besides(["gpt_oss"], FAMILIES))
 def test_a_model_that_is_held_to_its_own_routes_does_what_it_did(family: str) -> None:
     batch, model = forked_batch(vocab=256), expert_model(family)
     routers, routes = found_routers(model), Routes.to_record(batch)
@@ -209,7 +208,7 @@ def report_of(family: str, config: Config = ACROSS) -> VerifyReport:
     return wrap(expert_model(family), config).verify(expert_batch(), LOSS)
 
 
-@pytest.mark.parametrize("family", slow_besides(DIFFERENT, FAMILIES))
+@pytest.mark.parametrize("family", slow_besides(["gpt_oss", "deepseek_v3"], FAMILIES))
 def test_bfloat16_passes_with_routes_held(family: str) -> None:
     report = report_of(family, (ACROSS, WITHIN_CONFIG)[list(FAMILIES).index(family) % 2])
     assert report.passed, report.table()
@@ -240,7 +239,7 @@ def test_routes_decide_what_is_measured() -> None:
 
 @pytest.mark.parametrize(
     "sabotage",
-    slow_besides((one_child_dropped, leak_between_siblings), [*ACROSS_MICROBATCHES, *WITHIN]),
+    slow_besides([one_child_dropped], [*ACROSS_MICROBATCHES, *WITHIN]),
 )
 def test_sabotage_is_caught_with_routes_held(
     sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch
@@ -253,7 +252,7 @@ def test_sabotage_is_caught_with_routes_held(
 
 
 @pytest.mark.parametrize(
-    "change", slow_besides(("full", "recompute"), ("model", "full", "selective", "recompute"))
+    "change", slow_besides(["full"], ("model", "full", "selective", "recompute"))
 )
 def test_recomputed_layers_take_the_same_routes(change: str) -> None:
     """Within a backward, after other microbatches have run."""
@@ -297,7 +296,9 @@ def test_float64_needs_no_holding_and_dense_models_have_no_routes() -> None:
     assert report.routes is None and report.to_dict()["routes"] is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", slow_besides([torch.float32], [torch.float64, torch.float32, torch.bfloat16]), ids=str
+)
 def test_grouped_products_of_experts(dtype: torch.dtype) -> None:
     """They are transformers' default, and have no float64, which references of float32 are in."""
     model = expert_model("mixtral", dtype, eager=False)

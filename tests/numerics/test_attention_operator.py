@@ -3,6 +3,7 @@
 import dataclasses
 import shutil
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ from forkpoint.ops.attention.merge import Part, merge
 from forkpoint.ops.attention.source import RowSum, Source
 from forkpoint.ops.attention.table import read_launches
 from forkpoint.ops.dtypes import accumulate_dtype
-from lanes import slow_besides_pairs
+from lanes import slow_besides
 
 FOREST = make_forest([-1, 0, 0, 2], [5, 7, 3, 6], external=[0])
 SCALE = 0.3
@@ -320,7 +321,10 @@ def operator_arguments(
 
 @pytest.mark.parametrize(
     ("window", "grads", "dtype"),
-    slow_besides_pairs((0, 4), (False, True), (torch.float64, torch.bfloat16)),
+    slow_besides(
+        [(4, True, torch.bfloat16)],
+        product((0, 4), (False, True), (torch.float64, torch.bfloat16)),
+    ),
     ids=str,
 )
 def test_opcheck(window: int, grads: bool, dtype: torch.dtype) -> None:

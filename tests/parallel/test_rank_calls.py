@@ -37,9 +37,9 @@ from forkpoint.errors import ConfigError, RankError, RolloutError, UnsupportedEr
 from forkpoint.losses import GRPO, GSPO, Denominators, Loss
 from forkpoint.testing import lifted_upcasts
 from lanes import slow_besides
+from pairwise import id_of
 
 WRAPS = {"fully_shard": sharded, "DistributedDataParallel": replicated}
-wraps = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 sharded_first = pytest.mark.parametrize(
     "wrap",
     [
@@ -98,7 +98,7 @@ def scored(wrap: Any, rollouts: Any) -> float:
 
 
 @sharded_first
-@pytest.mark.parametrize("rollouts", [UNEQUAL, EMPTY], ids=["unequal", "empty"])
+@pytest.mark.parametrize("rollouts", [EMPTY, pytest.param(UNEQUAL, marks=pytest.mark.slow)])
 def test_scores_are_each_rank_s_own(wrap: Any, rollouts: Any) -> None:
     assert max(run_ranks(2, scored, wrap, rollouts)) < BAR
 
@@ -117,7 +117,7 @@ def through_logprobs(wrap: Any, rollouts: Any) -> float:
 
 
 @sharded_first
-@pytest.mark.parametrize("rollouts", [UNEQUAL, EMPTY], ids=["unequal", "empty"])
+@pytest.mark.parametrize("rollouts", [UNEQUAL, pytest.param(EMPTY, marks=pytest.mark.slow)])
 def test_losses_of_logprobs_are_averaged(wrap: Any, rollouts: Any) -> None:
     assert max(run_ranks(2, through_logprobs, wrap, rollouts)) < BAR
 
@@ -134,7 +134,7 @@ def through_function(wrap: Any) -> tuple[float, bool]:
     return apart(policy, alone), abs(stats.loss - losses[dist.get_rank()]) < BAR
 
 
-@wraps
+@sharded_first
 def test_a_function_is_each_rank_s_own_loss(wrap: Any) -> None:
     for error, same_loss in run_ranks(2, through_function, wrap):
         assert error < BAR and same_loss
@@ -150,7 +150,7 @@ def with_denominators(wrap: Any) -> float:
     return apart(policy, alone)
 
 
-@wraps
+@sharded_first
 def test_denominators_that_are_given_are_global(wrap: Any) -> None:
     assert max(run_ranks(2, with_denominators, wrap)) < BAR
 
@@ -163,7 +163,7 @@ def nothing_trained(wrap: Any) -> list[bool]:
     return [g is not None and not bool(g.any()) for g in found]
 
 
-@wraps
+@sharded_first
 def test_a_step_that_trains_on_nothing_gives_zeros(wrap: Any) -> None:
     for rank in run_ranks(2, nothing_trained, wrap):
         assert all(rank)
@@ -247,7 +247,7 @@ def bad_rollout(wrap: Any) -> tuple[str, bool, float]:
     return found, clean, apart(policy, alone)
 
 
-@wraps
+@sharded_first
 def test_a_bad_rollout_of_one_rank_is_an_error_on_all(wrap: Any) -> None:
     first, second = run_ranks(2, bad_rollout, wrap)
     assert first[0].startswith("RankError: rank 1 cannot run this step") and "1000000" in first[0]
@@ -290,13 +290,20 @@ def failing_loss(wrap: Any, loss: Loss, accumulated: bool) -> tuple[str, str, fl
     return found, outcome, apart(policy, alone)
 
 
-@wraps
-@pytest.mark.parametrize("accumulated", [False, True], ids=["first", "accumulated"])
-@pytest.mark.parametrize("loss", [Failing(), FailingTogether()], ids=["one pass", "two passes"])
+FAILING = list(product(WRAPS, (Failing, FailingTogether), (False, True)))
+FAILING_IN_CORE = [
+    ("fully_shard", FailingTogether, True),
+    ("DistributedDataParallel", Failing, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("wrap", "loss", "accumulated"), slow_besides(FAILING_IN_CORE, FAILING), ids=id_of
+)
 def test_a_loss_that_fails_on_one_rank_ends_the_step_on_all(
-    wrap: Any, loss: Loss, accumulated: bool
+    wrap: str, loss: type[Loss], accumulated: bool
 ) -> None:
-    first, second = run_ranks(2, failing_loss, wrap, loss, accumulated)
+    first, second = run_ranks(2, failing_loss, WRAPS[wrap], loss(), accumulated)
     assert first[0] == "ZeroDivisionError: of the test"
     assert "rank 0 failed in this step" in second[0] and "of the test" in second[0]
     for _, outcome, error in (first, second):
@@ -439,8 +446,7 @@ SPLIT = (group(2, 5, 30, 12)[:2], group(2, 5, 30, 12)[2:])
 GATHERED = list(product(WRAPS, ("unequal", "empty", "split"), ("across", "within")))
 IN_CORE = [
     ("fully_shard", "split", "across"),
-    ("fully_shard", "empty", "within"),
-    ("DistributedDataParallel", "unequal", "across"),
+    ("DistributedDataParallel", "empty", "within"),
 ]
 
 
@@ -467,7 +473,7 @@ def failing_spread(wrap: Any) -> tuple[list[str], float]:
     return found, apart(policy, alone)
 
 
-@wraps
+@sharded_first
 def test_a_gathering_loss_that_raises_ends_the_step_on_all_ranks(wrap: Any) -> None:
     for errors, error in run_ranks(2, failing_spread, wrap):
         assert errors == ["ValueError: no spread today"]

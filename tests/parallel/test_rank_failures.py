@@ -145,7 +145,7 @@ def killed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("wrap", [sharded, replicated])
+@pytest.mark.parametrize("wrap", [sharded, pytest.param(replicated, marks=SLOW)])
 def test_a_rank_that_is_killed_ends_the_others(wrap: Any) -> None:
     begin = time.monotonic()
     with pytest.raises(RankFailed) as failed:

@@ -137,7 +137,7 @@ def sabotaged(wrap: Any) -> str:
     return policy.verify(RolloutBatch(UNEQUAL[dist.get_rank()]), GRPO()).verdict
 
 
-@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+@pytest.mark.parametrize("wrap", [sharded, pytest.param(replicated, marks=pytest.mark.slow)])
 def test_an_error_on_one_rank_fails_on_all(wrap: Any) -> None:
     assert run_ranks(2, sabotaged, wrap) == ["failed", "failed"]
 
