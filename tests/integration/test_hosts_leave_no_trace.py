@@ -55,7 +55,7 @@ def use(model: PreTrainedModel) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("family", "adapted"),
-    slow_besides([("llama", False), ("qwen3", True)], product(FAMILIES, (False, True))),
+    slow_besides([("qwen3", True)], product(FAMILIES, (False, True))),
 )
 def test_a_wrapped_model_is_usable_as_before(family: str, adapted: bool) -> None:
     model: Any = small_model(family, dtype=torch.float32)

@@ -42,7 +42,7 @@ def test_it_is_refused_by_name(case: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("without_lists")
-@pytest.mark.parametrize("case", slow_besides_every(2, NAMED))
+@pytest.mark.parametrize("case", slow_besides_every(3, NAMED))
 def test_a_sample_finds_it_without_the_lists(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(FORWARD[case], monkeypatch)
     generator = torch.get_rng_state()
@@ -95,7 +95,7 @@ def test_the_sample_alone_finds_what_no_list_names(
     assert all(p.grad is None or bool((p.grad == 1).all()) for p in model.parameters())
 
 
-@pytest.mark.parametrize("case", slow_besides_every(2, EXACT))
+@pytest.mark.parametrize("case", slow_besides_every(3, EXACT))
 def test_what_looks_like_it_is_exact(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(EXACT[case], monkeypatch, dtype=torch.float64)
     for config in (CHECKED, Config(sharing="tree", boundary="within")):

@@ -120,7 +120,7 @@ def check(forest: Forest, window: int, device: str) -> None:
 
 @pytest.mark.parametrize(
     ("where", "window"),
-    slow_besides([("in a microbatch", 16), ("across microbatches", 0)], product(FORESTS, (0, 16))),
+    slow_besides([("across microbatches", 16)], product(FORESTS, (0, 16))),
 )
 def test_sinks_add_no_bias(where: str, window: int) -> None:
     check(FORESTS[where], window, "cpu")

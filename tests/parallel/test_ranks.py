@@ -175,9 +175,7 @@ SCENARIOS = {
 IN_CORE = (
     "fully_shard",
     "fully_shard, two passes",
-    "fully_shard, a rank without rollouts",
     "fully_shard, LoRA",
-    "DistributedDataParallel",
     "DistributedDataParallel, accumulated",
 )
 
