@@ -20,7 +20,7 @@ from pairwise import FULL
 from programs import check_program
 from strategies import COMBINATIONS, batches, naming
 
-EXAMPLES = settings(max_examples=1000 if FULL else 30, derandomize=True, deadline=None)
+EXAMPLES = settings(max_examples=500 if FULL else 30, derandomize=True, deadline=None)
 
 Prefix = tuple[int, ...]
 

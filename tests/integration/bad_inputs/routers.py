@@ -78,26 +78,6 @@ ROUTERS = (
         error=UnsupportedError,
     ),
     router_kind(
-        "Experts of limited capacity",
-        with_setting(capacity_factor=1.25),
-        message="the configuration has capacity_factor=1.25: an expert that is full leaves tokens "
-        "out by what else is in the batch, so that copies of a shared token may be routed "
-        "differently, and one copy cannot stand for them. Train without it.",
-        means="Copies of one token may go to different experts, or to none.",
-        remedy="Train without limits, and balance the load by a router loss.",
-        error=UnsupportedError,
-    ),
-    router_kind(
-        "Routing that is balanced over the batch",
-        with_setting(router_type="expert_choice"),
-        message="the configuration has router_type='expert_choice': tokens are assigned by what "
-        "else is in the batch, so that copies of a shared token may be routed differently, and "
-        "one copy cannot stand for them. Train without it.",
-        means="A token's experts depend on other tokens, those after it among them.",
-        remedy="Train models whose routers choose the best experts for each token by itself.",
-        error=UnsupportedError,
-    ),
-    router_kind(
         "A router loss of another type",
         trained(0.01),
         message="router is 0.01 of type float; it takes a forkpoint.losses.RouterLoss, or None.",
@@ -179,18 +159,11 @@ ROUTERS = (
     router_kind(
         "Counts of another shape",
         trained(RouterLoss(0.1, scope="rollout"), router_counts=torch.ones(2, 8).long()),
-        message="router_counts have shape (2, 8), and the model and the scope take (3, 2, 8). Give "
-        "scores.expert_counts for a scope of the batch, and scores.rollout_expert_counts for any "
-        "other.",
+        message="router_counts are torch.int64 of shape (2, 8), and the model and the scope take "
+        "int64 of (3, 2, 8). Give scores.expert_counts for a scope of the batch, and "
+        "scores.rollout_expert_counts for any other.",
         means="Counts of the batch do not say what each rollout's are.",
         remedy="scores.rollout_expert_counts serves every scope.",
-    ),
-    router_kind(
-        "Counts that are no whole numbers",
-        trained(RouterLoss(0.1), router_counts=torch.ones(2, 8)),
-        message="router_counts are torch.float32; give int64, as policy.score counts them.",
-        means="Shares of experts are no counts.",
-        remedy="Give scores.expert_counts as it is.",
     ),
     router_kind(
         "Counts of other tokens",

@@ -23,7 +23,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 from forkpoint.apps.cli.output import Output
 from forkpoint.config import AUTO, Config
 from forkpoint.errors import ConfigError, TraceError
-from forkpoint.hosts.model_files import parameters_of_model, shape_of_model
+from forkpoint.hosts.transformers.model_files import parameters_of_model, shape_of_model
 from forkpoint.plan import ModelShape
 from forkpoint.plan.device_memory import DeviceMemory
 from forkpoint.rollouts.batch import Rollout, RolloutBatch

@@ -39,8 +39,8 @@ from forkpoint.apps.cli.plan_text import (
 )
 from forkpoint.apps.cli.ranks import Ranks
 from forkpoint.errors import ConfigError, ForkpointError
+from forkpoint.parallel.placement.paths import Rates
 from forkpoint.parallel.placement.place import check_ranks
-from forkpoint.parallel.placement.rates import Rates
 from forkpoint.plan import Estimate, ModelShape, Totals, make_plan
 from forkpoint.plan import Plan as MadePlan
 from forkpoint.plan.device_memory import DeviceMemory

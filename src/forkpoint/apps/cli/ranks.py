@@ -6,12 +6,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from forkpoint.errors import PlanError
-from forkpoint.parallel.placement.baselines import by_tokens, in_order
 from forkpoint.parallel.placement.exchanges import ExchangePrices, split_groups
+from forkpoint.parallel.placement.items import by_tokens, in_order
 from forkpoint.parallel.placement.lockstep import exchange_plans, predict_step
-from forkpoint.parallel.placement.paths import Paths
+from forkpoint.parallel.placement.paths import Paths, Rates
 from forkpoint.parallel.placement.place import place_paths
-from forkpoint.parallel.placement.rates import Rates
 from forkpoint.plan import Plan
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.shared_prompts import PlannedPrompt

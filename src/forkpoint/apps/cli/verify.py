@@ -37,8 +37,7 @@ class Verify:
     (float32 for 16-bit models, else float64). Two plans are compared: one that shares within
     microbatches, and one whose microbatches read what others have shared. The exit code is 1 if one
     is further from the reference than dense training is, beyond rounding, and 3 if nothing of the
-    rollouts can be shared. Takes memory for a second model and time for two dense runs, and says
-    before it begins how much.
+    rollouts can be shared. Takes memory for a second model and time for two dense runs.
 
     Attributes:
         file: Rollouts, as a trainer or forkpoint writes them, or the folder of a trace.
@@ -84,13 +83,8 @@ class Verify:
             model = load_model(self.model, self.runtime)
             policy = wrap(model, self.planning.config())
         with out_of_memory_explained(), out.waiting("comparing gradients") as follow:
-            announced = False
 
             def progress(at: "VerifyProgress") -> None:
-                nonlocal announced
-                if not announced:
-                    out.show(f"to run: {at.forecast.text()}")
-                    announced = True
                 follow(at.text())
 
             report = policy.verify(batch, loss, router=router, progress=progress)

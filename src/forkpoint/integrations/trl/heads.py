@@ -17,7 +17,7 @@ from forkpoint.errors import UnsupportedError
 from forkpoint.integrations.trl.rows import IGNORED, Rows
 from forkpoint.integrations.trl.stand_ins import HeadAnswer
 from forkpoint.policy import Policy
-from forkpoint.step.sampler import (
+from forkpoint.step.self_check import (
     CEILING_ROUNDINGS,
     FLOOR_ROUNDINGS,
     FLOOR_VALUE_ROUNDINGS,
