@@ -20,8 +20,8 @@ from forkpoint.apps.replay.checkpoint import Checkpoints
 from forkpoint.apps.replay.folder import CHECKPOINT, MANIFEST, ROWS, STATE
 from integration.commands import write_config, write_rollouts
 
-CASES = int(os.environ.get("FORKPOINT_FUZZ_FOLDERS", "60"))
-RESUMED = 6
+CASES = int(os.environ.get("FORKPOINT_FUZZ_FOLDERS", "12"))
+RESUMED = 4
 """Of so many cases one is resumed as well, which takes most of the time."""
 
 
