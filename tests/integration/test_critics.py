@@ -25,7 +25,7 @@ from forkpoint import (
     UnsupportedError,
     wrap,
 )
-from forkpoint.apps.replay import replay
+from forkpoint.apps.replay.loop import replay
 from forkpoint.losses import GRPO, Denominators, Loss, LossBatch, LossOutputs, ValueLoss, gae
 from forkpoint.losses.base import as_loss
 from forkpoint.testing import ReadOnlyHook, dense_run, lifted_upcasts, tiny_model

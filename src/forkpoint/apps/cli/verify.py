@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from forkpoint.apps.cli.losses import LossOptions
+from forkpoint.apps.cli.losses import LossOptions, RouterOptions
 from forkpoint.apps.cli.options import (
     File,
     Flag,
@@ -15,11 +15,9 @@ from forkpoint.apps.cli.options import (
     Positive,
     Reading,
     Runtime,
-    check_work,
     load_batch,
 )
 from forkpoint.apps.cli.output import Output, options
-from forkpoint.apps.cli.routers import RouterOptions
 from forkpoint.errors import ConfigError
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.tree.forest import IntArray
@@ -74,7 +72,6 @@ class Verify:
                 "rollouts, or --loss likelihood."
             )
         batch = everything.select(int(index) for group in members for index in group)
-        check_work(batch.lengths, self.file, self.model, self.reading)
         with out.waiting("making the model"):
             from forkpoint.apps.cli.models import load_model, out_of_memory_explained
             from forkpoint.apps.environment import versions
@@ -85,8 +82,7 @@ class Verify:
             loss.check(batch)
             model = load_model(self.model, self.runtime)
             policy = wrap(model, self.planning.config())
-            self.routers.check(model)
-        with out_of_memory_explained(), out.following("comparing gradients") as follow:
+        with out_of_memory_explained(), out.waiting("comparing gradients") as follow:
 
             def progress(at: "VerifyProgress") -> None:
                 follow(at.text())
