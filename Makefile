@@ -21,7 +21,7 @@ TRL ?= trl==1.16.0
 trl_ready := .venv-trl/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-ranks test-full test-quick fuzz check format errors-page mutate test-gpu test-wheel test-versions test-trl test-verl clean
+.PHONY: help demo test test-slow test-ranks test-full test-quick fuzz check format mutate test-gpu test-wheel test-versions test-trl test-verl clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,7 +29,7 @@ help:  ## this list
 demo: $(ready)  ## a GRPO loop on the CPU, every gradient dense and shared; plot in demo-output/
 	@$(bin)/forkpoint demo
 
-test: $(ready)  ## every kind of test that needs no GPU: 6 minutes on two cores
+test: $(ready)  ## every kind of test that needs no GPU: 5 minutes on two cores
 	@$(pytest) -m "$(no_gpu) and not slow and not examples" -n $(WORKERS) --dist worksteal
 
 test-slow: $(ready)  ## what make test leaves out: endurance, compilers, more cases; 8 minutes
@@ -61,9 +61,6 @@ check: $(ready)  ## lint, formatting, types, and every example of the documentat
 format: $(ready)  ## rewrite files as `make check` wants them
 	@$(bin)/ruff check --fix .
 	@$(bin)/ruff format .
-
-errors-page: $(ready)  ## write docs/errors.md from the table of bad inputs
-	@$(bin)/python scripts/errors_page.py
 
 test-gpu: $(ready)  ## the tests that need one CUDA device
 	@$(bin)/python -m pytest -m gpu

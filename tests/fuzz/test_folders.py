@@ -127,6 +127,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_changed_folders(base: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
     place, resume = base
     codes: Counter[str] = Counter()

@@ -1,20 +1,15 @@
-"""Every kind of bad input, by its whole message: in the library, and on the command line.
+"""Every kind of bad input, in the library or on the command line; the table is in bad_inputs/."""
 
-The table is in bad_inputs/, and docs/errors.md is made of it.
-"""
-
-from itertools import product
+import re
 from pathlib import Path
 
 import pytest
 from bad_inputs import KINDS, TOPICS, Kind
 from bad_inputs.kind import stock_files
-from bad_inputs.page import NOTES, page
 from commands import Shell
 
 from forkpoint import errors
 from forkpoint.engine.transaction import ADDED, CLEARED, UNCHANGED
-from lanes import slow_besides
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,21 +46,21 @@ def test_the_library_refuses(kind: Kind) -> None:
     assert str(caught.value) == kind.message
 
 
-FORMS: dict[str, tuple[str, ...]] = {"tables": (), "json": ("--json",)}
-# Whatever the kind, --json goes through the same lines of code: every fourth shows it.
-IN_CORE = [*product(ON_COMMAND_LINE, ["tables"]), *product(ON_COMMAND_LINE[::4], ["json"])]
+IN_BOTH = [name for name in ON_COMMAND_LINE if KINDS[name].call]
+# Errors of the library are printed by the same lines of code: every eighth shows it.
+ARGUMENTS = [
+    *((name, ()) for name in ON_COMMAND_LINE if name not in IN_BOTH),
+    *((name, ()) for name in IN_BOTH[::8]),
+    *((name, ("--json",)) for name in ON_COMMAND_LINE[::8]),
+]
 
 
-@pytest.mark.parametrize(
-    ("kind", "form"),
-    slow_besides(IN_CORE, product(ON_COMMAND_LINE, FORMS)),
-    indirect=["kind"],
-)
+@pytest.mark.parametrize(("kind", "more"), ARGUMENTS, indirect=["kind"])
 def test_the_command_line_refuses(
-    kind: Kind, form: str, capsys: pytest.CaptureFixture[str]
+    kind: Kind, more: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A defect would be raised here: `main` catches errors of users alone."""
-    done = Shell(capsys)(*kind.argv, *FORMS[form])
+    done = Shell(capsys)(*kind.argv, *more)
     assert (done.code, done.out) == (2, "")
     assert done.err == f"error: {kind.message}\n"
 
@@ -83,11 +78,21 @@ def test_every_class_of_errors_is_met() -> None:
     assert {kind.error for kind in KINDS.values()} == classes
 
 
-def test_the_page_of_errors_is_up_to_date() -> None:
-    """If this fails, run `make errors-page`."""
-    assert (ROOT / "docs" / "errors.md").read_text(encoding="utf-8") == page()
+PAGE = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
 
 
-def test_the_page_has_the_notes_of_failed_steps() -> None:
-    for note, text in zip(NOTES, (UNCHANGED, CLEARED, ADDED), strict=True):
+def test_messages_and_classes_on_the_page_of_errors_are_raised() -> None:
+    raised = {" ".join(k.message.split()): f"`{k.error.__name__}`" for k in KINDS.values()}
+    entries = re.findall(r"```text\n(.*?)```\n(`\w+`): ", PAGE, re.DOTALL)
+    assert len(entries) == PAGE.count("```text") > 20
+    for message, error in entries:
+        assert raised.get(" ".join(message.split())) == error, message
+
+
+def test_the_page_has_the_classes_and_the_notes_of_failed_steps() -> None:
+    assert set(re.findall(r"^\| `(\w+Error)` \|", PAGE, re.MULTILINE)) == {
+        name for name, e in vars(errors).items() if isinstance(e, type)
+    } - {"ForkpointError"}
+    notes = re.findall(r"^\| (\w.*?) \| `\w+` \|", PAGE, re.MULTILINE)[-3:]
+    for note, text in zip(notes, (UNCHANGED, CLEARED, ADDED), strict=True):
         assert note in text

@@ -1,6 +1,6 @@
 """Kinds of bad input and of set-ups that are not supported, each with the message that it gets.
 
-One table for the tests (test_bad_inputs.py) and for the page of errors (docs/errors.md).
+test_bad_inputs.py provokes them.
 """
 
 from bad_inputs.files import FILES

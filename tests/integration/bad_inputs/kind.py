@@ -26,13 +26,14 @@ class Kind:
     """
 
     name: str
-    """The fault in a few words: the heading on the page of errors."""
+    """The fault in a few words."""
     error: type[ForkpointError]
     message: str
     """The whole message, with the values of this case."""
-    means: str
-    """Why it is refused."""
-    remedy: str
+    means: str = ""
+    """Why it is refused, where the message does not say it."""
+    remedy: str = ""
+    """More on what to do than the message says."""
     call: Callable[[], object] | None = None
     """Call that raises it in the library."""
     argv: tuple[str, ...] = ()

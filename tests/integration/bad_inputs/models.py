@@ -44,8 +44,6 @@ def model_kind(
     change: Change,
     *,
     message: str,
-    means: str,
-    remedy: str,
 ) -> Kind:
     def call() -> None:
         changed = change(tiny_model("llama"))
@@ -59,8 +57,6 @@ def model_kind(
         name=name,
         error=UnsupportedError,
         message=message,
-        means=means,
-        remedy=remedy,
         call=call,
     )
 
@@ -195,33 +191,24 @@ MODELS: tuple[Kind, ...] = (
         lambda _: "Qwen/Qwen3-8B",
         message="'Qwen/Qwen3-8B' of type str is no model; wrap takes one in memory, as "
         "AutoModelForCausalLM.from_pretrained makes it, and downloads nothing.",
-        means="wrap takes a model in memory, and downloads nothing.",
-        remedy='AutoModelForCausalLM.from_pretrained("...") makes one.',
     ),
     model_kind(
         "A module that is no transformers model",
         lambda _: nn.Linear(2, 2),
         message="torch.nn.modules.linear.Linear is not a transformers model; wrap the model "
         "itself, which fully_shard or DistributedDataParallel may hold.",
-        means="Only models of transformers have been shown exact.",
-        remedy="docs/adding-a-model.md says how another library is entered.",
     ),
     model_kind(
         "DataParallel",
         lambda m: nn.DataParallel(m),
         message="torch.nn.parallel.data_parallel.DataParallel is not a transformers model; wrap "
         "the model itself, which fully_shard or DistributedDataParallel may hold.",
-        means="It splits the rows of a batch over devices, and forkpoint runs one packed "
-        "microbatch.",
-        remedy="Wrap the model inside it.",
     ),
     Kind(
         name="DistributedDataParallel with a communication hook",
         error=UnsupportedError,
         message="DistributedDataParallel has a communication hook (allreduce_hook), which "
         "forkpoint would pass by. Leave register_comm_hook out.",
-        means="A step has several backwards; gradients are added up over ranks once, after them.",
-        remedy="Make the wrapper without it.",
         call=in_process_group(
             lambda model, _: with_communication_hook(DistributedDataParallel(model))
         ),
@@ -232,8 +219,6 @@ MODELS: tuple[Kind, ...] = (
         message="parameter model.layers.1.mlp.up_proj.weight is a DTensor; sharded and quantized "
         "parameters have not been shown exact, except for torch's fully_shard of the whole model. "
         "Wrap a model of plain tensors.",
-        means="A sharded tensor must be gathered where it is used, as fully_shard does.",
-        remedy="Shard the model with fully_shard, or wrap it on one device.",
         call=in_process_group(one_sharded_weight),
     ),
     Kind(
@@ -242,8 +227,6 @@ MODELS: tuple[Kind, ...] = (
         message="model.layers.0 is sharded by fully_shard and the model around it is not, so that "
         "gradients of the rest would stay this rank's own. Call fully_shard(model) as well, after "
         "its blocks.",
-        means="Gradients are added up over ranks for what is sharded alone.",
-        remedy="fully_shard each block, and then the model.",
         call=in_process_group(first_block_sharded),
     ),
     Kind(
@@ -252,8 +235,6 @@ MODELS: tuple[Kind, ...] = (
         message="rank 1 cannot run this step, so no rank does, and gradients are as they were: "
         "PlanError: no plan fits this batch. Mend it there; the step can then be repeated on all "
         "ranks.",
-        means="A step of several ranks happens on all of them or on none.",
-        remedy="What that rank's own error says.",
         call=lambda: agreed(
             [Proposal("score"), Proposal("score", error="PlanError: no plan fits this batch.")],
             0,
@@ -267,8 +248,6 @@ MODELS: tuple[Kind, ...] = (
         message="the ranks do not call the same: rank 1: score; rank 0: forward_backward of SFT(). "
         "Every rank must make the same calls of its policy in the same order, with the same "
         "options; a rank without rollouts gives RolloutBatch([]).",
-        means="Ranks wait for one another in every call.",
-        remedy="Make the same calls on every rank.",
         call=lambda: agreed(
             [Proposal("forward_backward of SFT()"), Proposal("score")], 0, [0, 1], gather="auto"
         ),
@@ -279,8 +258,6 @@ MODELS: tuple[Kind, ...] = (
         message="transformers.models.gpt2.modeling_gpt2.GPT2LMHeadModel (model_type 'gpt2') has "
         f"not been shown exact; supported are {FAMILY_CLASSES} of transformers, not "
         "subclasses of them, and as critics their ForTokenClassification with one label.",
-        means="Its gradients have not been compared with dense training.",
-        remedy="docs/families.md lists those that have; docs/adding-a-model.md says how one joins.",
     ),
     model_kind(
         "A subclass of a family's model",
@@ -288,8 +265,6 @@ MODELS: tuple[Kind, ...] = (
         message="bad_inputs.models.MyLlama (model_type 'llama') has not been shown exact; "
         f"supported are {FAMILY_CLASSES} of transformers, not subclasses of them, and "
         "as critics their ForTokenClassification with one label.",
-        means="A subclass may do anything, and what it does has not been looked at.",
-        remedy="Load its weights into the family's own class.",
     ),
     model_kind(
         "A model with a family's name and other code",
@@ -297,8 +272,6 @@ MODELS: tuple[Kind, ...] = (
         message="mine.LlamaForCausalLM (model_type 'llama') has not been shown exact; supported "
         f"are {FAMILY_CLASSES} of transformers, not subclasses of them, and as "
         "critics their ForTokenClassification with one label.",
-        means="Code that came with a checkpoint (trust_remote_code) is not the library's.",
-        remedy="Load it without trust_remote_code.",
     ),
     model_kind(
         "A classifier",
@@ -307,8 +280,6 @@ MODELS: tuple[Kind, ...] = (
         "(model_type 'llama') has not been shown exact; supported are "
         f"{FAMILY_CLASSES} of transformers, not subclasses of them, and as critics "
         "their ForTokenClassification with one label.",
-        means="It has no log-probs of tokens.",
-        remedy="Wrap the model for causal language modelling.",
     ),
     model_kind(
         "A module of other code",
@@ -316,8 +287,6 @@ MODELS: tuple[Kind, ...] = (
         message="model.layers.1.mlp is a bad_inputs.models.MyMLP, which has not been shown exact. "
         "Use the modules of transformers.models.llama as they are: wrap the model before it is "
         "quantized or patched.",
-        means="It may let tokens see one another, as this one does.",
-        remedy="Put the family's own module back.",
     ),
     model_kind(
         "A forward set on an instance",
@@ -325,8 +294,6 @@ MODELS: tuple[Kind, ...] = (
         message="model.layers.1.mlp has a forward of its own (bad_inputs.models.doubled), whose "
         "effect is not known. Remove it: del module.forward, or "
         "accelerate.hooks.remove_hook_from_module(model, recurse=True) for a hook of accelerate.",
-        means="A function set on a module cannot be told from one that mixes tokens.",
-        remedy="Remove the attribute: del module.forward.",
     ),
     model_kind(
         "A hook of one's own by accelerate",
@@ -335,8 +302,6 @@ MODELS: tuple[Kind, ...] = (
         "accelerate.hooks.add_hook_to_module.<locals>.new_forward), whose effect is not known. "
         "Remove it: del module.forward, or accelerate.hooks.remove_hook_from_module(model, "
         "recurse=True) for a hook of accelerate.",
-        means="It may change what goes into a module and what comes out of it.",
-        remedy="accelerate.hooks.remove_hook_from_module(model, recurse=True).",
     ),
     model_kind(
         "A hook on a compiled module",
@@ -344,8 +309,6 @@ MODELS: tuple[Kind, ...] = (
         message="model.layers.1 is what torch.compile returned, and has a hook of its own. "
         "Compiled code is taken off while a step runs, and this with it. Set it on the module "
         "within (module._orig_mod), or before torch.compile.",
-        means="The hook would not run.",
-        remedy="module._orig_mod.register_forward_hook(...).",
     ),
     model_kind(
         "A compiled model that accelerate prepared",
@@ -353,8 +316,6 @@ MODELS: tuple[Kind, ...] = (
         message="the model is what torch.compile returned, and has a forward of its own. Compiled "
         "code is taken off while a step runs, and this with it. Set it on the module within "
         "(module._orig_mod), or before torch.compile.",
-        means="Its mixed precision would be lost.",
-        remedy="Prepare the model first, and compile it then.",
     ),
     model_kind(
         "Quantized parameters",
@@ -362,9 +323,6 @@ MODELS: tuple[Kind, ...] = (
         message="parameter model.layers.1.mlp.up_proj.weight is a Params4bit; sharded and "
         "quantized parameters have not been shown exact, except for torch's fully_shard of the "
         "whole model. Wrap a model of plain tensors.",
-        means="Their values mean something else, and the kernels that run over them have not "
-        "been shown exact.",
-        remedy="Load the model in bfloat16 or float32.",
     ),
     model_kind(
         "Parameters of whole numbers",
@@ -372,24 +330,18 @@ MODELS: tuple[Kind, ...] = (
         message="parameter model.layers.1.mlp.up_proj.weight has dtype torch.int8; quantized "
         "parameters have not been shown exact. Allowed are torch.float64, torch.float32, "
         "torch.bfloat16, torch.float16.",
-        means="They are quantized weights.",
-        remedy="Load the model in bfloat16 or float32.",
     ),
     model_kind(
         "Prompt tuning",
         adapter(PromptTuningConfig(**CAUSAL, num_virtual_tokens=2)),
         message="the peft adapter 'default' is PROMPT_TUNING; only LORA has been shown exact. Use "
         "LoRA, or DoRA.",
-        means="It puts tokens before every row that no rollout has.",
-        remedy="Use LoRA, or DoRA.",
     ),
     model_kind(
         "Another kind of adapter",
         injected_adapter,
         message="the peft adapter 'default' is IA3; only LORA has been shown exact. Use LoRA, or "
         "DoRA.",
-        means="It has not been compared with dense training.",
-        remedy="Use LoRA, or DoRA.",
     ),
     model_kind(
         "A LoRA variant that looks at tokens",
@@ -397,16 +349,12 @@ MODELS: tuple[Kind, ...] = (
         message="adapter 'default' of base_model.model.model.layers.0.self_attn.q_proj is the LoRA "
         "variant ALoraLinearVariant; plain LoRA and DoRA have been shown exact, so use one "
         "of these.",
-        means="Whether it acts on a token depends on tokens of the row before it.",
-        remedy="Leave alora_invocation_tokens out.",
     ),
     model_kind(
         "An adapter on the head",
         lambda m: lora(m, target_modules=["lm_head"]),
         message="the output head is a peft.tuners.lora.layer.Linear; forkpoint computes log-probs "
         "from a plain torch.nn.Linear. Leave lm_head out of adapters and quantization.",
-        means="Log-probs are computed in chunks from the head's weight itself.",
-        remedy='Take "lm_head" out of target_modules.',
     ),
     model_kind(
         "A head of its own for the adapter",
@@ -414,8 +362,6 @@ MODELS: tuple[Kind, ...] = (
         message="the output head is a peft.utils.other.ModulesToSaveWrapper; forkpoint computes "
         "log-probs from a plain torch.nn.Linear. Leave lm_head out of adapters and "
         "quantization.",
-        means="peft puts a module around the head that chooses between two.",
-        remedy='Take "lm_head" out of modules_to_save.',
     ),
     model_kind(
         "A model without values",
@@ -423,8 +369,6 @@ MODELS: tuple[Kind, ...] = (
         message="the model's parameters are on several devices, or on the meta device "
         "(model.embed_tokens.weight on meta). Load them, all on one device, before wrapping the "
         "model.",
-        means="It was made under init_empty_weights, or offloaded.",
-        remedy="Load the weights first.",
     ),
     model_kind(
         "A model on several devices",
@@ -432,7 +376,5 @@ MODELS: tuple[Kind, ...] = (
         message="the model's parameters are on several devices, or on the meta device "
         "(model.embed_tokens.weight on cpu, lm_head.weight on meta). Load them, all on one device, "
         "before wrapping the model.",
-        means='device_map="auto" spreads layers; rows would have to follow.',
-        remedy='Load with device_map={"": 0}, or call model.to(device).',
     ),
 )

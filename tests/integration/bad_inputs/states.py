@@ -46,8 +46,6 @@ def state_kind(
     change: Callable[[Any], Any],
     *,
     message: str,
-    means: str,
-    remedy: str,
     training_only: bool = False,
 ) -> StateKind:
     def call() -> None:
@@ -59,20 +57,14 @@ def state_kind(
         name=name,
         error=UnsupportedError,
         message=message,
-        means=means,
-        remedy=remedy,
         call=call,
         change=change,
         training_only=training_only,
     )
 
 
-def call_kind(
-    name: str, call: Callable[[], object], *, message: str, means: str, remedy: str
-) -> Kind:
-    return Kind(
-        name=name, error=UnsupportedError, message=message, means=means, remedy=remedy, call=call
-    )
+def call_kind(name: str, call: Callable[[], object], *, message: str) -> Kind:
+    return Kind(name=name, error=UnsupportedError, message=message, call=call)
 
 
 def checkpointing(model: nn.Module, **options: Any) -> None:
@@ -165,9 +157,6 @@ STATES: tuple[Kind, ...] = (
         message="model is checkpointed by a partial of torch.utils.checkpoint.checkpoint, and not "
         "with use_reentrant=False, so that gradients of shared tokens may be lost. Enable "
         'checkpointing with gradient_checkpointing_kwargs={"use_reentrant": False}.',
-        means="Its forward runs without a graph, and what rows read of one another would get no "
-        "gradient, silently.",
-        remedy="Non-reentrant checkpointing saves as much memory and is exact.",
         training_only=True,
     ),
     state_kind(
@@ -176,8 +165,6 @@ STATES: tuple[Kind, ...] = (
         message="model.layers.1 is checkpointed by torch.utils.checkpoint.checkpoint, and not with "
         "use_reentrant=False, so that gradients of shared tokens may be lost. Enable "
         'checkpointing with gradient_checkpointing_kwargs={"use_reentrant": False}.',
-        means="What is recomputed, and when, is not known.",
-        remedy="model.gradient_checkpointing_enable is the model's own method.",
         training_only=True,
     ),
     state_kind(
@@ -186,8 +173,6 @@ STATES: tuple[Kind, ...] = (
         message="model.layers.2.self_attn has dropout 0.1 in training mode: dense training would "
         "draw new numbers for every copy of a shared token. Set it to 0, or call "
         "model.eval().",
-        means="Dense training draws a mask for every copy of a shared token, sharing one.",
-        remedy="Train without dropout, or in eval mode.",
     ),
     state_kind(
         "Dropout in a module",
@@ -195,8 +180,6 @@ STATES: tuple[Kind, ...] = (
         message="model.layers.0.mlp.act_fn.1 has dropout 0.25 in training mode: dense training "
         "would draw new numbers for every copy of a shared token. Set it to 0, or call "
         "model.eval().",
-        means="Dense training draws a mask for every copy of a shared token, sharing one.",
-        remedy="Train without dropout, or in eval mode.",
     ),
     state_kind(
         "Dropout of an adapter",
@@ -204,8 +187,6 @@ STATES: tuple[Kind, ...] = (
         message="model.layers.0.self_attn.q_proj.lora_dropout.default has dropout 0.05 in training "
         "mode: dense training would draw new numbers for every copy of a shared token. Set "
         "it to 0, or call model.eval().",
-        means="Dense training draws a mask for every copy of a shared token, sharing one.",
-        remedy="LoraConfig(lora_dropout=0).",
     ),
     state_kind(
         "A rope_type that is not known",
@@ -213,8 +194,6 @@ STATES: tuple[Kind, ...] = (
         message="rope_type is 'spiral', and it is not known whether its frequencies depend on the "
         "length of a rollout. Use one of default, linear, llama3, proportional, yarn, dynamic, "
         "longrope.",
-        means="If its frequencies depend on lengths, rollouts differ on shared tokens.",
-        remedy="Take one of those named.",
     ),
     call_kind(
         "Rollouts beyond the length of dynamic rope",
@@ -222,8 +201,6 @@ STATES: tuple[Kind, ...] = (
         message="rope_type is 'dynamic' and the longest rollout has 21 tokens: beyond 8 tokens "
         "frequencies depend on the length, so rollouts would differ on tokens they share. Use "
         "rollouts of at most 8 tokens or another rope_type.",
-        means="Beyond that length frequencies are those of the whole sequence.",
-        remedy="Shorten rollouts, or raise max_position_embeddings as the model was trained.",
     ),
     call_kind(
         "Rollouts beyond the length of longrope",
@@ -231,16 +208,12 @@ STATES: tuple[Kind, ...] = (
         message="rope_type is 'longrope' and the longest rollout has 21 tokens: beyond 8 tokens "
         "frequencies depend on the length, so rollouts would differ on tokens they share. Use "
         "rollouts of at most 8 tokens or another rope_type.",
-        means="Beyond that length its long factors replace the short ones, for all positions.",
-        remedy="Shorten rollouts, or train them apart from short ones, with dense training.",
     ),
     state_kind(
         "A model that is frozen",
         lambda m: m.requires_grad_(False),
         message="no parameter of the model requires a gradient; unfreeze some, or use policy.score "
         "for log-probs alone.",
-        means="A step would change nothing.",
-        remedy="requires_grad_(True) on what is to be trained; adapters set it themselves.",
         training_only=True,
     ),
     state_kind(
@@ -249,9 +222,6 @@ STATES: tuple[Kind, ...] = (
         message="parameter model.norm.weight has a hook on its gradient (builtins.print). A step "
         "has several backwards, so it would see parts of the gradient. Remove it, and do its work "
         "after the step.",
-        means="A step of forkpoint has several backwards, and parameters would change between "
-        "them.",
-        remedy="Step the optimizer after forward_backward.",
         training_only=True,
     ),
     state_kind(
@@ -260,8 +230,6 @@ STATES: tuple[Kind, ...] = (
         message="model.layers.1.mlp has router jitter 0.1 in training mode: dense training would "
         "draw new noise for every copy of a shared token. Set it to 0, or call "
         "model.eval().",
-        means="Dense training draws noise for every copy of a shared token, sharing once.",
-        remedy="Set router_jitter_noise=0 in the configuration.",
         training_only=True,
     ),
     state_kind(
@@ -270,25 +238,18 @@ STATES: tuple[Kind, ...] = (
         message="LlamaAttention asks for a mask in attention; forkpoint knows causal attention "
         "without masks of one's own and without dropout. Set attention_dropout to 0 and "
         "give no attention_mask.",
-        means="A row is no batch of rollouts, and which of its tokens see which is known from the "
-        "forest alone.",
-        remedy="Remove what passes it, such as a hook.",
     ),
     state_kind(
         "An argument of attention that is not known",
         argument_of_attention("attn_bias", torch.zeros(1)),
         message="LlamaAttention passes attn_bias to its attention function, and what that changes "
         "is not known, so that forkpoint cannot be exact. Leave it out.",
-        means="It may be a mask or a bias.",
-        remedy="Remove what passes it, such as a hook.",
     ),
     call_kind(
         "A step in inference mode",
         inference_mode,
         message="forward_backward was called under torch.inference_mode, where nothing has "
         "gradients; leave it, or use policy.score for log-probs alone.",
-        means="Tensors made there can never have gradients.",
-        remedy="Call forward_backward outside of it; torch.no_grad is no hindrance.",
     ),
     call_kind(
         "forkpoint's attention outside of forkpoint",
@@ -297,8 +258,6 @@ STATES: tuple[Kind, ...] = (
         "loss, a hook or another thread), or its attn_implementation was set to 'forkpoint'. Call "
         "it when no step runs. What a loss needs is computed before the step, by policy.score or "
         "by a copy of the model (copy.deepcopy).",
-        means="That attention function runs microbatches, and ordinary calls have none.",
-        remedy='model.set_attn_implementation("sdpa"), say.',
     ),
     call_kind(
         "A copy of a policy",
@@ -306,8 +265,6 @@ STATES: tuple[Kind, ...] = (
         message="a policy belongs to a model in this process, and is neither copied "
         "(copy.deepcopy) nor pickled. Copy or save the model, and wrap that: "
         "forkpoint.wrap(copy.deepcopy(model), policy.config).",
-        means="A policy refers to its model, and to what its steps keep on the device.",
-        remedy="forkpoint.wrap(copy.deepcopy(model)).",
     ),
     call_kind(
         "A call of the model within a step",
@@ -316,8 +273,6 @@ STATES: tuple[Kind, ...] = (
         "loss, a hook or another thread), or its attn_implementation was set to 'forkpoint'. Call "
         "it when no step runs. What a loss needs is computed before the step, by policy.score or "
         "by a copy of the model (copy.deepcopy).",
-        means="Until the step has ended, the model runs microbatches.",
-        remedy="Compute it before the step, and give it as extras or old_logprobs.",
     ),
     call_kind(
         "A step within a step",
@@ -325,7 +280,5 @@ STATES: tuple[Kind, ...] = (
         message="the model is inside a step of forkpoint already (this call comes from a loss, a "
         "hook or another thread); let that step end first. Log-probs that a loss needs are "
         "computed before it, by policy.score.",
-        means="A model that is in the middle of a microbatch cannot begin another.",
-        remedy="Compute scores before the step, and give them as old_logprobs or extras.",
     ),
 )
