@@ -295,7 +295,7 @@ def test_the_events_of_three_levels() -> None:
     )
 
 
-def test_the_microbatch_that_holds_all_trained_tokens_of_a_rollout() -> None:
+def test_rollouts_are_split_where_trained_tokens_lie_in_several_microbatches() -> None:
     # Trained: suffix only; prefix and suffix; prefix only; nothing.
     lists = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 6], [1, 2, 3, 7]]
     masks = [[0, 0, 0, 1], [0, 0, 1, 1], [0, 1, 1, 0], [0, 0, 0, 0]]
@@ -303,8 +303,6 @@ def test_the_microbatch_that_holds_all_trained_tokens_of_a_rollout() -> None:
         Rollout(ids, mask, 1.0, group_id="g") for ids, mask in zip(lists, masks, strict=True)
     )
     plan = make_plan(batch, config=Config(sharing="group", boundary="across"))
-    microbatches = plan.microbatch_of_rollouts(batch.loss_mask, batch.offsets)
-    assert microbatches.tolist() == [1, -2, 0, -1]
     assert plan.splits(batch, np.arange(4))
     one = batch.select([0, 2, 3])
     plan = make_plan(one, config=Config(sharing="group", boundary="across"))
