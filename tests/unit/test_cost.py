@@ -81,15 +81,15 @@ def test_bytes_of_a_shape_counted_by_hand() -> None:
     # 4 inputs of width 4 (of two norms and two groups of products), q and k before and after the
     # rotation, v, the output of attention, and 4 values of the MLP; two norms' copies in float32.
     block = 2 * (4 * 4 + 2 * (6 + 3) + (5 + 10) + 4 * 7) + 2 * 4 * 4
-    assert TINY.activation_bytes_per_token == 2 * block
+    assert TINY.activation_bytes() == 2 * block
     checkpointed = ModelShape(**{**vars(TINY), "checkpointed": True})
-    assert checkpointed.activation_bytes_per_token == 2 * 4 * 2 + block
+    assert checkpointed.activation_bytes() == 2 * 4 * 2 + block
     # Compiled: no copies of norms, and of an MLP the gate, the up and their product.
     compiled = ModelShape(**{**vars(TINY), "compiled": True})
-    assert compiled.activation_bytes_per_token == 2 * (block - 2 * 4 * 4 - 2 * 7)
+    assert compiled.activation_bytes() == 2 * (block - 2 * 4 * 4 - 2 * 7)
     double = ModelShape(**{**vars(TINY), "dtype_bytes": 8})
     assert double.boundary_gradient_bytes_per_token == 2 * (3 + 5) * 8
-    assert double.activation_bytes_per_token == 2 * 8 * (16 + 18 + 15 + 28)
+    assert double.activation_bytes() == 2 * 8 * (16 + 18 + 15 + 28)
 
 
 @pytest.mark.parametrize(
