@@ -116,7 +116,7 @@ def draw_memory(axis: Axes, plan: Plan, steps: list[Step], unit: float, colour: 
         for at, slots in ((begin, tokens), (end, held)):
             x.append(at / unit)
             y.append(
-                (slots * SHAPE.activation_bytes_per_token + plan.cache_tokens * boundary) / 1e9
+                (slots * SHAPE.activation_bytes() + plan.cache_tokens * boundary) / 1e9
             )
         tokens = held
     axis.plot(x, y, color=colour, lw=1.6)

@@ -73,7 +73,7 @@ def share_that_is_counted(stepper: Stepper) -> float:
     """The planner's count of activations over `kept_elements`: it leaves out the copies of hidden
     states that experts work on, so that it is given less memory than there is."""
     shape, config = stepper.policy.host.shape, stepper.model.config
-    counted = shape.activation_bytes_per_token
+    counted = shape.activation_bytes()
     if shape.checkpointed:
         return 0.8
     kept = shape.layers * shape.dtype_bytes * kept_elements(vars(config))  # pyright: ignore

@@ -76,10 +76,10 @@ def test_factors_that_users_set_are_kept() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", [GRPO(clip=0.2), GSPO()], ids=["one pass", "two passes"])
-def test_four_ranks_of_a_hybrid_mesh(loss: Any) -> None:
+def test_four_ranks_of_a_hybrid_mesh() -> None:
+    """With two passes."""
     rollouts = (*UNEQUAL, [], group(7, 4, 11, 6))
-    scenario = Scenario(wrap=in_hybrid_mesh, rollouts=rollouts, loss=loss, gather="step")
+    scenario = Scenario(wrap=in_hybrid_mesh, rollouts=rollouts, loss=GSPO(), gather="step")
     for rank in run_ranks(4, compared, scenario):
         assert rank["gather"] == "step" and rank["error"] < BAR, rank
 
@@ -122,7 +122,7 @@ def all_compared(cases: list[Any]) -> list[float]:
     return errors
 
 
-@pytest.mark.parametrize("count", [6, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [6, pytest.param(30, marks=pytest.mark.slow)])
 def test_random_forests(count: int) -> None:
     cases = drawn(count)
     for errors in run_ranks(2, all_compared, cases, limit_s=40 + 5 * count):
@@ -360,7 +360,7 @@ def test_a_model_that_is_whole_is_not_gathered() -> None:
 # ------------------------------------------------------------
 
 
-def compiled(gather: Any, fails_on: int | None) -> tuple[dict[str, Any], str | None]:
+def compiled(gather: Any, fails_on: int) -> tuple[dict[str, Any], str | None]:
     """A step compiled without generating code; on one rank the compiler may fail."""
     warnings.simplefilter("ignore")  # what the compiler looks at warns
     real = torch.compile
@@ -386,13 +386,6 @@ def compiled(gather: Any, fails_on: int | None) -> tuple[dict[str, Any], str | N
         config = replace(DEEP, compile_blocks=True)
         found = compared(Scenario(config=config, gather=gather, steps=2))
     return found, failures[0].failure
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("gather", ["step", "microbatch"])
-def test_compiled_blocks(gather: str) -> None:
-    for found, failure in run_ranks(2, compiled, gather, None, limit_s=240):
-        assert found["error"] < BAR and failure is None, found
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import forkpoint
 from forkpoint import Config, Rollout, RolloutBatch
 from forkpoint.engine.prompt_exchange import PromptExchange
-from forkpoint.errors import ForkpointError, PlanError, RankError
+from forkpoint.errors import PlanError, RankError
 from forkpoint.losses import GRPO, GSPO, Loss, ValueLoss
 from forkpoint.parallel import watch
 from forkpoint.testing import ReadOnlyHook, tiny_model
@@ -77,18 +77,14 @@ SCENARIOS = {
     "recomputed": of(config=replace(MIXED, activations="recompute")),
     "offloaded": of(config=replace(MIXED, activations="offload")),
     "checkpointed": of(alone=checkpointed),
-    "groups share": of(config=replace(MIXED, sharing="group")),
-    "long microbatches": of(config=replace(MIXED, max_microbatch_tokens=None)),
     "accumulated": of(steps=2),
     "LoRA": of(make=lora),
-    "last layer alone": of(alone=frozen_but(-1)),
     "first layer alone": of(alone=frozen_but(0)),
     "a critic": of(make=critic, loss=ValueLoss(), rollouts=tuple(map(valued, UNLIKE))),
     "gated linear attention": of(make=gated_linear_attention),
     "Mamba-2": of(make=mamba),
     "windows": of(make=windowed),
     "DistributedDataParallel": of(wrap=replicated),
-    "DistributedDataParallel, two passes": of(wrap=replicated, loss=GSPO()),
     "DistributedDataParallel, Mamba-2": of(wrap=replicated, make=mamba),
 }
 CASES = [
@@ -140,15 +136,6 @@ def test_four_ranks_of_a_hybrid_mesh(gather: Any) -> None:
     rollouts = (*three, [], group(7, 4, 11, 6))
     scenario = Scenario(wrap=in_hybrid_mesh, rollouts=rollouts, config=MIXED, gather=gather)
     check(run_ranks(4, compared, scenario), gather)
-
-
-@pytest.mark.slow
-def test_three_ranks_each_own_some_prompts() -> None:
-    groups = [group(n, 4, 16 + 3 * n, 8) for n in range(5)]
-    scenario = of(wrap=replicated, rollouts=dealt(groups, 3))
-    ranks = run_ranks(3, computed, scenario)
-    check(ranks, "")
-    assert ranks[0]["all ranks run"] == ranks[0]["unique"]
 
 
 def test_without_the_gradients_that_come_back_a_step_is_wrong(
@@ -313,18 +300,6 @@ def nothing_else_changes(gather: Any) -> list[str]:
 def test_other_calls_replicate() -> None:
     for events in run_ranks(2, nothing_else_changes, "step"):
         assert not any("prompts" in event for event in events)
-
-
-def differing() -> None:
-    split: Any = ("exchange", "replicate")[dist.get_rank()]
-    policy = forkpoint.wrap(replicated(model_of(of())), replace(MIXED, split=split))
-    with pytest.raises(ForkpointError, match=r"do not call the same: .*split='replicate'"):
-        policy.forward_backward(RolloutBatch(TWO[dist.get_rank()]), GRPO())
-
-
-@pytest.mark.slow
-def test_ranks_must_ask_for_the_same() -> None:
-    run_ranks(2, differing)
 
 
 def one_gives_its_plan() -> tuple[str, str]:

@@ -234,17 +234,6 @@ def test_similar_costs_share_slots_and_so_do_recomputed_microbatches() -> None:
         assert slots_of([again, program_of((-1,), [True])], None) == [where]
 
 
-PRINT_SLOTS = """
-import random
-from forkpoint.plan.align import common_forest
-from random_forests import WILD
-for kind, draw in WILD.items():
-    shapes = [draw(random.Random(f"{kind} {rank}"), 20) for rank in range(6)]
-    costs = [[random.Random(f"{rank} {n}").random() for n in range(20)] for rank in range(6)]
-    print(kind, common_forest(shapes, costs))
-"""
-
-
 LARGE: dict[str, list[Shape]] = {
     "alone": [(-1,) * count for count in (600, 590, 1)],
     "one group": [(-1, *[0] * count) for count in (600, 590, 3)],

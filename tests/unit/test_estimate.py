@@ -164,42 +164,8 @@ def test_batches_by_tokens(batch: RolloutBatch, tokens: int) -> None:
             assert len(both.groups()) == 2
 
 
-def test_batches_by_rollouts() -> None:
-    rollouts = synthetic_rollouts(
-        groups=2, rollouts_per_group=5, prompt_tokens=3, response_tokens=2
-    )
-    assert [len(part) for part in by_rollouts(rollouts, 4)] == [4, 4, 2]
-
-
 def test_one_token_rollouts_run_nothing() -> None:
     estimate = estimated(RolloutBatch([Rollout([1], [0], 1.0), Rollout([1], [0], 1.0)]))
     assert estimate.work["none"].tokens == estimate.work["tree"].tokens == 0
     assert estimate.tree_depth.counts == {0: 2} and estimate.unique_tokens == 1
     assert estimate.bound("tree") == 1.0
-
-
-# Parameters in billions as published: of those that a token uses, for mixtures of experts.
-PUBLISHED = {
-    "qwen3-0.6b": (0.60, 1),
-    "qwen3-1.7b": (1.72, 1),
-    "qwen3-4b": (4.02, 1),
-    "qwen3-8b": (8.19, 2),
-    "qwen3-14b": (14.77, 2),
-    "qwen3-32b": (32.76, 2),
-    "qwen3-30b-a3b": (3.35, 2),
-    "qwen3-235b-a22b": (22.1, 2),
-    "qwen2.5-0.5b": (0.49, 1),
-    "qwen2.5-1.5b": (1.54, 1),
-    "qwen2.5-3b": (3.09, 1),
-    "qwen2.5-7b": (7.62, 2),
-    "qwen2.5-14b": (14.77, 2),
-    "qwen2.5-32b": (32.76, 2),
-    "qwen2.5-72b": (72.71, 2),
-    "llama3.2-1b": (1.24, 1),
-    "llama3.2-3b": (3.21, 1),
-    "llama3-8b": (8.03, 2),
-    "llama3-70b": (70.55, 2),
-    "llama3-405b": (405.85, 2),
-    "mistral-7b": (7.25, 2),
-    "deepseek-v3": (37.6, 2),
-}

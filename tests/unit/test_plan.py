@@ -120,8 +120,8 @@ def test_a_memory_budget_lowers_microbatch_tokens_until_it_holds() -> None:
     config = Config(sharing="group", boundary="within", checkpointing="none")
     free = make_plan(batch, SHAPE, config)
     assert (free.max_microbatch_tokens, len(free.microbatches)) == (16_384, 1)
-    assert free.predicted_peak_bytes == 4 * 1399 * SHAPE.activation_bytes_per_token
-    half = 2 * 1399 * SHAPE.activation_bytes_per_token
+    assert free.predicted_peak_bytes == 4 * 1399 * SHAPE.activation_bytes()
+    half = 2 * 1399 * SHAPE.activation_bytes()
     # In so small a shape attention outweighs all else, and a microbatch for each group has fewer
     # launches.
     with mock.patch.object(meters, "LAUNCH_KEYS", 0):
@@ -175,66 +175,41 @@ def test_peak_bytes_count_the_microbatches_open_at_once_and_the_arena() -> None:
     assert [microbatch.padded_tokens for microbatch in plan.microbatches] == [3, 3, 3]
     assert plan.cache_tokens == 3
     boundary = 2 * 2 * (16 + 16) * (2 + 4)
-    assert plan.predicted_peak_bytes == 6 * SHAPE.activation_bytes_per_token + 3 * boundary
+    assert plan.predicted_peak_bytes == 6 * SHAPE.activation_bytes() + 3 * boundary
 
 
 @pytest.mark.parametrize(
-    ("options", "shape", "message"),
+    ("options", "message"),
     [
         (
             {"memory_budget": 1000, "max_microbatch_tokens": 2000, "checkpointing": "none"},
-            SHAPE,
-            "microbatches of 2000 tokens are predicted to need 7.0 MiB (7,341,952 bytes) "
-            "and memory_budget is 1000 bytes; raise the budget, or lower max_microbatch_tokens.",
+            r"need 7.0 MiB .* is 1000 bytes; raise the budget, or lower max_microbatch_tokens",
         ),
         (
             {"memory_budget": 1000, "boundary": "across", "checkpointing": "none"},
-            SHAPE,
-            "microbatches of 64 tokens are predicted to need 1.0 MiB (1,097,856 bytes) "
-            "and memory_budget is 1000 bytes; raise the budget, or checkpoint activations.",
+            "or checkpoint activations",
         ),
-        (
-            {"memory_budget": 1000, "max_microbatch_tokens": 1049},
-            SHAPE,
-            "is 1000 bytes; raise the budget, or use boundary='across', which cuts rollouts into "
-            "chains of microbatches.",
-        ),
+        ({"memory_budget": 1000, "max_microbatch_tokens": 1049}, "or use boundary='across'"),
         (
             {"memory_budget": 1000, "boundary": "mixed", "checkpointing": "full"},
-            SHAPE,
-            "is 1000 bytes; raise the budget, or take fewer rollouts at a time.",
+            "or take fewer rollouts at a time",
         ),
         (
             {"memory_budget": 1000, "boundary": "mixed", "activations": "keep"},
-            SHAPE,
-            "is 1000 bytes; raise the budget, or leave activations to the planner "
-            "(activations='auto').",
+            "or leave activations to the planner",
         ),
-        (
-            {"max_microbatch_tokens": 1000},
-            SHAPE,
-            "has 1049 tokens to run and a microbatch holds at most 1000: a rollout within one "
-            "microbatch "
-            "cannot be cut. Raise max_microbatch_tokens to 1049, or use boundary='across', which "
-            "cuts it into a chain of microbatches.",
-        ),
+        ({"max_microbatch_tokens": 1000}, r"has 1049 tokens .* holds at most 1000.* to 1049"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_both_values(options, shape, message: str) -> None:
+def test_refusals_name_both_values_and_a_remedy(options: dict[str, Any], message: str) -> None:
     config = Config(**{"sharing": "group", "boundary": "within", **options})
-    with pytest.raises(PlanError) as refused:
-        make_plan(batch_of(group()), shape, config)
-    assert str(refused.value).startswith(f"no plan fits this batch:\n  group + {config.boundary}: ")
-    assert message in str(refused.value)
+    with pytest.raises(PlanError, match=message):
+        make_plan(batch_of(group()), SHAPE, config)
 
 
-def test_a_budget_without_a_shape_is_refused_once() -> None:
-    with pytest.raises(PlanError) as refused:
+def test_a_budget_without_a_shape_is_refused() -> None:
+    with pytest.raises(PlanError, match="memory_budget is 1000 bytes, but without a model shape"):
         make_plan(batch_of(group()), None, Config(memory_budget=1000))
-    assert str(refused.value) == (
-        "memory_budget is 1000 bytes, but without a model shape bytes cannot be predicted; name "
-        "the model, or limit max_microbatch_tokens instead."
-    )
 
 
 def test_a_combination_that_does_not_fit_is_left_out_and_said_so() -> None:
@@ -295,7 +270,7 @@ def test_the_events_of_three_levels() -> None:
     )
 
 
-def test_the_microbatch_that_holds_all_trained_tokens_of_a_rollout() -> None:
+def test_rollouts_are_split_where_trained_tokens_lie_in_several_microbatches() -> None:
     # Trained: suffix only; prefix and suffix; prefix only; nothing.
     lists = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 6], [1, 2, 3, 7]]
     masks = [[0, 0, 0, 1], [0, 0, 1, 1], [0, 1, 1, 0], [0, 0, 0, 0]]
@@ -303,8 +278,6 @@ def test_the_microbatch_that_holds_all_trained_tokens_of_a_rollout() -> None:
         Rollout(ids, mask, 1.0, group_id="g") for ids, mask in zip(lists, masks, strict=True)
     )
     plan = make_plan(batch, config=Config(sharing="group", boundary="across"))
-    microbatches = plan.microbatch_of_rollouts(batch.loss_mask, batch.offsets)
-    assert microbatches.tolist() == [1, -2, 0, -1]
     assert plan.splits(batch, np.arange(4))
     one = batch.select([0, 2, 3])
     plan = make_plan(one, config=Config(sharing="group", boundary="across"))
@@ -342,7 +315,13 @@ def test_waves_may_be_shorter_than_other_microbatches() -> None:
 @pytest.mark.parametrize(("prompt", "sharing"), [(16, "none"), (256, "group"), (4096, "group")])
 def test_auto_shares_from_the_length_on_where_it_pays(prompt: int, sharing: str) -> None:
     """The cost of a further launch of attention outweighs a few tokens that are computed once."""
-    sizes = {"hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "value_dim": 128}
+    sizes: dict[str, Any] = {
+        "hidden": 4096,
+        "heads": 32,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "value_dim": 128,
+    }
     shape = ModelShape(layers=32, intermediate=14_336, vocab=128_256, **sizes)
     batch = RolloutBatch(
         Rollout([0] * prompt + [1 + n] * 2048, [0] * prompt + [1] * 2048, 0.0, group_id="g")

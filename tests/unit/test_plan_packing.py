@@ -23,10 +23,6 @@ def forest_of(lists: list[list[int]]) -> Forest:
     return build_forest(sort_rollouts(np.concatenate(lists), offsets, classes), len(lists))
 
 
-def segments_of(plan: Plan) -> list[tuple[int, ...]]:
-    return [microbatch.segments for microbatch in plan.microbatches]
-
-
 def lengths_of(plan: Plan) -> list[list[int]]:
     return [
         plan.forest.length[list(microbatch.segments)].tolist() for microbatch in plan.microbatches
@@ -78,17 +74,9 @@ def test_a_tree_too_large_for_a_microbatch_is_cut_between_rollouts() -> None:
 
 
 def test_a_rollout_longer_than_a_microbatch_of_whole_paths_is_refused() -> None:
-    with pytest.raises(PlanError) as refused:
-        plan_of(
-            [[1, 2], list(range(12))], boundary="within", sharing="none", max_microbatch_tokens=10
-        )
-    assert str(refused.value) == (
-        "no plan fits this batch:\n"
-        "  none + within: rollout 1 has 11 tokens to run and a microbatch holds at most 10: a "
-        "rollout "
-        "within one microbatch cannot be cut. Raise max_microbatch_tokens to 11, or use "
-        "boundary='across', which cuts it into a chain of microbatches."
-    )
+    lists = [[1, 2], list(range(12))]
+    with pytest.raises(PlanError, match=r"rollout 1 has 11 tokens .* at most 10"):
+        plan_of(lists, boundary="within", sharing="none", max_microbatch_tokens=10)
     plan = plan_of([list(range(12))], boundary="within", sharing="none", max_microbatch_tokens=11)
     assert plan.microbatches[0].padded_tokens == 11
 

@@ -21,20 +21,7 @@ from plan_shapes import SHAPE
 from strategies import batches
 
 
-def entries_of_microbatches(plan: Plan, batch: RolloutBatch) -> list[int]:
-    """How many pairs of a trained edge and a temperature each microbatch has."""
-    rollout = np.repeat(np.arange(len(batch)), batch.lengths)
-    edge = plan.forest.token_edges(batch.offsets)
-    pairs = {
-        (int(edge[t]), float(batch.temperatures[rollout[t]]))
-        for t in np.flatnonzero(batch.loss_mask)
-    }
-    segment_of_edge = np.repeat(np.arange(len(plan.forest)), plan.forest.length)
-    of_segment = np.bincount([segment_of_edge[e] for e, _ in pairs], minlength=len(plan.forest))
-    return [int(of_segment[list(m.segments)].sum()) for m in plan.microbatches]
-
-
-def alone(plan: Plan, batch: RolloutBatch, coupling: np.ndarray | None) -> tuple[float, int]:
+def alone(plan: Plan) -> tuple[float, int]:
     """Cost and peak of a plan by a meter of its own."""
     meter = CountedMeter(plan)
     return plan_cost(plan, meter), peak_bytes(plan, meter, SHAPE)
@@ -70,7 +57,7 @@ def test_every_plan_that_is_tried_has_its_own_price(
         except PlanError:
             assert seen
     for plan in seen:
-        cost, peak = alone(plan, batch, coupling)
+        cost, peak = alone(plan)
         assert plan.predicted_peak_bytes == peak
         assert plan.cost == (cost if peak <= budget else math.inf)
 

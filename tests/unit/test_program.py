@@ -240,12 +240,6 @@ def test_a_host_that_is_not_left_early_gets_no_such_plan() -> None:
         plans[0].check_host(Capabilities(leaves_early=False))
 
 
-@pytest.mark.parametrize("wrong", [0, -1, 1.5, True])
-def test_a_multiple_of_lengths_is_a_whole_number(wrong: float) -> None:
-    with pytest.raises(PlanError, match="length_multiple is"):
-        Capabilities(length_multiple=wrong)  # type: ignore[arg-type]
-
-
 # Ranks
 # ------------------------------------------------------------
 

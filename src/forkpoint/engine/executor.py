@@ -26,7 +26,6 @@ from forkpoint.engine.microbatches import (
 )
 from forkpoint.engine.objective import MicrobatchLoss, TokenValues
 from forkpoint.engine.transaction import Transaction
-from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.planner import make_plan
 from forkpoint.plan.program import BACKWARD, RECOMPUTE, Instruction
@@ -144,7 +143,7 @@ class Executor:
     def _inputs(self, instruction: Instruction) -> tuple[Plan, MicrobatchInputs]:
         """The microbatch to run, and its plan."""
         if instruction.idle:
-            return idle_inputs(self.host.device, self.plan.capabilities.length_multiple)
+            return idle_inputs(self.host.device)
         return self.plan, self.prepared[instruction.microbatch]
 
     def _forward(
@@ -183,14 +182,9 @@ def _roots_of(gradients: Mapping[str, Tensor], outputs: HeadOutputs) -> list[Roo
 
 
 @cache
-def idle_inputs(device: torch.device, multiple: int) -> tuple[Plan, MicrobatchInputs]:
-    """Dummy microbatch for slots in which this rank has no work: one token, trained on nothing.
-
-    `multiple`: the host takes lengths that are multiples of it.
-    """
+def idle_inputs(device: torch.device) -> tuple[Plan, MicrobatchInputs]:
+    """Dummy microbatch for slots in which this rank has no work: one token, trained on nothing."""
     batch = RolloutBatch([Rollout([0, 0], [0, 0], 0.0)])
-    capabilities = Capabilities(length_multiple=multiple)
-    config = Config(sharing="none", boundary="within")
-    plan = make_plan(batch, config=config, capabilities=capabilities)
+    plan = make_plan(batch, config=Config(sharing="none", boundary="within"))
     (inputs,) = prepare_microbatches(plan, batch, device)
     return plan, inputs

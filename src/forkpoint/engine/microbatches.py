@@ -240,8 +240,8 @@ def _places(
 ) -> tuple[IntArray, IntArray, IntArray]:
     """Token, position and edge of every place of a microbatch.
 
-    Padding repeats the segment's last token and position, and has edge -1: it follows what is real
-    or is a sequence of its own, so nothing reads it. Positions that follow could lie beyond those
+    Padding repeats the segment's last token and position, and has edge -1: it follows what is real,
+    so nothing reads it. Positions that follow could lie beyond those
     of every rollout, where the frequencies of some rotary embeddings change for all tokens.
     """
     forest = plan.forest

@@ -112,7 +112,7 @@ class Agreement:
             digest = hashlib.blake2b(shape.encode(), digest_size=8).hexdigest()
         return StepOfRanks(
             ranks,
-            trains=self.trains,
+            any_trains=self.trains,
             mean=mean,
             lockstep=self.lockstep,
             digest=digest,

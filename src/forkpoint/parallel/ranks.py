@@ -7,7 +7,6 @@ from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import Store
 
 from forkpoint.errors import RankError
@@ -122,21 +121,11 @@ def group_leaders(batches: Sequence[int]) -> tuple[int, ...]:
     return tuple(list(batches).index(batch) for batch in sorted(set(batches)))
 
 
-def ranks_of_group(group: dist.ProcessGroup) -> DataRanks:
-    """The ranks of a process group. Collective over the default group, once for each group.
-
-    Groups of the default group's ranks that are disjoint may do this at the same time.
-    """
-    return ranks_of(tuple(dist.get_process_group_ranks(group)))
-
-
-def ranks_of_mesh(mesh: DeviceMesh) -> DataRanks:
-    """The ranks of all dimensions of a mesh. Collective as `ranks_of_group`."""
-    return ranks_of(tuple(int(rank) for rank in mesh.mesh.flatten()))
-
-
 def ranks_of(members: tuple[int, ...], batches: tuple[int, ...] = ()) -> DataRanks:
-    """These ranks, by their numbers in the default group. Collective as `ranks_of_group`."""
+    """These ranks, by their numbers in the default group. Collective over that group.
+
+    Ranks that are disjoint may do this at the same time.
+    """
     # Every rank of the default group has to take part in making each group of it.
     world = dist.new_group(backend="gloo")
     every: list[tuple[int, ...] | None] = [None] * dist.get_world_size()

@@ -1,9 +1,10 @@
 """One step of several ranks, once they have agreed on it."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import reduce
 from operator import add
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -61,46 +62,32 @@ class SingleProcessStep:
         return loss
 
 
+@dataclass(eq=False)
 class StepOfRanks:
     """Facts that a step of several ranks needs besides its program, and how it ends."""
 
-    defers_failures: bool = True
+    ranks: DataRanks
+    any_trains: bool
+    """Whether any rank trains on any token."""
+    mean: bool
+    """Whether each rank's loss is its own, so that gradients are reduced as the wrapper reduces
+    those of any other loss; otherwise the ranks' losses are parts of one."""
+    lockstep: bool
+    """Whether ranks wait for one another within the step."""
+    digest: str = ""
+    """Of the common shape of all programs."""
+    parts: tuple[RolloutBatch, ...] = ()
+    """By rank, its rollouts, where the loss is computed from those of all ranks."""
+    router: RouterEnd | None = None
+    """Of all ranks, once the step has ended, where it takes statistics of routers."""
+    defers_failures: ClassVar[bool] = True
     """Whether errors of a loss wait until the program has ended: other ranks run it as well."""
-
-    def __init__(
-        self,
-        ranks: DataRanks,
-        *,
-        trains: bool,
-        mean: bool,
-        lockstep: bool,
-        digest: str = "",
-        parts: tuple[RolloutBatch, ...] = (),
-    ) -> None:
-        """
-        Args:
-            ranks: those of the step.
-            trains: whether any rank trains on any token.
-            mean: whether each rank's loss is its own, so that gradients are reduced as the wrapper
-                reduces those of any other loss; otherwise the ranks' losses are parts of one.
-            lockstep: whether ranks wait for one another within the step.
-            digest: of the common shape of all programs.
-            parts: by rank, its rollouts, where the loss is computed from those of all ranks.
-        """
-        self.ranks: DataRanks = ranks
-        self._trains = trains
-        self.mean: bool = mean
-        self.lockstep: bool = lockstep
-        self.digest: str = digest
-        self.parts: tuple[RolloutBatch, ...] = parts
-        self.router: RouterEnd | None = None
-        """Of all ranks, once the step has ended, where it takes statistics of routers."""
-        self._met = False
-        """Whether all ranks have run the forwards of the sample."""
+    _met: bool = False
+    """Whether all ranks have run the forwards of the sample."""
 
     def trains(self, own: bool) -> bool:
         """Whether any rank trains on any token; `own`: whether this one does."""
-        return self._trains
+        return self.any_trains
 
     def may_be_missed(self, error: Exception) -> None:
         """The sample has failed here. Unless it did on all ranks, others may wait in collectives

@@ -13,7 +13,6 @@ from forkpoint.plan.packing import (
     microbatches_across,
     microbatches_mixed,
     microbatches_of_whole_paths,
-    round_up,
 )
 from forkpoint.plan.plan import Plan, fingerprint
 from forkpoint.plan.predict import drop_activations, keep_logits, microbatches_to_drop
@@ -158,24 +157,17 @@ class Builder:
                 f"others, and boundary is {boundary!r}; use boundary='across', or limit all "
                 "microbatches by max_microbatch_tokens."
             )
-        given, multiple = self.config.max_microbatch_tokens, self.capabilities.length_multiple
-        longest = round_up(self.longest, multiple)
-        tokens = given or max(DEFAULT_MICROBATCH_TOKENS, longest, multiple)
-        if tokens < multiple:
-            raise PlanError(
-                f"max_microbatch_tokens is {tokens}, and the model takes multiples of {multiple} "
-                f"tokens; raise it to {multiple} at least."
-            )
-        tokens -= tokens % multiple
+        given = self.config.max_microbatch_tokens
+        tokens = given or max(DEFAULT_MICROBATCH_TOKENS, self.longest)
         if self.budget is None:
             plan = self._build(sharing, boundary, tokens, self._policies()[0])
             return self._priced(plan, self.prices.meter(plan))
         # A budget that was given is to be used, one that was measured to be kept to.
         if not given and not self.soft:
-            every = round_up(int(self.tree_order.new_edges.sum()), multiple)
-            tokens = max(tokens, min(LARGEST_MICROBATCH_TOKENS // multiple * multiple, every))
+            every = int(self.tree_order.new_edges.sum())
+            tokens = max(tokens, min(LARGEST_MICROBATCH_TOKENS, every))
         # A microbatch that holds whole paths is no shorter than the longest of them.
-        least = longest if boundary == "within" else round_up(LEAST_MICROBATCH_TOKENS, multiple)
+        least = self.longest if boundary == "within" else LEAST_MICROBATCH_TOKENS
         found: list[Plan] = []
         tried: list[Plan] = []
         search = self._soft_ways if self.soft else self._ways
@@ -221,7 +213,6 @@ class Builder:
         """Plans of shorter and shorter microbatches, until shorter ones pay for nothing; what is
         beyond the budget among them."""
         assert self.budget is not None
-        multiple = self.capabilities.length_multiple
         found = False
         shorter = 0
         while True:
@@ -249,8 +240,7 @@ class Builder:
             next_tokens = tokens * (7 if few else 6) // 8
             if longest is not None and not found and kept > self.budget:
                 next_tokens = min(next_tokens, int(longest.padded_tokens * self.budget / kept) + 1)
-            tokens = next_tokens
-            tokens = max(least, tokens - tokens % multiple)
+            tokens = max(least, next_tokens)
 
     def _soft_ways(
         self, sharing: str, boundary: str, policy: str, tokens: int, least: int
@@ -258,7 +248,6 @@ class Builder:
         """Plans of shorter and shorter microbatches until one fits, in few steps: every step of a
         training run is planned so."""
         assert self.budget is not None
-        multiple = self.capabilities.length_multiple
         while True:
             plan = self._build(sharing, boundary, tokens, policy)
             meter = self.prices.meter(plan)
@@ -269,19 +258,14 @@ class Builder:
                 return
             longest = max(microbatch.padded_tokens for microbatch in plan.microbatches)
             # Were all of it activations of the longest microbatch, this would fit.
-            tokens = min(tokens * 3 // 4, longest * self.budget // needed)
-            tokens = max(least, tokens - tokens % multiple)
+            tokens = max(least, min(tokens * 3 // 4, longest * self.budget // needed))
 
     def _remedy(self, boundary: str, tokens: int) -> str:
         """A remedy that may help where microbatches of so many tokens are too much."""
         config, shape = self.config, self.shape
-        whole = boundary == "within" and tokens <= round_up(
-            self.longest, self.capabilities.length_multiple
-        )
-        if (
-            config.max_microbatch_tokens is not None
-            and tokens > LEAST_MICROBATCH_TOKENS
-            and not whole
+        least = self.longest if boundary == "within" else LEAST_MICROBATCH_TOKENS
+        if config.max_microbatch_tokens is not None and tokens > max(
+            least, LEAST_MICROBATCH_TOKENS
         ):
             return "lower max_microbatch_tokens"
         if boundary == "within":
@@ -315,23 +299,20 @@ class Builder:
 
     def _build(self, sharing: str, boundary: str, tokens: int, policy: str) -> Plan:
         padded = self.config.leaf_layout == "padded"
-        order, multiple = self.order(sharing), self.capabilities.length_multiple
+        order = self.order(sharing)
         if boundary == "within" and not (padded and sharing == "none"):
-            forest, microbatches = microbatches_of_whole_paths(
-                order, len(self.batch), tokens, multiple
-            )
+            forest, microbatches = microbatches_of_whole_paths(order, len(self.batch), tokens)
         else:
             forest = self.forest(sharing)
             if boundary == "within" and self.longest > tokens:
                 # Raises, saying why.
-                microbatches_of_whole_paths(order, len(self.batch), tokens, multiple)
+                microbatches_of_whole_paths(order, len(self.batch), tokens)
             if boundary == "mixed" and not padded:
-                forest, microbatches = microbatches_mixed(forest, tokens, multiple, self.prompts)
+                forest, microbatches = microbatches_mixed(forest, tokens, self.prompts)
             else:
                 forest, microbatches = microbatches_across(
                     forest,
                     tokens,
-                    multiple,
                     padded=padded,
                     max_leaf_tokens=self.config.max_leaf_tokens,
                 )

@@ -23,11 +23,6 @@ class _Draft:
     shared_prompt: Literal["", "sent", "received"] = ""
 
 
-def round_up(tokens: int, multiple: int) -> int:
-    """The least multiple that is no less than `tokens`."""
-    return tokens + -tokens % multiple
-
-
 def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     """Bins of at most `capacity`, as positions in `sizes`, largest first into the first that fits.
 
@@ -49,13 +44,12 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
 
 
 def order_for_microbatches(
-    order: SortedRollouts, max_microbatch_tokens: int, multiple: int = 1
+    order: SortedRollouts, max_microbatch_tokens: int
 ) -> list[SortedRollouts]:
     """Rollouts of each microbatch when every microbatch must hold whole paths.
 
     A tree that fits a microbatch stays whole. A larger one is cut between rollouts, in order, and
-    what the cut rollouts share is computed once in each microbatch. `multiple`: of what the lengths
-    of microbatches are to be multiples; `max_microbatch_tokens` is one.
+    what the cut rollouts share is computed once in each microbatch.
 
     Raises:
         PlanError: a single rollout is longer than a microbatch.
@@ -66,7 +60,7 @@ def order_for_microbatches(
         raise PlanError(
             f"rollout {rollout} has {longest} tokens to run and a microbatch holds at most "
             f"{max_microbatch_tokens}: a rollout within one microbatch cannot be cut. Raise "
-            f"max_microbatch_tokens to {round_up(longest, multiple)}, or use boundary='across', "
+            f"max_microbatch_tokens to {longest}, or use boundary='across', "
             "which cuts it into a chain of microbatches."
         )
     cut = order.cut(_cuts(order, max_microbatch_tokens))
@@ -98,14 +92,10 @@ def _cuts(order: SortedRollouts, max_microbatch_tokens: int) -> NDArray[np.bool_
 
 
 def microbatches_of_whole_paths(
-    order: SortedRollouts, rollouts: int, max_microbatch_tokens: int, multiple: int = 1
+    order: SortedRollouts, rollouts: int, max_microbatch_tokens: int
 ) -> tuple[Forest, list[Microbatch]]:
-    """Microbatches that each hold whole paths: nothing crosses a microbatch (boundary within).
-
-    Here and in the others, lengths of microbatches are padded to multiples of `multiple`, of which
-    `max_microbatch_tokens` is one.
-    """
-    parts = order_for_microbatches(order, max_microbatch_tokens, multiple)
+    """Microbatches that each hold whole paths: nothing crosses a microbatch (boundary within)."""
+    parts = order_for_microbatches(order, max_microbatch_tokens)
     joined = SortedRollouts(
         *(
             np.concatenate([getattr(p, name) for p in parts] or [np.zeros(0, np.int64)])
@@ -119,13 +109,12 @@ def microbatches_of_whole_paths(
         _Draft(-1, np.flatnonzero(microbatch_of == microbatch).tolist())
         for microbatch in range(len(parts))
     ]
-    return forest, _finish(forest, drafts, multiple)
+    return forest, _finish(forest, drafts)
 
 
 def microbatches_across(
     forest: Forest,
     max_microbatch_tokens: int,
-    multiple: int = 1,
     *,
     padded: bool,
     max_leaf_tokens: int | None = None,
@@ -140,7 +129,6 @@ def microbatches_across(
     segment; never more than `max_microbatch_tokens`.
     """
     leaf_tokens = min(max_leaf_tokens or max_microbatch_tokens, max_microbatch_tokens)
-    leaf_tokens = max(leaf_tokens - leaf_tokens % multiple, multiple)
     forest = forest.chained(max_microbatch_tokens)
     below, length = forest.children(), forest.length.tolist()
     drafts: list[_Draft] = []
@@ -149,7 +137,7 @@ def microbatches_across(
         waiting, parent = todo.pop()
         if padded:
             leaves = [s for s in waiting if not below[s]]
-            drafts.extend(_padded(leaves, length, parent, leaf_tokens, multiple))
+            drafts.extend(_padded(leaves, length, parent, leaf_tokens))
             waiting = [s for s in waiting if below[s]]
         elif max_leaf_tokens is not None:
             leaves = [s for s in waiting if not below[s]]
@@ -162,13 +150,12 @@ def microbatches_across(
             if deeper:
                 todo.append((deeper, len(drafts)))
             drafts.append(_Draft(parent, segments))
-    return forest, _finish(forest, drafts, multiple)
+    return forest, _finish(forest, drafts)
 
 
 def microbatches_mixed(
     forest: Forest,
     max_microbatch_tokens: int,
-    multiple: int = 1,
     prompts: Sequence[PlannedPrompt] = (),
 ) -> tuple[Forest, list[Microbatch]]:
     """Microbatches of whole subtrees below microbatches of what is too large for one (boundary
@@ -208,7 +195,7 @@ def microbatches_mixed(
             todo.append((deeper, len(drafts)))
             drafts.append(_Draft(parent, taken))
             spine = later
-    return forest, _finish(forest, drafts, multiple)
+    return forest, _finish(forest, drafts)
 
 
 def _in_order(segments: list[int], length: list[int], capacity: int) -> list[list[int]]:
@@ -255,21 +242,19 @@ def _with_below(segments: list[int], below: list[list[int]]) -> list[int]:
     return found
 
 
-def _padded(
-    leaves: Iterable[int], length: list[int], parent: int, capacity: int, multiple: int
-) -> list[_Draft]:
+def _padded(leaves: Iterable[int], length: list[int], parent: int, capacity: int) -> list[_Draft]:
     """Microbatches of equal places, longest first so that neighbours pad little."""
     drafts: list[_Draft] = []
     for segment in sorted(leaves, key=lambda s: -length[s]):
         draft = drafts[-1] if drafts else None
         if draft is None or (len(draft.segments) + 1) * draft.width > capacity:
-            draft = _Draft(parent, width=round_up(length[segment], multiple))
+            draft = _Draft(parent, width=length[segment])
             drafts.append(draft)
         draft.segments.append(segment)
     return drafts
 
 
-def _finish(forest: Forest, drafts: list[_Draft], multiple: int) -> list[Microbatch]:
+def _finish(forest: Forest, drafts: list[_Draft]) -> list[Microbatch]:
     """Number microbatches in visiting order, lay their segments out, and link parents with
     children."""
     below: dict[int, list[int]] = {}
@@ -287,8 +272,6 @@ def _finish(forest: Forest, drafts: list[_Draft], multiple: int) -> list[Microba
         segments = draft.segments if draft.width else breadth_or_depth(forest, draft.segments)
         lengths = [draft.width or int(forest.length[s]) for s in segments]
         begins = np.cumsum([0, *lengths])
-        places = int(begins[-1])
-        padding = 0 if draft.width else round_up(places, multiple) - places
         microbatches.append(
             Microbatch(
                 index=microbatch,
@@ -299,9 +282,8 @@ def _finish(forest: Forest, drafts: list[_Draft], multiple: int) -> list[Microba
                 cache_begin=(-1,) * len(segments),
                 state_index=(-1,) * len(segments),
                 children=tuple(number[c] for c in below.get(draft_index, [])),
-                padded_tokens=places + padding,
+                padded_tokens=int(begins[-1]),
                 tokens=int(forest.length[segments].sum()),
-                padding=padding,
                 shared_prompt=draft.shared_prompt,
             )
         )
@@ -314,7 +296,7 @@ def breadth_or_depth(forest: Forest, segments: list[int]) -> list[int]:
     Depth first, a first child follows its parent, all queries below its brothers are one rectangle,
     and each segment that forks in the microbatch costs a launch. Breadth first, the rectangles of
     neighbouring trees lie back to back and go into one launch: several groups in a microbatch cost
-        as many launches as one.
+    as many launches as one.
     """
     inside = set(segments)
     level: dict[int, int] = {}

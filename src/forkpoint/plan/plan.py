@@ -29,6 +29,7 @@ from forkpoint.plan.program import (
     step_program,
     waits_for,
 )
+from forkpoint.plan.routing import lie_apart, paths
 from forkpoint.plan.runs import LeftOut
 from forkpoint.plan.shared_prompts import exchanging
 from forkpoint.rollouts.batch import RolloutBatch, short
@@ -244,25 +245,6 @@ class Plan:
         found = self._in_order(Program((*scores, *chosen)))
         return replace(found, predicted_ms=None, predicted_peak_bytes=None)
 
-    def microbatch_of_rollouts(self, loss_mask: np.ndarray, offsets: IntArray) -> IntArray:
-        """[N] the one microbatch that holds all trained tokens of each rollout.
-
-        -1 where there are none, -2 where they lie in several microbatches.
-        """
-        microbatch_of_segment = np.full(len(self.forest), -1, np.int64)
-        for microbatch in self.microbatches:
-            microbatch_of_segment[list(microbatch.segments)] = microbatch.index
-        before = np.concatenate([[0], np.cumsum(loss_mask, dtype=np.int64)])
-        found = np.full(self.rollouts, -1, np.int64)
-        for rollout, segment in self.forest.levels():
-            begin = np.asarray(offsets, np.int64)[rollout] + 1 + self.forest.start[segment]
-            end = np.minimum(begin + self.forest.length[segment], offsets[rollout + 1])
-            trained = before[end] > before[np.minimum(begin, end)]
-            rollout, microbatch = rollout[trained], microbatch_of_segment[segment[trained]]
-            known = found[rollout]
-            found[rollout] = np.where((known == -1) | (known == microbatch), microbatch, -2)
-        return found
-
     def check_batch(self, batch: RolloutBatch) -> None:
         """Refuse a batch that this plan was not made for.
 
@@ -303,8 +285,7 @@ class Plan:
         """Refuse a host that cannot do what this plan asks for.
 
         Raises:
-            PlanError: the plan leaves the last block early and the host does not, or a
-                microbatch has a length that the host does not take.
+            PlanError: the plan leaves the last block early and the host does not.
         """
         if self.capabilities.leaves_early and not capabilities.leaves_early:
             raise PlanError(
@@ -312,14 +293,6 @@ class Plan:
                 "early now: it checkpoints itself (gradient_checkpointing). Make the plan again "
                 "with policy.plan, in the state in which the model is trained."
             )
-        multiple = capabilities.length_multiple
-        for microbatch in self.microbatches:
-            if microbatch.length % multiple:
-                raise PlanError(
-                    f"{self.microbatch_names[microbatch.index]} of this plan has "
-                    f"{microbatch.length} tokens, and the model takes multiples of {multiple}. "
-                    "Make the plan again with policy.plan."
-                )
 
     def check_coupling(self, batch: RolloutBatch, coupling: IntArray) -> None:
         """Refuse a loss that needs a pass of scores, which this plan does not have.
@@ -344,12 +317,13 @@ class Plan:
 
         coupling: int64 [N], which rollouts the loss couples (same entry).
         """
-        microbatches = self.microbatch_of_rollouts(batch.loss_mask, batch.offsets)
-        if (microbatches == -2).any():
-            return True
-        trained = microbatches >= 0
-        pairs = np.unique(np.stack([coupling[trained], microbatches[trained]]), axis=1)
-        return len(np.unique(pairs[0])) < pairs.shape[1]
+        forest, offsets = self.forest, batch.offsets
+        rollouts, segments = paths(forest)
+        begin = offsets[rollouts] + 1 + forest.start[segments]
+        end = np.minimum(begin + forest.length[segments], offsets[rollouts + 1])
+        before = np.concatenate([[0], np.cumsum(batch.loss_mask, dtype=np.int64)])
+        trained = before[end] > before[np.minimum(begin, end)]
+        return lie_apart(coupling[rollouts[trained]], segments[trained], forest, self.microbatches)
 
     def with_microbatches(self, microbatches: Iterable[Microbatch]) -> Self:
         """The plan with other microbatches, and their program in the order of one device."""

@@ -32,13 +32,27 @@ class RouterDemand:
             return False
         if self.over_ranks:
             return len(microbatches) > 0
-        microbatch_of = np.full(len(forest), -1, np.int64)
-        for microbatch in microbatches:
-            microbatch_of[list(microbatch.segments)] = microbatch.index
         rollouts, segments = paths(forest)
-        pairs = np.stack([self.parts[rollouts], microbatch_of[segments]])
-        pairs = np.unique(pairs, axis=1)
-        return len(np.unique(pairs[0])) < pairs.shape[1]
+        return lie_apart(self.parts[rollouts], segments, forest, microbatches)
+
+
+def lie_apart(
+    classes: IntArray, segments: IntArray, forest: Forest, microbatches: tuple[Microbatch, ...]
+) -> bool:
+    """Whether segments of one class lie in several microbatches.
+
+    Args:
+        classes: int64 [n].
+        segments: int64 [n], the segment that each is paired with.
+        forest: the plan's forest.
+        microbatches: all of the plan.
+    """
+    microbatch_of = np.zeros(len(forest), np.int64)
+    for microbatch in microbatches:
+        microbatch_of[list(microbatch.segments)] = microbatch.index
+    count = max(1, len(microbatches))
+    pairs = np.unique(classes * count + microbatch_of[segments])
+    return len(np.unique(pairs // count)) < len(pairs)
 
 
 def paths(forest: Forest) -> tuple[IntArray, IntArray]:

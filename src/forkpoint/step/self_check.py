@@ -256,8 +256,7 @@ class StockComparison:
         # Norms of float64 models are computed in float32, as transformers writes them.
         widest = torch.promote_types(self.dtype, torch.float32) == torch.float64
         self.eps: float = torch.finfo(torch.float32 if widest else self.dtype).eps
-        multiple = host.capabilities.length_multiple
-        most = max(4, ids.shape[1] // 2, multiple)
+        most = max(4, ids.shape[1] // 2)
         forced = Config(sharing="tree", boundary="across", max_microbatch_tokens=most)
         self.plan: Plan = make_plan(
             sample,

@@ -29,7 +29,6 @@ LAUNCH_COLUMNS: tuple[str, ...] = (
     "count",
 )
 """Columns of a table of launches, in order; `AttentionTable.from_numpy` says what they mean."""
-NO_SEGMENT = -1
 FROM_OWN, FROM_CACHE, FROM_GATHER = 0, 1, 2
 """The values of the column `source`: keys of the microbatch, of the cache, or gathered."""
 
@@ -112,8 +111,6 @@ def full_table(forest: Forest, microbatch: Microbatch, cache_of: dict[int, int])
     causal = [_Piece(FROM_OWN, begin, n, begin, n) for _, begin, n in stretches]
     levels: dict[tuple[int, int], list[_Piece]] = {}
     for segment, begin, n in stretches:
-        if segment == NO_SEGMENT:
-            continue
         rank = {FROM_OWN: 0, FROM_CACHE: 0}
         for source, k_begin, k_end in reach.above(segment):
             pieces = levels.setdefault((source, rank[source]), [])
@@ -135,7 +132,6 @@ def _stretches(forest: Forest, microbatch: Microbatch) -> list[tuple[int, int, i
 
     Such a part is one causal sequence: what lies in it before a token is on the token's path. So a
     first child attends to its parent within the causal launch, and needs no rectangle and no merge.
-    Padding at the end is a part of its own, of segment -1.
     """
     found: list[tuple[int, int, int]] = []
     before = -1
@@ -151,10 +147,6 @@ def _stretches(forest: Forest, microbatch: Microbatch) -> list[tuple[int, int, i
         else:
             found.append((segment, begin, n))
         before = segment
-    if microbatch.padding:
-        found.append(
-            (NO_SEGMENT, microbatch.padded_tokens - microbatch.padding, microbatch.padding)
-        )
     return found
 
 
@@ -187,10 +179,6 @@ def windowed_table(
         pieces.append(_Piece(FROM_GATHER, begin, n, total, len(gathered)))
         keys.append(gathered)
         total += len(gathered)
-    if microbatch.padding:
-        begin, n = microbatch.padded_tokens - microbatch.padding, microbatch.padding
-        pieces.append(_Piece(FROM_GATHER, begin, n, total, n))
-        keys.append(np.arange(begin, begin + n))
     table = _table([(True, pieces)])
     return Table(table.launches, table.cu, np.concatenate(keys))
 

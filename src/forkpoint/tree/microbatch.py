@@ -42,9 +42,6 @@ class Microbatch:
     num_loss_entries: int = 0
     """Entries that its head computes: edges whose label some rollout trains on, each as often as
     there are temperatures at which it is trained."""
-    padding: int = 0
-    """Places after the last segment of a packed microbatch, so that its length is a multiple of
-    what the host takes. They are a sequence of their own, which nothing else reads."""
     shared_prompt: Literal["", "sent", "received"] = ""
     """Whether it holds prompts, which several ranks read: sent to the others, or received from
     them, so that it does not run here."""
@@ -68,12 +65,10 @@ class Microbatch:
 def token_steps(forest: Forest, microbatch: Microbatch) -> tuple[IntArray, IntArray]:
     """For each place of a microbatch, its segment and its step in the segment: int64 [places] each.
 
-    Steps from the segment's length on are padding. That at the end of a packed microbatch counts as
-    the last segment's.
+    Steps from the segment's length on are padding.
     """
     segments = np.asarray(microbatch.segments)
     places = np.asarray(segment_widths(forest, microbatch))
-    places[-1] += microbatch.padding
     step = np.arange(microbatch.padded_tokens) - np.repeat(
         np.asarray(microbatch.segment_begin), places
     )
@@ -81,6 +76,5 @@ def token_steps(forest: Forest, microbatch: Microbatch) -> tuple[IntArray, IntAr
 
 
 def segment_widths(forest: Forest, microbatch: Microbatch) -> list[int]:
-    """How many places each segment of the microbatch takes: its length, or the width of a padded
-    microbatch. Padding at the end of a packed one is none of them."""
+    """How many places each segment takes: its length, or the width of a padded microbatch."""
     return [microbatch.width or int(forest.length[s]) for s in microbatch.segments]

@@ -83,10 +83,6 @@ def state_layout(
         above = {s: i for i, s in enumerate(segments)}
         begin = [microbatch.segment_begin[i] for i in members]
         length = [lengths[i] for i in members]
-        if microbatch.padding and not levels:
-            begin.append(microbatch.padded_tokens - microbatch.padding)
-            length.append(microbatch.padding)
-            parent.append(-1)
         levels.append(
             Level(
                 begin=np.asarray(begin, np.int64),
@@ -131,12 +127,6 @@ def convolution_layout(
             first = min(before, length)
             places.append(own[:first])
             windows.append(np.lib.stride_tricks.sliding_window_view(reach, width)[:first])
-    if microbatch.padding:
-        own = np.arange(microbatch.padded_tokens - microbatch.padding, microbatch.padded_tokens)
-        reach = np.concatenate([np.full(before, NOTHING, np.int64), own])
-        first = min(before, len(own))
-        places.append(own[:first])
-        windows.append(np.lib.stride_tricks.sliding_window_view(reach, width)[:first])
     return ConvolutionLayout(
         np.concatenate(places),
         np.concatenate(windows),

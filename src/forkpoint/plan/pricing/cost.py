@@ -188,12 +188,7 @@ class ModelShape:
     def boundary_elements(self) -> int:
         return self.kv_heads * (self.head_dim + self.value_dim)
 
-    @property
-    def activation_bytes_per_token(self) -> int:
-        """Bytes that one token's forward leaves for its backward, all layers together."""
-        return self.activation_bytes("none")
-
-    def activation_bytes(self, checkpointing: str) -> int:
+    def activation_bytes(self, checkpointing: str = "none") -> int:
         """Bytes that one token's forward leaves for its backward, counted tensor by tensor.
 
         A block keeps the inputs of its two norms and of its seven matrix products, q, k and v as

@@ -4,7 +4,7 @@ Many combinations and lengths of microbatches come to the same microbatches; the
 """
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 import numpy as np
@@ -20,29 +20,20 @@ from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.tree.forest import Forest, IntArray
 
 
+@dataclass(eq=False)
 class Prices:
     """Meters and costs of one batch's plans."""
 
-    def __init__(
-        self,
-        batch: RolloutBatch,
-        shape: ModelShape | None,
-        coupling: IntArray | None,
-        calibration: Calibration | None,
-        *,
-        uses_temperature: bool = True,
-        routers: RouterDemand | None = None,
-    ) -> None:
-        """`uses_temperature`: whether the head's outputs depend on temperatures."""
-        self.batch: RolloutBatch = batch
-        self.shape: ModelShape | None = shape
-        self.coupling: IntArray | None = coupling
-        self.calibration: Calibration | None = calibration
-        self.uses_temperature: bool = uses_temperature
-        self.routers: RouterDemand | None = routers
-        self._labelled_of: dict[bytes, IntArray] = {}
-        self._meter_of: dict[bytes, Meter] = {}
-        self._cost_of: dict[tuple[object, ...], tuple[float, int | None]] = {}
+    batch: RolloutBatch
+    shape: ModelShape | None
+    coupling: IntArray | None
+    calibration: Calibration | None
+    uses_temperature: bool = True
+    """Whether the head's outputs depend on temperatures."""
+    routers: RouterDemand | None = None
+    _labelled_of: dict[bytes, IntArray] = field(default_factory=dict)
+    _meter_of: dict[bytes, Meter] = field(default_factory=dict)
+    _cost_of: dict[tuple[object, ...], tuple[float, int | None]] = field(default_factory=dict)
 
     def num_loss_entries(self, forest: Forest) -> IntArray:
         """[S] how many entries the head computes for each segment's edges."""

@@ -1,43 +1,42 @@
 """Sums over the plans of many batches, in the memory of a few numbers. Imports no torch."""
 
 from collections import Counter
+from dataclasses import dataclass, field
 
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.pricing.cost import ModelShape, Work, bound_of
 from forkpoint.plan.runs import LeftOut
 
 
+@dataclass
 class Totals:
     """Sums over plans, one a batch: what an epoch of optimizer steps runs, and what it saves.
 
-    batches, rollouts, microbatches: how many.
-    logical_tokens, unique_tokens, computed_tokens: as in each plan.
-    padding: places that are run besides.
-    left_out: what gives no gradient, and is not run.
-    dense, shared: the work of nobody sharing, which leaves out the same, and of the plans.
-    kinds: how many batches each "sharing + boundary" was taken for.
-    predicted_ms: of all steps; None without a calibration.
-    predicted_peak_bytes: the largest of any batch; None without a model's shape.
+    Fields not described here are sums of those of the plans.
     """
 
-    def __init__(self) -> None:
-        self.shape: ModelShape | None = None
-        self.batches: int = 0
-        self.rollouts: int = 0
-        self.microbatches: int = 0
-        self.logical_tokens: int = 0
-        self.unique_tokens: int = 0
-        self.computed_tokens: int = 0
-        self.padding: int = 0
-        self.left_out: LeftOut = LeftOut()
-        self.dense: Work | None = None
-        self.shared: Work | None = None
-        self.kinds: Counter[str] = Counter()
-        self.predicted_ms: float | None = None
-        self.predicted_peak_bytes: int | None = None
-        self.rests_on: str = ""
-        self._cost: float = 0.0
-        self._dense_cost: float | None = 0.0
+    shape: ModelShape | None = None
+    batches: int = 0
+    rollouts: int = 0
+    microbatches: int = 0
+    logical_tokens: int = 0
+    unique_tokens: int = 0
+    computed_tokens: int = 0
+    padding: int = 0
+    """Places that are run besides."""
+    left_out: LeftOut = field(default_factory=LeftOut)
+    dense: Work | None = None
+    """Work of nobody sharing, which leaves out the same."""
+    shared: Work | None = None
+    kinds: Counter[str] = field(default_factory=Counter)
+    """How many batches each "sharing + boundary" was taken for."""
+    predicted_ms: float | None = None
+    """Of all steps; None without a calibration."""
+    predicted_peak_bytes: int | None = None
+    """The largest of any batch; None without a model's shape."""
+    rests_on: str = ""
+    _cost: float = 0.0
+    _dense_cost: float | None = 0.0
 
     def add(self, plan: Plan) -> None:
         """Count one more batch, by its plan; all plans are made with the same settings."""
