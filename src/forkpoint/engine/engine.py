@@ -170,7 +170,8 @@ class Engine:
         """
         views = LossViews(batch, denominators, self.host.device, self.host.loss_dtype)
         mark = transaction.changes.mark
-        gradients = LossGradients(self.host, self._begin(transaction), self.ranks, scale)
+        self._begin(transaction)
+        gradients = LossGradients(self.host, self.ranks, scale)
         losses = MicrobatchLosses(self.host, self.config, loss, views, gradients)
         step = self._prepare(transaction, plan, batch)
         two = plan.program.has_scores or bool(self.ranks.parts)
@@ -205,7 +206,7 @@ class Engine:
     # Begin and end
     # ------------------------------------------------------------
 
-    def _begin(self, transaction: Transaction) -> GradientGuard:
+    def _begin(self, transaction: Transaction) -> None:
         """Prepare gradients and model for backwards, until the changes are undone."""
         parameters = [p for _, p in self.host.named_parameters() if p.requires_grad]
         fp32 = self.config.grad_accumulation_dtype == "float32"
@@ -222,7 +223,6 @@ class Engine:
                 leaves = twins(self.host.model, deferred, changes)
             guard.sums.collect(changes, leaves)
         self._enter(transaction)
-        return guard
 
     def _enter(self, transaction: Transaction, *, compiled: bool = True) -> None:
         self.host.enter(transaction.changes, compiled=compiled)

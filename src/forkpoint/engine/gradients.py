@@ -1,6 +1,6 @@
 """Gradients of a step: those from before it, float32 sums of its backwards, and their undoing."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -73,19 +73,11 @@ class GradientSums:
         missing = (p for p in self.parameters if p not in self._sums)
         return sum(p.numel() * self._dtype(p).itemsize for p in missing)
 
-    @property
-    def leaves(self) -> Collection[Tensor]:
-        """Leaves that forwards use, whose gradients are collected."""
-        return self._of_leaf.keys()
-
     def _take(self, leaf: nn.Parameter) -> None:
         gradient = leaf.grad
         assert gradient is not None
         leaf.grad = None
-        self.add(self._of_leaf[leaf], gradient)
-
-    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add a gradient to the sum of a parameter."""
+        parameter = self._of_leaf[leaf]
         if parameter in self._sums:
             self._sums[parameter].add_(gradient)
         else:
@@ -109,53 +101,6 @@ class GradientSums:
             else:
                 # In place: optimizers and buckets may hold on to this tensor.
                 parameter.grad.detach().add_(total)
-
-
-class LeafSums:
-    """Sums of a loss's gradients at leaves that are no parameters of the model.
-
-    They are added to `.grad` at the end of the step, which until then is as it was before.
-    """
-
-    def __init__(self) -> None:
-        self._before: dict[Tensor, Tensor | None] = {}
-        self._copies: dict[Tensor, Tensor] = {}
-        """Of `_before`, where sums may have been added to it."""
-        self._sums: dict[Tensor, Tensor] = {}
-
-    def begin(self, leaves: Iterable[Tensor]) -> None:
-        """A backward is about to add to `.grad` of these leaves, which is empty meanwhile."""
-        for leaf in leaves:
-            self._before.setdefault(leaf, leaf.grad)
-            leaf.grad = None
-
-    def end(self, leaves: Iterable[Tensor], factor: float) -> None:
-        """Collect the gradients of the backward, times a factor."""
-        for leaf in leaves:
-            gradient = leaf.grad
-            leaf.grad = self._before[leaf]
-            if gradient is None:
-                continue
-            if leaf in self._sums:
-                self._sums[leaf].add_(gradient.detach(), alpha=factor)
-            else:
-                # A product: it is no view of a buffer that a wrapper of the leaf writes to again.
-                self._sums[leaf] = gradient.detach() * factor
-
-    def add_to_gradients(self) -> None:
-        for leaf, total in self._sums.items():
-            if leaf.grad is None:
-                leaf.grad = total
-            else:
-                self._copies[leaf] = leaf.grad.detach().clone()
-                leaf.grad.detach().add_(total)
-
-    def restore(self, *, lost: bool) -> None:
-        """Restore every `.grad`, or set it to None with `lost`. May be repeated."""
-        for leaf, before in self._before.items():
-            if before is not None and leaf in self._copies:
-                before.detach().copy_(self._copies[leaf])
-            leaf.grad = None if lost else before
 
 
 class GradientGuard:
@@ -182,7 +127,6 @@ class GradientGuard:
         self.copies: list[Tensor | None] | None = None
         if restore:
             self.copies = [None if g is None else g.detach().clone() for g in self.before]
-        self.others: LeafSums = LeafSums()
         self.touched: bool = False
         """Whether gradients may have been added to."""
         self.holder: ModelHolder = holder or LocalModel()
@@ -193,18 +137,12 @@ class GradientGuard:
         here = self.sums is None or len(self.sums.parameters) < len(self.parameters)
         self.touched = self.touched or (here and not self.holder.gathered)
 
-    def begin_loss(self, leaves: Iterable[Tensor]) -> None:
-        """A backward of the loss is about to add to gradients of these leaves."""
-        here = set(self._added_in_place())
-        self.touched = self.touched or any(leaf in here for leaf in leaves)
-
     def _added_in_place(self) -> list[nn.Parameter]:
         summed = set() if self.sums is None else set(self.sums.parameters)
         return [p for p in self.parameters if p not in summed]
 
     def add_sums(self) -> None:
         """Add all sums to `.grad`, after the last backward."""
-        self.others.add_to_gradients()
         if self.sums is not None:
             self.touched = True
             self.sums.add_to_gradients()
@@ -245,7 +183,6 @@ class GradientGuard:
         """
         lost = self.touched and self.copies is None and any(g is not None for g in self.before)
         self.holder.reset(lost=lost)
-        self.others.restore(lost=lost)
         if not self.touched:
             return "unchanged"
         if self.sums is not None:

@@ -1,9 +1,8 @@
 """The loss of a step: parts by microbatch, their gradients, and values per token.
 
 A loss is computed from copies of the head's values, and its backward runs at once. The gradients at
-the copies are where a microbatch's backward starts. A loss may read other trainable tensors:
-parameters of the model (a pull to the start weights), or leaves outside of it (a learned
-coefficient). These get their gradients from the same backward.
+the copies are where a microbatch's backward starts. A loss that reads other trainable tensors is
+refused: no gradient would reach them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,17 +12,16 @@ from functools import partial
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from forkpoint.config import Config
 from forkpoint.device import on_device
-from forkpoint.engine.distributed import ModelHolder, holder_of
-from forkpoint.engine.gradients import GradientGuard
+from forkpoint.engine.distributed import holder_of
 from forkpoint.engine.host import HeadOutputs, Host
 from forkpoint.engine.microbatches import MicrobatchInputs
-from forkpoint.errors import ConfigError, UnsupportedError
+from forkpoint.errors import ConfigError
 from forkpoint.losses.base import Loss, LossBatch, LossOutputs
-from forkpoint.losses.leaves import leaves_of
+from forkpoint.losses.leaves import check_leaves
 from forkpoint.losses.missing import computed
 from forkpoint.losses.views import LossViews, outputs_of
 from forkpoint.parallel.step import RankStep, SingleProcessStep
@@ -199,95 +197,34 @@ def evaluate_loss(loss: Loss, outputs: LossOutputs, view: LossBatch, head: str) 
 class LossGradients:
     """Computes parts of one step's loss, and their gradients."""
 
-    def __init__(self, host: Host, guard: GradientGuard, ranks: RankStep, scale: float) -> None:
+    def __init__(self, host: Host, ranks: RankStep, scale: float) -> None:
         """
         Args:
             host: the model.
-            guard: of the step.
             ranks: of the step.
             scale: a factor on every gradient, that of the caller.
         """
-        self.guard = guard
-        self.ranks = ranks
-        self.holder: ModelHolder = holder_of(host.group)
-        self._reduced: float = self.holder.factor(mean=ranks.mean)
-        """The factor for gradients that the wrapper reduces over ranks."""
-        self.factor: float = scale * self._reduced
+        self.factor: float = scale * holder_of(host.group).factor(mean=ranks.mean)
 
-    def of(
-        self, loss: PerTokenLoss, per_token: Mapping[str, Tensor], *, counts: bool = True
-    ) -> LossPart:
-        """Compute a part of the loss, and add the gradients of other leaves that it reads.
+    def of(self, loss: PerTokenLoss, per_token: Mapping[str, Tensor]) -> LossPart:
+        """Compute a part of the loss.
 
         Args:
             loss: gives a scalar, computed from copies of `per_token`.
             per_token: by name, values of the head.
-            counts: whether this rank is the one that counts among those that compute the same loss
-                from the values of all ranks.
+
+        Raises UnsupportedError where the loss reads other trainable tensors.
         """
         copies = {n: x.detach().requires_grad_(x.requires_grad) for n, x in per_token.items()}
         with torch.enable_grad():
             value = loss(copies)
         if not value.requires_grad:
             return LossPart(value.detach(), {})
-        heads = {id(x) for x in copies.values()}
-        added, others = self._of_model([x for x in leaves_of(value) if id(x) not in heads])
-        # Of the ranks that compute one loss, one adds to gradients that are summed over ranks.
-        added = self._beside_twins(value, added) if counts else []
-        inputs = [*(x for x in copies.values() if x.requires_grad), *added, *others]
-        if inputs:
-            self.guard.begin_loss(added)
-            self.guard.others.begin(others)
-            torch.autograd.backward(value, torch.full_like(value, self.factor), inputs=inputs)
-            self.guard.others.end(others, float(counts) / self._reduced)
+        check_leaves(value, copies.values())
+        inputs = [x for x in copies.values() if x.requires_grad]
+        torch.autograd.backward(value, torch.full_like(value, self.factor), inputs=inputs)
         found = {name: x.grad for name, x in copies.items() if x.grad is not None}
         return LossPart(value.detach(), found)
-
-    def _beside_twins(self, value: Tensor, leaves: list[Tensor]) -> list[Tensor]:
-        """Add gradients by parameters that twins stand for in forwards; returns the other leaves.
-
-        Their own nodes are not run: a wrapper listens there (DistributedDataParallel).
-        """
-        sums = self.guard.sums
-        if sums is None:
-            return leaves
-        summed = set(sums.parameters)
-        held = [p for p in leaves if p in summed and p not in sums.leaves]
-        if held:
-            scale = torch.full_like(value, self.factor)
-            found = torch.autograd.grad(value, held, scale, retain_graph=True)
-            for parameter, gradient in zip(held, found, strict=True):
-                assert isinstance(parameter, nn.Parameter)
-                sums.add(parameter, gradient)
-        return [leaf for leaf in leaves if all(leaf is not p for p in held)]
-
-    def _of_model(self, leaves: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Leaves that are parameters of the model, and the others, which no wrapper reduces.
-
-        Raises UnsupportedError for parameters whose gradient would not be exact.
-        """
-        holder, ranks = self.holder, self.ranks
-        known: set[Tensor] = set(self.guard.parameters)
-        # Of split models; DistributedDataParallel defers all parameters.
-        parts = set(holder.deferred_params(self.guard.parameters)) if holder.lockstep else set()
-        for leaf in leaves:
-            if leaf in parts:
-                raise UnsupportedError(
-                    "the loss reads a parameter of which every rank of a split model computes "
-                    f"a part of the gradient (shape {tuple(leaf.shape)}), and the loss's own "
-                    "would be counted on each. Run a backward of that term by itself."
-                )
-            if leaf in known and holder.reduces and not ranks.mean:
-                raise UnsupportedError(
-                    "the loss is one of all ranks, and reads a parameter of which this rank "
-                    f"holds a shard (shape {tuple(leaf.shape)}): its gradient would be that of "
-                    "this rank's part. Give the loss as a function, which is each rank's own, "
-                    "or run a backward of that term by itself."
-                )
-        known |= set(holder.whole_parameters())
-        if self.guard.sums is not None:
-            known |= set(self.guard.sums.leaves)
-        return [x for x in leaves if x in known], [x for x in leaves if x not in known]
 
 
 # Parts by microbatch
@@ -357,7 +294,7 @@ class MicrobatchLosses:
     def _of_untrained(self, rollouts: np.ndarray) -> Tensor:
         """The loss of rollouts (bool [N]) without trained tokens.
 
-        It is no function of log-probs, and may be one of other tensors.
+        It is no function of log-probs.
         """
         zero = torch.zeros((), dtype=self.host.loss_dtype, device=self.host.device)
         if not rollouts.any():
@@ -377,7 +314,7 @@ class MicrobatchLosses:
         def loss(per_token: Mapping[str, Tensor]) -> Tensor:
             return self._evaluated({name: x_T[at] for name, x_T in per_token.items()}, view)
 
-        part = self.gradients.of(loss, scores, counts=given.counts)
+        part = self.gradients.of(loss, scores)
         value = part.value if given.counts else torch.zeros_like(part.value)
         own = {name: gradient_T[given.own] for name, gradient_T in part.gradients.items()}
         return replace(part, value=value, gradients=own)

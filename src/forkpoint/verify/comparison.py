@@ -109,9 +109,6 @@ class Work:
     comm: RankComm
     routed: RouterWork | None
     """Of the loss of routers; None where there is none."""
-    others: tuple[Tensor, ...] = ()
-    """Leaves that the loss reads and that are no parameters of the model, once the reference has
-    run."""
     held: HeldRoutes = field(init=False)
     clock: Clock = field(init=False)
 
@@ -302,7 +299,6 @@ def _findings(
     comm = work.comm
     shared_errors = distances(shared, wanted.gradients)
     elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    elements |= named({leaf: leaf.numel() for leaf in work.others})
     errors = parameter_errors(elements, dtype, shared_errors, reference)
     del shared
     _clear_gradients(model)
@@ -390,9 +386,6 @@ def _shared(work: Work, entry: Compared, run: RouteReplay | None) -> tuple[Gradi
             policy.observer(event)
 
     unchecked.observer = observe
-    for leaf in work.others:
-        work.changes.later(setattr, leaf, "grad", leaf.grad)
-        leaf.grad = None
     given, loss = work.given, work.loss
     request = ComparedRequest(
         batch=batch,
@@ -404,8 +397,7 @@ def _shared(work: Work, entry: Compared, run: RouteReplay | None) -> tuple[Gradi
     )
     transaction = Transaction(policy.host.device)
     stats = attempt(unchecked, request, finish_training, transaction)
-    others = named({leaf: leaf.grad for leaf in work.others})
-    return work.comm.gradients(policy.host.model, others), stats
+    return work.comm.gradients(policy.host.model), stats
 
 
 def _dense(
@@ -429,9 +421,7 @@ def _dense(
 
     found, routed = work.comm.run(lambda: run_in_memory(strategies, run, undo))
     undo()
-    found = work.comm.total(found, host.model, work.dtype)
-    found.gradients.update(named({leaf: found.besides.get(leaf) for leaf in work.others}))
-    return found, routed
+    return work.comm.total(found, host.model, work.dtype), routed
 
 
 def _reference_strategies(work: Work) -> tuple[MemoryStrategy, ...]:
@@ -481,8 +471,6 @@ def _reference(work: Work, strategies: tuple[MemoryStrategy, ...]) -> DenseRun:
     copies.clear()
     undo()
     found = work.comm.total(found, host.model, work.reference_dtype)
-    work.others = tuple(found.besides)
-    found.gradients.update(named(found.besides))
     for name, gradient in found.gradients.items():
         if gradient is not None:
             found.gradients[name] = gradient.cpu()
@@ -560,7 +548,7 @@ def parameter_errors(
     shared_errors: Mapping[str, float],
     reference: Reference,
 ) -> list[ParameterError]:
-    """`elements`: of each parameter and other leaf, by name."""
+    """`elements`: of each parameter, by name."""
     norms = reference.norms
     total = math.hypot(*norms.values())
     typical = total / math.sqrt(max(1, sum(norm > 0 for norm in norms.values())))
@@ -575,14 +563,6 @@ def parameter_errors(
             allowed = WORST_RATIO * few * dense_error + PARAMETER_ULPS[dtype] * ulp
         errors.append(ParameterError(name, norms[name], shared_errors[name], dense_error, allowed))
     return errors
-
-
-def named(of_leaves: Mapping[Tensor, T]) -> dict[str, T]:
-    """Values of leaves that are no parameters of the model, by names for a report."""
-    return {
-        f"leaf {number} of the loss, {tuple(leaf.shape)}": value
-        for number, (leaf, value) in enumerate(of_leaves.items())
-    }
 
 
 def _pieces(gradient: Tensor) -> Iterator[Tensor]:

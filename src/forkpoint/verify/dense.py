@@ -7,7 +7,7 @@ compute; no plan, microbatch, kernel, head or schedule.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from forkpoint.engine.routing import RouterOutputs, RouterTerms
 from forkpoint.hosts.libraries import Stock, stock_of
 from forkpoint.hosts.routers import record_routers
 from forkpoint.losses.base import Denominators, Loss, LossOutputs
-from forkpoint.losses.leaves import leaves_of
+from forkpoint.losses.leaves import check_leaves
 from forkpoint.losses.missing import computed
 from forkpoint.losses.views import LossViews, batch_denominators
 from forkpoint.rollouts.batch import RolloutBatch
@@ -36,9 +36,6 @@ class DenseRun:
     gradients: dict[str, Tensor | None]
     router_loss: float | None = None
     """Of a mixture's routers; `loss` is without it. None where there was none."""
-    besides: dict[Tensor, Tensor] = field(default_factory=dict)
-    """Gradients of other leaves that the loss reads: a learned coefficient, or parameters of the
-    model that this one is a copy of."""
 
     @property
     def logprobs_T(self) -> Tensor:
@@ -223,7 +220,6 @@ def dense_run(
     try:
         for p in parameters.values():
             p.grad = None
-        others: list[Tensor] = []
         with torch.no_grad():
             for rollout in range(len(batch)):
                 enter(rollout)
@@ -239,11 +235,7 @@ def dense_run(
         view, _ = views.of_rollouts(np.ones(len(batch), bool))
         value = computed(loss, LossOutputs(**{name: per_token[name] for name in wanted}), view)
         if value.requires_grad:
-            known = {*parameters.values(), *per_token.values()}
-            others = [leaf for leaf in leaves_of(value) if leaf not in known]
-            for leaf in others:
-                before[leaf] = leaf.grad
-                leaf.grad = None
+            check_leaves(value, per_token.values())
             value.backward()
         if value.requires_grad or routers is not None:
             weights = [per_token[name].grad for name in wanted]
@@ -269,13 +261,12 @@ def dense_run(
         gradients = {
             name: None if p.grad is None else p.grad.detach() for name, p in parameters.items()
         }
-        besides = {leaf: leaf.grad.detach() for leaf in others if leaf.grad is not None}
     finally:
         for leaf, gradient in before.items():
             leaf.grad = gradient
     detached = {name: values_T.detach() for name, values_T in per_token.items()}
     router_loss = None if routers is None else routers.value()
-    return DenseRun(float(value.detach()), detached, gradients, router_loss, besides)
+    return DenseRun(float(value.detach()), detached, gradients, router_loss)
 
 
 def _run_rollout(

@@ -172,29 +172,20 @@ class RankComm:
         )
 
     def total(self, found: DenseRun, model: nn.Module, dtype: torch.dtype) -> DenseRun:
-        """Gradients (in `dtype`) and the loss of all ranks' runs. Log-probs, and gradients of
-        leaves that are no parameters, are this rank's."""
+        """Gradients (in `dtype`) and the loss of all ranks' runs. Log-probs are this rank's."""
         parameters = dict(model.named_parameters())
-        names: dict[Tensor, str] = {p: name for name, p in parameters.items()}
-        # Where a copy ran, the loss may read parameters of the model itself.
-        direct = {names[leaf]: grad for leaf, grad in found.besides.items() if leaf in names}
-        others = {leaf: grad for leaf, grad in found.besides.items() if leaf not in names}
         own = [gradient is not None for gradient in found.gradients.values()]
         every = self._of_batches((found.loss, own, found.router_loss))
         there = [any(column) for column in zip(*(own for _, own, _ in every), strict=True)]
-        read = {name for names in self._exchange(list(direct)) for name in names}
         sums: dict[str, Tensor | None] = {}
         for (name, gradient), is_there in zip(found.gradients.items(), there, strict=True):
             sums[name] = None
-            if is_there or name in read:
+            if is_there:
                 p = parameters[name]
                 if gradient is None:
                     added = torch.zeros(p.shape, dtype=dtype, device=p.device)
                 else:
                     added = full(gradient).contiguous()
-                if name in read:
-                    more = direct[name] if name in direct else torch.zeros_like(p).detach()
-                    added = added + full(more).to(added)
                 if self.group is not None:
                     # That of a block that stays in the host's memory is there.
                     place, added = added.device, added.to(p.device)
@@ -207,14 +198,11 @@ class RankComm:
             loss=found.loss if self.mean else sum(loss for loss, _, _ in every),
             gradients=sums,
             router_loss=sum(asides) if asides else None,
-            besides=others,
         )
 
-    def gradients(
-        self, model: nn.Module, others: Mapping[str, Tensor | None]
-    ) -> Mapping[str, Tensor | None]:
-        """Whole gradients of the model by name, and `others`."""
-        return _Gradients(model, others)
+    def gradients(self, model: nn.Module) -> Mapping[str, Tensor | None]:
+        """Whole gradients of the model by name."""
+        return _Gradients(model)
 
     def every(self, passed: bool) -> bool:
         """Whether it is so on all ranks."""
@@ -254,22 +242,17 @@ def _cannot(rank: int, text: str) -> RankError:
 
 
 class _Gradients(Mapping[str, Tensor | None]):
-    """Gradients of a model, each made whole when it is asked for, which is collective; and others,
-    which are this rank's own."""
+    """Gradients of a model, each made whole when it is asked for, which is collective."""
 
-    def __init__(self, model: nn.Module, others: Mapping[str, Tensor | None]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._parameters = dict(model.named_parameters())
-        self._others = others
 
     def __getitem__(self, name: str) -> Tensor | None:
-        if name in self._others:
-            return self._others[name]
         gradient = self._parameters[name].grad
         return None if gradient is None else full(gradient)
 
     def __iter__(self) -> Iterator[str]:
         yield from self._parameters
-        yield from self._others
 
     def __len__(self) -> int:
-        return len(self._parameters) + len(self._others)
+        return len(self._parameters)

@@ -4,12 +4,19 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 from steps import forked_batch
 
 from bad_inputs.kind import Kind
 from bad_inputs.rollouts import policy
 from forkpoint import Rollout, RolloutBatch, losses
-from forkpoint.errors import ArgumentError, ConfigError, ForkpointError, RolloutError
+from forkpoint.errors import (
+    ArgumentError,
+    ConfigError,
+    ForkpointError,
+    RolloutError,
+    UnsupportedError,
+)
 from forkpoint.losses import Loss
 
 BATCH = forked_batch()
@@ -76,6 +83,10 @@ def vector(outputs: Any, batch: Any) -> Any:
 
 def nothing(outputs: Any, batch: Any) -> Any:
     summed(outputs, batch)
+
+
+def learned(outputs: Any, batch: Any) -> Any:
+    return torch.ones(2, requires_grad=True).sum() * batch.total(outputs.logprobs, "token")
 
 
 def detached(outputs: Any, batch: Any) -> Any:
@@ -301,6 +312,16 @@ LOSSES = (
         means="Every gradient would be 0, and training would go on without learning.",
         remedy="Compute it from outputs.logprobs themselves; detach only the other side of a "
         "ratio.",
+    ),
+    loss_kind(
+        "A loss that reads another trainable tensor",
+        trained(learned),
+        message="the loss reads a trainable tensor of shape (2,) and dtype torch.float32, which is "
+        "none of the model's outputs. Compute such a loss from policy.logprobs() and call "
+        "backward(), or detach the tensor.",
+        means="A step computes gradients by the model's outputs; the tensor would get none.",
+        remedy="policy.logprobs gives log-probs with a graph, for ordinary autograd.",
+        error=UnsupportedError,
     ),
     loss_kind(
         "Reference log-probs that are missing",
