@@ -60,8 +60,8 @@ def without_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forkpoint.hosts.host.ModelHost._check_model", lambda self: None)
     for name in ("check_random", "check_parameter_hooks"):
         monkeypatch.setattr(f"forkpoint.hosts.refusals.{name}", lambda *_: None)
-    for name in ("check_causal", "check_checkpointing"):
-        monkeypatch.setattr(f"forkpoint.hosts.transformers.refusals.{name}", lambda *_: None)
+    name = "forkpoint.hosts.transformers.refusals.check_checkpointing"
+    monkeypatch.setattr(name, lambda *_: None)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ def check_program(plan: Plan) -> None:
     of = {(i.operation, i.microbatch): i for i in own}
     assert len(of) == len(own)
     count = Counter(i.operation for i in own)
-    here = [m for m in plan.microbatches if m.trunk != "received"]
+    here = [m for m in plan.microbatches if m.shared_prompt != "received"]
     assert count[FORWARD] == count[BACKWARD] == len(here)
     assert count[SCORE] in (0, len(here))
     for microbatch in here:

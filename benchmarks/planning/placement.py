@@ -32,12 +32,11 @@ from benchmarks.runner import Benchmark, Deadline
 from benchmarks.timing import time_host
 from forkpoint import RolloutBatch, load_rollouts
 from forkpoint.errors import ConfigError
-from forkpoint.parallel.placement.baselines import by_tokens
 from forkpoint.parallel.placement.exchanges import ExchangePrices
+from forkpoint.parallel.placement.items import by_tokens
 from forkpoint.parallel.placement.lockstep import predict_step
-from forkpoint.parallel.placement.paths import Paths
+from forkpoint.parallel.placement.paths import Paths, Rates
 from forkpoint.parallel.placement.place import place_paths
-from forkpoint.parallel.placement.rates import Rates
 from forkpoint.plan import MODELS, ModelShape, Plan
 from forkpoint.plan.align import align
 from forkpoint.plan.gathering import RankCosts, costs_of_rank, predicted

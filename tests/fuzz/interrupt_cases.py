@@ -24,7 +24,6 @@ from forkpoint.engine.transaction import (
     CLEARED,
     UNCHANGED,
     Transaction,
-    retry_with_eager_blocks,
 )
 from forkpoint.hosts import modules
 from forkpoint.losses import Loss
@@ -40,7 +39,7 @@ DEVICE = torch.device(os.environ.get("FORKPOINT_INTERRUPTS_DEVICE", "cpu"))
 Gradients = dict[str, Tensor | None]
 
 
-RUNS = (step_run.run, step_run.attempt, retry_with_eager_blocks, run_on_ranks, Transaction.run)
+RUNS = (step_run.run, step_run.attempt, run_on_ranks, Transaction.run)
 LEAVING = (FORWARD_BACKWARD, *(function.__code__ for function in RUNS))
 
 
@@ -144,7 +143,7 @@ class Case:
             },
             "thread": thread_state(),
             "walk": modules._walks.get(),
-            "staging": None if staging is None else (staging.mark(), len(staging._alone)),
+            "staging": None if staging is None else staging.used_bytes,
             "float": vars(torch.Tensor).get("float"),
             "torch of models": [
                 vars(sys.modules[name]).get("torch")
@@ -277,9 +276,6 @@ def thread_state() -> dict[str, Any]:
             tuple(map(operator.call, nesting)),
         ),
         "saved tensors hooks": torch._C._autograd._top_saved_tensors_default_hooks(True),
-        "function modes": torch._C._len_torch_function_stack(),
-        "dispatch modes": torch._C._len_torch_dispatch_stack(),
-        "frame evaluation": torch._C._dynamo.eval_frame.get_eval_frame_callback(),
         "compiler": getattr(torch._dynamo.config, "nested_graph_breaks", None),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "random": hashlib.sha1(torch.get_rng_state().numpy().tobytes()).hexdigest(),

@@ -54,9 +54,9 @@ WITHOUT = (
 )
 # Where a step begins and ends, changes what outlives it, and undoes that.
 CONTROL = {
-    *(f"/engine/{name}.py" for name in ("changes", "engine", "gradient_sums", "guard", "offload")),
-    *(f"/engine/{name}.py" for name in ("activations", "executor", "staging", "thread_state")),
-    *(f"/{name}.py" for name in ("engine/transaction", "parallel/call", "step_run")),
+    *(f"/engine/{name}.py" for name in ("changes", "engine", "gradients")),
+    *(f"/engine/{name}.py" for name in ("offload", "executor", "staging")),
+    *(f"/{name}.py" for name in ("engine/transaction", "parallel/call", "step/run")),
     *(f"/hosts/{name}.py" for name in ("checkpointing", "compiled", "host", "modules")),
     *(f"/hosts/transformers/{name}.py" for name in ("entry", "linear_attention", "upcasts")),
     "/policy.py",

@@ -26,10 +26,8 @@ from torch.utils import checkpoint as checkpoints
 from forkpoint.engine import transaction
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.executor import Executor
-from forkpoint.engine.gradient_sums import GradientSums
-from forkpoint.engine.guard import GradientGuard
-from forkpoint.engine.thread_state import ThreadState
-from forkpoint.engine.transaction import Transaction
+from forkpoint.engine.gradients import GradientGuard, GradientSums
+from forkpoint.engine.transaction import ThreadState, Transaction
 from forkpoint.hosts import modules
 from lanes import slow_besides
 

@@ -15,6 +15,7 @@ from forkpoint.engine.changes import Changes
 from forkpoint.engine.host import FoundRouter
 from forkpoint.engine.route_replay import ForcedRoutes, RouteReplay, Routes
 from forkpoint.engine.transaction import Transaction
+from forkpoint.hosts.libraries import stock_of
 from forkpoint.hosts.routers import find_routers, force_routers
 from forkpoint.losses.base import Loss
 from forkpoint.step.request import ComparedRequest
@@ -148,7 +149,7 @@ def chosen_experts(model: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
 
 def found_routers(model: nn.Module) -> tuple[FoundRouter, ...]:
     with Changes() as changes:
-        return find_routers(model, changes)
+        return find_routers(model, stock_of(model).logits, changes)
 
 
 @contextmanager

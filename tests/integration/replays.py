@@ -10,10 +10,8 @@ from commands import made_up_rollouts
 from safetensors.torch import load_file
 
 from forkpoint import RolloutBatch
-from forkpoint.apps.replay.folder import ReplayFolder
+from forkpoint.apps.replay.folder import CHECKPOINT, ROWS, STATE, ReplayFolder
 from forkpoint.apps.replay.loop import replay
-from forkpoint.apps.replay.rates import Rate
-from forkpoint.apps.replay.schema import CHECKPOINT, ROWS, STATE
 from forkpoint.testing import tiny_model
 
 STEPS = 40
@@ -35,7 +33,8 @@ def run(folder: Path, *, steps: int = STEPS, resume: bool = True, **changes: Any
     options: dict[str, Any] = {
         "optimizer": adamw,
         "groups_per_step": 2,
-        "rate": Rate(schedule="cosine", warmup_steps=1, steps=steps),
+        "schedule": "cosine",
+        "warmup_steps": 1,
         "max_grad_norm": 0.5,
         "checkpoint_every": 2,
         **changes,
@@ -75,11 +74,8 @@ def assert_same_end(folder: Path, expected: Path) -> None:
         one, two = (t.reshape(-1).view(torch.uint8) for t in (tensor, other[name]))
         assert torch.equal(one, two), name
     states = [json.loads((path / STATE).read_text()) for path in paths]
-    for name in ("step", "states", "plain"):
+    for name in ("step", "on_cpu", "plain", "generators"):
         assert repr(states[0][name]) == repr(states[1][name]), name  # NaN equals NaN
-    torchs = [[rank["torch"] for rank in state["generators"]] for state in states]
-    assert torchs[0] == torchs[1]
-    assert (folder / "plans.jsonl").read_bytes() == (expected / "plans.jsonl").read_bytes()
 
 
 def copy_of(folder: Path, path: Path) -> Path:

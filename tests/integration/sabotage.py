@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forkpoint.engine import boundary, microbatch_losses, microbatches
+from forkpoint.engine import boundary, microbatches, objective
 from forkpoint.losses import LossOutputs, views
 from forkpoint.ops.attention import operator, source
 from forkpoint.ops.attention.merge import Part
@@ -97,7 +97,7 @@ def capture_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def one_owner_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trained token that several rollouts share is trained for the first of them alone."""
-    outputs_of = microbatch_losses.outputs_of
+    outputs_of = objective.outputs_of
 
     def first_only(per_token: dict[str, Tensor], entries: Tensor) -> Any:
         found = outputs_of(per_token, entries)
@@ -108,8 +108,8 @@ def one_owner_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         kept = torch.where(first, found.logprobs, found.logprobs.detach())
         return LossOutputs(logprobs=kept, entropies=found.entropies)
 
-    assert microbatch_losses.outputs_of is views.outputs_of
-    monkeypatch.setattr(microbatch_losses, "outputs_of", first_only)
+    assert objective.outputs_of is views.outputs_of
+    monkeypatch.setattr(objective, "outputs_of", first_only)
 
 
 ACROSS_MICROBATCHES: tuple[Sabotage, ...] = (

@@ -1,8 +1,7 @@
 """Models that would train on other values than ordinary training does, without an error.
 
-Each case changes a tiny model in float32. `REFUSED` are found by the lists of what is refused.
-`FORWARD` of them change log-probs, so that a sample finds each without the lists. `EXACT` look like
-them and are exact.
+Each case changes a tiny model in float32. `FORWARD` change log-probs, so that a sample finds each.
+`REFUSED` are refused by name. `EXACT` look like them and are exact.
 """
 
 import copy
@@ -216,6 +215,13 @@ def object_activation(model: Any, _: Patch) -> None:
     activation.act_fn = Callable_()
 
 
+def replaced_activation(module: nn.Module) -> Change:
+    def change(model: Any, _: Patch) -> None:
+        model.get_submodule(MLP).act_fn = module
+
+    return change
+
+
 def class_forward(wraps: bool) -> Change:
     def change(model: Any, patch: Patch) -> None:
         kind = type(model.get_submodule(MLP))
@@ -384,6 +390,14 @@ def eager_function(model: Any, patch: Patch) -> None:
     model.config._attn_implementation = "eager"
 
 
+def both_directions(model: Any, _: Patch) -> None:
+    model.config.is_causal = False
+
+
+def both_directions_in_a_layer(model: Any, _: Patch) -> None:
+    model.get_submodule(ATTENTION).is_causal = False
+
+
 # Layers ------------------------------------------------------------------------------------------
 
 
@@ -422,11 +436,6 @@ def tied_layers(model: Any, _: Patch) -> None:
     ):
         for name, parameter in other.named_parameters(recurse=False):
             setattr(mine, name, parameter)
-
-
-def tuples(model: Any, _: Patch) -> None:
-    """With it the forward of transformers fails by itself."""
-    model.config.return_dict = False
 
 
 def hidden_states_collected(model: Any, _: Patch) -> None:
@@ -488,19 +497,22 @@ FORWARD: dict[str, Change] = {
     "mask function replaced": custom_mask,
     "eager attention replaced": eager_function,
     "torch.nn.functional replaced": functional,
+    "softmax over tokens as activation": replaced_activation(nn.Softmax(1)),
+    "attention in both directions": both_directions,
+    "attention of a layer in both directions": both_directions_in_a_layer,
     "block used twice": shared_block,
     "attention used twice": shared_attention,
 }
 
-NOT_LISTED = {
-    "torch.nn.functional replaced",
-    "partial as activation",
-    "class's forward patched within torch's decorator",
-}
-"""Of `FORWARD`, what the sample alone finds."""
+NAMED = (
+    *(name for name in FORWARD if "hook" in name or "on the head" in name),
+    *("NEFTune", "RReLU in training", "forward on the instance", "method on the instance"),
+    *("attention function registered", "attention function replaced", "mask function replaced"),
+)
+"""Of `FORWARD`, what is refused by name as well. The sample alone finds the rest."""
 
 REFUSED: dict[str, Change] = {
-    **{name: change for name, change in FORWARD.items() if name not in NOT_LISTED},
+    **{name: FORWARD[name] for name in NAMED},
     "backward hook": backward_hook,
     "backward pre-hook": backward_pre_hook,
     "global backward hook": global_hook("backward"),
@@ -512,11 +524,10 @@ REFUSED: dict[str, Change] = {
     "weight norm in a block": normed(f"{MLP}.up_proj"),
     "spectral norm in a block": spectral(f"{MLP}.up_proj"),
     "pruning in a block": pruned(f"{MLP}.up_proj"),
-    "method added to a class": class_method,
-    "return_dict=False": tuples,
 }
 
 EXACT: dict[str, Change] = {
+    "method added to a class": class_method,
     "copied block": copied_block,
     "every layer_idx 0": one_layer_idx,
     "blocks swapped": swapped_blocks,

@@ -26,10 +26,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from yardstick import Variant, label, step_faults, truth
 
 from forkpoint import Config, losses, wrap
-from forkpoint.engine import activations as activations_module
-from forkpoint.engine.activations import Activations, is_copy_of_leaf
+from forkpoint.engine import offload
 from forkpoint.engine.engine import Engine
 from forkpoint.engine.microbatches import MicrobatchInputs
+from forkpoint.engine.offload import Activations, is_copy_of_leaf
 from forkpoint.engine.staging import PlainTransfers, Staging
 from forkpoint.engine.transaction import Transaction
 from forkpoint.errors import UnsupportedError
@@ -165,7 +165,7 @@ def test_autocast_s_copies_of_weights_stay(monkeypatch: pytest.MonkeyPatch) -> N
     policy = wrap(model, replace(ACROSS, activations="offload"))
     for told in (True, False):
         if not told:
-            monkeypatch.setattr(activations_module, "is_copy_of_leaf", lambda _: False)
+            monkeypatch.setattr(offload, "is_copy_of_leaf", lambda _: False)
         with torch.autocast("cpu", torch.bfloat16):
             stats = policy.forward_backward(forked_batch(), losses.GRPO())
         assert stats.offload is not None
@@ -231,7 +231,7 @@ def watched_step(transfers: Watched, limit: int | None = None):
         expected = dense_run(model, forked_batch(), losses.GRPO()).gradients
     assert relative_distance(gradients_of(model), expected) < 1e-10
     assert stats.offload is not None
-    assert staging.mark() == (0, 0), "host memory is in use after the step"
+    assert staging.used_bytes == 0, "host memory is in use after the step"
     return model, stats, staging
 
 
@@ -384,7 +384,7 @@ def test_a_failed_step_leaves_nothing(
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     assert all(parameter.grad is None for parameter in model.parameters())
     if policy.model_state.staging is not None:
-        assert policy.model_state.staging.mark() == (0, 0)
+        assert policy.model_state.staging.used_bytes == 0
     with lifted_upcasts(model):
         expected = dense_run(model, batch, loss).gradients
         policy.forward_backward(batch, loss)

@@ -10,14 +10,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
-from commands import Shell, write_config
 
 from lanes import slow_besides
 
@@ -153,11 +151,3 @@ def test_a_file_is_read_or_refused(name: str, outcome: Callable[[str], int | str
         assert found == wanted
     else:
         assert isinstance(found, str) and wanted in found and len(found) < 1000
-
-
-@pytest.mark.parametrize("command", ["verify", "replay"])
-def test_a_model_is_not_run_on_what_inflates(command: str, tmp_path: Path, shell: Shell) -> None:
-    path, config = tmp_path / "x.zst", write_config(tmp_path / "config.json")
-    path.write_bytes(packed(long_rollout(100_000)))
-    done = shell(command, path, "--model", config)
-    assert done.code == 2 and "inflates" in done.err and "100,000 tokens" in done.err

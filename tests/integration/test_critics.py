@@ -25,7 +25,7 @@ from forkpoint import (
     UnsupportedError,
     wrap,
 )
-from forkpoint.apps.replay import replay
+from forkpoint.apps.replay.loop import replay
 from forkpoint.losses import GRPO, Denominators, Loss, LossBatch, LossOutputs, ValueLoss, gae
 from forkpoint.losses.base import as_loss
 from forkpoint.testing import ReadOnlyHook, dense_run, lifted_upcasts, tiny_model
@@ -424,7 +424,7 @@ def test_models_that_are_no_critics(build: Any, problem: str) -> None:
 def test_a_token_classifier_with_a_forward_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     model = critic()
     monkeypatch.setattr(type(model), "forward", lambda self, **kwargs: None)
-    with pytest.raises(UnsupportedError, match="has a forward of its own"):
+    with pytest.raises(UnsupportedError, match="has not been shown exact"):
         wrap(model)
 
 

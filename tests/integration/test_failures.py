@@ -28,11 +28,10 @@ from torch import Tensor, nn
 from forkpoint import Policy, losses, wrap
 from forkpoint.engine.boundary import PrefixCache
 from forkpoint.engine.changes import Changes
-from forkpoint.engine.guard import GradientGuard
+from forkpoint.engine.gradients import GradientGuard
 from forkpoint.engine.staging import PlainTransfers
-from forkpoint.engine.thread_state import ThreadState
 from forkpoint.engine.timing import Timing
-from forkpoint.engine.transaction import CLEARED, UNCHANGED
+from forkpoint.engine.transaction import CLEARED, UNCHANGED, ThreadState
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.hosts.compiled import CompiledBlocks
 from forkpoint.losses.base import LossBatch, LossOutputs
@@ -86,8 +85,8 @@ class Injector:
                     x.register_hook(lambda _: self.reach("backward"))
             return forward(module, x)
 
-        def counting_mark(timer: Timing, phase: str) -> None:
-            mark(timer, phase)
+        def counting_mark(timer: Timing) -> None:
+            mark(timer)
             self.marks += 1
             self.reach("between")
 
@@ -494,12 +493,12 @@ def test_what_cannot_be_put_back_is_said(
     def failing(*_: object) -> None:
         raise RuntimeError("never")
 
-    def change_for_good(_: CompiledBlocks, changes: Changes, *, ranks: bool) -> None:
+    def change_for_good(_: CompiledBlocks, changes: Changes) -> None:
         changes.later(failing)
 
     monkeypatch.setattr(CompiledBlocks, "enter", change_for_good)
     if owner is not CompiledBlocks:
-        monkeypatch.setattr(CompiledBlocks, "enter", lambda *_, ranks: None)
+        monkeypatch.setattr(CompiledBlocks, "enter", lambda *_: None)
         name = "restore" if owner is ThreadState else "take_back"
         monkeypatch.setattr(owner, name, failing)
     injector.arm("backward", EVENTS.index("backward prefix 2"), ModelError)

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from forkpoint import Config, Rollout, RolloutBatch, losses, wrap
-from forkpoint.engine.given_back import LAYERS_ALIVE, GivenBack
-from forkpoint.engine.offload import OffloadStats
+from forkpoint.engine.offload import LAYERS_ALIVE, FreedMemory, OffloadStats
 from forkpoint.engine.staging import PlainTransfers, Staging
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.program import OPERATIONS
@@ -62,7 +61,7 @@ class Log:
     entries: list[str] = field(default_factory=list)
     inputs: dict[str, list[StorageWeakRef]] = field(default_factory=dict)
     """Of the MLPs, which these save, by the event that they are made in."""
-    given_back: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
+    freed: dict[str, list[tuple[float, int]]] = field(default_factory=dict)
     """By microbatch, at each fetch before its own backward: the share of those of the running
     microbatch that was free, and the bytes of all fetches up to this one."""
 
@@ -100,7 +99,7 @@ class Logged(PlainTransfers):
         if microbatch_of(running) != microbatch:
             inputs = self.log.inputs[f"forward {microbatch_of(running)}"]
             free = sum(ref.expired() for ref in inputs) / len(inputs)
-            fetches = self.log.given_back.setdefault(microbatch, [])
+            fetches = self.log.freed.setdefault(microbatch, [])
             fetches.append((free, len(host) + (fetches[-1][1] if fetches else 0)))
         self.log.entries.append(f"fetch {microbatch}")
         return super().back(host, after)
@@ -132,7 +131,7 @@ def logged_step(
         clear_gradients(model)
         chosen = plan(policy.plan(batch))
         stats = policy.forward_backward(batch, losses.GRPO(), plan=chosen)
-    assert policy.model_state.staging.mark() == (0, 0)
+    assert policy.model_state.staging.used_bytes == 0
     return log, stats.offload, gradients_of(model), chosen
 
 
@@ -177,10 +176,10 @@ def test_the_last_wave_fetches_into_what_it_gives_back(
     prompt, last = plan.microbatches[0], plan.microbatches[-1]
     had_bytes = stats.back_bytes * last.padded_tokens / prompt.padded_tokens
     layer = stats.back_bytes / LAYERS
-    for free, fetched in log.given_back["prefix 0"]:
+    for free, fetched in log.freed["prefix 0"]:
         assert fetched <= max(2 * layer, free * had_bytes) + layer / 4
     # Much of it is back before its own backward begins, and of that only the rest is fetched.
-    assert log.given_back["prefix 0"][-1][1] > 0.5 * had_bytes
+    assert log.freed["prefix 0"][-1][1] > 0.5 * had_bytes
 
 
 @pytest.mark.parametrize("checkpointing", POLICIES)
@@ -249,8 +248,8 @@ class Alive:
     slow_besides_pairs(
         [True, False],
         ["none", "full"],
-        # Prompt and response: two of leaves' layout, one wave, a chain, one above a short wave.
-        [(64, 32), (64, 16), (256, 16), (256, 8)],
+        # Prompt and response: one prefix above two leaves, and a chain of prefixes.
+        [(64, 32), (256, 16)],
     ),
 )
 def test_memory_gets_no_fuller_than_when_the_wave_s_backward_begins(
@@ -263,15 +262,15 @@ def test_memory_gets_no_fuller_than_when_the_wave_s_backward_begins(
     config = replace(
         GROUP, activations="offload", checkpointing=checkpointing, max_microbatch_tokens=64
     )
-    policy, saved, fetched, new = wrap(model, config), Alive(), Alive(), GivenBack._new
+    policy, saved, fetched, new = wrap(model, config), Alive(), Alive(), FreedMemory._is_new
     entries: list[tuple[str, int, int]] = []
 
     def note(what: str) -> None:
         gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
         entries.append((what, saved.nbytes() + fetched.nbytes() + gradients, fetched.nbytes()))
 
-    def counted(given_back: GivenBack, tensor: Tensor) -> bool:
-        found = new(given_back, tensor)
+    def counted(freed: FreedMemory, tensor: Tensor) -> bool:
+        found = new(freed, tensor)
         if found:
             saved.add(tensor)
         return found
@@ -283,7 +282,7 @@ def test_memory_gets_no_fuller_than_when_the_wave_s_backward_begins(
             note("fetch")
             return found
 
-    monkeypatch.setattr(GivenBack, "_new", counted)
+    monkeypatch.setattr(FreedMemory, "_is_new", counted)
     policy.model_state.staging = Staging(Counted(torch.device("cpu")))
     policy.observer = lambda event: note(event.text)
     clear_gradients(model)
@@ -319,11 +318,11 @@ def test_memory_gets_no_fuller_than_when_the_wave_s_backward_begins(
         assert entries[ends][2] > 0.7 * stats.offload.out_bytes / len(parents)
 
 
-def test_where_nothing_is_given_back_the_microbatch_s_own_backward_begins_with_it(
+def test_where_nothing_is_freed_the_microbatch_s_own_backward_begins_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, batch = tiny_model("llama", num_hidden_layers=LAYERS), waves_batch()
-    monkeypatch.setattr(GivenBack, "_asked", lambda *_: None)
+    monkeypatch.setattr(FreedMemory, "_asked", lambda *_: None)
     log, stats, _, _ = logged_step(monkeypatch, model, replace(GROUP, activations="offload"), batch)
     assert log.fetched_in("prefix 0") == ["backward prefix 0"]
     assert log.within("backward prefix 0")[0] == "fetch prefix 0"
@@ -350,28 +349,27 @@ class Twice(torch.autograd.Function):
 def test_storages_count_once_when_half_has_been_asked_for() -> None:
     told: list[tuple[int, int]] = []
     weight = torch.ones(1000, requires_grad=True)
-    given_back = GivenBack(
+    freed = FreedMemory(
         lambda x: x.shape == (1000,),
-        lambda free: told.append((given_back.asked_bytes, free)),
-        least=1 << 20,
+        lambda free: told.append((freed.asked_bytes, free)),
     )
-    with torch.autograd.graph.saved_tensors_hooks(*given_back.counted()):
+    with torch.autograd.graph.saved_tensors_hooks(*freed.hooks()):
         x = weight[:40].clone()
         for _ in range(4):
             x = Twice.apply(x)
         y = (weight * torch.ones(1000)).sum() + x.exp().sum() + (x[:20] * x[20:]).sum()
     # 4 times 40 floats, the output of exp, nothing of the weight and of what it is multiplied by,
     # and of the views nothing more: the last of the four is theirs.
-    assert given_back.saved_bytes == 5 * 160 + 160
+    assert freed.saved_bytes == 5 * 160 + 160
     y.backward()
-    assert given_back.asked_bytes == given_back.saved_bytes
+    assert freed.asked_bytes == freed.saved_bytes
     assert told[0] == (3 * 160, 3 * 160) and told[-1] == (6 * 160, 6 * 160)
     assert weight.grad is not None and torch.isfinite(weight.grad).all()
 
 
 @pytest.mark.parametrize(
     ("ahead", "grows", "first", "last"),
-    [(None, 0, 5, 10), (None, 4, 5, 10), (2, 0, 5, 10), (20, 0, 1, 10), (20, 20, 5, 10)],
+    [(None, 0, 5, 10), (None, 4, 5, 10), (2, 0, 5, 10), (20, 0, 5, 10), (20, 20, 5, 10)],
 )
 def test_what_is_free_is_told_as_it_grows(
     ahead: int | None, grows: int, first: int, last: int
@@ -379,15 +377,14 @@ def test_what_is_free_is_told_as_it_grows(
     """Ten layers that save a tensor each, of which two layers' may be alive still."""
     layers, size = 10, 400
     told: list[tuple[int, int]] = []
-    given_back = GivenBack(
+    freed = FreedMemory(
         lambda _: False,
-        lambda free: told.append((given_back.asked_bytes // size, free // size)),
+        lambda free: told.append((freed.asked_bytes // size, free // size)),
         layers=layers,
-        least=3 * size,
         ahead_bytes=None if ahead is None else lambda: ahead * size,
     )
-    given_back.grows_bytes = grows * size
-    with torch.autograd.graph.saved_tensors_hooks(*given_back.counted()):
+    freed.new_gradient_bytes = grows * size
+    with torch.autograd.graph.saved_tensors_hooks(*freed.hooks()):
         x = torch.ones(100, requires_grad=True)
         y = x
         for _ in range(layers):
@@ -405,11 +402,11 @@ def test_counting_keeps_nothing_alive() -> None:
     """A node's own output that it saves is free when the graph is, with or without a backward."""
     x = torch.ones(10, requires_grad=True)
     for backward in (False, True):
-        given_back = GivenBack(lambda _: False, lambda _: None)
-        with torch.autograd.graph.saved_tensors_hooks(*given_back.counted()):
+        freed = FreedMemory(lambda _: False, lambda _: None)
+        with torch.autograd.graph.saved_tensors_hooks(*freed.hooks()):
             y = (x * 2).exp()
         saved = StorageWeakRef(y.untyped_storage())
         if backward:
             y.sum().backward()
         del y
-        assert given_back.saved_bytes > 0 and saved.expired()
+        assert freed.saved_bytes > 0 and saved.expired()

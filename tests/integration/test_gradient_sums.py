@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from forkpoint import Config, RolloutBatch, wrap
 from forkpoint.engine.changes import Changes
-from forkpoint.engine.gradient_sums import GradientSums
+from forkpoint.engine.gradients import GradientSums
 from forkpoint.losses import GRPO
 from forkpoint.losses.views import batch_denominators
 from forkpoint.testing import tiny_model

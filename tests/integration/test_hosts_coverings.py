@@ -11,12 +11,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.hooks import (
-    AlignDevicesHook,
-    ModelHook,
-    SequentialHook,
-    add_hook_to_module,
-)
 from accelerate.utils import convert_outputs_to_fp32
 from host_models import BATCH, LOSS, checkpointing, lora, quiet_peft
 from steps import ACROSS, clear_gradients, gradients, model_state, relative_distance, small_model
@@ -84,23 +78,6 @@ def compile_inside_and_out(model: Any) -> Any:
     return torch.compile(model, backend=never)
 
 
-def align(model: Any, **options: Any) -> Any:
-    """As dispatch_model does."""
-    for module in model.modules():
-        if module is not model and not list(module.children()):
-            add_hook_to_module(module, AlignDevicesHook("cpu", **options))
-    add_hook_to_module(model, AlignDevicesHook("cpu", io_same_device=True))
-    return model
-
-
-def align_blocks(model: Any) -> Any:
-    block = model.model.layers[0]
-    add_hook_to_module(block, AlignDevicesHook("cpu"))
-    add_hook_to_module(block, ModelHook(), append=True)
-    assert isinstance(block._hf_hook, SequentialHook)
-    return model
-
-
 def autocast_forward(model: Any) -> Any:
     model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
     return model
@@ -122,7 +99,6 @@ def compiled_autocast_block(model: Any) -> Any:
     autocast_block(model)
     block = model.model.layers[0]
     block.forward = torch.compile(block.forward, backend=never)
-    add_hook_to_module(block, AlignDevicesHook("cpu"))
     return model
 
 
@@ -160,8 +136,6 @@ CHANGES: dict[str, Change] = {
     "model.forward = torch.compile(model.forward)": compile_forward,
     "compiled inside and out": compile_inside_and_out,
     "LoRA around compiled blocks, compiled": compile_and_adapt,
-    "hooks of accelerate": align,
-    "hooks of accelerate, on a block": align_blocks,
     "accelerate's mixed precision": prepare,
     "accelerate's mixed precision, unwrapped": unprepared,
     "accelerate's mixed precision around LoRA": adapt_and_prepare,
@@ -169,7 +143,7 @@ CHANGES: dict[str, Change] = {
     "autocast around the model": autocast_forward,
     "autocast around a block": autocast_block,
     "float32 outputs of an MLP": float32_mlp,
-    "autocast, compiled, hooked": compiled_autocast_block,
+    "autocast, compiled": compiled_autocast_block,
 }
 CASES = [(name, later) for later in (False, True) for name in CHANGES]
 IN_CORE = CASES[: len(CHANGES) : 2]
@@ -264,7 +238,7 @@ def test_blocks_of_a_compiled_model_are_compiled_by_forkpoint() -> None:
 
 
 def test_with_checkpointing() -> None:
-    model = compile_blocks(align(small_model("llama")))
+    model = compile_blocks(small_model("llama"))
     checkpointing(model, use_reentrant=False)
     assert error_of(model, wrap(model, ACROSS)) < 1e-10
     plain = autocast_block(compile_model(small_model("llama")))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig, TaskType, get_peft_model
 from steps import forked_batch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 from forkpoint import Rollout, RolloutBatch, UnsupportedError, wrap
 from forkpoint.hosts.transformers.linear_attention import recurrent_modules
@@ -49,39 +49,6 @@ def test_of_a_model_that_sees_images_the_text_model_is_named(family: str, tmp_pa
 
 
 @pytest.mark.usefixtures("poisoned_memory")
-def test_parameters_alone_do_not_make_a_model() -> None:
-    """Ordinary dense training has NaN gradients then, dt_bias of layer 0 the first of a layer, and
-    so has any other; what transformers makes has none. The measurements are in
-    benchmarks/history/upstream-delta-rule.md."""
-    from transformers import AutoModelForCausalLM
-
-    config = tiny_hybrid("qwen3_5_text").config
-    ids = torch.arange(20)[None]
-
-    def not_finite(model: PreTrainedModel) -> list[str]:
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        named = model.named_parameters()
-        return [n for n, p in named if p.grad is not None and not p.grad.isfinite().all()]
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.02)
-    with pytest.raises(UnsupportedError, match=r"inv_freq is not finite.*init_weights"):
-        wrap(model)
-    wrong = not_finite(model)
-    assert next(n for n in wrong if ".layers." in n) == "model.layers.0.linear_attn.dt_bias"
-    assert len(wrong) == sum(p.grad is not None for p in model.parameters())
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    model.to_empty(device="cpu")
-    model.init_weights()
-    wrap(model)
-    assert not_finite(model) == []
-
-
 def test_of_other_models_that_see_images_no_text_model_is_named() -> None:
     """Their text model's class would not find its weights under the whole model's names."""
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration

@@ -27,7 +27,7 @@ from test_logprobs import stock_values
 from torch import Tensor, nn
 
 from forkpoint import Config, Policy, Rollout, RolloutBatch, losses, wrap
-from forkpoint.engine.loss_gradients import LossGradients, LossPart
+from forkpoint.engine.objective import LossGradients, LossPart
 from forkpoint.engine.timing import Event
 from forkpoint.errors import ConfigError
 from forkpoint.losses import FunctionLoss, LossBatch, LossOutputs

@@ -15,13 +15,12 @@ from replays import checkpoint_of, copy_of, rows, run
 from safetensors.torch import load_file, save_file
 
 from forkpoint import ConfigError
-from forkpoint.apps.replay.reading import read_manifest, read_plans, read_steps
-from forkpoint.apps.replay.schema import MANIFEST, PLANS, ROWS, STATE
+from forkpoint.apps.replay.folder import MANIFEST, ROWS, STATE
 from forkpoint.testing import tiny_model
 
 Tensors = dict[str, torch.Tensor]
 Change = Callable[[Tensors, dict[str, Any]], object]
-FILE = "shard-00001-model-00001-of-00001.safetensors"
+FILE = "00000.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +76,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: checkpoint_of(f).rename(f / "checkpoint-00000003"),
         "is of step 2, and rows.jsonl has 2 rows",
     ),
-    "rows": (lambda f: os.truncate(f / ROWS, 100), "has fewer than the"),
-    "no rows": (lambda f: (f / ROWS).unlink(), "has fewer than the"),
+    "rows": (lambda f: os.truncate(f / ROWS, 100), "rows.jsonl has 0 rows"),
+    "no rows": (lambda f: (f / ROWS).unlink(), "rows.jsonl is missing"),
     "manifest": (lambda f: (f / MANIFEST).write_text("{"), "not JSON"),
     "manifest's version": (lambda f: (f / MANIFEST).write_text('{"schema": 7}'), "schema 7"),
-    "earlier": (lambda f: (f / "checkpoint.safetensors").touch(), "of an earlier forkpoint"),
-    "link": (lambda f: link(f / ROWS), "is a link or no regular file"),
-    "linked lock": (lambda f: ((f / ".lock").unlink(), link(f / ".lock")), "is a link or no"),
-    "linked checkpoint": (lambda f: link(checkpoint_of(f)), "is a link or no folder"),
+    "link": (lambda f: link(f / ROWS), "is a link"),
+    "linked checkpoint": (lambda f: link(checkpoint_of(f)), "is a link"),
 }
 
 
@@ -119,42 +116,25 @@ def assert_refused(folder: Path, said: str) -> None:
 
 
 def reseal(folder: Path, change: Change) -> None:
-    """Change tensors and state of a checkpoint, with hashes and lengths that hold."""
+    """Change tensors and state of a checkpoint, with a hash that holds."""
     path = checkpoint_of(folder)
     tensors, state = load_file(path / FILE), json.loads((path / STATE).read_text())
-    for name in (ROWS, PLANS):
-        state["bytes"][name] = (folder / name).stat().st_size
     before = dict(tensors)
     change(tensors, state)
     if tensors.keys() != before.keys() or any(t is not before[n] for n, t in tensors.items()):
-        save_file(tensors, path / FILE)  # without the metadata of shards, which may be left out
+        save_file(tensors, path / FILE)
     state["files"] = {FILE: hashlib.sha256((path / FILE).read_bytes()).hexdigest()}
     (path / STATE).write_text(json.dumps(state))
 
 
-MOMENT = "shared/optimizer/0/exp_avg"
 WEIGHT = "shared/model/model.embed_tokens.weight"
 RESEALED: dict[str, tuple[Change, str]] = {
     "a field besides": (lambda t, s: s.update(more=1), "more is no field of this schema"),
     "a field missing": (lambda t, s: s.pop("plain"), "plain is missing"),
     "a step that is not there": (lambda t, s: s.update(step=9), "is of step 9, and rows.jsonl has"),
-    "bytes within a line": (lambda t, s: s["bytes"].update({ROWS: 1}), "line 1 goes beyond byte 1"),
     "a shape": (lambda t, s: t.update({WEIGHT: t[WEIGHT][:2].clone()}), "checkpoint of another"),
-    "a dtype": (lambda t, s: t.update({WEIGHT: t[WEIGHT].half()}), "torch.float16"),
-    "a tensor missing": (lambda t, s: t.pop(WEIGHT), "is nothing, and here"),
-    "a tensor besides": (lambda t, s: t.update(x=torch.ones(1)), "and here it is nothing"),
-    "a state's shape": (
-        lambda t, s: s["states"][MOMENT].update(shape=[2]),
-        r"exp_avg' is .*, and here it is \(\(2,\)",
-    ),
-    "a state larger than its parameter": (
-        lambda t, s: s["states"][MOMENT].update(shape=[10**12]),
-        "larger than its parameter",
-    ),
-    "a state's device": (
-        lambda t, s: s["states"][MOMENT].update(device="cuda:7"),
-        "exp_avg' on 'cuda:7'",
-    ),
+    "a tensor missing": (lambda t, s: t.pop(WEIGHT), "has the shape nothing"),
+    "a tensor besides": (lambda t, s: t.update(x=torch.ones(1)), "is no state of these models"),
     "a parameter that is none": (
         lambda t, s: s["plain"].update({"shared/optimizer/999/step": 1}),
         "is no state of these models",
@@ -163,19 +143,11 @@ RESEALED: dict[str, tuple[Change, str]] = {
         lambda t, s: s["plain"].update({"third/optimizer/0/step": 1}),
         "is no state of these models",
     ),
-    "torch's generator": (
-        lambda t, s: s["generators"][0]["torch"].update(cpu="zz"),
+    "a generator": (
+        lambda t, s: s["generators"][0].update(cpu="zz"),
         "no states of random number generators",
     ),
-    "Python's generator": (
-        lambda t, s: s["generators"][0]["python"][1].pop(),
-        "no states of random number generators",
-    ),
-    "numpy's generator": (
-        lambda t, s: s["generators"][0]["numpy"].update(bit_generator="x"),
-        "no states of random number generators",
-    ),
-    "no generators": (lambda t, s: s.update(generators=[]), "generators is empty"),
+    "no generators": (lambda t, s: s.update(generators=[]), "no states of random number gen"),
 }
 
 
@@ -201,53 +173,18 @@ def lines_changed(path: Path, change: Callable[[list[Any]], object]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "said"),
+    ("change", "said"),
     [
-        (ROWS, lambda rows: rows.reverse(), "line 1: step is 2; here belongs step 1"),
-        (ROWS, lambda rows: rows[1].update(step=7), "line 2: step is 7; here belongs step 2"),
-        (ROWS, lambda rows: rows[0]["shared"].update(ms=-1), "line 1: shared.ms is -1; it takes"),
-        (ROWS, lambda rows: rows[0]["shared"].update(ms=0), "line 1: shared.ms is 0; it takes"),
-        (ROWS, lambda rows: rows[0].update(dense=None), "line 1: dense is missing; .* baseline is"),
-        (ROWS, lambda rows: rows[0]["dense"].pop("loss"), "line 1: dense.loss is missing"),
-        (ROWS, lambda rows: rows[0]["shared"]["event_ms"].pop(), "shared.event_ms has .* entries"),
+        (lambda rows: rows.reverse(), "line 1: step is 2; here belongs step 1"),
+        (lambda rows: rows[0]["shared"].update(ms=-1), "line 1: shared.ms is -1; it takes"),
+        (lambda rows: rows[0].update(dense=None), "line 1: dense or difference .* baseline is"),
+        (lambda rows: rows[0]["dense"].pop("loss"), "line 1: dense.loss is missing"),
+        (lambda rows: rows[0]["shared"]["event_ms"].pop(), "shared.event_ms has .* entries"),
     ],
 )
 def test_rows_that_no_replay_wrote(
-    begun: Path, tmp_path: Path, name: str, change: Callable[[list[Any]], object], said: str
+    begun: Path, tmp_path: Path, change: Callable[[list[Any]], object], said: str
 ) -> None:
     folder = copy_of(begun, tmp_path / "changed")
-    lines_changed(folder / name, change)
-    reseal(folder, lambda tensors, state: None)
+    lines_changed(folder / ROWS, change)
     assert_refused(folder, said)
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "said"),
-    [
-        (ROWS, lambda rows: rows[0].update(fingerprint="0" * 16), "has no plan of the batch 0{16}"),
-        (
-            ROWS,
-            lambda rows: rows[0]["shared"]["events"].reverse(),
-            "plans.shared is not the plan that step 1 ran",
-        ),
-        (PLANS, lambda plans: plans.append(plans[0]), "has been in a line before"),
-        (PLANS, lambda plans: plans[0]["rollout_ids"].pop(), "line 1: rollout_ids has 5 entries"),
-        (
-            PLANS,
-            lambda plans: plans[0]["plans"].pop("dense"),
-            "plans.dense is not the plan that step 1 ran",
-        ),
-        (
-            PLANS,
-            lambda plans: plans[0]["plans"]["shared"]["shape"].update(layers=10**9),
-            "plans.shared.shape: the model's layers is 1000000000; it takes",
-        ),
-    ],
-)
-def test_plans_that_are_not_those_of_the_rows(
-    begun: Path, tmp_path: Path, name: str, change: Callable[[list[Any]], object], said: str
-) -> None:
-    folder = copy_of(begun, tmp_path / "changed")
-    lines_changed(folder / name, change)
-    with pytest.raises(ConfigError, match=said):
-        list(read_plans(folder, read_steps(folder, read_manifest(folder))))

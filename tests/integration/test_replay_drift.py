@@ -1,7 +1,7 @@
 """A hundred optimizer steps on real rollouts: shared follows dense as far as rounding lets it."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,11 @@ import pytest
 import torch
 from commands import Shell, made_up_rollouts
 
-from forkpoint import Config, RolloutBatch
+from forkpoint import Config, Rollout, RolloutBatch, load_rollouts, save_rollouts
 from forkpoint.apps.replay import loop as replay_loop
 from forkpoint.apps.replay.folder import ROWS
 from forkpoint.apps.replay.loop import replay
-from forkpoint.apps.replay.records import ReplayStep
+from forkpoint.apps.replay.records import read_step
 from forkpoint.apps.replay.trend import trend
 from forkpoint.losses import LogLikelihood
 from forkpoint.testing import tiny_model
@@ -34,14 +34,26 @@ MODEL = {
     "max_position_embeddings": 16384,
     "tie_word_embeddings": True,
 }
-# Reduced by what precedes the first trained token and what comes late; across rows in one of them.
+# Prompts and responses are cut; the second file shares across microbatches.
 FILES: dict[str, tuple[object, ...]] = {
-    "rag.jsonl": ("--max-prompt-tokens", 80, "--max-response-tokens", 32),
+    "rag.jsonl": (),
     "airline.jsonl": (
-        *("--max-prompt-tokens", 80, "--max-response-tokens", 32),
         *("--sharing", "tree", "--boundary", "across", "--max-microbatch-tokens", 192),
     ),
 }
+
+
+def cut(rollouts: Iterable[Rollout], prompt_tokens: int = 80, more: int = 32) -> Iterator[Rollout]:
+    """The last tokens of each group's prompt, and the first of what follows."""
+    batch = RolloutBatch(rollouts)
+    for members in batch.groups():
+        group = [batch[int(index)] for index in members]
+        prompts = [int(np.argmax(rollout.loss_mask)) for rollout in group]
+        begin = max(0, min(prompts) - prompt_tokens)
+        for rollout, prompt in zip(group, prompts, strict=True):
+            part = slice(begin, prompt + more)
+            ids, mask = rollout.token_ids[part], rollout.loss_mask[part]
+            yield Rollout(ids, mask, 1.0, group_id=rollout.group_id)
 
 
 @pytest.mark.slow
@@ -53,14 +65,15 @@ def test_real_rollouts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    save_rollouts(tmp_path / "cut.jsonl", list(cut(load_rollouts(shared_data(file)))))
     done = Shell(capsys)(
-        *("replay", shared_data(file), "--model", tmp_path / "config.json", *FILES[file]),
+        *("replay", tmp_path / "cut.jsonl", "--model", tmp_path / "config.json", *FILES[file]),
         *("--loss", "likelihood", "--lr", LR, "--steps", STEPS, "--baseline", "dense"),
         *("--output", tmp_path / "run", "--json"),
     )
     assert done.code == 0, done.err
     lines = (tmp_path / "run" / ROWS).read_text().splitlines()
-    steps = [ReplayStep.from_dict(json.loads(line)) for line in lines]
+    steps = [read_step(json.loads(line), "") for line in lines]
     assert [step.step for step in steps] == list(range(1, STEPS + 1))
     differences = [step.difference for step in steps if step.difference is not None]
     last = differences[-1]

@@ -165,7 +165,7 @@ def test_an_empty_trace_is_refused(tmp_path: Path) -> None:
         TraceBatches(open_trace(tmp_path / "trace"), 3)
 
 
-@pytest.mark.parametrize("option", ["--groups", "--limit", "--groups-per-step"])
+@pytest.mark.parametrize("option", ["--limit", "--groups-per-step"])
 def test_options_that_have_no_meaning_are_refused(
     option: str, shell: Shell, tmp_path: Path
 ) -> None:
@@ -187,5 +187,5 @@ def test_a_report_of_a_trace(shell: Shell, tmp_path: Path) -> None:
     record(tmp_path / "trace")
     done = shell("report", tmp_path / "trace", "--output", tmp_path / "page.html", "--json")
     assert done.code == 0, done.err
-    assert done.result["figures"] == [["forest", "groups", "schedule", "counts"]]
+    assert done.result["figures"] == [["forest", "groups", "counts"]]
     assert done.result["format"] == "trace" and done.result["skipped"]["records"] == 0

@@ -11,7 +11,7 @@ import weakref
 from dataclasses import replace
 from functools import cache
 from hashlib import sha256
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,6 @@ from forkpoint.testing import DenseRun, dense_run, tiny_model
 from forkpoint.verify import comparison as verify_module
 from forkpoint.verify import memory as verify_memory
 from lanes import slow_besides
-from pairwise import id_of
 
 TREE_IN_ROW = Config(sharing="tree", boundary="within")
 GROUPS_ACROSS = Config(sharing="group", boundary="across", max_microbatch_tokens=400)
@@ -146,16 +145,6 @@ def test_an_untouched_bfloat16_model_passes(family: str, config: Config) -> None
     assert 0.5 < report.shared_error / report.dense_error < 1.1
 
 
-@pytest.mark.slow  # test_hosts_coverings.py verifies a tiny model under autocast
-def test_autocast_is_verified_in_its_own_precision() -> None:
-    model = real_model("qwen3", torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        report = wrap(model, GROUPS_ACROSS).verify(real_batch(), losses.GRPO())
-    assert report.passed, report.table()
-    assert (report.dtype, report.reference_dtype) == ("bfloat16", "float32")
-    assert 1e-3 < report.dense_error < 2e-2
-
-
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize(
     "config",
@@ -195,38 +184,6 @@ def test_any_loss_and_denominators(loss: losses.Loss) -> None:
 
 
 # What is not is caught ---------------------------------------------------------------------------
-
-
-def drawn(sabotages: list[Sabotage]) -> list[tuple[str, torch.dtype, Sabotage]]:
-    """Each once, with one family and dtype or the other."""
-    cases = (("llama", torch.float64), ("qwen3", torch.float32))
-    return [(*cases[n % 2], sabotage) for n, sabotage in enumerate(sabotages)]
-
-
-@pytest.mark.usefixtures("remembered_dense")
-@pytest.mark.parametrize(
-    ("family", "dtype", "sabotage"), drawn([*ACROSS_MICROBATCHES, one_owner_counts]), ids=id_of
-)
-def test_sabotage_across_microbatches_is_caught(
-    family: str, dtype: torch.dtype, sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sabotage(monkeypatch)
-    report = tiny_report(family, dtype, ACROSS)
-    assert not report.passed, report.table()
-    assert report.shared_error > 1e-3
-
-
-@pytest.mark.usefixtures("remembered_dense")
-@pytest.mark.parametrize(
-    ("family", "dtype", "sabotage"), drawn([*WITHIN, one_owner_counts]), ids=id_of
-)
-def test_sabotage_in_a_microbatch_is_caught(
-    family: str, dtype: torch.dtype, sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sabotage(monkeypatch)
-    report = tiny_report(family, dtype, TREE_IN_ROW)
-    assert not report.passed, report.table()
-    assert report.shared_error > 1e-3
 
 
 @pytest.mark.usefixtures("remembered_dense")
@@ -509,7 +466,7 @@ def test_one_group_in_one_microbatch_is_split_for_the_comparison() -> None:
     assert across.max_microbatch_tokens < across.counts.computed_tokens
 
 
-@pytest.mark.parametrize("sabotage", [*ACROSS_MICROBATCHES, *WITHIN])
+@pytest.mark.parametrize("sabotage", [*ACROSS_MICROBATCHES, *WITHIN, one_owner_counts])
 def test_whatever_the_planner_chooses_sabotage_is_caught(
     sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -586,7 +543,7 @@ def test_options_leave_kinds_out_and_it_is_said(
     report = wrap(tiny_model("llama"), config).verify(forked_batch(), LOSS)
     assert report.passed and [plan.kind for plan in report.plans] == kinds
     (left,) = report.left_out
-    assert left.asked and left.reason == reason
+    assert left.reason == reason
     assert f"because {reason}" in " ".join(report.table().split())
     for plan in report.plans:
         assert plan.boundary == config.boundary
@@ -606,13 +563,13 @@ def plain_report(family: str) -> VerifyReport:
     return wrap(model_for_ways(family), ACROSS).verify(forked_batch(), LOSS)
 
 
-SAVING = ("IN_PARTS", "CHECKPOINTED", "SMALL", "STREAMED")
+SAVING = ("CHECKPOINTED", "SMALL", "STREAMED")
 
 
 @pytest.mark.parametrize(
     ("family", "way"),
     slow_besides(
-        [*(("gemma2", way) for way in SAVING[:2]), *(("qwen3", way) for way in SAVING[2:])],
+        [("gemma2", "SMALL"), ("qwen3", "STREAMED")],
         product(("qwen3", "gemma2"), SAVING),
     ),
 )
@@ -624,33 +581,14 @@ def test_runs_that_save_memory_are_as_exact(
     if chosen.head_tokens is not None:
         chosen = replace(chosen, head_tokens=2)
     model, plain = model_for_ways(family), plain_report(family)
-    monkeypatch.setattr(verify_memory, "REFERENCE_STRATEGIES", (chosen, chosen))
-    monkeypatch.setattr(verify_memory, "DENSE_STRATEGIES", (replace(chosen, streamed=False),))
+    monkeypatch.setattr(verify_module, "REFERENCE_STRATEGIES", (chosen, chosen))
+    monkeypatch.setattr(verify_module, "DENSE_STRATEGIES", (replace(chosen, streamed=False),))
     saving = wrap(model, ACROSS).verify(forked_batch(), LOSS)
     norms = {entry.name: entry.norm for entry in plain.worst}
     for entry in saving.worst:
         assert entry.norm == pytest.approx(norms[entry.name], rel=1e-12)
     assert saving.shared_error == pytest.approx(plain.shared_error, rel=1e-6)
     assert saving.dense_error == pytest.approx(plain.dense_error, rel=0.5)
-
-
-def test_memory_decides_how_runs_save_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model("qwen3", dtype=torch.float32)
-    policy, batch = wrap(model), forked_batch()
-    needs = verify_memory.count_needs(policy.host, batch, torch.float32, torch.float64)
-    sizes = [needs.reference(way) for way in verify_memory.REFERENCE_STRATEGIES]
-    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == len(sizes)
-    assert needs.weights == 8 * sum(p.numel() for p in model.parameters())
-    ways: list[str] = []
-    for room in (None, sizes[0] - 1, sizes[2], 0):
-        monkeypatch.setattr(verify_module, "free_bytes", lambda _, room=room: room)
-        seen: list[verify_module.VerifyProgress] = []
-        report = policy.verify(batch, LOSS, progress=seen.append)
-        assert {plan.kind for plan in report.plans} == {"within", "across"}
-        assert seen[0].forecast.free_bytes == room
-        ways.append(seen[0].forecast.ways)
-    assert ways[:2] == ["plain", "logits in parts of 1,024 tokens"]
-    assert ways[2].startswith("blocks checkpointed") and "blocks streamed" in ways[3]
 
 
 def test_memory_that_runs_out_is_met_with_a_smaller_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -668,7 +606,7 @@ def test_memory_that_runs_out_is_met_with_a_smaller_way(monkeypatch: pytest.Monk
     before = set(vars(model))
     assert wrap(model, ACROSS).verify(forked_batch(), LOSS).plans
     reference = [way for name, way in tried if name == "reference"]
-    assert reference == [verify_memory.PLAIN, verify_memory.IN_PARTS]
+    assert reference == [verify_memory.PLAIN, verify_memory.SMALL]
     assert [way for name, way in tried if name == "dense"] == list(verify_memory.DENSE_STRATEGIES)
     assert set(vars(model)) == before
 
@@ -691,7 +629,7 @@ def test_a_plan_that_runs_out_of_memory_is_made_smaller(monkeypatch: pytest.Monk
 
 def test_the_copy_is_gone_before_the_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[Any] = []
-    copy_in, dense = verify_module.copy_in, verify_module._dense
+    copy_in, dense = verify_module.whole_copy, verify_module._dense
 
     def copied(*args: Any, **options: Any) -> Any:
         found = copy_in(*args, **options)
@@ -703,21 +641,19 @@ def test_the_copy_is_gone_before_the_model_runs(monkeypatch: pytest.MonkeyPatch)
         assert [copy() for copy in copies] == [None]
         return dense(*args)
 
-    monkeypatch.setattr(verify_module, "copy_in", copied)
+    monkeypatch.setattr(verify_module, "whole_copy", copied)
     monkeypatch.setattr(verify_module, "_dense", checked)
     wrap(tiny_model("llama", dtype=torch.float32), ACROSS).verify(forked_batch(), LOSS)
     assert len(copies) == 1
 
 
-def test_progress_says_beforehand_what_will_run() -> None:
+def test_progress_names_the_runs() -> None:
     seen: list[verify_module.VerifyProgress] = []
     policy = wrap(tiny_model("qwen3", dtype=torch.float32))
     policy.verify(forked_batch(), LOSS, progress=seen.append)
-    forecast = seen[0].forecast
-    assert forecast.runs == ("reference", "dense", "within", "across")
-    assert forecast.flops > 0 and forecast.seconds > 0 and forecast.memory_bytes > 0
+    assert seen[0].runs == ("reference", "dense", "within", "across")
     assert seen[0].done == 0 and seen[-1].done == 1 and seen[-1].seconds_left == 0
-    assert list(dict.fromkeys(at.run for at in seen)) == list(forecast.runs)
-    for run in forecast.runs:
+    assert all(one.done <= other.done for one, other in pairwise(seen))
+    assert list(dict.fromkeys(at.run for at in seen)) == list(seen[0].runs)
+    for run in seen[0].runs:
         assert len([at for at in seen if at.run == run]) >= 4
-    assert "4 runs (reference, dense, within, across)" in forecast.text()

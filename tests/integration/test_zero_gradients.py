@@ -117,7 +117,7 @@ def test_an_interrupt_takes_zeros_back(monkeypatch: pytest.MonkeyPatch) -> None:
             raise KeyboardInterrupt
         return empty_like(*args, **kwargs)
 
-    monkeypatch.setattr("forkpoint.engine.untrained.torch.zeros_like", interrupted)
+    monkeypatch.setattr("forkpoint.engine.gradients.torch.zeros_like", interrupted)
     with pytest.raises(KeyboardInterrupt):
         policy.forward_backward(RolloutBatch(BATCHES["one token each"]), losses.GRPO())
     assert len(calls) == 4 and all(p.grad is None for p in model.parameters())

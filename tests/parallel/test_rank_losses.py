@@ -27,8 +27,8 @@ from torch.distributed.fsdp import fully_shard
 
 import forkpoint
 from forkpoint import RolloutBatch
-from forkpoint.engine.loss_gradients import LossGradients
-from forkpoint.engine.loss_gradients import LossPart as LossPart
+from forkpoint.engine.objective import LossGradients
+from forkpoint.engine.objective import LossPart as LossPart
 from forkpoint.errors import RankError, UnsupportedError
 from forkpoint.losses import GRPO, Loss
 from forkpoint.testing import lifted_upcasts

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -19,8 +18,7 @@ from rank_replays import assert_same_end, copied, leaves_at, replayed, rollouts,
 from forkpoint import save_rollouts
 from forkpoint.apps.cli import main
 from forkpoint.apps.replay.checkpoint import Checkpoints
-from forkpoint.apps.replay.folder import ReplayFolder
-from forkpoint.apps.replay.schema import CHECKPOINT, STATE
+from forkpoint.apps.replay.folder import CHECKPOINT, ReplayFolder
 from forkpoint.errors import ConfigError, ForkpointError, RankError, UnsupportedError
 from forkpoint.testing import tiny_model
 
@@ -86,18 +84,9 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in files}
 
 
-def checkpoint(folder: Path) -> Path:
-    (found,) = folder.glob(f"{CHECKPOINT}*")
+def tensors(folder: Path) -> Path:
+    (found,) = folder.glob(f"{CHECKPOINT}*/*.safetensors")
     return found
-
-
-def shard(folder: Path) -> Path:
-    return sorted(checkpoint(folder).glob("*.safetensors"))[1]
-
-
-def changed_facts(folder: Path, **changes: Any) -> None:
-    path = checkpoint(folder) / STATE
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def flipped(path: Path) -> None:
@@ -106,33 +95,14 @@ def flipped(path: Path) -> None:
     path.write_bytes(content)
 
 
-def renamed(folder: Path) -> None:
-    path = checkpoint(folder)
-    path.rename(path.with_name(f"{CHECKPOINT}00000003"))
-
-
-def with_pickle(folder: Path) -> None:
-    """A file as torch's own format has it, which does something when it is read."""
-
-    class Acts:
-        def __reduce__(self) -> Any:
-            return os.mkdir, (str(folder / "acted"),)
-
-    (checkpoint(folder) / ".metadata").write_bytes(pickle.dumps(Acts()))
-    shard(folder).unlink()
-
-
 WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
-    "missing shard": (lambda f: shard(f).unlink(), "is missing"),
-    "changed shard": (lambda f: flipped(shard(f)), "is damaged: it has SHA-256"),
-    "another version": (lambda f: changed_facts(f, schema=99), "has schema 99"),
-    "another step": (renamed, "is of step 2"),
-    "pickle": (with_pickle, "is missing"),
+    "missing": (lambda f: tensors(f).unlink(), "is missing"),
+    "changed": (lambda f: flipped(tensors(f)), "is damaged: it has SHA-256"),
 }
 
 
 @pytest.mark.parametrize(
-    "name", [n if n == "changed shard" else pytest.param(n, marks=pytest.mark.slow) for n in WRONG]
+    "name", [n if n == "changed" else pytest.param(n, marks=pytest.mark.slow) for n in WRONG]
 )
 def test_wrong_folders_are_refused_on_all_ranks(
     name: str, undisturbed: Path, tmp_path: Path
@@ -144,7 +114,6 @@ def test_wrong_folders_are_refused_on_all_ranks(
     for text in run_ranks(2, refused, folder):
         assert message in text, text
     assert contents(folder) == before
-    assert not (folder / "acted").exists()
 
 
 def alone(folder: Path) -> str:
@@ -173,7 +142,7 @@ def other_options() -> tuple[str, str]:
 @pytest.mark.slow
 def test_ranks_with_other_options_are_refused() -> None:
     for options, baseline in run_ranks(2, other_options):
-        assert "replay different things: rate is" in options and "on rank 1" in options
+        assert "replay different things: steps is" in options and "on rank 1" in options
         assert "not copied" in baseline
 
 
@@ -201,7 +170,7 @@ def killed_while_saving(folder: Path, at: str, rank: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("at", "rank"), [("_write", 1), ("_hashes", 0), ("finish_checkpoint", 0)])
+@pytest.mark.parametrize(("at", "rank"), [("_write", 1), ("finish_checkpoint", 0)])
 def test_a_rank_that_is_killed_while_saving(
     at: str, rank: int, undisturbed: Path, tmp_path: Path
 ) -> None:

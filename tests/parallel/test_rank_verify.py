@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import forkpoint
 from forkpoint import RolloutBatch
-from forkpoint.engine.loss_gradients import LossGradients, LossPart
+from forkpoint.engine.objective import LossGradients, LossPart
 from forkpoint.errors import RankError, RolloutError, UnsupportedError
 from forkpoint.hosts.torch_dist.copies import copy_in
 from forkpoint.losses import GRPO, GSPO, Loss
@@ -69,7 +69,7 @@ def verified(wrap: Any, make: Any, loss: Any, rollouts: Any) -> dict[str, Any]:
         "dense": report.dense_error,
         "norms": [error.norm for plan in report.plans for error in plan.worst],
         "counts": [(plan.counts.logical_tokens, plan.counts.shares) for plan in report.plans],
-        "given": report.given_tokens,
+        "given": report.logical_tokens,
     }
 
 

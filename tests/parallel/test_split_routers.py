@@ -18,7 +18,7 @@ import forkpoint
 from forkpoint import RolloutBatch
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.routing import Routing
-from forkpoint.hosts.routers import Routers
+from forkpoint.hosts.transformers.routers import Routers
 from forkpoint.hosts.transformers.upcasts import run_plain_recurrences
 from forkpoint.losses import GRPO, GSPO, RouterLoss
 from forkpoint.parallel import statistics
@@ -205,8 +205,8 @@ def test_every_rank_of_a_copy_counted_is_found(
     scope: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The negative control: both ranks have the same rollouts, and each adds its own."""
-    monkeypatch.setattr(DataRanks, "firsts", property(lambda self: tuple(range(self.size))))
-    monkeypatch.setattr(statistics, "firsts_of", lambda batches: tuple(range(len(batches))))
+    monkeypatch.setattr(DataRanks, "group_leaders", property(lambda self: tuple(range(self.size))))
+    monkeypatch.setattr(statistics, "group_leaders", lambda batches: tuple(range(len(batches))))
     case = Case(mixture(TP2_EP2), scope=scope)
     found = faults(run_ranks(2, compared, case.split.save(tmp_path), case))
     for fault in ("routers of rank", "counts of rank"):

@@ -1,19 +1,18 @@
 """Batches and rows of replays that reports are made of in tests."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from forkpoint import Config, ModelShape, Plan, Rollout, RolloutBatch
+from forkpoint import Config, ModelShape, Rollout, RolloutBatch
 from forkpoint.apps.replay.folder import ReplayFolder
 from forkpoint.apps.replay.records import ParameterDifference, ReplayStep, StepRecord
-from forkpoint.plan import make_plan
 from forkpoint.rollouts.synthetic import synthetic_rollouts
 
 SHAPE = ModelShape(
     layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, value_dim=8, intermediate=64, vocab=61
 )
-FINGERPRINT = "f" * 16
 CONFIGS = {
     "tree-across": Config(sharing="tree", boundary="across", max_microbatch_tokens=24),
     "group-in": Config(sharing="group", boundary="within"),
@@ -56,14 +55,16 @@ def record(**changes: Any) -> StepRecord:
 
 
 def steps(means: Sequence[float], **changes: Any) -> list[ReplayStep]:
+    """Steps with these mean differences of parameters."""
     return [
         ReplayStep(
             step=n,
-            fingerprint=FINGERPRINT,
+            fingerprint="f" * 16,
             lr=0.1,
             rollouts=4,
             logical_tokens=90,
             unique_tokens=41,
+            left_out_tokens=0,
             dense_flops=250.0,
             shared=record(ms=10.0 + n, **changes),
             dense=record(ms=30.0),
@@ -75,88 +76,36 @@ def steps(means: Sequence[float], **changes: Any) -> list[ReplayStep]:
     ]
 
 
-# Folders ------------------------------------------------------------------------------------------
-
 FIXED: dict[str, Any] = {
     "batches": {"rollouts": 12, "digest": "abc"},
     "model": {
         "kind": "Model",
         "config": {"model_type": "llama", "num_hidden_layers": 2},
-        "training": True,
-        "checkpointed": False,
         "initial_parameters": "def",
     },
     "loss": "GRPO()",
     "optimizer": {"kind": "AdamW", "lr": 1e-3, "betas": [0.9, 0.999]},
-    "rate": {"schedule": "constant", "warmup_steps": 0, "steps": None},
-    "max_grad_norm": None,
     "steps": 30,
-    "baseline": False,
+    "baseline": True,
     "config": {"sharing": "group"},
-    "runs_on": {
-        "device": "cpu",
-        "threads": 1,
-        "torch": "2.13.0",
-        "calibration": "",
-        "memory_budget_bytes": None,
-    },
+    "runs_on": {"device": "cpu", "torch": "2.13.0", "memory_budget_bytes": None},
 }
 
 
 def write_run(
     folder: Path,
-    batch: RolloutBatch,
     count: int,
     *,
-    baseline: bool = False,
     fixed: Mapping[str, Any] = FIXED,
     about: Mapping[str, Any] | None = None,
 ) -> Path:
     """The folder of a replay of 30 steps that has come to step `count`; no model is run."""
-    plans = {"shared": make_plan(batch, SHAPE, CONFIGS["group-in"])}
-    if baseline:
-        plans["dense"] = make_plan(batch, SHAPE, CONFIGS["dense"])
     run = ReplayFolder(folder)
-    run.open({**fixed, "baseline": baseline}, about or {"file": "some.jsonl"})
-    run.add_plans(plans["shared"].fingerprint, batch, plans)
-    for number, step in enumerate(steps([1e-9] * count), start=1):
-        run.add_row(row_of(step, batch, plans, number))
+    run.open(fixed, about or {"file": "some.jsonl"})
+    for step in steps([1e-9] * count):
+        run.add_row(asdict(step))
     run.close()
     return folder
-
-
-def row_of(
-    step: ReplayStep, batch: RolloutBatch, plans: Mapping[str, Plan], number: int
-) -> dict[str, Any]:
-    """A row with the times and the losses of a step that was made up, on these plans."""
-    shared, row = plans["shared"], step.to_dict()
-    row |= {
-        "step": number,
-        "fingerprint": shared.fingerprint,
-        "rollouts": len(batch),
-        "logical_tokens": batch.logical_tokens,
-        "unique_tokens": shared.unique_tokens,
-        "dense_flops": shared.dense.step_flops(SHAPE),
-    }
-    for way in ("shared", "dense"):
-        plan = plans.get(way)
-        if plan is None:
-            row[way] = row["difference"] = None
-            continue
-        row[way] |= {
-            "events": plan.events(),
-            "event_ms": [1.0] * len(plan.events()),
-            "sharing": plan.sharing,
-            "boundary": plan.boundary,
-            "microbatches": len(plan.microbatches),
-            "computed_tokens": plan.computed_tokens,
-            "flops": plan.shared.step_flops(SHAPE),
-            "predicted_peak_bytes": plan.predicted_peak_bytes,
-        }
-    return row
-
-
-# Hostile text -------------------------------------------------------------------------------------
 
 
 def renamed(batch: RolloutBatch, text: str) -> RolloutBatch:
@@ -174,32 +123,19 @@ def renamed(batch: RolloutBatch, text: str) -> RolloutBatch:
 def filled(text: str) -> dict[str, Any]:
     """Arguments of write_run that put a text wherever a folder may hold any."""
     anything = {text: text, "list": [text, [text, {text: text}]], "object": {text: [text]}}
+    model = {"model_type": text, text: text, "hidden_size": text}
     return {
         "fixed": {
             **FIXED,
+            **dict.fromkeys(("batches", "optimizer", "config"), anything),
             "loss": text,
-            "batches": anything,
-            "optimizer": anything,
-            "config": anything,
-            "model": {
-                **FIXED["model"],
-                "kind": text,
-                "config": {"model_type": text, text: text, "hidden_size": text},
-                "initial_parameters": text,
-            },
-            "runs_on": {
-                "device": text,
-                "threads": 1,
-                "torch": text,
-                "calibration": text,
-                "memory_budget_bytes": 2**30,
-            },
+            "model": {"kind": text, "config": model, "initial_parameters": text},
+            "runs_on": {"device": text, "torch": text, "memory_budget_bytes": 2**30},
         },
         "about": {
-            **dict.fromkeys(("file", "command", "device"), text),
+            **dict.fromkeys(("file", "command"), text),
             "options": anything,
-            "versions": {text: text, "torch": None},
             text: anything,
-            "environment": {**dict.fromkeys(("device", "commit", "command"), text), text: anything},
+            "environment": {"device": text, text: anything},
         },
     }

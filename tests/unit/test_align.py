@@ -2,8 +2,6 @@
 
 import itertools
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 
@@ -116,7 +114,7 @@ def check(aligned: Sequence[Program], programs: Sequence[Program]) -> None:
     nodes_of(aligned[0])
 
 
-@settings(max_examples=150, derandomize=True, deadline=None)
+@settings(max_examples=75, derandomize=True, deadline=None)
 @given(ranks(), st.randoms(use_true_random=False))
 def test_ranks_run_the_same_operations_around_their_programs(drawn, rng: random.Random) -> None:
     programs, costs = drawn
@@ -140,7 +138,7 @@ def unit(found: Sequence[Shape]) -> list[list[float]]:
     return [[1.0] * len(shape) for shape in found]
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=30, derandomize=True, deadline=None)
 @given(shapes(), st.integers(1, 5))
 def test_ranks_of_one_shape_keep_it(shape: Shape, count: int) -> None:
     parents, slots = common_forest([shape] * count, unit([shape] * count))
@@ -181,7 +179,7 @@ def greatest_saving(one: Shape, other: Shape, costs: list[list[float]]) -> float
     return most(children(one, -1), children(other, -1))
 
 
-@settings(max_examples=80, derandomize=True, deadline=None)
+@settings(max_examples=40, derandomize=True, deadline=None)
 @given(shapes(most=6), shapes(most=6), st.randoms(use_true_random=False))
 def test_two_shapes_lie_over_each_other_for_the_greatest_saving(
     one: Shape, other: Shape, rng: random.Random
@@ -236,20 +234,6 @@ def test_similar_costs_share_slots_and_so_do_recomputed_microbatches() -> None:
         assert slots_of([again, program_of((-1,), [True])], None) == [where]
 
 
-def test_a_rank_without_a_prefix_runs_inside_an_idle_one() -> None:
-    prompt, flat = program_of((-1, 0, 0), [False] * 3), program_of((-1, -1), [False] * 2)
-    _, _, own = align([Program(), prompt, flat])
-    assert [(i.operation, i.slot, i.microbatch) for i in own.instructions] == [
-        (FORWARD, 0, IDLE),
-        (FORWARD, 1, 0),
-        (BACKWARD, 1, 0),
-        (FORWARD, 2, 1),
-        (BACKWARD, 2, 1),
-        (BACKWARD, 0, IDLE),
-    ]
-    assert align([Program(), Program()]) == (Program(), Program())
-
-
 PRINT_SLOTS = """
 import random
 from forkpoint.plan.align import common_forest
@@ -259,20 +243,6 @@ for kind, draw in WILD.items():
     costs = [[random.Random(f"{rank} {n}").random() for n in range(20)] for rank in range(6)]
     print(kind, common_forest(shapes, costs))
 """
-
-
-def test_every_process_finds_the_same() -> None:
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", PRINT_SLOTS],
-            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path), "PATH": ""},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("0", "1")
-    }
-    assert len(outputs) == 1 and outputs.pop().count("\n") == 3
 
 
 LARGE: dict[str, list[Shape]] = {

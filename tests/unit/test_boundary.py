@@ -39,7 +39,6 @@ def test_gradients_are_summed_at_least_in_float32(dtype: torch.dtype, wide: torc
     state, gradient = buffers_of(cache, microbatch(dtype=dtype))
     assert (state.dtype, gradient.dtype) == (dtype, wide)
     assert state.shape == gradient.shape == (8, 2, 3)
-    assert cache.nbytes == 8 * 6 * (state.element_size() + gradient.element_size())
 
 
 def test_a_microbatch_that_nobody_reads_is_left_alone() -> None:

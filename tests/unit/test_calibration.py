@@ -2,7 +2,6 @@
 
 import json
 import math
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +32,7 @@ from made_calibrations import SHAPE, flat, group, line, made_up
 from strategies import batches
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=100, derandomize=True, deadline=None)
 @given(
     points=st.lists(
         st.tuples(st.integers(1, 1 << 20), st.floats(1e-3, 1e6), st.floats(1e-3, 1e6)),
@@ -92,29 +91,6 @@ def test_kept_logits_are_not_computed_again() -> None:
     assert again.cost - kept.cost == pytest.approx(2 * 500 * 1e-2)
 
 
-def test_sharing_pays_where_launches_are_cheap_and_not_where_they_are_dear() -> None:
-    batch = group(257, 600, 2)
-    cheap = make_plan(batch, SHAPE, Config(boundary="within"), calibration=made_up())
-    assert cheap.sharing != "none"
-    dense = 2 * 856 * 4 * 3e-3
-    assert cheap.predicted_ms == pytest.approx((256 + 2 * 600) * 4 * 3e-3, rel=1e-6)
-    # What sharing saves is 256 tokens of four blocks; a launch in each costs more.
-    dear = make_plan(batch, SHAPE, calibration=made_up(part=flat(256 * 3e-3)))
-    assert dear.sharing == "none" and dear.predicted_ms == pytest.approx(dense, rel=1e-6)
-    assert dear.reason == "nothing that shares costs less than dense"
-
-
-def test_rows_that_are_dear_are_few() -> None:
-    batch = group(500, 500, 8)
-    config = Config(sharing="group", max_microbatch_tokens=2500)
-    free = make_plan(batch, SHAPE, config, calibration=made_up())
-    # 500 tokens once and 8 times 500: two leaf_layout below one parent, or two rows with the prompt
-    # each.
-    assert free.boundary != "within" and len(free.microbatches) == 3
-    dear = make_plan(batch, SHAPE, config, calibration=made_up(rest=flat(100.0)))
-    assert len(dear.microbatches) == 2 and dear.boundary == "within"
-
-
 @pytest.mark.parametrize(
     ("bandwidth", "budget", "activations"),
     [(1e12, 10**9, "keep"), (1e12, 4_000_000, "offload"), (1e2, 4_000_000, "recompute")],
@@ -169,34 +145,6 @@ def test_without_a_calibration_what_is_not_kept_is_recomputed() -> None:
     assert 1.0 < plan.cost / kept.cost < 1.34
 
 
-def test_a_chain_of_any_length_fits() -> None:
-    """All chunks but the one that runs may be let go; then only their prefix cache is left."""
-    batch = group(20_001, 100, 1)
-    config = Config(boundary="across", max_microbatch_tokens=1000, activations="keep")
-    kept = make_plan(batch, SHAPE, config)
-    boundary = kept.cache_tokens * (
-        SHAPE.boundary_bytes_per_token + SHAPE.boundary_gradient_bytes_per_token
-    )
-    budget = boundary + 1000 * SHAPE.activation_bytes_per_token
-    config = replace(config, activations="auto", memory_budget=budget)
-    plan = make_plan(batch, SHAPE, config)
-    assert plan.predicted_peak_bytes <= budget < kept.predicted_peak_bytes
-    assert {row.activations for row in plan.microbatches if row.children} == {"recompute"}
-
-
-def test_some_rows_are_kept_where_some_fit() -> None:
-    able = Capabilities(checkpoints=("none",))
-    batch = group(8001, 100, 1)
-    config = Config(sharing="none", boundary="across", max_microbatch_tokens=1000)
-    kept = make_plan(batch, SHAPE, config)
-    budget = kept.predicted_peak_bytes - 2500 * SHAPE.activation_bytes_per_token
-    plan = make_plan(batch, SHAPE, replace(config, memory_budget=budget), capabilities=able)
-    ways = [row.activations for row in plan.microbatches if row.children]
-    assert ways.count("recompute") == 3
-    # The first are the cheapest to run again: their queries see the fewest keys.
-    assert ways[:3] == ["recompute"] * 3
-
-
 def as_defined(plan: Plan, meter: Meter, budget: int) -> list[str]:
     """Activations as `microbatches_to_drop` chooses it, row by row, by its definition."""
     room = budget - cache_bytes(plan, SHAPE)
@@ -218,7 +166,7 @@ def as_defined(plan: Plan, meter: Meter, budget: int) -> list[str]:
     return ways
 
 
-@settings(max_examples=200, derandomize=True, deadline=None)
+@settings(max_examples=100, derandomize=True, deadline=None)
 @given(
     batches(),
     st.integers(1, 12),
@@ -240,21 +188,6 @@ def test_rows_are_let_go_as_defined(batch, tokens, boundary, share, moved) -> No
     assert [row.activations for row in fitted.microbatches] == as_defined(plan, meter, budget)
 
 
-def test_a_long_chain_is_fitted_in_no_time() -> None:
-    """The rows around each row are not looked through one by one."""
-    plan = make_plan(
-        group(1, 20_000, 1),
-        SHAPE,
-        Config(sharing="none", boundary="across", max_microbatch_tokens=1, activations="keep"),
-    )
-    meter = CountedMeter(plan)
-    begin = time.perf_counter()
-    budget = peak_bytes(plan, meter, SHAPE) // 2
-    fitted = drop_activations(plan, microbatches_to_drop(plan, meter, SHAPE, budget), "recompute")
-    assert time.perf_counter() - begin < 10
-    assert {row.activations for row in fitted.microbatches} == {"keep", "recompute"}
-
-
 @pytest.mark.parametrize("boundary", ["mixed", "across"])
 def test_a_budget_builds_a_forest_once(boundary, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the same for rows of every length that are tried."""
@@ -271,7 +204,7 @@ def test_a_budget_builds_a_forest_once(boundary, monkeypatch: pytest.MonkeyPatch
     assert len(built) == 1
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=30, derandomize=True, deadline=None)
 @given(
     st.integers(2, 300),
     st.integers(1, 60),
@@ -423,11 +356,6 @@ def test_a_file_is_written_whole_or_not_at_all(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
-        Calibration.load(tmp_path / "none.json")
-
-
 def test_another_model_is_refused() -> None:
     other = replace(SHAPE, hidden=128, dtype_bytes=4)
     with pytest.raises(ConfigError, match=r"hidden 64 \(the model has 128\), dtype_bytes 2"):
@@ -464,9 +392,3 @@ def test_calibrations_are_found_by_device_and_shape(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = calibration_path("none", SHAPE, compiled=False).parent
     assert folder == tmp_path / "cache" / "forkpoint" / "calibrations"
-
-
-def test_the_file_says_what_it_is(tmp_path: Path) -> None:
-    made_up().save(tmp_path / "c.json")
-    values = json.loads((tmp_path / "c.json").read_text(encoding="utf-8"))
-    assert values["schema"] == 1 and values["device"] == "none" and values["shape"]["hidden"] == 64

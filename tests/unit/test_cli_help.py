@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass
 import pytest
 
 import forkpoint
-from forkpoint.apps.cli import main, output
+from forkpoint.apps.cli import main
 from forkpoint.apps.cli.app import COMMANDS
 
 PLANNING = {
@@ -40,8 +40,7 @@ OPTIONS = {
     },
     "replay": {
         *("--model", "--limit", "--json", *READING),
-        *("--groups", "--max-prompt-tokens", "--max-response-tokens"),
-        *("--schedule", "--warmup-steps", "--max-grad-norm", "--expert-counts", *ROUTERS),
+        *("--schedule", "--warmup-steps", "--max-grad-norm", *ROUTERS),
         *("--output", "--checkpoint-every", "--resume"),
         *(*TRAINING, *PLANNING, *RUNTIME),
     },
@@ -156,13 +155,3 @@ def test_help_needs_no_torch(command: str) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_progress_without_a_terminal_is_lines(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(output, "LINE_SECONDS", 0.0)
-    with output.Output(json_only=True).progress("steps", 3) as advance:
-        advance(2)
-        advance(1)
-    assert capsys.readouterr().err.splitlines() == ["steps: 2 of 3", "steps: 3 of 3"]

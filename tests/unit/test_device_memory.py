@@ -50,12 +50,3 @@ def test_a_device_has_left_what_nothing_else_takes() -> None:
     assert small.fits(left) and not small.fits(left + 1)
     adapters = replace(device, trained_share=0.01)
     assert adapters.fixed_bytes == int(16 * GB + 0.01 * 8 * 10**9 * 10)
-
-
-def test_settings_that_take_less_come_mildest_first() -> None:
-    wide = DeviceMemory(80 * GB, 8 * 10**9, 4)
-    taken = [milder.fixed_bytes for milder in wide.milder().values()]
-    assert taken == sorted(taken, reverse=True) and max(taken) < wide.fixed_bytes
-    assert next(iter(wide.milder())) == "--dtype bfloat16"
-    least = DeviceMemory(80 * GB, 8 * 10**9, 2, optimizer_bytes_per_parameter=0, trained_share=0.01)
-    assert least.milder() == {}

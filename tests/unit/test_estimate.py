@@ -1,7 +1,6 @@
 """The estimate of what sharing saves, against sets of paths and against plans."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,8 +9,8 @@ from hypothesis import strategies as st
 
 from forkpoint import Config, Rollout, RolloutBatch
 from forkpoint.apps.cli.plan import by_rollouts, by_tokens
-from forkpoint.plan import MODELS, Estimate, ModelShape, Totals, make_plan
-from forkpoint.plan.estimate import SPLITS, Distribution
+from forkpoint.plan import Estimate, ModelShape, Totals, make_plan
+from forkpoint.plan.estimate import SPLITS
 from forkpoint.rollouts.synthetic import synthetic_rollouts
 from strategies import batches
 
@@ -49,7 +48,7 @@ def edges(batch: RolloutBatch, classes: list) -> int:
 
 
 @given(batch=batches())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_counts_are_those_of_plans(batch: RolloutBatch) -> None:
     estimate = estimated(batch, shape=SHAPE)
     for mode, work in estimate.work.items():
@@ -63,7 +62,7 @@ def test_counts_are_those_of_plans(batch: RolloutBatch) -> None:
 
 
 @given(batch=batches())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_what_splits_cost_is_counted_path_by_path(batch: RolloutBatch) -> None:
     estimate = estimated(batch)
     for split in SPLITS:
@@ -75,7 +74,7 @@ def test_what_splits_cost_is_counted_path_by_path(batch: RolloutBatch) -> None:
 
 
 @given(batch=batches())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_distributions_are_counted_rollout_by_rollout(batch: RolloutBatch) -> None:
     estimate = estimated(batch)
     ratios: list[int] = []
@@ -152,7 +151,7 @@ def test_plans_add_up(shape: ModelShape | None) -> None:
 
 
 @given(batch=batches(), tokens=st.integers(1, 60))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_batches_by_tokens(batch: RolloutBatch, tokens: int) -> None:
     parts = list(by_tokens(batch, tokens))
     assert [r.rollout_id for part in parts for r in part] == list(batch.rollout_ids)
@@ -170,16 +169,6 @@ def test_batches_by_rollouts() -> None:
         groups=2, rollouts_per_group=5, prompt_tokens=3, response_tokens=2
     )
     assert [len(part) for part in by_rollouts(rollouts, 4)] == [4, 4, 2]
-
-
-def test_a_distribution_of_nothing_and_of_one() -> None:
-    empty, one = Distribution(), Distribution(scale=4)
-    assert set(empty.summary().values()) == {0.0}
-    one.add(np.array([3]))
-    assert set(one.summary().values()) == {0.75}
-    some = Distribution()
-    some.add(np.arange(1, 101))
-    assert some.summary() == {"mean": 50.5, "p10": 10, "p50": 50, "p90": 90, "max": 100}
 
 
 def test_one_token_rollouts_run_nothing() -> None:
@@ -214,22 +203,3 @@ PUBLISHED = {
     "mistral-7b": (7.25, 2),
     "deepseek-v3": (37.6, 2),
 }
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_known_models_have_their_published_sizes(name: str) -> None:
-    """Matrices of the blocks and the embedding, once where it is tied; norms are a thousandth."""
-    shape = ModelShape.from_config(MODELS[name])
-    billions, embeddings = PUBLISHED[name]
-    counted = (shape.linear_parameters + embeddings * shape.vocab * shape.hidden) / 1e9
-    assert counted == pytest.approx(billions, rel=0.015)
-
-
-def test_work_of_other_windows_is_not_added() -> None:
-    batch = RolloutBatch([Rollout([1, 2, 3], [0, 1, 1], 1.0)])
-    one, other = (
-        estimated(batch, shape=SHAPE),
-        estimated(batch, shape=replace(SHAPE, windows=(0, 0))),
-    )
-    with pytest.raises(AssertionError):
-        one.work["none"] + other.work["none"]

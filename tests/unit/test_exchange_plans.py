@@ -57,7 +57,7 @@ CONFIGS = st.builds(
 
 
 @given(batches=dealt(), config=CONFIGS, coupled=st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 def test_plans_of_ranks_that_exchange(
     batches: list[RolloutBatch], config: Config, coupled: bool
 ) -> None:
@@ -78,11 +78,11 @@ def test_plans_of_ranks_that_exchange(
     assert spared == sum(p.forest.edges - p.computed_tokens for p in own)
     for plan in own:
         check_program(plan)
-        received = [m.index for m in plan.microbatches if m.trunk == "received"]
+        received = [m.index for m in plan.microbatches if m.shared_prompt == "received"]
         ran = {i.microbatch for i in plan.program.instructions}
         assert not ran & set(received)
         # Prompts lie around everything else, and train on nothing.
-        assert all(m.num_loss_entries == 0 for m in plan.microbatches if m.trunk)
+        assert all(m.num_loss_entries == 0 for m in plan.microbatches if m.shared_prompt)
     programs = [plan.program for plan in own]
     costs = [[float(m.tokens) for m in plan.microbatches] for plan in own]
     aligned = align(programs, costs)
@@ -180,12 +180,6 @@ def test_prompts_of_several_groups_are_cheaper_to_exchange() -> None:
     replicated, exchanged = steps([group(0, 8192, 2048, 8), group(1, 8192, 2048, 8)])
     # Each rank runs one prompt of two: of 8192 + 4 * 2048 tokens a group, a quarter.
     assert 0.7 < exchanged / replicated < 0.85
-
-
-def test_the_prompt_of_one_group_is_not() -> None:
-    """The other rank waits for it, and then the link comes on top."""
-    replicated, exchanged = steps([group(0, 8192, 2048, 16)])
-    assert replicated < exchanged < 1.02 * replicated
 
 
 def test_the_link_is_priced_by_the_busiest_rank() -> None:

@@ -1,7 +1,6 @@
 """Plans that leave out what gives no gradient: counted from the rollouts, path by path."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -162,13 +161,3 @@ def test_rewards_are_no_advantages(tmp_path: Path, capsys: pytest.CaptureFixture
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert main(["plan", str(file), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["left_out"]["rollouts"] == 0
-
-
-def test_a_condition_at_all_trained_tokens() -> None:
-    masks = [[0, 1, 1], [0, 1, 0], [0, 0, 0], [0, 1]]
-    batch = RolloutBatch(Rollout(range(len(m)), m, 1.0) for m in masks)
-    condition = np.array([1, 1, 0, 0, 1, 0, 0, 0, 0, 1, 0], bool)
-    assert batch.where_all_trained(condition).tolist() == [False, True, True, False]
-    assert batch.where_all_trained(~condition).tolist() == [False, False, True, True]
-    none = replace(batch[0], loss_mask=[0, 0, 0])
-    assert RolloutBatch([none]).where_all_trained(np.zeros(3, bool)).tolist() == [True]

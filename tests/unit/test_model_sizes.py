@@ -77,16 +77,6 @@ def test_what_is_no_size_is_refused(kind: str) -> None:
             assert len(str(caught.value)) < 400
 
 
-@pytest.mark.parametrize("kind", ["latent", "delta rule", "Mamba-2"])
-def test_sizes_that_are_missing_are_named(kind: str) -> None:
-    config = KINDS[kind]
-    optional = {"q_lora_rank", "sliding_window", "layer_types"}
-    optional |= {"linear_num_value_heads", "mamba_n_heads", "kv_lora_rank"}  # these say what it is
-    for name in config.keys() - PLAIN.keys() - optional:
-        with pytest.raises(ConfigError, match=f"lacks {name}"):
-            ModelShape.from_config({k: v for k, v in config.items() if k != name})
-
-
 def test_layers_are_bounded() -> None:
     """A list of so many windows is made."""
     with pytest.raises(ConfigError, match=f"num_hidden_layers is 10001; .* at most {MOST_LAYERS}"):

@@ -11,12 +11,10 @@ from forkpoint.errors import ConfigError
 from forkpoint.parallel.placement.exchanges import ExchangePrices, Prompts, split_groups
 from forkpoint.parallel.placement.items import Priced
 from forkpoint.parallel.placement.lockstep import exchange_plans, predict_step
-from forkpoint.parallel.placement.paths import Paths
+from forkpoint.parallel.placement.paths import Paths, Rates
 from forkpoint.parallel.placement.place import place_paths
-from forkpoint.parallel.placement.rates import Rates
 from forkpoint.plan import MODELS, ModelShape, make_plan
 from forkpoint.plan.pricing.calibration import Link
-from forkpoint.plan.shared_prompts import shared_prompts
 from forkpoint.tree.forest import IntArray
 from made_calibrations import SHAPE, made_up
 
@@ -130,12 +128,6 @@ def test_prices_of_sending_are_measured_ones_where_there_are_any() -> None:
     assert dear is not None and dear.token == pytest.approx(2 * found.token)
     nominal = ExchangePrices.of(QWEN, RATES)
     assert nominal is not None and nominal.token < 0.1 * RATES.token and nominal.step == 0
-
-
-def test_owners_have_equally_many_tokens_of_prompts() -> None:
-    """All ranks run these at once, so what else they do does not count."""
-    prompts = shared_prompts([{"a": 10, "b": 10}, {"a": 10}, {"b": 10}], [90.0, 20.0, 500.0])
-    assert {t.digest: t.owner for t in prompts} == {"a": 1, "b": 0}
 
 
 def test_place_takes_what_the_configuration_says() -> None:

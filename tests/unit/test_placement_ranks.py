@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from benchmarks.planning.placement import largest_differences, repeated, verl
 from benchmarks.planning.rank_plans import plan_of_rank
 from forkpoint import Config, PlanError, Rollout, RolloutBatch
-from forkpoint.parallel.placement.baselines import by_tokens, in_order
 from forkpoint.parallel.placement.exchanges import split_groups
+from forkpoint.parallel.placement.items import by_tokens, in_order
 from forkpoint.parallel.placement.lockstep import predict_step
 from forkpoint.parallel.placement.paths import Paths
 from forkpoint.plan import MODELS, ModelShape, Plan, make_plan
@@ -49,7 +49,6 @@ def test_a_step_waits_for_the_slowest() -> None:
     assert step.own == (3_000, 3_000) and step.mean == 3_000
     assert step.lockstep == 3 * (600 + 500)
     assert step.once == 3_000
-    assert step.slots == 4
     assert step.idle_share == pytest.approx(1 - 3_000 / 3_300)
 
 
@@ -75,7 +74,7 @@ def test_one_rank_waits_for_nobody() -> None:
     groups=st.lists(st.integers(0, 3), min_size=12, max_size=12),
     shaped=st.sampled_from([SHAPE]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_plans_from_paths_are_the_planners(
     rollouts: list[list[int]], groups: list[int], shaped: ModelShape
 ) -> None:

@@ -51,62 +51,11 @@ def test_auto_is_dense_where_nothing_is_shared() -> None:
     assert plan.bound == 1.0
 
 
-def test_auto_is_dense_where_microbatches_are_too_small_for_sharing_to_pay() -> None:
-    plan = make_plan(batch_of(group(prompt=5, response=3)))
-    assert plan.sharing == "none"
-    assert plan.computed_tokens == 8 * 7
-
-
-def test_auto_shares_within_groups_where_that_is_all_there_is() -> None:
-    plan = make_plan(batch_of(group()))
-    assert (plan.sharing, plan.boundary) == ("group", "within")
-    assert (plan.dense.tokens, plan.shared.tokens) == (8 * 1049, 999 + 8 * 50)
-    assert plan.reason == "predicted 6.00x faster than dense"
-    assert [(c.sharing, c.boundary, c.cost) for c in plan.candidates] == [
-        (sharing, boundary, 8392 if sharing == "none" else 1399)
-        for sharing in ("none", "group", "tree")
-        for boundary in ("within", "mixed", "across")
-    ]
-
-
-@pytest.mark.parametrize(
-    ("dense", "config", "reason"),
-    [
-        (2 * 1399, Config(), "predicted 2.00x faster than dense"),
-        (1.006 * 1399, Config(), "predicted 1.01x faster than dense"),
-        (1.004 * 1399, Config(), "predicted as fast as dense"),
-        (0.996 * 1399, Config(), "predicted as fast as dense"),
-        (None, Config(), "the cheapest of those looked at"),
-        (None, Config(sharing="group", boundary="within"), "as asked"),
-    ],
-)
-def test_a_plan_says_how_much_faster_it_is(dense, config: Config, reason: str) -> None:
-    plan = make_plan(batch_of(group()), config=Config(sharing="group", boundary="within"))
-    assert plan.cost == 1399
-    assert planner._reason(plan, dense, config) == reason
-
-
-def test_nobody_shares_where_that_was_asked() -> None:
-    assert make_plan(batch_of(group()), config=Config(sharing="none")).reason == "as asked"
-
-
 def test_auto_shares_over_groups_that_begin_alike() -> None:
     lists = [[*ids, 5_000 + i] for i, ids in enumerate(group(prompt=1000, response=300, count=2))]
     plan = make_plan(batch_of(lists, groups=["one", "two"]))
     assert plan.sharing == "tree"
     assert plan.computed_tokens == 999 + 2 * 301
-
-
-def test_auto_crosses_microbatches_where_a_tree_does_not_fit_one() -> None:
-    plan = make_plan(batch_of(group()), config=Config(max_microbatch_tokens=1100))
-    assert (plan.sharing, plan.boundary) == ("group", "mixed")
-    assert plan.computed_tokens == 1399
-    assert plan.events() == (
-        "forward prefix 0",
-        "forward leaf 1",
-        "backward leaf 1",
-        "backward prefix 0",
-    )
 
 
 def test_auto_avoids_splitting_what_a_loss_couples_where_that_is_cheaper() -> None:
@@ -133,7 +82,7 @@ def test_auto_avoids_splitting_what_a_loss_couples_where_that_is_cheaper() -> No
         assert make_plan(batch, config=config, coupling=pairs).boundary == "mixed"
 
 
-@settings(max_examples=300 if FULL else 120, derandomize=True, deadline=None)
+@settings(max_examples=150 if FULL else 120, derandomize=True, deadline=None)
 @given(
     batches(),
     st.sampled_from((None, SHAPE)),
@@ -279,12 +228,6 @@ def test_what_does_not_fit_is_refused_with_both_values(options, shape, message: 
     assert message in str(refused.value)
 
 
-def test_every_reason_is_named_where_nothing_fits() -> None:
-    with pytest.raises(PlanError) as refused:
-        make_plan(batch_of(group()), SHAPE, Config(memory_budget=1000))
-    assert str(refused.value).count("memory_budget is 1000") == 9
-
-
 def test_a_budget_without_a_shape_is_refused_once() -> None:
     with pytest.raises(PlanError) as refused:
         make_plan(batch_of(group()), None, Config(memory_budget=1000))
@@ -350,13 +293,6 @@ def test_the_events_of_three_levels() -> None:
         "forward prefix 0, forward leaf 1, backward leaf 1, forward leaf 2, backward leaf 2, "
         "backward prefix 0"
     )
-
-
-def test_nothing_runs_for_rollouts_of_one_token() -> None:
-    plan = make_plan(batch_of([[1], [2], [1]]))
-    assert (plan.microbatches, plan.events(), plan.cache_tokens) == ((), (), 0)
-    assert (plan.logical_tokens, plan.unique_tokens, plan.computed_tokens) == (3, 2, 0)
-    assert "no edges: every rollout is one token long" in plan.explain()
 
 
 def test_the_microbatch_that_holds_all_trained_tokens_of_a_rollout() -> None:

@@ -24,11 +24,7 @@ def test_waiting_for_copies_by_hand() -> None:
     copies = meter.kept_bytes(parent) / 100
     assert copies == 1000 * 4 * 100 / 100 > forward + wave + backward
     # Out from the first moment; back when all is out; a fourth of the backward after the last byte.
-    assert simulate(plan, meter).cost == pytest.approx(2 * copies + backward / 4)
-    phases = simulate(plan, meter).phases
-    assert phases["prefix forward"] == pytest.approx(forward) and phases["leaf"] == pytest.approx(
-        wave
-    )
+    assert simulate(plan, meter) == pytest.approx(2 * copies + backward / 4)
 
 
 def played(plan: Plan, back_bytes_per_ms: float) -> tuple[float, list[tuple[float, float, int]]]:
@@ -40,7 +36,7 @@ def played(plan: Plan, back_bytes_per_ms: float) -> tuple[float, list[tuple[floa
         (meter.forward(microbatch), meter.backward(microbatch), meter.kept_bytes(microbatch))
         for microbatch in plan.microbatches
     ]
-    return simulate(plan, meter).cost, microbatches
+    return simulate(plan, meter), microbatches
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])

@@ -41,7 +41,7 @@ def alone(plan: Plan, batch: RolloutBatch, coupling: np.ndarray | None) -> tuple
 
 
 @pytest.mark.slow
-@settings(max_examples=150 if FULL else 60, derandomize=True, deadline=None)
+@settings(max_examples=75 if FULL else 60, derandomize=True, deadline=None)
 @given(
     batch=batches(),
     share=st.floats(0.3, 1.2),
@@ -93,7 +93,7 @@ def test_the_same_microbatches_are_priced_once() -> None:
     assert priced.call_count == len(microbatches)
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=30, derandomize=True, deadline=None)
 @given(batch=batches(), boundary=st.sampled_from(("within", "mixed", "across")))
 def test_one_group_is_shared_by_groups_as_by_tree(batch: RolloutBatch, boundary) -> None:
     together = RolloutBatch(replace(rollout, group_id="g") for rollout in batch)

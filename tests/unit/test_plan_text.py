@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forkpoint import Config, ModelShape, Plan, PlanError, Rollout, RolloutBatch
+from forkpoint import Config, Plan, PlanError, Rollout, RolloutBatch
 from forkpoint.plan import make_plan
-from forkpoint.plan.plan import fingerprint, flops_text
+from forkpoint.plan.plan import fingerprint
 from pairwise import FULL
 from plan_shapes import SHAPE
 from strategies import batches
@@ -21,7 +21,7 @@ def batch_of(lists: list[list[int]]) -> RolloutBatch:
     )
 
 
-@settings(max_examples=300 if FULL else 60, derandomize=True, deadline=None)
+@settings(max_examples=150 if FULL else 60, derandomize=True, deadline=None)
 @given(
     batches(),
     st.sampled_from((None, SHAPE)),
@@ -103,17 +103,6 @@ def test_explain_in_full() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("flops", "text"),
-    [
-        *((0, "0.0 MFLOP"), (37.5e6, "37.5 MFLOP"), (999e9, "999.0 GFLOP")),
-        *((1e12, "1.0 TFLOP"), (14.25e12, "14.2 TFLOP"), (2.5e18, "2,500.0 PFLOP")),
-    ],
-)
-def test_flops_have_a_unit_that_fits(flops: float, text: str) -> None:
-    assert flops_text(flops) == text
-
-
 def test_what_was_looked_at_has_its_predicted_speed_up() -> None:
     plan = make_plan(batch_of([[*range(40), n] for n in range(8)]), SHAPE)
     dense = min(c.cost for c in plan.candidates if c.sharing == "none" and c.cost)
@@ -126,32 +115,3 @@ def test_what_was_looked_at_has_its_predicted_speed_up() -> None:
     assert dense > plan.cost
     shared = make_plan(batch_of([[1, 2, 3], [1, 2, 4]]), SHAPE, Config(sharing="tree")).explain()
     assert "cost against the plan" in shared, "nothing dense was looked at"
-
-
-def test_explain_cuts_long_tables_short_and_says_so() -> None:
-    batch = batch_of([[1, 2, 3 + i, 3 + i, 3 + i] for i in range(60)])
-    config = Config(sharing="group", boundary="across", max_microbatch_tokens=5)
-    plan = make_plan(batch, config=config)
-    assert (len(plan.microbatches), len(plan.forest)) == (61, 61)
-    text = plan.explain()
-    assert "and 37 microbatches more" in text
-    assert "and 21 segments more" in text
-
-
-def test_a_budget_that_whole_paths_cannot_meet_is_named() -> None:
-    batch = RolloutBatch([Rollout([1] * 1000, [0] * 999 + [1], 1.0)])
-    shape = ModelShape(
-        layers=1, hidden=8, heads=1, kv_heads=1, head_dim=8, value_dim=8, intermediate=8, vocab=8
-    )
-    config = Config(sharing="none", boundary="within", memory_budget=100)
-    with pytest.raises(PlanError, match=r"memory_budget is 100.*across"):
-        make_plan(batch, shape, config)
-
-
-def test_a_deep_tree_says_how_many_segments_it_leaves_out() -> None:
-    stem = list(range(60))
-    rollouts = [Rollout([*stem[:n], 99, 98], [0] * (n + 1) + [1], 1.0) for n in range(1, 60)]
-    plan = make_plan(RolloutBatch(rollouts), None, Config(sharing="tree", boundary="within"))
-    text = plan.explain()
-    shown = sum(" x " in line and "leaf 0" in line for line in text.splitlines())
-    assert f"and {len(plan.forest) - shown} segments more" in text

@@ -1,16 +1,18 @@
 """Prefix cache: what later microbatches need of earlier ones, captured, read, and injected.
 
-A layer names any tensors whose first dimension is the microbatch's tokens (K and V in attention);
-those that belong to a segment's end, as recurrent states do, go the same way (`engine.states`). In
-a microbatch's forward they are copied into the cache; microbatches below read them there as
+A layer names any tensors whose first dimension is the microbatch's tokens (K and V in attention).
+In a microbatch's forward they are copied into the cache; microbatches below read them there as
 constants and add their gradients in float32; in the microbatch's own backward the sums join the
 gradients that arrive from within the microbatch.
 
-The injection happens where the tensor was captured, inside the one backward call of the microbatch,
-rather than by giving the captured tensors to that call as further roots. So nothing of the graph is
-held outside it, the sum is rounded to the tensor's dtype once, activation checkpointing needs no
-care, and a microbatch is rooted only in its loss or, without trained tokens, in its top output with
-a zero gradient (which FSDP needs in any case, to gather the last block).
+The injection is at the capture, inside the one backward call of the microbatch. So the sum is
+rounded to the tensor's dtype once, activation checkpointing needs no care, and a microbatch is
+rooted only in its loss or, without trained tokens, in its top output with a zero gradient.
+
+Recurrent layers have one state for the end of each segment, and the last inputs of a convolution.
+They go the same way. A final state is often read by no token of its own microbatch, so its gradient
+is added where the layer's output is: `RecurrentStates.keep` returns the output, and its backward
+adds the sums to the states.
 """
 
 from collections.abc import Hashable
@@ -22,16 +24,16 @@ from torch.autograd.function import once_differentiable
 
 from forkpoint.errors import UnsupportedError
 from forkpoint.ops.dtypes import accumulate_dtype
+from forkpoint.ops.recurrence import ConvolutionTable, StateTable
 
 Key = tuple[Hashable, str]
 """The module that marks prefix cache, and a name for the tensor within it."""
 
 
 class PrefixCache:
-    """One buffer a layer and name for the prefix cache of the microbatches that are open, as
-    planned.
+    """One buffer for each layer and name, made when a layer first captures.
 
-    Its tokens are handed out by the plan; buffers are made when a layer first captures.
+    The plan says which of its tokens a microbatch has.
     """
 
     def __init__(self, tokens: int, *, gradients: bool, cache_states: int = 0) -> None:
@@ -70,8 +72,7 @@ class PrefixCache:
         state = self._state[key]
         assert state.dtype == like.dtype and state.shape[1:] == like.shape[1:], (
             f"boundary {key} is {state.dtype} {tuple(state.shape[1:])} in one microbatch and "
-            f"{like.dtype} "
-            f"{tuple(like.shape[1:])} in another"
+            f"{like.dtype} {tuple(like.shape[1:])} in another"
         )
         return state, self._gradient.get(key)
 
@@ -90,11 +91,6 @@ class PrefixCache:
         begin = x.untyped_storage().data_ptr()
         every = (*self._state.values(), *self._gradient.values())
         return any(begin == buffer.data_ptr() for buffer in every)
-
-    @property
-    def nbytes(self) -> int:
-        buffers = (*self._state.values(), *self._gradient.values())
-        return sum(b.numel() * b.element_size() for b in buffers)
 
 
 class Capture:
@@ -176,3 +172,113 @@ class _Inject(torch.autograd.Function):
                 grad_T.dtype
             )
         return total, None, None
+
+
+# States at the ends of segments
+# ------------------------------------------------------------
+
+
+class RecurrentStates:
+    """A microbatch's tables for layers that carry a state, with the cache around them."""
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        capture: Capture | None,
+        table: StateTable,
+        windows: ConvolutionTable,
+    ) -> None:
+        self.cache: PrefixCache = cache
+        self.capture: Capture | None = capture
+        self.table: StateTable = table
+        self.windows: ConvolutionTable = windows
+
+    def initial(self, key: Key, *made_with: Tensor) -> Tensor | None:
+        """[S, ...] what the segments of the first level start from; None where all are zero.
+
+        `made_with` is what the state above was made with, of this microbatch: where none of it
+            requires gradients, the state needs none.
+        """
+        if self.table.reading is None:
+            return None
+        state, gradient = self.cache.read(key)
+        anchor = next((x for x in made_with if x.requires_grad), made_with[0])
+        return _Read.apply(anchor, state, gradient, self.table)  # type: ignore[return-value]
+
+    def inputs(self, key: Key) -> tuple[Tensor | None, Tensor | None]:
+        """[A, C] the last inputs of other microbatches, and their gradients, for
+        `gathered_inputs`."""
+        if self.table.reading is None:
+            return None, None
+        state, gradient = self.cache.read(key)
+        return state.flatten(0, 1), None if gradient is None else gradient.flatten(0, 1)
+
+    def keep(self, output_T: Tensor, states: dict[Key, Tensor | None]) -> Tensor:
+        """Capture the states that other microbatches start from; use what is returned as the
+        output.
+
+        `states` are [K, ...], in the order of the table's `kept_index`.
+        """
+        if self.capture is None or not len(self.table.kept_index):
+            return output_T
+        for key, state_K in states.items():
+            assert state_K is not None and len(state_K) == len(self.table.kept_index)
+            output_T = _keep(output_T, state_K, key, self.capture, self.table.kept_index)
+        return output_T
+
+
+def _keep(output_T: Tensor, state_K: Tensor, key: Key, capture: Capture, places: Tensor) -> Tensor:
+    state, gradient = capture.cache.state_buffers(key, state_K)
+    if capture.takes(key):
+        with torch.no_grad():
+            state.index_copy_(0, places, state_K)
+            if gradient is not None:
+                gradient.index_fill_(0, places, 0)
+    if gradient is None or not state_K.requires_grad:
+        return output_T
+    return _Join.apply(output_T, state_K, gradient, places)  # type: ignore[return-value]
+
+
+class _Join(torch.autograd.Function):
+    """The identity of an output, whose backward hands a state what other microbatches left for
+    it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, output_T: Tensor, state_K: Tensor, gradient: Tensor, places: Tensor
+    ) -> Tensor:
+        # Not save_for_backward: the buffer is written on purpose until this backward reads it.
+        ctx.gradient, ctx.slots, ctx.dtype = gradient, places, state_K.dtype
+        return output_T.view_as(output_T)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor, Tensor, None, None]:
+        (grad_T,) = grad_outputs
+        return grad_T, ctx.gradient.index_select(0, ctx.slots).to(ctx.dtype), None, None
+
+
+class _Read(torch.autograd.Function):
+    """States of the cache, as constants whose gradients add up there."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, state: Tensor, gradient: Tensor | None, table: StateTable
+    ) -> Tensor:
+        ctx.gradient, ctx.table = gradient, table
+        assert table.reading is not None
+        out_S = state.new_zeros(table.starts, *state.shape[1:])
+        return out_S.index_copy_(0, table.reading, state.index_select(0, table.read_index))
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[None, None, None, None]:
+        (grad_S,) = grad_outputs
+        if ctx.gradient is not None:
+            read = grad_S.index_select(0, ctx.table.reading).to(ctx.gradient.dtype)
+            ctx.gradient.index_add_(0, ctx.table.read_index, read)
+        return None, None, None, None

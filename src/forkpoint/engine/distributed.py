@@ -4,18 +4,27 @@ A holder is one library's hold of the model on several ranks: fully_shard, Distr
 or modules split over ranks. Several hold one model together. The engine talks to the composite.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from forkpoint.config import Gather
 from forkpoint.engine.changes import Changes
 from forkpoint.parallel.ranks import DataRanks, SingleProcess
 from forkpoint.parallel.topology import Relation, Topology
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that lies on this rank: all of it unless it is a DTensor."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
 
 
 class ModelHolder:
@@ -127,6 +136,8 @@ class Holder(ModelHolder):
     """The device meshes that it is known to hold the model over."""
     splits: Sequence[tuple[str, nn.Module, Any]] = ()
     """Modules that each rank computes a part of: name, module, and how it is split."""
+    experts: Collection[nn.Module] = ()
+    """Modules whose experts lie on several ranks."""
     ranks: DataRanks
     """All ranks that step together; the composite sets it."""
 

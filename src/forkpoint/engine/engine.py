@@ -12,39 +12,34 @@ import torch
 from torch import Tensor
 
 from forkpoint.config import Config
-from forkpoint.engine.activations import Activations
 from forkpoint.engine.distributed import ModelHolder, holder_of
 from forkpoint.engine.executor import Executor
 from forkpoint.engine.feature import Feature
-from forkpoint.engine.gathered_scores import loss_inputs
-from forkpoint.engine.gradient_sums import GradientSums, twins
-from forkpoint.engine.guard import GradientGuard
+from forkpoint.engine.gradients import GradientGuard, GradientSums, twins
 from forkpoint.engine.host import HeadOutputs, Host
-from forkpoint.engine.loss_calls import names_of
-from forkpoint.engine.loss_gradients import LossGradients, LossPart
-from forkpoint.engine.microbatch_losses import MicrobatchLoss, MicrobatchLosses, weighted
-from forkpoint.engine.microbatches import (
-    KernelOptions,
-    MicrobatchInputs,
-    prepare_microbatches,
+from forkpoint.engine.microbatches import KernelOptions, MicrobatchInputs, prepare_microbatches
+from forkpoint.engine.objective import (
+    LossGradients,
+    LossPart,
+    MicrobatchLoss,
+    MicrobatchLosses,
+    TokenValues,
+    loss_inputs,
+    names_of,
+    weighted,
 )
-from forkpoint.engine.offload import OffloadStats
+from forkpoint.engine.offload import Activations, OffloadStats
 from forkpoint.engine.prompt_exchange import PromptExchange
 from forkpoint.engine.route_replay import RouteReplay
 from forkpoint.engine.routing import Routing
 from forkpoint.engine.staging import Staging
 from forkpoint.engine.timing import Observer, Timing
-from forkpoint.engine.token_values import TokenValues
 from forkpoint.engine.transaction import Transaction
-from forkpoint.engine.untrained import add_zero_gradients
 from forkpoint.losses.base import Denominators, Loss
 from forkpoint.losses.views import LossViews
 from forkpoint.parallel.step import RankStep, SingleProcessStep
 from forkpoint.plan.plan import Plan
-from forkpoint.plan.program import (
-    Instruction,
-    Program,
-)
+from forkpoint.plan.program import Instruction, Program
 from forkpoint.rollouts.batch import RolloutBatch
 
 
@@ -79,7 +74,7 @@ class PassResult:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A step whose passes run: a plan of a batch with its microbatches as tensors."""
+    """A plan of a batch, with its microbatches as tensors."""
 
     transaction: Transaction
     plan: Plan
@@ -107,7 +102,7 @@ class Engine:
         Args:
             host: the model.
             config: its kernels and how gradients are summed.
-            staging: where plans that offload microbatches put them.
+            staging: host memory for plans that offload microbatches.
             ranks: their agreement on this step; by default there are no others.
             routing: the statistics of routers that this step computes, if any.
             replay: the experts that routers are held to; None where they choose.
@@ -124,6 +119,9 @@ class Engine:
         self.observers: tuple[Observer, ...] = observers
         self.features: tuple[Feature, ...] = tuple(f for f in (exchange, replay) if f is not None)
         self._failure: BaseException | None = None
+
+    # Calls
+    # ------------------------------------------------------------
 
     def score(
         self,
@@ -175,10 +173,8 @@ class Engine:
         gradients = LossGradients(self.host, self._begin(transaction), self.ranks, scale)
         losses = MicrobatchLosses(self.host, self.config, loss, views, gradients)
         step = self._prepare(transaction, plan, batch)
-        if plan.program.has_scores or self.ranks.parts:
-            result = self._two_passes(step, losses)
-        else:
-            result = self._one_pass(step, losses)
+        two = plan.program.has_scores or bool(self.ranks.parts)
+        result = self._two_passes(step, losses) if two else self._one_pass(step, losses)
         return self._ended(step, mark, result)
 
     def backward(
@@ -193,7 +189,7 @@ class Engine:
 
         weights: [T] for each name that the head gives, None for those without a gradient. Entries
             of tokens that are not trained are not read.
-        look: called with the head's values [T] before the step ends; what it raises ends it.
+        look: called with the head's values [T] before the step ends; its errors end the step.
 
         This is the second half of a loss that is computed from the values of `score`: with the
         loss's gradients by these values as weights the sum has the loss's gradient (chain rule).
@@ -205,6 +201,9 @@ class Engine:
         with self._deferred_failure():
             look(result.per_token[self.host.head])
         return self._ended(step, mark, result)
+
+    # Begin and end
+    # ------------------------------------------------------------
 
     def _begin(self, transaction: Transaction) -> GradientGuard:
         """Prepare gradients and model for backwards, until the changes are undone."""
@@ -225,10 +224,24 @@ class Engine:
         self._enter(transaction)
         return guard
 
-    def _ended(self, step: Prepared, mark: int, result: PassResult) -> PassResult:
-        """The result, once every rank has come to the end of its program: its loss is over all.
+    def _enter(self, transaction: Transaction, *, compiled: bool = True) -> None:
+        self.host.enter(transaction.changes, compiled=compiled)
+        if self.routing is not None or self.replay is not None:
+            note = None if self.routing is None else self.routing.outputs.note
+            self.host.watch_routers(note, transaction.changes, self.replay)
 
-        The model is put back, and gradients are reduced where the backwards have not done so.
+    def _prepare(self, transaction: Transaction, plan: Plan, batch: RolloutBatch) -> Prepared:
+        uses_temperature = self.host.head == "logprobs"
+        inputs = prepare_microbatches(
+            plan, batch, self.host.device, uses_temperature=uses_temperature
+        )
+        return Prepared(transaction, plan, batch, inputs)
+
+    def _ended(self, step: Prepared, mark: int, result: PassResult) -> PassResult:
+        """The result, with the loss of all ranks, once each has come to the end of its program.
+
+        The model is put back, `.grad` is completed, and gradients are reduced where the backwards
+        have not done so.
         """
         changes, guard = step.transaction.changes, step.transaction.guard
         assert guard is not None
@@ -243,30 +256,16 @@ class Engine:
             self.holder.reduce_held()
             changes.undo(mark)
         self.holder.reduce_earlier()
-        self._add_gradients(step, guard)
-        return replace(result, loss=loss)
-
-    def _enter(self, transaction: Transaction, *, compiled: bool = True) -> None:
-        self.host.enter(transaction.changes, compiled=compiled)
-        if self.routing is not None or self.replay is not None:
-            note = None if self.routing is None else self.routing.outputs.note
-            self.host.watch_routers(note, transaction.changes, self.replay)
-
-    def _add_gradients(self, step: Prepared, guard: GradientGuard) -> None:
-        """Complete `.grad`: all backwards are done, and the model is as it was."""
         if not self.ranks.trains(any(len(inputs.trained_tokens) for inputs in step.inputs)):
-            add_zero_gradients(self.host, guard)
+            guard.add_zeros(self.host)
         if guard.sums is not None:
             parameters, mean = guard.sums.parameters, self.ranks.mean
             guard.sums.reduce(partial(self.holder.reduce, parameters=parameters, mean=mean))
         guard.add_sums()
+        return replace(result, loss=loss)
 
-    def _prepare(self, transaction: Transaction, plan: Plan, batch: RolloutBatch) -> Prepared:
-        uses_temperature = self.host.head == "logprobs"
-        inputs = prepare_microbatches(
-            plan, batch, self.host.device, uses_temperature=uses_temperature
-        )
-        return Prepared(transaction, plan, batch, inputs)
+    # Passes
+    # ------------------------------------------------------------
 
     def _one_pass(self, step: Prepared, losses: MicrobatchLosses) -> PassResult:
         """The plan, with the loss computed microbatch by microbatch."""
@@ -305,7 +304,7 @@ class Engine:
         given = loss_inputs(self.ranks, scored.per_token, losses.views, shown)
         value = torch.zeros((), dtype=self.host.loss_dtype, device=self.host.device)
         weights: dict[str, Tensor | None] = dict.fromkeys(given.per_token)
-        # Rollouts all of which are left out have a loss of 0.
+        # The loss is 0 where all rollouts are left out.
         if given.shown.any() or not len(given.shown):
             with self._deferred_failure():
                 part = losses.of_scores(given)
@@ -314,24 +313,10 @@ class Engine:
         result = self._weighted(step, weights, losses.gradients.factor)
         return replace(result.after(scored), loss=value)
 
-    @contextmanager
-    def _deferred_failure(self) -> Iterator[None]:
-        """Keep an error of a loss until the program has ended, where other ranks run it as well.
-
-        Its collectives would wait for this rank. Gradients are zeros from here on, and no rank
-        keeps any.
-        """
-        try:
-            yield
-        except BaseException as error:
-            if not self.ranks.defers_failures:
-                raise
-            self._failure = self._failure or error
-
     def _weighted(
         self, step: Prepared, weights: Mapping[str, Tensor | None], scale: float = 1.0
     ) -> PassResult:
-        """Run forwards and backwards of sum(weight * value) over trained tokens.
+        """Forwards and backwards of sum(weight * value) over trained tokens.
 
         scale: a factor on other losses' gradients, such as the routers'.
         """
@@ -380,7 +365,7 @@ class Engine:
             instructions,
             values,
             entropy=entropy,
-            loss=None if microbatch_loss is None else self._holding(microbatch_loss),
+            loss=None if microbatch_loss is None else self._deferring(microbatch_loss),
             scale=scale,
             graph=graph,
         )
@@ -397,13 +382,30 @@ class Engine:
             offload=activations.stats if activations else None,
         )
 
-    def _holding(self, loss: MicrobatchLoss) -> MicrobatchLoss:
-        """The loss, whose errors are kept until the program has ended; see `_deferred_failure`."""
+    # Errors of a loss
+    # ------------------------------------------------------------
 
-        def held(inputs: MicrobatchInputs, outputs: HeadOutputs) -> LossPart | None:
+    @contextmanager
+    def _deferred_failure(self) -> Iterator[None]:
+        """Keep an error of a loss until the program has ended, where other ranks run it as well.
+
+        Its collectives would wait for this rank. Gradients are zeros from here on, and no rank
+        keeps any.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if not self.ranks.defers_failures:
+                raise
+            self._failure = self._failure or error
+
+    def _deferring(self, loss: MicrobatchLoss) -> MicrobatchLoss:
+        """The loss, whose errors are kept; see `_deferred_failure`."""
+
+        def deferring(inputs: MicrobatchInputs, outputs: HeadOutputs) -> LossPart | None:
             if self._failure is None:
                 with self._deferred_failure():
                     return loss(inputs, outputs)
             return None
 
-        return held
+        return deferring

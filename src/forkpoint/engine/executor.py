@@ -6,24 +6,56 @@ forward read. Features do the rest, such as offloading between the two (engine/f
 is decided here.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from forkpoint.config import Config
 from forkpoint.engine.boundary import PrefixCache
-from forkpoint.engine.feature import Feature
+from forkpoint.engine.feature import Feature, Root
 from forkpoint.engine.host import HeadOutputs, Host
-from forkpoint.engine.idling import idle_inputs
-from forkpoint.engine.microbatch_losses import MicrobatchLoss
-from forkpoint.engine.microbatches import CacheView, KernelOptions, MicrobatchInputs
-from forkpoint.engine.roots import Root, roots_of
-from forkpoint.engine.token_values import TokenValues
+from forkpoint.engine.microbatches import (
+    CacheView,
+    KernelOptions,
+    MicrobatchInputs,
+    prepare_microbatches,
+)
+from forkpoint.engine.objective import MicrobatchLoss, TokenValues
 from forkpoint.engine.transaction import Transaction
+from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.plan import Plan
+from forkpoint.plan.planner import make_plan
 from forkpoint.plan.program import BACKWARD, RECOMPUTE, Instruction
+from forkpoint.rollouts.batch import Rollout, RolloutBatch
+
+
+class Links:
+    """Links of a rank to the ranks that run the blocks before and after its own: here there are
+    none. A pipeline stage overrides both methods, to receive before a call and to send after it."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+
+    def forward(
+        self,
+        instruction: Instruction,
+        inputs: MicrobatchInputs,
+        state: CacheView,
+        kernels: KernelOptions,
+        *,
+        entropy: bool,
+    ) -> HeadOutputs:
+        """As `Host.forward`."""
+        return self.host.forward(instruction, inputs, state, kernels, entropy=entropy)
+
+    def backward(self, instruction: Instruction, roots: Sequence[Root]) -> None:
+        """Run the backward of an instruction's microbatch from these roots."""
+        tensors, gradients = [tensor for tensor, _ in roots], [gradient for _, gradient in roots]
+        self.host.backward(tensors, gradients, last=instruction.last_backward)
 
 
 class Executor:
@@ -42,6 +74,7 @@ class Executor:
         where a pass has backwards."""
         self.transaction = transaction
         self.host = host
+        self.links: Links = Links(host)
         self.plan = plan
         self.prepared = prepared
         self.kernels = kernels
@@ -94,7 +127,8 @@ class Executor:
                 part = None
                 if loss is not None and instruction.keeps_graph and not instruction.idle:
                     part = loss(inputs, outputs)
-                more = self._more_roots(instruction, inputs, scale)
+                found = [f.root(instruction, inputs, scale) for f in self.features]
+                more = [root for root in found if root is not None]
             if instruction.keeps_graph or not training:
                 if not instruction.idle:
                     values.collect(inputs, outputs)
@@ -102,13 +136,13 @@ class Executor:
                     total += part.value
                 if training:
                     gradients = {} if part is None else part.gradients
-                    self._roots[instruction.slot] = roots_of(gradients, outputs, more)
+                    self._roots[instruction.slot] = [*_roots_of(gradients, outputs), *more]
                     del gradients
-            del outputs, part, state, more
+            del outputs, part, state, found, more
         return total
 
     def _inputs(self, instruction: Instruction) -> tuple[Plan, MicrobatchInputs]:
-        """The microbatch to run, and the plan that it is of."""
+        """The microbatch to run, and its plan."""
         if instruction.idle:
             return idle_inputs(self.host.device, self.plan.capabilities.length_multiple)
         return self.plan, self.prepared[instruction.microbatch]
@@ -122,17 +156,11 @@ class Executor:
     ) -> HeadOutputs:
         hooks = [h for f in self.features if (h := f.saved_tensor_hooks(instruction)) is not None]
         with saved_tensors_hooks(*hooks[0]) if hooks else nullcontext():
-            outputs = self.host.forward(instruction, inputs, state, self.kernels, entropy=entropy)
+            outputs = self.links.forward(instruction, inputs, state, self.kernels, entropy=entropy)
         state.end_forward()
         for feature in self.features:
             feature.after_forward(instruction, inputs)
         return outputs
-
-    def _more_roots(
-        self, instruction: Instruction, inputs: MicrobatchInputs, scale: float
-    ) -> list[Root]:
-        found = (feature.root(instruction, inputs, scale) for feature in self.features)
-        return [root for root in found if root is not None]
 
     def _backward(self, instruction: Instruction) -> None:
         guard = self.transaction.guard
@@ -141,8 +169,28 @@ class Executor:
         # Frozen layers under a microbatch without trained tokens leave it nothing to do.
         if roots:
             guard.begin()
-        tensors, gradients = [tensor for tensor, _ in roots], [gradient for _, gradient in roots]
+        self.links.backward(instruction, roots)
         del roots
-        self.host.backward(tensors, gradients, last=instruction.last_backward)
         for feature in self.features:
             feature.after_backward(instruction)
+
+
+def _roots_of(gradients: Mapping[str, Tensor], outputs: HeadOutputs) -> list[Root]:
+    """The head's values with the gradients of the loss, or the host's roots with zeros, which reach
+    blocks that a feature's root may not."""
+    found = [(outputs.per_token[name], gradient) for name, gradient in gradients.items()]
+    return found or [(x, torch.zeros_like(x)) for x in outputs.roots if x.requires_grad]
+
+
+@cache
+def idle_inputs(device: torch.device, multiple: int) -> tuple[Plan, MicrobatchInputs]:
+    """Dummy microbatch for slots in which this rank has no work: one token, trained on nothing.
+
+    `multiple`: the host takes lengths that are multiples of it.
+    """
+    batch = RolloutBatch([Rollout([0, 0], [0, 0], 0.0)])
+    capabilities = Capabilities(length_multiple=multiple)
+    config = Config(sharing="none", boundary="within")
+    plan = make_plan(batch, config=config, capabilities=capabilities)
+    (inputs,) = prepare_microbatches(plan, batch, device)
+    return plan, inputs

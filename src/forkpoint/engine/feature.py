@@ -1,20 +1,28 @@
-"""Interface of what a pass does besides forwards and backwards, such as offloading or counting.
+"""Interface of a pass's features, such as offloading or counting of experts.
 
 The executor calls every feature of a step at the same moments and knows none of them by name.
 """
 
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
 from forkpoint.engine.boundary import PrefixCache
-from forkpoint.engine.given_back import Pack, Unpack
 from forkpoint.engine.microbatches import MicrobatchInputs
-from forkpoint.engine.roots import Root
 from forkpoint.plan.program import Instruction
+
+Root = tuple[Tensor, Tensor]
+"""A tensor that a backward starts from, and the gradient there."""
+Pack = Callable[[Tensor], Any]
+Unpack = Callable[[Any], Tensor]
 
 
 class Feature:
-    """A feature that does nothing. Subclasses override the moments that they need.
+    """A feature that does nothing. Subclasses override the methods that they need.
 
-    `inputs` are those of the instruction's microbatch. Where the rank has none they are of one
-    token that trains on nothing.
+    `inputs` are those of the instruction's microbatch; in an idle slot, of one token that trains on
+    nothing.
     """
 
     def begin_pass(self, cache: PrefixCache) -> None:
@@ -28,7 +36,7 @@ class Feature:
         return None
 
     def after_forward(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
-        """A forward has ended. Blocks that run again from here on are recomputed by checkpoints."""
+        """A forward has ended. Blocks that run after it are recomputed by checkpoints."""
 
     def root(self, instruction: Instruction, inputs: MicrobatchInputs, scale: float) -> Root | None:
         """A further root of the microbatch's backward, after a forward with a graph."""

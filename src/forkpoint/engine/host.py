@@ -31,6 +31,9 @@ class HeadOutputs:
     """Tensors that a backward starts from, with zero gradients, where no token is trained."""
 
 
+# Routers
+# ------------------------------------------------------------
+
 RouterNote = Callable[[int, Tensor, Tensor], None]
 """Called with the number of a router among those of the model, its logits [..., E], and the experts
 chosen, int64 [..., k]."""
@@ -57,7 +60,7 @@ class RouteHolder(Protocol):
     def choose(
         self, layer: int, name: str, scores_TE: Tensor, values_Tk: Tensor, own_Tk: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Values and indices [T, k] in place of those that the router `name`, the one with this
+        """Values and indices [T, k] that replace those that the router `name`, the one with this
         number among `routers`, has chosen among its scores."""
         ...
 
@@ -68,39 +71,46 @@ class RouterSet(Protocol):
     layers: int
     """How many layers have one; 0 of a model that is no mixture."""
     found: list[FoundRouter]
-
-    @property
-    def chosen(self) -> int | None:
-        """To how many experts a token is sent, where routers say so."""
-        ...
-
     defines_loss: bool
     """Whether the family's own code has a load-balancing loss."""
     coefficient: float
     """Coefficient of that loss where the configuration adds it to training's, else 0."""
 
     @property
+    def chosen(self) -> int | None:
+        """How many experts a token is sent to, where routers say so."""
+        ...
+
+    @property
     def experts(self) -> int:
-        """Among how many experts each chooses."""
+        """How many experts each chooses among."""
         ...
 
     @property
     def biases(self) -> list[Tensor]:
-        """The bias [E] of each, which is added to scores for the choice alone; none where the
+        """The bias [E] of each, which is added to scores for the choice alone; empty where the
         family has no such biases."""
         ...
+
+
+# The model
+# ------------------------------------------------------------
 
 
 class Settings(Protocol):
     """Settings that decide, besides weights, what a model computes, at one moment."""
 
     def changed(self, later: Any) -> str | None:
-        """The name of a setting that is another later; None where there is none."""
+        """The name of a setting that has changed; None where there is none."""
         ...
 
 
-class ModelFacts(Protocol):
-    """Sizes, parts and dtypes of a model."""
+class Host(Protocol):
+    """A model that the engine can run microbatches through, forward and backward.
+
+    A microbatch's instruction, inputs and kernel options are immutable. The state alone changes:
+    the host reads ancestors from it and writes prefix cache to it.
+    """
 
     compiling: Compiling
     """Whether its blocks are compiled. A host that compiles nothing has Compiling(False)."""
@@ -122,10 +132,9 @@ class ModelFacts(Protocol):
 
     @property
     def shape(self) -> ModelShape: ...
-
     @property
     def capabilities(self) -> Capabilities:
-        """Abilities of the model in its present state. Plans ask for nothing else."""
+        """Abilities of the model in its present state, which plans depend on."""
         ...
 
     @property
@@ -150,7 +159,6 @@ class ModelFacts(Protocol):
 
     @property
     def device(self) -> torch.device: ...
-
     @property
     def loss_dtype(self) -> torch.dtype:
         """float64 for a float64 model, else float32."""
@@ -163,18 +171,20 @@ class ModelFacts(Protocol):
 
     @property
     def compiles(self) -> bool:
-        """Whether what it runs is compiled: such microbatches take other times."""
+        """Whether blocks run compiled, which takes other times."""
+        ...
+
+    @property
+    def routers(self) -> RouterSet:
+        """The routers of the model in its present state."""
         ...
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
-
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Those that are saved with the model; others are made of its configuration."""
         ...
 
-
-class ModelState(Protocol):
-    """Whether a model is still the one that was looked at, and whether it is exact."""
+    # Checks
 
     def fingerprint(self) -> int:
         """A number that stays the same while nothing but the model's weights changes."""
@@ -185,10 +195,10 @@ class ModelState(Protocol):
         ...
 
     def prepare(self, changes: Changes) -> None:
-        """Take off what users have put around the model that a step replaces or does not need.
+        """Remove wrappers of the user's that a step replaces or does not need.
 
-        Called first in every step and comparison, until whose changes are undone nothing else may
-        change the model.
+        Called first in every step and comparison. Nothing else may change the model until these
+        changes are undone.
         """
         ...
 
@@ -204,31 +214,24 @@ class ModelState(Protocol):
         """
         ...
 
-
-class StockRuns(Protocol):
-    """Runs of a model's own forward, for comparisons with it."""
-
-    @property
-    def writes_scores(self) -> bool:
-        """Whether stock attention writes its scores out."""
-        ...
+    # Stock forwards, for comparisons. Called while the model is not entered.
 
     def stock(self, ids_NL: Tensor) -> Tensor:
         """Logits [N, L, V] (a critic's values [N, L, 1]) of the model's own forward.
 
-        ids_NL: int64. Called while the model is not entered.
+        ids_NL: int64.
         """
         ...
 
     def allow_stock(self, changes: Changes) -> None:
-        """Let `stock` work whatever the model is set to, on this thread alone, until the changes
+        """Let `stock` work with any settings of the model, on this thread alone, until the changes
         are undone."""
         ...
 
     def watch_blocks(
         self, see: Callable[[int, Tensor, MicrobatchInputs | None], None], changes: Changes
     ) -> None:
-        """Show what runs through the blocks, until the changes are undone.
+        """Show the outputs of blocks, until the changes are undone.
 
         Args:
             see: called with a block's index and its output, and with -1 and the first block's
@@ -240,25 +243,15 @@ class StockRuns(Protocol):
     def empty_outputs(self) -> Tensor:
         """Of the model's own forward on one token, the outputs of no token: [1, 0, width].
 
-        Its graph reaches the parameters that ordinary training reaches. Called while the model is
-        not entered.
+        Its graph reaches the parameters that ordinary training reaches.
         """
         ...
 
-
-class Host(ModelFacts, ModelState, StockRuns, Protocol):
-    """A model that the engine can run microbatches through, forward and backward.
-
-    Three things travel to it for a microbatch. The instruction and the inputs are immutable, and
-    so are the options of kernels. The state alone changes: the host reads ancestors from it and
-    writes prefix cache to it.
-    """
+    # Microbatches
 
     def enter(self, changes: Changes, *, compiled: bool = True) -> None:
-        """Make the changes to the model without which `forward` does not work.
-
-        Without `compiled` nothing of it runs compiled.
-        """
+        """Make the changes to the model that `forward` needs. Without `compiled` all of it runs
+        eagerly."""
         ...
 
     def forward(
@@ -273,7 +266,7 @@ class Host(ModelFacts, ModelState, StockRuns, Protocol):
         """Run a microbatch as far as `instruction.ends_at` says.
 
         Args:
-            instruction: what is run; a score, a forward or a recompute.
+            instruction: a score, a forward or a recompute.
             inputs: tokens, positions, and where the head is wanted.
             state: the prefix cache to read and write.
             kernels: which kernels run.
@@ -294,16 +287,11 @@ class Host(ModelFacts, ModelState, StockRuns, Protocol):
         """
         ...
 
-    @property
-    def routers(self) -> RouterSet:
-        """The routers of the model in its present state."""
-        ...
-
     def watch_routers(
         self, note: RouterNote | None, changes: Changes, holder: RouteHolder | None = None
     ) -> None:
-        """Give what routers compute to `note`, until the changes are undone, and let them choose
-        what `holder` says.
+        """Give outputs of routers to `note`, until the changes are undone, and let them choose the
+        experts of `holder`.
 
         With `note`, forwards that count routing (`Instruction.counts_routing`) and end in the last
         block end in its router, where it has one.

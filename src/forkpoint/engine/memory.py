@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from forkpoint.config import AUTO, Config
-from forkpoint.engine.distributed import holder_of
-from forkpoint.engine.guard import local
+from forkpoint.engine.distributed import holder_of, local
 from forkpoint.engine.host import Host
 from forkpoint.plan.device_memory import LEAST_BYTES, margin_bytes
 from forkpoint.plan.plan import Plan

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from forkpoint.device import on_device
-from forkpoint.engine.boundary import Capture, PrefixCache
-from forkpoint.engine.states import RecurrentStates
+from forkpoint.engine.boundary import Capture, PrefixCache, RecurrentStates
 from forkpoint.ops.attention import AttentionTable, CacheSlice
 from forkpoint.ops.recurrence import ConvolutionTable, StateTable
 from forkpoint.plan.entries import entries_of

@@ -1,10 +1,8 @@
 """Experts that routers are forced to choose: those of a batch, or those that another run chose.
 
-A mixture of experts sends a token to the k experts whose scores are highest. Where scores are
-nearly equal, rounding decides, and the gradient jumps. A sampler that ran the same weights may
-therefore have chosen other experts than training does; steps use the sampler's choices (routing
-replay: arXiv 2510.11370). For the same reason `verify` and the self-check record the choices of one
-run and force the other runs to choose the same.
+Where scores of experts are nearly equal, rounding decides which are chosen, and the gradient jumps.
+So steps use the choices of the sampler (routing replay: arXiv 2510.11370), and `verify` and the
+self-check record the choices of one run and force the other runs to choose the same.
 
 Only the choice is forced. The weights of the chosen experts are computed from the live router's
 scores, by the model's own code, so that gradients reach the router.
@@ -31,11 +29,8 @@ from forkpoint.tree.forest import IntArray, build_forest, sort_rollouts
 
 @dataclass(frozen=True, eq=False)
 class ReplayedRoutes:
-    """How routers would have chosen by themselves, where their experts were forced.
-
-    A token counts once for every rollout through it, in each layer in which its experts were forced
-    and its router ran. Layers are those that have a router.
-    """
+    """Counts of forced choices, by layer that has a router. A token counts once for every rollout
+    through it."""
 
     decisions_L: Tensor
     """int64 [L]: choices that were forced."""
@@ -146,8 +141,12 @@ class ForcedRoutes:
         self._force(edge_n, torch.ones_like(edge_n), first)
 
     def _force(self, edge_n: Tensor, rollouts_n: Tensor, counted_as: int | None) -> None:
-        """edge_n: int64 [n], -1 where the router chooses. rollouts_n: int64 [n], how often each
-        counts. counted_as: what is counted once; None: these tokens are not counted."""
+        """
+        Args:
+            edge_n: int64 [n], -1 where the router chooses.
+            rollouts_n: int64 [n], how often each counts.
+            counted_as: number that is counted once; None: these tokens are not counted.
+        """
         self._edge_n = edge_n
         counts = counted_as is not None and counted_as not in self._counted
         self._rollouts_n = rollouts_n if counts else None

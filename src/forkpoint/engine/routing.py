@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from forkpoint.device import on_device
-from forkpoint.engine.feature import Feature
+from forkpoint.engine.feature import Feature, Root
 from forkpoint.engine.microbatches import MicrobatchInputs
-from forkpoint.engine.roots import Root
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.parallel.statistics import RouterEnd, StatisticsOfRanks
 from forkpoint.parallel.step import RankStep, StepOfRanks
@@ -80,8 +79,8 @@ class RouterTerms:
 class RouterOutputs:
     """Logits and choices of every router in one forward.
 
-    Between `begin` and `end` each router calls `note`. Calls at other times are ignored, such as
-    those of blocks that a backward runs again, and calls from other threads.
+    Between `begin` and `end` each router calls `note`. Other calls are ignored: those of blocks
+    that a backward runs again, and those of other threads.
     """
 
     def __init__(self, layers: int) -> None:
@@ -131,7 +130,7 @@ class RouterOutputs:
 class Routing(Feature):
     """Counts of the experts that routers choose in one step, and the routers' loss.
 
-    The host gives what routers compute to `outputs.note`.
+    The host gives outputs of routers to `outputs.note`.
     """
 
     def __init__(
@@ -145,8 +144,15 @@ class Routing(Feature):
         terms: RouterTerms,
         of_ranks: StatisticsOfRanks | None = None,
     ) -> None:
-        """`layers`: how many routers the model has. `experts`: among how many each chooses.
-        `dtype`: of the loss. `of_ranks`: the statistics of all ranks; None where this one is alone.
+        """
+        Args:
+            plan: that runs.
+            device: of the model.
+            dtype: of the loss.
+            layers: how many routers the model has.
+            experts: among how many each chooses.
+            terms: of the loss.
+            of_ranks: the statistics of all ranks; None where this one is alone.
         """
         self.plan = plan
         self.terms = terms
@@ -176,28 +182,24 @@ class Routing(Feature):
         self._weights: tuple[Tensor, Tensor] | None = None
         rollout, segment = paths(plan.forest)
         by_segment = np.argsort(segment, kind="stable")
-        rollout, segment = rollout[by_segment], segment[by_segment]
+        segment, part = segment[by_segment], terms.parts[rollout[by_segment]]
+        self._part, self._segment = (on_device(x, device) for x in (part, segment))
+        """By segment and rollout through it: the statistic, and the segment."""
         self._statistics = int(terms.parts.max(initial=-1)) + 1
-        total = None if of_ranks is None else of_ranks.tokens
-        if total is not None:
-            self._statistics = 1
+        lengths = plan.forest.length[segment]
+        tokens = np.bincount(part, weights=lengths, minlength=self._statistics)
+        self._tokens_of_part = tokens.astype(np.int64)
+        if of_ranks is not None and of_ranks.tokens is not None:
+            self._statistics, self._tokens_of_part = 1, np.array([of_ranks.tokens])
         self._mean_over: int = self._statistics if of_ranks is None else of_ranks.statistics
         """Statistics that the loss is the mean of."""
-        part = terms.parts[rollout]
-        tokens = np.bincount(
-            part, weights=plan.forest.length[segment], minlength=self._statistics
-        ).astype(np.int64)
-        self._part, self._segment = (on_device(x, device) for x in (part, segment))
-        self._tokens_of_part = tokens if total is None else np.array([total])
         self._summed_PE: Tensor | None = None
+        """Counts of all ranks, where the step needs these."""
 
     def counts(self, end: RouterEnd | None = None) -> ExpertCounts:
         """Of all that has run, here or, with `end`, on all ranks."""
         counts = self._counts_LSE[:, :-1]
         return ExpertCounts(counts, self.plan.rollouts, self.plan.forest, end)
-
-    # Several ranks
-    # ------------------------------------------------------------
 
     def gather(self, ranks: RankStep) -> None:
         """Add up the counts of all ranks, where the step needs these. Collective.
@@ -208,12 +210,12 @@ class Routing(Feature):
             return
         assert isinstance(ranks, StepOfRanks)
         found = ranks.gather({"counts": self._own_counts().cpu()})
-        own = [found[first]["counts"] for first in ranks.ranks.firsts]
-        total_PE = torch.stack(own).sum(0)
+        leaders = ranks.ranks.group_leaders
+        total_PE = torch.stack([found[first]["counts"] for first in leaders]).sum(0)
         self._summed_PE = total_PE.to(self._device)
 
     def ending(self, value: float | None = None) -> RouterEnd:
-        """This rank's part of what all ranks have come to.
+        """This rank's part of the statistics at the end of the step.
 
         `value`: its part of the loss, where no backward has added that up.
         """
@@ -232,13 +234,9 @@ class Routing(Feature):
         if not self.outputs.open:
             return
         self.outputs.end()
-        index = inputs.microbatch.index
-        if self._is_new(index):
+        if self._is_new(inputs.microbatch.index):
             self._count(inputs)
-            if self.sums:
-                with torch.no_grad():
-                    self._add_sums(inputs)
-            self._counted.add(index)
+            self._counted.add(inputs.microbatch.index)
         if instruction.operation == SCORE:
             self.outputs.take()
 
@@ -248,22 +246,19 @@ class Routing(Feature):
 
     def _count(self, inputs: MicrobatchInputs) -> None:
         segment_T, experts = self._segments(inputs), self._counts_LSE.shape[2]
-        for layer, (_, chosen_Tk) in self.outputs.by_layer.items():
+        for layer, (logits_TE, chosen_Tk) in self.outputs.by_layer.items():
             self._chosen = chosen_Tk.shape[-1]
             place = (segment_T[:, None] * experts + chosen_Tk).flatten()
             counts = self._counts_LSE[layer].view(-1)
             counts.scatter_add_(0, place, torch.ones_like(place))
-
-    def _add_sums(self, inputs: MicrobatchInputs) -> None:
-        """Add what the loss is linear in, for its value before any backward."""
-        segment_T = self._segments(inputs)
-        for logits_TE, _ in self.outputs.by_layer.values():
-            x = logits_TE.to(self._dtype)
-            self._probability_SE.index_add_(0, segment_T, x.softmax(-1).double())
-            self._z_S.index_add_(0, segment_T, x.logsumexp(-1).square().double())
+            if self.sums:
+                # The loss is linear in these.
+                x = logits_TE.detach().to(self._dtype)
+                self._probability_SE.index_add_(0, segment_T, x.softmax(-1).double())
+                self._z_S.index_add_(0, segment_T, x.logsumexp(-1).square().double())
 
     def _segments(self, inputs: MicrobatchInputs) -> Tensor:
-        """int64 [T], the segment of each place; that after the last for padding."""
+        """int64 [T], the segment of each position; that after the last for padding."""
         index = inputs.microbatch.index
         if index not in self._segment_of:
             forest = self.plan.forest
@@ -299,8 +294,8 @@ class Routing(Feature):
         return term, gradient if self.weight is None else gradient * self.weight
 
     def again(self, weight: Tensor) -> "Routing":
-        """The same statistics, for backwards of what was computed from `value`, of which `weight`
-        is the gradient by it."""
+        """The same statistics, for backwards of a loss that was computed from `value`; `weight` is
+        its gradient by it."""
         layers, _, experts = self._counts_LSE.shape
         found = Routing(
             self.plan, self._device, self._dtype, layers=layers, experts=experts, terms=self.terms
@@ -316,11 +311,11 @@ class Routing(Feature):
         return value.to(self._dtype)
 
     def _linear_weights(self) -> tuple[Tensor, Tensor]:
-        """By segment, and a last row of zeros for padding: of each probability [S + 1, E], and of
-        each squared logsumexp [S + 1].
+        """By segment, and a last row of zeros for padding: weights of each probability [S + 1, E],
+        and of each squared logsumexp [S + 1].
 
-        Those of statistics of which some microbatch has not run are not the final ones, and no
-        microbatch that has run holds their tokens.
+        Weights of statistics of which some microbatch has not run are not final yet; no microbatch
+        that has run holds their tokens.
         """
         if self._weights is not None:
             return self._weights
@@ -350,57 +345,48 @@ class Routing(Feature):
 
     def _own_counts(self) -> Tensor:
         """int64 [P, E], over all layers, of this rank."""
-        counts = self._counts_LSE
-        by_segment_SE = counts.sum(0)
-        found = counts.new_zeros(self._statistics, counts.shape[2])
+        by_segment_SE = self._counts_LSE.sum(0)
+        found = by_segment_SE.new_zeros(self._statistics, by_segment_SE.shape[1])
         return found.index_add_(0, self._part, by_segment_SE[self._segment])
 
     def _counts_of_parts(self) -> Tensor:
         """float64 [P, E], over all layers, and over ranks where a statistic is taken over them."""
         given = self.terms.given
-        counts = self._counts_LSE
         if given is None:
             found = self._own_counts() if self._summed_PE is None else self._summed_PE
             return found.double()
-        self._check_given(given, counts)
+        self._check_given(given)
         given = given.to(self._device)
         if given.dim() == 2:
             return given.sum(0)[None].double()
-        found = counts.new_zeros(self._statistics, counts.shape[2])
+        found = given.new_zeros(self._statistics, given.shape[2])
         return found.index_add_(0, on_device(self.terms.parts, self._device), given.sum(1)).double()
 
-    def _check_given(self, given: Tensor, counts: Tensor) -> None:
-        layers, _, experts = counts.shape
-        rollouts = self.plan.rollouts
+    def _check_given(self, given: Tensor) -> None:
+        layers, _, experts = self._counts_LSE.shape
+        forest, rollouts = self.plan.forest, self.plan.rollouts
         joins = self.of_ranks is not None and self.of_ranks.tokens is not None
         wanted = [] if joins else [(rollouts, layers, experts)]
         wanted += [(layers, experts)] if self._statistics == 1 else []
-        if tuple(given.shape) not in wanted:
+        if tuple(given.shape) not in wanted or given.dtype != torch.int64:
             raise ConfigError(
-                f"router_counts have shape {tuple(given.shape)}, and the model and the scope take "
-                f"{' or '.join(map(str, wanted))}. Give scores.expert_counts for a scope of the "
-                "batch, and scores.rollout_expert_counts for any other."
+                f"router_counts are {given.dtype} of shape {tuple(given.shape)}, and the model and "
+                f"the scope take int64 of {' or '.join(map(str, wanted))}. Give "
+                "scores.expert_counts for a scope of the batch, and scores.rollout_expert_counts "
+                "for any other."
             )
-        if given.dtype != torch.int64:
-            raise ConfigError(
-                f"router_counts are {given.dtype}; give int64, as policy.score counts them."
-            )
-        by_rollout = given.dim() == 3
-        forest = self.plan.forest
-        tokens = np.zeros(rollouts, np.int64)
-        ends = forest.leaf >= 0
-        tokens[ends] = (forest.start + forest.length)[forest.leaf[ends]]
-        if self.of_ranks is not None and self.of_ranks.tokens is not None:
-            tokens = np.array([self.of_ranks.tokens])
-        # [N or 1, layers]
-        wanted_NL = (tokens if by_rollout else tokens.sum(keepdims=True))[:, None] * self._chosen
+        if given.dim() == 3:
+            tokens = np.zeros(rollouts, np.int64)
+            ends = forest.leaf >= 0
+            tokens[ends] = (forest.start + forest.length)[forest.leaf[ends]]
+        else:
+            tokens = self._tokens_of_part
         found_NL = given.sum(-1).reshape(-1, layers).cpu().numpy()
-        wrong = np.argwhere(found_NL != wanted_NL)
+        wrong = np.argwhere(found_NL != tokens[:, None] * self._chosen)
         if len(wrong):
-            rollout, layer = wrong[0].tolist()
+            row, layer = wrong[0].tolist()
             raise ConfigError(
-                f"router_counts have {found_NL[rollout, layer]} choices in layer {layer}"
-                f"{f' of rollout {rollout}' if by_rollout else ''}, and the tokens that count "
-                f"make {wanted_NL[rollout, 0]}. Take the counts of the same batch, from "
-                "policy.score with the same router=."
+                f"router_counts have {found_NL[row, layer]} choices in layer {layer}, and the "
+                f"tokens that count make {tokens[row] * self._chosen}. Take the counts of the same "
+                "batch, from policy.score with the same router=."
             )

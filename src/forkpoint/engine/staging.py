@@ -1,110 +1,68 @@
-"""Host memory that offloaded activations wait in, and the copies to it and back.
+"""Host memory for offloaded activations, and the copies to it and back.
 
-What is special about a device is in one small class (`Transfers`): streams, events, pinned memory
-and how much is free. Everything else of offloading is the same everywhere, and is tested on a CPU,
-where the copies are plain ones.
+Code for a device is in one small class (`PlainTransfers`, `StreamTransfers`): streams, events,
+pinned memory and how much is free. All else is the same on every device, and is tested on a CPU.
 """
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 ALIGNMENT_BYTES = 512
-# Pinned memory is handed out in powers of two. Chunks of that size waste none of it, and pinning
+# Torch hands out pinned memory in powers of two. Chunks of that size waste none of it, and pinning
 # one takes a fraction of a second, once.
 CHUNK_BYTES = 1 << 30
-# Not to be used by prefetches: the allocator's rounding, and workspaces of the backward under way.
+# Not used by prefetches: the allocator's rounding, and workspaces of the running backward.
 MARGIN_BYTES = 1 << 30
 
 
-class Transfers(Protocol):
-    """Copies between a device and its host."""
-
-    device: torch.device
-    chunk_bytes: int
-    """How much host memory is taken at a time."""
-    least_bytes: int
-    """Smaller storages are not worth a copy."""
-
-    def host_buffer(self, nbytes: int) -> Tensor:
-        """uint8 [nbytes] of host memory that the device can copy to and from."""
-        ...
-
-    def taken_bytes(self, nbytes: int) -> int:
-        """Bytes of the host's memory that a buffer of `nbytes` takes."""
-        ...
-
-    def begin_microbatch(self) -> None:
-        """From here on host memory may be written that earlier copies back have read."""
-        ...
-
-    def out(self, source: Tensor, host: Tensor) -> Any:
-        """Start copying; the source may be freed at once. Returns what `back` has to wait for."""
-        ...
-
-    def back(self, host: Tensor, after: Any) -> tuple[Tensor, Any]:
-        """Start copying into new device memory; returns it and what its reader has to wait for."""
-        ...
-
-    def wait(self, arrived: Any) -> None:
-        """Make everything that is computed from here on wait for that copy."""
-        ...
-
-    def headroom_bytes(self) -> int | None:
-        """Device memory that a prefetch may take, a safety margin left; None is no limit."""
-        ...
-
-    def drain(self) -> None:
-        """Wait until no copy is under way."""
-        ...
-
-
 class PlainTransfers:
-    """Copies that are done when the call returns: on a CPU, or wherever there are no streams."""
+    """Copies that are done when the call returns: on a CPU, or any device without streams."""
 
     def __init__(self, device: torch.device, *, chunk_bytes: int = 1 << 24) -> None:
         self.device = device
         self.chunk_bytes = chunk_bytes
+        """Host memory taken at a time, a power of two."""
         self.least_bytes = 0
+        """Smaller storages are not worth a copy."""
 
     def host_buffer(self, nbytes: int) -> Tensor:
+        """uint8 [nbytes] of host memory that the device can copy to and from."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
-    def taken_bytes(self, nbytes: int) -> int:
-        return nbytes
-
     def begin_microbatch(self) -> None:
-        pass
+        """From here on host memory may be written that earlier copies back have read."""
 
-    def out(self, source: Tensor, host: Tensor) -> None:
+    def out(self, source: Tensor, host: Tensor) -> Any:
+        """Start copying; the source may be freed at once. Returns an event for `back`."""
         host.copy_(source)
 
-    def back(self, host: Tensor, after: None) -> tuple[Tensor, None]:
+    def back(self, host: Tensor, after: Any) -> tuple[Tensor, Any]:
+        """Start copying into new device memory; returns it and an event for its reader."""
         return torch.empty(len(host), dtype=torch.uint8, device=self.device).copy_(host), None
 
-    def wait(self, arrived: None) -> None:
-        pass
+    def wait(self, arrived: Any) -> None:
+        """Make all further computation wait for that copy."""
 
     def headroom_bytes(self) -> int | None:
+        """Device memory that a prefetch may take, a safety margin left; None is no limit."""
         return None
 
     def drain(self) -> None:
-        pass
+        """Wait until no copy is running."""
 
 
-class StreamTransfers:
+class StreamTransfers(PlainTransfers):
     """CUDA: a side stream for each direction, ordered against the computation by events.
 
-    Device memory of what comes back is allocated on the stream that computes, so that it is what
-    activations of other microbatches have left; the copy into it therefore begins when the
-    computation has got to where it was asked for, and whoever asks must ask a layer ahead.
+    Device memory for a copy back is allocated on the stream that computes, so that it reuses memory
+    of other microbatches' activations. The copy begins when the computation has got to where it was
+    asked for; so callers ask a layer ahead.
     """
 
     def __init__(self, device: torch.device, *, margin_bytes: int = MARGIN_BYTES) -> None:
-        self.device = device
-        self.chunk_bytes = CHUNK_BYTES
+        super().__init__(device, chunk_bytes=CHUNK_BYTES)
         self.least_bytes = 1 << 16
         self.margin_bytes = margin_bytes
         self._out = torch.cuda.Stream(device)
@@ -112,10 +70,6 @@ class StreamTransfers:
 
     def host_buffer(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-
-    @staticmethod
-    def taken_bytes(nbytes: int) -> int:
-        return 1 << max(0, nbytes - 1).bit_length()  # the next power of two
 
     def begin_microbatch(self) -> None:
         self._out.wait_stream(self._in)
@@ -127,13 +81,13 @@ class StreamTransfers:
         self._out.wait_event(torch.cuda.current_stream(self.device).record_event())
         with torch.cuda.stream(self._out):
             host.copy_(source, non_blocking=True)
-        # Its memory is given to others once this stream has got past the copy.
+        # The allocator reuses its memory once this stream has got past the copy.
         source.record_stream(self._out)
         return self._out.record_event()
 
     def back(self, host: Tensor, after: torch.Event) -> tuple[Tensor, torch.Event]:
         found = torch.empty(len(host), dtype=torch.uint8, device=self.device)
-        # That memory may still be in use by what was launched before it was freed.
+        # Kernels that were launched before that memory was freed may still use it.
         self._in.wait_event(torch.cuda.current_stream(self.device).record_event())
         self._in.wait_event(after)
         with torch.cuda.stream(self._in):
@@ -147,9 +101,9 @@ class StreamTransfers:
         free, total = torch.cuda.mem_get_info(self.device)
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)
         reserved = stats["reserved_bytes"]["all"]["current"]
-        # What copies still read counts: it was given back, and is nobody's until they are done.
+        # Memory that copies still read counts: it was freed, and cannot be used until they end.
         active = stats["active_bytes"]["all"]["current"]
-        # The device may have more than this process may take of it.
+        # This process may be limited to a fraction of the device.
         fraction = torch.cuda.get_per_process_memory_fraction(self.device)
         free = min(free, int(fraction * total) - reserved)
         return free + reserved - active - self.margin_bytes
@@ -159,99 +113,84 @@ class StreamTransfers:
         self._in.synchronize()
 
 
-@dataclass(eq=False)
-class Frame:
-    """The host memory of one microbatch: it begins where the microbatch's forward did."""
-
-    begin: tuple[int, int]
-    ended: bool = False
-
-
 class Staging:
-    """A stack of host memory, kept from step to step, because pinning memory is slow.
+    """Host memory in buffers that are kept from step to step, because pinning memory is slow."""
 
-    In the planner's order microbatches nest: what is offloaded last comes back first. In another
-    order, memory that lies below that of a microbatch whose backward is to come waits for it.
-    """
-
-    def __init__(self, transfers: Transfers, *, limit_bytes: int | None = None) -> None:
+    def __init__(self, transfers: PlainTransfers, *, limit_bytes: int | None = None) -> None:
         self.transfers = transfers
         self.limit_bytes = limit_bytes
-        self._chunks: list[Tensor] = []
-        self._top = (0, 0)
-        self._alone: list[tuple[tuple[int, int], Tensor]] = []
+        self._free: list[Tensor] = []
         self._frames: list[Frame] = []
 
     @property
     def held_bytes(self) -> int:
         """Host memory taken, in use or not."""
-        buffers = (*self._chunks, *(buffer for _, buffer in self._alone))
-        return sum(self.transfers.taken_bytes(len(buffer)) for buffer in buffers)
+        return self.used_bytes + sum(len(buffer) for buffer in self._free)
 
-    def mark(self) -> tuple[int, int]:
-        return self._top
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the buffers of open microbatches."""
+        return sum(len(buffer) for frame in self._frames for buffer in frame.buffers)
 
-    def begin(self) -> Frame:
+    def begin(self) -> "Frame":
         """Begin the memory of a microbatch, before its forward."""
-        self._frames.append(Frame(self._top))
+        self._frames.append(Frame(self))
         return self._frames[-1]
 
-    def end(self, frame: Frame) -> None:
-        """Give back a microbatch's memory, once all that was taken later is given back."""
-        frame.ended = True
-        top = self._top
-        while self._frames and self._frames[-1].ended:
-            top = self._frames.pop().begin
-        self._give_back(top)
+    def end(self, frame: "Frame") -> None:
+        """Free a microbatch's memory, after its backward."""
+        self._frames.remove(frame)
+        self._free += frame.buffers
 
     def clear(self) -> None:
-        """Give back everything, after a step or one that has failed."""
-        self._frames.clear()
-        self._give_back((0, 0))
+        """Free everything, after a step or one that has failed."""
+        while self._frames:
+            self.end(self._frames[-1])
 
-    def _give_back(self, mark: tuple[int, int]) -> None:
-        self._top = mark
-        self._alone = [(at, buffer) for at, buffer in self._alone if at < mark]
+    def buffer(self, nbytes: int) -> Tensor | None:
+        """The smallest free buffer of so many bytes or more, or a new one; None beyond the
+        limit."""
+        fitting = [at for at, buffer in enumerate(self._free) if len(buffer) >= nbytes]
+        if fitting:
+            return self._free.pop(min(fitting, key=lambda at: len(self._free[at])))
+        size = max(self.transfers.chunk_bytes, 1 << (nbytes - 1).bit_length())
+        if self.limit_bytes is not None:
+            room = self.limit_bytes - self.held_bytes
+            while size > room and size // 2 >= nbytes:
+                size //= 2
+            if size > room:
+                return None
+        return self.transfers.host_buffer(size)
+
+
+class Frame:
+    """The host memory of one microbatch: buffers that are filled one after the other."""
+
+    def __init__(self, staging: Staging) -> None:
+        self.buffers: list[Tensor] = []
+        self._staging = staging
+        self._filling: Tensor | None = None
+        self._offset = 0
 
     def take(self, nbytes: int) -> Tensor | None:
-        """uint8 [nbytes], or None beyond the limit.
-
-        A request larger than a chunk gets a separate buffer until its microbatch ends.
-        """
-        chunk, offset = self._top
-        if nbytes > self.transfers.chunk_bytes:
-            if not self._may_grow(nbytes):
+        """uint8 [nbytes], or None beyond the limit."""
+        if nbytes > self._staging.transfers.chunk_bytes:
+            buffer = self._new(nbytes)
+            return None if buffer is None else buffer[:nbytes]
+        if self._filling is None or self._offset + nbytes > len(self._filling):
+            buffer = self._new(nbytes)
+            if buffer is None:
                 return None
-            buffer = self.transfers.host_buffer(nbytes)
-            # So that marks differ: what lies at a mark belongs to microbatches begun before it.
-            self._top = (chunk, offset + ALIGNMENT_BYTES)
-            self._alone.append(((chunk, offset), buffer))
-            return buffer
-        while chunk < len(self._chunks) and offset + nbytes > len(self._chunks[chunk]):
-            chunk, offset = chunk + 1, 0
-        begin = offset
-        if chunk == len(self._chunks):
-            size = self._next_chunk_bytes(nbytes)
-            if size is None:
-                return None
-            self._chunks.append(self.transfers.host_buffer(size))
-            # The offset is not 0 if all that was taken so far has memory of its own.
-            begin = offset if offset + nbytes <= size else 0
-        end = begin + -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        self._top = (chunk, max(offset, end))
-        return self._chunks[chunk][begin : begin + nbytes]
+            self._filling, self._offset = buffer, 0
+        begin = self._offset
+        self._offset += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return self._filling[begin : begin + nbytes]
 
-    def _next_chunk_bytes(self, nbytes: int) -> int | None:
-        """Of a chunk that holds `nbytes`; under a limit the last ones are the largest that fit."""
-        size = self.transfers.chunk_bytes
-        while size >= nbytes and not self._may_grow(size):
-            size //= 2
-        return size if size >= max(1, nbytes) else None
-
-    def _may_grow(self, nbytes: int) -> bool:
-        if self.limit_bytes is None:
-            return True
-        return self.held_bytes + self.transfers.taken_bytes(nbytes) <= self.limit_bytes
+    def _new(self, nbytes: int) -> Tensor | None:
+        buffer = self._staging.buffer(nbytes)
+        if buffer is not None:
+            self.buffers.append(buffer)
+        return buffer
 
 
 def staging_for(device: torch.device, *, limit_bytes: int | None = None) -> Staging:

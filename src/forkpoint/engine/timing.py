@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -33,7 +34,7 @@ Observer = Callable[[Event], None]
 
 
 class Timing(Feature):
-    """Events of a pass, and what each took; on CUDA by events that are read at the end."""
+    """Events of a pass, and the time of each; on CUDA by events that are read at the end."""
 
     def __init__(self, plan: Plan, device: torch.device, observers: tuple[Observer, ...]) -> None:
         """`observers` are called with each event before it runs."""
@@ -42,11 +43,14 @@ class Timing(Feature):
         self._observers = observers
         self._cuda = device.type == "cuda"
         self._device = device
-        self._marks: list[tuple[str, float | torch.cuda.Event]] = []
+        self._phases: list[str] = []
+        self._marks: list[Any] = []
+        """When each instruction began, and the last ended: CUDA's events, or seconds."""
         self._held_bytes: list[int] = []
 
     def before(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
-        self._mark(_phase_of(instruction, inputs))
+        self._mark()
+        self._phases.append(_phase_of(instruction, inputs))
         text = self._plan.event(instruction)
         self.events.append(text)
         for observe in self._observers:
@@ -54,36 +58,29 @@ class Timing(Feature):
 
     def end(self) -> None:
         """The last instruction has run."""
-        self._mark("")
+        self._mark()
 
-    def _mark(self, phase: str) -> None:
-        """Count the time from here to the next mark to this phase."""
-        if self._cuda:
-            self._held_bytes.append(torch.cuda.memory_allocated(self._device))
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._marks.append((phase, event))
-        else:
-            self._marks.append((phase, time.perf_counter()))
+    def _mark(self) -> None:
+        if not self._cuda:
+            self._marks.append(time.perf_counter())
+            return
+        self._held_bytes.append(torch.cuda.memory_allocated(self._device))
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append(event)
 
     def each_ms(self) -> tuple[float, ...]:
         """Milliseconds of each event. Waits for the device."""
-        if self._cuda and self._marks:
+        if not self._cuda:
+            return tuple((end - begin) * 1e3 for begin, end in pairwise(self._marks))
+        if self._marks:
             torch.cuda.synchronize(self._device)
-        found: list[float] = []
-        for (_, begin), (_, end) in pairwise(self._marks):
-            if isinstance(begin, torch.cuda.Event):
-                assert isinstance(end, torch.cuda.Event)
-                found.append(begin.elapsed_time(end))
-            else:
-                assert isinstance(end, float)
-                found.append((end - begin) * 1e3)
-        return tuple(found)
+        return tuple(begin.elapsed_time(end) for begin, end in pairwise(self._marks))
 
     def totals_ms(self) -> dict[str, float]:
         """Milliseconds of every phase."""
         totals: dict[str, float] = dict.fromkeys(PHASES, 0.0)
-        for (phase, _), ms in zip(self._marks, self.each_ms(), strict=False):
+        for phase, ms in zip(self._phases, self.each_ms(), strict=True):
             totals[phase] += ms
         return totals
 

@@ -5,22 +5,21 @@ exception that leaves `Transaction.run` before it finds gradients, model and thr
 one that leaves it after it finds the whole gradient, and has a note that says so.
 """
 
-import logging
+import contextlib
+import operator
 import sys
 import traceback
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
 import torch
+from torch._C import _autograd
+from torch.utils import checkpoint
 
 from forkpoint.engine.changes import Changes
-from forkpoint.engine.compiling import WARNING
-from forkpoint.engine.guard import GradientGuard
-from forkpoint.engine.host import Host
-from forkpoint.engine.thread_state import ThreadState, close_generators
+from forkpoint.engine.gradients import GradientGuard
 
 T = TypeVar("T")
-_log = logging.getLogger("forkpoint")
 
 UNCHANGED = (
     "forkpoint: this step failed; .grad is as it was before it, and the step may be tried again."
@@ -38,6 +37,81 @@ NOTES = {"unchanged": UNCHANGED, "cleared": CLEARED, "added": ADDED}
 # How often something is undone that exceptions keep ending. Interrupts end it once or twice; an
 # error of ours, or a failed device, ends it every time.
 ATTEMPTS = 100
+
+
+# Functions of these files hold generators, which an exception may leave suspended.
+_HOLDERS = frozenset({contextlib.__file__, checkpoint.__file__})
+_BOTH = (torch.autocast_increment_nesting, torch.autocast_decrement_nesting)
+
+
+class ThreadState:
+    """Grad mode, autocast, hooks on saved tensors and the CUDA stream of this thread.
+
+    Context managers of torch change them. These are written in Python, so an exception that arrives
+    while one is entered or left may leave the change in place.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """`device` is the one, besides the CPU, on which the step runs."""
+        self._grad = torch.is_grad_enabled()
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in {"cpu", device.type}
+            if torch.amp.is_autocast_available(kind)
+        ]
+        self._cache = torch.is_autocast_cache_enabled()
+        self._nesting = _autocast_nesting()
+        self._hooks = _top_hooks()
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def restore(self) -> None:
+        """Return to the state in which this was made; after an interrupt it can be repeated."""
+        while (top := _top_hooks()) is not None and top != self._hooks:
+            _autograd._pop_saved_tensors_default_hooks()
+        for kind, enabled, dtype in self._autocast:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(self._cache)
+        while _autocast_nesting() > self._nesting:
+            torch.autocast_decrement_nesting()
+        if not self._nesting:
+            torch.clear_autocast_cache()
+        if self._stream is not None:
+            torch.cuda.set_stream(self._stream)
+        torch.set_grad_enabled(self._grad)
+
+
+def close_generators(error: BaseException, before: BaseException | None) -> None:
+    """End the generators of context managers and checkpoints that an exception left suspended.
+
+    Otherwise they end with the traceback, at any later time: until then their changes (torch's
+    checkpoint sets hooks on saved tensors) are in force, and then they change the state of the code
+    that runs.
+
+    before: the exception that was being handled when the step began, if any; its frames are not
+        the step's.
+    """
+    seen: set[int] = set()
+    found: BaseException | None = error
+    while found is not None and found is not before and id(found) not in seen:
+        seen.add(id(found))
+        for frame, _ in reversed(list(traceback.walk_tb(found.__traceback__))):
+            if frame.f_code.co_filename in _HOLDERS:
+                # A frame that is running cannot be cleared.
+                with contextlib.suppress(RuntimeError):
+                    frame.clear()
+        found = found.__context__
+
+
+def _autocast_nesting() -> int:
+    """How many autocasts are open."""
+    # There is no function that only tells. One call in C runs both, so nothing comes in between.
+    return tuple(map(operator.call, _BOTH))[1]
+
+
+def _top_hooks() -> object:
+    """The innermost pair of hooks on saved tensors, or None."""
+    return _autograd._top_saved_tensors_default_hooks(True)
 
 
 class StepOutcome:
@@ -168,32 +242,3 @@ class Transaction:
         note = NOTES.get(self.outcome.gradients)
         if self.notes and note is not None and note not in getattr(error, "__notes__", ()):
             error.add_note(note)
-
-
-def retry_with_eager_blocks(host: Host, attempt: Callable[[Transaction], T]) -> T:
-    """Call `attempt` with a transaction, and once more with eager blocks if the compiler fails.
-
-    The first attempt has been rolled back before the second begins. If the second raises as well,
-    its error is raised, and the next call compiles again. An attempt that lost gradients of earlier
-    calls is not repeated; its error has a note that says so. Nor is one of several ranks, which
-    would have to repeat it together: they hear of the failure before their next step.
-    """
-    compiling = host.compiling
-    transaction = Transaction(host.device)
-    try:
-        return attempt(transaction)
-    except Exception as error:
-        if not compiling.give_up(error) or host.group is not None:
-            raise
-        if transaction.outcome.gradients == "cleared":
-            _log.warning(WARNING, compiling.failure)
-            raise
-        # Its frames hold activations of the first attempt.
-        traceback.clear_frames(error.__traceback__)
-    try:
-        result = attempt(Transaction(host.device))
-    except BaseException:
-        compiling.failure = None
-        raise
-    _log.warning(WARNING, compiling.failure)
-    return result

@@ -40,12 +40,11 @@ class CompiledBlocks:
         self.compiling = compiling
         self._compiled: dict[nn.Module, Callable] = {}
 
-    def enter(self, changes: Changes, *, ranks: bool = False) -> None:
+    def enter(self, changes: Changes) -> None:
         """Let the blocks' forwards be the compiled ones, until the changes are undone.
 
-        On several `ranks` a block at which the compiler fails runs eagerly there and then: a step
-        that ended would leave the other ranks in its collectives. Backwards are compiled along with
-        forwards, for the same reason.
+        A block at which the compiler fails runs eagerly there and then: a step that ended would
+        leave other ranks in its collectives. So backwards are compiled along with forwards.
         """
         if not self.compiling.announced:
             self.compiling.announced = True
@@ -56,18 +55,14 @@ class CompiledBlocks:
             setattr(config, name, value)
         lazily = "force_non_lazy_backward_lowering"
         functorch: Any = importlib.import_module("torch._functorch.config")
-        if ranks and hasattr(functorch, lazily):  # older ones compile backwards when they run
-            changes.later(setattr, functorch, lazily, getattr(functorch, lazily))
-            setattr(functorch, lazily, True)
+        changes.later(setattr, functorch, lazily, getattr(functorch, lazily))
+        setattr(functorch, lazily, True)
         for block in self.blocks:
             covered = set_forward(block)
+            own = covered.own if covered else block.forward
             if block not in self._compiled:
-                own = covered.own if covered else block.forward
                 self._compiled[block] = torch.compile(own, dynamic=True, options=_options())
-            forward = self._compiled[block]
-            if ranks:
-                own = covered.own if covered else block.forward
-                forward = partial(self._or_eagerly, forward, own)
+            forward = partial(self._or_eagerly, self._compiled[block], own)
             if covered:
                 forward = covered.around(forward)
             if vars(block).get("gradient_checkpointing", False) and block.training:

@@ -1,13 +1,16 @@
 """The interface of one library's models to `ModelHost`."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
+from forkpoint.engine.distributed import Holder
 from forkpoint.engine.host import RouteHolder, RouterNote, RouterSet
 from forkpoint.hosts.calls import CallContext
+from forkpoint.hosts.code_provenance import Definition
 from forkpoint.hosts.heads import ModelHead
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.rollouts.batch import RolloutBatch
@@ -39,6 +42,12 @@ class Entry(Protocol):
     """
 
     head: ModelHead
+    known_hooks: tuple[Definition, ...]
+    """Hooks of modules that leave a microbatch's values as they are."""
+    requiring_gradients: tuple[Definition, ...]
+    """Those of them that only let inputs require gradients."""
+    known_gradient_hooks: tuple[Definition, ...]
+    """Hooks of parameters that holders take off while a step runs."""
 
     @property
     def core(self) -> nn.Module:
@@ -73,10 +82,6 @@ class Entry(Protocol):
         """The model's code and modules have been shown exact."""
         ...
 
-    def check_buffers(self) -> None:
-        """Buffers have values. Called once, since it waits for the device."""
-        ...
-
     def check_state(self, *, training: bool, routed: bool) -> None:
         """Modes and settings are exact; `routed`: the step has a router loss."""
         ...
@@ -108,11 +113,6 @@ class Entry(Protocol):
     @property
     def checkpointed(self) -> bool:
         """Whether the model itself recomputes activations of some layer."""
-        ...
-
-    @property
-    def writes_scores(self) -> bool:
-        """Whether stock attention writes its scores out."""
         ...
 
     # Runs
@@ -149,5 +149,11 @@ class Entry(Protocol):
         ...
 
 
-EntryOf = Callable[[nn.Module, Sequence[Any]], Entry]
-"""Makes an entry of a model and its modules that are split over ranks."""
+@dataclass(frozen=True)
+class Library:
+    """A library of models."""
+
+    entry: Callable[[nn.Module, Sequence[Any]], Entry]
+    """Makes the entry of a model and its modules that are split over ranks."""
+    split_holder: Callable[[nn.Module], Holder | None]
+    """The holder of a model that the library has split over ranks; None where it has not."""

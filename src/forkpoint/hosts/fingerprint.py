@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -11,33 +10,15 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
 
-from forkpoint.hosts.code_provenance import is_of_compiler
+from forkpoint.hosts.code_provenance import is_defined_as
 from forkpoint.hosts.entry import Entry
 from forkpoint.hosts.modules import HOOKS, every_module, plain_class
-from forkpoint.hosts.refusals import requires_gradients
 
 HANDLES = ("_require_grads_hooks", "_require_grads_hook")
 """Attributes that hold handles of hooks by which inputs require gradients."""
 GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 MOST_STATES = 64
 """States of a model that are remembered, such as training and evaluation."""
-
-
-class _Globals:
-    """The values of a source file's globals, but for those that torch.compile puts there."""
-
-    def __init__(self, named: Mapping[str, Any]) -> None:
-        self._named = named
-        self._length = -1
-        self._keys: list[str] = []
-
-    def values(self) -> tuple[Any, ...]:
-        if len(self._named) == self._length:
-            with suppress(KeyError):  # one name has taken the place of another
-                return tuple(map(self._named.__getitem__, self._keys))
-        self._length = len(self._named)
-        self._keys = [key for key in self._named if not is_of_compiler(key)]
-        return tuple(map(self._named.__getitem__, self._keys))
 
 
 class Fingerprint:
@@ -64,7 +45,7 @@ class Fingerprint:
         self._made_anew: list[dict[str, Any]] = []
         """Attributes of modules, some of which are made anew though nothing has changed."""
         self._configs: list[Any] = []
-        self._globals: list[_Globals] = []
+        self._globals: list[Mapping[str, Any]] = []
         self._bases: list[type] = []
         self._states: list[tuple[int, tuple[Any, ...]]] = []
         """Numbers of states and their values, the last one first. They keep objects alive, so that
@@ -79,7 +60,7 @@ class Fingerprint:
         values = (
             *modules,
             *chain.from_iterable(map(dict.values, self._filled)),
-            *chain.from_iterable(map(_hooks, self._hooks)),
+            *chain.from_iterable(map(self._kept_hooks, self._hooks)),
             *chain.from_iterable(map(_attributes, self._made_anew)),
             *self._others(),
         )
@@ -110,25 +91,26 @@ class Fingerprint:
         self._bases = sorted({base for kind in kinds for base in kind.__mro__}, key=id)
         # A class may name a file that was not imported; what checks classes refuses it.
         files = sorted({kind.__module__ for kind in kinds} & sys.modules.keys())
-        self._globals = [_Globals(vars(sys.modules[name])) for name in files]
-        self._globals.append(_Globals(vars(F)))
+        self._globals = [*(vars(sys.modules[name]) for name in files), vars(F)]
         self._modules = modules
+
+    def _kept_hooks(self, found: Mapping[Any, Any]) -> list[Any]:
+        """Hooks in their order; those that only let inputs require gradients count as one."""
+        known = self.entry.requiring_gradients
+        kept = [hook for hook in found.values() if not is_defined_as(hook, *known)]
+        return kept if len(kept) == len(found) else [*kept, known]
 
     def _others(self) -> tuple[Any, ...]:
         """Values of classes, files, global hooks and configurations."""
         return (
             *chain.from_iterable(vars(base).values() for base in self._bases),
-            *chain.from_iterable(named.values() for named in self._globals),
+            # torch.compile keeps what it has compiled under names with two leading underscores. No
+            # code of a class can name such a global, because Python mangles the name.
+            *(v for named in self._globals for k, v in named.items() if not k.startswith("__")),
             *chain.from_iterable(vars(torch_module)[name].values() for name in GLOBAL_HOOKS),
             *(functions[name] for functions in self.entry.registries for name in functions),
             *(repr(vars(config)) for config in self._configs),
         )
-
-
-def _hooks(found: Mapping[Any, Any]) -> list[Any]:
-    """Hooks in their order; those that only let inputs require gradients count as one."""
-    kept = [hook for hook in found.values() if not requires_gradients(hook)]
-    return kept if len(kept) == len(found) else [*kept, requires_gradients]
 
 
 def _is_made_anew(attributes: Mapping[str, Any]) -> bool:

@@ -33,9 +33,9 @@ from forkpoint.hosts.calls import (
 )
 from forkpoint.hosts.checkpointing import checkpoint_blocks, has_mlp
 from forkpoint.hosts.compiled import CompiledBlocks
-from forkpoint.hosts.computation import Computation, Computations
+from forkpoint.hosts.computation import Computation
 from forkpoint.hosts.early_exit import end_in_last_block
-from forkpoint.hosts.entry import Entry, EntryOf, WatchedRouters
+from forkpoint.hosts.entry import Entry, Library, WatchedRouters
 from forkpoint.hosts.fingerprint import Fingerprint
 from forkpoint.hosts.modules import add_hook, cache_module_walks, every_module, every_parameter
 from forkpoint.hosts.topology import held_by_ranks, unwrapped
@@ -57,7 +57,7 @@ class ModelHost:
     def __init__(
         self,
         model: nn.Module,
-        entry_of: EntryOf,
+        library: Library,
         *,
         compile_blocks: bool | None = None,
         mesh: DeviceMesh | None = None,
@@ -66,7 +66,7 @@ class ModelHost:
 
         Args:
             model: as the user has it.
-            entry_of: the library's.
+            library: whose model it is.
             compile_blocks: as in Config.
             mesh: as in `wrap`.
         """
@@ -79,16 +79,15 @@ class ModelHost:
         with Changes() as changes:
             if isinstance(self._model, nn.Module):
                 self.prepare(changes)
-                self._group = held_by_ranks(self._wrapper, mesh)
+                self._group = held_by_ranks(self._wrapper, mesh, library.split_holder)
             self.topology: Topology = self._group.topology if self._group else Topology()
             splits = self._group.splits if self._group else ()
-            self.entry: Entry = entry_of(self._model, splits)
+            self.entry: Entry = library.entry(self._model, splits)
             self._look_at(splits, compile_blocks)
 
     def _look_at(self, splits: Sequence[Any], compile_blocks: bool | None) -> None:
         """Refuse a model that has not been shown exact, and prepare its parts."""
         self._fingerprint = Fingerprint(self.model, self.entry)
-        self._computations = Computations(self.model, self.entry)
         self._checked: tuple[int, bool, bool] | None = None
         self._watched: WatchedRouters | None = None
         """Routers that a step takes statistics of."""
@@ -96,7 +95,6 @@ class ModelHost:
         self._check_model()
         if self._group is not None:
             self._group.check(self.model, training=True)
-        self.entry.check_buffers()
         if splits and compile_blocks:
             raise UnsupportedError(
                 "Config(compile_blocks=True) asks for compiled decoder blocks, which have not been "
@@ -159,11 +157,6 @@ class ModelHost:
         return self.entry.head.weight()
 
     @property
-    def writes_scores(self) -> bool:
-        """Whether stock attention writes its scores out."""
-        return self.entry.writes_scores
-
-    @property
     def compiles(self) -> bool:
         return self.compiling.reason_for_eager(self.device, self._embedding.dtype) is None
 
@@ -211,7 +204,7 @@ class ModelHost:
         return self._fingerprint.now()
 
     def settings(self) -> Computation:
-        return self._computations.of(self.fingerprint())
+        return Computation(self.model, self.entry)
 
     # Checks
     # ------------------------------------------------------------
@@ -232,14 +225,14 @@ class ModelHost:
             self._group.check(self.model, training=training)
         if training:
             refusals.check_trainable(self.model)
-            refusals.check_parameter_hooks(self.model)
+            refusals.check_parameter_hooks(self.model, self.entry.known_gradient_hooks)
         batch.check_vocabulary(self.vocab_size)
         return found[0]
 
     def _check_model(self) -> None:
         """Refuse what does not depend on the batch or on the values of parameters."""
         self.entry.check_model()
-        refusals.check_hooks(self.model)
+        refusals.check_hooks(self.model, self.entry.known_hooks)
         refusals.check_embeddings(self.model)
         refusals.check_derived_weights(self.model)
         refusals.check_parameters(self.model, sharded=self.topology.lockstep)
@@ -276,7 +269,7 @@ class ModelHost:
             refuse_calls((self.model, *self.blocks), changes)
         self.entry.attach(changes)
         if compiled and self.compiles:
-            self._blocks.enter(changes, ranks=self._group is not None)
+            self._blocks.enter(changes)
         changes.set(vars(self), "_changes", changes)
 
     @contextmanager

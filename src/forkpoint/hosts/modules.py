@@ -61,11 +61,9 @@ def _listed(kind: str, model: nn.Module) -> list[tuple[str, Any]]:
     walks = _walks.get()
     if walks is not None and (kind, model) in walks:
         return walks[kind, model]
-    if kind == "modules":
-        found: list[tuple[str, Any]] = []
-        _walk(model, "", found, set())
-    else:
-        found = _parameters(_listed("modules", model))
+    found: list[tuple[str, Any]] = list(
+        model.named_modules() if kind == "modules" else model.named_parameters()
+    )
     if walks is not None:
         walks[kind, model] = found
     return found
@@ -94,24 +92,3 @@ def add_hook(
     if with_kwargs is not None:
         with_kwargs[handle.id] = True
     hooks[handle.id] = hook
-
-
-def _walk(module: nn.Module, name: str, found: list[tuple[str, Any]], seen: set[nn.Module]) -> None:
-    """Modules with their names, as `named_modules` gives them, in half of its time."""
-    seen.add(module)
-    found.append((name, module))
-    begin = f"{name}." if name else ""
-    for key, child in module._modules.items():
-        if child is not None and child not in seen:
-            _walk(child, begin + key, found, seen)
-
-
-def _parameters(modules: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Parameter]]:
-    """Parameters with their names, as of `named_parameters`, without another walk."""
-    found: dict[int, tuple[str, nn.Parameter]] = {}
-    for where, module in modules:
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                full = f"{where}.{name}" if where else name
-                found.setdefault(id(parameter), (full, parameter))
-    return list(found.values())

@@ -1,12 +1,10 @@
-"""Refusals, by name, of what has not been shown exact of any library's models.
+"""Refusals, by name, of models that no sample shows to be wrong, for any library.
 
-These checks run before a step: hooks, parameters and embeddings, randomness, and gradients that
-arrive nowhere. They refuse what they do not know. A library's own are beside its entry.
+The self-check compares log-probs of a sample. It cannot see wrong gradients, dropout, or hooks that
+act later; these checks do, before anything runs.
 """
 
-from collections.abc import Callable, Iterator
-from functools import cache
-from types import CodeType
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,47 +13,11 @@ from torch.nn.modules import module as torch_module
 from torch.nn.modules.dropout import _DropoutNd
 
 from forkpoint.errors import UnsupportedError
-from forkpoint.hosts.code_provenance import innermost, is_defined_as, is_of_code, place_of
-from forkpoint.hosts.modules import every_module, every_parameter
-from forkpoint.hosts.transformers.tensor_parallel import sums_in_every_backward
+from forkpoint.hosts.code_provenance import Definition, describe_function, is_defined_as
+from forkpoint.hosts.modules import HOOKS, every_module, every_parameter
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-KINDS = {
-    "_forward_pre_hooks": "forward pre-hook",
-    "_forward_hooks": "forward hook",
-    "_backward_pre_hooks": "backward pre-hook",
-    "_backward_hooks": "backward hook",
-}
-"""The attributes of a module that hold its hooks."""
-
-REQUIRING_GRADIENTS = (
-    (
-        "transformers.modeling_utils",
-        "PreTrainedModel.enable_input_require_grads.<locals>.make_inputs_require_grads",
-    ),
-    (
-        "peft.peft_model",
-        "PeftModel._prepare_model_for_gradient_checkpointing.<locals>.make_inputs_require_grad",
-    ),
-    (
-        "peft.utils.other",
-        "prepare_model_for_kbit_training.<locals>.make_inputs_require_grad",
-    ),
-)
-"""Hooks by which inputs require gradients, for checkpointing above frozen embeddings."""
-
-KNOWN = (
-    *REQUIRING_GRADIENTS,
-    # It collects hidden states for a forward that asks for them; microbatches do not.
-    (
-        "transformers.utils.output_capturing",
-        "install_output_capuring_hook.<locals>.output_capturing_hook",
-    ),
-    # It gives embeddings in the model's dtype where TRL has made their weights float32.
-    (
-        "trl.trainer.grpo_trainer",
-        "GRPOTrainer.__init__.<locals>._cast_lm_head_to_fp32.<locals>.cast_outputs_to_original_dtype",
-    ),
+KNOWN_HOOKS: tuple[Definition, ...] = (
     # They gather and free parameters.
     ("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState._pre_forward"),
     ("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState._post_forward"),
@@ -63,20 +25,7 @@ KNOWN = (
     # training.
     ("forkpoint.testing", "force_windows_and_sinks.<locals>.add"),
 )
-"""Module and qualified name of the functions of hooks that leave a microbatch's values as they
-are."""
-
-REMEDIES = {
-    "distribute_module": "transformers before 5.23 splits models over ranks by hooks, which has "
-    "not been shown exact: update transformers.",
-    "ReplicatedWithGradAllReduce": "transformers before 5.23 sums gradients of split models by "
-    "this hook, which has not been shown exact: update transformers.",
-    "neftune_post_forward_hook": "NEFTune draws noise for every copy of a shared token, so there "
-    "is nothing to share: train without neftune_noise_alpha.",
-    "WeightNorm": "Call torch.nn.utils.remove_weight_norm before wrapping.",
-    "SpectralNorm": "Call torch.nn.utils.remove_spectral_norm before wrapping.",
-}
-"""By the name of a hook, what to do about it."""
+"""Hooks that leave a microbatch's values as they are. Libraries have more (`Entry.known_hooks`)."""
 
 
 class ReadOnlyHook:
@@ -95,81 +44,45 @@ class ReadOnlyHook:
         self.function(*args, **kwargs)
 
 
-def check_hooks(model: nn.Module) -> None:
-    """No hook but those that are known runs in a step, or would run in ordinary training."""
+def check_hooks(model: nn.Module, known: tuple[Definition, ...] = ()) -> None:
+    """Refuse hooks of modules, and of all modules, that are not `known`."""
+    known = (*KNOWN_HOOKS, *known)
     for name, module in every_module(model):
-        attributes = vars(module)
-        for attribute, kind in KINDS.items():
-            for hook in attributes[attribute].values():
-                if not _is_known(hook):
-                    raise UnsupportedError(_message(name or "the model", kind, hook))
-    for kind, hook in _global_hooks():
-        if not _is_known(hook):
-            raise UnsupportedError(_message("torch.nn.modules", f"global {kind}", hook))
+        for kind in HOOKS:
+            _check_hooks(name or "the model", vars(module)[kind], kind, known)
+    for kind in HOOKS:
+        _check_hooks("torch.nn.Module", vars(torch_module)[f"_global{kind}"], kind, known)
 
 
-def _global_hooks() -> Iterator[tuple[str, Any]]:
-    for attribute, kind in KINDS.items():
-        for hook in vars(torch_module)[f"_global{attribute}"].values():
-            yield kind, hook
+def _check_hooks(
+    where: str, hooks: dict[int, Any], kind: str, known: tuple[Definition, ...]
+) -> None:
+    for hook in hooks.values():
+        if not isinstance(hook, ReadOnlyHook) and not is_defined_as(hook, *known):
+            raise UnsupportedError(
+                f"{where} has a hook in {kind} ({describe_function(hook)}), which would see and "
+                "change other values than in ordinary training, for a shared token runs once. "
+                "Remove it (handle.remove()); wrap one that only looks at values in "
+                "forkpoint.testing.ReadOnlyHook."
+            )
 
 
-def _is_known(hook: Any) -> bool:
-    if isinstance(hook, ReadOnlyHook):
-        return True
-    function = innermost(hook)
-    return any(is_defined_as(function, qualname, module) for module, qualname in KNOWN)
-
-
-def requires_gradients(hook: Any) -> bool:
-    """Whether a hook only lets inputs require gradients. transformers may set it again and again:
-    `gradient_checkpointing_enable` adds one each time, as do trainers that generate."""
-    code = getattr(hook, "__code__", None)
-    return code is not None and _requires_gradients(code)
-
-
-@cache
-def _requires_gradients(code: CodeType) -> bool:
-    return any(is_of_code(code, qualname, module) for module, qualname in REQUIRING_GRADIENTS)
-
-
-def _message(where: str, kind: str, hook: Any) -> str:
-    place = place_of(hook)
-    remedy = next(
-        (text for name, text in REMEDIES.items() if name in place),
-        "Remove it while the model trains here (handle.remove()); wrap one that only looks at "
-        "values in forkpoint.testing.ReadOnlyHook.",
-    )
-    return (
-        f"{where} has a {kind}, {place}. forkpoint runs each shared token once, in microbatches "
-        "of its own and without calling the head or the causal model's forward, so the hook would "
-        f"see and change other values than in ordinary training. {remedy}"
-    )
-
-
-def check_parameter_hooks(model: nn.Module) -> None:
-    """No hook runs on a part of a parameter's gradient: a step has several backwards."""
+def check_parameter_hooks(model: nn.Module, known: tuple[Definition, ...] = ()) -> None:
+    """Refuse hooks that would run on a part of a parameter's gradient, except `known` ones."""
     for name, parameter in every_parameter(model):
         before: Any = parameter._backward_hooks
         after: Any = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
-        if not before and not after:
-            continue
-        for hooks, call in (
-            (before, "register_hook"),
-            (after, "register_post_accumulate_grad_hook"),
-        ):
-            for hook in (hooks or {}).values():
-                if sums_in_every_backward(hook):  # taken off while a step runs
-                    continue
+        for hook in (*(before or {}).values(), *(after or {}).values()):
+            if not is_defined_as(hook, *known):
                 raise UnsupportedError(
-                    f"parameter {name} has a hook that runs whenever a gradient has been added "
-                    f"({call}: {place_of(hook)}); a step has several backwards, so it would see "
-                    "parts of the gradient. Remove it, and do its work after the step."
+                    f"parameter {name} has a hook on its gradient ({describe_function(hook)}). A "
+                    "step has several backwards, so it would see parts of the gradient. Remove it, "
+                    "and do its work after the step."
                 )
 
 
 def check_parameters(model: nn.Module, *, sharded: bool = False) -> None:
-    """Plain floating-point tensors, in memory, all on one device.
+    """Refuse parameters that are not floating-point tensors with values, all on one device.
 
     sharded: whether torch's fully_shard holds the model, so that they are DTensors.
     """
@@ -178,7 +91,7 @@ def check_parameters(model: nn.Module, *, sharded: bool = False) -> None:
         if not _is_plain(parameter) and not (sharded and _is_sharded(parameter)):
             raise UnsupportedError(
                 f"parameter {name} is a {type(parameter).__name__}; sharded and quantized "
-                "parameters have not been shown exact, but for torch's fully_shard of the whole "
+                "parameters have not been shown exact, except for torch's fully_shard of the whole "
                 "model. Wrap a model of plain tensors."
             )
         if parameter.dtype not in FLOATING:
@@ -187,16 +100,11 @@ def check_parameters(model: nn.Module, *, sharded: bool = False) -> None:
                 f"shown exact. Allowed are {', '.join(map(str, FLOATING))}."
             )
         devices.setdefault(parameter.device, name)
-    if len(devices) > 1:
-        ordered = sorted((str(device), name) for device, name in devices.items())
-        found = ", ".join(f"{name} on {device}" for device, name in ordered)
+    if len(devices) > 1 or torch.device("meta") in devices:
+        found = ", ".join(f"{name} on {device}" for device, name in devices.items())
         raise UnsupportedError(
-            f"the model's parameters lie on {len(devices)} devices ({found}); put them all on one."
-        )
-    if meta := devices.get(torch.device("meta")):
-        raise UnsupportedError(
-            f"the parameters ({meta} and all others) lie on the meta device, without "
-            "values; initialise or load the model before wrapping it."
+            f"the model's parameters are on several devices, or on the meta device ({found}). Load "
+            "them, all on one device, before wrapping the model."
         )
 
 
@@ -210,64 +118,51 @@ def _is_sharded(parameter: nn.Parameter) -> bool:
 
 
 def check_embeddings(model: nn.Module) -> None:
-    """Embeddings whose gradient is the sum over tokens, and whose forward changes no weight."""
+    """Refuse embeddings whose gradient is not the sum over tokens, or that change in forwards."""
     for name, module in every_module(model):
         if not isinstance(module, nn.Embedding):
             continue
-        options = {
-            "scale_grad_by_freq": (
-                module.scale_grad_by_freq,
-                "its gradient is divided by how often a token is in the tensor at hand, which is "
-                "another number in a microbatch than in ordinary training",
-            ),
-            "sparse": (module.sparse, "its gradient is a sparse tensor"),
-            "max_norm": (
-                module.max_norm is not None,
-                "its forward changes the weights of the tokens at hand",
-            ),
-        }
-        for option, (given, why) in options.items():
-            if given:
+        for option in ("scale_grad_by_freq", "sparse", "max_norm"):
+            value = getattr(module, option)
+            if value is not None and value is not False:
                 raise UnsupportedError(
-                    f"{name} has {option}={getattr(module, option)!r}: {why}, so gradients would "
-                    f"not be those of ordinary training. Make the embedding without {option}."
+                    f"{name} has {option}={value!r}, with which weights or gradients depend on how "
+                    f"often a token is run, and shared ones run once. Make it without {option}."
                 )
 
 
 def check_derived_weights(model: nn.Module) -> None:
-    """Weights are parameters, and not tensors that a hook computes from other parameters."""
+    """Refuse weights that a hook computes from other parameters."""
     for name, module in every_module(model):
         for key, value in vars(module).items():
             if isinstance(value, Tensor) and value.requires_grad:
                 raise UnsupportedError(
-                    f"{name}.{key} is a tensor that is computed from other parameters (as weight "
-                    "normalisation, spectral normalisation and pruning do), so that a gradient of "
-                    "it would not arrive there. Remove the reparametrization before wrapping "
-                    "(torch.nn.utils.remove_weight_norm, torch.nn.utils.prune.remove)."
+                    f"{name}.{key} is computed from other parameters (weight or spectral "
+                    "normalisation, pruning), so that they would get no gradient. Remove the "
+                    "reparametrization (torch.nn.utils.remove_weight_norm, prune.remove)."
                 )
 
 
 def check_random(model: nn.Module) -> None:
-    """No module in training mode draws random numbers."""
+    """Refuse modules in training mode that draw random numbers."""
     for name, module in every_module(model):
+        if not module.training:
+            continue
         # Some families call dropout as a function, with a rate that the module keeps.
         kept = (v for k, v in vars(module).items() if "dropout" in k and isinstance(v, float))
         rate = module.p if isinstance(module, _DropoutNd) else max(kept, default=0)
-        if module.training and rate:
+        found = f"dropout {rate}" if rate else ""
+        if isinstance(module, nn.RReLU) and module.lower != module.upper:
+            found = "random slopes (RReLU)"
+        if found:
             raise UnsupportedError(
-                f"{name} has dropout {rate} in training mode: dense training would draw a new mask "
-                "for every copy of a shared token. Set it to 0, or call model.eval()."
-            )
-        if module.training and isinstance(module, nn.RReLU) and module.lower != module.upper:
-            raise UnsupportedError(
-                f"{name} is a torch.nn.RReLU in training mode: dense training would draw new "
-                "slopes for every copy of a shared token. Use torch.nn.LeakyReLU, or call "
-                "model.eval()."
+                f"{name} has {found} in training mode: dense training would draw new numbers for "
+                "every copy of a shared token. Set it to 0, or call model.eval()."
             )
 
 
 def check_trainable(model: nn.Module) -> None:
-    """Some parameter gets a gradient."""
+    """Refuse a model of which no parameter gets a gradient."""
     if torch.is_inference_mode_enabled():
         raise UnsupportedError(
             "forward_backward was called under torch.inference_mode, where nothing has gradients; "

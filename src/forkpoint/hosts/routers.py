@@ -1,11 +1,8 @@
-"""The routers of a mixture of experts: their outputs are recorded, and their choices forced.
+"""Routers of a mixture of experts: their outputs are recorded, and their choices forced.
 
-Transformers names the modules whose logits its own load-balancing loss reads (`Routers`). Where
-only choices are recorded or forced, routers are the modules that call `topk`, so that no family is
-known by name (`find_routers`).
+Routers are the modules that call `topk`, so that no family is known by name (`find_routers`).
 """
 
-import sys
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -16,85 +13,20 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
 
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.host import FoundRouter, RouteHolder, RouterNote
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.calls import in_forward
 from forkpoint.hosts.early_exit import EarlyExit
-from forkpoint.hosts.modules import add_hook, every_module, plain_class
-from forkpoint.hosts.transformers.calls import configurations
+from forkpoint.hosts.modules import add_hook
 
 TOPK = (torch.topk, torch.Tensor.topk)
 WATCHED, LAST = "_forkpoint_router", "_forkpoint_last_router"
 """Attributes of a router: what is done around its forward, and whether a forward of the model ends
 in it."""
-LOAD_BALANCING = "load_balancing_loss_func"
-BIAS = "e_score_correction_bias"
 _topk_calls: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """By router whose choice was forced: how often one forward of it calls topk, as was found out."""
-
-
-class Routers:
-    """The routers of a model whose logits transformers records, in the order of its layers."""
-
-    def __init__(self, causal: PreTrainedModel) -> None:
-        recorded = getattr(causal.base_model, "_can_record_outputs", None) or {}
-        spec: Any = recorded.get("router_logits")
-        kinds = tuple(
-            getattr(entry, "target_class", entry)
-            for entry in (spec if isinstance(spec, list) else [spec])
-            if entry is not None
-        )
-        found = [(n, m) for n, m in every_module(causal) if kinds and isinstance(m, kinds)]
-        self.found: list[FoundRouter] = [FoundRouter(name, module) for name, module in found]
-        self.layers: int = len(found)
-        self.defines_loss: bool = defines_load_balancing(causal)
-        self.coefficient: float = 0.0
-        if adds_load_balancing(causal):
-            self.coefficient = float(causal.config.router_aux_loss_coef)
-
-    @property
-    def experts(self) -> int:
-        """Among how many experts each chooses."""
-        weight = getattr(self.found[0].module, "weight", None)
-        if not isinstance(weight, Tensor):
-            raise UnsupportedError(_of_other_form(self.found[0].name))
-        return weight.shape[0]
-
-    @property
-    def biases(self) -> list[Tensor]:
-        """Of each the buffer that DeepSeek-V3 and GLM-4-MoE keep, [E]."""
-        found = (getattr(router.module, BIAS, None) for router in self.found)
-        return [bias for bias in found if isinstance(bias, Tensor)]
-
-    @property
-    def chosen(self) -> int | None:
-        """To how many experts a token is sent, where routers say so."""
-        found = getattr(self.found[0].module, "top_k", None)
-        return found if isinstance(found, int) else None
-
-    def enter(
-        self, note: RouterNote | None, changes: Changes, holder: RouteHolder | None = None
-    ) -> None:
-        """Give what each router computes to `note` from now on, until the changes are undone, and
-        let it choose what `holder` says."""
-        if note is not None:
-            record_routers(self.found, note, changes)
-        if holder is not None:
-            force_routers(holder.routers or self.found, holder, changes)
-
-    def end_within(self, block: nn.Module, changes: Changes) -> bool:
-        """Let a forward end in the block's router, until the changes are undone.
-
-        False where the block has none.
-        """
-        inside = set(block.modules())
-        router = next((r.module for r in self.found if r.module in inside), None)
-        if router is not None:
-            changes.set(vars(router), LAST, True)
-        return router is not None
 
 
 # Around the forward of a router
@@ -162,7 +94,7 @@ def _watched_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         output = _forced(watched.name, calls, watched.choose, forward)
     if watched.note is not None:
         if not isinstance(output, tuple) or output[-1].is_floating_point():
-            raise UnsupportedError(_of_other_form(watched.name))
+            raise UnsupportedError(lacks_logits(watched.name))
         watched.note(output[0], output[-1])
         if LAST in vars(module) and in_forward():
             raise EarlyExit((output[0],))
@@ -242,7 +174,7 @@ class _Intercepted(TorchFunctionMode):
         return self._change(args[0] if args else given["input"], own) if func in TOPK else own
 
 
-def _of_other_form(name: str) -> str:
+def lacks_logits(name: str) -> str:
     return (
         f"the router {name} does not return its logits and the experts chosen, as it does in newer "
         "versions of transformers (5.23 was looked at). Upgrade transformers, or leave router= and "
@@ -254,11 +186,18 @@ def _of_other_form(name: str) -> str:
 # ----------------------------------------------------------------
 
 
-def find_routers(model: nn.Module, changes: Changes) -> tuple[FoundRouter, ...]:
-    """The modules of a stock model that choose experts; none if it has no experts.
+def find_routers(
+    model: nn.Module, stock: Callable[[Tensor], object], changes: Changes
+) -> tuple[FoundRouter, ...]:
+    """Find the modules of a model that choose experts; none if it has no experts.
 
-    Runs one token through the model. Raises UnsupportedError where a model has experts and its
-    routers are not seen: then choices can be neither recorded nor forced.
+    Args:
+        model: the model.
+        stock: runs its stock forward on token ids [1, 1].
+        changes: undo the hooks that are set meanwhile.
+
+    Raises UnsupportedError where a model has experts and its routers are not seen: then choices
+    can be neither recorded nor forced.
     """
     names = {module: name for name, module in model.named_modules()}
     every = [name for module, name in names.items() if _holds_experts(module, name)]
@@ -282,18 +221,20 @@ def find_routers(model: nn.Module, changes: Changes) -> tuple[FoundRouter, ...]:
 
     token = torch.zeros((1, 1), dtype=torch.int64, device=next(model.parameters()).device)
     mark = changes.mark
-    for config in configurations(model):
-        if vars(config).get("output_router_logits"):  # whose loss calls topk as well
-            changes.set(vars(config), "output_router_logits", False)
     for module in names:
         add_hook(changes, module._forward_pre_hooks, enter)
         add_hook(changes, module._forward_hooks, leave)
     with torch.no_grad(), _Intercepted(count):
-        model(input_ids=token, use_cache=False)
+        stock(token)
     changes.undo(mark)
     # A router chooses for the experts beside it, or for those in the module that it is.
+    # Other calls of topk are those of a load-balancing loss.
     owners = {name.rpartition(".")[0] for name in experts}
-    routers = tuple(FoundRouter(name, model.get_submodule(name), n) for name, n in calls.items())
+    routers = tuple(
+        FoundRouter(name, model.get_submodule(name), n)
+        for name, n in calls.items()
+        if any(_within(name, owner) for owner in owners)
+    )
     served = {o for o in owners if any(_within(r.name, o) for r in routers)}
     if served != owners:
         lost = min(owners - served)
@@ -302,19 +243,6 @@ def find_routers(model: nn.Module, changes: Changes) -> tuple[FoundRouter, ...]:
             "chooses among them, so that the routes of two runs cannot be made the same."
         )
     return routers
-
-
-def defines_load_balancing(causal: PreTrainedModel) -> bool:
-    """Whether transformers adds a load-balancing loss to this model's own."""
-    kind = plain_class(causal)
-    file = sys.modules[kind.__module__]
-    return hasattr(file, LOAD_BALANCING) and kind.__name__.endswith("ForCausalLM")
-
-
-def adds_load_balancing(causal: PreTrainedModel) -> bool:
-    """Whether ordinary training of this model adds that loss by itself."""
-    wanted = getattr(causal.config, "output_router_logits", False)
-    return bool(wanted) and defines_load_balancing(causal)
 
 
 def _holds_experts(module: nn.Module, name: str) -> bool:

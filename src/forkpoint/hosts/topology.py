@@ -1,16 +1,14 @@
 """Ranks that hold a model, as the model and its device meshes say.
 
-What holds the model is read once. Mesh dimensions that nothing holds are refused where the caller
-names the mesh; of a mesh that is only found, and without one, a warning is given before the first
-gradients.
+What holds the model is read once. Mesh dimensions that nothing holds are refused. Without a mesh a
+warning is given before the first gradients.
 """
 
 import gc
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch.distributed as dist
-import transformers
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -20,62 +18,57 @@ from forkpoint.engine.distributed import Distributed, Holder
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.hosts.torch_dist.fully_sharded import FullySharded
 from forkpoint.hosts.torch_dist.replicated import Replicated
-from forkpoint.hosts.transformers.tensor_parallel import (
-    TensorSplit,
-    check_stages,
-    check_version,
-    parallel_modules,
-)
 from forkpoint.parallel.ranks import ranks_of
 from forkpoint.parallel.topology import Relation, Topology, connected
 
 _log = logging.getLogger("forkpoint")
-_warned: set[str] = set()
-"""Warnings that this process has given."""
+_warned = False
+"""Whether this process has been warned of a model that nothing holds."""
 NOT_HELD = (
     "rank %d trains a model that nothing holds over the %d ranks of the process group, so its "
     "gradients are not reduced. If the ranks train one model, call forkpoint.wrap with the "
     "DistributedDataParallel itself, or after fully_shard; if each trains another, ignore this."
 )
-NOT_COVERED = (
-    "rank %d: gradients are not reduced over dimension %r of the model's device mesh (ranks %s): "
-    "neither the wrapper nor a split of the model has it. If these ranks train one model on "
-    "different rollouts, call fully_shard with a mesh that has the dimension."
-)
 
 
-def held_by_ranks(model: nn.Module, mesh: DeviceMesh | None) -> Distributed | None:
-    """The holders of a model on several ranks; None where this rank alone has it.
+def held_by_ranks(
+    model: nn.Module, mesh: DeviceMesh | None, split_of: Callable[[nn.Module], Holder | None]
+) -> Distributed | None:
+    """Find the holders of a model on several ranks; None where this rank alone has it.
+
+    Args:
+        model: the model in its wrapper.
+        mesh: as in `wrap`.
+        split_of: the holder of modules that the model's library has split over ranks.
 
     Collective over the default group where something holds it. Raises UnsupportedError for what has
     not been shown exact, and ConfigError for a mesh that is not the model's.
     """
-    holders = holders_of(model)
+    holders = _holders(model, split_of)
     found = None
     if holders:
         topology = read_topology(holders)
+        for holder in holders:
+            for each in holder.meshes:
+                _check_root_mesh(each, topology)
         found = Distributed(holders, topology, ranks_of(topology.members, topology.batches))
     if mesh is not None:
         check_mesh(mesh, None if found is None else found.topology)
     return found
 
 
-def holders_of(model: nn.Module) -> list[Holder]:
+def _holders(model: nn.Module, split_of: Callable[[nn.Module], Holder | None]) -> list[Holder]:
     """The wrappers and splits that hold a model, those of the data dimension first."""
-    splits = parallel_modules(unwrapped(model))
-    if not splits:
-        found = data_holder(model)
+    split = split_of(unwrapped(model))
+    if split is None:
+        found = _data_holder(model)
         return [] if found is None else [found]
-    check_version(transformers.__version__)
     if type(model) is DistributedDataParallel:
         raise UnsupportedError(
-            "DistributedDataParallel holds a model that transformers has split over ranks, which "
-            "has not been shown exact. Use fully_shard for the data dimension: "
-            "DistributedConfig(tp_size=..., fsdp_size=...)."
+            "DistributedDataParallel holds a model whose modules are split over ranks, which has "
+            "not been shown exact. Use fully_shard for the data dimension."
         )
-    check_stages(model)
-    split = TensorSplit(splits)
-    found = data_holder(model, split.experts)
+    found = _data_holder(model, split.experts)
     return [split] if found is None else [found, split]
 
 
@@ -129,7 +122,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model.module if type(model) is DistributedDataParallel else model
 
 
-def data_holder(model: nn.Module, experts: Collection[nn.Module] = ()) -> Holder | None:
+def _data_holder(model: nn.Module, experts: Collection[nn.Module] = ()) -> Holder | None:
     """The wrapper that holds the model over ranks with other rollouts; None where there is none.
 
     `experts` are modules sharded over a mesh of their own. Raises UnsupportedError for what has not
@@ -150,10 +143,7 @@ def data_holder(model: nn.Module, experts: Collection[nn.Module] = ()) -> Holder
 
 
 def check_mesh(mesh: DeviceMesh, topology: Topology | None) -> None:
-    """The mesh that the caller names is the one that the model is held over.
-
-    Raises ConfigError.
-    """
+    """Raise ConfigError unless the model is held over every dimension of the caller's mesh."""
     if not isinstance(mesh, DeviceMesh) or mesh.mesh_dim_names is None:
         raise ConfigError(
             f"mesh is a {type(mesh).__name__} without names of its dimensions; it takes the "
@@ -162,21 +152,34 @@ def check_mesh(mesh: DeviceMesh, topology: Topology | None) -> None:
     held: dict[str, tuple[int, ...]] = {} if topology is None else {**topology.relations}
     for name in mesh.mesh_dim_names:
         ranks = dist.get_process_group_ranks(mesh[name].get_group())
-        if len(ranks) == 1:
-            continue
-        # The names that transformers gives; any other is a data dimension's.
+        # The names that transformers and torchtitan give; any other is a data dimension's.
         kind = {"tp": "tensor", "ep": "expert"}.get(name)
         named = [kind] if kind else list(held)
-        if any(set(ranks) <= set(held.get(each, ())) for each in named):
-            continue
-        what = f"{kind} parallelism" if kind else "any parallelism"
-        raise ConfigError(
-            f"the mesh's dimension {name!r} has the ranks {list(ranks)}, and the model is not held "
-            f"over them by {what}: found are "
-            f"{', '.join(f'{k} over ranks {list(r)}' for k, r in held.items()) or 'none'}. Split "
-            "the model over this mesh (DistributedConfig, fully_shard) before it is wrapped, or "
-            "leave mesh out."
-        )
+        if len(ranks) > 1 and not any(set(ranks) <= set(held.get(each, ())) for each in named):
+            found = ", ".join(f"{k} over ranks {list(r)}" for k, r in held.items()) or "none"
+            raise ConfigError(
+                f"the mesh's dimension {name!r} has the ranks {list(ranks)}, and the model is not "
+                f"held over them by {f'{kind} parallelism' if kind else 'any parallelism'}: found "
+                f"are {found}. Split the model over this mesh (DistributedConfig, fully_shard) "
+                "before it is wrapped, or leave mesh out."
+            )
+
+
+def _check_root_mesh(mesh: DeviceMesh, topology: Topology) -> None:
+    """Raise UnsupportedError where nothing holds the model over a dimension of the mesh that the
+    model's mesh was cut from."""
+    whole = mesh._get_root_mesh()
+    place = whole.get_coordinate()
+    assert place is not None, "the rank is in a part of the mesh"
+    for dimension, name in enumerate(whole.mesh_dim_names or map(str, range(whole.ndim))):
+        index = (*place[:dimension], slice(None), *place[dimension + 1 :])
+        ranks = whole.mesh[index].tolist()
+        if len(ranks) > 1 and not set(ranks) <= set(topology.members):
+            raise UnsupportedError(
+                f"dimension {name!r} of the model's device mesh has the ranks {ranks}, and nothing "
+                "holds the model over them, so its gradients would not be reduced. Call "
+                "fully_shard with a mesh that has the dimension, or make a mesh without it."
+            )
 
 
 def check_reduced(model: nn.Module, group: Distributed | None) -> None:
@@ -185,10 +188,8 @@ def check_reduced(model: nn.Module, group: Distributed | None) -> None:
     Independent models on ranks are legitimate, so that this is no error. Raises UnsupportedError
     where a DistributedDataParallel has the model, and `group` is not made of it.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    if group is not None:
-        _check_meshes(group)
+    global _warned
+    if group is not None or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     for found in gc.get_objects():
         if not issubclass(type(found), DistributedDataParallel):
@@ -199,24 +200,6 @@ def check_reduced(model: nn.Module, group: Distributed | None) -> None:
                 "within it, so that gradients of a step would not be reduced over ranks. Make the "
                 "policy of the DistributedDataParallel: forkpoint.wrap(ddp_model)."
             )
-    _warn(NOT_HELD, dist.get_rank(), dist.get_world_size())
-
-
-def _check_meshes(group: Distributed) -> None:
-    """Every dimension of the whole mesh, of which the model's is a part, is held."""
-    for mesh in group.meshes:
-        whole = mesh._get_root_mesh()
-        place = whole.get_coordinate()
-        assert place is not None, "the rank is in a part of the mesh"
-        names = whole.mesh_dim_names or tuple(map(str, range(whole.ndim)))
-        for dimension, name in enumerate(names):
-            index = (*place[:dimension], slice(None), *place[dimension + 1 :])
-            ranks = whole.mesh[index].tolist()
-            if not set(ranks) <= set(group.topology.members):
-                _warn(NOT_COVERED, dist.get_rank(), name, ranks)
-
-
-def _warn(text: str, *values: object) -> None:
-    if text not in _warned:
-        _warned.add(text)
-        _log.warning(text, *values)
+    if not _warned:
+        _warned = True
+        _log.warning(NOT_HELD, dist.get_rank(), dist.get_world_size())

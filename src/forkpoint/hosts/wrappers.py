@@ -1,13 +1,11 @@
-"""Wrappers that users put around a model's forwards: compiled code, autocast, heads of TRL, hooks.
+"""Wrappers that users put around a model's forwards: compiled code, autocast, heads of TRL.
 
-Compiled code, accelerate's hooks and TRL's fused head are taken off while a step runs, and put
-back: forkpoint compiles blocks itself, hooks that align devices do nothing on one device, and the
-head computes log-probs in place of logits, as forkpoint's does. Autocast, and
+Compiled code and TRL's fused head are taken off while a step runs, and put back: forkpoint compiles
+blocks itself, and its head computes log-probs in place of logits as well. Autocast, and
 accelerate's conversion of outputs to float32, are kept, because they decide what is computed. A
-forward that is set on a module and made of anything else is not known; `refusals.code` refuses it.
+forward that is set on a module and made of anything else is not known, and refused.
 """
 
-import functools
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -20,11 +18,9 @@ from torch import nn
 
 from forkpoint.engine.changes import Changes
 from forkpoint.errors import UnsupportedError
-from forkpoint.hosts.code_provenance import is_of_code
+from forkpoint.hosts.code_provenance import is_code_of
 from forkpoint.hosts.modules import HOOKS, every_module, forget_lists
 
-ALIGNING_HOOKS = ("ModelHook", "AlignDevicesHook", "SequentialHook")
-"""Classes of accelerate.hooks that change nothing of a model whose tensors are on one device."""
 FUSED_HEAD = ("trl.trainer.utils", "add_fused_lm_head.<locals>._fused_forward")
 """Where TRL defines the forward that it sets on a model: it computes log-probs where it is asked
 to, and is otherwise the one that was there."""
@@ -45,7 +41,7 @@ class SetForward:
     kept: tuple[Any, ...]
     """Outermost first: torch.autocast objects, and accelerate's converters to float32."""
     removable: bool
-    """Whether there is compiled code, a hook of accelerate or TRL's fused head around it."""
+    """Whether there is compiled code or TRL's fused head around it."""
     in_float32: bool = False
     """Whether it is a head's, and computes its product in float32."""
 
@@ -100,10 +96,6 @@ def set_forward(module: nn.Module) -> SetForward | None:
             forward = closed_over(function)["original_forward"]
         elif _is(function, "torch._dynamo.external_utils", "wrap_inline.<locals>.inner"):
             forward = function.__wrapped__  # what torch.compile puts around functions of torch
-        elif _is_hooked(function) and _aligns(vars(module)["_hf_hook"]):
-            removable = True
-            forward = vars(module)["_old_forward"]
-            bound = False
         else:
             return None
         if bound and isinstance(forward, types.FunctionType):
@@ -115,19 +107,6 @@ def in_float32(head: nn.Module) -> bool:
     """Whether TRL has set a forward on a head that computes its product in float32."""
     known = set_forward(head)
     return known is not None and known.in_float32
-
-
-def has_accelerate_hook(module: nn.Module) -> bool:
-    """Whether a module's forward is the one that accelerate's add_hook_to_module sets."""
-    return _is_hooked(vars(module).get("forward"))
-
-
-def is_device_warning(value: Any) -> bool:
-    """Whether an attribute is a module's method with the warning that accelerate puts around it
-    where it has spread the model over devices (`to`, `cuda`)."""
-    return _is(
-        value, "accelerate.big_modeling", "dispatch_model.<locals>.add_warning.<locals>.wrapper"
-    )
 
 
 def autocasts_of(model: nn.Module) -> tuple[torch.autocast, ...]:
@@ -154,7 +133,7 @@ class ForwardWrappers:
         stay the same objects, so that the model does not look changed at every step."""
 
     def take_off(self, model: nn.Module, changes: Changes) -> None:
-        """Take off compiled code, hooks and TRL's head until the changes are undone."""
+        """Take off compiled code and TRL's head until the changes are undone."""
         found = False
         for where, module in every_module(model):
             attributes = vars(module)
@@ -225,15 +204,8 @@ def _is_of_class(function: Any, kind: type[nn.Module]) -> bool:
 
 def _is(function: Any, module: str, qualname: str) -> bool:
     """Whether a function was defined in a module by this name."""
-    return isinstance(function, types.FunctionType) and is_of_code(
-        function.__code__, qualname, module
-    )
-
-
-def _is_hooked(function: Any) -> bool:
-    """Whether accelerate's add_hook_to_module made this function."""
-    return isinstance(function, functools.partial) and _is(
-        function.func, "accelerate.hooks", "add_hook_to_module.<locals>.new_forward"
+    return isinstance(function, types.FunctionType) and is_code_of(
+        function.__code__, (module, qualname)
     )
 
 
@@ -247,18 +219,6 @@ def _is_compiled(function: Any) -> bool:
         and "_torchdynamo_orig_callable" in vars(function)
         and function.__code__.co_filename == code.__file__
     )
-
-
-def _aligns(hook: Any) -> bool:
-    """Whether a hook of accelerate does nothing but move inputs and outputs between devices."""
-    kind = type(hook)
-    if kind.__module__ != "accelerate.hooks" or kind.__name__ not in ALIGNING_HOOKS:
-        return False
-    if kind.__name__ == "SequentialHook":
-        return all(_aligns(part) for part in hook.hooks)
-    if kind.__name__ == "AlignDevicesHook" and hook.offload:
-        return False
-    return not hook.no_grad
 
 
 def closed_over(function: types.FunctionType) -> dict[str, Any]:

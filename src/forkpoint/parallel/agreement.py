@@ -1,9 +1,8 @@
 """The agreement of ranks before a step: one exchange over CPUs, the same answer everywhere."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 from forkpoint.errors import ConfigError, RankError
 from forkpoint.losses.base import Denominators
 from forkpoint.parallel.copies import Contents, check_same_batches
-from forkpoint.parallel.ranks import DataRanks, firsts_of
+from forkpoint.parallel.ranks import DataRanks, group_leaders
 from forkpoint.parallel.statistics import StatisticsOfRanks, StatisticsShare, joined
 from forkpoint.parallel.step import StepOfRanks
 from forkpoint.plan.align import align
@@ -51,8 +50,6 @@ class Proposal:
     """Costs of both ways to hold weights; None where weights are not sharded."""
     budget_bytes: int | None = None
     """The memory budget that the program was planned for; None is no limit."""
-    compiler_failure: str | None = None
-    """Why this rank runs blocks eagerly that it was to compile."""
     trains: bool = False
     """Whether this rank's plan trains on any token."""
     trained_tokens: int = 0
@@ -154,10 +151,10 @@ def agreed(
     statistics = joined([p.statistics for p in proposals], names, batches)
     if batches is not None:
         index = sorted(set(batches)).index(batches[index])
-        proposals = [proposals[first] for first in firsts_of(batches)]
+        proposals = [proposals[first] for first in group_leaders(batches)]
     held = [proposal.held or RankCosts() for proposal in proposals]
     programs, costs = [p.program for p in proposals], [p.costs for p in proposals]
-    schedule = _schedule(gather, names, held, programs, partial(align, programs, costs))
+    schedule = _schedule(gather, names, held, programs, costs)
     splitting = None
     if prompts:
         exchanging, splitting = _split(proposals, names, gather, split, prompts, schedule)
@@ -227,7 +224,7 @@ def _schedule(
     names: Sequence[int],
     held: Sequence[RankCosts],
     programs: Sequence[Program],
-    in_lockstep: Callable[[], Sequence[Program]],
+    costs: Sequence[Sequence[float]],
 ) -> _Schedule:
     """The schedule with the better way to hold weights.
 
@@ -236,9 +233,11 @@ def _schedule(
         names: by rank, its number in messages.
         held: by rank, costs of both ways.
         programs: by rank, where ranks do not wait for one another.
-        in_lockstep: makes the programs of a common shape.
+        costs: by rank, by microbatch: predicted.
     """
-    aligned: Sequence[Program] = in_lockstep() if gather and gather != "step" else ()
+    aligned: Sequence[Program] = ()
+    if gather and gather != "step":
+        aligned = align(programs, costs)
     gathering = choose_gathering(gather, aligned, held, names) if gather else None
     if gathering is not None and gathering.gather == "microbatch":
         programs = aligned
@@ -268,7 +267,7 @@ def _split(
         return None, Splitting("replicate", reason)
     programs, costs = [offer.program for offer in offers], [offer.costs for offer in offers]
     held = [offer.held for offer in offers]
-    schedule = _schedule(gather, names, held, programs, partial(align, programs, costs))
+    schedule = _schedule(gather, names, held, programs, costs)
     link = link_cost([(t.edges, t.owner, t.ranks) for t in prompts], offers[0].link, held)
     splitting = choose_split(asked, replicated.cost, schedule.cost + link)
     return (schedule if splitting.split == "exchange" else None), splitting

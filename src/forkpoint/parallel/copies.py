@@ -8,15 +8,17 @@ together, and nothing would tell.
 import hashlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
-from forkpoint.errors import RankError
+from forkpoint.errors import ForkpointError, RankError
 from forkpoint.plan.plan import Plan
 from forkpoint.rollouts.batch import RolloutBatch
 
+T = TypeVar("T")
 RELATIVE = 1e-3
 """Numbers that ranks compute from the same values on different devices may differ by so much."""
 
@@ -54,66 +56,80 @@ def contents_of(batch: RolloutBatch, plans: Sequence[Plan], numbers: Sequence[fl
     return Contents(digest.hexdigest(), microbatches.hexdigest(), tuple(numbers))
 
 
+def check_copies(
+    values: Sequence[T],
+    names: Sequence[int],
+    batches: Sequence[int],
+    difference: Callable[[T, T], str | None],
+    error: type[ForkpointError] = RankError,
+) -> None:
+    """Compare values of ranks that hold one copy of the model together.
+
+    Args:
+        values: by rank.
+        names: by rank, its number in messages.
+        batches: by rank, which batch it has: ranks of one copy have the same.
+        difference: says how two values differ and what to do, None where they do not.
+        error: to raise.
+
+    Raises `error` on every rank that calls this, naming two that differ.
+    """
+    leaders: dict[int, int] = {}
+    for rank, batch in enumerate(batches):
+        leader = leaders.setdefault(batch, rank)
+        text = difference(values[leader], values[rank]) if rank != leader else None
+        if text is not None:
+            raise error(
+                f"ranks {names[leader]} and {names[rank]} hold one copy of the model together "
+                f"(tensor parallelism), and {text}"
+            )
+
+
 def check_same_batches(
     contents: Sequence[Contents | None], names: Sequence[int], batches: Sequence[int]
 ) -> None:
-    """Ranks with the same batch have the same rollouts, plans and numbers.
+    """Ranks with the same batch have the same rollouts, plans and numbers: see `check_copies`."""
+    no_step = "so no rank runs this step, and gradients are as they were."
 
-    Args:
-        contents: by rank.
-        names: by rank, its number in messages.
-        batches: by rank, which batch it has.
-
-    Raises RankError on every rank that calls this, naming two that differ.
-    """
-    firsts: dict[int, int] = {}
-    for rank, batch in enumerate(batches):
-        first = firsts.setdefault(batch, rank)
-        one, other = contents[first], contents[rank]
+    def difference(one: Contents | None, other: Contents | None) -> str | None:
         assert one is not None and other is not None
-        who = (
-            f"ranks {names[first]} and {names[rank]} hold one copy of the model together (tensor "
-            "parallelism)"
-        )
         if one.rollouts != other.rollouts:
-            raise RankError(
-                f"{who}, and were given different batches, so no rank runs this step, and "
-                "gradients are as they were. Give both the same rollouts, with the same "
-                "advantages, log-probs and extras: one batch for each place in the data "
+            return (
+                f"were given different batches, {no_step} Give both the same rollouts, with the "
+                "same advantages, log-probs and extras: one batch for each place in the data "
                 "dimensions of the mesh."
             )
         if one.plan != other.plan:
-            raise RankError(
-                f"{who}, and planned the same batch differently, so no rank runs this step, and "
-                "gradients are as they were. Give both the same Config; where their free memory "
-                "or calibrations differ, set memory_budget and calibration in it."
+            return (
+                f"planned the same batch differently, {no_step} Give both the same Config; where "
+                "their free memory or calibrations differ, set memory_budget and calibration in it."
             )
         if not alike(one.numbers, other.numbers):
-            raise RankError(
-                f"{who}, and scale the loss or its gradients differently ({list(one.numbers)} and "
-                f"{list(other.numbers)}), so no rank runs this step, and gradients are as they "
-                "were. Compute the loss from the same values on both, without random numbers of "
-                "a rank's own."
+            return (
+                f"scale the loss or its gradients differently ({list(one.numbers)} and "
+                f"{list(other.numbers)}), {no_step} Compute the loss from the same values on both, "
+                "without random numbers of a rank's own."
             )
+        return None
+
+    check_copies(contents, names, batches, difference)
 
 
 def check_same_losses(
     losses: Sequence[float], names: Sequence[int], batches: Sequence[int]
 ) -> None:
-    """Ranks with the same batch have come to the same loss.
+    """Ranks with the same batch have come to the same loss: see `check_copies`."""
 
-    Raises RankError on every rank that calls this, naming two that differ.
-    """
-    firsts: dict[int, int] = {}
-    for rank, batch in enumerate(batches):
-        first = firsts.setdefault(batch, rank)
-        if not alike([losses[first]], [losses[rank]]):
-            raise RankError(
-                f"ranks {names[first]} and {names[rank]} hold one copy of the model together "
-                f"(tensor parallelism), and came to different losses ({losses[first]:.6g} and "
-                f"{losses[rank]:.6g}), so no rank keeps its gradients. A loss there must not draw "
-                "random numbers of a rank's own, nor depend on the rank."
-            )
+    def difference(one: float, other: float) -> str | None:
+        if alike([one], [other]):
+            return None
+        return (
+            f"came to different losses ({one:.6g} and {other:.6g}), so no rank keeps its "
+            "gradients. A loss there must not draw random numbers of a rank's own, nor depend on "
+            "the rank."
+        )
+
+    check_copies(losses, names, batches, difference)
 
 
 def alike(one: Sequence[float], other: Sequence[float]) -> bool:

@@ -32,8 +32,7 @@ class SingleProcess:
 
     index: int = 0
     batches: tuple[int, ...] = (0,)
-    firsts: tuple[int, ...] = (0,)
-    shares_batches: bool = False
+    group_leaders: tuple[int, ...] = (0,)
 
 
 @dataclass(eq=False)
@@ -65,15 +64,10 @@ class DataRanks:
         self.batches = self.batches or tuple(range(self.size))
 
     @property
-    def shares_batches(self) -> bool:
-        """Whether any two ranks have the same batch."""
-        return len(set(self.batches)) < self.size
-
-    @property
-    def firsts(self) -> tuple[int, ...]:
+    def group_leaders(self) -> tuple[int, ...]:
         """By batch, the first of the ranks that have it: what all ranks of a batch compute alike
         is counted once."""
-        return firsts_of(self.batches)
+        return group_leaders(self.batches)
 
     def exchange(self, value: T) -> list[T]:
         """The values of all ranks, by index. Collective.
@@ -120,7 +114,7 @@ class DataRanks:
         return f"rank {self.global_ranks[self.index]}"
 
 
-def firsts_of(batches: Sequence[int]) -> tuple[int, ...]:
+def group_leaders(batches: Sequence[int]) -> tuple[int, ...]:
     """By batch, in order, the index of the first rank that has it.
 
     batches: by rank, which batch it has.

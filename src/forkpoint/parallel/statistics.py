@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from forkpoint.errors import ConfigError, RolloutError
-from forkpoint.parallel.ranks import firsts_of
+from forkpoint.parallel.copies import check_copies
+from forkpoint.parallel.ranks import group_leaders
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def joined(
         return None
     first = known[0]
     if batches is not None:
-        _check_same(known, names, batches)
+        check_copies(known, names, batches, _difference, ConfigError)
     for name, share in zip(names, known, strict=True):
         if first.joins and share.counts != first.counts:
             raise ConfigError(
@@ -69,7 +70,7 @@ def joined(
                 "are the same on all of them, on every rank."
             )
     if batches is not None:
-        known = [known[rank] for rank in firsts_of(batches)]
+        known = [known[rank] for rank in group_leaders(batches)]
     tokens = sum(share.tokens for share in known)
     if not first.joins:
         return StatisticsOfRanks(None, sum(share.statistics for share in known), first.gathers)
@@ -82,24 +83,15 @@ def joined(
     return StatisticsOfRanks(tokens, 1, first.gathers)
 
 
-def _check_same(
-    shares: Sequence[StatisticsShare], names: Sequence[int], batches: Sequence[int]
-) -> None:
-    """Ranks with one batch take the same statistics of it, from the same counts."""
-    firsts = firsts_of(batches)
-    order = sorted(set(batches))
-    for rank, batch in enumerate(batches):
-        first = firsts[order.index(batch)]
-        one, other = shares[first], shares[rank]
-        for what, same in (
-            ("lists of rollouts as the scope of the router loss", one.parts == other.parts),
-            ("router_counts", one.counts == other.counts),
-        ):
-            if not same:
-                raise ConfigError(
-                    f"ranks {names[first]} and {names[rank]} hold one copy of the model together "
-                    f"(tensor parallelism), and were given different {what}. Give both the same."
-                )
+def _difference(one: StatisticsShare, other: StatisticsShare) -> str | None:
+    """How the statistics of ranks with one batch differ."""
+    for what, same in (
+        ("lists of rollouts as the scope of the router loss", one.parts == other.parts),
+        ("router_counts", one.counts == other.counts),
+    ):
+        if not same:
+            return f"were given different {what}. Give both the same."
+    return None
 
 
 @dataclass(frozen=True, eq=False)

@@ -191,7 +191,7 @@ class StepOfRanks:
         except RankError:  # the same on all ranks
             self.ranks.phase = "told"
             raise
-        firsts = self.ranks.firsts
+        firsts = self.ranks.group_leaders
         routers = [end for first in firsts if (end := found[first].router) is not None]
         if routers:
             self.router = reduce(add, routers)

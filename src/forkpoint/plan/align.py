@@ -29,13 +29,12 @@ from forkpoint.plan.program import (
     HEAD,
     IDLE,
     RECOMPUTE,
-    RETURN,
     SCORE,
     SHARE,
     Instruction,
     Program,
-    last_backward_marked,
 )
+from forkpoint.plan.shared_prompts import around_and_inside
 
 NO_PARENT = -1
 SLOT_COST = 0.1
@@ -113,21 +112,13 @@ def _around_and_inside(program: Program) -> tuple[Program, Program]:
 
 def _exchanging(around: Program, inside: Program, scored: bool) -> Program:
     """The program that `_around_and_inside` takes apart; `scored`: whether it has scores."""
-    number = int(scored)
-    share = Instruction(number, SHARE, 0, IDLE)
-    found: list[Instruction] = []
-    if scored:
-        found += [*around.scores, share._replace(pass_index=0, keeps_graph=False)]
-        found += [i._replace(slot=i.slot + len(around.scores)) for i in inside.scores]
     slots = 1 + max((i.slot for i in around.training), default=-1)
-    opening = [i for i in around.training if i.operation == FORWARD]
-    closing = around.training[len(opening) :]
-    if any(i.operation == FORWARD for i in closing):
+    operations = [i.operation == FORWARD for i in around.training]
+    if operations != sorted(operations, reverse=True):
         raise PlanError("programs whose prompts do not lie around one another cannot be aligned")
-    within = [i._replace(slot=i.slot + slots) for i in inside.training]
-    training = [*opening, share, *within, share._replace(operation=RETURN), *closing]
-    found += [i._replace(pass_index=number) for i in training]
-    return Program(last_backward_marked(found))
+    later = [i._replace(slot=i.slot + len(around.scores)) for i in inside.scores]
+    later += [i._replace(slot=i.slot + slots) for i in inside.training]
+    return around_and_inside(around, Program(tuple(later)), scores=scored)
 
 
 def _align(

@@ -24,7 +24,7 @@ from forkpoint.plan.program import Program
 from forkpoint.plan.runs import LeftOut, labels_run, run_lengths, sort_running
 from forkpoint.plan.shared_prompts import PlannedPrompt, classes_of, cut_below
 from forkpoint.rollouts.batch import RolloutBatch
-from forkpoint.tree.forest import Forest, IntArray, SortedRollouts, build_forest, sort_rollouts
+from forkpoint.tree.forest import Forest, IntArray, SortedRollouts, build_forest
 from forkpoint.units import exactly
 
 DEFAULT_MICROBATCH_TOKENS = 16_384
@@ -103,14 +103,16 @@ class Builder:
         self.left_out: LeftOut = LeftOut.of(batch, runs)
         trained = int((batch.loss_mask & labels_run(batch.offsets, runs)).sum())
         self.dense_work: Work = dense_work(runs, trained, self.windows)
-        one_class = np.zeros(len(batch), np.int64)
-        order = sort_rollouts(batch.token_ids, batch.offsets, one_class, routes=batch.route_index)
+        self.prompts: tuple[PlannedPrompt, ...] = prompts or ()
+        self.exchanges: bool = prompts is not None
+        every = sort_running(batch, run_lengths(batch, whole=True))
         firsts = np.unique(batch.token_ids[batch.offsets[:-1]])
-        self.unique_tokens: int = int(order.new_edges.sum()) + len(firsts)
-        self.tree_order: SortedRollouts = order
-        self.prompts: tuple[PlannedPrompt, ...] | None = prompts
-        if self.last_tokens or prompts or self.left_out.tokens:
-            self.tree_order = self._sorted(one_class)
+        self.unique_tokens: int = int(every.new_edges.sum()) + len(firsts)
+        running = every
+        if self.last_tokens or self.left_out.tokens:
+            running = sort_running(batch, runs, last_tokens=self.last_tokens)
+        one_class = np.zeros(len(batch), np.int64)
+        self.tree_order: SortedRollouts = running.grouped(classes_of(self.prompts, one_class))
         self.longest: int = int(self.tree_order.edges.max(initial=1))
         self.orders: dict[str, SortedRollouts] = {"tree": self.tree_order}
         # Then sharing within groups is sharing over the batch.
@@ -124,12 +126,9 @@ class Builder:
                 every = np.ones(len(self.tree_order.rollouts), bool)
                 self.orders[sharing] = self.tree_order.cut(every)
             else:
-                self.orders[sharing] = self._sorted(self.batch.group_index)
+                classes = classes_of(self.prompts, self.batch.group_index)
+                self.orders[sharing] = self.tree_order.grouped(classes)
         return self.orders[sharing]
-
-    def _sorted(self, classes: IntArray) -> SortedRollouts:
-        classes = classes_of(self.prompts or (), classes)
-        return sort_running(self.batch, classes, self.runs, last_tokens=self.last_tokens)
 
     def forest(self, sharing: str) -> Forest:
         """The forest of an order that is cut nowhere: the same whatever the microbatches'
@@ -137,7 +136,7 @@ class Builder:
         sharing = self._as(sharing)
         if sharing not in self._forests:
             forest = build_forest(self.order(sharing), len(self.batch))
-            self._forests[sharing] = cut_below(forest, self.prompts or ())
+            self._forests[sharing] = cut_below(forest, self.prompts)
         return self._forests[sharing]
 
     def _as(self, sharing: str) -> str:
@@ -327,9 +326,7 @@ class Builder:
                 # Raises, saying why.
                 microbatches_of_whole_paths(order, len(self.batch), tokens, multiple)
             if boundary == "mixed" and not padded:
-                forest, microbatches = microbatches_mixed(
-                    forest, tokens, multiple, self.prompts or ()
-                )
+                forest, microbatches = microbatches_mixed(forest, tokens, multiple, self.prompts)
             else:
                 forest, microbatches = microbatches_across(
                     forest,
@@ -376,9 +373,9 @@ class Builder:
                 forest,
                 num_loss_entries,
                 self.windows,
-                [s for m in microbatches if m.trunk == "received" for s in m.segments],
+                [s for m in microbatches if m.shared_prompt == "received" for s in m.segments],
             ),
-            split="" if self.prompts is None else "exchange",
+            split="exchange" if self.exchanges else "",
             fingerprint=self.fingerprint,
             capabilities=self.capabilities,
             memory_budget_bytes=self.budget,

@@ -89,7 +89,7 @@ def _first_fit(
     sizes: Mapping[int, int], program: Program, microbatches: Sequence[Microbatch]
 ) -> tuple[dict[int, int], int]:
     """The first slot of each microbatch that has some, and how many slots there are."""
-    received = [m.index for m in microbatches if m.trunk == "received"]
+    received = [m.index for m in microbatches if m.shared_prompt == "received"]
     slots = _Slots()
     begin_of: dict[int, int] = {}
     for instruction in program.training:

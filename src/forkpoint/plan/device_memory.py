@@ -1,7 +1,7 @@
 """Memory of a device: what weights, gradients and an optimizer take, and what is left. No torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from forkpoint.plan.pricing.cost import ModelShape
@@ -90,20 +90,3 @@ class DeviceMemory:
     def fits(self, peak_bytes: int) -> bool:
         """Whether activations and prefix cache of so many bytes fit besides."""
         return peak_bytes <= self.left_bytes
-
-    def milder(self) -> dict[str, "DeviceMemory"]:
-        """By settings of the command line that take less, what is taken then; mildest first."""
-        narrow = {"dtype_bytes": 2} if self.dtype_bytes > 2 else {}
-        tried: dict[str, dict[str, float]] = {}
-        if narrow:
-            tried["--dtype bfloat16"] = {**narrow}
-        words = "--dtype bfloat16 " if narrow else ""
-        if self.optimizer_bytes_per_parameter > 2:
-            of = f"{words}--optimizer-bytes 2 (Adam in 8 bits)"
-            tried[of] = {**narrow, "optimizer_bytes_per_parameter": 2}
-        if self.trained_share > 0.02:
-            tried[f"{words}--trained-share 0.01 (LoRA)"] = {**narrow, "trained_share": 0.01}
-        return {
-            name: replace(self, **changes)  # pyright: ignore[reportArgumentType]
-            for name, changes in tried.items()
-        }

@@ -5,14 +5,12 @@ nothing. Imports no torch.
 """
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from forkpoint.plan.entries import entries_of
-from forkpoint.plan.pricing.cost import ModelShape, Work, dense_work, forest_work
+from forkpoint.plan.pricing.cost import ModelShape, Work, bound_of, dense_work, forest_work
 from forkpoint.plan.runs import labels_run, run_lengths, sort_running
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.tree.forest import Forest, IntArray, SortedRollouts, build_forest
@@ -115,11 +113,8 @@ class Estimate:
         """
         whole = run_lengths(batch, whole=True)
         runs = whole if runs is None else runs
-        classes = {"group": batch.group_index, "tree": np.zeros(len(batch), np.int64)}
-        given = {mode: sort_running(batch, of, whole) for mode, of in classes.items()}
-        orders = given
-        if (runs < whole).any():
-            orders = {mode: sort_running(batch, of, runs) for mode, of in classes.items()}
+        given = _orders(batch, whole)
+        orders = _orders(batch, runs) if (runs < whole).any() else given
         forests = {mode: build_forest(order, len(batch)) for mode, order in orders.items()}
         windows = self.shape.windows if self.shape else ()
         trained = int((batch.loss_mask & labels_run(batch.offsets, runs)).sum())
@@ -147,17 +142,12 @@ class Estimate:
         for split, tokens in self.split_tokens.items():
             parts = split.parts(len(batch))
             for mode, order in orders.items():
-                tokens[mode] += _split_edges(order, parts)
+                tokens[mode] += int(order.grouped(parts).new_edges.sum())
 
     def bound(self, mode: str) -> float:
         """Dense over `mode`, in FLOPs where there is a shape, else in tokens: the most that sharing
         can speed up what a model computes."""
-        dense, shared = self.work["none"], self.work[mode]
-        if not shared.tokens:
-            return 1.0
-        if self.shape is None:
-            return dense.tokens / shared.tokens
-        return dense.step_flops(self.shape) / shared.step_flops(self.shape)
+        return bound_of(self.work["none"], self.work[mode], self.shape)
 
 
 def _labelled(forest: Forest, batch: RolloutBatch) -> int:
@@ -179,32 +169,6 @@ def _depths(forest: Forest) -> IntArray:
     return depth[forest.leaf]
 
 
-def _split_edges(order: SortedRollouts, parts: IntArray) -> int:
-    """Edges run where only rollouts of the same part share."""
-    part = parts[order.rollouts]
-    entries = np.argsort(part, kind="stable")
-    same = part[entries[1:]] == part[entries[:-1]]
-    shared = _least(order.shared_edges, entries[:-1][same] + 1, entries[1:][same])
-    return int(order.edges.sum() - shared.sum())
-
-
-def _least(values: IntArray, first: IntArray, last: IntArray) -> IntArray:
-    """The least of values[first .. last], both included, for each pair of positions."""
-    out = np.zeros(len(first), np.int64)
-    level = np.int64(0)
-    length = last - first + 1
-    for table in _tables(values):
-        width = 1 << int(level)
-        here: NDArray[np.bool_] = (length >= width) & (length < 2 * width)
-        out[here] = np.minimum(table[first[here]], table[last[here] - width + 1])
-        level += 1
-    return out
-
-
-def _tables(values: IntArray) -> Iterator[IntArray]:
-    """Least values of 1, 2, 4, ... neighbours, from each position."""
-    table, width = values, 1
-    while len(table):
-        yield table
-        table = np.minimum(table[:-width], table[width:]) if len(table) > width else table[:0]
-        width *= 2
+def _orders(batch: RolloutBatch, runs: IntArray) -> dict[str, SortedRollouts]:
+    order = sort_running(batch, runs)
+    return {"group": order.grouped(batch.group_index), "tree": order}

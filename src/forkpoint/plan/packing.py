@@ -20,7 +20,7 @@ class _Draft:
     parent: int
     segments: list[int] = field(default_factory=list)
     width: int = 0
-    trunk: Literal["", "sent", "received"] = ""
+    shared_prompt: Literal["", "sent", "received"] = ""
 
 
 def round_up(tokens: int, multiple: int) -> int:
@@ -184,13 +184,13 @@ def microbatches_mixed(
     below, length = forest.children(), forest.length.tolist()
     subtree = forest.subtree_edges().tolist()
     drafts: list[_Draft] = []
-    every = [segment for trunk in prompts for segment in trunk.segments(forest)]
-    sent = [s for trunk in prompts if not trunk.received for s in trunk.segments(forest)]
+    every = [segment for prompt in prompts for segment in prompt.segments(forest)]
+    sent = [s for prompt in prompts if not prompt.received for s in prompt.segments(forest)]
     for segments in _in_order(sent, length, max_microbatch_tokens):
-        drafts.append(_Draft(len(drafts) - 1, segments, trunk="sent"))
-    received = [s for trunk in prompts if trunk.received for s in trunk.segments(forest)]
+        drafts.append(_Draft(len(drafts) - 1, segments, shared_prompt="sent"))
+    received = [s for prompt in prompts if prompt.received for s in prompt.segments(forest)]
     if received:
-        drafts.append(_Draft(len(drafts) - 1, received, trunk="received"))
+        drafts.append(_Draft(len(drafts) - 1, received, shared_prompt="received"))
     inside = set(every)
     roots = [s for s in np.flatnonzero(forest.parent < 0).tolist() if s not in inside]
     readers = [child for s in every for child in below[s] if child not in inside]
@@ -302,7 +302,7 @@ def _finish(forest: Forest, drafts: list[_Draft], multiple: int) -> list[Microba
                 padded_tokens=places + padding,
                 tokens=int(forest.length[segments].sum()),
                 padding=padding,
-                trunk=draft.trunk,
+                shared_prompt=draft.shared_prompt,
             )
         )
     return microbatches

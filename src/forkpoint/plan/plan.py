@@ -17,7 +17,7 @@ from rich.tree import Tree
 from forkpoint.errors import PlanError
 from forkpoint.plan.cache import allocate_cache
 from forkpoint.plan.capabilities import Capabilities
-from forkpoint.plan.pricing.cost import ModelShape, Work
+from forkpoint.plan.pricing.cost import ModelShape, Work, bound_of
 from forkpoint.plan.program import (
     BACKWARD,
     FORWARD,
@@ -132,12 +132,12 @@ class Plan:
     @property
     def computed_tokens(self) -> int:
         """Edges run on this rank, padding not counted."""
-        return sum(m.tokens for m in self.microbatches if m.trunk != "received")
+        return sum(m.tokens for m in self.microbatches if m.shared_prompt != "received")
 
     @property
     def padded_tokens(self) -> int:
         """Tokens that go through the model, padding included."""
-        return sum(m.padded_tokens for m in self.microbatches if m.trunk != "received")
+        return sum(m.padded_tokens for m in self.microbatches if m.shared_prompt != "received")
 
     @property
     def bound(self) -> float:
@@ -145,11 +145,7 @@ class Plan:
 
         Both leave out what gives no gradient, so that this counts sharing alone.
         """
-        if not self.shared.tokens:
-            return 1.0
-        if self.shape is None:
-            return self.dense.tokens / self.shared.tokens
-        return self.dense.step_flops(self.shape) / self.shared.step_flops(self.shape)
+        return bound_of(self.dense, self.shared, self.shape)
 
     @cached_property
     def run_lengths(self) -> IntArray:
@@ -395,7 +391,7 @@ class Plan:
 
 
 def _kind(microbatch: Microbatch) -> str:
-    if microbatch.trunk == "received":
+    if microbatch.shared_prompt == "received":
         return "received"
     return "prefix" if microbatch.children else "leaf"
 

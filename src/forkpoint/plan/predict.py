@@ -11,36 +11,25 @@ from heapq import heappop, heappush
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.pricing.meters import Meter, TokenMeter, meter_of
-from forkpoint.plan.program import BACKWARD, FORWARD, HEAD, PHASES, phase_of
+from forkpoint.plan.program import BACKWARD, FORWARD, HEAD
 
 # Layers that a backward holds on to while it runs, and that are fetched ahead of it at least
-# (engine/given_back.py, engine/offload.py).
+# (engine/offload.py).
 LAYERS_AT_WORK = 2
 
 
-@dataclass(frozen=True)
-class Simulated:
-    """A schedule played with a meter's prices."""
-
-    cost: float
-    phases: dict[str, float]
-    """By phase, as `StepStats.phase_ms`."""
-
-
-def simulate(plan: Plan, meter: Meter) -> Simulated:
+def simulate(plan: Plan, meter: Meter) -> float:
     """Cost of a step: computation in order, and waiting for copies that are not done by then.
 
     A copy out begins with its microbatch's forward and is over when its bytes are through. A
-    microbatch comes
-    back while the backward before its own runs, as that gives back memory: as much as it had, the
-    rest from the microbatch's own backward on, which ends no earlier than the last layer's share of
-    its work after the last byte.
+    microbatch comes back while the backward before its own runs, as that gives back memory: as much
+    as it had, the rest from the microbatch's own backward on, which ends no earlier than the last
+    layer's share of its work after the last byte.
     """
     layers = plan.shape.layers if plan.shape else 1
     now = out_free = in_free = 0.0
     before: _Backward | None = None
     sent: dict[int, float] = {}
-    phases: dict[str, float] = dict.fromkeys(PHASES, 0.0)
     for instruction in plan.program.instructions:
         if instruction.idle:
             continue
@@ -65,8 +54,7 @@ def simulate(plan: Plan, meter: Meter) -> Simulated:
                 out = meter.copy(meter.kept_bytes(microbatch), out=True) or 0.0
                 out_free = sent[index] = max(out_free, begin) + out
             before = None
-        phases[phase_of(instruction.operation, microbatch)] += now - begin
-    return Simulated(now, phases)
+    return now
 
 
 @dataclass(frozen=True)
@@ -100,7 +88,7 @@ def plan_cost(plan: Plan, meter: Meter | None = None) -> float:
     without a shape.
     """
     meter = meter or meter_of(plan)
-    cost = simulate(plan, meter).cost
+    cost = simulate(plan, meter)
     return cost / 3 if isinstance(meter, TokenMeter) else cost
 
 
@@ -152,7 +140,7 @@ def microbatches_to_drop(
         # Microbatches lie in visiting order, so those open around one are a stack.
         while opened and opened[-1] != microbatch.parent:
             held -= holds[opened.pop()]
-        kept = 0 if microbatch.trunk == "received" else meter.kept_bytes(microbatch)
+        kept = 0 if microbatch.shared_prompt == "received" else meter.kept_bytes(microbatch)
         over = held + kept + meter.working_bytes(microbatch) - room
         while over > 0 and cheapest:
             index = -heappop(cheapest)[1]
@@ -163,7 +151,7 @@ def microbatches_to_drop(
                 over -= holds[index]
                 holds[index] = 0
         keeps = bool(microbatch.children) and microbatch.activations == "keep"
-        keeps = keeps and microbatch.trunk != "received"
+        keeps = keeps and microbatch.shared_prompt != "received"
         holds.append(kept if keeps else 0)
         if microbatch.children:
             opened.append(microbatch.index)
@@ -194,7 +182,7 @@ def keep_logits(plan: Plan, meter: Meter, shape: ModelShape, budget: int) -> Pla
     microbatches = []
     for microbatch in plan.microbatches:
         above = open_bytes[microbatch.parent] if microbatch.parent >= 0 else 0
-        keeps = microbatch.activations == "keep" and microbatch.trunk != "received"
+        keeps = microbatch.activations == "keep" and microbatch.shared_prompt != "received"
         kept = meter.kept_bytes(microbatch) if keeps else 0
         open_bytes.append(above + kept)
         with_logits = replace(microbatch, keeps_logits=True)

@@ -225,7 +225,8 @@ def waits_for(
     in_slot = {(i.operation, i.slot): at for at, i in enumerate(units)}
     of = {(i.operation, i.microbatch): at for at, i in enumerate(units) if not i.idle}
     share, returned = in_slot.get((SHARE, 0)), in_slot.get((RETURN, 0))
-    received = {m.index for m in microbatches if m.trunk == "received"}
+    received = {m.index for m in microbatches if m.shared_prompt == "received"}
+    prompts = {m.index for m in microbatches if m.shared_prompt}
     children: list[set[int]] = [set() for _ in microbatches]
     for index, above in enumerate(parents):
         for parent in above:
@@ -234,18 +235,24 @@ def waits_for(
     for operation, slot, microbatch in ((i.operation, i.slot, i.microbatch) for i in units):
         waits: set[int] = set()
         if operation == SHARE:
-            waits = {at for (o, m), at in of.items() if o == FORWARD and microbatches[m].trunk}
+            waits = {
+                at for (o, m), at in of.items() if o == FORWARD and microbatches[m].shared_prompt
+            }
         elif operation == RETURN:
-            waits = {at for (o, m), at in of.items() if o == BACKWARD and not microbatches[m].trunk}
+            waits = {
+                at
+                for (o, m), at in of.items()
+                if o == BACKWARD and not microbatches[m].shared_prompt
+            }
         elif operation == BACKWARD:
             waits = {in_slot[FORWARD, slot]}
         if microbatch != IDLE and operation == BACKWARD:
             waits |= {of[BACKWARD, child] for child in children[microbatch]}
-            if microbatches[microbatch].trunk and returned is not None:
+            if microbatch in prompts and returned is not None:
                 waits.add(returned)
         elif microbatch != IDLE:
             waits |= {of[FORWARD, p] for p in parents[microbatch] if p not in received}
-            if not microbatches[microbatch].trunk and share is not None:
+            if microbatch not in prompts and share is not None:
                 waits.add(share)
         found.append(waits)
     return tuple(tuple(sorted(waits)) for waits in found)

@@ -5,7 +5,7 @@ asked for, or a statistic of routers. Of most rollouts that is the last trained 
 without trained tokens is not run, nor is one whose terms a loss declares to be 0.
 """
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +33,7 @@ class LeftOut:
 
     def __add__(self, other: "LeftOut") -> "LeftOut":
         """Both, of different batches."""
-        return LeftOut(*(a + b for a, b in zip(_numbers(self), _numbers(other), strict=True)))
+        return LeftOut(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     @classmethod
     def of(cls, batch: RolloutBatch, runs: IntArray) -> "LeftOut":
@@ -55,10 +55,6 @@ class LeftOut:
             # Where last tokens run, more edges do than have labels.
             tail_tokens=int(np.maximum(edges - runs, 0)[~still].sum()),
         )
-
-
-def _numbers(of: LeftOut) -> tuple[int, int, int, int]:
-    return of.rollouts, of.groups, of.rollout_tokens, of.tail_tokens
 
 
 def run_lengths(
@@ -100,11 +96,11 @@ def labels_run(offsets: IntArray, runs: IntArray) -> NDArray[np.bool_]:
 
 
 def sort_running(
-    batch: RolloutBatch, classes: IntArray, runs: IntArray, *, last_tokens: bool = False
+    batch: RolloutBatch, runs: IntArray, *, last_tokens: bool = False
 ) -> SortedRollouts:
     """The rollouts sorted, and what neighbours share of what runs of them: see `sort_rollouts`.
 
-    classes: [N] only rollouts of the same class may share. runs: what `run_lengths` gave.
+    runs: what `run_lengths` gave.
     """
     ids, offsets, routes = batch.token_ids, batch.offsets, batch.route_index
     if not last_tokens and (runs < batch.lengths - 1).any():
@@ -112,4 +108,6 @@ def sort_running(
         here[offsets[:-1]] = True  # first tokens, which are no labels
         ids, routes = ids[here], None if routes is None else routes[here]
         offsets = np.concatenate([[0], np.cumsum(runs + 1)])
-    return sort_rollouts(ids, offsets, classes, last_tokens=last_tokens, routes=routes)
+    return sort_rollouts(
+        ids, offsets, np.zeros(len(batch), np.int64), last_tokens=last_tokens, routes=routes
+    )

@@ -7,7 +7,7 @@ runs the rest of its program.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -228,24 +228,30 @@ def exchanging(program: Program, microbatches: Sequence[Microbatch], *, scores: 
         microbatches: those of the plan.
         scores: whether a pass of scores comes first on any rank.
     """
-    prompts = {m.index: m.trunk for m in microbatches if m.trunk}
+    prompts = {m.index: m.shared_prompt for m in microbatches if m.shared_prompt}
+    own = [i for i in program.instructions if prompts.get(i.microbatch) != "received"]
+    around = Program(tuple(i for i in own if i.microbatch in prompts))
+    inside = Program(tuple(i for i in own if i.microbatch not in prompts))
+    return around_and_inside(around, inside, scores=scores)
 
-    def parts(instructions: Iterable[Instruction]) -> tuple[list[Instruction], list[Instruction]]:
-        own = [i for i in instructions if prompts.get(i.microbatch) != "received"]
-        return (
-            [i for i in own if i.microbatch in prompts],
-            [i for i in own if i.microbatch not in prompts],
-        )
 
-    found: list[Instruction] = []
+def around_and_inside(around: Program, inside: Program, *, scores: bool) -> Program:
+    """The program that runs prompts around its exchanges, and the rest between these.
+
+    Args:
+        around: forwards of prompts, then their backwards.
+        inside: the rest.
+        scores: whether a pass of scores comes first on any rank.
+    """
     number = int(scores)
+    share = Instruction(number, SHARE, 0, IDLE)
+    found: list[Instruction] = []
     if scores:
-        around, inside = parts(program.scores)
-        found += [*around, Instruction(0, SHARE, 0, IDLE, keeps_graph=False), *inside]
-    around, inside = parts(program.training)
-    forwards = [i for i in around if i.operation == FORWARD]
-    backwards = [i for i in around if i.operation != FORWARD]
-    share, back = (Instruction(number, operation, 0, IDLE) for operation in (SHARE, RETURN))
-    every = [*forwards, share, *inside, back, *backwards]
-    found += [i._replace(pass_index=number, last_backward=False) for i in every]
+        recorded_not = share._replace(pass_index=0, keeps_graph=False)
+        found += [*around.scores, recorded_not, *inside.scores]
+    opening = [i for i in around.training if i.operation == FORWARD]
+    closing = [i for i in around.training if i.operation != FORWARD]
+    back = share._replace(operation=RETURN)
+    training = [*opening, share, *inside.training, back, *closing]
+    found += [i._replace(pass_index=number) for i in training]
     return Program(last_backward_marked(found))

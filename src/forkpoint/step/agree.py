@@ -1,10 +1,7 @@
 """The second stage of a step: ranks agree on it, by one exchange over CPUs or a few."""
 
-import logging
-from collections.abc import Sequence
 from dataclasses import replace
 
-from forkpoint.engine.compiling import WARNING, Compiling
 from forkpoint.engine.distributed import Distributed
 from forkpoint.engine.prompt_exchange import PromptExchange
 from forkpoint.errors import ForkpointError
@@ -28,8 +25,6 @@ from forkpoint.step.plan import check_and_plan
 from forkpoint.step.rank_plans import ExchangePlans, RankPlanOptions
 from forkpoint.step.request import AgreedStep, LocalStep, StepPolicy
 from forkpoint.step.self_check import sample_of
-
-_log = logging.getLogger("forkpoint")
 
 
 def agree(policy: StepPolicy, local: LocalStep) -> AgreedStep:
@@ -81,14 +76,13 @@ def _agree_with_others(policy: StepPolicy, group: Distributed, local: LocalStep)
             ranks.index,
             ranks.global_ranks,
             gather=gather,
-            batches=ranks.batches if ranks.shares_batches else None,
+            batches=ranks.batches if group.topology.shares_batches else None,
             split=policy.config.split,
             prompts=shared,
         )
     except ForkpointError:  # the same on all ranks
         ranks.phase = "told"
         raise
-    _give_up_compiling(policy.host.compiling, ranks.global_ranks, proposals)
     return _agreed_step(options, group, agreement, once, plans)
 
 
@@ -118,7 +112,6 @@ def _proposal(
         costs=tuple(float(m.tokens) for m in plan.microbatches),
         held=held,
         budget_bytes=policy.model_state.budgets.of(policy.host, policy.config),
-        compiler_failure=policy.host.compiling.failure,
         trains=plan.num_loss_entries > 0,
         trained_tokens=batch.trained_tokens,
         rollouts=len(batch),
@@ -128,7 +121,7 @@ def _proposal(
         statistics=share,
         sample=sample_of(batch) if due and len(batch) else None,
     )
-    if group.ranks.shares_batches:
+    if group.topology.shares_batches:
         proposal = replace(proposal, contents=contents_of(batch, (plan,), local.factors))
     return proposal, once
 
@@ -190,16 +183,6 @@ def _agreed_step(
         exchange=exchange,
         gather=None if gathering is None else gathering.gather,
     )
-
-
-def _give_up_compiling(
-    compiling: Compiling, names: Sequence[int], proposals: Sequence[Proposal]
-) -> None:
-    """Run blocks eagerly where the compiler has failed on any rank."""
-    for rank, proposal in zip(names, proposals, strict=True):
-        if proposal.compiler_failure and compiling.failure is None:
-            compiling.failure = f"on rank {rank}: {proposal.compiler_failure}"
-            _log.warning(WARNING, compiling.failure)
 
 
 def _program(plan: Plan, scores: bool, gathers: bool) -> Program:

@@ -27,9 +27,9 @@ from forkpoint.step.request import (
 )
 from forkpoint.step.router_steps import (
     RouterWork,
-    called,
     check_averaged,
     check_routed_experts,
+    describe_routers,
     has_several_batches,
     router_work,
 )
@@ -72,7 +72,7 @@ def _check_training(policy: StepPolicy, request: TrainRequest) -> LocalStep:
         request=request,
         batch=batch,
         plan=_plan(policy, request, batch, loss, work),
-        call=call + called(router, counts, expert_counts=request.expert_counts),
+        call=call + describe_routers(router, counts, expert_counts=request.expert_counts),
         fingerprint=fingerprint,
         loss=loss,
         scale=scale,
@@ -108,7 +108,7 @@ def _check_scores(policy: StepPolicy, request: ScoreRequest) -> LocalStep:
         request=request,
         batch=batch,
         plan=_plan(policy, request, batch, None, work),
-        call=call + called(router, expert_counts=request.expert_counts),
+        call=call + describe_routers(router, expert_counts=request.expert_counts),
         fingerprint=fingerprint,
         routers=work,
         settings=settings,

@@ -1,4 +1,4 @@
-"""Typed values that pass between the stages of a step (see step_run.py)."""
+"""Typed values that pass between the stages of a step (step/run.py)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

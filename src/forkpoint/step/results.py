@@ -1,16 +1,24 @@
 """Results of steps and of scores."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from forkpoint.device import on_device
 from forkpoint.engine.offload import OffloadStats
 from forkpoint.engine.route_replay import ReplayedRoutes
 from forkpoint.engine.routing import ExpertCounts
 from forkpoint.losses.outputs import PerToken
 from forkpoint.plan import Plan
-from forkpoint.step.stats_text import scores_line, step_line
+from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.units import format_bytes
+
+LARGE_LOG_RATIO = 5.0
+_log = logging.getLogger("forkpoint")
 
 
 class WithExperts:
@@ -57,7 +65,7 @@ class Scores(PerToken, WithExperts):
     """Where the rollouts have `routed_experts`: for how many routers would have chosen others."""
 
     def __repr__(self) -> str:
-        return scores_line(self.per_token, self.plan)
+        return f"Scores({' and '.join(self.per_token)}, {_plan_text(self.plan)})"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -96,11 +104,55 @@ class StepStats(PerToken, WithExperts):
     """Where the rollouts have `routed_experts`: for how many routers would have chosen others."""
 
     def __repr__(self) -> str:
-        return step_line(
-            self.loss,
-            self.plan,
-            self.phase_ms,
-            self.peak_memory_bytes,
-            self.router_loss,
-            None if self.routes is None else self.routes.elsewhere,
-        )
+        parts = [f"loss={self.loss:.6g}"]
+        if self.router_loss is not None:
+            parts.append(f"router_loss={self.router_loss:.6g}")
+        parts += [_plan_text(self.plan), f"{sum(self.phase_ms.values()):,.1f} ms"]
+        if self.routes is not None:
+            parts.append(f"{100 * self.routes.elsewhere:.2g}% of given routes otherwise")
+        if self.peak_memory_bytes is not None:
+            parts.append(f"peak memory {format_bytes(self.peak_memory_bytes)}")
+        return f"StepStats({', '.join(parts)})"
+
+
+def _plan_text(plan: Plan) -> str:
+    count = len(plan.microbatches)
+    away = plan.left_out.tokens
+    return (
+        f"computed {plan.computed_tokens:,} of {plan.logical_tokens:,} tokens "
+        + f"({away:,} without gradient left out) " * bool(away)
+        + f"in {count:,} microbatch{'' if count == 1 else 'es'}, {plan.sharing} + {plan.boundary}"
+    )
+
+
+class Ratios:
+    """Warns once of log-probs that are far from those that the rollouts carry."""
+
+    def __init__(self) -> None:
+        self._warned = False
+
+    def read(self, loss: Tensor, logprobs_T: Tensor | None, batch: RolloutBatch) -> float:
+        """A step's loss, read from the device together with the largest ratio.
+
+        logprobs_T: of the model; None of a critic.
+        """
+        old = batch.old_logprobs
+        if self._warned or logprobs_T is None or old is None or not batch.trained_tokens:
+            return float(loss)
+        trained = np.flatnonzero(batch.loss_mask)
+        device = logprobs_T.device
+        old_t = on_device(old[trained], device, logprobs_T.dtype)
+        apart_t = (logprobs_T.detach()[on_device(trained, device)] - old_t).abs()
+        apart_t = apart_t.nan_to_num(0.0)  # of rollouts that did not run
+        found = (loss.detach(), apart_t.max(), (apart_t >= LARGE_LOG_RATIO).sum())
+        value, largest, count = torch.stack([x.double() for x in found]).tolist()
+        if count:
+            self._warned = True
+            _log.warning(
+                "%d of %d trained tokens have a ratio of e^%g or more between the model's "
+                "log-probs and their old_logprobs (the largest is e^%.1f). The old_logprobs may be "
+                "of another model, another temperature or another tokenization, or stand at other "
+                "tokens. This is said once.",
+                *(count, len(trained), LARGE_LOG_RATIO, largest),
+            )
+        return value

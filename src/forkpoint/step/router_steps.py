@@ -1,4 +1,4 @@
-"""The part of a call of a policy that is about a mixture's routers: what is asked, and of what."""
+"""Arguments of a policy's calls that are about the routers of a mixture of experts."""
 
 import hashlib
 from dataclasses import dataclass
@@ -114,8 +114,8 @@ def _digest(values: NDArray[Any]) -> str:
     return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
-def called(router: object, counts: object = None, *, expert_counts: bool = False) -> str:
-    """The part of a call that is about routers and the same on all ranks, as text."""
+def describe_routers(router: object, counts: object = None, *, expert_counts: bool = False) -> str:
+    """The arguments of a call that are about routers and the same on all ranks, as text."""
     if not isinstance(router, RouterLoss):
         return ", expert_counts=True" if expert_counts else ""
     scope = router.scope if isinstance(router.scope, str) else "lists of rollouts"
@@ -162,13 +162,7 @@ def router_work(
     if router is None and not expert_counts:
         return None
     routers = host.routers
-    if not routers.layers:
-        raise UnsupportedError(
-            "router= or expert_counts= were given, and the model has no routers that transformers "
-            "records logits of: it is no mixture of experts, or one "
-            "that only a later transformers knows by its routers. Leave them out, or update "
-            "transformers."
-        )
+    _check_has_routers(host, "router= or expert_counts= were given")
     asked = router or RouterLoss(load_balancing=0.0, z=0.0)
     known = asked.load_balancing
     load_balancing = routers.coefficient if known is None else float(known)
@@ -187,9 +181,18 @@ def router_work(
     return work
 
 
+def _check_has_routers(host: Host, given: str) -> None:
+    if not host.routers.layers:
+        raise UnsupportedError(
+            f"{given}, and the model has no routers that transformers records logits of: it is no "
+            "mixture of experts, or one that only a later transformers knows by its routers. Leave "
+            "them out, or update transformers."
+        )
+
+
 def has_several_batches(group: Distributed | None) -> bool:
     """Whether ranks have rollouts of their own; those that hold one copy of a model have not."""
-    return group is not None and len(group.ranks.firsts) > 1
+    return group is not None and len(group.ranks.group_leaders) > 1
 
 
 def check_averaged(group: Distributed | None, loss: object) -> None:
@@ -234,13 +237,7 @@ def check_routed_experts(host: Host, batch: RolloutBatch) -> None:
             "in one process."
         )
     routers = host.routers
-    if not routers.layers:
-        raise UnsupportedError(
-            "the rollouts have routed_experts, and the model has no routers that transformers "
-            "records logits of: it is no mixture of experts, or one "
-            "that only a later transformers knows by its routers. Leave them out, or update "
-            "transformers."
-        )
+    _check_has_routers(host, "the rollouts have routed_experts")
     _, layers, chosen = given_TLK.shape
     wanted = routers.chosen
     if layers != routers.layers or (wanted is not None and chosen != wanted):

@@ -4,32 +4,31 @@
 
 `perform` is that path, the same for `forward_backward`, `score`, `logprobs`, the backward of
 `logprobs`, and for the steps that `verify` compares. Stages are functions, and values between them
-are frozen (step_request.py). Everything that a stage changes outside of them, of the model, of
-gradients or of the thread, it changes through one transaction (engine/transaction.py).
+are frozen (step/request.py). Every other change, of the model, of gradients or of the thread, goes
+through one transaction (engine/transaction.py).
 
-- `check_and_plan` (step_plan.py): refuses what has not been shown exact, and plans the batch.
-- `agree` (step_agree.py): one exchange with the other ranks; nothing in one process.
+- `check_and_plan` (step/plan.py): refuses what has not been shown exact, and plans the batch.
+- `agree` (step/agree.py): one exchange with the other ranks; nothing in one process.
 - `execute`: the self-check on a sample, where that is due, then the engine's passes.
 - `finish`: one function for each kind of result. It waits for the device, whose errors it raises.
 
 `attempt` runs the path in a transaction, together with the other ranks. `run` repeats an attempt of
-one process whose compiler has failed, or which has run out of memory.
+one process that has run out of memory.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from forkpoint.config import Config
 from forkpoint.engine.distributed import holder_of
 from forkpoint.engine.engine import Engine, PassResult
 from forkpoint.engine.route_replay import RouteReplay
 from forkpoint.engine.routing import Routing
-from forkpoint.engine.transaction import Transaction, retry_with_eager_blocks
+from forkpoint.engine.transaction import Transaction
 from forkpoint.errors import ForkpointError, RankError
 from forkpoint.losses.views import batch_denominators
 from forkpoint.parallel.call import run_on_ranks
@@ -71,21 +70,20 @@ Finish = Callable[[StepPolicy, AgreedStep, Executed], T]
 
 
 def run(policy: StepPolicy, request: Request, finish: Finish[T]) -> T:
-    """Run a request: with eager blocks if the compiler fails, and once more if memory runs out.
+    """Run a request, and once more with a lower memory budget if memory runs out.
 
-    Memory is then planned for with a lower budget; a plan of the caller's has no other. Nothing is
-    repeated where earlier gradients were lost, or where several ranks would have to do so together.
+    A plan of the caller's has no other budget. Nothing is repeated where earlier gradients were
+    lost, or where several ranks would have to do so together.
     """
     before = policy.last_step
-    work = partial(attempt, policy, request, finish)
     try:
-        return retry_with_eager_blocks(policy.host, work)
+        return attempt(policy, request, finish, Transaction(policy.host.device))
     except torch.OutOfMemoryError:
         step, budgets = policy.last_step, policy.model_state.budgets
         lost = step is not None and step is not before and step.gradients == "cleared"
         if lost or request.plan is not None or not budgets.lower(policy.host, policy.config):
             raise
-    return retry_with_eager_blocks(policy.host, work)
+    return attempt(policy, request, finish, Transaction(policy.host.device))
 
 
 def attempt(policy: StepPolicy, request: Request, finish: Finish[T], transaction: Transaction) -> T:
@@ -130,21 +128,22 @@ def execute(policy: StepPolicy, agreed: AgreedStep, transaction: Transaction) ->
     routing = None
     if local.routers is not None:
         routing = local.routers.routing(plan, host, agreed.statistics)
-    if isinstance(request, ScoreRequest):
-        return _score(policy, agreed, request, transaction, routing, replay)
     if isinstance(request, BackwardRequest):
         first, weight = request.first.routing, request.router_weight
         routing = None if first is None or weight is None else first.again(weight)
+    scores = isinstance(request, ScoreRequest)
     engine = Engine(
         host,
-        _restoring(policy),
-        policy.model_state.staging_of(plan, host, policy.config),
-        ranks=agreed.ranks,
+        policy.config,
+        None if scores else policy.model_state.staging_of(plan, host, policy.config),
+        ranks=None if scores else agreed.ranks,
         routing=routing,
         replay=replay,
         exchange=agreed.exchange,
-        observers=() if policy.observer is None else (policy.observer,),
+        observers=() if policy.observer is None or scores else (policy.observer,),
     )
+    if isinstance(request, ScoreRequest):
+        return _score(engine, agreed, request, transaction)
     if isinstance(request, BackwardRequest):
         look = request.first.check_values
         result = engine.backward(transaction, plan, batch, request.weights, look)
@@ -152,22 +151,17 @@ def execute(policy: StepPolicy, agreed: AgreedStep, transaction: Transaction) ->
         assert isinstance(request, TrainRequest) and local.loss is not None
         counts = request.denominators or agreed.denominators or batch_denominators(batch)
         result = engine.forward_backward(transaction, plan, batch, local.loss, counts, local.scale)
-    host.compiling.proven = host.compiles
     return Executed(result, routing, replay)
 
 
 def _score(
-    policy: StepPolicy,
-    agreed: AgreedStep,
-    request: ScoreRequest,
-    transaction: Transaction,
-    routing: Routing | None,
-    replay: RouteReplay | None,
+    engine: Engine, agreed: AgreedStep, request: ScoreRequest, transaction: Transaction
 ) -> Executed:
     """Run forwards alone, and end them on all ranks."""
-    engine = Engine(policy.host, policy.config, routing=routing, replay=replay)
+    routing, own = engine.routing, None
+    sums = routing is not None and request.router is not None
     if routing is not None:
-        routing.sums = request.router is not None
+        routing.sums = sums
     result = engine.score(
         transaction,
         agreed.plan,
@@ -175,21 +169,12 @@ def _score(
         entropy=request.entropy,
         program=agreed.program,
     )
-    own = None
-    if routing is not None and routing.sums:
+    if routing is not None and sums:
         routing.gather(agreed.ranks)
         own = float(routing.value())
     ending = None if routing is None else partial(routing.ending, own)
     agreed.ranks.finish(torch.zeros(()), None, gradients=False, router=ending)
-    return Executed(result, routing, replay, own)
-
-
-def _restoring(policy: StepPolicy) -> Config:
-    """The configuration, with gradients restored while a compiled backward may yet fail."""
-    host = policy.host
-    if not host.compiles or host.compiling.proven:
-        return policy.config
-    return replace(policy.config, restore_grads=True)
+    return Executed(result, routing, engine.replay, own)
 
 
 def _check_sample(policy: StepPolicy, agreed: AgreedStep, transaction: Transaction) -> None:
@@ -214,7 +199,7 @@ def _check_sample(policy: StepPolicy, agreed: AgreedStep, transaction: Transacti
         except ForkpointError as error:
             if holder.lockstep:
                 # It came within the forwards. If it did on this rank alone, the others wait in
-                # what these gather, and do not come to the exchange below.
+                # collectives of these, and do not come to the exchange below.
                 agreed.ranks.may_be_missed(error)
             holder.reshard()
             agreed.ranks.same(error)
@@ -240,7 +225,6 @@ def finish_training(policy: StepPolicy, agreed: AgreedStep, executed: Executed) 
     router_loss = None
     if routing is not None and agreed.local.request.router is not None:
         router_loss = float(routing.loss) if end is None else end.loss
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     return StepStats(
         loss=loss,
         logical_tokens=plan.logical_tokens,
@@ -251,7 +235,9 @@ def finish_training(policy: StepPolicy, agreed: AgreedStep, executed: Executed) 
         phase_ms=result.phase_ms,
         event_ms=result.event_ms,
         event_memory_bytes=result.event_memory_bytes,
-        peak_memory_bytes=peak,
+        peak_memory_bytes=(
+            torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+        ),
         per_token={name: x_T.detach() for name, x_T in result.per_token.items()},
         offload=result.offload,
         router_loss=router_loss,
@@ -279,48 +265,35 @@ def finish_scores(policy: StepPolicy, agreed: AgreedStep, executed: Executed) ->
 # ------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class Logprobs:
-    """Scores, and values that a later backward of them needs."""
-
-    step: AgreedStep
-    scores: Scores
-    routing: Routing | None
-
-
 def logprobs(policy: StepPolicy, request: ScoreRequest) -> tuple[Tensor, ...]:
     """Log-probs [T] (entropies, the router loss) of a batch; for a `LogprobsRequest` with a graph.
 
     The backward runs the plan again, at the end of the backward that asks for it.
     """
-    found = run(policy, request, _finish_logprobs)
-    host = policy.host
+    agreed, executed = run(policy, request, lambda _, agreed, executed: (agreed, executed))
+    host, per_token = policy.host, executed.passes.per_token
     names = (host.head, "entropies") if request.entropy else (host.head,)
-    values = tuple(found.scores.per_token[name] for name in names)
-    if found.routing is not None:
-        names, values = (*names, ROUTER), (*values, found.routing.value())
+    values = tuple(per_token[name] for name in names)
+    if executed.routing is not None:
+        names, values = (*names, ROUTER), (*values, executed.routing.value())
     if not isinstance(request, LogprobsRequest):
         return values
-    local = found.step.local
+    local = agreed.local
     assert local.settings is not None
     weights = Weights(host.named_parameters(), host.named_buffers())
     first = FirstHalf(
         local.batch,
-        found.scores.plan,
-        # Others than those that are given away, which callers may write to.
-        found.scores.per_token[host.head].clone(),
+        agreed.plan,
+        # A copy: callers may write to the values that are returned.
+        per_token[host.head].clone(),
         host.compute_dtype,
         local.settings,
         weights,
-        found.routing,
+        executed.routing,
     )
     backward = partial(_backward, policy, first)
     pending = Pending(names, weights, first, backward, listens=host.topology.listens)
     return Differentiable.apply(pending, len(values), *values, *pending.leaves)
-
-
-def _finish_logprobs(policy: StepPolicy, agreed: AgreedStep, executed: Executed) -> Logprobs:
-    return Logprobs(agreed, finish_scores(policy, agreed, executed), executed.routing)
 
 
 def _backward(policy: StepPolicy, first: FirstHalf, given: GivenWeights) -> None:

@@ -1,24 +1,38 @@
-"""Evidence that a model computes here what it computes by itself, on a small sample.
+"""Self-check: the model on a sample by forkpoint, and by its own stock forward.
 
-The lists of what is refused (`hosts.refusals`) name what is known to go wrong. A sample finds out
-what they do not name. Three short sequences that share tokens, cut from the batch, run through the
-stock model as its user would call it, and through forkpoint in microbatches that part at every
-fork. Log-probs (a critic's values) must agree within what rounding does to this very model, which
-is measured by a stock run whose embeddings are off by a rounding.
+Before the first step, the second, and the first after a change of the model, three short sequences
+run as microbatches that share tokens, and as the stock model runs them. Values that differ by more
+than rounding refuse the step: something changes what the model computes that forkpoint does not
+run, or runs differently. The effect of rounding is measured: the stock model runs once more with
+embeddings that are off by a rounding.
 """
 
+import random
+import threading
 from collections.abc import Callable, Hashable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from forkpoint.config import Config
-from forkpoint.engine.host import Host
+from forkpoint.engine.changes import Changes
+from forkpoint.engine.engine import Engine
+from forkpoint.engine.host import FoundRouter, Host
+from forkpoint.engine.microbatches import MicrobatchInputs, microbatch_tokens
+from forkpoint.engine.route_replay import RouteReplay, Routes
 from forkpoint.engine.transaction import Transaction
-from forkpoint.errors import UnsupportedError
-from forkpoint.rollouts.batch import Rollout, RolloutBatch
-from forkpoint.step.sampler import SampleComparison, StockComparison, keep_random_state
+from forkpoint.errors import ForkpointError, UnsupportedError
+from forkpoint.hosts.modules import add_hook
+from forkpoint.hosts.routers import find_routers, force_routers
+from forkpoint.plan import Plan, make_plan
+from forkpoint.rollouts.batch import Rollout, RolloutBatch, short
 from forkpoint.step.weight_changes import OptimizerSteps
+from forkpoint.tree.forest import IntArray
 
 WIDTH_TOKENS = 160
 """The longest sequence of a sample."""
@@ -26,6 +40,45 @@ LEAST_TOKENS = 8
 """Shorter rollouts are continued to this length."""
 MOST_STATES = 64
 """States of a model, such as training and evaluation, that are remembered as checked."""
+NOISE_FACTOR = 10.0
+"""A difference may be this many times what one rounding of the embeddings does. Of 34 families with
+random weights in four dtypes, 4 to 36 layers deep, the largest ratio seen is 3.9, most are 1."""
+FLOOR_ROUNDINGS = 0.5
+"""Roundings, in the dtype that the model computes in, of a value's own size that are allowed in any
+case."""
+FLOOR_VALUE_ROUNDINGS = 4.0
+"""The same in the dtype of the values, to which each of the two runs rounds them a few times. Of a
+sample of few tokens all of these may fall on one side while the rounded embeddings move nothing."""
+CEILING_ROUNDINGS = 1e4
+"""Roundings that are never allowed: what moves values by more is no rounding."""
+ELSEWHERE = 0.02
+"""The part of a mixture's choices of experts that may differ in any case."""
+ELSEWHERE_FACTOR = 3.0
+"""And so many times the part that differs by one rounding of the embeddings."""
+
+
+@dataclass(frozen=True)
+class SampleComparison:
+    """Differences on a sample, in the units of the model's values (nats for log-probs)."""
+
+    difference: float
+    """Root mean square of the values here less the stock model's."""
+    largest: float
+    """The largest of these differences."""
+    noise: float
+    """Root mean square of what one rounding of the embeddings does to the stock model's values."""
+    repeated: float
+    """The same of the stock model run on one sequence at a time, and on all at once."""
+    allowed: float
+    """The most that `difference` and `repeated` may be."""
+    elsewhere: float
+    """The part of a mixture's choices of experts that the stock model makes otherwise."""
+    allowed_elsewhere: float
+    """The most that `elsewhere` may be."""
+    dtype: str
+    tokens: int
+    where: str
+    """The token of the largest difference, with both values."""
 
 
 class SampleChecks:
@@ -171,3 +224,246 @@ def sample_of(batch: RolloutBatch) -> RolloutBatch:
         sequences.append(np.concatenate([trunk[:fork], tail]))
     mask = np.arange(width) > width // 2
     return RolloutBatch(Rollout(ids, mask, 0.0) for ids in sequences)
+
+
+# Runs of a sample
+# ------------------------------------------------------------
+
+
+class StockComparison:
+    """Runs of one sample: n sequences of W tokens, values [n, W] of which the first is 0."""
+
+    def __init__(
+        self,
+        transaction: Transaction,
+        host: Host,
+        config: Config,
+        sample: RolloutBatch,
+        training: bool,
+    ) -> None:
+        self.transaction = transaction
+        self.changes: Changes = transaction.changes
+        self.host = host
+        self.config = config
+        self.sample = sample
+        self.training = training
+        ids = sample.token_ids.reshape(len(sample), -1)
+        self.ids_NW: Tensor = torch.as_tensor(ids.copy(), device=host.device)
+        self.trained_NW: Tensor = torch.as_tensor(
+            sample.loss_mask.reshape(ids.shape).copy(), device=host.device
+        )
+        self.dtype: torch.dtype = host.compute_dtype
+        # Norms of float64 models are computed in float32, as transformers writes them.
+        widest = torch.promote_types(self.dtype, torch.float32) == torch.float64
+        self.eps: float = torch.finfo(torch.float32 if widest else self.dtype).eps
+        multiple = host.capabilities.length_multiple
+        most = max(4, ids.shape[1] // 2, multiple)
+        forced = Config(sharing="tree", boundary="across", max_microbatch_tokens=most)
+        self.plan: Plan = make_plan(
+            sample,
+            host.shape,
+            forced,
+            capabilities=host.capabilities,
+            uses_temperature=host.head == "logprobs",
+        )
+        host.allow_stock(self.changes)
+        self.routers: tuple[FoundRouter, ...] = ()
+        # Where routes cannot be held, the two may part where scores tie, for no other reason.
+        with suppress(UnsupportedError):
+            self.routers = find_routers(host.model, host.stock, self.changes)
+        self.routes: Routes | None = Routes.to_record(sample) if self.routers else None
+        self.run: RouteReplay | None = None
+
+    def routed(self, *, record: bool = False) -> RouteReplay | None:
+        """The experts of the first run, which records them; None where they cannot be forced.
+
+        Unless it records them, the stock model is held to them until the changes are undone.
+        """
+        if self.routes is None:
+            return None
+        self.run = RouteReplay(
+            self.routes,
+            len(self.routers),
+            self.host.device,
+            self.plan,
+            self.sample,
+            routers=self.routers,
+            record=record,
+        )
+        if not record:
+            force_routers(self.routers, self.run, self.changes)
+        return self.run
+
+    def shared(self) -> Tensor:
+        """Values by forkpoint."""
+        mark = self.changes.mark
+        run = self.routed(record=True)
+        engine = Engine(self.host, self.config, replay=run)
+        try:
+            result = engine.score(
+                self.transaction,
+                self.plan,
+                self.sample,
+                entropy=False,
+                graph=self.training,
+                # Routers that are held would be compiled anew, layer by layer, for the sample.
+                compiled=run is None,
+            )
+        except (ForkpointError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if self.host.topology.lockstep:
+                raise  # other ranks wait within their microbatches
+            self.changes.undo(mark)
+            self.run = None
+            self.stock(self.ids_NW)  # raises what the model raises by itself
+            raise UnsupportedError(
+                f"microbatches of a sample raised {type(error).__name__}: {short(str(error))}. The "
+                "model by itself runs them, so something in it expects what forkpoint does not "
+                "give it, such as a hook that reads the causal model's outputs. Remove that."
+            ) from error
+        self.changes.undo(mark)
+        return result.per_token[self.host.head].view(self.ids_NW.shape)
+
+    def stock(self, ids_NW: Tensor, begin: int = 0) -> Tensor:
+        """Values by the model's own forward, of sequences from the sample's token `begin` on."""
+        dtype = self.host.loss_dtype
+        if self.run is not None:
+            tokens: IntArray = np.arange(begin, begin + ids_NW.numel())
+            self.run.at(tokens)
+        with torch.no_grad():
+            logits = self.host.stock(ids_NW)
+        if self.host.head == "values":
+            return nn.functional.pad(logits[:, :-1, 0].to(dtype), (1, 0))
+        sequences = zip(logits[:, :-1], ids_NW[:, 1:], strict=True)
+        logprobs = [
+            logits_WV.to(dtype).log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+            for logits_WV, labels in sequences
+        ]
+        return nn.functional.pad(torch.stack(logprobs), (1, 0))
+
+    def alone(self) -> Tensor:
+        """Values by the model's own forward, one sequence at a time."""
+        width = self.ids_NW.shape[1]
+        values = [self.stock(ids_W[None], i * width) for i, ids_W in enumerate(self.ids_NW)]
+        return torch.cat(values)
+
+    def compared(self, shared: Tensor) -> SampleComparison:
+        """Differences between `shared`, the stock model, and runs of the stock model."""
+        mark = self.changes.mark
+        runs = [self.routed()]
+        stock = self.alone()
+        self.changes.undo(mark)
+        together = self._held_stock()
+        # With the same random numbers as the run before: what they do is no rounding.
+        rounded = self._held_stock(rounded=True)
+        runs.append(self.run)
+        elsewhere = [run.routes.elsewhere if run else 0.0 for run in runs]
+        finite = stock.isfinite() & together.isfinite() & rounded.isfinite()
+        # Where the model itself overflows there is nothing to compare.
+        there = self.trained_NW & finite
+        if not bool(there.any()):
+            there = self.trained_NW
+            stock, together, rounded, shared = (torch.zeros_like(x) for x in [stock] * 4)
+        noise = _rms((rounded - together)[there])
+        size = self.eps * max(1.0, _rms(stock[there]))
+        last = torch.finfo(self.host.loss_dtype).eps / self.eps
+        floor = max(FLOOR_ROUNDINGS, FLOOR_VALUE_ROUNDINGS * last) * size
+        allowed = max(NOISE_FACTOR * noise, floor)
+        difference = torch.where(there, (shared - stock).abs(), 0)
+        difference = difference.nan_to_num(torch.inf, torch.inf)
+        sequence, token = divmod(int(difference.argmax()), self.ids_NW.shape[1])
+        return SampleComparison(
+            difference=_rms(difference[there]),
+            largest=float(difference.max()),
+            noise=noise,
+            repeated=_rms((together - stock)[there]),
+            allowed=min(allowed, CEILING_ROUNDINGS * size),
+            elsewhere=elsewhere[0],
+            allowed_elsewhere=ELSEWHERE + ELSEWHERE_FACTOR * elsewhere[1],
+            dtype=str(self.dtype).removeprefix("torch."),
+            tokens=int(there.sum()),
+            where=f"token {token} of a sequence ({float(shared[sequence, token]):.6g} here, "
+            f"{float(stock[sequence, token]):.6g} by the model itself)",
+        )
+
+    def _held_stock(self, *, rounded: bool = False) -> Tensor:
+        """Values by the model's own forward of all at once, with the random numbers kept."""
+        mark = self.changes.mark
+        keep_random_state(self.host.device, self.changes)
+        if rounded:
+            round_embeddings(self.host, self.eps, self.changes)
+        self.routed()
+        found = self.stock(self.ids_NW)
+        self.changes.undo(mark)
+        return found
+
+    def parting(self) -> str:
+        """The first place in the decoder whose outputs differ by more than rounding."""
+        flat: dict[int, Tensor] = {}
+        here: dict[int, Tensor] = {}
+        noisy: dict[int, Tensor] = {}
+
+        def store(found: dict[int, Tensor], block: int, x: Tensor, _: object) -> None:
+            found[block] = x.detach().flatten(0, 1).double()
+
+        def place(
+            found: dict[int, Tensor], block: int, x: Tensor, inputs: MicrobatchInputs | None
+        ) -> None:
+            assert inputs is not None
+            tokens, real = microbatch_tokens(self.plan, self.sample, inputs.microbatch)
+            x_TC = x.detach().flatten(0, 1).double()
+            all_TC = found.setdefault(
+                block, x_TC.new_full((self.ids_NW.numel(), x_TC.shape[1]), torch.nan)
+            )
+            places = torch.as_tensor(real, device=x_TC.device)
+            all_TC[torch.as_tensor(tokens[real], device=x_TC.device)] = x_TC[places]
+
+        blocks, mark = self.host.blocks, self.changes.mark
+        self.host.watch_blocks(partial(place, here), self.changes)
+        self.shared()
+        self.changes.undo(mark)
+        for found, rounded in ((flat, False), (noisy, True)):
+            self.host.watch_blocks(partial(store, found), self.changes)
+            self._held_stock(rounded=rounded)
+            self.changes.undo(mark)
+        for block in sorted(here):
+            known = ~here[block].isnan().any(-1)
+            size, rounding = _rms(flat[block]), _rms(noisy[block] - flat[block])
+            apart = _rms((here[block] - flat[block])[known])
+            if not apart <= max(NOISE_FACTOR * rounding, self.eps * size):
+                if block < 0:
+                    return "the input of the first layer (the embeddings)"
+                return (
+                    f"layer {block} of {len(blocks)} (counted from 0), whose output differs by "
+                    f"{apart / (size or 1):.3g} of its size"
+                )
+        return "the head: all layers' outputs agree"
+
+
+def _rms(values: Tensor) -> float:
+    return float(values.double().square().mean().sqrt())
+
+
+def keep_random_state(device: torch.device, changes: Changes) -> None:
+    """Return to the present state of the global random generators once the changes are undone."""
+    changes.later(torch.set_rng_state, torch.get_rng_state())
+    changes.later(random.setstate, random.getstate())
+    changes.later(np.random.set_state, np.random.get_state())  # noqa: NPY002
+    if device.type == "cuda":
+        changes.later(torch.cuda.set_rng_state, torch.cuda.get_rng_state(device), device)
+
+
+def round_embeddings(host: Host, eps: float, changes: Changes) -> None:
+    """Let the embeddings be off by up to `eps` of their size, at random."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    own = threading.get_ident()
+
+    def off(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        if threading.get_ident() != own:
+            return output
+        noise = torch.rand(output.shape, generator=generator, dtype=torch.float64, device="cpu")
+        factor = 1 + eps * (2 * noise.to(output.device) - 1)
+        return (output.double() * factor).to(output.dtype)
+
+    add_hook(changes, host.embeddings._forward_hooks, off)

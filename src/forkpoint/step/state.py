@@ -9,7 +9,7 @@ from forkpoint.engine.memory import MemoryBudgets
 from forkpoint.engine.staging import Staging, staging_for
 from forkpoint.plan import Plan
 from forkpoint.plan.pricing.calibration import Calibration, find_calibration
-from forkpoint.step.ratios import Ratios
+from forkpoint.step.results import Ratios
 from forkpoint.step.self_check import SampleChecks
 
 

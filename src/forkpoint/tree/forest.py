@@ -36,12 +36,28 @@ class SortedRollouts:
         return replace(self, shared_edges=np.where(where, 0, self.shared_edges))
 
     def take(self, entries: IntArray) -> "SortedRollouts":
-        """The entries named, ascending. Neighbours then share what all between them shared."""
+        """The entries named. Neighbours share what all between them shared; a rollout that follows
+        a later one shares nothing."""
         shared = self.shared_edges[entries]
         shared[:1] = 0
-        for at in np.flatnonzero(np.diff(entries) > 1).tolist():
-            shared[at + 1] = self.shared_edges[entries[at] + 1 : entries[at + 1] + 1].min()
+        after_gap = np.flatnonzero(np.diff(entries) != 1) + 1
+        if len(after_gap):
+            low, high = entries[after_gap - 1] + 1, entries[after_gap] + 1
+            bounds = np.stack([low, high], axis=1).ravel()
+            # The last bound may be the end, where no run can begin.
+            least = np.minimum.reduceat(np.append(self.shared_edges, 0), bounds)[::2]
+            shared[after_gap] = np.where(low < high, least, 0)
         return SortedRollouts(self.rollouts[entries], self.edges[entries], shared)
+
+    def grouped(self, classes: IntArray) -> "SortedRollouts":
+        """Class after class, where only rollouts of the same class share.
+
+        classes: int64 [N], by position in the batch.
+        """
+        of_entry = classes[self.rollouts]
+        entries = np.argsort(of_entry, kind="stable")
+        found, of_entry = self.take(entries), of_entry[entries]
+        return found.cut(np.append(True, of_entry[1:] != of_entry[:-1])[: len(entries)])
 
     @property
     def new_edges(self) -> IntArray:
@@ -86,38 +102,28 @@ def sort_rollouts(
     raw = flat.tobytes()
     starts = (offsets * width).tolist()
     keys = [raw[a:b] for a, b in itertools.pairwise(starts)]
-    class_list = np.asarray(classes).tolist()
     left_out = 0 if last_tokens else 1
-    order = sorted(
-        np.flatnonzero(lengths > left_out).tolist(),
-        key=lambda rollout: (class_list[rollout], keys[rollout]),
-    )
+    order = sorted(np.flatnonzero(lengths > left_out).tolist(), key=keys.__getitem__)
     shared = np.zeros(len(order), np.int64)
     begin = offsets.tolist()
-    for entry in range(1, len(order)):
-        before, this = order[entry - 1], order[entry]
-        if class_list[before] == class_list[this]:
-            same = min(begin[before + 1] - begin[before], begin[this + 1] - begin[this])
-            differ = (
-                flat[begin[before] : begin[before] + same] != flat[begin[this] : begin[this] + same]
-            )
-            first = int(differ.argmax())
-            tokens = first if differ[first] else same
-            ends = last_tokens and tokens == lengths[before] == lengths[this]
-            # The token itself is the label of the edge before it.
-            labels = (
-                routes is not None
-                and tokens < same
-                and _same_token(flat, begin[before] + tokens, begin[this] + tokens)
-            )
-            shared[entry] = tokens if ends or labels else max(tokens - 1, 0)
+    for entry, (before, this) in enumerate(itertools.pairwise(order), 1):
+        same = min(begin[before + 1] - begin[before], begin[this + 1] - begin[this])
+        differ = (
+            flat[begin[before] : begin[before] + same] != flat[begin[this] : begin[this] + same]
+        )
+        first = int(differ.argmax())
+        tokens = first if differ[first] else same
+        ends = last_tokens and tokens == lengths[before] == lengths[this]
+        # The token itself is the label of the edge before it.
+        labels = (
+            routes is not None
+            and tokens < same
+            and int(flat[begin[before] + tokens]) >> 32 == int(flat[begin[this] + tokens]) >> 32
+        )
+        shared[entry] = tokens if ends or labels else max(tokens - 1, 0)
     rollouts = np.asarray(order, np.int64)
-    return SortedRollouts(rollouts, lengths[rollouts] - left_out, shared)
-
-
-def _same_token(flat: NDArray[np.uint64], one: int, other: int) -> bool:
-    """Whether entries of tokens and routes have the same token."""
-    return int(flat[one]) >> 32 == int(flat[other]) >> 32
+    found = SortedRollouts(rollouts, lengths[rollouts] - left_out, shared)
+    return found.grouped(np.asarray(classes, np.int64)) if np.any(classes) else found
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,48 +247,43 @@ class Forest:
 
         A cut that is no shorter than its segment changes nothing.
         """
-        first = np.zeros(len(self), np.int64)
-        for segment, edges in where.items():
-            first[segment] = edges if edges < self.length[segment] else 0
-        if not first.any():
-            return self
-        pieces = 1 + (first > 0)
-        last_piece = np.cumsum(pieces) - 1
-        segment = np.repeat(np.arange(len(self)), pieces)
-        second = np.arange(len(segment)) > last_piece[segment] - pieces[segment] + 1
-        cut = first[segment]
-        length = self.length[segment]
-        above = np.where(self.parent >= 0, last_piece[self.parent], -1)
-        return replace(
-            self,
-            parent=np.where(second, np.arange(len(segment)) - 1, above[segment]),
-            start=self.start[segment] + np.where(second, cut, 0),
-            length=np.where(second, length - cut, np.where(cut > 0, cut, length)),
-            owner_begin=self.owner_begin[segment],
-            owner_end=self.owner_end[segment],
-            leaf=np.where(self.leaf >= 0, last_piece[self.leaf], -1),
-        )
+        cuts = {s: edges for s, edges in where.items() if 0 < edges < self.length[s]}
+        pieces = np.ones(len(self), np.int64)
+        pieces[list(cuts)] = 2
+        begin = np.zeros(int(pieces.sum()), np.int64)
+        begin[np.cumsum(pieces)[list(cuts)] - 1] = list(cuts.values())
+        return self._cut(pieces, begin) if cuts else self
 
     def chained(self, max_tokens: int) -> "Forest":
         """The same edges with every longer segment cut into a chain of at most `max_tokens`.
 
-        The pieces of one segment are as equal as whole tokens allow, so that no row is a sliver.
+        The pieces of one segment are as equal as whole tokens allow, so that no microbatch is a
+        sliver.
         """
         pieces = -(-self.length // max_tokens)
         if (pieces <= 1).all():
             return self
-        first_piece = np.cumsum(pieces) - pieces
-        last_piece = first_piece + pieces - 1
+        piece = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        size, longer = (np.repeat(x, pieces) for x in np.divmod(self.length, pieces))
+        return self._cut(pieces, piece * size + np.minimum(piece, longer))
+
+    def _cut(self, pieces: IntArray, begin: IntArray) -> "Forest":
+        """The same edges with segments cut into chains.
+
+        Args:
+            pieces: [S] how many pieces each segment becomes.
+            begin: [sum of pieces] where each piece begins in its segment.
+        """
+        last_piece = np.cumsum(pieces) - 1
         segment = np.repeat(np.arange(len(self)), pieces)
-        piece = np.arange(len(segment)) - first_piece[segment]
-        size, longer = self.length[segment] // pieces[segment], self.length % pieces
-        begin = piece * size + np.minimum(piece, longer[segment])
+        is_last = np.arange(len(segment)) == last_piece[segment]
+        end = np.where(is_last, self.length[segment], np.append(begin[1:], 0))
         above = np.where(self.parent >= 0, last_piece[self.parent], -1)
         return replace(
             self,
-            parent=np.where(piece > 0, np.arange(len(segment)) - 1, above[segment]),
+            parent=np.where(begin > 0, np.arange(len(segment)) - 1, above[segment]),
             start=self.start[segment] + begin,
-            length=size + (piece < longer[segment]),
+            length=end - begin,
             owner_begin=self.owner_begin[segment],
             owner_end=self.owner_end[segment],
             leaf=np.where(self.leaf >= 0, last_piece[self.leaf], -1),

@@ -45,7 +45,7 @@ class Microbatch:
     padding: int = 0
     """Places after the last segment of a packed microbatch, so that its length is a multiple of
     what the host takes. They are a sequence of their own, which nothing else reads."""
-    trunk: Literal["", "sent", "received"] = ""
+    shared_prompt: Literal["", "sent", "received"] = ""
     """Whether it holds prompts, which several ranks read: sent to the others, or received from
     them, so that it does not run here."""
 

@@ -16,24 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
-from forkpoint.engine.gradient_sums import twins
+from forkpoint.engine.gradients import twins
 from forkpoint.engine.host import FoundRouter
 from forkpoint.engine.route_replay import ForcedRoutes, RouteReplay
 from forkpoint.engine.timing import Event
-from forkpoint.engine.transaction import Transaction, retry_with_eager_blocks
+from forkpoint.engine.transaction import Transaction
 from forkpoint.errors import PlanError
-from forkpoint.hosts.libraries import stock_of
+from forkpoint.hosts.libraries import stock_of, whole_copy
 from forkpoint.hosts.modules import forget_lists
-from forkpoint.hosts.torch_dist.copies import copy_in
-from forkpoint.losses.base import (
-    Denominators,
-    Loss,
-    check_denominators,
-)
+from forkpoint.losses.base import Denominators, Loss, check_denominators
 from forkpoint.losses.router import RouterLoss
 from forkpoint.losses.views import check_range
-from forkpoint.plan.pricing.cost import dense_work
-from forkpoint.plan.runs import labels_run, run_lengths
+from forkpoint.plan.runs import labels_run
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.step.request import ComparedRequest, StepPolicy
 from forkpoint.step.results import StepStats
@@ -42,24 +36,19 @@ from forkpoint.step.run import attempt, finish_training
 from forkpoint.tree.forest import IntArray
 from forkpoint.verify.dense import DenseRouters, DenseRun, dense_run
 from forkpoint.verify.memory import (
-    MemoryStrategies,
+    DENSE_STRATEGIES,
+    REFERENCE_STRATEGIES,
     MemoryStrategy,
-    Needs,
-    count_needs,
-    fitting_plans,
-    free_bytes,
+    has_room,
     run_in_memory,
 )
 from forkpoint.verify.plans import Choice, Compared, Planning, choose_plans, count_shared
-from forkpoint.verify.progress import Clock, Run
+from forkpoint.verify.progress import Clock
 from forkpoint.verify.progress import VerifyProgress as VerifyProgress
-from forkpoint.verify.ranks import SingleProcess, rank_comm
-from forkpoint.verify.reference import save_memory
+from forkpoint.verify.ranks import RankComm, rank_comm
 from forkpoint.verify.report import FAILED, PASSED, nothing_to_verify
 from forkpoint.verify.report import ParameterError as ParameterError
 from forkpoint.verify.report import PlanFindings as PlanFindings
-from forkpoint.verify.report import RouteCounts as RouteCounts
-from forkpoint.verify.report import RouteReport as RouteReport
 from forkpoint.verify.report import VerifyReport as VerifyReport
 from forkpoint.verify.routes import HeldRoutes
 
@@ -117,7 +106,7 @@ class Work:
     changes: Changes
     dtype: torch.dtype
     reference_dtype: torch.dtype
-    joint: SingleProcess
+    comm: RankComm
     routed: RouterWork | None
     """Of the loss of routers; None where there is none."""
     others: tuple[Tensor, ...] = ()
@@ -154,49 +143,17 @@ class Work:
             self.changes,
             last_token=self.last_tokens,
             joins=self.routed.joins,
-            gather=self.joint.gather if self.routed.on_ranks else None,
+            gather=self.comm.gather if self.routed.on_ranks else None,
         )
 
 
-def clock_of(
-    work: Work,
-    choice: Choice,
-    needs: Needs,
-    room: int | None,
-    strategies: MemoryStrategies,
-    keeps: bool,
-    progress: Callable[[VerifyProgress], None] | None,
-) -> Clock:
-    """The runs to come, with their work and their memory."""
-    shape = work.policy.host.shape
-    # Ordinary training runs all tokens of rollouts that are trained.
-    edges = run_lengths(work.batch, whole=True, last_tokens=work.last_tokens)
-    dense = dense_work(edges, work.batch.trained_tokens, shape.windows)
-    runs = []
-    own = () if work.double else ((DENSE, work.dtype, strategies.dense[0]),)
-    for name, dtype, strategy in ((REFERENCE, work.reference_dtype, strategies.reference[0]), *own):
-        # Log-probs first, then forwards with a graph.
-        forwards = 2 if strategy.checkpointed else 1
-        flops = dense.step_flops(shape) + forwards * dense.forward_flops(shape)
-        runs.append(Run(name, flops, dtype))
-    for entry in choice.compared:
-        plan = entry.plan
-        scores = plan.shared.forward_flops(shape) if plan.program.has_scores else 0.0
-        runs.append(Run(entry.kind, plan.shared.step_flops(shape) + scores, work.dtype))
-    kept = needs.gradients if keeps else 0
-    memory = max(
-        needs.reference(strategies.reference[0]),
-        kept + needs.dense(strategies.dense[0]) if own else 0,
-        kept + needs.own_gradients + choice.peak_bytes,
-    )
-    texts = {
-        strategies.reference[0].text(),
-        *(strategy.text() for strategy in strategies.dense[: len(own)]),
-    }
-    text = ", ".join(sorted(texts - {"plain"})) or "plain"
-    return Clock(
-        runs, work.policy.host.device, progress, memory_bytes=memory, free_bytes=room, ways=text
-    )
+def _clock(work: Work, choice: Choice, progress: Callable[[VerifyProgress], None] | None) -> Clock:
+    """The runs to come, with their work."""
+    tokens = float(work.batch.logical_tokens)
+    # Log-probs first, then a forward and a backward of twice its work.
+    runs = {REFERENCE: 4 * tokens} | ({} if work.double else {DENSE: 4 * tokens})
+    runs |= {entry.kind: 3.0 * entry.counts.computed_tokens for entry in choice.compared}
+    return Clock(runs, progress)
 
 
 def verify(
@@ -231,9 +188,8 @@ def verify(
     sharing alone. With `router`, which is its loss of routers, gradients are those of both losses,
     and the values of the router loss are compared as those of the loss are.
 
-    On CUDA memory is counted before anything runs, and runs take less of it where it would not
-    suffice (`forkpoint.verify.memory`). `progress` is called with what is predicted, before the
-    first run, and with how far the work is.
+    Where memory runs out on CUDA, runs are repeated in ways that take less of it
+    (`forkpoint.verify.memory`). `progress` is called with how far the work is.
 
     Raises as `Policy.forward_backward`.
     """
@@ -247,7 +203,7 @@ def verify(
         hold_routes=hold_routes,
         progress=progress,
     )
-    return retry_with_eager_blocks(policy.host, lambda transaction: transaction.run(work))
+    return Transaction(policy.host.device).run(work)
 
 
 def _verify(
@@ -261,16 +217,15 @@ def _verify(
     progress: Callable[[VerifyProgress], None] | None,
 ) -> VerifyReport:
     host, changes = policy.host, transaction.changes
-    joint = rank_comm(host.group, host.model, loss)
+    comm = rank_comm(host.group, loss)
     host.prepare(changes)
     dtype = host.compute_dtype
     reference_dtype = torch.float32 if dtype.itemsize < 4 else torch.float64
     for p in host.model.parameters():
         changes.later(setattr, p, "grad", p.grad)
         p.grad = None
-    room = free_bytes(host.device)
 
-    def check_and_plan() -> tuple[RouterWork | None, Needs, Stepping, Choice, bool]:
+    def check_and_plan() -> tuple[RouterWork | None, Choice]:
         # What a step refuses is refused before anything runs.
         loss.check_head(host.head)
         if len(batch):
@@ -281,53 +236,46 @@ def _verify(
         work = router_work(host, batch, router)
         if work is not None:
             check_averaged(host.group, loss)
-        copied = None if joint.whole else joint.elements
-        needs = count_needs(host, batch, dtype, reference_dtype, copied=copied)
-        return work, needs, *fitting_plans(policy, batch, loss, needs, room, router)
+        return work, choose_plans(policy, batch, loss, router)
 
-    routed, needs, policy, choice, keeps = joint.run(check_and_plan)
-    joint.same_routers(router, routed)
-    choice = joint.choice(choice, policy, batch, loss, router)
+    routed, choice = comm.run(check_and_plan)
+    comm.check_routers(router, routed)
+    choice = comm.choice(choice, policy, batch, loss, router)
     described = {
         "dtype": str(dtype).removeprefix("torch."),
         "reference_dtype": str(reference_dtype).removeprefix("torch."),
         "head": host.head,
         "left_out": choice.left_out,
         "asked": (policy.config.sharing, policy.config.boundary),
-        "given_tokens": joint.tokens(batch.logical_tokens),
+        "logical_tokens": comm.tokens(batch.logical_tokens),
     }
     if choice.reason is not None:
         return nothing_to_verify(reason=choice.reason, **described)
-    counted = denominators or joint.denominators(batch)
+    counted = denominators or comm.denominators(batch)
     work = Work(
-        policy, batch, loss, counted, denominators, changes, dtype, reference_dtype, joint, routed
+        policy, batch, loss, counted, denominators, changes, dtype, reference_dtype, comm, routed
     )
-    needed = not work.double
     work.held = HeldRoutes(
         host,
         batch,
         changes,
         hold=hold_routes,
-        needed=needed,
+        needed=not work.double,
         last_tokens=work.last_tokens,
     )
-    # A float64 model is its own reference, and is nowhere else.
-    strategies = joint.strategies(
-        MemoryStrategies.fitting(needs, room, keeps, joint.streams and not work.double)
-    )
-    work.clock = clock_of(work, choice, needs, room, strategies, keeps, progress)
+    work.clock = _clock(work, choice, progress)
     if work.double:
         stock_of(host.model).compute_in(dtype, changes)
     with torch.enable_grad():
-        run = _reference(work, strategies.reference, keeps=keeps)
+        run = _reference(work, _reference_strategies(work))
         if work.double:
             dense, dense_routes = run, None
             dense_errors = dict.fromkeys(run.gradients, 0.0)
         else:
-            dense, dense_routes = _dense(work, strategies.dense)
-            dense_errors = joint.lengths(distances(dense.gradients, run.gradients))
+            dense, dense_routes = _dense(work, DENSE_STRATEGIES)
+            dense_errors = distances(dense.gradients, run.gradients)
             dense = replace(dense, gradients={})
-        norms = joint.lengths({n: norm_of(gradient) for n, gradient in run.gradients.items()})
+        norms = {n: norm_of(gradient) for n, gradient in run.gradients.items()}
         reference = Reference(run, norms, dense_errors)
         plans = tuple(_findings(work, entry, reference, dense_routes) for entry in choice.compared)
     norm = math.hypot(*norms.values()) or 1.0
@@ -339,7 +287,7 @@ def _verify(
         dense_error=math.hypot(*dense_errors.values()) / norm,
         dense_loss_difference=dense.loss - run.loss,
         dense_router_loss_difference=_difference(dense.router_loss, run.router_loss),
-        dense_logprob_difference=joint.most(_largest(dense.per_token[head] - run.per_token[head])),
+        dense_logprob_difference=comm.most(_largest(dense.per_token[head] - run.per_token[head])),
         **described,
     )
 
@@ -351,14 +299,14 @@ def _findings(
     policy, dtype, wanted = work.policy, work.dtype, reference.run
     model, head = policy.host.model, policy.host.head
     shared, stats, run = _in_memory(work, entry)
-    joint = work.joint
-    shared_errors = joint.lengths(distances(shared, wanted.gradients))
+    comm = work.comm
+    shared_errors = distances(shared, wanted.gradients)
     elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
     elements |= named({leaf: leaf.numel() for leaf in work.others})
     errors = parameter_errors(elements, dtype, shared_errors, reference)
     del shared
     _clear_gradients(model)
-    work.clock.end(entry.kind)
+    work.clock.at(entry.kind, 1.0)
     norm = math.hypot(*reference.norms.values()) or 1.0
     shared_error = math.hypot(*(e.shared_error for e in errors)) / norm
     dense_error = math.hypot(*reference.dense_errors.values()) / norm
@@ -366,12 +314,12 @@ def _findings(
     wanted_T = wanted.per_token[head]
     # Log-probs of what the plan leaves out are NaN. That it has no gradient is compared above.
     run_T = torch.from_numpy(labels_run(work.batch.offsets, stats.plan.run_lengths))
-    difference = joint.most(_largest((stats.per_token[head] - wanted_T)[run_T.to(wanted_T.device)]))
+    difference = comm.most(_largest((stats.per_token[head] - wanted_T)[run_T.to(wanted_T.device)]))
     if work.double:
         allowed = FLOAT64_BAR
-        loss_error = joint.most(abs(loss_difference) / max(1.0, abs(wanted.loss)))
+        loss_error = comm.most(abs(loss_difference) / max(1.0, abs(wanted.loss)))
         # Values of a critic have any scale.
-        scale = joint.most(max(1.0, _largest(wanted_T))) if head == "values" else 1.0
+        scale = comm.most(max(1.0, _largest(wanted_T))) if head == "values" else 1.0
         aside = _difference(stats.router_loss, wanted.router_loss)
         if aside is not None:
             loss_error = max(loss_error, abs(aside) / max(1.0, abs(wanted.router_loss or 0.0)))
@@ -381,14 +329,14 @@ def _findings(
         values_pass = True
     return PlanFindings(
         kind=entry.kind,
-        passed=joint.every(
+        passed=comm.every(
             shared_error <= allowed and all(e.excess <= 1 for e in errors) and values_pass
         ),
         sharing=stats.plan.sharing,
         boundary=stats.plan.boundary,
         max_microbatch_tokens=stats.plan.max_microbatch_tokens,
         # Of the plan that ran, whichever was to run.
-        counts=joint.counts(count_shared(stats.plan)),
+        counts=comm.counts(count_shared(stats.plan)),
         shared_error=shared_error,
         allowed=allowed,
         worst=tuple(sorted(errors, key=lambda e: -e.excess)),
@@ -457,7 +405,7 @@ def _shared(work: Work, entry: Compared, run: RouteReplay | None) -> tuple[Gradi
     transaction = Transaction(policy.host.device)
     stats = attempt(unchecked, request, finish_training, transaction)
     others = named({leaf: leaf.grad for leaf in work.others})
-    return work.joint.gradients(policy.host.model, others), stats
+    return work.comm.gradients(policy.host.model, others), stats
 
 
 def _dense(
@@ -467,11 +415,11 @@ def _dense(
     host, changes = work.policy.host, work.changes
     mark = changes.mark
     model, blocks = host.model, host.blocks
-    if not work.joint.whole:
-        model, blocks = work.joint.copy_in(model, blocks, work.dtype, streamed=False)
+    if not work.comm.whole:
+        model, blocks = _copy(work, work.dtype)
 
     def run(strategy: MemoryStrategy) -> tuple[DenseRun, ForcedRoutes | None]:
-        save_memory(blocks, strategy, host.device, changes)
+        strategy.apply(blocks, host.device, changes)
         routed = work.held.run(model)
         return _single_rollouts(work, DENSE, model, routed, strategy), routed
 
@@ -479,34 +427,48 @@ def _dense(
         changes.undo(mark)
         forget_lists()
 
-    found, routed = work.joint.run(lambda: run_in_memory(strategies, run, undo))
+    found, routed = work.comm.run(lambda: run_in_memory(strategies, run, undo))
     undo()
-    found = work.joint.total(found, host.model, work.dtype)
+    found = work.comm.total(found, host.model, work.dtype)
     found.gradients.update(named({leaf: found.besides.get(leaf) for leaf in work.others}))
     return found, routed
 
 
-def _reference(work: Work, strategies: tuple[MemoryStrategy, ...], *, keeps: bool) -> DenseRun:
-    """Run the reference; its gradients are on the device only if it `keeps` them there."""
+def _reference_strategies(work: Work) -> tuple[MemoryStrategy, ...]:
+    host = work.policy.host
+    if work.double:  # its own reference, which is nowhere else
+        return REFERENCE_STRATEGIES[:-1]
+    if not has_room(host.model, work.reference_dtype, host.device):
+        return REFERENCE_STRATEGIES[-1:]
+    # Copies that ranks make together are made once.
+    return REFERENCE_STRATEGIES if work.comm.whole else REFERENCE_STRATEGIES[:-1]
+
+
+def _copy(
+    work: Work, dtype: torch.dtype, *, streamed: bool = False
+) -> tuple[nn.Module, nn.ModuleList]:
+    host = work.policy.host
+    splits = () if host.group is None else host.group.splits
+    return whole_copy(host.model, host.blocks, dtype, streamed=streamed, splits=splits)
+
+
+def _reference(work: Work, strategies: tuple[MemoryStrategy, ...]) -> DenseRun:
+    """Run the reference; its gradients are in the host's memory."""
     host, changes = work.policy.host, work.changes
     mark = changes.mark
 
     copies = []
-    if not work.joint.whole:
+    if not work.comm.whole:
         # All ranks copy together, and before anything can fail on one.
-        copies.append(
-            work.joint.copy_in(
-                host.model, host.blocks, work.reference_dtype, streamed=strategies[0].streamed
-            )
-        )
+        copies.append(_copy(work, work.reference_dtype, streamed=strategies[0].streamed))
 
     def run(strategy: MemoryStrategy) -> DenseRun:
         model, blocks = copies[0] if copies else (host.model, host.blocks)
         if not copies and not work.double:
-            model, blocks = copy_in(model, blocks, work.reference_dtype, streamed=strategy.streamed)
+            model, blocks = _copy(work, work.reference_dtype, streamed=strategy.streamed)
         if model is not host.model:
             stock_of(model).compute_in(work.reference_dtype, changes)
-        save_memory(blocks, strategy, host.device, changes)
+        strategy.apply(blocks, host.device, changes)
         with torch.autocast(host.device.type, enabled=False):
             routed = None if work.double else work.held.run(model, record=True)
             return _single_rollouts(work, REFERENCE, model, routed, strategy)
@@ -515,16 +477,15 @@ def _reference(work: Work, strategies: tuple[MemoryStrategy, ...], *, keeps: boo
         changes.undo(mark)
         forget_lists()  # which would keep the copy alive until the end
 
-    found = work.joint.run(lambda: run_in_memory(strategies, run, undo))
+    found = work.comm.run(lambda: run_in_memory(strategies, run, undo))
     copies.clear()
     undo()
-    found = work.joint.total(found, host.model, work.reference_dtype)
+    found = work.comm.total(found, host.model, work.reference_dtype)
     work.others = tuple(found.besides)
     found.gradients.update(named(found.besides))
-    place = host.device if keeps else torch.device("cpu")
     for name, gradient in found.gradients.items():
         if gradient is not None:
-            found.gradients[name] = gradient.to(place)
+            found.gradients[name] = gradient.cpu()
     if host.device.type == "cuda":
         gc.collect()  # the copy, whose modules refer to one another
         torch.cuda.empty_cache()
@@ -571,7 +532,7 @@ def _single_rollouts(
             head_tokens=strategy.head_tokens,
             routers=routers,
         )
-    work.clock.end(name)
+    work.clock.at(name, 1.0)
     return found
 
 

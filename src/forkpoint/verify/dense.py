@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.host import FoundRouter
 from forkpoint.engine.routing import RouterOutputs, RouterTerms
-from forkpoint.hosts.libraries import stock_of
+from forkpoint.hosts.libraries import Stock, stock_of
 from forkpoint.hosts.routers import record_routers
-from forkpoint.hosts.transformers.stock import TransformersStock
 from forkpoint.losses.base import Denominators, Loss, LossOutputs
 from forkpoint.losses.leaves import leaves_of
 from forkpoint.losses.missing import computed
@@ -280,7 +279,7 @@ def dense_run(
 
 
 def _run_rollout(
-    stock: TransformersStock,
+    stock: Stock,
     batch: RolloutBatch,
     rollout: int,
     dtype: torch.dtype,

@@ -4,7 +4,6 @@ A plan is of one kind or the other by what it does and not by what it is called:
 several rollouts, and by whether other microbatches read them.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -20,6 +19,7 @@ from forkpoint.rollouts.batch import RolloutBatch
 
 WITHIN, ACROSS, CHOSEN = "within", "across", "chosen"
 Kind = Literal["within", "across", "chosen"]
+KINDS: tuple[Literal["within", "across"], ...] = (WITHIN, ACROSS)
 
 
 class Planning(Protocol):
@@ -66,10 +66,10 @@ class SharedCounts:
     def shares(self) -> bool:
         return self.saved_tokens > 0 and self.shared_segments > 0
 
-    @property
-    def crosses(self) -> bool:
-        """Whether what is shared is read from another microbatch."""
-        return self.shares and self.read_across > 0
+    def is_kind(self, kind: Kind) -> bool:
+        """Whether such a plan shares, within microbatches or across them."""
+        apart = self.read_across > 0 if kind == ACROSS else self.with_children == 0
+        return self.shares and apart
 
     def text(self) -> str:
         """Such as "60 of 184 tokens run, 9 of 21 segments shared, 3 of 7 microbatches with
@@ -130,12 +130,10 @@ class LeftOut:
     Attributes:
         kind: the kind, as in PlanFindings.
         reason: why it is not compared.
-        asked: whether options leave it out; else no such plan could be made.
     """
 
     kind: Kind
     reason: str
-    asked: bool
 
     def text(self) -> str:
         """As a line of a report has it."""
@@ -155,16 +153,6 @@ class Choice:
     compared: tuple[Compared, ...]
     left_out: tuple[LeftOut, ...]
     reason: str | None
-
-    @property
-    def unfit(self) -> bool:
-        """Whether a plan that options allow could not be made."""
-        return any(not entry.asked for entry in self.left_out)
-
-    @property
-    def peak_bytes(self) -> int:
-        """The largest predicted peak; 0 where none is predicted."""
-        return max((c.plan.predicted_peak_bytes or 0 for c in self.compared), default=0)
 
 
 def choose_plans(
@@ -189,12 +177,8 @@ def choose_plans(
         return Choice(compared, (), None if declared else nothing)
     found: list[Compared] = []
     left_out: list[LeftOut] = []
-    kinds: tuple[tuple[Kind, _Make], ...] = ((WITHIN, _within), (ACROSS, _across))
-    for kind, make in kinds:
-        if counts.shares and counts.crosses == (kind == ACROSS) and _is_kind(counts, kind):
-            found.append(Compared(kind, chosen, counts))
-            continue
-        made = make(policy, batch, loss, router)
+    for kind in KINDS:
+        made = chosen if counts.is_kind(kind) else _plan_of(kind, policy, batch, loss, router)
         if isinstance(made, LeftOut):
             left_out.append(made)
         else:
@@ -226,71 +210,45 @@ def nothing_shared(config: Config, batch: RolloutBatch) -> str | None:
     )
 
 
-_Make = Callable[[Planning, RolloutBatch, Loss, RouterLoss | None], Plan | LeftOut]
-
-
-def _is_kind(counts: SharedCounts, kind: Kind) -> bool:
-    return counts.crosses if kind == ACROSS else counts.with_children == 0
-
-
 def _sharing(config: Config) -> Sharing:
     """The most that may be shared."""
     return "tree" if config.sharing == "auto" else config.sharing
 
 
-def _within(
-    policy: Planning, batch: RolloutBatch, loss: Loss, router: RouterLoss | None
+def _plan_of(
+    kind: Literal["within", "across"],
+    policy: Planning,
+    batch: RolloutBatch,
+    loss: Loss,
+    router: RouterLoss | None,
 ) -> Plan | LeftOut:
-    """Plan with whole trees, or as much of them as a microbatch holds."""
+    """A plan of this kind within the policy's options.
+
+    Microbatches are made longer until they share something within, or shorter until prefix cache of
+    what is shared is written and read.
+    """
     config = policy.config
-    if config.boundary not in ("auto", "within"):
-        return LeftOut(WITHIN, f"boundary is {config.boundary!r}", asked=True)
-    if config.max_leaf_tokens is not None:
-        return LeftOut(WITHIN, f"max_leaf_tokens is {config.max_leaf_tokens}", asked=True)
-    limit = config.max_microbatch_tokens
-    while True:
+    if config.boundary not in ("auto", kind) and (kind, config.boundary) != (ACROSS, "mixed"):
+        return LeftOut(kind, f"boundary is {config.boundary!r}")
+    if kind == WITHIN and config.max_leaf_tokens is not None:
+        return LeftOut(kind, f"max_leaf_tokens is {config.max_leaf_tokens}")
+    boundary: Boundary = kind if config.boundary == "auto" else config.boundary
+    limit = given = config.max_microbatch_tokens
+    while limit is None or limit >= 1:
         asked = policy.with_config(
-            sharing=_sharing(config), boundary=WITHIN, max_microbatch_tokens=limit
+            sharing=_sharing(config), boundary=boundary, max_microbatch_tokens=limit
         )
         try:
             plan = asked.plan(batch, loss, router=router)
         except PlanError as error:
-            return LeftOut(WITHIN, str(error), asked=config.max_microbatch_tokens is not None)
-        counts = count_shared(plan)
-        if counts.shares and _is_kind(counts, WITHIN):
+            return LeftOut(kind, str(error))
+        if count_shared(plan).is_kind(kind):
             return plan
-        # Microbatches may be too short to hold two rollouts.
-        given = config.max_microbatch_tokens
-        if given is not None or plan.max_microbatch_tokens >= plan.dense.tokens:
-            return LeftOut(
-                WITHIN,
-                f"microbatches of {plan.max_microbatch_tokens:,} tokens share nothing within",
-                asked=given is not None,
-            )
-        limit = 2 * plan.max_microbatch_tokens
-
-
-def _across(
-    policy: Planning, batch: RolloutBatch, loss: Loss, router: RouterLoss | None
-) -> Plan | LeftOut:
-    """Plan in which prefix cache of what is shared is written and read.
-
-    Where one microbatch would hold everything, microbatches are made shorter until it is.
-    """
-    config = policy.config
-    if config.boundary == "within":
-        return LeftOut(ACROSS, "boundary is 'within'", asked=True)
-    boundary: Boundary = "across" if config.boundary == "auto" else config.boundary
-    sharing = _sharing(config)
-    limit = config.max_microbatch_tokens
-    while limit is None or limit >= 1:
-        asked = policy.with_config(sharing=sharing, boundary=boundary, max_microbatch_tokens=limit)
-        try:
-            plan = asked.plan(batch, loss, router=router)
-        except PlanError as error:
-            return LeftOut(ACROSS, str(error), asked=False)
-        if count_shared(plan).crosses:
-            return plan
-        limit = min(plan.max_microbatch_tokens, plan.computed_tokens) // 2
-    reason = "what is shared is too short to lie in two microbatches"
-    return LeftOut(ACROSS, reason, asked=False)
+        if kind == ACROSS:
+            limit = min(plan.max_microbatch_tokens, plan.computed_tokens) // 2
+        elif given is None and plan.max_microbatch_tokens < plan.dense.tokens:
+            limit = 2 * plan.max_microbatch_tokens
+        else:
+            tokens = plan.max_microbatch_tokens
+            return LeftOut(kind, f"microbatches of {tokens:,} tokens share nothing within")
+    return LeftOut(kind, "what is shared is too short to lie in two microbatches")

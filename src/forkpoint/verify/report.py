@@ -84,16 +84,14 @@ class RouteReport:
             f"{run.elsewhere:,} of {run.decisions:,} ({100 * run.fraction:.2f}%) {name}"
             for name, run in (("shared", self.shared), ("dense", self.dense))
         )
-        return (
-            f"routes held to the reference's; others would have been chosen for "
-            f"{' and '.join(counts)}"
-        )
+        others = " and ".join(counts)
+        return f"routes held to the reference's; others would have been chosen for {others}"
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
-        sides = {"shared": self.shared, "dense": self.dense}
+        runs = {"shared": self.shared, "dense": self.dense}
         counts = {
-            name: run and {**vars(run), "fraction": run.fraction} for name, run in sides.items()
+            name: run and {**vars(run), "fraction": run.fraction} for name, run in runs.items()
         }
         return {"held": self.held, "reason": self.reason, **counts}
 
@@ -152,13 +150,17 @@ class PlanFindings:
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON, with the ten worst parameters."""
-        values = {
-            k: v for k, v in vars(self).items() if k not in ("worst", "routes", "counts", "kind")
+        apart = {"worst", "routes", "counts"}
+        return {
+            **finite({k: v for k, v in vars(self).items() if k not in apart}),
+            **vars(self.counts),
+            "worst": _worst(self.worst),
+            "routes": self.routes and self.routes.to_dict(),
         }
-        worst = [finite({**vars(e), "excess": e.excess}) for e in self.worst[:10]]
-        routes = None if self.routes is None else self.routes.to_dict()
-        shared = {"kind": self.kind, **finite(values), **vars(self.counts)}
-        return {**shared, "worst": worst, "routes": routes}
+
+
+def _worst(errors: tuple[ParameterError, ...]) -> list[dict[str, Any]]:
+    return [finite({**vars(e), "excess": e.excess}) for e in errors[:10]]
 
 
 _WRITTEN = (
@@ -190,7 +192,7 @@ class VerifyReport:
         left_out: kinds of plans that were not compared, each with the reason.
         reason: why there was nothing to verify, and a remedy; None where there was something.
         asked: sharing and boundary of the configuration.
-        given_tokens: tokens of the batch.
+        logical_tokens: tokens of the batch.
         dense_error: over all parameters, relative to the norm of the reference gradient.
         dense_loss_difference: loss of the dense run less the reference's.
         dense_logprob_difference: the largest difference of a log-prob of the dense run from the
@@ -207,7 +209,7 @@ class VerifyReport:
     left_out: tuple[LeftOut, ...]
     reason: str | None
     asked: tuple[str, str]
-    given_tokens: int
+    logical_tokens: int
     dense_error: float
     dense_loss_difference: float
     dense_logprob_difference: float
@@ -261,11 +263,6 @@ class VerifyReport:
         return self.nearest.boundary if self.nearest else self.asked[1]
 
     @property
-    def logical_tokens(self) -> int:
-        """Tokens as given."""
-        return self.given_tokens
-
-    @property
     def computed_tokens(self) -> int:
         """Tokens that the plan nearest to failing ran; 0 where none ran."""
         return self.nearest.counts.computed_tokens if self.nearest else 0
@@ -289,29 +286,20 @@ class VerifyReport:
     def _parameters(self, nearest: PlanFindings, most: int) -> Table:
         title = f"gradients against {self.reference_dtype} training"
         if len(self.plans) > 1:
-            title += f", {nearest.sharing} + {nearest.boundary} (of {len(self.plans)} plans the "
-            title += "nearest to failing)"
+            of = f"of {len(self.plans)} plans the nearest to failing"
+            title += f", {nearest.sharing} + {nearest.boundary} ({of})"
         table = Table(title=title)
-        for name in ("parameter", "norm", "shared error", "dense error", "of allowed"):
-            # Names that are cut off are all alike.
-            left = name == "parameter"
-            table.add_column(name, justify="left" if left else "right", overflow="fold")
+        table.add_column("parameter", overflow="fold")  # names that are cut off are all alike
+        for name in ("norm", "shared error", "dense error", "of allowed"):
+            table.add_column(name, justify="right", overflow="fold")
         for entry in nearest.worst[:most]:
-            table.add_row(
-                entry.name,
-                f"{entry.norm:.3e}",
-                f"{entry.shared_error:.3e}",
-                f"{entry.dense_error:.3e}",
-                f"{entry.excess:.3f}",
-            )
+            errors = (entry.norm, entry.shared_error, entry.dense_error)
+            table.add_row(entry.name, *(f"{x:.3e}" for x in errors), f"{entry.excess:.3f}")
         table.add_section()
-        table.add_row(
-            "all, relative to the global norm",
-            "",
-            f"{nearest.shared_error:.3e}",
-            f"{self.dense_error:.3e}",
-            f"{nearest.shared_error / nearest.allowed if nearest.allowed else math.inf:.3f}",
-        )
+        excess = nearest.shared_error / nearest.allowed if nearest.allowed else math.inf
+        errors = (nearest.shared_error, self.dense_error)
+        whole = "all, relative to the global norm"
+        table.add_row(whole, "", *(f"{x:.3e}" for x in errors), f"{excess:.3f}")
         return table
 
     def _lines(self) -> list[str]:
@@ -337,12 +325,10 @@ class VerifyReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The verdict and the ten worst parameters, ready for JSON: None is not a finite number."""
-        values = {name: getattr(self, name) for name in _WRITTEN}
-        worst = [finite({**vars(e), "excess": e.excess}) for e in self.worst[:10]]
         return {
-            **finite(values),
-            "worst": worst,
-            "routes": None if self.routes is None else self.routes.to_dict(),
+            **finite({name: getattr(self, name) for name in _WRITTEN}),
+            "worst": _worst(self.worst),
+            "routes": self.routes and self.routes.to_dict(),
             "plans": [plan.to_dict() for plan in self.plans],
             "left_out": [vars(entry) for entry in self.left_out],
         }

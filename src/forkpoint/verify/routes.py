@@ -37,7 +37,7 @@ class HeldRoutes:
         self._routers: Sequence[FoundRouter] = ()
         self._problem: str | None = None
         try:
-            self._routers = find_routers(host.model, changes) if needed else ()
+            self._routers = find_routers(host.model, host.stock, changes) if needed else ()
         except UnsupportedError as error:
             self._problem = str(error)
         if self._routers and host.group is not None:

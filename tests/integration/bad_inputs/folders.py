@@ -85,60 +85,24 @@ FOLDERS = (
         "A row with a field that is not known",
         lambda: lines("rows.jsonl", lambda row: row.update(energy_j=4)),
         message="out/rows.jsonl, line 1: energy_j is no field of this schema, which has step, "
-        "fingerprint, lr, rollouts, logical_tokens, unique_tokens, dense_flops, shared, dense, "
-        f"difference, left_out_tokens, others; a newer forkpoint may have written it. {CHANGED}",
+        "fingerprint, lr, rollouts, logical_tokens, unique_tokens, left_out_tokens, dense_flops, "
+        f"shared, dense, difference; a newer forkpoint may have written it. {CHANGED}",
         means="It would be left out of the report, silently.",
         remedy="Use the forkpoint that wrote the folder; its manifest.json says which.",
     ),
     changed_kind(
-        "Loads of experts that do not add up",
-        lambda: lines(
-            "rows.jsonl",
-            lambda row: row["shared"].update(
-                experts={
-                    "experts": 8,
-                    "logical": [{"least": 2, "most": 5, "total": 41}],
-                    "computed": [{"least": 0, "most": 5, "total": 20}],
-                }
-            ),
-        ),
-        message="out/rows.jsonl, line 1: shared.experts.logical[0] has a total of 41, and 8 "
-        f"experts of 2 to 5 choices each make no such total. {CHANGED}",
-        means="The loads of a mixture's experts are not those of one step.",
-        remedy="Take a copy of the folder as the replay left it, or replay again.",
-    ),
-    changed_kind(
-        "Routes otherwise that are more than routes",
-        lambda: lines(
-            "rows.jsonl",
-            lambda row: row["shared"].update(routes={"decisions": [3], "elsewhere": [4]}),
-        ),
-        message="out/rows.jsonl, line 1: shared.routes.elsewhere[0] is 4, of 3 decisions. "
-        f"{CHANGED}",
-        means="The counts of given routes are not those of one step.",
-        remedy="Take a copy of the folder as the replay left it, or replay again.",
-    ),
-    changed_kind(
         "Rows that are out of order",
         lambda: lines("rows.jsonl", lambda row: row.update(step=3)),
-        message=f"out/rows.jsonl, line 1: step is 3; here belongs step 1. {CHANGED}",
+        message=f"out/rows.jsonl, line 1: step is 3; here belongs step 1 of 1. {CHANGED}",
         means="Lines are missing, doubled, or of several replays.",
         remedy="Take a copy of the folder as the replay left it, or replay again.",
     ),
     changed_kind(
         "A line of a replay that is not JSON",
-        lambda: Path("out/plans.jsonl").write_text("{'fingerprint': 1}\n"),
-        message="out/plans.jsonl, line 1: this is not JSON (Expecting property name enclosed in "
+        lambda: Path("out/rows.jsonl").write_text("{'step': 1}\n"),
+        message="out/rows.jsonl, line 1: this is not JSON (Expecting property name enclosed in "
         f"double quotes: line 1 column 2 (char 1)). {CHANGED}",
         means="The file was edited, or damaged.",
-        remedy="Take a copy of the folder as the replay left it, or replay again.",
-    ),
-    changed_kind(
-        "A plan whose parts disagree",
-        lambda: lines("plans.jsonl", lambda line: line["plans"]["shared"].update(microbatches=[])),
-        message="out/plans.jsonl, line 1: plans.shared: its microbatches do not hold each segment "
-        f"once. {CHANGED}",
-        means="Each segment of a plan's forest lies in one microbatch.",
         remedy="Take a copy of the folder as the replay left it, or replay again.",
     ),
     changed_kind(
@@ -151,8 +115,8 @@ FOLDERS = (
     ),
     changed_kind(
         "A damaged checkpoint",
-        lambda: (SAVED / "shard-00001-model-00001-of-00001.safetensors").unlink(),
-        message="out/checkpoint-00000001/shard-00001-model-00001-of-00001.safetensors is missing. "
+        lambda: (SAVED / "00000.safetensors").unlink(),
+        message="out/checkpoint-00000001/00000.safetensors is missing. "
         "Begin anew in another folder.",
         means="A file was removed or damaged since the replay wrote it.",
         remedy="Take a copy of the folder as the replay left it, or replay again.",
@@ -161,8 +125,8 @@ FOLDERS = (
     changed_kind(
         "A link in a replay's folder",
         linked,
-        message="out/rows.jsonl is a link or no regular file, and the replay would write to it. "
-        "Put the file itself there, or begin anew in another folder.",
+        message="out/rows.jsonl is a link, and a replay would write to where it leads. Put the "
+        "file itself there, or begin anew in another folder.",
         means="Resuming cuts files off and appends to them, and this one lies elsewhere.",
         remedy="Copy the file into the folder.",
         argv=RESUME,

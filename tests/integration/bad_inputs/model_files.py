@@ -260,7 +260,7 @@ MODEL_FILES = (
         attention_dropout=0.1,
         error=UnsupportedError,
         message="model.layers.0.self_attn has dropout 0.1 in training mode: dense training would "
-        "draw a new mask for every copy of a shared token. Set it to 0, or call "
+        "draw new numbers for every copy of a shared token. Set it to 0, or call "
         "model.eval().",
         means="Dense training would draw a mask for every copy of a shared token, sharing one.",
         remedy="Set attention_dropout to 0 in config.json.",

@@ -1,22 +1,18 @@
 """Models that are not wrapped: each is a tiny Llama with one thing changed."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.hooks import (
-    AlignDevicesHook,
     ModelHook,
     add_hook_to_module,
-    remove_hook_from_module,
 )
 from peft import (
     IA3Config,
     LoraConfig,
-    PrefixTuningConfig,
     PromptTuningConfig,
     TaskType,
     get_peft_model,
@@ -43,17 +39,6 @@ from forkpoint.testing import ReadOnlyHook, tiny_model
 Change = Callable[[Any], Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelKind(Kind):
-    """A model, made by `change` of a tiny Llama, that cannot be wrapped."""
-
-    change: Change
-    mend: Change | None = None
-    """The remedy, done: it makes a model that trains exactly."""
-    in_place: bool = False
-    """Whether the model itself is changed, so that a policy made before must notice."""
-
-
 def model_kind(
     name: str,
     change: Change,
@@ -61,9 +46,7 @@ def model_kind(
     message: str,
     means: str,
     remedy: str,
-    mend: Change | None = None,
-    in_place: bool = False,
-) -> ModelKind:
+) -> Kind:
     def call() -> None:
         changed = change(tiny_model("llama"))
         state = model_state(changed) if isinstance(changed, nn.Module) else None
@@ -72,16 +55,13 @@ def model_kind(
         finally:
             assert state is None or model_state(changed) == state, "a refusal changed the model"
 
-    return ModelKind(
+    return Kind(
         name=name,
         error=UnsupportedError,
         message=message,
         means=means,
         remedy=remedy,
         call=call,
-        change=change,
-        mend=mend,
-        in_place=in_place,
     )
 
 
@@ -104,11 +84,6 @@ def namesake(model: Any) -> nn.Module:
     return kind(model.config)
 
 
-def never_filled(model: Any) -> nn.Module:
-    model.model.rotary_emb.inv_freq.fill_(torch.nan)
-    return model
-
-
 class MyMLP(nn.Module):
     """Not the family's: it could do anything, such as normalise over tokens."""
 
@@ -129,18 +104,6 @@ def doubled(x: Tensor) -> Tensor:
     return 2 * x
 
 
-def own(path: str) -> Change:
-    """Puts the family's own module back."""
-    return lambda model: replaced(path, tiny_model("llama").get_submodule(path))(model)
-
-
-def loaded(model: Any) -> nn.Module:
-    """The same weights in the family's own class."""
-    plain = LlamaForCausalLM(model.config).double()
-    plain.load_state_dict(model.state_dict())
-    return plain
-
-
 def instance_forward(model: nn.Module) -> nn.Module:
     mlp = model.get_submodule("model.layers.1.mlp")
     mlp.forward = doubled  # type: ignore[method-assign]
@@ -159,29 +122,14 @@ def hooked(hook: ModelHook) -> Change:
     return change
 
 
-def unhooked(model: nn.Module) -> nn.Module:
-    return remove_hook_from_module(model, recurse=True)
-
-
 def hooked_compiled(model: Any) -> nn.Module:
     model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
     model.model.layers[1].register_forward_hook(ReadOnlyHook(lambda *_: None))
     return model
 
 
-def hooked_within(model: Any) -> nn.Module:
-    model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
-    model.model.layers[1]._orig_mod.register_forward_hook(ReadOnlyHook(lambda *_: None))
-    return model
-
-
 def prepared(model: Any) -> Any:
     return Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
-
-
-def without_forward(model: Any) -> nn.Module:
-    del model.get_submodule("model.layers.1.mlp").forward
-    return model
 
 
 class Params4bit(nn.Parameter):
@@ -266,7 +214,6 @@ MODELS: tuple[Kind, ...] = (
         means="It splits the rows of a batch over devices, and forkpoint runs one packed "
         "microbatch.",
         remedy="Wrap the model inside it.",
-        mend=lambda m: m.module,
     ),
     Kind(
         name="DistributedDataParallel with a communication hook",
@@ -283,7 +230,7 @@ MODELS: tuple[Kind, ...] = (
         name="Sharded parameters",
         error=UnsupportedError,
         message="parameter model.layers.1.mlp.up_proj.weight is a DTensor; sharded and quantized "
-        "parameters have not been shown exact, but for torch's fully_shard of the whole model. "
+        "parameters have not been shown exact, except for torch's fully_shard of the whole model. "
         "Wrap a model of plain tensors.",
         means="A sharded tensor must be gathered where it is used, as fully_shard does.",
         remedy="Shard the model with fully_shard, or wrap it on one device.",
@@ -327,18 +274,6 @@ MODELS: tuple[Kind, ...] = (
         ),
     ),
     model_kind(
-        "Rotary frequencies that were never filled",
-        never_filled,
-        message="buffer model.rotary_emb.inv_freq is not finite, so no gradient would be, in "
-        "ordinary training as well: a model that is moved off the meta device by to_empty holds "
-        "whatever lay in memory until its buffers are filled too. Make it with from_pretrained or "
-        "from_config, or call its init_weights after to_empty.",
-        means="Buffers that no checkpoint holds are computed when a model is made. Filling its "
-        "parameters alone leaves them out.",
-        remedy="Make the model with from_pretrained or from_config, on the device.",
-        mend=lambda m: LlamaForCausalLM._from_config(m.config).double(),
-    ),
-    model_kind(
         "Another family",
         other_family,
         message="transformers.models.gpt2.modeling_gpt2.GPT2LMHeadModel (model_type 'gpt2') has "
@@ -355,7 +290,6 @@ MODELS: tuple[Kind, ...] = (
         "as critics their ForTokenClassification with one label.",
         means="A subclass may do anything, and what it does has not been looked at.",
         remedy="Load its weights into the family's own class.",
-        mend=loaded,
     ),
     model_kind(
         "A model with a family's name and other code",
@@ -365,17 +299,6 @@ MODELS: tuple[Kind, ...] = (
         "critics their ForTokenClassification with one label.",
         means="Code that came with a checkpoint (trust_remote_code) is not the library's.",
         remedy="Load it without trust_remote_code.",
-        mend=loaded,
-    ),
-    model_kind(
-        "A decoder without its head",
-        lambda m: m.model,
-        message="transformers.models.llama.modeling_llama.LlamaModel (model_type 'llama') has not "
-        f"been shown exact; supported are {FAMILY_CLASSES} of transformers, not "
-        "subclasses of them, and as critics their ForTokenClassification with one label.",
-        means="Log-probs need the head.",
-        remedy="Wrap the model for causal language modelling.",
-        mend=lambda _: tiny_model("llama"),
     ),
     model_kind(
         "A classifier",
@@ -390,70 +313,30 @@ MODELS: tuple[Kind, ...] = (
     model_kind(
         "A module of other code",
         replaced("model.layers.1.mlp", MyMLP()),
-        message="model.layers.1.mlp runs bad_inputs.models.MyMLP, which has not been shown exact; "
-        "use the modules of transformers.models.llama as they are (wrap the model before "
-        "quantizing or patching it).",
+        message="model.layers.1.mlp is a bad_inputs.models.MyMLP, which has not been shown exact. "
+        "Use the modules of transformers.models.llama as they are: wrap the model before it is "
+        "quantized or patched.",
         means="It may let tokens see one another, as this one does.",
         remedy="Put the family's own module back.",
-        mend=own("model.layers.1.mlp"),
-        in_place=True,
-    ),
-    model_kind(
-        "A module that normalises over tokens",
-        replaced("model.layers.1.mlp.act_fn", nn.BatchNorm1d(4)),
-        message="model.layers.1.mlp.act_fn runs torch.nn.modules.batchnorm.BatchNorm1d, which has "
-        "not been shown exact; use the modules of transformers.models.llama as they are "
-        "(wrap the model before quantizing or patching it).",
-        means="Its result for a shared token would depend on which tokens lie in the row.",
-        remedy="Use norms that look at one token, such as LayerNorm.",
-        mend=replaced("model.layers.1.mlp.act_fn", nn.LayerNorm(48).double()),
-        in_place=True,
-    ),
-    model_kind(
-        "A softmax as an activation",
-        replaced("model.layers.1.mlp.act_fn", nn.Softmax(dim=1)),
-        message="model.layers.1.mlp.act_fn runs torch.nn.modules.activation.Softmax, which has not "
-        "been shown exact; use the modules of transformers.models.llama as they are (wrap the "
-        "model before quantizing or patching it).",
-        means="Along that dimension it is a softmax over the tokens of the row.",
-        remedy="Put the family's own activation back.",
-        mend=own("model.layers.1.mlp.act_fn"),
-        in_place=True,
-    ),
-    model_kind(
-        "A module with a state that runs over tokens",
-        replaced("model.layers.1.mlp", nn.LSTM(32, 32)),
-        message="model.layers.1.mlp runs torch.nn.modules.rnn.LSTM, which has not been shown "
-        "exact; use the modules of transformers.models.llama as they are (wrap the model "
-        "before quantizing or patching it).",
-        means="Its state would run on from one rollout of a row to the next.",
-        remedy="Put the family's own module back.",
-        mend=own("model.layers.1.mlp"),
-        in_place=True,
     ),
     model_kind(
         "A forward set on an instance",
         instance_forward,
-        message="model.layers.1.mlp has a forward of its own, set on the instance "
-        "(bad_inputs.models.doubled), which forkpoint cannot look into. Remove it while the model "
-        "trains here (del module.forward), and put torch.autocast around the step where it was "
-        "for mixed precision.",
+        message="model.layers.1.mlp has a forward of its own (bad_inputs.models.doubled), whose "
+        "effect is not known. Remove it: del module.forward, or "
+        "accelerate.hooks.remove_hook_from_module(model, recurse=True) for a hook of accelerate.",
         means="A function set on a module cannot be told from one that mixes tokens.",
         remedy="Remove the attribute: del module.forward.",
-        mend=without_forward,
-        in_place=True,
     ),
     model_kind(
         "A hook of one's own by accelerate",
         hooked(MyHook()),
-        message="model.layers.1.mlp has a hook of accelerate that does more than align devices or "
-        "is not accelerate's own (bad_inputs.models.MyHook), which has not been shown exact. "
-        "Remove it: accelerate.hooks.remove_hook_from_module(model, recurse=True), with the model "
-        "on one device.",
+        message="model.layers.1.mlp has a forward of its own (a partial of "
+        "accelerate.hooks.add_hook_to_module.<locals>.new_forward), whose effect is not known. "
+        "Remove it: del module.forward, or accelerate.hooks.remove_hook_from_module(model, "
+        "recurse=True) for a hook of accelerate.",
         means="It may change what goes into a module and what comes out of it.",
         remedy="accelerate.hooks.remove_hook_from_module(model, recurse=True).",
-        mend=unhooked,
-        in_place=True,
     ),
     model_kind(
         "A hook on a compiled module",
@@ -463,8 +346,6 @@ MODELS: tuple[Kind, ...] = (
         "within (module._orig_mod), or before torch.compile.",
         means="The hook would not run.",
         remedy="module._orig_mod.register_forward_hook(...).",
-        mend=lambda _: hooked_within(tiny_model("llama")),
-        in_place=True,
     ),
     model_kind(
         "A compiled model that accelerate prepared",
@@ -474,31 +355,16 @@ MODELS: tuple[Kind, ...] = (
         "(module._orig_mod), or before torch.compile.",
         means="Its mixed precision would be lost.",
         remedy="Prepare the model first, and compile it then.",
-        mend=lambda _: torch.compile(prepared(tiny_model("llama")), backend="eager"),
-    ),
-    model_kind(
-        "Weights that accelerate offloads",
-        hooked(AlignDevicesHook("cpu", offload=True, weights_map=None)),
-        message="model.layers.1.mlp has a hook of accelerate that does more than align devices or "
-        "is not accelerate's own (accelerate.hooks.AlignDevicesHook), which has not been shown "
-        "exact. Remove it: accelerate.hooks.remove_hook_from_module(model, recurse=True), with the "
-        "model on one device.",
-        means="A module's weights are in memory only while its own forward runs.",
-        remedy="Load the model without offloading.",
-        mend=unhooked,
-        in_place=True,
     ),
     model_kind(
         "Quantized parameters",
         weight(Params4bit(torch.zeros(48, 32), requires_grad=False)),
         message="parameter model.layers.1.mlp.up_proj.weight is a Params4bit; sharded and "
-        "quantized parameters have not been shown exact, but for torch's fully_shard of the whole "
-        "model. Wrap a model of plain tensors.",
+        "quantized parameters have not been shown exact, except for torch's fully_shard of the "
+        "whole model. Wrap a model of plain tensors.",
         means="Their values mean something else, and the kernels that run over them have not "
         "been shown exact.",
         remedy="Load the model in bfloat16 or float32.",
-        mend=weight(nn.Parameter(torch.ones(48, 32).double())),
-        in_place=True,
     ),
     model_kind(
         "Parameters of whole numbers",
@@ -508,8 +374,6 @@ MODELS: tuple[Kind, ...] = (
         "torch.bfloat16, torch.float16.",
         means="They are quantized weights.",
         remedy="Load the model in bfloat16 or float32.",
-        mend=weight(nn.Parameter(torch.ones(48, 32).double())),
-        in_place=True,
     ),
     model_kind(
         "Prompt tuning",
@@ -518,16 +382,6 @@ MODELS: tuple[Kind, ...] = (
         "LoRA, or DoRA.",
         means="It puts tokens before every row that no rollout has.",
         remedy="Use LoRA, or DoRA.",
-        mend=lambda _: lora(tiny_model("llama")),
-    ),
-    model_kind(
-        "Prefix tuning",
-        adapter(PrefixTuningConfig(**CAUSAL, num_virtual_tokens=2)),
-        message="the peft adapter 'default' is PREFIX_TUNING; only LORA has been shown exact. Use "
-        "LoRA, or DoRA.",
-        means="It puts keys and values before every row that no rollout has.",
-        remedy="Use LoRA, or DoRA.",
-        mend=lambda _: lora(tiny_model("llama"), use_dora=True),
     ),
     model_kind(
         "Another kind of adapter",
@@ -536,8 +390,6 @@ MODELS: tuple[Kind, ...] = (
         "DoRA.",
         means="It has not been compared with dense training.",
         remedy="Use LoRA, or DoRA.",
-        mend=lambda _: lora(tiny_model("llama")),
-        in_place=True,
     ),
     model_kind(
         "A LoRA variant that looks at tokens",
@@ -547,8 +399,6 @@ MODELS: tuple[Kind, ...] = (
         "of these.",
         means="Whether it acts on a token depends on tokens of the row before it.",
         remedy="Leave alora_invocation_tokens out.",
-        mend=lambda _: lora(tiny_model("llama"), target_modules=["q_proj"]),
-        in_place=True,
     ),
     model_kind(
         "An adapter on the head",
@@ -557,8 +407,6 @@ MODELS: tuple[Kind, ...] = (
         "from a plain torch.nn.Linear. Leave lm_head out of adapters and quantization.",
         means="Log-probs are computed in chunks from the head's weight itself.",
         remedy='Take "lm_head" out of target_modules.',
-        mend=lambda _: lora(tiny_model("llama"), target_modules=["q_proj"]),
-        in_place=True,
     ),
     model_kind(
         "A head of its own for the adapter",
@@ -568,25 +416,23 @@ MODELS: tuple[Kind, ...] = (
         "quantization.",
         means="peft puts a module around the head that chooses between two.",
         remedy='Take "lm_head" out of modules_to_save.',
-        mend=lambda _: lora(tiny_model("llama"), target_modules=["q_proj"]),
-        in_place=True,
     ),
     model_kind(
         "A model without values",
         lambda m: m.to("meta"),
-        message="the parameters (model.embed_tokens.weight and all others) lie on the meta device, "
-        "without values; initialise or load the model before wrapping it.",
+        message="the model's parameters are on several devices, or on the meta device "
+        "(model.embed_tokens.weight on meta). Load them, all on one device, before wrapping the "
+        "model.",
         means="It was made under init_empty_weights, or offloaded.",
         remedy="Load the weights first.",
-        in_place=True,
     ),
     model_kind(
         "A model on several devices",
         partly_on_meta,
-        message="the model's parameters lie on 2 devices (model.embed_tokens.weight on cpu, "
-        "lm_head.weight on meta); put them all on one.",
+        message="the model's parameters are on several devices, or on the meta device "
+        "(model.embed_tokens.weight on cpu, lm_head.weight on meta). Load them, all on one device, "
+        "before wrapping the model.",
         means='device_map="auto" spreads layers; rows would have to follow.',
         remedy='Load with device_map={"": 0}, or call model.to(device).',
-        in_place=True,
     ),
 )

@@ -10,10 +10,8 @@ import pytest
 
 from bad_inputs.kind import Kind
 from bad_inputs.traces import REPLAY
-from forkpoint.apps.replay.folder import ReplayFolder
+from forkpoint.apps.replay.folder import STATE, read_state
 from forkpoint.apps.replay.ranks import RankGroup, check_same, lost_rank
-from forkpoint.apps.replay.reading import read_state
-from forkpoint.apps.replay.schema import STATE
 from forkpoint.errors import ConfigError, ForkpointError, RankError
 
 SAVED = Path("out/checkpoint-00000002")
@@ -38,14 +36,6 @@ def saved(content: dict[str, Any] | None) -> Callable[[], object]:
         read_state(SAVED)
 
     return call
-
-
-def linked() -> None:
-    SAVED.parent.mkdir(exist_ok=True)
-    Path("elsewhere").mkdir(exist_ok=True)
-    if not SAVED.is_symlink():
-        SAVED.symlink_to(Path("elsewhere").resolve())
-    ReplayFolder(SAVED.parent).last_checkpoint()
 
 
 def different() -> None:
@@ -102,8 +92,8 @@ RANK_REPLAYS = (
     Kind(
         name="A checkpoint of another version",
         error=ConfigError,
-        message=f"{SAVED}/state.json has schema 99, and this forkpoint reads 1. Resume with "
-        "the forkpoint that wrote it, or begin anew in another folder.",
+        message=f"{SAVED}/state.json has schema 99, and this forkpoint reads 2. Use the "
+        "forkpoint that wrote it, or replay again.",
         means="Another version may mean something else by what it says.",
         remedy="Resume with the version that wrote it.",
         call=saved({"schema": 99}),
@@ -115,15 +105,6 @@ RANK_REPLAYS = (
         "forkpoint wrote it: take the folder as it was written, or replay again.",
         means="A checkpoint is put back whole or not at all, so all of it is checked before.",
         remedy="Begin anew in another folder.",
-        call=saved({"schema": 1}),
-    ),
-    Kind(
-        name="A checkpoint that is a symbolic link",
-        error=ConfigError,
-        message=f"{SAVED} is a link or no folder, and the replay would remove it. Put the folder "
-        "itself there, or begin anew in another folder.",
-        means="The next checkpoint takes the place of this one.",
-        remedy="Move the folder there.",
-        call=linked,
+        call=saved({"schema": 2}),
     ),
 )

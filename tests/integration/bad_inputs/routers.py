@@ -38,33 +38,6 @@ def router_kind(
     return Kind(name=name, error=error, message=message, means=means, remedy=remedy, call=call)
 
 
-def of_command(
-    name: str,
-    *options: str,
-    family: str = "",
-    command: str = "verify",
-    message: str,
-    means: str,
-    remedy: str,
-    **settings: Any,
-) -> Kind:
-    """A command with a model that is made of a family's configuration, if one is named."""
-
-    def prepare(_: object) -> None:
-        routed_model(family, **settings).config.save_pretrained("mixture")
-
-    model = "mixture/config.json" if family else "ok.json"
-    return Kind(
-        name=name,
-        error=UnsupportedError,
-        message=message,
-        means=means,
-        remedy=remedy,
-        argv=(command, "ok.jsonl", "--model", model, *options),
-        prepare=prepare if family else None,
-    )
-
-
 def trained(
     router: Any, batch: RolloutBatch = BATCH, family: str = "qwen3_moe", **options: Any
 ) -> Callable[[], object]:
@@ -102,26 +75,6 @@ ROUTERS = (
         "router=forkpoint.losses.RouterLoss(), or set output_router_logits to False.",
         means="Ordinary training of this model would add a loss of its routers.",
         remedy="RouterLoss() takes the model's own coefficient.",
-        error=UnsupportedError,
-    ),
-    router_kind(
-        "Experts of limited capacity",
-        with_setting(capacity_factor=1.25),
-        message="the configuration has capacity_factor=1.25: an expert that is full leaves tokens "
-        "out by what else is in the batch, so that copies of a shared token may be routed "
-        "differently, and one copy cannot stand for them. Train without it.",
-        means="Copies of one token may go to different experts, or to none.",
-        remedy="Train without limits, and balance the load by a router loss.",
-        error=UnsupportedError,
-    ),
-    router_kind(
-        "Routing that is balanced over the batch",
-        with_setting(router_type="expert_choice"),
-        message="the configuration has router_type='expert_choice': tokens are assigned by what "
-        "else is in the batch, so that copies of a shared token may be routed differently, and "
-        "one copy cannot stand for them. Train without it.",
-        means="A token's experts depend on other tokens, those after it among them.",
-        remedy="Train models whose routers choose the best experts for each token by itself.",
         error=UnsupportedError,
     ),
     router_kind(
@@ -184,45 +137,6 @@ ROUTERS = (
         remedy="Leave router and expert_counts out.",
         error=UnsupportedError,
     ),
-    of_command(
-        "--router-loss with a dense model",
-        *("--router-loss", "batch"),
-        message="router_loss is 'batch', and the model has no routers that transformers records "
-        "logits of: it is no mixture of experts, or one that only a later transformers knows by "
-        "its routers. Leave --router-loss out, or update transformers.",
-        means="The model has no experts.",
-        remedy="Leave --router-loss out.",
-    ),
-    of_command(
-        "--expert-counts with a dense model",
-        "--expert-counts",
-        command="replay",
-        message="experts are to be counted, and the model has no routers that transformers records "
-        "logits of: it is no mixture of experts, or one that only a later transformers knows by "
-        "its routers. Leave --expert-counts out, or update transformers.",
-        means="The model has no experts.",
-        remedy="Leave --expert-counts out.",
-    ),
-    of_command(
-        "--router-loss left out",
-        family="qwen3_moe",
-        output_router_logits=True,
-        message="the configuration has output_router_logits=True, so that ordinary training adds a "
-        "load-balancing loss, and router_loss is 'none'. Add --router-loss batch or --router-loss "
-        "rollout, the tokens that its statistics are taken over, or set output_router_logits to "
-        "false in the configuration.",
-        means="Ordinary training of this model would add a loss of its routers.",
-        remedy="Name the scope of the training that is replaced.",
-    ),
-    of_command(
-        "A coefficient of a router loss that the family has not",
-        *("--router-loss", "batch", "--router-aux-loss-coef", "0.1"),
-        family="glm4_moe",
-        message="router_aux_loss_coef is 0.1, and transformers defines no router loss for this "
-        "model. Leave --router-aux-loss-coef out.",
-        means="There is no formula in transformers to be exact to.",
-        remedy="Biases balance these models: policy.update_router_biases.",
-    ),
     router_kind(
         "A router loss of a family that has none",
         trained(RouterLoss(0.1), family="deepseek_v3"),
@@ -245,18 +159,11 @@ ROUTERS = (
     router_kind(
         "Counts of another shape",
         trained(RouterLoss(0.1, scope="rollout"), router_counts=torch.ones(2, 8).long()),
-        message="router_counts have shape (2, 8), and the model and the scope take (3, 2, 8). Give "
-        "scores.expert_counts for a scope of the batch, and scores.rollout_expert_counts for any "
-        "other.",
+        message="router_counts are torch.int64 of shape (2, 8), and the model and the scope take "
+        "int64 of (3, 2, 8). Give scores.expert_counts for a scope of the batch, and "
+        "scores.rollout_expert_counts for any other.",
         means="Counts of the batch do not say what each rollout's are.",
         remedy="scores.rollout_expert_counts serves every scope.",
-    ),
-    router_kind(
-        "Counts that are no whole numbers",
-        trained(RouterLoss(0.1), router_counts=torch.ones(2, 8)),
-        message="router_counts are torch.float32; give int64, as policy.score counts them.",
-        means="Shares of experts are no counts.",
-        remedy="Give scores.expert_counts as it is.",
     ),
     router_kind(
         "Counts of other tokens",

@@ -55,11 +55,6 @@ def in_stages(model: Any, mesh: DeviceMesh) -> nn.Module:
     return split(model, mesh)
 
 
-def with_half_adapter(model: Any, mesh: DeviceMesh) -> nn.Module:
-    split(model, mesh).lm_head.in_features = 16
-    return model
-
-
 def contents(rollouts: str = "a", plan: str = "b", *numbers: float) -> Contents:
     return Contents(rollouts, plan, numbers)
 
@@ -115,9 +110,8 @@ SPLITS: tuple[Kind, ...] = (
     Kind(
         name="DistributedDataParallel around a split model",
         error=UnsupportedError,
-        message="DistributedDataParallel holds a model that transformers has split over ranks, "
-        "which has not been shown exact. Use fully_shard for the data dimension: "
-        "DistributedConfig(tp_size=..., fsdp_size=...).",
+        message="DistributedDataParallel holds a model whose modules are split over ranks, which "
+        "has not been shown exact. Use fully_shard for the data dimension.",
         means="Its reducer does not know which ranks have the same batch.",
         remedy="fully_shard, over the data dimension of the mesh.",
         call=in_process_group(within_replicas),
@@ -134,7 +128,7 @@ SPLITS: tuple[Kind, ...] = (
     Kind(
         name="Sequence parallelism",
         error=UnsupportedError,
-        message="model.norm is split over ranks by sequence parallelism "
+        message="model.norm is split over ranks by SequenceParallel "
         "(transformers.distributed.tensor_parallel), which has not been shown exact; these have: "
         "ColwiseParallel, RowwiseParallel, EmbeddingParallel, ReplicatedWithGradAllReduce, "
         "PackedColwiseParallel, MoeExpertsParallel, MlaKvAProjParallel, AllReduceParallel, "
@@ -161,17 +155,6 @@ SPLITS: tuple[Kind, ...] = (
         means="torch's compiler fails at the backward of forwards that transformers sets.",
         remedy="Config(), with which such blocks run eagerly.",
         call=in_process_group(compiled),
-    ),
-    Kind(
-        name="An adapter of half a layer",
-        error=UnsupportedError,
-        message="lm_head has in_features 16, and its weight, over all ranks, takes 32: "
-        "transformers takes the first for the whole and fails at its inputs. "
-        "peft makes such adapters of layers that are split by their inputs (o_proj, down_proj). "
-        "Leave these out of target_modules.",
-        means="The model by itself fails as well.",
-        remedy="LoraConfig(target_modules=...) of layers that are split by their outputs.",
-        call=in_process_group(with_half_adapter),
     ),
     Kind(
         name="A mesh without names",

@@ -95,23 +95,6 @@ def dropout_module(model: nn.Module) -> None:
     mlp.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(0.25))
 
 
-def dropout_within_an_evaluated_model(model: nn.Module) -> None:
-    dropout_module(model.eval())
-    model.training = False
-
-
-def bidirectional_masks(model: Any) -> None:
-    model.config.is_causal = False
-
-
-def bidirectional_configuration(model: Any) -> None:
-    model.config.use_bidirectional_attention = True
-
-
-def bidirectional_layer(model: Any) -> None:
-    model.get_submodule("model.layers.1.self_attn").is_causal = False
-
-
 def unknown_rope(model: Any) -> None:
     model.config.rope_parameters["rope_type"] = "spiral"
 
@@ -179,32 +162,20 @@ STATES: tuple[Kind, ...] = (
     state_kind(
         "Reentrant checkpointing",
         lambda m: checkpointing(m.train(), use_reentrant=True),
-        message="model is checkpointed with use_reentrant=True: such a forward keeps no graph, and "
-        "gradients of shared tokens would be lost. Enable checkpointing with "
-        'gradient_checkpointing_kwargs={"use_reentrant": False} (in newer transformers '
-        "activation_checkpointing_kwargs).",
+        message="model is checkpointed by a partial of torch.utils.checkpoint.checkpoint, and not "
+        "with use_reentrant=False, so that gradients of shared tokens may be lost. Enable "
+        'checkpointing with gradient_checkpointing_kwargs={"use_reentrant": False}.',
         means="Its forward runs without a graph, and what rows read of one another would get no "
         "gradient, silently.",
         remedy="Non-reentrant checkpointing saves as much memory and is exact.",
         training_only=True,
     ),
     state_kind(
-        "Checkpointing that is reentrant by default",
-        lambda m: checkpointing(m.train(), preserve_rng_state=True),
-        message="model is checkpointed with use_reentrant=True: such a forward keeps no graph, and "
-        "gradients of shared tokens would be lost. Enable checkpointing with "
-        'gradient_checkpointing_kwargs={"use_reentrant": False} (in newer transformers '
-        "activation_checkpointing_kwargs).",
-        means="torch checkpoints reentrantly where use_reentrant is not given.",
-        remedy="Add use_reentrant=False to the options.",
-        training_only=True,
-    ),
-    state_kind(
         "Checkpointing by other code",
         unknown_checkpointing,
-        message="model.layers.1 is checkpointed by torch.utils.checkpoint.checkpoint, which has "
-        "not been shown exact. Enable checkpointing by the model's own method, with "
-        "use_reentrant=False.",
+        message="model.layers.1 is checkpointed by torch.utils.checkpoint.checkpoint, and not with "
+        "use_reentrant=False, so that gradients of shared tokens may be lost. Enable "
+        'checkpointing with gradient_checkpointing_kwargs={"use_reentrant": False}.',
         means="What is recomputed, and when, is not known.",
         remedy="model.gradient_checkpointing_enable is the model's own method.",
         training_only=True,
@@ -213,7 +184,7 @@ STATES: tuple[Kind, ...] = (
         "Attention dropout",
         attention_dropout,
         message="model.layers.2.self_attn has dropout 0.1 in training mode: dense training would "
-        "draw a new mask for every copy of a shared token. Set it to 0, or call "
+        "draw new numbers for every copy of a shared token. Set it to 0, or call "
         "model.eval().",
         means="Dense training draws a mask for every copy of a shared token, sharing one.",
         remedy="Train without dropout, or in eval mode.",
@@ -222,72 +193,35 @@ STATES: tuple[Kind, ...] = (
         "Dropout in a module",
         dropout_module,
         message="model.layers.0.mlp.act_fn.1 has dropout 0.25 in training mode: dense training "
-        "would draw a new mask for every copy of a shared token. Set it to 0, or call "
+        "would draw new numbers for every copy of a shared token. Set it to 0, or call "
         "model.eval().",
         means="Dense training draws a mask for every copy of a shared token, sharing one.",
         remedy="Train without dropout, or in eval mode.",
     ),
     state_kind(
-        "Dropout within a model in eval mode",
-        dropout_within_an_evaluated_model,
-        message="model.layers.0.mlp.act_fn.1 has dropout 0.25 in training mode: dense training "
-        "would draw a new mask for every copy of a shared token. Set it to 0, or call "
-        "model.eval().",
-        means="model.training is False, and a module below is still in training mode.",
-        remedy="model.eval() reaches all modules.",
-    ),
-    state_kind(
         "Dropout of an adapter",
         lambda m: lora(m.train(), lora_dropout=0.05, target_modules=["q_proj"]).train(),
         message="model.layers.0.self_attn.q_proj.lora_dropout.default has dropout 0.05 in training "
-        "mode: dense training would draw a new mask for every copy of a shared token. Set "
+        "mode: dense training would draw new numbers for every copy of a shared token. Set "
         "it to 0, or call model.eval().",
         means="Dense training draws a mask for every copy of a shared token, sharing one.",
         remedy="LoraConfig(lora_dropout=0).",
     ),
     state_kind(
-        "Masks that are not causal",
-        bidirectional_masks,
-        message="the configuration has is_causal=False, so that tokens see those after them: a "
-        "shared token would depend on what follows it in each rollout. Set it to True if "
-        "the model is meant to be causal.",
-        means="A token that sees those after it differs between rollouts that share it.",
-        remedy="Only causal models share tokens; train this one with dense training.",
-    ),
-    state_kind(
-        "Attention in both directions",
-        bidirectional_configuration,
-        message="the configuration has use_bidirectional_attention=True, so that tokens see those "
-        "after them: a shared token would depend on what follows it in each rollout. Set "
-        "it to False if the model is meant to be causal.",
-        means="A token that sees those after it differs between rollouts that share it.",
-        remedy="Only causal models share tokens; train this one with dense training.",
-    ),
-    state_kind(
-        "A layer that attends in both directions",
-        bidirectional_layer,
-        message="model.layers.1.self_attn has is_causal=False, so that tokens may see those after "
-        "them; only causal attention can share tokens. Set it to True, or build the model "
-        "from a configuration without use_bidirectional_attention.",
-        means="A token that sees those after it differs between rollouts that share it.",
-        remedy="Only causal models share tokens; train this one with dense training.",
-    ),
-    state_kind(
         "A rope_type that is not known",
         unknown_rope,
         message="rope_type is 'spiral', and it is not known whether its frequencies depend on the "
-        "length of a rollout; known are default, linear, llama3, proportional, yarn, "
-        "dynamic, longrope. Take one of these.",
+        "length of a rollout. Use one of default, linear, llama3, proportional, yarn, dynamic, "
+        "longrope.",
         means="If its frequencies depend on lengths, rollouts differ on shared tokens.",
         remedy="Take one of those named.",
     ),
     call_kind(
         "Rollouts beyond the length of dynamic rope",
         too_long({"rope_type": "dynamic", "factor": 2.0}, 8),
-        message="rope_type is 'dynamic' and the longest rollout has 21 tokens: beyond 8 tokens its "
-        "frequencies depend on the total length, so rollouts would differ on tokens they "
-        "share. Use rollouts of at most 8 tokens or another rope_type (default, linear, "
-        "llama3, proportional, yarn).",
+        message="rope_type is 'dynamic' and the longest rollout has 21 tokens: beyond 8 tokens "
+        "frequencies depend on the length, so rollouts would differ on tokens they share. Use "
+        "rollouts of at most 8 tokens or another rope_type.",
         means="Beyond that length frequencies are those of the whole sequence.",
         remedy="Shorten rollouts, or raise max_position_embeddings as the model was trained.",
     ),
@@ -295,9 +229,8 @@ STATES: tuple[Kind, ...] = (
         "Rollouts beyond the length of longrope",
         too_long(LONGROPE, 32),
         message="rope_type is 'longrope' and the longest rollout has 21 tokens: beyond 8 tokens "
-        "its frequencies depend on the total length, so rollouts would differ on tokens "
-        "they share. Use rollouts of at most 8 tokens or another rope_type (default, "
-        "linear, llama3, proportional, yarn).",
+        "frequencies depend on the length, so rollouts would differ on tokens they share. Use "
+        "rollouts of at most 8 tokens or another rope_type.",
         means="Beyond that length its long factors replace the short ones, for all positions.",
         remedy="Shorten rollouts, or train them apart from short ones, with dense training.",
     ),
@@ -313,9 +246,9 @@ STATES: tuple[Kind, ...] = (
     state_kind(
         "An optimizer that steps in the backward",
         optimizer_in_backward,
-        message="parameter model.norm.weight has a hook that runs whenever a gradient has been "
-        "added (register_post_accumulate_grad_hook: print); a step has several backwards, so it "
-        "would see parts of the gradient. Remove it, and do its work after the step.",
+        message="parameter model.norm.weight has a hook on its gradient (builtins.print). A step "
+        "has several backwards, so it would see parts of the gradient. Remove it, and do its work "
+        "after the step.",
         means="A step of forkpoint has several backwards, and parameters would change between "
         "them.",
         remedy="Step the optimizer after forward_backward.",

@@ -9,13 +9,13 @@ from torch import Tensor
 from forkpoint.apps.calibrate.clock import Clock
 from forkpoint.config import Config
 from forkpoint.engine.boundary import PrefixCache
-from forkpoint.engine.given_back import storage_id
 from forkpoint.engine.microbatches import (
     CacheView,
     KernelOptions,
     MicrobatchInputs,
     prepare_microbatches,
 )
+from forkpoint.engine.offload import storage_id
 from forkpoint.hosts.host import ModelHost
 from forkpoint.plan import make_plan
 from forkpoint.rollouts.batch import Rollout, RolloutBatch

@@ -1,4 +1,4 @@
-"""The losses that the command line knows by name, and their main options. Imports no torch."""
+"""The losses that the command line knows by name, and their options. Imports no torch."""
 
 import inspect
 import math
@@ -14,23 +14,12 @@ from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.tree.forest import IntArray
 
 if TYPE_CHECKING:
-    from forkpoint.losses import Loss
+    from forkpoint.losses import Loss, RouterLoss
 
-LossName = Literal[
-    "grpo",
-    "ppo",
-    "dapo",
-    "bnpo",
-    "dr_grpo",
-    "cispo",
-    "sapo",
-    "gspo",
-    "likelihood",
-    "sft",
-    "distillation",
-    "dpo",
-    "simpo",
-]
+# fmt: off
+LossName = Literal["grpo", "ppo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "gspo", "likelihood",
+                   "sft", "distillation", "dpo", "simpo"]
+# fmt: on
 CLASSES: dict[LossName, str] = {
     "grpo": "GRPO",
     "ppo": "PPO",
@@ -51,8 +40,8 @@ LARGEST = 1e30
 # Without an advantage they train nothing, KL and entropy aside.
 OF_ADVANTAGES = ("grpo", "ppo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "gspo")
 
-Own: Any = arg(metavar="NUMBER", help_behavior_hint="(default: the loss's own)")
-Number = DisallowNone[Annotated[float | None, Own]]
+_Default: Any = arg(metavar="NUMBER", help_behavior_hint="(default: that of the loss or the model)")
+Number = DisallowNone[Annotated[float | None, _Default]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +49,12 @@ class LossOptions:
     """Loss that is minimised. An option that the loss does not have is refused.
 
     Attributes:
-        loss: grpo is the clipped policy gradient; ppo, dapo, bnpo and dr_grpo are the same with
-            means or clips of their own; cispo, sapo and gspo use the ratio of new to old
-            probabilities in other ways. All of these need advantages, and are on-policy where the
-            file has no old_logprobs. likelihood (or sft) is supervised fine-tuning. distillation
-            goes towards reference_logprobs, a teacher's. dpo and simpo need groups that are pairs,
-            dpo reference_logprobs as well. auto is grpo, or what a trace was recorded with.
+        loss: grpo is the clipped policy gradient; ppo, dapo, bnpo and dr_grpo are variants with
+            other means or clips; cispo, sapo and gspo use the ratio of new to old probabilities in
+            other ways. All of these need advantages, and are on-policy where the file has no
+            old_logprobs. likelihood (or sft) is supervised fine-tuning. distillation goes towards
+            reference_logprobs, a teacher's. dpo and simpo need groups that are pairs, dpo
+            reference_logprobs as well. auto is grpo, or what a trace was recorded with.
         clip: How far the ratio may fall below 1 before a token's gradient ends; above 1 too, unless
             there is a clip_high. Losses with a ratio.
         clip_high: How far it may rise above 1.
@@ -73,7 +62,7 @@ class LossOptions:
             reference_logprobs.
         entropy: Coefficient of a bonus for entropy. Losses of advantages.
         normalize: Mean over all trained tokens, or over rollouts of each one's mean; auto is the
-            loss's own.
+            loss's default.
         max_tokens: The constant that dr_grpo divides by, the most tokens of a response; it has no
             default.
         beta: How strongly dpo holds the policy to the reference; the scale of simpo's rewards.
@@ -104,17 +93,15 @@ class LossOptions:
         return {k: v for k, v in asdict(self).items() if k != "loss" and v not in unset}
 
     def make(self) -> "Loss":
-        """The loss with these options and its own defaults. Imports torch.
+        """The loss with these options and its defaults. Imports torch.
 
         Raises ConfigError for an option that the loss does not have, or whose value it refuses.
         """
         from forkpoint import losses
 
         given = self.given()
-        takes = {
-            name: set(inspect.signature(getattr(losses, kind)).parameters)
-            for name, kind in CLASSES.items()
-        }
+        kinds = {name: getattr(losses, kind) for name, kind in CLASSES.items()}
+        takes = {name: set(inspect.signature(kind).parameters) for name, kind in kinds.items()}
         for option, value in given.items():
             if isinstance(value, int | float) and LARGEST < abs(value) != math.inf:
                 raise ConfigError(
@@ -133,13 +120,59 @@ class LossOptions:
                 "the loss dr_grpo divides by a constant in place of the tokens, and none is given; "
                 "add --max-tokens N, the most tokens that a response may have."
             )
-        return getattr(losses, CLASSES[self.name])(**given)
+        return kinds[self.name](**given)
 
     def trains(self, batch: RolloutBatch) -> np.ndarray:
         """The tokens that can have a gradient: bool [T]."""
         if self.name in OF_ADVANTAGES and not self.kl and not self.entropy:
             return batch.loss_mask & (batch.advantages != 0)
         return batch.loss_mask
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterOptions:
+    """Auxiliary losses of the routers of a mixture of experts, which even out their load.
+
+    Attributes:
+        router_loss: The tokens that one statistic is taken over: all rollouts of a step (batch), or
+            each rollout (then the mean over rollouts). none adds no loss of routers, which a model
+            whose configuration sets output_router_logits refuses.
+        router_aux_loss_coef: Coefficient of the load-balancing loss. The default is the
+            configuration's router_aux_loss_coef where that sets output_router_logits, else 0.
+        router_z_loss_coef: Coefficient of the mean of squared logsumexps of router logits; 0
+            without it.
+        router_last_token: Whether rollouts' last tokens count; no for trainers that run rollouts
+            without them.
+    """
+
+    router_loss: Literal["none", "batch", "rollout"] = "none"
+    router_aux_loss_coef: Number = None
+    router_z_loss_coef: Number = None
+    router_last_token: Literal["yes", "no"] = "yes"
+
+    def make(self) -> "RouterLoss | None":
+        """The loss of routers; None where none is asked for. Imports torch.
+
+        Raises ConfigError for an option without the loss that it belongs to, and for coefficients
+        that are not finite.
+        """
+        if self.router_loss == "none":
+            for name, value in asdict(self).items():
+                if value not in ("none", None, "yes"):
+                    raise ConfigError(
+                        f"{name} is {value}, and router_loss is 'none'. Add --router-loss batch or "
+                        "--router-loss rollout, the tokens that its statistics are taken over, or "
+                        f"leave --{name.replace('_', '-')} out."
+                    )
+            return None
+        from forkpoint.losses import RouterLoss
+
+        return RouterLoss(
+            load_balancing=self.router_aux_loss_coef,
+            z=self.router_z_loss_coef,
+            scope=self.router_loss,
+            last_token=self.router_last_token == "yes",
+        )
 
 
 def coupling(name: LossName, batch: RolloutBatch) -> IntArray | None:
@@ -153,7 +186,7 @@ def coupling(name: LossName, batch: RolloutBatch) -> IntArray | None:
 
 
 def zero_rollouts(name: LossName, batch: RolloutBatch) -> NDArray[np.bool_]:
-    """Rollouts whose terms the loss of that name declares to be 0, with its own defaults, bool [N].
+    """Rollouts whose terms the loss of that name declares to be 0, with its defaults, bool [N].
 
     Needs no torch; the losses themselves say the same.
     """

@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from forkpoint.apps.cli.options import Runtime
 from forkpoint.errors import ConfigError, ForkpointError, UnsupportedError
-from forkpoint.hosts.model_files import check_family, config_path, read_config
+from forkpoint.hosts.transformers.model_files import check_family, config_path, read_config
 from forkpoint.plan import ModelShape
 
 

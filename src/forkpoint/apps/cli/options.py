@@ -23,19 +23,12 @@ from tyro.constructors import PrimitiveConstructorSpec
 from forkpoint.apps.cli.output import Output
 from forkpoint.config import AUTO, Config
 from forkpoint.errors import ConfigError, TraceError
-from forkpoint.hosts.model_files import (
-    config_path,
-    parameters_of_model,
-    read_config,
-    shape_of_model,
-)
+from forkpoint.hosts.transformers.model_files import parameters_of_model, shape_of_model
 from forkpoint.plan import ModelShape
 from forkpoint.plan.device_memory import DeviceMemory
 from forkpoint.rollouts.batch import Rollout, RolloutBatch
-from forkpoint.rollouts.formats.limits import bytes_on_disk
 from forkpoint.rollouts.traces import RolloutFile, open_rollouts
-from forkpoint.tree.forest import IntArray
-from forkpoint.units import format_bytes, size_in_bytes
+from forkpoint.units import size_in_bytes
 
 # Help is in docstrings; a search for it in comments would take half the time.
 TYRO_CONFIG = (FlagCreatePairsOff, HelptextFromCommentsOff, OmitArgPrefixes)
@@ -89,7 +82,6 @@ Flag = Annotated[bool, arg(help_behavior_hint="")]
 Count = Annotated[int, WholeNumber]
 Positive = Annotated[int, whole_number(1)]
 Seed = Annotated[int, whole_number(0, MAX_SEED)]
-Most = Annotated[int | None, whole_number(1), arg(help_behavior_hint="(default: all)")]
 Limit = Annotated[int | None, WholeNumber, arg(help_behavior_hint="(default: all)")]
 MemoryBudget = DisallowNone[
     Annotated[str | None, arg(metavar="SIZE", help_behavior_hint="(default: what is free on CUDA)")]
@@ -283,14 +275,11 @@ class Reading:
         return source
 
 
-def load_batch(
-    file: Path, limit: int | None, reading: Reading | None = None, out: Output | None = None
-) -> RolloutBatch:
+def load_batch(file: Path, limit: int | None, reading: Reading, out: Output) -> RolloutBatch:
     """The rollouts of a file as one batch; what was left out, and what to know, is shown."""
-    source = (reading or Reading()).open(file, limit)
+    source = reading.open(file, limit)
     batch = RolloutBatch(source.read())
-    if out is not None:
-        show_source(source, out)
+    show_source(source, out)
     return batch
 
 
@@ -335,45 +324,3 @@ def show_source(source: RolloutFile, out: Output) -> None:
         "format": source.format,
         "skipped": {"records": skipped.count, "fields": dict(skipped.fields)},
     }
-
-
-# Limit on work
-# ------------------------------------------------------------
-
-MOST_TOKENS = 1 << 16
-MOST_PAIRS = 1 << 26
-"""Tokens, and pairs of a token with one before it, that a model is always run on. A model of two
-layers takes 10 to 20 seconds for either on two cores of a CPU."""
-TOKENS_PER_BYTE = 16
-"""More tokens than this for each byte on disk are not in a file that only shares what is repeated
-in a group: real groups of eight to long prompts have five, compressed by zstd."""
-
-
-def check_work(lengths: IntArray, file: Path, model: Path, reading: Reading) -> None:
-    """Refuse to run a model on rollouts of these lengths [N] where a small file inflates to them,
-    or where the model has no such positions. A memory limit that was set says that it is meant.
-
-    Raises ConfigError, naming tokens and option.
-    """
-    tokens = int(lengths.sum())
-    pairs = float((lengths.astype(float) ** 2).sum() / 2)
-    if reading.memory_limit is not None or (tokens <= MOST_TOKENS and pairs <= MOST_PAIRS):
-        return
-    remedy = (
-        "Take fewer rollouts (--limit), or, where it is meant to be so, set a memory limit "
-        "(--memory-limit), such as 8GB."
-    )
-    disk_bytes = bytes_on_disk(file)
-    if tokens > TOKENS_PER_BYTE * disk_bytes:
-        raise ConfigError(
-            f"{file} inflates: it has {format_bytes(disk_bytes)}, and the model would run "
-            f"{tokens:,} tokens of it; from so small a file at most {MOST_TOKENS:,} are run. "
-            f"{remedy}"
-        )
-    positions = read_config(config_path(model)).get("max_position_embeddings")
-    longest = int(lengths.max())
-    if isinstance(positions, int) and longest > positions:
-        raise ConfigError(
-            f"{file} has a rollout of {longest:,} tokens, and {model} has max_position_embeddings "
-            f"{positions:,}. {remedy}"
-        )

@@ -1,45 +1,22 @@
 """Output of a command: text and tables, or one JSON line. Imports no torch."""
 
 import json
-import math
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console, RenderableType
-from rich.highlighter import RegexHighlighter
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
-from rich.theme import Theme
 
 from forkpoint.apps.report.text import visible
+from forkpoint.rollouts.schema import finite
 
 PIPE_WIDTH = 100
 """Columns of tables if stdout is no terminal."""
-LINE_SECONDS = 30.0
-"""Time between lines of progress if stderr is no terminal, such as the log of a batch job."""
-_COLOURS_OF = {"passed": "bold green", "failed": "bold red", "chosen": "bold cyan"}
-
-
-class _Verdicts(RegexHighlighter):
-    """Colours verdicts, but not within a path or a longer word."""
-
-    highlights = [  # noqa: RUF012  (declared so by rich)
-        rf"(?<![\w./-])(?P<{name}>{words})(?![\w/-]|\.\w)"
-        for name, words in zip(_COLOURS_OF, ("passed", "failed|FAILED", "chosen"), strict=True)
-    ]
 
 
 class _Console(Console):
@@ -50,10 +27,7 @@ class _Console(Console):
 
 
 class Output:
-    """Text and tables to stdout, or the JSON line alone; progress to stderr.
-
-    Colours follow NO_COLOR and FORCE_COLOR.
-    """
+    """Text and tables to stdout, or the JSON line alone; progress to stderr if it is a terminal."""
 
     def __init__(self, *, json_only: bool, silent: bool = False) -> None:
         """`silent`: another process shows everything."""
@@ -62,13 +36,8 @@ class Output:
         self.facts: dict[str, Any] = {}
         """Further fields of the JSON line, at its end."""
         self._terminal = sys.stdout.isatty()
-        self._console = _Console(
-            width=None if self._terminal else PIPE_WIDTH,
-            markup=False,
-            emoji=False,
-            highlighter=_Verdicts(),
-            theme=Theme(_COLOURS_OF),
-        )
+        width = None if self._terminal else PIPE_WIDTH
+        self._console = _Console(width=width, markup=False, emoji=False, highlight=False)
         self.width: int = self._console.width
         self._errors = _Console(stderr=True, markup=False, highlight=False)
         self._shows_progress = self._errors.is_interactive and not silent
@@ -87,13 +56,12 @@ class Output:
         if self.json_only and not self.silent:
             print(json.dumps(plain({**values, **self.facts}), allow_nan=False))
 
-    def waiting(self, what: str) -> AbstractContextManager[Any]:
-        """Show what is being done while the block runs."""
-        return self._errors.status(what) if self._shows_progress else nullcontext()
-
     @contextmanager
-    def following(self, what: str) -> Iterator[Callable[[str], None]]:
-        """As `waiting`; call what it yields with the newest state of the work."""
+    def waiting(self, what: str) -> Iterator[Callable[[str], None]]:
+        """Show what is being done while the block runs.
+
+        Yields a function to call with the newest state of the work.
+        """
         if not self._shows_progress:
             yield lambda newest: None
             return
@@ -102,38 +70,16 @@ class Output:
 
     @contextmanager
     def progress(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
-        """A bar with the time left, or lines if stderr is no terminal.
-
-        Yields a function to call with the number of steps just done.
-        """
-        if not self._shows_progress:
-            yield self._lines(what, total)
-            return
+        """Show a bar with the time left. Yields a function to call with the steps just done."""
         bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+            *Progress.get_default_columns(),
             console=self._errors,
             transient=True,
+            disable=not self._shows_progress,
         )
         with bar:
             task = bar.add_task(what, total=total)
             yield lambda steps: bar.advance(task, steps)
-
-    def _lines(self, what: str, total: int) -> Callable[[int], None]:
-        done, last = 0, time.monotonic()
-
-        def advance(steps: int) -> None:
-            nonlocal done, last
-            done += steps
-            if not self.silent and time.monotonic() - last >= LINE_SECONDS:
-                last = time.monotonic()
-                self._errors.print(f"{what}: {done} of {total}")
-
-        return advance
 
 
 def table(
@@ -163,10 +109,4 @@ def options(command: Any) -> dict[str, Any]:
 
 def plain(value: Any) -> Any:
     """The same tree as JSON can hold it: paths as text, NaN and infinities as null."""
-    if isinstance(value, dict):
-        return {key: plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(entry) for entry in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return str(value) if isinstance(value, Path) else value
+    return json.loads(json.dumps(finite(value), default=str))

@@ -4,7 +4,7 @@ Imports no torch, unless the file is one of torch's.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,14 +35,12 @@ from forkpoint.apps.cli.plan_text import (
     mode_table,
     modes,
     plan_lines,
-    split_table,
-    splits,
     totals_table,
 )
 from forkpoint.apps.cli.ranks import Ranks
 from forkpoint.errors import ConfigError, ForkpointError
+from forkpoint.parallel.placement.paths import Rates
 from forkpoint.parallel.placement.place import check_ranks
-from forkpoint.parallel.placement.rates import Rates
 from forkpoint.plan import Estimate, ModelShape, Totals, make_plan
 from forkpoint.plan import Plan as MadePlan
 from forkpoint.plan.device_memory import DeviceMemory
@@ -94,8 +92,8 @@ class Plan:
             of a pair (dpo, simpo) can cost another forward.
         all_logprobs: Run rollouts that the loss gives no gradient as well, such as those of groups
             whose advantages are all 0; so does a loss with a KL divergence or an entropy bonus.
-        details: Show the whole plan as well: its microbatches and its tree, what was looked at, how
-            rollouts share, and what is lost where a batch is cut.
+        details: Show the whole plan as well: its microbatches and its tree, what was looked at, and
+            how rollouts share.
         batch: Show the plan of batch N, counted from 0: its microbatches and its tree.
         ranks: Show what a step costs on N data-parallel ranks, with the rollouts placed by
             forkpoint, by token counts and in the order of the file. The ranks wait for each other
@@ -126,7 +124,7 @@ class Plan:
         source = self.reading.open(self.file, self.limit)
         measured = self.planning.calibration
         calibration = None if measured is None else Calibration.load(measured)
-        estimate, totals, shown, worst = Estimate(shape), Totals(), None, None
+        estimate, totals, shown = Estimate(shape), Totals(), None
         ranks = self._ranks(shape, calibration)
         with out.waiting("planning"):
             for batch in self._batches(source):
@@ -142,8 +140,6 @@ class Plan:
                 estimate.add(batch, plan.run_lengths)
                 if totals.batches == (self.batch or 0):
                     shown = plan
-                if (plan.predicted_peak_bytes or 0) > (totals.predicted_peak_bytes or -1):
-                    worst = batch
                 totals.add(plan)
                 if ranks is not None:
                     ranks.add(batch, plan, make)
@@ -156,37 +152,13 @@ class Plan:
                 f"batch is {self.batch}, and {self.file} is read as {batches}; it takes {most}."
             )
         show_source(source, out)
-        remedies: list[str] = []
-        if device is not None and not device.fits(totals.predicted_peak_bytes or 0):
-            assert worst is not None and shape is not None
-            remedies = self._remedies(device, worst, shape, calibration, source.rewarded)
-        lines = plan_lines(shown, totals, estimate, self.file, self.model, device, remedies)
-        out.show(*lines, *(ranks.lines(LABEL) if ranks else ()))
+        out.show(*plan_lines(shown, totals, estimate.groups, self.file, self.model, device))
+        out.show(*(ranks.lines(LABEL) if ranks else ()))
         self._show_details(out, shown, totals, estimate)
-        facts = _device_facts(device, totals, remedies)
+        facts = {"device_memory": device and _device_facts(device, totals)}
         facts |= {"ranks": ranks.facts() if ranks else None}
         out.result(self._result(shown, totals, estimate) | facts)
         return 0
-
-    def _remedies(
-        self,
-        device: DeviceMemory,
-        batch: RolloutBatch,
-        shape: ModelShape,
-        calibration: Calibration | None,
-        rewarded: bool,
-    ) -> list[str]:
-        """Settings with which the batch that needs most fits, each by itself."""
-        found = []
-        for words, milder in device.milder().items():
-            narrow = replace(shape, dtype_bytes=milder.dtype_bytes)
-            # A calibration is of one dtype.
-            known = calibration if narrow == shape else None
-            if milder.budget_bytes is not None:
-                plan = self._plan(batch, 0, narrow, known, milder, rewarded=rewarded)
-                if milder.fits(plan.predicted_peak_bytes or 0):
-                    found.append(words)
-        return found
 
     def _ranks(self, shape: ModelShape | None, calibration: Calibration | None) -> Ranks | None:
         if self.ranks is None:
@@ -211,7 +183,7 @@ class Plan:
                 out.show(f"batch {self.batch}:")
             out.show(plan.explain(width=out.width))
         if self.details:
-            out.show(mode_table(of, self.file.name), distribution_table(of), split_table(of))
+            out.show(mode_table(of, self.file.name), distribution_table(of))
 
     def _plan(
         self,
@@ -293,27 +265,19 @@ class Plan:
             "candidates": [asdict(candidate) for candidate in plan.candidates],
             "modes": modes(estimate),
             "distributions": distributions(estimate),
-            "splits": splits(estimate),
         }
 
 
-def _device_facts(
-    device: DeviceMemory | None, totals: Totals, remedies: list[str]
-) -> dict[str, Any]:
-    """Memory of the device in the JSON line; null where none was given."""
-    if device is None:
-        return {"device_memory": None}
-    peak = totals.predicted_peak_bytes or 0
-    facts = {
+def _device_facts(device: DeviceMemory, totals: Totals) -> dict[str, Any]:
+    """Memory of the device in the JSON line."""
+    return {
         "bytes": device.total_bytes,
         "weights_bytes": device.weights_bytes,
         "gradients_bytes": device.gradients_bytes,
         "optimizer_bytes": device.optimizer_bytes,
         "left_bytes": device.left_bytes,
-        "fits": device.fits(peak),
-        "remedies": remedies,
+        "fits": device.fits(totals.predicted_peak_bytes or 0),
     }
-    return {"device_memory": facts}
 
 
 def by_rollouts(rollouts: Iterable[Rollout], count: int) -> Iterator[RolloutBatch]:

@@ -1,7 +1,6 @@
 """Lines and tables of `forkpoint plan`. Imports no torch."""
 
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +14,17 @@ from forkpoint.units import format_bytes
 
 LABEL = 14
 """Characters of the names of answers."""
-WIDTH = 80
 _WHERE = {"group": "within groups", "tree": "within the batch"}
 _SHARING = {"none": "none (dense)", "group": "within a group", "tree": "within a batch (tree)"}
-
-
-# Lines
-# ------------------------------------------------------------
 
 
 def plan_lines(
     plan: Plan,
     totals: Totals,
-    estimate: Estimate,
+    groups: int,
     file: Path,
     model: Path | None,
     device: DeviceMemory | None = None,
-    remedies: Sequence[str] = (),
 ) -> list[str]:
     """Answers, each a line: what shares, what that saves, what runs, memory, why, what next; and
     what gives no gradient, where there is any.
@@ -39,23 +32,20 @@ def plan_lines(
     Args:
         plan: of the one batch, or of one of several, all planned with the same settings.
         totals: over the plans of all batches.
-        estimate: what all batches share.
+        groups: how many there are in all batches.
         file: the rollouts.
         model: as it was named; None where tokens alone are counted.
         device: the device that is planned for, if one was given.
-        remedies: settings with which it fits there, where it does not.
     """
     answers = {
         "shares": _shares(totals),
-        "left out": _left_out(totals, estimate.groups),
+        "left out": _left_out(totals, groups),
         "speed-up": _speed_up(totals),
-        "microbatches": _microbatches(plan, totals, estimate.groups),
+        "microbatches": _microbatches(plan, totals, groups),
         "memory": _memory(totals, device),
         "plan": _plan(plan, totals),
-        "next": _next(totals, file, model),
+        "next": _next(totals, file, model, device),
     }
-    if device is not None and not device.fits(totals.predicted_peak_bytes or 0):
-        answers["next"] = _remedy(remedies)
     return [f"{name:{LABEL}}{answer}" for name, answer in answers.items() if answer]
 
 
@@ -111,17 +101,6 @@ def _memory(totals: Totals, device: DeviceMemory | None) -> str:
     return f"{verdict}: {fixed} + {peak} in {format_bytes(device.total_bytes)}"
 
 
-def _remedy(remedies: Sequence[str]) -> str:
-    """Settings that make it fit, as far as there is room for them."""
-    if not remedies:
-        return "take a larger device, a smaller model, or shards of it on several"
-    found = remedies[0]
-    for other in remedies[1:]:
-        if len(f"{found}, or {other}") <= WIDTH - LABEL - len("fits with "):
-            found = f"{found}, or {other}"
-    return f"fits with {found}"
-
-
 def _plan(plan: Plan, totals: Totals) -> str:
     if totals.batches > 1:
         kind, count = totals.kinds.most_common(1)[0]
@@ -133,9 +112,11 @@ def _plan(plan: Plan, totals: Totals) -> str:
     return f"{plan.sharing} + {plan.boundary}, {plan.reason}{chosen}"
 
 
-def _next(totals: Totals, file: Path, model: Path | None) -> str:
+def _next(totals: Totals, file: Path, model: Path | None, device: DeviceMemory | None) -> str:
     if model is None:
         return "add --model Qwen/Qwen3-8B, say, to count FLOPs (or --details)"
+    if device is not None and not device.fits(totals.predicted_peak_bytes or 0):
+        return "try --dtype bfloat16, --optimizer-bytes 2, --trained-share 0.01"
     if all(kind.startswith("none ") for kind in totals.kinds):
         return "nothing to gain here; --details shows what was looked at"
     weights = shlex.quote(str(model)) if model.exists() else "DIR"
@@ -144,10 +125,6 @@ def _next(totals: Totals, file: Path, model: Path | None) -> str:
 
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-# Tables
-# ------------------------------------------------------------
 
 
 def totals_table(totals: Totals, groups: int) -> Table:
@@ -163,54 +140,43 @@ def totals_table(totals: Totals, groups: int) -> Table:
     ]
     for kind, count in totals.kinds.most_common():
         rows.append((f"planned as {kind}", f"{count:,} of {totals.batches:,}"))
-    if totals.shape is not None and totals.dense is not None and totals.shared is not None:
-        rows.append(("FLOPs of dense steps", flops_text(totals.dense.step_flops(totals.shape))))
-        rows.append(("FLOPs of these steps", flops_text(totals.shared.step_flops(totals.shape))))
     if totals.predicted_peak_bytes is not None:
         peak = format_bytes(totals.predicted_peak_bytes)
         rows.append(("activations and prefix cache at the worst peak", peak))
+        rows.append(("predictions rest on", totals.rests_on or "counted FLOPs and bytes"))
     if totals.predicted_ms is not None:
         rows.append(("predicted time of all steps, ms", f"{totals.predicted_ms:,.1f}"))
-    if totals.shape is not None:
-        rows.append(("predictions rest on", totals.rests_on or "counted FLOPs and bytes"))
     if totals.predicted_speedup is not None:
         speedup = f"{totals.predicted_speedup:.2f}x"
         rows.append(("predicted speed-up, padding included", speedup))
     unit = "FLOPs" if totals.shape is not None else "tokens"
     rows.append((f"bound on the speed-up ({unit})", f"{totals.bound:.2f}x"))
-    return table(f"{totals.batches:,} batches, each with a plan of its own", rows)
+    return table(f"{totals.batches:,} batches, each with its plan", rows)
 
 
 def mode_table(estimate: Estimate, name: str) -> Table:
+    """The savings of each way to share."""
     dense = max(1, estimate.work["none"].tokens)
-    distinct = {
-        "none": estimate.logical_tokens,
-        "group": estimate.group_tokens,
-        "tree": estimate.unique_tokens,
-    }
+    rows = [
+        (
+            _SHARING[mode],
+            f"{values['tokens']:,}",
+            f"{values['tokens'] / dense:.1%}",
+            "-" if values["flops"] is None else flops_text(values["flops"]),
+            f"{values['bound']:.2f}x",
+        )
+        for mode, values in modes(estimate).items()
+    ]
     unit = "tokens" if estimate.shape is None else "FLOPs"
+    columns = ("who shares", "tokens run", "of dense", "FLOPs", "speed-up")
     caption = f"forward and backward; at most that speed-up, counted in {unit}"
     if dense < estimate.logical_tokens - estimate.rollouts:
         caption += "; tokens without gradient are run by none of them"
-    return table(
-        f"what sharing saves on {name}",
-        [
-            (
-                _SHARING[mode],
-                f"{distinct[mode]:,}",
-                f"{values['tokens']:,}",
-                f"{values['tokens'] / dense:.1%}",
-                "-" if values["flops"] is None else flops_text(values["flops"]),
-                f"{values['bound']:.2f}x",
-            )
-            for mode, values in modes(estimate).items()
-        ],
-        ("who shares", "distinct", "tokens run", "of dense", "FLOPs", "speed-up"),
-        caption,
-    )
+    return table(f"what sharing saves on {name}", rows, columns, caption)
 
 
 def distribution_table(estimate: Estimate) -> Table:
+    """Group sizes, and how much and how deep rollouts share."""
     texts = {
         "prefix_ratio": ("of a rollout, shared in its group", ".1%", ".1%"),
         "group_size": ("rollouts of a group", ",.1f", ",.0f"),
@@ -225,41 +191,12 @@ def distribution_table(estimate: Estimate) -> Table:
     return table("how rollouts share", rows, ("", "mean", "p10", "p50", "p90", "max"))
 
 
-def split_table(estimate: Estimate) -> Table:
-    kinds = {
-        "microbatch": "parts of {}, in order",
-        "ranks": "{}, consecutive parts",
-        "ranks, dealt in turn": "{}, dealt in turn",
-    }
-    return table(
-        "tokens run where a batch is cut (parts share nothing), more than uncut",
-        [
-            (
-                kinds[row["kind"]].format(
-                    _count(row["count"], "rollout" if row["kind"] == "microbatch" else "rank")
-                ),
-                f"{row['group_tokens']:,}",
-                f"+{row['group_more']:.0%}",
-                f"{row['tree_tokens']:,}",
-                f"+{row['tree_more']:.0%}",
-            )
-            for row in splits(estimate)
-        ],
-        ("cut into", "groups share", "", "batches share", ""),
-    )
-
-
-# Fields of the JSON line
-# ------------------------------------------------------------
-
-
 def modes(estimate: Estimate) -> dict[str, dict[str, Any]]:
     """For each way of sharing: tokens run, FLOPs of forward and backward, and the speed-up."""
     shape = estimate.shape
     return {
         mode: {
             "tokens": work.tokens,
-            "num_loss_entries": work.num_loss_entries,
             "flops": None if shape is None else work.step_flops(shape),
             "bound": estimate.bound(mode),
         }
@@ -269,23 +206,5 @@ def modes(estimate: Estimate) -> dict[str, dict[str, Any]]:
 
 def distributions(estimate: Estimate) -> dict[str, dict[str, float]]:
     """Mean, percentiles and maximum of what rollouts share."""
-    return {
-        "prefix_ratio": estimate.prefix_ratio.summary(),
-        "group_size": estimate.group_size.summary(),
-        "group_depth": estimate.group_depth.summary(),
-        "tree_depth": estimate.tree_depth.summary(),
-    }
-
-
-def splits(estimate: Estimate) -> list[dict[str, Any]]:
-    """Tokens that batches cut into parts would run, and how many more than uncut."""
-    rows = []
-    for split, tokens in estimate.split_tokens.items():
-        if split.count >= estimate.rollouts / estimate.batches:
-            continue  # it does not cut batches of this size
-        row: dict[str, Any] = {"kind": split.kind, "count": split.count}
-        for mode in ("group", "tree"):
-            whole = max(1, estimate.work[mode].tokens)
-            row |= {f"{mode}_tokens": tokens[mode], f"{mode}_more": tokens[mode] / whole - 1}
-        rows.append(row)
-    return rows
+    names = ("prefix_ratio", "group_size", "group_depth", "tree_depth")
+    return {name: getattr(estimate, name).summary() for name in names}

@@ -1,28 +1,24 @@
-"""Costs of placement, splitting and waiting, for `forkpoint plan --ranks`. Imports no torch."""
+"""Costs of a step on several ranks, for `forkpoint plan --ranks`. Imports no torch."""
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from forkpoint.errors import PlanError
-from forkpoint.parallel.placement.baselines import by_tokens, in_order
 from forkpoint.parallel.placement.exchanges import ExchangePrices, split_groups
-from forkpoint.parallel.placement.lockstep import RanksStep, exchange_plans, predict_step
-from forkpoint.parallel.placement.paths import Paths
+from forkpoint.parallel.placement.items import by_tokens, in_order
+from forkpoint.parallel.placement.lockstep import exchange_plans, predict_step
+from forkpoint.parallel.placement.paths import Paths, Rates
 from forkpoint.parallel.placement.place import place_paths
-from forkpoint.parallel.placement.rates import Rates
 from forkpoint.plan import Plan
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.shared_prompts import PlannedPrompt
 from forkpoint.rollouts.batch import RolloutBatch
 
-PLACEMENTS = ("forkpoint", "token counts", "file order")
-
 
 class MakePlan(Protocol):
-    """Makes the plan of some rollouts, as a policy would; with `prompts`, of ranks that exchange
-    them."""
+    """Makes the plan of some rollouts; with `prompts`, of ranks that exchange them."""
 
     def __call__(
         self, batch: RolloutBatch, /, *, prompts: tuple[PlannedPrompt, ...] | None = None
@@ -33,28 +29,21 @@ class MakePlan(Protocol):
 class Sums:
     """Sums over batches of one placement."""
 
-    lockstep: float = 0.0
-    once: float = 0.0
-    """A step whose ranks wait for each other at its end alone."""
+    step: float = 0.0
+    """Cost of a step whose ranks wait for each other in every forward and backward."""
     mean: float = 0.0
+    """Cost that a rank has on average without waiting."""
+    exchanged: float = 0.0
+    """Cost of the step in which ranks exchange the prompts that several of them have."""
     tokens: int = 0
     groups_split: int = 0
-    gathered_once: int = 0
-    """Steps in which gathering weights once is predicted to be faster."""
-    exchanged: float = 0.0
-    """As `lockstep`, where ranks exchange the prompts that several of them have."""
     prompts: int = 0
-    """How many they would exchange."""
-
-    @property
-    def idle_share(self) -> float:
-        """Share of the ranks' time in lockstep in which they wait or idle."""
-        return 1 - self.mean / self.lockstep if self.lockstep else 0.0
+    """How many prompts would be exchanged."""
 
 
 @dataclass
 class Ranks:
-    """Steps of many ranks, batch by batch, for each placement of their rollouts.
+    """Steps of many ranks, batch by batch, by placement of their rollouts.
 
     Every rank's rollouts are planned as a policy would plan them there, with the settings given.
     """
@@ -72,7 +61,7 @@ class Ranks:
     computed_tokens: int = 0
     """Tokens that one rank runs."""
     groups: int = 0
-    sums: dict[str, Sums] = field(default_factory=lambda: {name: Sums() for name in PLACEMENTS})
+    sums: dict[str, Sums] = field(default_factory=dict)
 
     def add(self, batch: RolloutBatch, alone: Plan, make: MakePlan) -> None:
         """Place one batch in each way, and predict the step.
@@ -106,71 +95,58 @@ class Ranks:
             parts = [batch.select(of) if of else None for of in members]
             plans = [make(part) if part else None for part in parts]
             step = predict_step(plans, self.calibration)
-            other, prompts = self._exchanged(parts, plans, make)
-            sums = self.sums[name]
-            sums.lockstep += step.lockstep
-            sums.once += step.once
+            exchanged, prompts = self._exchanged(parts, plans, make)
+            sums = self.sums.setdefault(name, Sums())
+            sums.step += step.lockstep
             sums.mean += step.mean
+            sums.exchanged += exchanged if prompts else step.lockstep
             sums.tokens += sum(plan.computed_tokens for plan in plans if plan)
             sums.groups_split += len(split_groups(groups, rank))
-            sums.gathered_once += step.gathering is not None and step.gathering.gather == "step"
-            sums.exchanged += (other or step).lockstep
             sums.prompts += prompts
 
     def _exchanged(
         self, parts: list[RolloutBatch | None], plans: list[Plan | None], make: MakePlan
-    ) -> tuple[RanksStep | None, int]:
-        """The step with prompts exchanged, and how many; None where it is no other."""
+    ) -> tuple[float, int]:
+        """The cost of the step with prompts exchanged, and how many."""
         if not self.exchanges:
-            return None, 0
+            return 0.0, 0
         try:
             others, prompts = exchange_plans(parts, plans, lambda b, t: make(b, prompts=t))
         except PlanError:  # they do not fit
-            return None, 0
-        if not prompts:
-            return None, 0
-        return predict_step(others, self.calibration, prompts), len(prompts)
+            return 0.0, 0
+        return predict_step(others, self.calibration, prompts).lockstep, len(prompts)
 
-    def _over_share(self, cost: float) -> float:
-        """A cost over an equal share of what one rank would take for all."""
+    def facts(self) -> dict[str, Any]:
+        """Fields of the JSON line."""
         share = self.alone / self.ranks
-        return cost / share if share else 1.0
+        found = {
+            name: {
+                "step_over_share": sums.step / share if share else 1.0,
+                "idle_share": 1 - sums.mean / sums.step if sums.step else 0.0,
+                "replicated_tokens": sums.tokens - self.computed_tokens,
+                "groups_split": sums.groups_split,
+                "exchanged_over_share": sums.exchanged / share if share else 1.0,
+                "prompts_exchanged": sums.prompts,
+            }
+            for name, sums in self.sums.items()
+        }
+        return {"ranks": self.ranks, "placements": found}
 
     def lines(self, label: int) -> list[str]:
         """Answers as lines, with names `label` wide."""
-        own = self.sums["forkpoint"]
-        over = {name: self._over_share(sums.lockstep) for name, sums in self.sums.items()}
-        count = f"{self.ranks:,} rank{'' if self.ranks == 1 else 's'}"
-        more = max(0, own.tokens - self.computed_tokens)
+        found = self.facts()["placements"]
+        ours, by_count, order = found.values()
+        more = max(0, ours["replicated_tokens"])
         answers = {
-            "ranks": f"{count}: step {over['forkpoint']:.2f}x an equal share, "
-            f"{own.idle_share:.0%} of it idle",
+            "ranks": f"{self.ranks:,} rank{'' if self.ranks == 1 else 's'}: step "
+            f"{ours['step_over_share']:.2f}x an equal share, {ours['idle_share']:.0%} of it idle",
             "placed": f"{more:,} tokens replicated ({more / max(1, self.computed_tokens):.1%}), "
-            f"{own.groups_split:,} of {self.groups:,} groups split",
-            "or placed": f"by token counts {over['token counts']:.2f}x, in file order "
-            f"{over['file order']:.2f}x",
+            f"{ours['groups_split']:,} of {self.groups:,} groups split",
+            "or placed": f"by token counts {by_count['step_over_share']:.2f}x, in file order "
+            f"{order['step_over_share']:.2f}x",
         }
-        if own.prompts:
-            prompts = f"{own.prompts:,} prompt{'' if own.prompts == 1 else 's'}"
-            step = self._over_share(own.exchanged)
+        if count := ours["prompts_exchanged"]:
+            prompts = f"{count:,} prompt{'' if count == 1 else 's'}"
+            step = ours["exchanged_over_share"]
             answers["or exchanged"] = f"{prompts} of several ranks run on one each: {step:.2f}x"
         return [f"{name:{label}}{answer}" for name, answer in answers.items()]
-
-    def facts(self) -> dict[str, object]:
-        """Fields of the JSON line."""
-        return {
-            "ranks": self.ranks,
-            "ways": {
-                name: {
-                    "step_over_share": self._over_share(sums.lockstep),
-                    "gathered_once_over_share": self._over_share(sums.once),
-                    "idle_share": sums.idle_share,
-                    "replicated_tokens": sums.tokens - self.computed_tokens,
-                    "groups_split": sums.groups_split,
-                    "steps_gathered_once": sums.gathered_once,
-                    "exchanged_over_share": self._over_share(sums.exchanged),
-                    "prompts_exchanged": sums.prompts,
-                }
-                for name, sums in self.sums.items()
-            },
-        }

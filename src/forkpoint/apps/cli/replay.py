@@ -5,15 +5,12 @@ import shlex
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import numpy as np
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 from tyro.conf import DisallowNone, arg
 
 from forkpoint.apps.cli import torchrun
-from forkpoint.apps.cli.losses import LossOptions
+from forkpoint.apps.cli.losses import LossOptions, RouterOptions
 from forkpoint.apps.cli.options import (
     Count,
     File,
@@ -24,26 +21,25 @@ from forkpoint.apps.cli.options import (
     Reading,
     Runtime,
     WholeNumber,
-    check_work,
+    load_batch,
     show_source,
 )
-from forkpoint.apps.cli.output import Output, options, plain
-from forkpoint.apps.cli.routers import RouterOptions
-from forkpoint.apps.cli.selection import Selection
+from forkpoint.apps.cli.output import Output, options, plain, table
 from forkpoint.apps.replay.folder import ReplayFolder
-from forkpoint.apps.replay.rates import Rate
 from forkpoint.errors import ConfigError
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.traces.trace import is_trace
 
 if TYPE_CHECKING:
-    from forkpoint.apps.replay import MakeOptimizer, ReplayReport
     from forkpoint.apps.replay.batches import TraceBatches
+    from forkpoint.apps.replay.loop import MakeOptimizer
+    from forkpoint.apps.replay.records import ReplayReport
     from forkpoint.losses import Loss
     from forkpoint.rollouts.traces import Trace
 
 OptimizerName = Literal["adamw", "sgd"]
 MOST_STEPS = 40
+"""That the table shows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +58,6 @@ class Training:
         groups_per_step: How many groups make the batch of one step.
         baseline: dense also trains a copy of the model without sharing, from the same weights, and
             compares times, losses and final parameters.
-        expert_counts: Count how often the experts of a mixture are chosen, also without a loss of
-            its routers; forkpoint report shows their load by layer.
     """
 
     optimizer: OptimizerName = "adamw"
@@ -76,7 +70,6 @@ class Training:
     steps: Count = 4
     groups_per_step: Count = 1
     baseline: Literal["none", "dense"] = "none"
-    expert_counts: Flag = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +118,6 @@ class Replay:
     limit: Limit = None
     json: Flag = False
     reading: Reading = field(default_factory=Reading)
-    selection: Selection = field(default_factory=Selection)
     objective: LossOptions = field(default_factory=LossOptions)
     routers: RouterOptions = field(default_factory=RouterOptions)
     training: Training = field(default_factory=Training)
@@ -149,33 +141,21 @@ class Replay:
         if recording.output is None and (recording.resume or recording.checkpoint_every):
             option = "resume" if recording.resume else "checkpoint_every"
             raise ConfigError(f"{option} needs a folder to keep things in; add --output DIR.")
-        rate = Rate(
-            schedule=training.schedule, warmup_steps=training.warmup_steps, steps=training.steps
-        )
         trace = self._trace(out)
-        batch = None if trace else self.selection.load(self.file, self.limit, self.reading, out)
-        if batch is not None:
-            first = batch.groups()[: max(1, training.steps * training.groups_per_step)]
-            lengths = batch.lengths[np.concatenate(first)]
-            check_work(lengths, self.file, self.model, self.reading)
+        batch = None if trace else load_batch(self.file, self.limit, self.reading, out)
         with out.waiting("making the model"):
             from forkpoint.apps.cli.models import load_model, out_of_memory_explained
             from forkpoint.apps.environment import environment, versions
-            from forkpoint.apps.replay import replay
+            from forkpoint.apps.replay.loop import replay
 
+            # Before a large model is loaded for a file that the loss cannot use.
             router = self.routers.make()
             optimizer = make_optimizer(training.optimizer, training.lr)
             batches, loss = self._batches(trace, batch)
             model = load_model(self.model, self.runtime)
-            self.routers.check(model, expert_counts=training.expert_counts)
             if torchrun.is_on_ranks():
                 model = torchrun.sharded(model)
         device = next(model.parameters()).device
-        if trace is not None and trace.optimizer is not None:
-            out.show(
-                f"recorded with {plain(trace.optimizer)}; replayed with "
-                f"{training.optimizer}, lr {training.lr:g}"
-            )
         with (
             out_of_memory_explained(),
             out.progress("training", training.steps) as advance,
@@ -189,18 +169,16 @@ class Replay:
                 groups_per_step=training.groups_per_step,
                 baseline=training.baseline == "dense",
                 config=self.planning.config(),
-                rate=rate,
+                schedule=training.schedule,
+                warmup_steps=training.warmup_steps,
                 max_grad_norm=training.max_grad_norm,
                 router=router,
-                expert_counts=training.expert_counts,
                 folder=recording.output and ReplayFolder(recording.output, resume=recording.resume),
                 checkpoint_every=recording.checkpoint_every,
                 about={
                     "command": shlex.join(["forkpoint", *sys.argv[1:]]),
                     "file": self.file.name,
                     "options": plain(options(self)),
-                    "device": str(device),
-                    "versions": versions(),
                     "environment": environment(),
                 },
                 on_step=lambda _: advance(1),
@@ -222,10 +200,9 @@ class Replay:
         """The trace that the file is, if it is one; options that a trace has no use for raise."""
         if not is_trace(self.file):
             return None
-        unused = [name for name, value in options(self.selection).items() if value is not None]
         given = options(self.reading)
         usual = options(Reading(memory_limit=self.reading.memory_limit))
-        unused += [name for name, value in usual.items() if given[name] != value]
+        unused = [name for name, value in usual.items() if given[name] != value]
         unused += ["limit"] if self.limit is not None else []
         unused += ["groups_per_step"] if self.training.groups_per_step != 1 else []
         if unused:
@@ -244,7 +221,6 @@ class Replay:
         objective = self.objective
         if trace is None:
             assert batch is not None
-            # Before a large model is loaded for a file that the loss cannot use.
             loss = objective.make()
             loss.check(batch)
             return batch, loss
@@ -275,34 +251,28 @@ def make_optimizer(name: OptimizerName, lr: float) -> "MakeOptimizer":
 def show_report(out: Output, report: "ReplayReport") -> None:
     """The steps as a table, and what they add up to."""
     values = report.to_dict()
-    dense = values["dense_ms"] is not None
-    title = f"optimizer steps, tokens given and run: {', '.join(values['plans'])}"
-    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    # As wide as a terminal of 80 columns, with numbers of usual lengths.
-    names = ["step", "given", "run", "shared loss", "shared ms"]
-    for name in [*names, *(["dense loss", "dense ms", "speed-up"] if dense else [])]:
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = ["step", "given", "run", "shared loss", "shared ms"]
+    if values["dense_ms"] is not None:
+        columns += ["dense loss", "dense ms", "speed-up"]
+    rows = []
     for number, step in enumerate(report.steps[:MOST_STEPS], start=1):
-        cells = [
-            str(number),
-            f"{step.total('logical_tokens'):,}",
-            f"{step.total('computed_tokens'):,}",
-        ]
-        cells += [f"{step.shared.loss:.6f}", f"{step.shared.ms:,.0f}"]
-        if step.dense is not None:
-            cells += [f"{step.dense.loss:.6f}", f"{step.dense.ms:,.0f}"]
-            cells += [f"{step.dense.ms / step.shared.ms:.2f}x"]
-        table.add_row(*cells)
-    if len(report.steps) > MOST_STEPS:
-        table.caption = f"and {len(report.steps) - MOST_STEPS:,} steps more"
-    out.show(table, _summary(values))
+        one, other = step.shared, step.dense
+        row = [number, f"{step.logical_tokens:,}", f"{one.computed_tokens:,}"]
+        row += [f"{one.loss:.6f}", f"{one.ms:,.0f}"]
+        if other is not None:
+            row += [f"{other.loss:.6f}", f"{other.ms:,.0f}", f"{other.ms / one.ms:.2f}x"]
+        rows.append(row)
+    more = len(report.steps) - MOST_STEPS
+    title = f"optimizer steps, tokens given and run: {', '.join(values['plans'])}"
+    out.show(table(title, rows, columns, f"and {more:,} steps more" if more > 0 else ""))
+    out.show(_summary(values))
 
 
-def _summary(values: dict) -> str:
+def _summary(values: dict[str, Any]) -> str:
     given, run = values["logical_tokens"], values["computed_tokens"]
-    away = f"; {values['left_out_tokens']:,} give no gradient and are left out"
+    left_out = f"; {values['left_out_tokens']:,} give no gradient and are left out"
     lines = [
-        f"tokens run: {run:,} of {given:,} given" + away * bool(values["left_out_tokens"]),
+        f"tokens run: {run:,} of {given:,} given" + left_out * bool(values["left_out_tokens"]),
         f"time, planning and optimizer included: shared {values['shared_ms']:,.0f} ms "
         f"(median step {values['shared_median_ms']:,.0f})",
     ]
@@ -316,8 +286,7 @@ def _summary(values: dict) -> str:
             f"speed-up: {values['speedup']:.2f}x over all steps, median step "
             f"{values['median_speedup']:.2f}x; counted bound {values['bound']:.2f}x",
             f"losses differ by at most {values['max_loss_difference']:.1e}; parameters by at most "
-            f"{values['max_parameter_difference']:.1e} (mean "
-            f"{values['mean_parameter_difference']:+.1e}, rms "
+            f"{values['max_parameter_difference']:.1e} (rms "
             f"{values['rms_parameter_difference']:.1e}, after moving by "
             f"{values['rms_parameter_change']:.1e})",
         ]

@@ -3,10 +3,10 @@
 Imports no torch.
 """
 
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import DisallowNone, Positional, arg
 
@@ -17,20 +17,20 @@ from forkpoint.apps.cli.options import (
     Memory,
     Planning,
     Reading,
-    load_batch,
     recorded_batches,
     require_extra,
     show_source,
 )
 from forkpoint.apps.cli.output import Output, options
 from forkpoint.apps.cli.plan import AnyModel
-from forkpoint.apps.report.chapters import read_run, replay_chapter, rollouts_chapter
-from forkpoint.apps.report.figure import Chapter
 from forkpoint.errors import ConfigError
 from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.runs import run_lengths
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.traces.trace import is_trace
+
+if TYPE_CHECKING:
+    from forkpoint.apps.report.page import Chapter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,21 +65,23 @@ class Report:
 
     def run(self) -> int:
         out = Output(json_only=self.json)
-        if not self.inputs:
-            raise ConfigError(
-                "there is nothing to report on; give the folder of a replay, or a file of rollouts."
-            )
         self._check()
         require_extra("report", "jinja2", "matplotlib")
-        chapters = [self._chapter(path, out) for path in self.inputs]
-        # They take a second to import, before which all errors are found.
         from forkpoint.apps.report.draw import write_plots
         from forkpoint.apps.report.page import render_page
 
+        chapters = [self._chapter(path, out) for path in self.inputs]
         page = render_page(" · ".join(chapter.title for chapter in chapters), chapters)
         content = page.encode("utf-8")
         self.output.write_bytes(content)
-        plots = [] if self.plots is None else write_plots(chapters, self.plots)
+        plots = []
+        if self.plots is not None:
+            named = {
+                f"{number}-{Path(chapter.title).stem}-{figure.name}": figure.pictures
+                for number, chapter in enumerate(chapters)
+                for figure in chapter.figures
+            }
+            plots = write_plots(named, self.plots)
         for chapter in chapters:
             out.show(f"{chapter.title}: {chapter.subtitle}")
             for warning in chapter.warnings:
@@ -101,18 +103,20 @@ class Report:
         return 0
 
     def _check(self) -> None:
-        """Refuse what would fail once all is read, and options that nothing here has a use for."""
-        if not self.output.parent.is_dir():
-            raise ConfigError(f"The folder {self.output.parent} does not exist. Create it first.")
+        """Refuse what would fail once all is read, and options that have no use here."""
+        if not self.inputs:
+            raise ConfigError(
+                "there is nothing to report on; give the folder of a replay, or a file of rollouts."
+            )
         if self.output.is_dir():
             raise ConfigError(
                 f"output is {self.output}, which is a folder. Give the name of a file, such as "
                 f"{self.output / 'report.html'}."
             )
-        if (read := self._overwritten()) is not None:
+        if self.output.exists() and self.output.suffix != ".html":
             raise ConfigError(
-                f"output is {self.output}, which is what the report is made of ({read}), and would "
-                "be replaced. Give another name, such as report.html."
+                f"output is {self.output}, which exists and is no page; it would be replaced. Give "
+                "another name, such as report.html."
             )
         if self.plots is not None and self.plots.exists() and not self.plots.is_dir():
             raise ConfigError(
@@ -127,45 +131,40 @@ class Report:
                     f"run: {', '.join(unused)} has no meaning here. Leave it out."
                 )
 
-    def _overwritten(self) -> Path | None:
-        """The input that writing the page would damage: itself, or a file of its folder."""
-        if not self.output.exists():
-            return None
-        for path in self.inputs:
-            if path.is_dir():  # where another report may lie
-                of_it = self.output.parent.samefile(path) and self.output.suffix != ".html"
-            else:
-                of_it = path.exists() and self.output.samefile(path)
-            if of_it:
-                return path
-        return None
-
-    def _chapter(self, path: Path, out: Output) -> Chapter:
+    def _chapter(self, path: Path, out: Output) -> "Chapter":
         if _is_replay(path):
+            from forkpoint.apps.report.replay import read_run, replay_chapter
+
             return replay_chapter(read_run(path))
+        from forkpoint.apps.report.rollouts import rollouts_chapter
+
         shape = self.memory.shape(self.model)
         device = self.device.memory(self.model, shape)
         budget_bytes = None if device is None else device.budget_bytes
-        made = partial(make_plan, shape=shape, measured_budget_bytes=budget_bytes)
-        config = self.planning.config()
-        dense = replace(config, sharing="none", boundary="auto", leaf_layout="packed")
-
-        def planned(batch: RolloutBatch) -> tuple[RolloutBatch, Plan, Plan]:
-            if shape is not None:
-                batch.check_vocabulary(shape.vocab)
-            # Of no known loss: what has no trained tokens is left out.
-            some = partial(made, batch, runs=run_lengths(batch))
-            return batch, some(config=config), some(config=dense)
-
+        source = self.reading.open(path, self.limit)
         # Batches of a trace are those of optimizer steps, which share nothing with each other.
-        recorded = is_trace(path) and self.limit is None
-        if recorded and self.reading == Reading(memory_limit=self.reading.memory_limit):
-            source = self.reading.open(path, None)
-            show_source(source, out)
-            batches = map(planned, recorded_batches(source))
-            return rollouts_chapter(path.name, batches, recorded=True, device=device)
-        batch = load_batch(path, self.limit, self.reading, out)
-        return rollouts_chapter(path.name, [planned(batch)], device=device)
+        recorded = source.trace is not None and self.limit is None
+
+        def planned() -> Iterator[tuple[RolloutBatch, Plan]]:
+            batches = recorded_batches(source) if recorded else [RolloutBatch(source.read())]
+            for batch in batches:
+                if shape is not None:
+                    batch.check_vocabulary(shape.vocab)
+                # Of no known loss: what has no trained tokens is left out.
+                yield (
+                    batch,
+                    make_plan(
+                        batch,
+                        shape,
+                        self.planning.config(),
+                        measured_budget_bytes=budget_bytes,
+                        runs=run_lengths(batch),
+                    ),
+                )
+
+        chapter = rollouts_chapter(path.name, planned(), recorded=recorded, device=device)
+        show_source(source, out)
+        return chapter
 
 
 def _is_replay(path: Path) -> bool:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from forkpoint.apps.cli.losses import LossOptions
+from forkpoint.apps.cli.losses import LossOptions, RouterOptions
 from forkpoint.apps.cli.options import (
     File,
     Flag,
@@ -15,11 +15,9 @@ from forkpoint.apps.cli.options import (
     Positive,
     Reading,
     Runtime,
-    check_work,
     load_batch,
 )
 from forkpoint.apps.cli.output import Output, options
-from forkpoint.apps.cli.routers import RouterOptions
 from forkpoint.errors import ConfigError
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.tree.forest import IntArray
@@ -39,8 +37,7 @@ class Verify:
     (float32 for 16-bit models, else float64). Two plans are compared: one that shares within
     microbatches, and one whose microbatches read what others have shared. The exit code is 1 if one
     is further from the reference than dense training is, beyond rounding, and 3 if nothing of the
-    rollouts can be shared. Takes memory for a second model and time for two dense runs, and says
-    before it begins how much.
+    rollouts can be shared. Takes memory for a second model and time for two dense runs.
 
     Attributes:
         file: Rollouts, as a trainer or forkpoint writes them, or the folder of a trace.
@@ -75,7 +72,6 @@ class Verify:
                 "rollouts, or --loss likelihood."
             )
         batch = everything.select(int(index) for group in members for index in group)
-        check_work(batch.lengths, self.file, self.model, self.reading)
         with out.waiting("making the model"):
             from forkpoint.apps.cli.models import load_model, out_of_memory_explained
             from forkpoint.apps.environment import versions
@@ -86,15 +82,9 @@ class Verify:
             loss.check(batch)
             model = load_model(self.model, self.runtime)
             policy = wrap(model, self.planning.config())
-            self.routers.check(model)
-        with out_of_memory_explained(), out.following("comparing gradients") as follow:
-            announced = False
+        with out_of_memory_explained(), out.waiting("comparing gradients") as follow:
 
             def progress(at: "VerifyProgress") -> None:
-                nonlocal announced
-                if not announced:
-                    out.show(f"to run: {at.forecast.text()}")
-                    announced = True
                 follow(at.text())
 
             report = policy.verify(batch, loss, router=router, progress=progress)

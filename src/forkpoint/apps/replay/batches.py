@@ -1,6 +1,7 @@
 """The batch of each step of a replay: of a file of rollouts, or of a trace."""
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Protocol
@@ -9,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forkpoint import losses
-from forkpoint.apps.replay.schema import MOST_NUMBER, is_too_large
 from forkpoint.errors import ConfigError
 from forkpoint.losses import Denominators, Loss
 from forkpoint.rollouts.batch import RolloutBatch, short
@@ -18,10 +18,10 @@ from forkpoint.rollouts.traces import Trace
 
 DIGESTED = (
     *("token_ids", "offsets", "loss_mask", "advantages", "old_logprobs", "reference_logprobs"),
-    *("weights", "returns", "old_values", "temperatures", "group_index"),
+    *("weights", "returns", "old_values", "temperatures", "group_index", "routed_experts"),
 )
-
-
+MOST_NUMBER = 1e30
+"""Of a loss's options and a step's scale: torch makes float32 of them, which holds 3e38."""
 _DENOMINATORS = record({field.name: number(0) for field in fields(Denominators)})
 _NOT_JSON = {name: float(name) for name in ("Infinity", "-Infinity", "NaN")}
 """Numbers that JSON lacks, by the names that traces have for them."""
@@ -79,8 +79,6 @@ class GroupBatches:
             "rollouts": len(self.batch),
             "groups": len(self.groups),
             "groups_per_step": self.groups_per_step,
-            "logical_tokens": self.batch.logical_tokens,
-            "trained_tokens": self.batch.trained_tokens,
             "digest": batch_digest(self.batch),
         }
 
@@ -89,18 +87,12 @@ def batch_digest(batch: RolloutBatch) -> str:
     """A digest of everything of a batch that a step's result depends on."""
     digest = hashlib.blake2b(digest_size=16)
     for name in DIGESTED:
-        array = getattr(batch, name)
+        value = getattr(batch, name)
         digest.update(name.encode())
-        if array is not None:
-            digest.update(np.ascontiguousarray(array).tobytes())
-    if batch.routed_experts is not None:
-        digest.update(b"routed_experts")
-        digest.update(batch.routed_experts.tobytes())
+        if value is not None:
+            content = np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value
+            digest.update(content.tobytes())
     return digest.hexdigest()
-
-
-# Traces
-# ------------------------------------------------------------
 
 
 class TraceBatches:
@@ -123,7 +115,7 @@ class TraceBatches:
     def at(self, step: int) -> StepInput:
         recorded = self.trace[step % self.count]
         inputs = dict(recorded.loss_inputs)
-        denominators, scale = inputs.pop("denominators", None), inputs.pop("scale", None)
+        given, scale = inputs.pop("denominators", None), inputs.pop("scale", None)
         where = f"{self.trace.path}, batch {recorded.index}"
         if inputs:
             raise ConfigError(
@@ -135,8 +127,8 @@ class TraceBatches:
             return StepInput(
                 batch=recorded.batch,
                 denominators=None
-                if denominators is None
-                else Denominators(**_DENOMINATORS(denominators, "denominators")),
+                if given is None
+                else Denominators(**_DENOMINATORS(given, "denominators")),
                 scale=1.0 if scale is None else number(-MOST_NUMBER, MOST_NUMBER)(scale, "scale"),
             )
         except SchemaError as error:
@@ -159,9 +151,18 @@ def recorded_loss(trace: Trace) -> Loss | None:
     """
     if trace.loss is None:
         return None
-    if isinstance(trace.loss, Mapping):
-        made = _made(trace.loss)
-        if made is not None:
+    values = dict(trace.loss) if isinstance(trace.loss, Mapping) else {}
+    name = values.pop("name", None)
+    kind = getattr(losses, name, None) if isinstance(name, str) else None
+    if isinstance(kind, type) and issubclass(kind, Loss) and is_dataclass(kind):
+        given: dict[str, Any] = {}
+        try:
+            given = {key: _as_given(value) for key, value in values.items()}
+            made = kind(**{f.name: given[f.name] for f in fields(kind) if f.init})
+        except (KeyError, TypeError, ValueError):  # of the loss, for options that it does not take
+            made = None
+        # What is fixed in a loss must be what was recorded as well.
+        if made is not None and given == {f.name: getattr(made, f.name) for f in fields(kind)}:
             return made
     raise ConfigError(
         f"{trace.path} was recorded with the loss {short(trace.loss)}, which is not one of "
@@ -169,27 +170,15 @@ def recorded_loss(trace: Trace) -> Loss | None:
     )
 
 
-def _made(recorded: Mapping[str, Any]) -> Loss | None:
-    """The loss of `forkpoint.losses` that is recorded so, None where there is none."""
-    values = {name: _as_given(value) for name, value in recorded.items()}
-    name = values.pop("name", None)
-    kind = getattr(losses, name, None) if isinstance(name, str) else None
-    if not (isinstance(kind, type) and issubclass(kind, Loss) and is_dataclass(kind)):
-        return None
-    known = fields(kind)
-    if values.keys() != {field.name for field in known} or any(map(is_too_large, values.values())):
-        return None
-    try:
-        made = kind(**{field.name: values[field.name] for field in known if field.init})
-    except (TypeError, ValueError):  # of the loss, for options that it does not take
-        return None
-    # What is fixed in a loss must be what was recorded as well.
-    same = all(getattr(made, name) == value for name, value in values.items())
-    return made if same else None
-
-
 def _as_given(value: Any) -> Any:
-    """An option of a loss before it became JSON, which knows neither infinity nor tuples."""
+    """An option of a loss before it became JSON, which knows neither infinity nor tuples.
+
+    Raises ValueError for a number that a loss cannot compute with.
+    """
     if isinstance(value, list):
         return tuple(value)
+    # torch takes whole numbers of 64 bits.
+    most = 2**53 if isinstance(value, int) else MOST_NUMBER
+    if isinstance(value, int | float) and most < abs(value) != math.inf:
+        raise ValueError("the number is too large")
     return _NOT_JSON.get(value, value) if isinstance(value, str) else value

@@ -1,38 +1,27 @@
-"""Checkpoints of a replay, written and read by torch.distributed.checkpoint.
+"""Checkpoints of a replay: safetensors of whole tensors, and a state.json with everything else.
 
-A checkpoint is a folder, `checkpoint-00000012` after 12 steps. Each rank writes the tensors that it
-holds as safetensors (`HuggingFaceStorageWriter`): torch's own format keeps its metadata as a
-pickle. `state.json` beside them holds everything else, and a SHA-256 of every file. Any number of
-ranks can read it. Tensors come back bit by bit: optimizer state is put into the optimizer as it
-was, because `load_state_dict` would cast it to the parameters' dtype.
+A checkpoint is a folder, `checkpoint-00000012` after 12 steps. The first rank writes the tensors,
+put together from all shards, in files of at most a few GiB, so that any number of ranks can read
+them. Tensors come back bit by bit: optimizer state is put into the optimizer as it was, because
+`load_state_dict` would cast it to the parameters' dtype.
 """
 
 import hashlib
-import math
-import random
 import re
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import (
-    HuggingFaceStorageReader,
-    HuggingFaceStorageWriter,
-)
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from forkpoint.apps.replay.folder import ReplayFolder
-from forkpoint.apps.replay.ranks import RankGroup, full_tensor, lost_rank
+from forkpoint.apps.replay.ranks import RankGroup, full_tensor
 from forkpoint.apps.replay.records import ReplayStep
 from forkpoint.errors import ConfigError, UnsupportedError
-from forkpoint.parallel.call import of_backend
 from forkpoint.parallel.step import described
 from forkpoint.rollouts.batch import short
 
@@ -64,9 +53,9 @@ class Checkpoints:
                 the buffers of a model differ between ranks.
             ConfigError: the files cannot be written.
         """
-        path = self.ranks.first(lambda: self.folder.begin_checkpoint(step))
-        facts = self.ranks.each(lambda: self._write(path))
-        self.ranks.first(lambda: self.folder.finish_checkpoint(step, facts))
+        path = self.ranks.first(self.folder.begin_checkpoint)
+        state = self.ranks.each(lambda: self._write(path))
+        self.ranks.first(lambda: self.folder.finish_checkpoint(step, state))
 
     def restore(self) -> list[ReplayStep]:
         """Put the last checkpoint back, and return the steps up to it; none without a checkpoint.
@@ -74,18 +63,16 @@ class Checkpoints:
         Raises ConfigError, before anything changes, unless it is whole and fits the models.
         """
         found = self.ranks.first(self.folder.last_checkpoint)
-        facts, steps = (None, []) if found is None else found[1:]
+        steps: list[ReplayStep] = []
         if found is not None:
-            path, facts, _ = found
-            self.ranks.each(lambda: self._check_files(path, facts["files"]))
-            tensors = self.ranks.each(lambda: self._expected(path, facts))
-            given = facts["generators"]
-            # A rank that the checkpoint has none of takes those of another.
-            self.ranks.each(lambda: _set_generators(path, given[self.ranks.index % len(given)]))
-            self._transfer(path, "read", tensors)
-            self._put_back(tensors, facts)
-        self.ranks.first(lambda: self.folder.cut(facts, steps))
+            path, state, steps = found
+            self.ranks.first(lambda: _check_files(path, state["files"]))
+            self.ranks.each(lambda: self._check(path, state))
+            self.ranks.each(lambda: self._read(path, state))
+        self.ranks.first(lambda: self.folder.cut(len(steps)))
         return steps
+
+    # Writing
 
     def _write(self, path: Path) -> dict[str, Any]:
         """Write the tensors, and return what belongs beside them."""
@@ -95,157 +82,156 @@ class Checkpoints:
                 "buffers of the model differ between ranks, and a checkpoint holds one of each. "
                 "Replay without a folder, or on one rank."
             )
-        tensors, states, plain = dict(self._of_models()), {}, {}
-        for side, (_, optimizer) in self.sides.items():
-            for index, parameter in enumerate(parameters_of(optimizer)):
-                for name, value in optimizer.state.get(parameter, {}).items():
-                    key = f"{side}/optimizer/{index}/{name}"
-                    if isinstance(value, Tensor):
-                        states[key] = {"device": value.device.type, "shape": list(value.shape)}
-                        tensors[key] = _with_dimension(value)
-                    elif value is None or isinstance(value, bool | int | float | str):
-                        plain[key] = value
-                    else:
-                        raise UnsupportedError(
-                            f"the optimizer {type(optimizer).__name__} keeps {name} as "
-                            f"{type(value).__name__}; checkpoints hold tensors, numbers and text. "
-                            "Replay without a folder, or with another optimizer."
-                        )
-        self._transfer(path, "written", tensors)
-        hashes = self.ranks.exchange(dict(self._hashes(path)))
-        return {
-            "states": states,
-            "plain": plain,
-            "generators": self.ranks.exchange(_generators()),
-            "files": {name: found for some in hashes for name, found in some.items()},
-        }
-
-    def _hashes(self, path: Path) -> Iterator[tuple[str, str]]:
-        """This rank's part of the files with their SHA-256."""
-        files = sorted(path.glob("*.safetensors"))
-        for file in files[self.ranks.index :: self.ranks.size]:
-            with file.open("rb") as opened:
-                yield file.name, hashlib.file_digest(opened, "sha256").hexdigest()
-
-    def _check_files(self, path: Path, expected: Mapping[str, str]) -> None:
-        present = {file.name for file in path.glob("*.safetensors")}
-        for name in sorted(expected.keys() ^ present):
-            problem = "is missing" if name in expected else "does not belong to the checkpoint"
-            raise ConfigError(f"{path / name} {problem}. {_AGAIN}")
-        for name, found in self._hashes(path):
-            if found != expected[name]:
-                raise ConfigError(
-                    f"{path / name} is damaged: it has SHA-256 {found}, and was written with "
-                    f"{expected[name]}. {_AGAIN}"
-                )
-
-    def _expected(self, path: Path, facts: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The tensors to read into, by name: those of the models, and empty ones of the optimizers.
-
-        Names, shapes and dtypes in the files are compared first.
-        """
-        try:
-            written = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
-            found = {
-                name: (tuple(header.size), header.properties.dtype)  # pyright: ignore
-                for name, header in written.items()
-            }
-        except (OSError, SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(f"{path} is no checkpoint ({error!r}). {_AGAIN}") from error
+        plain, on_cpu = {}, []
         tensors = dict(self._of_models())
-        for key, state in facts["states"].items():
-            parameter, shape = self._parameter(path, key), tuple(state["shape"])
-            if math.prod(shape) > max(1, parameter.numel()):
-                raise ConfigError(
-                    f"{path} has {short(key)} of shape {shape}, larger than its parameter of shape "
-                    f"{tuple(parameter.shape)}. {_AGAIN}"
+        for key, parameter, value in self._of_optimizers():
+            if isinstance(value, Tensor):
+                tensors[key] = value
+                on_cpu += [key] if value.device.type == "cpu" != parameter.device.type else []
+            elif value is None or isinstance(value, bool | int | float | str):
+                plain[key] = value
+            else:
+                raise UnsupportedError(
+                    f"the optimizer keeps {key.rpartition('/')[2]} as {type(value).__name__}; "
+                    "checkpoints hold tensors, numbers and text. Replay without a folder, or with "
+                    "another optimizer."
                 )
-            if state["device"] not in ("cpu", parameter.device.type):
-                raise ConfigError(f"{path} has {short(key)} on {short(state['device'])}. {_AGAIN}")
-            dtype = found.get(key, (None, torch.float32))[1]
-            tensors[key] = (
-                torch.zeros_like(parameter, dtype=dtype, device=state["device"]).detach()
-                if shape == tuple(parameter.shape)
-                else torch.zeros(shape or 1, dtype=dtype, device=state["device"])
-            )
-        for key in facts["plain"]:
-            self._parameter(path, key)
-        expected = {name: (tuple(t.shape) or (1,), t.dtype) for name, t in tensors.items()}
-        for name in sorted(found.keys() | expected.keys()):
-            if found.get(name) != expected.get(name):
-                here, there = expected.get(name, "nothing"), found.get(name, "nothing")
-                raise ConfigError(
-                    f"{path} is the checkpoint of another model: {short(name)} is {there}, and "
-                    f"here it is {here}. {_AGAIN}"
-                )
-        return tensors
+        files = self._write_tensors(path, tensors)
+        generators = self.ranks.exchange(_generators())
+        return {"files": files, "plain": plain, "on_cpu": on_cpu, "generators": generators}
 
-    def _parameter(self, path: Path, key: str) -> nn.Parameter:
-        """The parameter that a value of an optimizer's state belongs to."""
+    def _write_tensors(self, path: Path, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        """Write files of tensors on the first rank, and return their SHA-256."""
+        files: dict[str, str] = {}
+        held: dict[str, Tensor] = {}
+        error: Exception | None = None
+        for number, (key, tensor) in enumerate(tensors.items(), start=1):
+            # Every rank takes part in every gather, also after the first one has failed to write.
+            whole = full_tensor(tensor.detach())
+            if self.ranks.index or error is not None:
+                continue
+            held[key] = whole.to("cpu", copy=True).contiguous()
+            nbytes = sum(t.numel() * t.element_size() for t in held.values())
+            if nbytes >= _FILE_BYTES or number == len(tensors):
+                file = path / f"{len(files):05d}.safetensors"
+                try:
+                    save_file(held, file)
+                    files[file.name] = _sha256(file)
+                except (OSError, SafetensorError) as found:
+                    error = found
+                held = {}
+        if error is not None:
+            raise ConfigError(
+                f"the checkpoint {path} cannot be written: {described(error)} Look at the room on "
+                "its disk, and at its permissions."
+            ) from error
+        return files
+
+    # Reading
+
+    def _check(self, path: Path, state: Mapping[str, Any]) -> None:
+        """Compare names and shapes with the models', and set the random generators."""
+        expected = {key: list(tensor.shape) for key, tensor in self._of_models()}
+        found: dict[str, list[int]] = {}
+        for file in _files(path, state):
+            for key in file.keys():  # noqa: SIM118
+                found[key] = file.get_slice(key).get_shape()
+        for key in (*(found.keys() - expected.keys()), *state["plain"]):
+            self._parameter(path, key)
+        for key, shape in expected.items():
+            if found.get(key) != shape:
+                raise ConfigError(
+                    f"{path} is the checkpoint of another model: {short(key)} has the shape "
+                    f"{found.get(key, 'nothing')}, and here it has {shape}. {_AGAIN}"
+                )
+        given = state["generators"]
+        try:
+            # A rank that the checkpoint has none of takes those of another.
+            _set_generators(given[self.ranks.index % len(given)])
+        except (KeyError, ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
+            raise ConfigError(
+                f"{path} has no states of random number generators: {described(error)} {_AGAIN}"
+            ) from error
+
+    @torch.no_grad()
+    def _read(self, path: Path, state: Mapping[str, Any]) -> None:
+        models = dict(self._of_models())
+        for file in _files(path, state):
+            for key in file.keys():  # noqa: SIM118
+                value = file.get_tensor(key)
+                if key in models:
+                    models[key].copy_(_like(models[key], value))
+                    continue
+                states, name, parameter = self._parameter(path, key)
+                on_cpu = key in state["on_cpu"] or parameter.device.type == "cpu"
+                value = value if on_cpu else value.to(parameter.device)
+                same = value.shape == parameter.shape
+                states[name] = _like(parameter, value) if same else value
+        for key, value in state["plain"].items():
+            states, name, _ = self._parameter(path, key)
+            states[name] = value
+
+    def _parameter(self, path: Path, key: str) -> tuple[dict[str, Any], str, nn.Parameter]:
+        """Where a value of an optimizer's state belongs: the state, its name, the parameter."""
         found = _STATE.fullmatch(key)
         if found is not None and found[1] in self.sides:
-            parameters = parameters_of(self.sides[found[1]][1])
+            optimizer = self.sides[found[1]][1]
+            parameters = parameters_of(optimizer)
             if int(found[2]) < len(parameters):
-                return parameters[int(found[2])]
+                parameter = parameters[int(found[2])]
+                return optimizer.state[parameter], found[3], parameter
         raise ConfigError(f"{path} has {short(key)}, which is no state of these models. {_AGAIN}")
 
-    def _put_back(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Set the state of the optimizers. The tensors of the models have been read in place."""
-        states: dict[str, Any] = dict(facts["plain"])
-        for key, state in facts["states"].items():
-            states[key] = tensors[key] if state["shape"] else tensors[key].reshape(())
-        for key, value in states.items():
-            found = _STATE.fullmatch(key)
-            assert found is not None
-            optimizer = self.sides[found[1]][1]
-            optimizer.state[parameters_of(optimizer)[int(found[2])]][found[3]] = value
-
-    def _transfer(self, path: Path, done: str, tensors: dict[str, Tensor]) -> None:
-        """Write tensors, or read into them."""
-        options: dict[str, Any] = {
-            "process_group": self.ranks.group,
-            "no_dist": not self.ranks.is_sharded,
-        }
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")
-                if done == "read":
-                    load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), **options)
-                else:
-                    numbers = _file_numbers(tensors)
-                    writer = HuggingFaceStorageWriter(str(path), numbers, save_distributed=True)
-                    save(tensors, storage_writer=writer, **options)
-        except CheckpointException as error:
-            rank, (cause, _) = next(iter(error.failures.items()))
-            if of_backend(cause):
-                raise lost_rank(cause) from error
-            raise ConfigError(
-                f"the checkpoint {path} cannot be {done} on rank {rank}: {described(cause)} Look "
-                "at the room on its disk, and at its permissions."
-            ) from error
-        except RuntimeError as error:
-            raise lost_rank(error) from error
+    # What is saved
 
     def _of_models(self) -> Iterator[tuple[str, Tensor]]:
         """Tensors of the models that training may change; frozen parameters are in the digest."""
         for side, (model, _) in self.sides.items():
             trained = ((n, p) for n, p in model.named_parameters() if p.requires_grad)
             for name, tensor in (*trained, *model.named_buffers()):
-                yield f"{side}/model/{name}", _with_dimension(tensor)
+                yield f"{side}/model/{name}", tensor.detach()
+
+    def _of_optimizers(self) -> Iterator[tuple[str, nn.Parameter, Any]]:
+        for side, (_, optimizer) in self.sides.items():
+            for index, parameter in enumerate(parameters_of(optimizer)):
+                for name, value in optimizer.state.get(parameter, {}).items():
+                    yield f"{side}/optimizer/{index}/{name}", parameter, value
 
 
-def _with_dimension(tensor: Tensor) -> Tensor:
-    """A view of at least one dimension: the files have no tensors without."""
-    return tensor.detach() if tensor.dim() else tensor.detach().reshape(1)
+def _check_files(path: Path, expected: Mapping[str, str]) -> None:
+    present = {file.name for file in path.glob("*.safetensors")}
+    for name in sorted(expected.keys() ^ present):
+        problem = "is missing" if name in expected else "does not belong to the checkpoint"
+        raise ConfigError(f"{path / name} {problem}. {_AGAIN}")
+    for name, wanted in expected.items():
+        if (found := _sha256(path / name)) != wanted:
+            raise ConfigError(
+                f"{path / name} is damaged: it has SHA-256 {found}, and was written with "
+                f"{wanted}. {_AGAIN}"
+            )
 
 
-def _file_numbers(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """The number of the file of each tensor. torch holds a file in memory while it writes it."""
-    numbers, total = {}, 0
-    for name, tensor in tensors.items():
-        numbers[name] = 1 + total // _FILE_BYTES
-        total += tensor.numel() * tensor.element_size()
-    return numbers
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _files(path: Path, state: Mapping[str, Any]) -> Iterator[Any]:
+    """The opened files of a checkpoint. Raises ConfigError for one that is not safetensors."""
+    for name in state["files"]:
+        try:
+            with safe_open(path / name, framework="pt") as file:
+                yield file
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{path} is no checkpoint ({error!r}). {_AGAIN}") from error
+
+
+def _like(tensor: Tensor, value: Tensor) -> Tensor:
+    """A whole tensor, or this rank's shard of it where `tensor` is sharded."""
+    if not isinstance(tensor, DTensor):
+        return value
+    value = value.to(tensor.device)
+    return distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
 
 
 def digest_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
@@ -263,37 +249,19 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _generators() -> dict[str, Any]:
-    """The states of this rank's random number generators, ready for JSON."""
+def _generators() -> dict[str, str]:
+    """The states of this rank's random number generators of torch, in hexadecimal digits."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
-    return {
-        "torch": {name: state.numpy().tobytes().hex() for name, state in states.items()},
-        "python": random.getstate(),
-        "numpy": _listed(np.random.get_state(legacy=False)),  # noqa: NPY002
+    return {name: state.numpy().tobytes().hex() for name, state in states.items()}
+
+
+def _set_generators(states: Mapping[str, str]) -> None:
+    found = {
+        name: torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+        for name, text in states.items()
     }
-
-
-def _listed(value: Any) -> Any:
-    """The same tree with arrays as lists."""
-    if isinstance(value, dict):
-        return {name: _listed(entry) for name, entry in value.items()}
-    return value.tolist() if isinstance(value, np.ndarray) else value
-
-
-def _set_generators(path: Path, states: Mapping[str, Any]) -> None:
-    try:
-        version, numbers, gauss = states["python"]
-        random.setstate((version, tuple(numbers), gauss))
-        np.random.set_state(states["numpy"])  # noqa: NPY002
-        for name, text in states["torch"].items():
-            state = torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
-            if name == "cpu":
-                torch.set_rng_state(state)
-            elif torch.cuda.is_available():
-                torch.cuda.set_rng_state(state)
-    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise ConfigError(
-            f"{path} has no states of random number generators: {described(error)} {_AGAIN}"
-        ) from error
+    torch.set_rng_state(found["cpu"])
+    if torch.cuda.is_available() and "cuda" in found:
+        torch.cuda.set_rng_state(found["cuda"])

@@ -1,50 +1,193 @@
-"""The folder of a replay: what it was begun with, its rows, its plans, and its last checkpoint.
+"""The folder of a replay: its files, written and read back. Imports no torch.
 
-    manifest.json          what must stay the same, and further facts
+    manifest.json          what must stay the same (`fixed`), and further facts (`about`)
     rows.jsonl             one row a step, as it goes
-    plans.jsonl            the plans of every new batch, before its first row
-    checkpoint-00000012/   the state after 12 steps, and how long rows and plans then were
+    checkpoint-00000012/   the state after 12 steps
 
 A checkpoint is written in the folder `.saving`, flushed and renamed; then the one before it is
 removed. So there is always a whole one, whenever a process is killed. A replay that resumes goes on
-from the last one, and cuts off what rows and plans hold beyond it. Imports no torch.
+from the last one, and removes later rows.
+
+Reading returns what the schema allows, or raises ConfigError with the file, the field and its
+value. Nothing in the folder is executed.
 """
 
 import json
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 
-from forkpoint.apps.replay.reading import CHANGED, read_manifest, read_state, read_steps
-from forkpoint.apps.replay.records import ReplayStep
-from forkpoint.apps.replay.schema import (
-    CHECKPOINT,
-    MANIFEST,
-    MANIFEST_FIELDS,
-    MOST_LINE_BYTES,
-    MOST_MANIFEST_BYTES,
-    PLANS,
-    ROWS,
-    SCHEMA,
-    STATE,
-)
+from forkpoint.apps.replay.records import STEPS, ReplayStep, read_step
 from forkpoint.errors import ConfigError
-from forkpoint.plan import Plan
-from forkpoint.rollouts.batch import RolloutBatch, short
-from forkpoint.rollouts.schema import SchemaError, finite
-from forkpoint.rollouts.traces.disk import LOCK, TEMPORARY, flush, lock_folder, write_file
+from forkpoint.rollouts.batch import short
+from forkpoint.rollouts.schema import (
+    SchemaError,
+    array,
+    finite,
+    flag,
+    mapping,
+    one_of,
+    or_null,
+    parse_json,
+    record,
+    text,
+    tree,
+    whole,
+)
+from forkpoint.rollouts.traces.disk import flush, lock_folder, write_file
 
+SCHEMA = 2
+MANIFEST, ROWS, STATE = "manifest.json", "rows.jsonl", "state.json"
+CHECKPOINT = "checkpoint-"
+"""How the name of a checkpoint's folder begins; its step follows."""
 SAVING = ".saving"
-"""The folder in which a checkpoint is written. Its content is never needed later."""
-GROWING = (ROWS, PLANS)
-_UNFINISHED = f".{MANIFEST}{TEMPORARY}"
+"""The folder in which a checkpoint is written."""
+MOST_BYTES = 1 << 26
+"""Of the manifest, of one row and of a checkpoint's state."""
 MOST_NAMED = 8
 """Differences that are named, of a replay that is not the one that was begun."""
+CHANGED = (
+    "The file is not as forkpoint wrote it: take the folder as it was written, or replay again."
+)
+
+_FIXED = record(
+    {
+        "steps": STEPS,
+        "baseline": flag,
+        "loss": text,
+        "model": record({"kind": text, "config": or_null(mapping(tree))}, others=tree),
+        "runs_on": record({"memory_budget_bytes": or_null(whole(1))}, others=tree),
+    },
+    others=tree,
+)
+_ABOUT = record(
+    {"file": text, "options": mapping(tree), "environment": mapping(tree)},
+    optional=("file", "options", "environment"),
+    others=tree,
+)
+_MANIFEST = record({"schema": one_of(SCHEMA), "fixed": _FIXED, "about": _ABOUT})
+
+
+def _scalar(value: Any, field: str) -> Any:
+    if isinstance(value, list | dict):
+        raise SchemaError(f"{field} is {short(value)}; it takes a number, text, a flag or null")
+    return value
+
+
+_STATE = record(
+    {
+        "schema": one_of(SCHEMA),
+        "step": STEPS,
+        "files": mapping(text),
+        "plain": mapping(_scalar),
+        "on_cpu": array(text),
+        "generators": array(mapping(text)),
+    }
+)
+
+
+# Reading
+# ------------------------------------------------------------
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a replay's folder.
+
+    Raises ConfigError where there is none, one of another version, or one that no replay writes.
+    """
+    if not (folder / MANIFEST).is_file():
+        raise ConfigError(
+            f"{folder} holds no replay: it has no {MANIFEST}. Give the folder that "
+            "forkpoint replay --output wrote."
+        )
+    return _read(folder / MANIFEST, parse_json, _MANIFEST)
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """Values of a checkpoint beside its tensors. Raises ConfigError as `read_manifest`."""
+    if not (checkpoint / STATE).is_file():
+        raise ConfigError(
+            f"{checkpoint} is no whole checkpoint: it has no {STATE}. Begin anew in another folder."
+        )
+    return _read(checkpoint / STATE, _with_nan, _STATE)
+
+
+def _with_nan(content: bytes) -> Any:
+    """The value of JSON that may hold NaN and infinities, as an optimizer's state may."""
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise SchemaError(f"not JSON ({error})") from None
+
+
+def _read(
+    path: Path, parse: Callable[[bytes], Any], check: Callable[[Any, str], Any]
+) -> dict[str, Any]:
+    if path.stat().st_size > MOST_BYTES:
+        raise ConfigError(f"{path} is larger than {MOST_BYTES} bytes. {CHANGED}")
+    try:
+        values = parse(path.read_bytes())
+        found = values.get("schema") if isinstance(values, dict) else None
+        if type(found) is not int or found != SCHEMA:
+            raise ConfigError(
+                f"{path} has schema {short(found)}, and this forkpoint reads {SCHEMA}. Use the "
+                "forkpoint that wrote it, or replay again."
+            )
+        return check(values, "")
+    except SchemaError as error:
+        raise _changed(str(path), error) from None
+
+
+def read_steps(
+    folder: Path, manifest: Mapping[str, Any], most: int | None = None
+) -> list[ReplayStep]:
+    """The rows of a replay, in order; the first `most`, or all. One without a line feed is left
+    out, since it is still being written.
+
+    Raises ConfigError for rows that are not those of this replay, one a step from the first on.
+    """
+    path, steps = folder / ROWS, []
+    if not path.is_file():
+        raise ConfigError(f"{path} is missing. Give the folder that forkpoint replay wrote.")
+    with path.open("rb") as file:
+        while len(steps) != most:
+            line = file.readline(MOST_BYTES)
+            if not line.endswith(b"\n"):
+                if len(line) == MOST_BYTES:
+                    raise ConfigError(
+                        f"{path} has a row of more than {MOST_BYTES} bytes. {CHANGED}"
+                    )
+                break
+            try:
+                steps.append(_checked(read_step(parse_json(line), ""), len(steps) + 1, manifest))
+            except SchemaError as error:
+                raise _changed(f"{path}, line {len(steps) + 1}", error) from None
+    return steps
+
+
+def _checked(step: ReplayStep, number: int, manifest: Mapping[str, Any]) -> ReplayStep:
+    steps, baseline = manifest["fixed"]["steps"], manifest["fixed"]["baseline"]
+    if step.step != number or number > steps:
+        raise SchemaError(f"step is {step.step}; here belongs step {number} of {steps}")
+    if {step.dense is not None, step.difference is not None} != {baseline}:
+        raise SchemaError(
+            f"dense or difference does not fit the replay, whose baseline is {baseline}"
+        )
+    return step
+
+
+def _changed(where: str, error: SchemaError) -> ConfigError:
+    said = str(error)
+    return ConfigError(f"{where}: {'this is ' if said.startswith('not ') else ''}{said}. {CHANGED}")
+
+
+# Writing
+# ------------------------------------------------------------
 
 
 class ReplayFolder:
@@ -59,7 +202,6 @@ class ReplayFolder:
     def __init__(self, path: str | os.PathLike[str], *, resume: bool = False) -> None:
         self.path: Path = Path(path)
         self.resume: bool = resume
-        self._known: set[str] = set()
         self._lock: FileLock | None = None
 
     def open(self, fixed: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
@@ -76,7 +218,12 @@ class ReplayFolder:
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f"{self.path} is a file; a replay is a folder. Give another path.")
         self.path.mkdir(parents=True, exist_ok=True)
-        self._refuse_links(LOCK)
+        for path in self.path.rglob("*"):
+            if path.is_symlink():
+                raise ConfigError(
+                    f"{path} is a link, and a replay would write to where it leads. Put the file "
+                    "itself there, or begin anew in another folder."
+                )
         self._lock = lock_folder(self.path)
         if self._lock is None:
             raise ConfigError(
@@ -89,191 +236,97 @@ class ReplayFolder:
             self.close()
             raise
 
-    def memory_budget_bytes(self) -> int | None:
-        """The budget that the replay to be resumed was begun with; None if there is none."""
-        if not self.resume or not (self.path / MANIFEST).is_file():
-            return None
-        return read_manifest(self.path)["fixed"]["runs_on"]["memory_budget_bytes"]
-
-    def close(self) -> None:
-        """Let others open the folder; closing again does nothing."""
-        if self._lock is not None:
-            self._lock.release()
-
     def _open(self, fixed: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
         values = _named_numbers({"schema": SCHEMA, "fixed": fixed, "about": about})
-        text = json.dumps(values, indent=1, default=str)
-        now = json.loads(text)
+        content = json.dumps(values, indent=1, default=str)
         if (self.path / MANIFEST).exists():
             if not self.resume:
                 raise ConfigError(
                     f"{self.path} holds a replay already. Add --resume to go on with it, or give "
                     "another folder."
                 )
-            self._refuse_links(MANIFEST, *GROWING)
-            self._compare(now["fixed"])
+            changed = differences(read_manifest(self.path)["fixed"], json.loads(content)["fixed"])
+            if changed:
+                more = f"\nand {len(changed) - MOST_NAMED} more" * (len(changed) > MOST_NAMED)
+                raise ConfigError(
+                    f"the replay in {self.path} was begun with other input:\n"
+                    + "\n".join(f"  {line}" for line in changed[:MOST_NAMED])
+                    + f"{more}\nResume with what it was begun with, or begin anew in another "
+                    "folder."
+                )
             return True
-        others = sorted(e.name for e in self.path.iterdir() if e.name not in (LOCK, _UNFINISHED))
+        others = sorted(e.name for e in self.path.iterdir() if not e.name.startswith("."))
         if others:
             raise ConfigError(
                 f"{self.path} holds no replay, but {len(others)} other files, among them "
                 f"{others[0]}. Give an empty or a new folder."
             )
-        try:
-            MANIFEST_FIELDS(now, "")
-            if len(text) > MOST_MANIFEST_BYTES:
-                raise SchemaError(f"it has {len(text)} bytes, and at most {MOST_MANIFEST_BYTES}")
-        except SchemaError as error:
-            raise ConfigError(
-                f"what the manifest would say of this replay cannot be read back: {error}. Change "
-                "that, or replay without a folder."
-            ) from None
-        write_file(self.path / MANIFEST, text.encode())
+        write_file(self.path / MANIFEST, content.encode())
         return False
 
-    def _refuse_links(self, *names: str) -> None:
-        """Refuse files that are elsewhere: they are cut off, appended to and replaced."""
-        for name in names:
-            path = self.path / name
-            if path.is_symlink() or (path.exists() and not path.is_file()):
-                raise ConfigError(
-                    f"{path} is a link or no regular file, and the replay would write to it. "
-                    "Put the file itself there, or begin anew in another folder."
-                )
+    def close(self) -> None:
+        """Let others open the folder; closing again does nothing."""
+        if self._lock is not None:
+            self._lock.release()
 
-    def _compare(self, now: dict[str, Any]) -> None:
-        before = read_manifest(self.path)["fixed"]
-        changed = differences(_without_same_rate(before, now), _without_same_rate(now, before))
-        if changed:
-            more = f"\nand {len(changed) - MOST_NAMED} more" if len(changed) > MOST_NAMED else ""
-            raise ConfigError(
-                f"the replay in {self.path} was begun with other input:\n"
-                + "\n".join(f"  {line}" for line in changed[:MOST_NAMED])
-                + f"{more}\nResume with what it was begun with, or begin anew in another folder."
-            )
-
-    # Rows and plans
-    # ------------------------------------------------------------
+    def memory_budget_bytes(self) -> int | None:
+        """The budget that the replay to be resumed was begun with; None if there is none."""
+        if not self.resume or not (self.path / MANIFEST).is_file():
+            return None
+        return read_manifest(self.path)["fixed"]["runs_on"]["memory_budget_bytes"]
 
     def add_row(self, row: Mapping[str, Any]) -> None:
         """Append a row; readers see it at once."""
-        self._append(ROWS, row)
+        line = json.dumps(finite(row), allow_nan=False, separators=(",", ":"))
+        with (self.path / ROWS).open("ab") as file:
+            file.write(line.encode() + b"\n")
 
-    def add_plans(self, fingerprint: str, batch: RolloutBatch, plans: Mapping[str, Plan]) -> None:
-        """Append the plans of a batch, unless they are there."""
-        if fingerprint in self._known:
-            return
-        self._known.add(fingerprint)
-        self._append(
-            PLANS,
-            {
-                "fingerprint": fingerprint,
-                "rollout_ids": list(batch.rollout_ids),
-                "group_ids": list(batch.group_ids),
-                "trained_tokens": batch.trained_tokens,
-                "plans": {name: plan.to_dict() for name, plan in plans.items()},
-            },
-        )
-
-    def _append(self, name: str, value: Mapping[str, Any]) -> None:
-        line = json.dumps(finite(value), allow_nan=False, separators=(",", ":")).encode() + b"\n"
-        if len(line) > MOST_LINE_BYTES:
-            raise ConfigError(
-                f"a line of {self.path / name} would have {len(line)} bytes, and at most "
-                f"{MOST_LINE_BYTES} can be read back. Give fewer groups to a step, or replay "
-                "without a folder."
-            )
-        with (self.path / name).open("ab") as file:
-            file.write(line)
-
-    # Checkpoints
-    # ------------------------------------------------------------
-
-    def begin_checkpoint(self, step: int) -> Path:
-        """The folder in which to write the checkpoint after `step` steps, empty."""
-        self._remove_unfinished()
-        path = self.path / SAVING / f"{CHECKPOINT}{step:08d}"
-        path.mkdir(parents=True)
-        return path
+    def begin_checkpoint(self) -> Path:
+        """An empty folder in which to write a checkpoint."""
+        shutil.rmtree(self.path / SAVING, ignore_errors=True)
+        (self.path / SAVING).mkdir()
+        return self.path / SAVING
 
     def finish_checkpoint(self, step: int, state: Mapping[str, Any]) -> None:
         """Write what belongs beside the tensors, and make the checkpoint the last one."""
-        lengths: dict[str, int] = {}
-        for name in GROWING:
-            flush(self.path / name)
-            lengths[name] = (self.path / name).stat().st_size
-        text = json.dumps({"schema": SCHEMA, "step": step, "bytes": lengths, **state})
-        path = self.path / SAVING / f"{CHECKPOINT}{step:08d}"
-        write_file(path / STATE, text.encode())
-        for file in (*path.iterdir(), path):
-            flush(file)
-        before = self._checkpoints(self.path)
-        path.rename(self.path / path.name)
+        saving, before = self.path / SAVING, self._checkpoints()
+        write_file(saving / STATE, json.dumps({"schema": SCHEMA, "step": step, **state}).encode())
+        for path in (self.path / ROWS, *saving.iterdir(), saving):
+            flush(path)
+        saving.rename(self.path / f"{CHECKPOINT}{step:08d}")
         flush(self.path)
         for old in before:
             shutil.rmtree(old)
-        self._remove_unfinished()
 
     def last_checkpoint(self) -> tuple[Path, dict[str, Any], list[ReplayStep]] | None:
         """The last checkpoint, what is beside its tensors, and the steps up to it.
 
         Raises ConfigError unless the rows up to it are there.
         """
-        if (self.path / "checkpoint.safetensors").exists():
-            raise ConfigError(
-                f"{self.path} has the checkpoint of an earlier forkpoint. Resume with that version,"
-                " or begin anew in another folder."
-            )
-        found = self._checkpoints(self.path)
+        found = self._checkpoints()
         if not found:
             return None
-        path = found[-1]
-        state = read_state(path)
-        for name in GROWING:
-            if not (self.path / name).exists() or (
-                (self.path / name).stat().st_size < state["bytes"][name]
-            ):
-                raise ConfigError(
-                    f"{self.path / name} has fewer than the {state['bytes'][name]} bytes that it "
-                    f"had at {path.name}. {CHANGED}."
-                )
-        steps = read_steps(self.path, read_manifest(self.path), state["bytes"][ROWS])
+        path, state = found[-1], read_state(found[-1])
+        steps = read_steps(self.path, read_manifest(self.path), state["step"])
         if path.name != f"{CHECKPOINT}{len(steps):08d}" or len(steps) != state["step"]:
             raise ConfigError(
                 f"{path} is of step {state['step']}, and {ROWS} has {len(steps)} rows up to it. "
-                f"{CHANGED}."
+                f"{CHANGED}"
             )
         return path, state, steps
 
-    def cut(self, state: Mapping[str, Any] | None, steps: list[ReplayStep]) -> None:
-        """Go on from a checkpoint, or from the beginning: remove what is beyond it."""
-        self._remove_unfinished()
-        for old in self._checkpoints(self.path)[:-1]:
+    def cut(self, count: int) -> None:
+        """Go on after so many steps: remove later rows and what is left of a killed process."""
+        shutil.rmtree(self.path / SAVING, ignore_errors=True)
+        for old in self._checkpoints()[:-1]:
             shutil.rmtree(old)
-        for name in GROWING:
-            with (self.path / name).open("ab") as file:
-                file.truncate(0 if state is None else state["bytes"][name])
-        self._known = {step.fingerprint for step in steps}
+        with (self.path / ROWS).open("a+b") as file:
+            file.seek(0)
+            file.truncate(sum(len(file.readline()) for _ in range(count)))
 
-    def _checkpoints(self, folder: Path) -> list[Path]:
-        """The checkpoints in a folder, by step."""
-        found = sorted(folder.glob(f"{CHECKPOINT}{'[0-9]' * 8}"))
-        for path in found:
-            if path.is_symlink() or not path.is_dir():
-                raise ConfigError(
-                    f"{path} is a link or no folder, and the replay would remove it. Put the "
-                    "folder itself there, or begin anew in another folder."
-                )
-        return found
-
-    def _remove_unfinished(self) -> None:
-        """Remove the checkpoint that was being written when a process ended."""
-        saving = self.path / SAVING
-        if saving.is_dir() and not saving.is_symlink():
-            for path in self._checkpoints(saving):
-                shutil.rmtree(path)
-            if not any(saving.iterdir()):
-                saving.rmdir()
+    def _checkpoints(self) -> list[Path]:
+        """The checkpoints, by step."""
+        return sorted(self.path.glob(f"{CHECKPOINT}{'[0-9]' * 8}"))
 
 
 def differences(before: Any, now: Any, name: str = "") -> list[str]:
@@ -289,14 +342,6 @@ def differences(before: Any, now: Any, name: str = "") -> list[str]:
     if before == now:
         return []
     return [f"{name} was {short(before)} and is now {short(now)}"]
-
-
-def _without_same_rate(fixed: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Without the steps of the rate, if in both they are those of the replay."""
-    if any(one["rate"]["steps"] != one["steps"] for one in (fixed, other)):
-        return fixed
-    rate = {name: value for name, value in fixed["rate"].items() if name != "steps"}
-    return {**fixed, "rate": rate}
 
 
 def _named_numbers(value: Any) -> Any:

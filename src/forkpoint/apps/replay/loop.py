@@ -1,7 +1,7 @@
 """Real optimizer steps over frozen batches: shared and, from the same state, dense beside it.
 
 The dense side is a policy too, with sharing none: rollouts packed into microbatches, the same head,
-    kernels and loss. What differs is only that tokens are computed once.
+kernels and loss. The only difference is that the shared side computes each shared token once.
 """
 
 import copy
@@ -9,8 +9,8 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +18,15 @@ from torch.distributed.fsdp import FSDPModule
 
 from forkpoint.apps.replay.batches import Batches, GroupBatches, StepInput
 from forkpoint.apps.replay.checkpoint import Checkpoints, digest_of
-from forkpoint.apps.replay.difference import parameter_difference
-from forkpoint.apps.replay.experts import ExpertLoads, GivenRoutes
 from forkpoint.apps.replay.folder import ReplayFolder
-from forkpoint.apps.replay.ranks import RankGroup, check_same, clip, full_tensor, placed, ranks_of
-from forkpoint.apps.replay.rates import Rate
-from forkpoint.apps.replay.records import ReplayReport, ReplayStep, StepRecord
+from forkpoint.apps.replay.ranks import RankGroup, check_same, clip, full_tensor, placed
+from forkpoint.apps.replay.records import (
+    ParameterDifference,
+    ReplayReport,
+    ReplayStep,
+    StepRecord,
+)
 from forkpoint.config import AUTO, Config
-from forkpoint.engine.host import Host
 from forkpoint.engine.memory import measured_budget
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.losses.base import Loss, LossFunction, as_loss
@@ -33,11 +34,13 @@ from forkpoint.losses.router import RouterLoss
 from forkpoint.plan import Plan
 from forkpoint.policy import Policy
 from forkpoint.rollouts.batch import RolloutBatch
-from forkpoint.step.results import StepStats
 from forkpoint.step.router_steps import router_work
 from forkpoint.wrapping import wrap
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+Schedule = Literal["constant", "linear", "cosine"]
+CHUNK_ELEMENTS = 1 << 24
+"""How many parameters are compared in float64 at a time."""
 
 
 def replay(
@@ -50,10 +53,10 @@ def replay(
     groups_per_step: int = 1,
     baseline: bool = True,
     config: Config | None = None,
-    rate: Rate | None = None,
+    schedule: Schedule = "constant",
+    warmup_steps: int = 0,
     max_grad_norm: float | None = None,
     router: RouterLoss | None = None,
-    expert_counts: bool = False,
     folder: ReplayFolder | None = None,
     checkpoint_every: int | None = None,
     about: Mapping[str, Any] | None = None,
@@ -74,12 +77,11 @@ def replay(
         baseline: whether to train dense as well. Dense gets the best plan without sharing under the
             limits of `config`. Which of the two goes first alternates from step to step.
         config: how batches are planned and run.
-        rate: what the optimizer's learning rates are multiplied by at each step; None leaves them.
+        schedule: the learning rates after the warm-up: constant, or down to 0 after the last step.
+        warmup_steps: steps over which the learning rates rise in equal parts.
         max_grad_norm: gradients of a larger norm are scaled down to it, on both sides.
         router: an auxiliary loss of a mixture's routers, on both sides. A scope that is a list is
             of the rollouts of each step.
-        expert_counts: whether experts are counted without a router loss; then tokens run for it as
-            `Policy.forward_backward` says.
         folder: where rows and checkpoints are written, and from where a replay is resumed; on
             several ranks one that all of them see.
         checkpoint_every: after how many steps the state of both sides is saved; it is saved after
@@ -99,13 +101,20 @@ def replay(
 
     Otherwise as `Policy.forward_backward`; what can be checked is checked before the first step.
     """
-    config, loss, rate = config or Config(), as_loss(loss), rate or Rate()
+    config, loss = config or Config(), as_loss(loss)
     if baseline and any(isinstance(module, FSDPModule) for module in model.modules()):
         raise UnsupportedError(
             "a baseline trains a copy of the model, and fully_shard's models are not copied. "
             "Replay without a baseline on several ranks, or on one without fully_shard."
         )
-    _check_counts(steps=steps, checkpoint_every=checkpoint_every)
+    for name, value in (("steps", steps), ("checkpoint_every", checkpoint_every)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}; it takes a whole number of at least 1.")
+    if warmup_steps < 0 or (schedule != "constant" and warmup_steps >= steps):
+        raise ConfigError(
+            f"steps is {steps} and warmup_steps {warmup_steps}; the schedule {schedule!r} needs "
+            "more steps than the warm-up takes."
+        )
     if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
         raise ConfigError(f"max_grad_norm is {max_grad_norm}; it takes a finite number above 0.")
     if checkpoint_every is not None and folder is None:
@@ -114,51 +123,56 @@ def replay(
         )
     if isinstance(batches, RolloutBatch):
         batches = GroupBatches(batches, groups_per_step)
-    routers = _Routers(router, expert_counts)
-    dense, start = None, []
+    start = [_on_host(parameter) for parameter in model.parameters()] if baseline else []
+    configs = {"shared": config}
     if baseline:
-        dense_config = replace(config, sharing="none", boundary="auto", leaf_layout="packed")
-        dense = _Side(copy.deepcopy(model), dense_config, optimizer, rate, max_grad_norm, routers)
-        start = [_on_host(parameter) for parameter in model.parameters()]
-    shared = _Side(model, config, optimizer, rate, max_grad_norm, routers)
-    ranks = ranks_of(shared.policy)
-    sides = {"shared": shared} | ({} if dense is None else {"dense": dense})
-    same = {"batches": batches.describe(), "loss": _named(loss), "rate": rate, "config": config}
-    same |= {"steps": steps, "max_grad_norm": max_grad_norm, "folder": folder and folder.path}
-    same |= {"router": router, "expert_counts": expert_counts}
-    check_same(ranks, {**same, "checkpoint_every": checkpoint_every})
+        plain = replace(config, sharing="none", boundary="auto", leaf_layout="packed")
+        configs["dense"] = plain
+    sides = {
+        name: _Side(model if name == "shared" else copy.deepcopy(model), of, optimizer, router)
+        for name, of in reversed(configs.items())
+    }
+    shared = sides["shared"]
+    policy, host = shared.policy, shared.policy.host
+    ranks = RankGroup(None if host.group is None else host.group.ranks)
+    # All of it decides the results, and has to be the same on every rank and on resuming.
+    fixed: dict[str, Any] = {
+        "batches": batches.describe(),
+        "loss": _named(loss),
+        "schedule": schedule,
+        "warmup_steps": warmup_steps,
+        "max_grad_norm": max_grad_norm,
+        "steps": steps,
+        "baseline": baseline,
+        "config": asdict(config),
+        **({} if router is None else {"router": asdict(router)}),
+        **({"sharded": True} if ranks.is_sharded else {}),
+    }
+    same = {"folder": folder and folder.path, "checkpoint_every": checkpoint_every}
+    check_same(ranks, {**fixed, **same})
     _set_budgets(list(sides.values()), config, folder, ranks)
-    loss.check_head(shared.policy.host.head)
+    loss.check_head(host.head)
     for part in batches.every():
         loss.check(part)
-        shared.policy.host.check(part, training=True, routed=router is not None)
-    routers.check(shared.policy.host, batches, steps)
+        host.check(part, training=True, routed=router is not None)
+    # A scope that is a list is of the rollouts of a step.
+    listed = router is not None and not isinstance(router.scope, str)
+    for part in (batches.at(n).batch for n in range(steps)) if listed else batches.every():
+        router_work(host, part, router)
 
     with nullcontext() if folder is None else closing(folder):
         done: list[ReplayStep] = []
         checkpoints: Checkpoints | None = None
         if folder is not None:
-            fixed = {
-                "batches": batches.describe(),
-                "model": _model_facts(shared),
-                "loss": _named(loss),
-                "optimizer": {"kind": type(shared.optimizer).__name__, **shared.optimizer.defaults},
-                "rate": asdict(rate),
-                "max_grad_norm": max_grad_norm,
-                "steps": steps,
-                "baseline": baseline,
-                "config": asdict(config),
-                **routers.facts(),
-                "runs_on": _runs_on(shared.policy.host)
-                # Plans are chosen by these, and another order of work rounds otherwise.
-                | {
-                    "calibration": shared.policy.plan(
-                        batches.at(0).batch, loss, router=router
-                    ).rests_on,
-                    "memory_budget_bytes": shared.policy.memory_budget_bytes,
-                },
-                **({"sharded": True} if ranks.is_sharded else {}),
+            # Plans are chosen by these, and another order of work rounds otherwise.
+            chosen_by = {
+                "calibration": policy.plan(batches.at(0).batch, loss, router=router).rests_on,
+                "memory_budget_bytes": policy.memory_budget_bytes,
             }
+            kind = type(shared.optimizer).__name__
+            fixed["model"] = _model_facts(shared)
+            fixed["optimizer"] = {"kind": kind, **shared.optimizer.defaults}
+            fixed["runs_on"] = {**_runs_on(host.device), **chosen_by}
             trained = {name: (side.model, side.optimizer) for name, side in sides.items()}
             checkpoints = Checkpoints(folder, trained, ranks)
             if ranks.first(lambda: folder.open(fixed, about or {})):
@@ -169,15 +183,20 @@ def replay(
 
         for index in range(len(done), steps):
             given = batches.at(index)
-            runs_all = config.all_logprobs or shared.routers.active
-            mine = placed(ranks, given.batch, shared.policy, loss, runs_all=runs_all)
-            given = replace(given, batch=mine)
-            row, plans = _step(shared, dense, given, loss, index, start)
-            row = replace(row, others=tuple(ranks.exchange(row.share)[1:]))
+            runs_all = config.all_logprobs or router is not None
+            mine = placed(ranks, given.batch, policy, loss, runs_all=runs_all)
+            factor = rate_factor(index, schedule, warmup_steps, steps)
+            order = list(sides.items()) if index % 2 == 0 else list(reversed(sides.items()))
+            inputs = replace(given, batch=mine)
+            ran = {name: side.step(inputs, loss, factor, max_grad_norm) for name, side in order}
+            apart = None
+            if baseline:
+                apart = parameter_difference(shared.model, sides["dense"].model, start)
+            row = _row(index + 1, inputs.batch, ran, float(shared.optimizer.param_groups[0]["lr"]))
+            row = replace(_over_ranks(row, ranks), difference=apart)
             done.append(row)
             if folder is not None and ranks.index == 0:
-                folder.add_plans(row.fingerprint, given.batch, plans)
-                folder.add_row(row.to_dict())
+                folder.add_row(asdict(row))
             is_last = index + 1 == steps
             is_due = checkpoint_every is not None and (index + 1) % checkpoint_every == 0
             if checkpoints is not None and (is_last or is_due):
@@ -185,6 +204,18 @@ def replay(
             if on_step is not None:
                 on_step(row)
         return ReplayReport(steps=tuple(done), resumed_at=resumed_at)
+
+
+def rate_factor(index: int, schedule: Schedule, warmup_steps: int, steps: int) -> float:
+    """Factor of the learning rate at a step, counted from 0."""
+    if index < warmup_steps:
+        return (index + 1) / warmup_steps
+    done = (index - warmup_steps) / max(1, steps - warmup_steps)
+    return {
+        "constant": 1.0,
+        "linear": 1.0 - done,
+        "cosine": (1.0 + math.cos(math.pi * done)) / 2,
+    }[schedule]
 
 
 def _set_budgets(
@@ -205,31 +236,6 @@ def _set_budgets(
         side.policy.use_memory_budget(budget)
 
 
-@dataclass(frozen=True)
-class _Routers:
-    """Statistics that both sides ask of a mixture's routers."""
-
-    loss: RouterLoss | None
-    counts: bool
-
-    @property
-    def active(self) -> bool:
-        return self.loss is not None or self.counts
-
-    def check(self, host: Host, batches: Batches, steps: int) -> None:
-        """Refuse before the first step what `Policy.forward_backward` would refuse."""
-        listed = self.loss is not None and not isinstance(self.loss.scope, str)
-        # Lists are of the rollouts of a step.
-        parts = (batches.at(n).batch for n in range(steps)) if listed else batches.every()
-        for part in parts:
-            router_work(host, part, self.loss, expert_counts=self.counts)
-
-    def facts(self) -> dict[str, Any]:
-        """Options that are set, for a replay to go on with the same."""
-        facts: dict[str, Any] = {} if self.loss is None else {"router": asdict(self.loss)}
-        return facts | ({"expert_counts": True} if self.counts else {})
-
-
 class _Side:
     """A policy with its own optimizer."""
 
@@ -238,23 +244,24 @@ class _Side:
         model: nn.Module,
         config: Config,
         optimizer: MakeOptimizer,
-        rate: Rate,
-        max_grad_norm: float | None,
-        routers: _Routers,
+        router: RouterLoss | None,
     ) -> None:
-        self.routers = routers
         self.model = model
+        self.router = router
         self.policy: Policy = wrap(model, config)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = optimizer(self.parameters)
-        self.rate, self.max_grad_norm = rate, max_grad_norm
         self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
 
-    def step(self, given: StepInput, loss: Loss, index: int) -> tuple[StepRecord, Plan]:
-        """Train once. The gradient's norm is taken with the clock stopped."""
+    def step(
+        self, given: StepInput, loss: Loss, factor: float, max_grad_norm: float | None
+    ) -> tuple[StepRecord, Plan]:
+        """Train once. The gradient's norm is taken with the clock stopped.
+
+        `factor`: of the learning rates.
+        """
         device = self.policy.host.device
         cuda = device.type == "cuda"
-        factor = self.rate.factor(index)
         for group, lr in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = lr * factor
         held = 0
@@ -269,18 +276,16 @@ class _Side:
                 loss,
                 denominators=given.denominators,
                 scale=given.scale,
-                router=self.routers.loss,
-                expert_counts=self.routers.counts,
+                router=self.router,
             )
         norm = _gradient_norm(self.parameters)
         with clock:
-            if self.max_grad_norm is not None:
-                clip(self.parameters, self.max_grad_norm, norm)
+            if max_grad_norm is not None:
+                clip(self.parameters, max_grad_norm, norm)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-        plan = stats.plan
+        plan, memory = stats.plan, stats.event_memory_bytes
         assert plan.shape is not None
-        memory = stats.event_memory_bytes
         record = StepRecord(
             loss=stats.loss,
             gradient_norm=float(norm),
@@ -297,30 +302,8 @@ class _Side:
             peak_memory_bytes=torch.cuda.max_memory_allocated(device) - held if cuda else None,
             predicted_peak_bytes=plan.predicted_peak_bytes,
             router_loss=stats.router_loss,
-            experts=_loads_of(stats),
-            routes=_routes_of(stats),
         )
         return record, plan
-
-    @property
-    def lr(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
-
-
-def _loads_of(stats: StepStats) -> ExpertLoads | None:
-    logical_LE, computed_LE = stats.expert_counts, stats.computed_expert_counts
-    if logical_LE is None or computed_LE is None:
-        return None
-    return ExpertLoads.of(logical_LE.tolist(), computed_LE.tolist())
-
-
-def _routes_of(stats: StepStats) -> GivenRoutes | None:
-    routes = stats.routes
-    if routes is None:
-        return None
-    return GivenRoutes(
-        decisions=tuple(routes.decisions_L.tolist()), elsewhere=tuple(routes.elsewhere_L.tolist())
-    )
 
 
 class _Clock:
@@ -342,38 +325,62 @@ class _Clock:
             torch.cuda.synchronize(self.device)
 
 
-def _step(
-    shared: _Side,
-    dense: _Side | None,
-    given: StepInput,
-    loss: Loss,
-    index: int,
-    start: list[Tensor],
-) -> tuple[ReplayStep, dict[str, Plan]]:
-    """Step `index` in both ways, and the plans that it ran."""
-    other = dense_plan = None
-    if dense is not None and index % 2 == 0:
-        other, dense_plan = dense.step(given, loss, index)
-    record, plan = shared.step(given, loss, index)
-    if dense is not None and index % 2 == 1:
-        other, dense_plan = dense.step(given, loss, index)
+def _row(
+    step: int, batch: RolloutBatch, ran: Mapping[str, tuple[StepRecord, Plan]], lr: float
+) -> ReplayStep:
+    record, plan = ran["shared"]
     assert plan.shape is not None
-    row = ReplayStep(
-        step=index + 1,
+    return ReplayStep(
+        step=step,
         fingerprint=plan.fingerprint,
-        lr=shared.lr,
-        rollouts=len(given.batch),
-        logical_tokens=given.batch.logical_tokens,
+        lr=lr,
+        rollouts=len(batch),
+        logical_tokens=batch.logical_tokens,
         unique_tokens=plan.unique_tokens,
         left_out_tokens=plan.left_out.tokens,
         dense_flops=plan.dense.step_flops(plan.shape),
         shared=record,
-        dense=other,
-        difference=None
-        if dense is None
-        else parameter_difference(shared.model, dense.model, start),
+        dense=ran["dense"][0] if "dense" in ran else None,
+        difference=None,
     )
-    return row, {"shared": plan} | ({} if dense_plan is None else {"dense": dense_plan})
+
+
+def _over_ranks(row: ReplayStep, ranks: RankGroup) -> ReplayStep:
+    """The first rank's row, with the counts of all. Collective."""
+    rows = ranks.exchange(row)
+    names = ("rollouts", "logical_tokens", "unique_tokens", "left_out_tokens", "dense_flops")
+    sums = {name: sum(getattr(other, name) for other in rows) for name in names}
+    of_plan = ("microbatches", "computed_tokens", "flops")
+    shared = {name: sum(getattr(other.shared, name) for other in rows) for name in of_plan}
+    return replace(rows[0], **sums, shared=replace(rows[0].shared, **shared))
+
+
+def parameter_difference(
+    shared: nn.Module, dense: nn.Module, start: list[Tensor]
+) -> ParameterDifference:
+    """Compare two models of one architecture; `start` is where both began, on any device."""
+    largest = signed = absolute = squares = change = 0.0
+    count = 0
+    for a, b, before in zip(shared.parameters(), dense.parameters(), start, strict=True):
+        parts = (x.detach().reshape(-1).split(CHUNK_ELEMENTS) for x in (a, b, before))
+        for one, other, old in zip(*parts, strict=True):
+            apart = one.double() - other.double()
+            moved = other.double() - old.to(other.device).double()
+            worst = float(apart.abs().max())
+            # Python's max would let a NaN pass.
+            largest = worst if worst > largest or math.isnan(worst) else largest
+            signed += float(apart.sum())
+            absolute += float(apart.abs().sum())
+            squares += float(apart.square().sum())
+            change += float(moved.square().sum())
+        count += a.numel()
+    return ParameterDifference(
+        max=largest,
+        mean=signed / count,
+        mean_absolute=absolute / count,
+        rms=math.sqrt(squares / count),
+        rms_change=math.sqrt(change / count),
+    )
 
 
 def _on_host(parameter: nn.Parameter) -> Tensor:
@@ -392,12 +399,6 @@ def _gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
     if not norms:
         return torch.zeros((), dtype=torch.float64, device="cpu")
     return torch.linalg.vector_norm(torch.stack(norms))
-
-
-def _check_counts(**counts: int | None) -> None:
-    for name, value in counts.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} is {value}; it takes a whole number of at least 1.")
 
 
 def _model_facts(side: _Side) -> dict[str, Any]:
@@ -422,9 +423,8 @@ def _named(loss: Loss) -> str:
     return repr(loss)
 
 
-def _runs_on(host: Host) -> dict[str, Any]:
+def _runs_on(device: torch.device) -> dict[str, Any]:
     """Settings that decide the last bit of a result, besides the numbers that go in."""
-    device = host.device
     cuda = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if cuda else device.type,

@@ -1,11 +1,11 @@
 """The ranks of a replay: what they exchange, which rollouts each has, and sums over shards."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from forkpoint.errors import ConfigError, ForkpointError, RankError
 from forkpoint.losses.base import Loss
@@ -42,7 +42,6 @@ class RankGroup:
         self.index: int = 0 if ranks is None else ranks.index
         self.size: int = 1 if ranks is None else ranks.size
         self.names: tuple[int, ...] = (0,) if ranks is None else ranks.global_ranks
-        self.group: dist.ProcessGroup | None = None if ranks is None else ranks.cpu_group
 
     def exchange(self, value: T) -> list[T]:
         """The values of all ranks. Collective. Raises RankError if one has died or ended."""
@@ -53,25 +52,24 @@ class RankGroup:
         except RuntimeError as error:
             raise lost_rank(error) from error
 
+    def first(self, work: Callable[[], T]) -> T:
+        """Call `work` on the first rank, and return its value on all of them. Collective."""
+        value = self.each(work if self.index == 0 else lambda: None)
+        return self.exchange(value)[0]  # pyright: ignore[reportReturnType]
+
     def each(self, work: Callable[[], T]) -> T:
         """Call `work` on every rank. Collective.
 
         If it fails on one rank, that rank raises the error and the others RankError, which names
         the rank.
         """
-        return self._agreed(work)
-
-    def first(self, work: Callable[[], T]) -> T:
-        """Call `work` on the first rank, and return its value on all of them. Collective."""
-        value = self._agreed(work if self.index == 0 else lambda: None)
-        return self.exchange(value)[0]  # pyright: ignore[reportReturnType]
-
-    def _agreed(self, work: Callable[[], T]) -> T:
         value, error = None, None
         try:
             value = work()
-        except (ForkpointError, OSError) as found:
-            error = found
+        except (ForkpointError, OSError) as raised:
+            error = raised
+        except RuntimeError as raised:
+            raise lost_rank(raised) from raised
         found = self.exchange(None if error is None else described(error))
         if error is not None:
             raise error
@@ -81,13 +79,7 @@ class RankGroup:
         return value  # pyright: ignore[reportReturnType]
 
 
-def ranks_of(policy: Policy) -> RankGroup:
-    """The ranks that hold a policy's model."""
-    group = policy.host.group
-    return RankGroup(None if group is None else group.ranks)
-
-
-def check_same(ranks: RankGroup, replay: Mapping[str, Any]) -> None:
+def check_same(ranks: RankGroup, replay: Mapping[str, object]) -> None:
     """Raises ConfigError on all ranks if one replays something else. Collective."""
     every = ranks.exchange({name: repr(value) for name, value in replay.items()})
     for number, other in zip(ranks.names, every, strict=True):
@@ -122,19 +114,17 @@ def placed(
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """A tensor as one process has it. Collective if it is sharded."""
-    full = getattr(tensor, "full_tensor", None)
-    return tensor if full is None else full()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def clip(parameters: list[nn.Parameter], most: float, norm: Tensor) -> None:
     """Scale gradients down to a norm, as torch does; `norm` is theirs over all ranks."""
-    sharded = [p.grad for p in parameters if hasattr(p.grad, "to_local")]
-    if not sharded:
+    if not any(isinstance(p.grad, DTensor) for p in parameters):
         nn.utils.clip_grads_with_norm_(parameters, most, norm)
         return
     factor = torch.clamp(most / (norm + 1e-6), max=1.0)
     for parameter in parameters:
-        if parameter.grad is not None:
-            grad = parameter.grad
-            local = grad.to_local() if hasattr(grad, "to_local") else grad  # pyright: ignore
+        grad = parameter.grad
+        if grad is not None:
+            local = grad.to_local() if isinstance(grad, DTensor) else grad
             local.mul_(factor.to(local.device))

@@ -1,21 +1,16 @@
-"""Records of every step of a replay, as objects and as rows of JSON. Imports no torch."""
+"""Records of the steps of a replay, as objects and as rows of JSON. Imports no torch."""
 
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, get_args
 
-from forkpoint.apps.replay.experts import ExpertLoads, GivenRoutes, expert_loads, given_routes
-from forkpoint.apps.replay.schema import STEPS
 from forkpoint.config import Boundary, Sharing
-from forkpoint.errors import ConfigError
 from forkpoint.plan.program import PHASES
-from forkpoint.plan.written import BYTES, FINGERPRINT, MOST_TOKENS
 from forkpoint.rollouts.schema import (
     SchemaError,
     array,
-    finite,
     number,
     number_or_nan,
     object_of,
@@ -23,16 +18,17 @@ from forkpoint.rollouts.schema import (
     or_null,
     record,
     text,
+    text_like,
     whole,
 )
 
 _MS = number(0, 1e12)
-Tokens = Annotated[int, whole(0, MOST_TOKENS)]
-SomeTokens = Annotated[int, whole(1, MOST_TOKENS)]
+Tokens = Annotated[int, whole(0, 2**40)]
 Flops = Annotated[float, number(0, 1e60)]
-Bytes = Annotated[int | None, BYTES]
+Bytes = Annotated[int | None, or_null(whole(0, 2**62))]
 Size = Annotated[float, number_or_nan(0)]
 Number = Annotated[float, number_or_nan()]
+STEPS = whole(1, 2**31)
 
 
 def _events(value: Any, field: str) -> tuple[str, ...]:
@@ -41,7 +37,7 @@ def _events(value: Any, field: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One optimizer step in one of the two ways.
+    """One optimizer step, shared or dense.
 
     Times are the only values that differ between two runs of one replay; their names end in `ms`.
     """
@@ -64,38 +60,30 @@ class StepRecord:
     microbatches: Tokens
     computed_tokens: Tokens
     flops: Flops
-    """Counted as for the bound: nothing of ours is useful work."""
+    """Counted FLOPs of the tokens that run."""
     peak_memory_bytes: Bytes
     """The most that CUDA held above what it held when the step began; None on the CPU."""
     predicted_peak_bytes: Bytes
     """Activations and prefix cache at the plan's worst moment, as counted."""
-    router_loss: Annotated[float | None, number_or_nan()] = None
-    """Of the routers of a mixture, with its coefficients; `loss` is without it. None where the
-    replay has none."""
-    experts: Annotated[ExpertLoads | None, expert_loads] = None
-    """None where experts were not counted."""
-    routes: Annotated[GivenRoutes | None, given_routes] = None
-    """None where the rollouts have no routes."""
+    router_loss: Annotated[float | None, or_null(number())] = None
+    """Of the routers of a mixture, with its coefficients; `loss` is without it."""
 
 
 def _check_events(record: StepRecord, field: str) -> None:
-    for name in ("event_ms", "event_memory_bytes"):
-        values = getattr(record, name)
-        if values is not None and len(values) != len(record.events):
-            raise SchemaError(
-                f"{field}.{name} has {len(values)} entries and {field}.events "
-                f"{len(record.events)}; they have one for each event"
-            )
+    held = record.event_memory_bytes
+    if {len(record.event_ms), len(held or record.events)} != {len(record.events)}:
+        raise SchemaError(
+            f"{field}.event_ms has {len(record.event_ms)} entries and {field}.events "
+            f"{len(record.events)}; they have one for each event"
+        )
 
 
 _STEP_RECORD = object_of(StepRecord, _check_events)
-OF_MIXTURES = ("router_loss", "experts", "routes")
-"""Fields of a StepRecord that rows have where they are not None."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterDifference:
-    """How far apart the two models' parameters are, over all elements: shared less dense."""
+    """Differences of the two models' parameters over all elements: shared less dense."""
 
     max: Size
     """The largest absolute difference."""
@@ -104,99 +92,44 @@ class ParameterDifference:
     mean_absolute: Size
     rms: Size
     rms_change: Size
-    """How far the dense model has come from where both began: the yardstick of the others."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankShare:
-    """One rank's part of a step."""
-
-    rollouts: Tokens
-    logical_tokens: Tokens
-    unique_tokens: Tokens
-    computed_tokens: Tokens
-    microbatches: Tokens
-    dense_flops: Flops
-    flops: Flops
-    left_out_tokens: Tokens = 0
+    """How far the dense model has come from where both began, for comparison."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayStep:
-    """The same batch in both ways."""
+    """One batch, trained on shared and, with a baseline, dense.
+
+    On several ranks counts are sums over ranks, losses and norms are of all ranks, and events and
+    times are the first rank's.
+    """
 
     step: Annotated[int, STEPS]
     """Counted from 1."""
-    fingerprint: Annotated[str, FINGERPRINT]
+    fingerprint: Annotated[str, text_like("[0-9a-f]{16}", "16 digits of 0-9 and a-f")]
     """Of the batch; equal for equal batches."""
     lr: Annotated[float, number()]
     """The learning rate of the first parameter group."""
-    rollouts: SomeTokens
-    logical_tokens: SomeTokens
-    unique_tokens: SomeTokens
+    rollouts: Tokens
+    logical_tokens: Tokens
+    unique_tokens: Tokens
+    left_out_tokens: Tokens
+    """Tokens that give no gradient and are not run, on both sides."""
     dense_flops: Flops
-    """Counted FLOPs of running every rollout on its own; it leaves out the same."""
+    """Counted FLOPs of running each rollout by itself."""
     shared: Annotated[StepRecord, _STEP_RECORD]
     dense: Annotated[StepRecord | None, or_null(_STEP_RECORD)]
     difference: Annotated[ParameterDifference | None, or_null(object_of(ParameterDifference))]
     """After this step; None without a baseline."""
-    left_out_tokens: Tokens = 0
-    """Tokens that give no gradient and are not run, on both sides."""
-    others: Annotated[tuple[RankShare, ...], array(object_of(RankShare))] = ()
-    """On several ranks the parts of all but the first, whose own is this step. Losses and
-    gradients' norms are of all ranks."""
-
-    @property
-    def share(self) -> RankShare:
-        """The first rank's part, or all where it is alone."""
-        return RankShare(
-            rollouts=self.rollouts,
-            logical_tokens=self.logical_tokens,
-            unique_tokens=self.unique_tokens,
-            computed_tokens=self.shared.computed_tokens,
-            microbatches=self.shared.microbatches,
-            dense_flops=self.dense_flops,
-            flops=self.shared.flops,
-            left_out_tokens=self.left_out_tokens,
-        )
-
-    def total(self, name: str) -> Any:
-        """The sum over ranks of a field of `RankShare`."""
-        return sum(getattr(share, name) for share in (self.share, *self.others))
 
     @property
     def bound(self) -> float:
-        """Counted FLOPs of dense training over those of the edges run."""
-        flops = self.total("flops")
-        return self.total("dense_flops") / flops if flops else 1.0
-
-    def to_dict(self) -> dict[str, Any]:
-        """A row of JSON; `from_dict` reads it back."""
-        values = asdict(self)
-        if not self.others:
-            del values["others"]
-        for way in ("shared", "dense"):
-            row = values[way] or {}
-            for name in OF_MIXTURES:
-                if name in row and row[name] is None:
-                    del row[name]
-        return values
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "ReplayStep":
-        """The step of a row of JSON; numbers that JSON lacks come back as NaN.
-
-        Raises ConfigError where a field is missing, is none of ours, or has a value that no replay
-        writes.
-        """
-        try:
-            return read_step(finite(values), "")
-        except SchemaError as error:
-            raise ConfigError(f"this is no row of a replay: {error}. Replay again.") from None
+        """Counted FLOPs of dense training over those of the tokens that run."""
+        return self.dense_flops / self.shared.flops if self.shared.flops else 1.0
 
 
 read_step: Callable[..., ReplayStep] = object_of(ReplayStep)
-"""The step of a row of JSON, given as (values, field). Raises SchemaError."""
+"""The step of a row of JSON, given as (values, field); null comes back as NaN. Raises
+SchemaError for a field that is missing, not known, or has a value that no replay writes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,66 +147,59 @@ class ReplayReport:
 
     @property
     def bound(self) -> float:
-        """Counted FLOPs of dense training over those of the edges run, over all steps."""
-        shared = sum(step.total("flops") for step in self.steps)
-        return sum(step.total("dense_flops") for step in self.steps) / shared if shared else 1.0
+        """Counted FLOPs of dense training over those of the tokens that run, over all steps."""
+        flops = sum(step.shared.flops for step in self.steps)
+        return sum(step.dense_flops for step in self.steps) / flops if flops else 1.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Sums over the steps, their lists, and what they compare to; ready for JSON."""
+        """Sums over the steps, lists with an entry for each, and their comparison; for JSON."""
         shared = [step.shared for step in self.steps]
         dense = [step.dense for step in self.steps if step.dense is not None]
-        difference = self.difference
+        difference = {} if self.difference is None else asdict(self.difference)
+        counts = ("rollouts", "logical_tokens", "unique_tokens", "left_out_tokens")
         values: dict[str, Any] = {
             "steps": len(self.steps),
             "resumed_at": self.resumed_at,
-            "rollouts": sum(step.total("rollouts") for step in self.steps),
-            "logical_tokens": sum(step.total("logical_tokens") for step in self.steps),
-            "unique_tokens": sum(step.total("unique_tokens") for step in self.steps),
-            "left_out_tokens": sum(step.total("left_out_tokens") for step in self.steps),
-            "computed_tokens": sum(step.total("computed_tokens") for step in self.steps),
-            "microbatches": sum(step.total("microbatches") for step in self.steps),
+            **{name: sum(getattr(step, name) for step in self.steps) for name in counts},
+            "computed_tokens": sum(record.computed_tokens for record in shared),
+            "microbatches": sum(record.microbatches for record in shared),
             "plans": sorted({f"{record.sharing} + {record.boundary}" for record in shared}),
             "bound": self.bound,
             "speedup": None,
             "median_speedup": None,
             "max_loss_difference": None,
-            "max_parameter_difference": difference and difference.max,
-            "mean_parameter_difference": difference and difference.mean,
-            "mean_absolute_parameter_difference": difference and difference.mean_absolute,
-            "rms_parameter_difference": difference and difference.rms,
-            "rms_parameter_change": difference and difference.rms_change,
-            "phase_ms": {},
+            "max_parameter_difference": difference.get("max"),
+            "mean_parameter_difference": difference.get("mean"),
+            "mean_absolute_parameter_difference": difference.get("mean_absolute"),
+            "rms_parameter_difference": difference.get("rms"),
+            "rms_parameter_change": difference.get("rms_change"),
         }
-        for way, records in (("shared", shared), ("dense", dense)):
-            ms = [record.ms for record in records]
-            peaks = [r.peak_memory_bytes for r in records if r.peak_memory_bytes is not None]
-            values |= {
-                f"{way}_ms": sum(ms) if ms else None,
-                f"{way}_median_ms": statistics.median(ms) if ms else None,
-                f"{way}_step_ms": ms or None,
-                f"{way}_losses": [record.loss for record in records] or None,
-                f"{way}_gradient_norms": [record.gradient_norm for record in records] or None,
-                f"{way}_peak_memory_bytes": max(peaks, default=None),
-                f"{way}_router_losses": [
-                    r.router_loss for r in records if r.router_loss is not None
-                ]
-                or None,
-            }
-            values["phase_ms"][way] = _total(record.phase_ms for record in records) or None
+        for side, records in (("shared", shared), ("dense", dense)):
+            values |= {f"{side}_{name}": value for name, value in _summed(records).items()}
         if dense:
+            pairs = list(zip(shared, dense, strict=True))
             values["speedup"] = values["dense_ms"] / values["shared_ms"]
-            values["median_speedup"] = statistics.median(
-                d.ms / s.ms for s, d in zip(shared, dense, strict=True)
-            )
-            values["max_loss_difference"] = max(
-                abs(d.loss - s.loss) for s, d in zip(shared, dense, strict=True)
-            )
+            values["median_speedup"] = statistics.median(d.ms / s.ms for s, d in pairs)
+            values["max_loss_difference"] = max(abs(d.loss - s.loss) for s, d in pairs)
         return values
 
 
-def _total(phases: Iterable[dict[str, float]]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for phase_ms in phases:
-        for name, ms in phase_ms.items():
-            total[name] = total.get(name, 0.0) + ms
-    return total
+def _summed(records: list[StepRecord]) -> dict[str, Any]:
+    """Values of one side over all steps; None for each without steps."""
+    ms = [record.ms for record in records]
+    return {
+        "ms": sum(ms) if ms else None,
+        "median_ms": statistics.median(ms) if ms else None,
+        "step_ms": ms or None,
+        "phase_ms": {n: sum(r.phase_ms[n] for r in records) for n in PHASES} if ms else None,
+        "losses": _known(record.loss for record in records),
+        "router_losses": _known(record.router_loss for record in records),
+        "gradient_norms": _known(record.gradient_norm for record in records),
+        "peak_memory_bytes": max(
+            (r.peak_memory_bytes for r in records if r.peak_memory_bytes is not None), default=None
+        ),
+    }
+
+
+def _known(values: Iterable[float | None]) -> list[float] | None:
+    return [value for value in values if value is not None] or None

@@ -37,11 +37,11 @@ class Trend:
 def trend(values: Sequence[float]) -> Trend:
     """The trend of a series that began at 0, one value a step.
 
-    A difference that comes of rounding alone is a random walk: what it gains in a step has mean 0,
-    however far the walk is from 0. A line fitted through the values would take its wandering for a
-    slope, so the slope is the mean gain. Gains resemble those before them for long, since training
-    carries on with the parameters that an early rounding has moved; so the standard error is that
-    of Kiefer and Vogelsang (2005), with Bartlett weights up to a fixed share of the series.
+    A difference that comes of rounding alone is a random walk: its gains have mean 0, however far
+    the walk is from 0, so the slope is the mean gain. Gains resemble those before them for long,
+    because training carries on with the parameters that an early rounding has moved; so the
+    standard error is that of Kiefer and Vogelsang (2005), with Bartlett weights up to a fixed share
+    of the series.
 
     Raises ValueError for fewer than 8 values, or for one that is not finite.
     """
@@ -56,8 +56,5 @@ def trend(values: Sequence[float]) -> Trend:
     for distance in range(1, lag):
         related = float(around[distance:] @ around[:-distance]) / count
         variance += 2 * (1 - distance / lag) * related
-    return Trend(
-        slope=float(gains.mean()),
-        standard_error=math.sqrt(max(variance, 0.0) / count),
-        steps=count,
-    )
+    error = math.sqrt(max(variance, 0.0) / count)
+    return Trend(slope=float(gains.mean()), standard_error=error, steps=count)

@@ -1,34 +1,35 @@
 """Pictures of a report by matplotlib: SVG for the page, PNG and SVG for papers."""
 
 import io
+import math
 import re
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
-from matplotlib.figure import Figure as Canvas
+from matplotlib.figure import Figure
 
-from forkpoint.apps.report.figure import Chapter, Chart, ForestPicture, Picture, SchedulePicture
 from forkpoint.apps.report.text import abbreviate, visible
+from forkpoint.tree.forest import IntArray
 
-COLORS = {"shared": "#1f66c7", "dense": "#7d8794", "bound": "#b45f06", "accent": "#7a4fb5"}
+Draw = Callable[[Figure], None]
+"""Draws one picture into an empty figure."""
+COLORS = {"shared": "#1f66c7", "dense": "#7d8794", "bound": "#b45f06", "difference": "#7a4fb5"}
 PHASES = {
-    "score": ("#c9a227", "score"),
-    "prefix forward": ("#0f8a7e", "prefix: forward"),
-    "leaf forward": ("#86b3ea", "leaf: forward"),
-    "leaf backward": ("#1f66c7", "leaf: backward"),
-    "prefix recompute": ("#bfa3e0", "prefix: forward again"),
-    "prefix backward": ("#7a4fb5", "prefix: backward"),
-    "idle": ("#e08e79", "idle: other ranks run"),
-    "rest": ("#ccd3db", "planning and optimizer"),
+    "score": "#c9a227",
+    "prefix forward": "#0f8a7e",
+    "leaf forward": "#86b3ea",
+    "leaf backward": "#1f66c7",
+    "prefix recompute": "#bfa3e0",
+    "leaf recompute": "#d9c7ee",
+    "prefix backward": "#7a4fb5",
+    "other": "#ccd3db",
 }
 STYLE: Any = {
     "font.size": 9,
@@ -44,145 +45,163 @@ STYLE: Any = {
 }
 MAX_STEM_CHARACTERS = 60
 MAX_TITLE_CHARACTERS = 80
-WIDTH_INCHES, HEIGHT_INCHES, DPI = 6.5, 2.6, 200
+DRAWABLE = 1e100
+"""Larger numbers are not drawn: their axes would overflow."""
 
 
-def svg(picture: Picture) -> bytes:
-    """A picture as an SVG file. Equal pictures are equal files."""
-    with _styled():
-        return _rendered(picture, "svg")
-
-
-def write_plots(chapters: Sequence[Chapter], folder: Path) -> list[Path]:
-    """Write every picture as PNG and as SVG, and return the paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    written: list[Path] = []
-    with _styled():
-        for number, chapter in enumerate(chapters):
-            stem = re.sub(r"[^A-Za-z0-9]+", "-", Path(chapter.title).stem).strip("-")
-            stem = stem[:MAX_STEM_CHARACTERS] or "input"
-            for figure in chapter.figures:
-                for index, picture in enumerate(figure.pictures):
-                    for kind in ("png", "svg"):
-                        path = folder / f"{number}-{stem}-{figure.name}-{index}.{kind}"
-                        path.write_bytes(_rendered(picture, kind))
-                        written.append(path)
-    return written
-
-
-@contextmanager
-def _styled() -> Iterator[None]:
+def rendered(draw: Draw, kind: str) -> bytes:
+    """A picture as the content of a file, "svg" or "png". Equal pictures are equal files."""
+    file = io.BytesIO()
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         # The font may lack characters of names: they are boxes in a PNG, and text in an SVG.
         warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
-        yield
-
-
-def _rendered(picture: Picture, kind: str) -> bytes:
-    canvas = Canvas(layout="constrained")
-    FigureCanvasAgg(canvas)
-    if isinstance(picture, Chart):
-        canvas.set_size_inches(WIDTH_INCHES, HEIGHT_INCHES)
-        draw_chart(canvas.add_subplot(), picture)
-    elif isinstance(picture, ForestPicture):
-        canvas.set_size_inches(WIDTH_INCHES, 1.1 * HEIGHT_INCHES)
-        draw_forest(canvas.add_subplot(), picture)
-    else:
-        canvas.set_size_inches(WIDTH_INCHES, 1.5 * HEIGHT_INCHES)
-        draw_schedule(canvas.subplots(2, 1, sharex=True), picture)
-    file = io.BytesIO()
-    # Without a date equal figures are equal files.
-    canvas.savefig(file, format=kind, dpi=DPI, metadata={"Date": None} if kind == "svg" else None)
+        canvas = Figure(figsize=(6.5, 2.8), layout="constrained")
+        FigureCanvasAgg(canvas)
+        draw(canvas)
+        metadata = {"Date": None} if kind == "svg" else None
+        canvas.savefig(file, format=kind, dpi=200, metadata=metadata)
     return file.getvalue()
 
 
-def draw_chart(axes: Axes, chart: Chart) -> None:
-    """Curves, with a legend if there are several."""
-    for series in chart.series:
-        points, under = series.style == "points", series.style == "under"
-        axes.plot(
-            list(chart.x),
-            [float("nan") if value is None else value for value in series.values],
-            color=COLORS[series.color],
-            label=series.name,
-            linestyle={"dashed": "--", "points": ""}.get(series.style, "-"),
-            marker="o" if points else "",
-            markersize=2.5,
-            linewidth=4 if under else 1.3,
-            alpha=0.45 if under else 1,
-        )
-    if chart.band is not None:
-        low, high = map(list, chart.band)
-        shade = {"color": COLORS["shared"], "alpha": 0.13, "linewidth": 0}
-        axes.fill_between(list(chart.x), low, high, label=chart.band_name, **shade)
-    if chart.log and any(value for series in chart.series for value in series.values):
-        axes.set_yscale("log")
-        # matplotlib writes powers of ten in TeX, which parse_math leaves as it is.
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.yaxis.set_minor_formatter("")
-    elif chart.zero:
-        axes.axhline(0, color="#5b6675", linewidth=0.8)
-    axes.set(xlabel=chart.x_label, ylabel=chart.y_label)
-    axes.locator_params(axis="x", integer=True)
-    if len(chart.series) + (chart.band is not None) > 1:
-        axes.legend(fontsize=7)
+def write_plots(figures: Mapping[str, Sequence[Draw]], folder: Path) -> list[Path]:
+    """Write every picture as PNG and as SVG, and return the paths.
+
+    `figures`: pictures by the beginning of their files' names.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    written: list[Path] = []
+    for name, pictures in figures.items():
+        stem = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[:MAX_STEM_CHARACTERS]
+        for index, picture in enumerate(pictures):
+            for kind in ("png", "svg"):
+                path = folder / f"{stem}-{index}.{kind}"
+                path.write_bytes(rendered(picture, kind))
+                written.append(path)
+    return written
 
 
-def draw_forest(axes: Axes, forest: ForestPicture) -> None:
-    """A band for each segment, to scale, one lane a rollout."""
-    left, right = forest.start, forest.start + forest.length
-    gap = 0.04 * (forest.end - forest.begin)
-    top, bottom = forest.begin + gap, forest.end - gap
-    corners = np.array([[left, top], [right, top], [right, bottom], [left, bottom]])
-    shared = forest.end - forest.begin > 1
-    for chosen, color, name in (
-        (shared, "#3f82d6", "shared by several rollouts"),
-        (~shared, "#a9c8ee", "of one rollout"),
-    ):
-        bands = list(corners[:, :, chosen].transpose(2, 0, 1))
-        axes.add_collection(
-            PolyCollection(bands, facecolors=color, edgecolors="white", linewidths=0.4, label=name)
-        )
-    axes.autoscale_view()
-    axes.set(xlabel="position (tokens)", ylabel="rollouts", title=_one_line(forest.label))
-    if forest.groups:
-        places = [place for _, place in forest.groups]
-        axes.set_yticks(places, [_one_line(name, 24) for name, _ in forest.groups], fontsize=7)
-    axes.invert_yaxis()
-    axes.grid(False)
-    axes.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+def curves(
+    x: Sequence[int],
+    label: str,
+    lines: Mapping[str, Sequence[float | None]],
+    *,
+    dots: bool = False,
+    log: bool = False,
+    band: Sequence[float] | None = None,
+) -> Draw:
+    """Curves over steps, colored by the first word of their names.
+
+    Args:
+        x: steps.
+        label: of the other axis.
+        lines: the values of each curve by its name; what cannot be drawn is a gap.
+        dots: whether values are dots without a line; a bound is always a dashed line.
+        log: whether the axis is logarithmic; then it has no numbers up to 0.
+        band: half of the width of a shaded range around 0, which is noise.
+    """
+
+    def draw(canvas: Figure) -> None:
+        axes = canvas.add_subplot()
+        shown = {name: [_drawn(value, log) for value in values] for name, values in lines.items()}
+        for name, values in shown.items():
+            bound = name.startswith("bound")
+            axes.plot(
+                list(x),
+                values,
+                color=COLORS[name.partition(" ")[0]],
+                label=name,
+                linestyle="--" if bound else "" if dots else "-",
+                marker="o" if dots and not bound else "",
+                markersize=2.5,
+                linewidth=4 if name == "dense" else 1.3,
+                alpha=0.45 if name == "dense" and not dots else 1,
+            )
+        if band is not None:
+            high = np.asarray(band)
+            shade: Any = {"color": COLORS["shared"], "alpha": 0.13, "linewidth": 0}
+            axes.fill_between(list(x), -high, high, label="noise", **shade)
+        if log and any(math.isfinite(value) for values in shown.values() for value in values):
+            axes.set_yscale("log")
+            # matplotlib writes powers of ten in TeX, which parse_math leaves as it is.
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axes.yaxis.set_minor_formatter("")
+        axes.set(xlabel="step", ylabel=label)
+        axes.locator_params(axis="x", integer=True)
+        if len(shown) > 1 or band is not None:
+            axes.legend(fontsize=7)
+
+    return draw
 
 
-def draw_schedule(axes: Sequence[Axes], schedule: SchedulePicture) -> None:
-    """The events of each lane by phase, and beneath them the memory that is held."""
-    bars, memory = axes
-    named: set[str] = set()
-    for place, lane in enumerate(schedule.lanes):
-        sizes = [*(event.size for event in lane.events), lane.rest]
-        ends = list(accumulate(sizes))
-        phases = [*(event.phase for event in lane.events), "rest"]
-        for phase, (color, label) in PHASES.items():
-            spans = [
-                (end - size, size)
-                for end, size, of in zip(ends, sizes, phases, strict=True)
-                if of == phase and size
-            ]
-            if spans:
-                label = "" if label in named else label
-                named.add(label)
-                look: dict[str, Any] = {"facecolors": color, "edgecolors": "white"}
-                bars.broken_barh(spans, (place - 0.3, 0.6), label=label, linewidth=0.4, **look)
-        held = [event.held for event in lane.events]
-        memory.stairs(held, [0.0, *ends[:-1]], label=lane.name, color=COLORS[lane.name], fill=False)
-    bars.set_yticks(range(len(schedule.lanes)), [lane.name for lane in schedule.lanes])
-    bars.invert_yaxis()
-    bars.grid(False)
-    bars.set_title(_one_line(schedule.label))
-    bars.legend(fontsize=7, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.05))
-    held = f"held, {schedule.held_unit} ({schedule.held_source})"
-    memory.set(xlabel=schedule.unit, ylabel=held)
-    memory.set_ylim(bottom=0)
-    memory.legend(fontsize=7)
+def _drawn(value: float | None, log: bool) -> float:
+    fits = value is not None and abs(value) < DRAWABLE and (not log or value > 1 / DRAWABLE)
+    return float(value) if fits and value is not None else math.nan
+
+
+def forest(
+    title: str, start: IntArray, length: IntArray, lanes: IntArray, names: Mapping[float, str]
+) -> Draw:
+    """A band for each segment, to scale, one lane a rollout.
+
+    Args:
+        title: of the picture.
+        start: first position of each segment, in tokens; int64 [S].
+        length: tokens of each segment; int64 [S].
+        lanes: first lane of each segment, and one past its last; int64 [S, 2].
+        names: names of groups by the lane in their middle.
+    """
+
+    def draw(canvas: Figure) -> None:
+        axes = canvas.add_subplot()
+        begin, end = lanes.T
+        gap = 0.04 * (end - begin)
+        left, right, top, bottom = start, start + length, begin + gap, end - gap
+        corners = np.array([[left, top], [right, top], [right, bottom], [left, bottom]])
+        shared = end - begin > 1
+        for chosen, color, name in (
+            (shared, "#3f82d6", "shared by several rollouts"),
+            (~shared, "#a9c8ee", "of one rollout"),
+        ):
+            bands = list(corners[:, :, chosen].transpose(2, 0, 1))
+            look: Any = {"facecolors": color, "edgecolors": "white", "linewidths": 0.4}
+            axes.add_collection(PolyCollection(bands, label=name, **look))
+        axes.autoscale_view()
+        axes.set(xlabel="position (tokens)", ylabel="rollouts", title=_one_line(title))
+        if names:
+            axes.set_yticks(list(names), [_one_line(n, 24) for n in names.values()], fontsize=7)
+        axes.invert_yaxis()
+        axes.grid(False)
+        axes.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+
+    return draw
+
+
+def schedule(title: str, lanes: Mapping[str, Sequence[tuple[str, float]]]) -> Draw:
+    """The events of steps on one scale of time: by lane, each event's phase and milliseconds."""
+
+    def draw(canvas: Figure) -> None:
+        axes = canvas.add_subplot()
+        named: set[str] = set()
+        for place, events in enumerate(lanes.values()):
+            ends = list(accumulate(ms for _, ms in events))
+            for phase, color in PHASES.items():
+                spans = [
+                    (end - ms, ms)
+                    for end, (of, ms) in zip(ends, events, strict=True)
+                    if of == phase and ms
+                ]
+                if spans:
+                    look: Any = {"facecolors": color, "edgecolors": "white", "linewidth": 0.4}
+                    label = "" if phase in named else phase
+                    axes.broken_barh(spans, (place - 0.3, 0.6), label=label, **look)
+                    named.add(phase)
+        axes.set_yticks(range(len(lanes)), list(lanes))
+        axes.invert_yaxis()
+        axes.grid(False)
+        axes.set(xlabel="ms", title=_one_line(title))
+        axes.legend(fontsize=7, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+
+    return draw
 
 
 def _one_line(text: str, most: int = MAX_TITLE_CHARACTERS) -> str:

@@ -1,23 +1,53 @@
-"""Chapters as one HTML file. Imports no torch.
+"""A report as data, and as one HTML file. Imports no torch.
 
-jinja2 escapes every value of the template, and characters that nobody sees are shown as escapes.
-Pictures are SVG images in data addresses, in which browsers run no script and load nothing. The
-page has no script, and its content security policy forbids every request.
+jinja2 escapes every value of the template, and invisible characters are shown as escapes. Pictures
+are SVG images in data addresses, in which browsers run no script and load nothing. The page has no
+script, and its content security policy forbids every request.
 """
 
 import base64
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from forkpoint import __version__
-from forkpoint.apps.report.draw import svg
-from forkpoint.apps.report.figure import Cell, Chapter, Picture
+from forkpoint.apps.report.draw import Draw, rendered
 from forkpoint.apps.report.text import abbreviate, visible
+from forkpoint.apps.report.verdict import Tile
 
 MAX_TABLE_ROWS = 2_000
+Cell = str | int | float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """A section of a chapter: pictures, a table, or both."""
+
+    name: str
+    """For file names."""
+    title: str
+    caption: str = ""
+    pictures: Sequence[Draw] = ()
+    columns: Sequence[str] = ()
+    """Names of the table's columns, with units; none without a table."""
+    rows: Sequence[Sequence[Cell]] = ()
+    notes: Sequence[str] = ()
+    """Notes on what is left out, and on how unmeasured numbers were counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chapter:
+    """The report on one input."""
+
+    title: str
+    subtitle: str
+    tiles: Sequence[Tile]
+    figures: Sequence[Figure]
+    warnings: Sequence[str] = ()
+    """Sentences that stand above everything else."""
 
 
 def render_page(title: str, chapters: Sequence[Chapter]) -> str:
@@ -46,7 +76,6 @@ def _shown(value: object) -> object:
 
 
 def _cell(value: Cell) -> str:
-    """A cell of a table as people read it."""
     if type(value) is float:
         return f"{value:,.6g}"
     return f"{value:,}" if type(value) is int else abbreviate(str("" if value is None else value))
@@ -56,5 +85,6 @@ def _sha256(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _data_address(picture: Picture) -> Markup:
-    return Markup("data:image/svg+xml;base64," + base64.b64encode(svg(picture)).decode())
+def _data_address(picture: Draw) -> Markup:
+    content = base64.b64encode(rendered(picture, "svg")).decode()
+    return Markup(f"data:image/svg+xml;base64,{content}")

@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from forkpoint.apps.replay.records import ReplayStep
-from forkpoint.apps.report.figure import Tile
-from forkpoint.apps.report.steps import drift_trend
+from forkpoint.apps.replay.trend import Trend, trend
 from forkpoint.plan import Totals
 from forkpoint.plan.device_memory import DeviceMemory
 from forkpoint.units import format_bytes
@@ -18,23 +18,40 @@ UNKNOWN_DTYPE = "a dtype that is not known", 2e-2
 VERIFY = "forkpoint verify compares every parameter's gradient."
 SAME = 0.005
 """Speeds this close to each other read 1.00x."""
+LEAST_STEPS = 20
+"""Fewer steps say nothing about a trend."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """One answer at the top of a chapter."""
+
+    value: str
+    label: str
+    remark: str = ""
+    state: Literal["good", "bad", "plain"] = "plain"
+    """Whether it is what a reader hopes for, where that can be told."""
+
+
+def drift_trend(steps: Sequence[ReplayStep]) -> Trend | None:
+    """The trend of the mean parameter difference; None where there is too little to tell."""
+    means = [step.difference.mean for step in steps if step.difference is not None]
+    if len(means) < LEAST_STEPS or not all(abs(mean) < 1e100 for mean in means):
+        return None
+    return trend(means)
 
 
 def gradients_tile(steps: Sequence[ReplayStep], manifest: Mapping[str, Any]) -> Tile:
     """Whether the gradients of a replay are those of its baseline.
 
-    Only in the first step have both runs the same weights. A replay keeps the norms of gradients,
+    Only in the first step have both models the same weights. A replay keeps the norms of gradients,
     so these are compared; a trend of the parameters puts the answer in doubt.
     """
-    label = "against the baseline, dense"
-    first = steps[0]
+    label, first = "against the baseline, dense", steps[0]
     if first.dense is None:
         remark = f"The replay has no baseline to compare with (--baseline dense). {VERIFY}"
         return Tile(value="gradients not compared", label="without a baseline", remark=remark)
     shared, dense = first.shared.gradient_norm, first.dense.gradient_norm
-    if not (math.isfinite(shared) and math.isfinite(dense)):
-        remark = "The norm of a gradient of step 1 is not a finite number."
-        return Tile(value="gradients match: no", label=label, remark=remark, state="bad")
     if shared == dense == 0:
         remark = f"Both gradients of step 1 are zero, which proves little. {VERIFY}"
         return Tile(value="gradients match: not shown", label=label, remark=remark)
@@ -44,18 +61,16 @@ def gradients_tile(steps: Sequence[ReplayStep], manifest: Mapping[str, Any]) -> 
         f"With equal weights (step 1) the norms of the gradients differ by {difference:.1e} of the "
         f"norm; the bar is {bar:.0e} ({dtype}). "
     )
-    if difference > bar:
+    if not difference <= bar:  # NaN is not
         return Tile(value="gradients match: no", label=label, remark=remark + VERIFY, state="bad")
-    last, trend = steps[-1].difference, drift_trend(steps)
+    last, found = steps[-1].difference, drift_trend(steps)
+    doubtful = found is not None and not found.is_noise
     if last is not None:
+        with_trend = "" if found is None else f", {'with' if doubtful else 'without'} a trend"
         remark += (
-            f"After {len(steps):,} step{'' if len(steps) == 1 else 's'} the parameters differ by "
-            f"{last.rms:.1e}, having moved by {last.rms_change:.1e} (rms)"
+            f"After {len(steps):,} steps the parameters differ by {last.rms:.1e}, having moved by "
+            f"{last.rms_change:.1e} (rms){with_trend}. "
         )
-        remark += (
-            ". " if trend is None else f", {'without' if trend.is_noise else 'with'} a trend. "
-        )
-    doubtful = trend is not None and not trend.is_noise
     return Tile(
         value=f"gradients match: {'in doubt' if doubtful else 'yes'}",
         label=label,
@@ -74,55 +89,44 @@ def norm_bar(manifest: Mapping[str, Any]) -> tuple[str, float]:
     return UNKNOWN_DTYPE
 
 
-def faster(speedup: float) -> str:
-    """A ratio of times in words: 1.43x faster."""
-    if abs(speedup - 1) < SAME:
-        return "as fast"
-    return f"{speedup:.2f}x faster" if speedup > 1 else f"{1 / speedup:.2f}x slower"
+def speed_tile(speedup: float | None, bound: float, how: str, *, predicted: bool = False) -> Tile:
+    """A speed-up beside its counted bound.
 
-
-def _with_bound(speedup: float, bound: float) -> str:
-    """The words after a speed. One above the counted bound is not called at most that."""
-    than = "as dense" if abs(speedup - 1) < SAME else "than dense"
+    Args:
+        speedup: as measured or predicted; None if only the bound is known.
+        bound: counted from the tokens that run.
+        how: a sentence on where they come from.
+        predicted: whether nothing was run.
+    """
+    if speedup is None:
+        return Tile(value=f"at most {bound:.2f}x", label="faster than dense", remark=how)
+    same = abs(speedup - 1) < SAME
+    faster = f"{speedup:.2f}x faster" if speedup > 1 else f"{1 / speedup:.2f}x slower"
     limit = f"; counted bound {bound:.2f}x" if speedup > bound else f", of at most {bound:.2f}x"
-    return than + limit
+    return Tile(
+        value=("predicted " if predicted else "") + ("as fast" if same else faster),
+        label=("as dense" if same else "than dense") + limit,
+        remark=how,
+        state="plain" if same else "good" if speedup > 1 else "bad",
+    )
 
 
 def measured_speed_tile(speedup: float | None, bound: float) -> Tile:
-    """The speed of a replay beside its counted bound."""
+    """The speed of a replay."""
     if speedup is None:
-        return Tile(
-            value=f"at most {bound:.2f}x",
-            label="faster than dense",
-            remark="Counted in FLOPs. Dense, which is ordinary training, was not run.",
-        )
-    return Tile(
-        value=faster(speedup),
-        label=_with_bound(speedup, bound),
-        remark="Measured over all steps, the first with its warm-up included. Dense is ordinary "
-        "training, and the limit is counted in FLOPs.",
-        state="plain" if abs(speedup - 1) < SAME else "good" if speedup > 1 else "bad",
-    )
+        how = "Counted in FLOPs. Dense, which is ordinary training, was not run."
+    else:
+        how = "Measured over all steps, the first with its warm-up included."
+    return speed_tile(speedup, bound, how)
 
 
 def predicted_speed_tile(totals: Totals) -> Tile:
-    """The predicted speed of plans beside their counted bound."""
+    """The predicted speed of plans."""
     unit = "tokens" if totals.shape is None else "FLOPs"
-    speedup = totals.predicted_speedup
-    if speedup is None:
-        return Tile(
-            value=f"at most {totals.bound:.2f}x",
-            label="faster than dense",
-            remark=f"Counted in {unit}. Dense is ordinary training.",
-        )
-    basis = "counted" if totals.predicted_ms is None else "calibrated on a device"
-    return Tile(
-        value=f"predicted {faster(speedup)}",
-        label=_with_bound(speedup, totals.bound),
-        remark=f"Predicted, {basis}: nothing was run. Dense is ordinary training, and the limit is "
-        f"counted in {unit}.",
-        state="good" if speedup > 1 + SAME else "plain",
-    )
+    how = f"Counted in {unit}: nothing was run. Dense is ordinary training."
+    if totals.predicted_ms is not None:
+        how = f"Predicted from a calibration: nothing was run. The limit is counted in {unit}."
+    return speed_tile(totals.predicted_speedup, totals.bound, how, predicted=True)
 
 
 def tokens_tile(computed: int, given: int, left_out: int) -> Tile:
@@ -138,62 +142,42 @@ def tokens_tile(computed: int, given: int, left_out: int) -> Tile:
 
 
 def memory_answer(
-    peaks: Sequence[tuple[int, int | None]],
+    peak: int | None,
     *,
     measured: bool = False,
+    budget: int | None = None,
     device: DeviceMemory | None = None,
-) -> tuple[Tile | None, tuple[str, ...]]:
-    """The largest peak of memory, and a warning if a plan needs more than there is.
+) -> tuple[list[Tile], list[str]]:
+    """The largest peak of memory as a tile, and a warning if it is more than there is.
 
     Args:
-        peaks: of each batch with a known peak: bytes of activations and prefix cache, and of the
-            budget that it was planned for (None: no limit).
-        measured: whether a device measured them.
-        device: the device that is planned for, whose limit counts in place of budgets.
+        peak: bytes of activations and prefix cache; None if it is not known.
+        measured: whether a device measured it.
+        budget: bytes that plans were made for; None without a limit.
+        device: the device that is planned for, whose limit counts in place of a budget.
     """
-    if not peaks:
-        return None, ()
-    limits = [budget if device is None else max(0, device.left_bytes) for _, budget in peaks]
-    sizes = [peak for peak, _ in peaks]
-    too_large = sum(
-        limit is not None and size > limit for size, limit in zip(sizes, limits, strict=True)
-    )
-    largest = max(sizes)
-    limit = limits[sizes.index(largest)]
-    label = "of memory at the peak"
-    remark = "Weights, their gradients and the optimizer come on top."
-    remedy = (
-        "It is about the least of all plans that were tried. Less is needed by fewer or shorter "
-        "rollouts, by frozen layers or adapters, by a sharded model, and by an optimizer of "
-        "smaller states."
-    )
+    if peak is None:
+        return [], []
+    limit = budget if device is None else max(0, device.left_bytes)
+    label, remark = "of memory at the peak", "Weights, their gradients and the optimizer are added."
     if device is not None:
         label += f", of {format_bytes(device.total_bytes)}"
-        remark = (
-            "Weights, gradients, the optimizer and a margin take "
-            f"{format_bytes(device.besides_bytes)} besides."
-        )
-        remedy = f"{remark} Take bfloat16 weights, an optimizer of smaller states, or shards."
+        besides = format_bytes(device.besides_bytes)
+        remark = f"Weights, gradients, the optimizer and a margin take {besides}."
     elif limit is not None:
         label += f", of a budget of {format_bytes(limit)}"
-    how = "Measured" if measured else "Predicted"
+    too_large = limit is not None and peak > limit
     tile = Tile(
-        value=format_bytes(largest),
+        value=format_bytes(peak),
         label=label,
-        remark=f"{how}: activations and prefix cache at the worst moment. {remark}",
+        remark=f"{'Measured' if measured else 'Predicted'}: activations and prefix cache at the "
+        f"worst moment. {remark}",
         state="bad" if too_large else "plain",
     )
     if not too_large or limit is None:
-        return tile, ()
-    plans = "This plan does not fit"
-    if len(peaks) > 1:
-        plans = f"The plans of {too_large:,} of {len(peaks):,} batches do not fit"
-    has = (
-        f"the budget is {format_bytes(limit)}"
-        if device is None
-        else f"{format_bytes(limit)} is left"
-    )
-    warning = (
-        f"{plans}: activations and prefix cache need {format_bytes(largest)}, and {has}. {remedy}"
-    )
-    return tile, (warning,)
+        return [tile], []
+    return [tile], [
+        f"The plan does not fit: activations and prefix cache need {format_bytes(peak)}, and "
+        f"{format_bytes(limit)} is left. Take fewer or shorter rollouts, bfloat16 weights, "
+        "adapters, an optimizer of smaller states, or a sharded model."
+    ]

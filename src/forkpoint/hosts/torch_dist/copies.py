@@ -1,12 +1,13 @@
-"""Copies of a model in another dtype, without torch's fully_shard where that holds it in parts."""
+"""Whole copies of a model in another dtype, also where ranks hold it in parts."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import chain
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from forkpoint.hosts.modules import HOOKS, plain_class
@@ -18,20 +19,19 @@ COMPOSABLE = "__composable_api"
 
 
 def copy_in(
-    model: nn.Module,
-    blocks: nn.ModuleList,
-    dtype: torch.dtype,
-    *,
-    streamed: bool,
-    kept: Mapping[int, Any] | None = None,
+    model: nn.Module, blocks: nn.ModuleList, dtype: torch.dtype, *, streamed: bool
 ) -> tuple[nn.Module, nn.ModuleList]:
     """Copy a model in another dtype, and name the copy's blocks. Collective where it is sharded.
 
-    With `streamed` the parameters of the blocks are in the host's memory. `kept` has objects that
-    the copy refers to in the place of others, by the others' ids; parameters are copied whole.
+    With `streamed` the parameters of the blocks are in the host's memory.
     """
     inside = {id(p) for p in blocks.parameters()} if streamed else set()
-    copies: dict[int, Any] = dict(kept or {})
+    copies: dict[int, Any] = {
+        id(value): value
+        for module in model.modules()
+        for value in vars(module).values()
+        if isinstance(value, DeviceMesh)
+    }
     for tensor in chain(model.parameters(), model.buffers()):
         if id(tensor) in copies:
             continue

@@ -18,8 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from forkpoint.config import Gather
 from forkpoint.engine.changes import Changes
-from forkpoint.engine.distributed import Holder
-from forkpoint.engine.guard import local
+from forkpoint.engine.distributed import Holder, local
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.torch_dist.fsdp_versions import (
     add_zeros_to_partial,

@@ -77,17 +77,25 @@ class Replicated(Holder):
                 gradients, parameters, there.tolist(), strict=True
             )
         ]
-        for bucket in buckets([g for g in found if g is not None]):
-            flat = torch.cat([g.reshape(-1) for g in bucket])
-            dist.all_reduce(flat, group=self.group)
-            if mean:
-                flat /= self.ranks.size
-            for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-                gradient.copy_(part.view_as(gradient))
+        divisor = self.ranks.size if mean else 1
+        all_reduce_in_buckets([g for g in found if g is not None], self.group, divisor=divisor)
         return found
 
     def all_reduce(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=self.group)
+
+
+def all_reduce_in_buckets(
+    gradients: list[Tensor], group: dist.ProcessGroup, *, divisor: int = 1
+) -> None:
+    """Replace gradients by their sums over ranks, divided by `divisor`. Collective."""
+    for bucket in buckets(gradients):
+        flat = torch.cat([g.reshape(-1) for g in bucket])
+        dist.all_reduce(flat, group=group)
+        if divisor != 1:
+            flat /= divisor
+        for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+            gradient.copy_(part.view_as(gradient))
 
 
 def buckets(gradients: list[Tensor]) -> list[list[Tensor]]:

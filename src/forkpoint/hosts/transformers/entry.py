@@ -14,9 +14,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from forkpoint.engine.changes import Changes
 from forkpoint.hosts.calls import CallContext
-from forkpoint.hosts.heads import LogprobHead, ModelHead, ValueHead
+from forkpoint.hosts.code_provenance import Definition
+from forkpoint.hosts.heads import LogprobHead, ModelHead
 from forkpoint.hosts.modules import plain_class
-from forkpoint.hosts.routers import Routers
 from forkpoint.hosts.transformers import refusals
 from forkpoint.hosts.transformers.calls import (
     ATTENTION_NAME,
@@ -24,15 +24,16 @@ from forkpoint.hosts.transformers.calls import (
     ForwardConfig,
     configurations,
 )
+from forkpoint.hosts.transformers.critics import ValueHead
 from forkpoint.hosts.transformers.families import FAMILIES, Family
 from forkpoint.hosts.transformers.linear_attention import (
     check_recurrent_modules,
-    recurrent_modules,
     run_recurrences,
 )
 from forkpoint.hosts.transformers.refusals import supported_model
+from forkpoint.hosts.transformers.routers import Routers
 from forkpoint.hosts.transformers.stock import TransformersStock
-from forkpoint.hosts.transformers.tensor_parallel import local_shape
+from forkpoint.hosts.transformers.tensor_parallel import SUMMED_HOOK, local_shape
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.pricing.mixtures import GROUPED, expert_activations
 from forkpoint.rollouts.batch import RolloutBatch
@@ -43,6 +44,10 @@ FINAL_NORMS = ("norm", "final_layernorm")
 
 class TransformersEntry:
     """A causal language model or critic of transformers, perhaps inside a peft model."""
+
+    known_hooks = refusals.KNOWN_HOOKS
+    requiring_gradients = refusals.REQUIRING_GRADIENTS
+    known_gradient_hooks: tuple[Definition, ...] = (SUMMED_HOOK,)
 
     def __init__(self, model: nn.Module, splits: Sequence[Any] = ()) -> None:
         """`splits`: modules that are split over ranks."""
@@ -89,21 +94,11 @@ class TransformersEntry:
     def check_model(self) -> None:
         refusals.check_adapters(self.model)
         refusals.check_adapters(self.core)
-        refusals.check_blocks(self.blocks)
         check_recurrent_modules(self.core)
-        refusals.check_modules(
-            self.model,
-            self.family.package or self.core.config.model_type,
-            replaced={m.get_submodule("conv1d") for m in recurrent_modules(self.core).values()},
-        )
-        refusals.check_functions(self.model)
+        refusals.check_modules(self.model, self.family.package or self.core.config.model_type)
         refusals.check_attention_function(self.model)
 
-    def check_buffers(self) -> None:
-        refusals.check_rotary_buffers(self.core)
-
     def check_state(self, *, training: bool, routed: bool) -> None:
-        refusals.check_causal(self.core)
         if training:
             refusals.check_checkpointing(self.core)
             refusals.check_routers(self.core, routed=routed)
@@ -139,10 +134,6 @@ class TransformersEntry:
     @property
     def checkpointed(self) -> bool:
         return refusals.checkpointed(self.core)
-
-    @property
-    def writes_scores(self) -> bool:
-        return any(c._attn_implementation == "eager" for c in self.configs())
 
     # Runs
     # ------------------------------------------------------------

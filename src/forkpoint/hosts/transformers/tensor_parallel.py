@@ -13,22 +13,21 @@ configuration, which may have changed since.
 """
 
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from forkpoint.engine.changes import Changes
-from forkpoint.engine.distributed import Holder
-from forkpoint.engine.guard import local
+from forkpoint.engine.distributed import Holder, local
 from forkpoint.errors import UnsupportedError
-from forkpoint.hosts.code_provenance import is_defined_as
+from forkpoint.hosts.code_provenance import Definition, is_defined_as
 from forkpoint.hosts.modules import every_module, plain_class
-from forkpoint.hosts.torch_dist.replicated import buckets
+from forkpoint.hosts.torch_dist.replicated import all_reduce_in_buckets
 from forkpoint.hosts.transformers.linear_attention import recurrent_modules
 from forkpoint.hosts.wrappers import closed_over
 from forkpoint.parallel.topology import Relation
@@ -36,13 +35,13 @@ from forkpoint.plan.pricing.cost import ModelShape
 
 TENSOR = "transformers.distributed.tensor_parallel"
 EXPERT = "transformers.distributed.expert_parallel"
-FORWARDS = (
-    ("TensorParallelLayer.install_forward.<locals>.tp_forward", TENSOR),
-    ("ReplicatedWithGradAllReduce.install_forward.<locals>.tp_forward", TENSOR),
-    ("EpDispatchExpertsParallel.install_forward.<locals>.ep_forward", EXPERT),
+FORWARDS: tuple[Definition, ...] = (
+    (TENSOR, "TensorParallelLayer.install_forward.<locals>.tp_forward"),
+    (TENSOR, "ReplicatedWithGradAllReduce.install_forward.<locals>.tp_forward"),
+    (EXPERT, "EpDispatchExpertsParallel.install_forward.<locals>.ep_forward"),
 )
-"""Functions of transformers that are set as forwards, and the modules that define them."""
-SUMMED_HOOK = ("ReplicatedWithGradAllReduce.install_forward.<locals>._all_reduce_grad", TENSOR)
+"""Functions of transformers that are set as forwards."""
+SUMMED_HOOK = (TENSOR, "ReplicatedWithGradAllReduce.install_forward.<locals>._all_reduce_grad")
 """The hook that sums a replicated parameter's gradient over ranks, in every backward."""
 SUMMED = "ReplicatedWithGradAllReduce"
 DISPATCHED = "EpDispatchExpertsParallel"
@@ -73,9 +72,6 @@ class ParallelForward:
     """Whether each rank's output has channels of its own, and no rank has all of them."""
     own: Callable[..., Any]
     """The module's forward by itself."""
-    layer: Any = None
-    """Object that sets the forward (`install_forward`); None where the forward only sums gradients,
-    or brings tokens to experts."""
 
 
 def parallel_forward(where: str, module: nn.Module) -> ParallelForward | None:
@@ -87,60 +83,52 @@ def parallel_forward(where: str, module: nn.Module) -> ParallelForward | None:
     forward = vars(module).get("forward")
     if not isinstance(forward, types.FunctionType):
         return None
-    if not any(is_defined_as(forward, name, code) for name, code in FORWARDS):
+    if not is_defined_as(forward, *FORWARDS):
         return None
     inside = closed_over(forward)
     if "_all_reduce_grad" in inside:
         mesh = closed_over(inside["_all_reduce_grad"])["mesh"]
-        own = inside["original_forward"]
-        return _with_own(where, module, ParallelForward(SUMMED, mesh, None, False, own))
+        found = ParallelForward(SUMMED, mesh, None, False, inside["original_forward"])
+    else:
+        found = _read_split(where, inside)
+    if getattr(found.own, "__func__", None) is not plain_class(module).forward:
+        raise UnsupportedError(
+            f"{where} has a forward of its own within the one by which transformers splits it over "
+            "ranks, whose effect is not known. Split the model before anything else is put around "
+            "its modules."
+        )
+    return found
+
+
+def _read_split(where: str, inside: dict[str, Any]) -> ParallelForward:
+    """The split of a module, from what its forward closes over."""
     kind = type(inside["self"])
-    name = "sequence parallelism" if kind.__name__ == "SequenceParallel" else kind.__name__
-    if kind.__name__ not in EXACT.get(kind.__module__, ()):
+    name = kind.__name__
+    if name not in EXACT.get(kind.__module__, ()):
         raise UnsupportedError(
             f"{where} is split over ranks by {name} ({kind.__module__}), which has not been shown "
             f"exact; these have: {', '.join((*EXACT[TENSOR], *EXACT[EXPERT]))}. Leave its rule out "
             "of tp_plan and ep_plan."
         )
-    if kind.__name__ == DISPATCHED:
-        exchange = inside["implementation"]
-        _check_exchange(where, exchange)
-        own = exchange.experts_forward
-        found = ParallelForward(kind.__name__, exchange.tp_mesh, exchange.ep_mesh, False, own)
-    else:
-        own = inside["original_forward"]
-        packed = kind.__name__ == "PackedColwiseParallel"
-        part = packed or (
-            kind.__name__ == "ColwiseParallel" and inside["self"].output_layouts.is_shard()
+    if name != DISPATCHED:
+        part = name == "PackedColwiseParallel" or (
+            name == "ColwiseParallel" and inside["self"].output_layouts.is_shard()
         )
-        found = ParallelForward(kind.__name__, inside["mesh"], None, part, own, inside["self"])
-    return _with_own(where, module, found)
-
-
-def _with_own(where: str, module: nn.Module, found: ParallelForward) -> ParallelForward:
-    """The same, where what it stands around is the module's own forward."""
-    if getattr(found.own, "__func__", None) is not plain_class(module).forward:
+        return ParallelForward(name, inside["mesh"], None, part, inside["original_forward"])
+    exchange = inside["implementation"]
+    way = type(exchange)
+    if (
+        way.__module__ != EXPERT
+        or way.__name__ not in EXACT_EXCHANGES
+        or getattr(exchange, "megamoe", None)
+    ):
         raise UnsupportedError(
-            f"{where} has a forward of its own within the one by which transformers splits it over "
-            "ranks, which forkpoint cannot look into. Split the model before anything else is put "
-            "around its modules."
-        )
-    return found
-
-
-def _check_exchange(where: str, exchange: Any) -> None:
-    kind = type(exchange)
-    if kind.__module__ != EXPERT or kind.__name__ not in EXACT_EXCHANGES:
-        raise UnsupportedError(
-            f"{where} brings tokens to experts by {kind.__module__}.{kind.__name__}, which has not "
+            f"{where} brings tokens to experts by {way.__module__}.{way.__name__}, which has not "
             "been shown exact. Load the model with ep_implementation='auto', and without "
             "experts_implementation='deepgemm_megamoe'."
         )
-    if getattr(exchange, "megamoe", None) is not None:
-        raise UnsupportedError(
-            f"{where} runs experts by DeepGEMM Mega MoE, which has no backward. Load the model "
-            "with another experts_implementation."
-        )
+    own = exchange.experts_forward
+    return ParallelForward(name, exchange.tp_mesh, exchange.ep_mesh, False, own)
 
 
 def parallel_modules(model: nn.Module) -> list[tuple[str, nn.Module, ParallelForward]]:
@@ -153,9 +141,23 @@ def parallel_modules(model: nn.Module) -> list[tuple[str, nn.Module, ParallelFor
     return found
 
 
-def sums_in_every_backward(hook: Any) -> bool:
-    """Whether a parameter's hook is transformers' own, which sums its gradient over ranks."""
-    return is_defined_as(hook, *SUMMED_HOOK)
+def split_holder(model: nn.Module) -> "TensorSplit | None":
+    """The holder of a model that transformers has split over ranks; None where it has not.
+
+    Raises UnsupportedError for splits that have not been shown exact.
+    """
+    splits = parallel_modules(model)
+    if not splits:
+        return None
+    check_version(transformers.__version__)
+    config = getattr(getattr(model, "config", None), "distributed_config", None)
+    stages = getattr(config, "pp_size", None) or 1
+    if stages > 1:
+        raise UnsupportedError(
+            f"the model is split into {stages} pipeline stages (pp_size), which has not "
+            "been shown exact. Load it with pp_size=1."
+        )
+    return TensorSplit(splits)
 
 
 LEAST_VERSION = (5, 23)
@@ -170,8 +172,8 @@ class TensorSplit(Holder):
 
     def __init__(self, splits: Sequence[Split]) -> None:
         """Raises UnsupportedError for splits that have not been shown exact."""
-        check_widths(splits)
         self.splits: Sequence[tuple[str, nn.Module, Any]] = tuple(splits)
+        self.experts: Collection[nn.Module] = {m for _, m, f in splits if f.expert_mesh is not None}
         tensor = {_members(forward.tensor_mesh) for _, _, forward in splits}
         expert = {_members(f.expert_mesh) for _, _, f in splits if f.expert_mesh is not None}
         for what, groups in (("tensor", tensor), ("expert", expert)):
@@ -187,11 +189,6 @@ class TensorSplit(Holder):
         self.relations: Mapping[Relation, tuple[int, ...]] = relations
         self.meshes: Sequence[DeviceMesh] = (splits[0][2].tensor_mesh,)
         self._group: dist.ProcessGroup = splits[0][2].tensor_mesh.get_group()
-
-    @property
-    def experts(self) -> set[nn.Module]:
-        """Modules whose experts lie on several ranks."""
-        return {module for _, module, forward in self.splits if forward.expert_mesh is not None}
 
     def _summed(self) -> set[nn.Parameter]:
         """Parameters whose gradients are parts on each rank of the tensor-parallel group."""
@@ -212,7 +209,7 @@ class TensorSplit(Holder):
         for parameter in (*self._summed(), *whole):
             hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
             for key, hook in list(hooks.items()):
-                if sums_in_every_backward(hook):
+                if is_defined_as(hook, SUMMED_HOOK):
                     changes.later(hooks.__setitem__, key, hook)
                     del hooks[key]
 
@@ -225,11 +222,7 @@ class TensorSplit(Holder):
             for gradient, parameter in zip(gradients, parameters, strict=True)
             if gradient is not None and parameter in summed
         ]
-        for bucket in buckets(parts):
-            flat = torch.cat([part.reshape(-1) for part in bucket])
-            dist.all_reduce(flat, group=self._group)
-            for part, total in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-                part.copy_(total.view_as(part))
+        all_reduce_in_buckets(parts, self._group)
         return list(gradients)
 
 
@@ -250,35 +243,14 @@ def check_version(found: str) -> None:
         )
 
 
-def check_stages(model: nn.Module) -> None:
-    """The model is not split into stages as well.
-
-    Raises UnsupportedError.
-    """
-    config = getattr(getattr(model, "config", None), "distributed_config", None)
-    stages = getattr(config, "pp_size", None) or 1
-    if stages > 1:
-        raise UnsupportedError(
-            f"the model is split into {stages} pipeline stages (pp_size), which has not been shown "
-            "exact. Load it with pp_size=1."
-        )
-
-
-def check_widths(splits: Sequence[Split]) -> None:
-    """Linear layers know the whole width of their inputs, which transformers' forwards rely on.
-
-    Raises UnsupportedError.
-    """
-    for name, module, _ in splits:
-        if isinstance(module, nn.Linear):
-            width, whole = module.in_features, module.weight.shape[1]
-            if width != whole:
-                raise UnsupportedError(
-                    f"{name} has in_features {width}, and its weight, over all ranks, takes "
-                    f"{whole}: transformers takes the first for the whole and fails at its inputs. "
-                    "peft makes such adapters of layers that are split by their inputs (o_proj, "
-                    "down_proj). Leave these out of target_modules."
-                )
+def unsplit(copy: nn.Module, splits: Sequence[Split]) -> None:
+    """Let a whole copy of a model whose modules are split compute all of their experts."""
+    for name, _, forward in splits:
+        if forward.style == DISPATCHED:
+            assert forward.expert_mesh is not None
+            own: dict[str, Any] = vars(copy.get_submodule(name))
+            own["num_experts"] *= forward.expert_mesh.size()
+            own["_is_expert_parallel"] = False
 
 
 EXPERTS = ("MoeExpertsParallel", DISPATCHED)

@@ -16,7 +16,7 @@ from forkpoint.engine.changes import Changes
 from forkpoint.errors import UnsupportedError
 from forkpoint.integrations.trl.calls import IGNORED, HeadAnswer, Rows
 from forkpoint.policy import Policy
-from forkpoint.step.sampler import (
+from forkpoint.step.self_check import (
     CEILING_ROUNDINGS,
     FLOOR_ROUNDINGS,
     FLOOR_VALUE_ROUNDINGS,

@@ -10,14 +10,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from forkpoint.parallel.placement.items import Priced, shared_edges_of
-from forkpoint.parallel.placement.packed import lockstep_cost
-from forkpoint.parallel.placement.paths import Paths
-from forkpoint.parallel.placement.rates import Rates
+from forkpoint.parallel.placement.items import Priced
+from forkpoint.parallel.placement.paths import Rates
+from forkpoint.parallel.placement.slots import lockstep_cost
 from forkpoint.plan.gathering import GATHER_TOKENS, LinkSizes, prices_of
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.pricing.cost import LINEAR_BACKWARD, ModelShape
-from forkpoint.tree.forest import IntArray, SortedRollouts
+from forkpoint.tree.forest import IntArray, build_forest
+
+NOWHERE = 1 << 62
+"""Cost of an exchange where there is nothing to exchange."""
 
 
 @dataclass(frozen=True)
@@ -72,27 +74,35 @@ class Prompts:
         Rollouts of such a group then share nothing with others, as in the plans of a step. So small
         a part as `left` of what a prompt costs is left where it was.
         """
-        paths, order = priced.paths, priced.paths.order
-        untrained = _untrained_edges(paths)
-        by_group = np.argsort(paths.groups[order.rollouts], kind="stable")
-        of_entry = paths.groups[order.rollouts[by_group]]
-        found: list[tuple[int, int, int]] = []
-        for number in np.unique(groups).tolist():
-            low, high = np.searchsorted(of_entry, [number, number + 1]).tolist()
-            entries = by_group[low:high]
-            if not len(entries):
-                continue
-            rollouts = order.rollouts[entries]
-            common = shared_edges_of(order.shared_edges, entries)[1:]
-            edges = int(min(untrained[rollouts].min(), common.min(initial=untrained.max())))
-            if edges > 0:
-                found.append((number, edges, int(rollouts[0])))
-        group, edges, rollout = np.asarray(found, np.int64).reshape(-1, 3).T
-        cost = paths.cost(priced.rates, rollout, edges)
-        label = np.full(int(paths.groups.max(initial=-1)) + 1, -1, np.int64)
-        label[group] = np.arange(len(group))
-        gone = cost - (cost * left).astype(np.int64)
-        return cls(_without(priced, label, edges, gone), group, edges, cost)
+        paths, order = priced.paths, priced.paths.order.grouped(priced.paths.groups)
+        of_entry = paths.groups[order.rollouts]
+        # Leading edges that neither read nor predict a trained token, and that each entry has in
+        # common with the one before it in its group.
+        begin = paths.mask_begin[order.rollouts]
+        trained = np.searchsorted(paths.trained_before, paths.trained_before[begin], side="right")
+        edges = np.clip(trained - begin - 2, 0, order.edges)
+        follows = np.append(False, of_entry[1:] == of_entry[:-1])
+        edges[follows] = np.minimum(edges, order.shared_edges)[follows]
+        group, first = np.unique(of_entry, return_index=True)
+        edges = np.minimum.reduceat(edges, first)
+        some = np.isin(group, groups) & (edges > 0)
+        group, edges = group[some], edges[some]
+        cost = priced.path_cost(order.rollouts[first[some]], edges)
+        # The prompt of each group, and -1 for the others, which share as before.
+        prompt_of = np.full(int(paths.groups.max()) + 1, -1)
+        prompt_of[group] = np.arange(len(group))
+        order = paths.order.grouped(prompt_of[paths.groups])
+        forest = build_forest(order, len(paths))
+        found = Priced.of(replace(paths, order=order), forest, priced.rates)
+        # All rollouts of a group share its prompt, so that it lies within the first segment.
+        length, rest = forest.length.copy(), found.cost.copy()
+        roots = np.flatnonzero(forest.parent < 0)
+        prompt = prompt_of[paths.groups[forest.order[forest.owner_begin[roots]]]]
+        roots, prompt = roots[prompt >= 0], prompt[prompt >= 0]
+        length[roots] -= edges[prompt]
+        rest[roots] -= (cost - (cost * left).astype(np.int64))[prompt]
+        without = replace(found, forest=replace(forest, length=length), cost=rest)
+        return cls(without, group, edges, cost)
 
     def step_cost(self, rank: IntArray, ranks: int, capacity: int, prices: ExchangePrices) -> int:
         """Predicted cost of a step in which ranks exchange those that several of them have.
@@ -103,6 +113,8 @@ class Prompts:
             capacity: tokens of a microbatch.
             prices: of the link.
         """
+        if not len(self.group):
+            return NOWHERE
         unit = self.priced.rates.unit_cost
         load = self.priced.items(rank, ranks).whole
         out, back = np.zeros((2, ranks))
@@ -133,41 +145,3 @@ def split_groups(groups: IntArray, rank: IntArray) -> IntArray:
     """The groups that have rollouts on several ranks, ascending."""
     pairs = np.unique(np.stack([groups, rank]), axis=1)[0]
     return np.flatnonzero(np.bincount(pairs) > 1)
-
-
-def _untrained_edges(paths: Paths) -> IntArray:
-    """[N] leading edges of each rollout that neither read nor predict a trained token."""
-    before = paths.trained_before[paths.mask_begin]
-    first = np.searchsorted(paths.trained_before, before, side="right") - 1 - paths.mask_begin
-    edges = np.zeros(len(paths), np.int64)
-    edges[paths.order.rollouts] = paths.order.edges
-    return np.maximum(0, np.minimum(first - 1, edges))
-
-
-def _without(priced: Priced, label: IntArray, edges: IntArray, cost: IntArray) -> Priced:
-    """The rollouts without the prompts of some groups.
-
-    Args:
-        priced: with them.
-        label: by group, the number of its prompt, or -1.
-        edges: [P] by prompt.
-        cost: [P] that goes with it.
-    """
-    paths, order = priced.paths, priced.paths.order
-    of_entry = label[paths.groups[order.rollouts]]
-    entries = np.argsort(of_entry, kind="stable")
-    shared = shared_edges_of(order.shared_edges, entries)
-    shared[1:][np.diff(of_entry[entries]) != 0] = 0
-    apart = replace(
-        paths, order=SortedRollouts(order.rollouts[entries], order.edges[entries], shared)
-    )
-    found = Priced.of(apart, apart.forest(), priced.rates)
-    forest = found.forest
-    # All rollouts of a group share its prompt, so that it lies within the first segment.
-    roots = np.flatnonzero(forest.parent < 0)
-    prompt = label[paths.groups[forest.order[forest.owner_begin[roots]]]]
-    roots, prompt = roots[prompt >= 0], prompt[prompt >= 0]
-    length, left = forest.length.copy(), found.cost.copy()
-    length[roots] -= edges[prompt]
-    left[roots] -= cost[prompt]
-    return replace(found, forest=replace(forest, length=length), cost=left)

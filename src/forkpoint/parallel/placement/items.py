@@ -1,23 +1,15 @@
-"""Items to place: sets of rollouts that stay together, and what each adds to a rank."""
+"""Items to place, sets of rollouts that stay together, and simple placements of them."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 
-from forkpoint.parallel.placement.paths import Paths
-from forkpoint.parallel.placement.rates import Rates
+from forkpoint.parallel.placement.paths import Paths, Rates
 from forkpoint.tree.forest import Forest, IntArray
 
-SplitPrice = Callable[[int], int]
-"""Cost of splitting a group once more, from the cost of what its parts share."""
-
-
-def replicated(shared_cost: int) -> int:
-    """The price of running what the parts share on one more rank."""
-    return shared_cost
+SCRAMBLE = 2_654_435_761
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,60 +61,63 @@ class Priced:
     def of(cls, paths: Paths, forest: Forest, rates: Rates) -> "Priced":
         """Price the segments of these rollouts' forest."""
         order = paths.order
-        labels = paths.labels(order.rollouts, order.edges)
-        dense = rates.cost(order.edges, labels).astype(np.float64).sum()
-        rates = rates.scaled(float(dense))
+        dense = rates.cost(order.edges, paths.labels(order.rollouts, order.edges))
+        rates = rates.scaled(float(dense.astype(np.float64).sum()))
         end, owner = forest.start + forest.length, forest.order[forest.owner_begin]
-        cost = paths.cost(rates, owner, end) - paths.cost(rates, owner, forest.start)
+        found = cls(paths, forest, rates, np.zeros(0, np.int64))
+        cost = found.path_cost(owner, end) - found.path_cost(owner, forest.start)
         return cls(paths, forest, rates, cost)
+
+    def path_cost(self, rollouts: IntArray, edges: IntArray) -> IntArray:
+        """[n] the cost of the first so many edges of each rollout."""
+        return self.rates.cost(edges, self.paths.labels(rollouts, edges))
 
     @cached_property
     def end(self) -> IntArray:
         """[S] the first segment after each and all below it: segments are in depth-first order."""
         return np.searchsorted(self.forest.owner_begin, self.forest.owner_end)
 
-    @cached_property
-    def subtree_tokens(self) -> IntArray:
-        """[S] edges of each segment and all below it."""
-        before = self.forest.edge_offsets
-        return before[self.end] - before[:-1]
-
-    @cached_property
-    def subtree_cost(self) -> IntArray:
-        """[S] cost of each segment and all below it."""
-        before = np.concatenate([[0], np.cumsum(self.cost)])
-        return before[self.end] - before[:-1]
-
     @property
     def total(self) -> int:
         """Cost of all of it on one device, each shared token once."""
         return int(self.cost.sum())
 
-    def groups(self) -> IntArray:
-        """[N] the item of each rollout where each group is one."""
-        return self.paths.groups
-
-    def split(
-        self, most: int, price: SplitPrice = replicated, among: IntArray | None = None
-    ) -> IntArray:
+    def split(self, most: int, among: IntArray | None = None, *, shared_price: int = 1) -> IntArray:
         """[N] the item of each rollout where groups that cost more than `most` are split.
 
         A group is cut where its rollouts part, and its parts again, while one costs more than
-        `most` by more than the price of cutting it. `among` are the groups that may be split; None
-        is all.
-        """
-        paths, by_group = self.paths, self._by_group
-        item, count = paths.groups.copy(), int(paths.groups.max()) + 1
-        costly = np.flatnonzero(by_group.cost > most)
-        for number in (costly if among is None else np.intersect1d(costly, among)).tolist():
-            for begin, end in by_group.parts(number, most, price)[1:]:
-                item[by_group.rollouts[begin:end]] = count
-                count += 1
-        return item
+        `most` by more than `shared_price` times what its parts share.
 
-    @cached_property
-    def _by_group(self) -> "_ByItem":
-        return _ByItem.of(self, self.paths.groups)
+        Args:
+            most: in units of `rates`.
+            among: the groups that may be split; None is all.
+            shared_price: 0 where ranks exchange what the parts share.
+        """
+        groups, order = self.paths.groups, self.paths.order.grouped(self.paths.groups)
+        path = self.path_cost(order.rollouts, order.edges)
+        above = self.path_cost(order.rollouts, order.shared_edges)
+        added = np.concatenate([[0], np.cumsum(path - above)])
+        item, count = groups.copy(), int(groups.max()) + 1
+        begin = np.searchsorted(groups[order.rollouts], np.arange(count + 1))
+        costly = np.flatnonzero(added[begin[1:]] - added[begin[:-1]] > most)
+        shared = order.shared_edges
+        for number in (costly if among is None else np.intersect1d(costly, among)).tolist():
+            first = int(begin[number])
+            todo = [(first, int(begin[number + 1]))]
+            while todo:
+                low, high = todo.pop()
+                if high - low > 1:
+                    cost = path[low] + added[high] - added[low + 1]
+                    inner = shared[low + 1 : high]
+                    fork = int(inner.argmin())
+                    if cost - most > shared_price * above[low + 1 + fork]:
+                        forks = low + 1 + np.flatnonzero(inner == inner[fork])
+                        todo.extend(reversed(list(pairwise([low, *forks.tolist(), high]))))
+                        continue
+                if low > first:
+                    item[order.rollouts[low:high]] = count
+                    count += 1
+        return item
 
     def items(self, item: IntArray, count: int | None = None) -> Items:
         """Prices of these items.
@@ -139,127 +134,93 @@ class Priced:
         owner = np.where(shared_S, -1, of_entry[forest.owner_begin])
         own = np.zeros(count, np.int64)
         np.add.at(own, owner[~shared_S], self.cost[~shared_S])
-        numbers = np.cumsum(shared_S) - 1
-        segments = np.flatnonzero(shared_S)
-        pairs = _pairs(forest, item, shared_S)
+        segments, size = np.flatnonzero(shared_S), max(1, len(forest))
+        # Item times S plus segment, of each item and each shared segment above its rollouts. What
+        # lies above a shared segment is shared, so each level has fewer pairs than the one below.
+        rollout = np.flatnonzero(forest.leaf >= 0)
+        pairs = np.unique(item[rollout] * size + forest.leaf[rollout])
+        found = [pairs[:0]]
+        while len(pairs):
+            segment = pairs % size
+            found.append(pairs[shared_S[segment]])
+            above = forest.parent[segment]
+            here = above >= 0
+            pairs = np.unique(pairs[here] - segment[here] + above[here])
+        pairs = np.unique(np.concatenate(found))
         return Items(
             item,
             own,
             owner,
-            numbers[pairs % len(forest)] if len(forest) else pairs,
-            np.searchsorted(pairs, np.arange(count + 1) * max(1, len(forest))),
+            np.searchsorted(segments, pairs % size),
+            np.searchsorted(pairs, np.arange(count + 1) * size),
             self.cost[segments],
             segments,
         )
 
 
+# Placements
+# ------------------------------------------------------------
+
+
 @dataclass(frozen=True, eq=False)
-class _ByItem:
-    """Rollouts item after item, each in the order of its tokens, as what they add to their item."""
+class Placement:
+    """Items on ranks."""
 
-    rollouts: IntArray
-    """[n] those of at least two tokens."""
-    begin: list[int]
-    """[I + 1] where each item begins, and the end."""
-    shared: list[int]
-    """[n] leading edges that each shares with the one before it in its item."""
-    above: list[int]
-    """[n] the cost of these."""
-    path: list[int]
-    """[n] the cost of all of its edges."""
-    added: list[int]
-    """[n + 1] the sum of what all before each add to their items, and of all."""
-    cost: IntArray
-    """[I] of each item on a rank of its own."""
+    items: Items
+    rank: IntArray
+    """[I] the rank of each item."""
+    load: IntArray
+    """[R] cost of each rank's items, what they share once."""
 
-    @classmethod
-    def of(cls, priced: Priced, item: IntArray) -> "_ByItem":
-        paths, order = priced.paths, priced.paths.order
-        of_entry = item[order.rollouts]
-        entries = np.argsort(of_entry, kind="stable")
-        shared = shared_edges_of(order.shared_edges, entries)
-        shared[1:][np.diff(of_entry[entries]) != 0] = 0
-        rollouts = order.rollouts[entries]
-        path = paths.cost(priced.rates, rollouts, order.edges[entries])
-        above = paths.cost(priced.rates, rollouts, shared)
-        begin = np.searchsorted(of_entry[entries], np.arange(int(item.max()) + 2))
-        added = np.concatenate([[0], np.cumsum(path - above)])
-        cost = added[begin[1:]] - added[begin[:-1]]
-        return cls(
-            rollouts,
-            begin.tolist(),
-            shared.tolist(),
-            above.tolist(),
-            path.tolist(),
-            added.tolist(),
-            cost,
-        )
-
-    def parts(self, number: int, most: int, price: SplitPrice) -> list[tuple[int, int]]:
-        """Parts of an item, in order: where each begins and ends."""
-        done: list[tuple[int, int]] = []
-        todo = [(self.begin[number], self.begin[number + 1])]
-        while todo:
-            begin, end = todo.pop()
-            if end - begin > 1:
-                cost = self.path[begin] + self.added[end] - self.added[begin + 1]
-                inner = self.shared[begin + 1 : end]
-                fork = min(inner)
-                trunk = self.above[begin + 1 + inner.index(fork)]
-                if cost - most > price(trunk):
-                    forks = [begin + 1 + at for at, edges in enumerate(inner) if edges == fork]
-                    todo.extend(reversed(list(pairwise([begin, *forks, end]))))
-                    continue
-            done.append((begin, end))
-        return done
+    @property
+    def rank_of_rollouts(self) -> IntArray:
+        """[N]"""
+        return self.rank[self.items.item]
 
 
-def _pairs(forest: Forest, item: IntArray, shared_S: np.ndarray) -> IntArray:
-    """Item times S plus segment, of each item and each shared segment above its rollouts, sorted.
+def greedy(items: Items, ranks: int) -> Placement:
+    """Place items, the costliest first, each on the rank whose load is least afterwards.
 
-    Segments above a shared one are shared, so each level has fewer pairs than the one below.
+    Tokens that an item shares with the items of a rank cost nothing more there.
     """
-    size = max(1, len(forest))
-    rollout = np.flatnonzero(forest.leaf >= 0)
-    pairs = np.unique(item[rollout] * size + forest.leaf[rollout])
-    found = [pairs[:0]]
-    while len(pairs):
-        segment = pairs % size
-        found.append(pairs[shared_S[segment]])
-        above = forest.parent[segment]
-        here = above >= 0
-        pairs = np.unique(pairs[here] - segment[here] + above[here])
-    return np.unique(np.concatenate(found))
+    load = np.zeros(ranks, np.int64)
+    held = np.zeros((len(items.shared_cost), ranks), np.int64)
+    rank = np.zeros(len(items), np.int64)
+    whole, begin = items.whole, items.begin.tolist()
+    cost_of = items.shared_cost[items.shared]
+    # Equal ones in a scrambled order: those that follow each other tend to share a little, and
+    # would meet on one rank, where what shares a little is packed as one.
+    scrambled = np.arange(len(items)) * SCRAMBLE % (1 << 32)
+    for item in np.lexsort((scrambled, -whole)).tolist():
+        own = slice(begin[item], begin[item + 1])
+        segments = items.shared[own]
+        after = load - np.add.reduce(held.take(segments, axis=0), axis=0)
+        chosen = int(after.argmin())
+        load[chosen] = after[chosen] + whole[item]
+        held[segments, chosen] = cost_of[own]
+        rank[item] = chosen
+    return Placement(items, rank, load)
 
 
-def spans(begin: IntArray, chosen: IntArray) -> tuple[IntArray, IntArray]:
-    """Positions of what several runs of entries hold.
+def in_order(groups: IntArray, ranks: int, *, whole_groups: bool = False) -> IntArray:
+    """[N] ranks that get equally many rollouts in the order given, or equally many groups."""
+    if not whole_groups:
+        return np.arange(len(groups)) * ranks // len(groups)
+    return groups * ranks // (int(groups.max()) + 1)
+
+
+def by_tokens(groups: IntArray, lengths: IntArray, ranks: int) -> IntArray:
+    """[N] ranks for groups by the sum of their rollouts' tokens, the longest first to the emptiest.
 
     Args:
-        begin: [n + 1] where each run begins, and the end.
-        chosen: [m] runs, in any order.
-
-    Returns:
-        [m] how many entries each has, and the positions of all of them, run after run.
+        groups: [N] the group of each rollout.
+        lengths: [N] its tokens.
+        ranks: how many ranks there are.
     """
-    counts = begin[chosen + 1] - begin[chosen]
-    ends = np.cumsum(counts)
-    first = np.repeat(begin[chosen] - ends + counts, counts)
-    return counts, first + np.arange(len(first))
-
-
-def shared_edges_of(shared: IntArray, entries: IntArray) -> IntArray:
-    """[m] leading edges that each of these entries shares with the one before it.
-
-    Entries that do not ascend share nothing here. Neighbours share what all between them share.
-    """
-    found = shared[entries].copy()
-    found[:1] = 0
-    at = np.flatnonzero(np.diff(entries) != 1)
-    low, high = entries[at] + 1, entries[at + 1] + 1
-    ascend = low < high
-    found[at[~ascend] + 1] = 0
-    at, bounds = at[ascend] + 1, np.stack([low[ascend], high[ascend]], axis=1).ravel()
-    # The last bound may be the end, where no run can begin.
-    found[at] = np.minimum.reduceat(np.append(shared, 0), bounds)[::2] if len(at) else 0
-    return found
+    tokens = np.zeros(int(groups.max()) + 1, np.int64)
+    np.add.at(tokens, groups, lengths)
+    load, rank = np.zeros(ranks, np.int64), np.zeros(len(tokens), np.int64)
+    for group in np.argsort(-tokens, kind="stable").tolist():
+        rank[group] = load.argmin()
+        load[rank[group]] += tokens[group]
+    return rank[groups]

@@ -44,8 +44,6 @@ class RanksStep:
     """Ranks wait for each other at the end alone: weights gathered once a step."""
     own: tuple[float, ...]
     """By rank: its own instructions."""
-    slots: int
-    """Instructions of the aligned programs."""
     gathering: Gathering | None = None
     """How ranks of fully_shard would hold weights, as far as all of them have room for both ways;
     gathering has its price then, which `lockstep` and `once` do not count."""
@@ -88,8 +86,7 @@ def predict_step(
         for plan, meter in zip(plans, meters, strict=True)
     ]
     aligned = align(programs, costs)
-    length = len(aligned[0].instructions)
-    slowest = [0.0] * length
+    slowest = [0.0] * len(aligned[0].instructions)
     own = []
     for plan, meter, program, before in zip(plans, meters, aligned, programs, strict=True):
         if plan is None or meter is None:
@@ -107,7 +104,7 @@ def predict_step(
         sizes = LinkSizes.of(next(plan.shape for plan in plans if plan))
         link = link_cost([(t.edges, t.owner, t.ranks) for t in prompts], sizes, shares)
     once = apart_cost(shares)
-    return RanksStep(sum(slowest) + link, once + link, tuple(own), length, gathering)
+    return RanksStep(sum(slowest) + link, once + link, tuple(own), gathering)
 
 
 def exchange_plans(
@@ -131,7 +128,7 @@ def exchange_plans(
         prompts_of(batch, plan.run_lengths) if batch and plan else {}
         for batch, plan in zip(batches, plans, strict=True)
     ]
-    edges = [{name: trunk.edges for name, trunk in each.items()} for each in own]
+    edges = [{name: prompt.edges for name, prompt in each.items()} for each in own]
     tokens = [float(plan.computed_tokens) if plan else 0.0 for plan in plans]
     shared = shared_prompts(edges, tokens)
     if not shared:

@@ -1,18 +1,101 @@
-"""Paths of rollouts and what their leading tokens cost, without the tokens themselves.
+"""Prices of tokens, and paths of rollouts as what their leading tokens cost.
 
 The cost of a set of rollouts follows from how many leading edges neighbours share: each rollout
 adds its whole path less what the one before it has already paid for. So nothing here needs token
 ids.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from forkpoint.parallel.placement.rates import Rates
+from forkpoint.errors import PlanError
+from forkpoint.plan.pricing.calibration import Calibration
+from forkpoint.plan.pricing.cost import ATTENTION_BACKWARD, LINEAR_BACKWARD, ModelShape
 from forkpoint.plan.runs import run_lengths, sort_running
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.tree.forest import Forest, IntArray, SortedRollouts, build_forest
+
+TYPICAL_TOKENS = 8192
+"""Length of the microbatches, paths and heads that milliseconds are read at: rates change little
+where microbatches fill a device."""
+_UNITS = 1 << 50
+"""Sums stay below 2 ** 63 also where every rank runs everything."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Forward and backward of one token, one visible pair and one labelled token.
+
+    Costs are whole numbers of `unit_cost`: their sums are exact, so that every process that places
+    the same rollouts gets the same ranks, whatever its processor adds up in which order.
+    """
+
+    token: float
+    pair: Mapping[int, float]
+    """For each window in use (0 is none): all layers of that window together."""
+    label: float
+    unit: str
+    """FLOPs, ms or tokens."""
+    unit_cost: float = 1.0
+
+    @classmethod
+    def of(cls, shape: ModelShape | None, calibration: Calibration | None = None) -> "Rates":
+        """Counted FLOPs; milliseconds with a calibration; tokens without a shape.
+
+        Raises:
+            PlanError: there is a calibration and no shape.
+            ConfigError: the calibration is of another model shape.
+        """
+        if shape is None:
+            if calibration is not None:
+                raise PlanError(
+                    f"a calibration is given ({calibration.describe()}), but without a model shape "
+                    "rollouts are placed by tokens; name the model, or give no calibration."
+                )
+            return cls(1.0, {}, 0.0, "tokens")
+        layers = {window: shape.windows.count(window) for window in sorted(set(shape.windows))}
+        if calibration is None:
+            key = 2.0 * shape.heads * (shape.head_dim + shape.value_dim)
+            pair = (1 + ATTENTION_BACKWARD) * key
+            linear = (1 + LINEAR_BACKWARD) * 2.0
+            return cls(
+                linear * shape.linear_parameters,
+                {window: pair * count for window, count in layers.items()},
+                linear * shape.hidden * shape.vocab,
+                "FLOPs",
+            )
+        calibration.check_shape(shape)
+        size = TYPICAL_TOKENS
+        both = (False, True)
+        block, rest, head = (
+            sum(curve.time(size, backward=backward) for backward in both)
+            for curve in (calibration.block, calibration.rest, calibration.head)
+        )
+        pair = {
+            window: count
+            * sum(1 / calibration.causal.rate(window or size, backward=b) for b in both)
+            for window, count in layers.items()
+        }
+        return cls((shape.layers * block + rest) / size, pair, head / size, "ms")
+
+    def cost(self, edges: IntArray, labels: IntArray) -> IntArray:
+        """[n] the cost of the first so many edges of paths, of which so many are labelled."""
+        edges = np.asarray(edges, np.int64)
+        total = edges * self.token + labels * self.label
+        for window, price in self.pair.items():
+            seen = np.minimum(edges, window) if window else edges
+            total += (seen * (seen + 1) // 2 + (edges - seen) * window) * price
+        return np.rint(total / self.unit_cost).astype(np.int64)
+
+    def scaled(self, most: float) -> "Rates":
+        """The same rates in units of which `most`, a cost in the present ones, has about 2 ** 50.
+
+        Rounding to units is then far below what any cost is known to.
+        """
+        unit = most / _UNITS if most else 1.0
+        return replace(self, unit_cost=self.unit_cost * unit)
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +123,7 @@ class Paths:
         """
         runs = run_lengths(batch, whole=True) if runs is None else runs
         return cls(
-            sort_running(batch, np.zeros(len(batch), np.int64), runs),
+            sort_running(batch, runs),
             batch.group_index,
             batch.offsets[:-1],
             np.concatenate([[0], np.cumsum(batch.loss_mask, dtype=np.int64)]),
@@ -67,10 +150,6 @@ class Paths:
         owner = forest.order[forest.owner_begin]
         end = forest.start + forest.length
         return self.labels(owner, end) - self.labels(owner, forest.start)
-
-    def cost(self, rates: Rates, rollouts: IntArray, edges: IntArray) -> IntArray:
-        """[n] the cost of the first so many edges of each rollout, in the units of `Rates`."""
-        return rates.cost(edges, self.labels(rollouts, edges))
 
     def take(self, rollouts: IntArray) -> SortedRollouts:
         """These rollouts alone, in the order of their tokens."""

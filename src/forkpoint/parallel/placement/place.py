@@ -8,15 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from forkpoint.errors import ConfigError
-from forkpoint.hosts.model_files import shape_of_model
-from forkpoint.parallel.placement.balance import NOWHERE, Placement, greedy, improved, in_rounds
-from forkpoint.parallel.placement.baselines import by_tokens, in_order
+from forkpoint.hosts.transformers.model_files import shape_of_model
 from forkpoint.parallel.placement.exchanges import ExchangePrices, Prompts, split_groups
-from forkpoint.parallel.placement.items import Items, Priced, SplitPrice, replicated
-from forkpoint.parallel.placement.packed import lockstep_cost
-from forkpoint.parallel.placement.paths import Paths
-from forkpoint.parallel.placement.rates import Rates
-from forkpoint.parallel.placement.shapes import reshaped
+from forkpoint.parallel.placement.items import Priced, by_tokens, greedy, in_order
+from forkpoint.parallel.placement.paths import Paths, Rates
+from forkpoint.parallel.placement.slots import lockstep_cost, reshaped
 from forkpoint.plan.builder import DEFAULT_MICROBATCH_TOKENS
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.pricing.cost import ModelShape
@@ -29,8 +25,8 @@ if TYPE_CHECKING:
 
 Model = ModelShape | Mapping[str, Any] | str | Path | None
 
-SPLITS = (1.0, 0.5, 0.25)
-"""Groups that cost more than these parts of the mean may be split, one after the other."""
+HALVES = 2
+"""Groups that cost more than one part of so many of the mean may be split."""
 EVEN = 1.02
 """No group is split where the fullest rank has no more than this many times the mean."""
 UNEVEN = 1.05
@@ -38,7 +34,7 @@ UNEVEN = 1.05
 PARTS = 20
 """These cost more than one part of so many of the mean before they are cut once more."""
 NEAR = 1.05
-"""Exchanges are looked for from placements that cost no more than this many times the cheapest."""
+"""Items are exchanged from placements that cost no more than this many times the cheapest."""
 MOST_ROLLOUTS = 4096
 """Exchanging prompts is looked at for steps of no more: placing takes less than a second."""
 LITTLE = 2
@@ -163,7 +159,6 @@ def place_paths(
     *,
     whole_groups: bool = False,
     max_microbatch_tokens: int | None = None,
-    price: SplitPrice = replicated,
     exchange: ExchangePrices | None = None,
 ) -> IntArray:
     """[N] the rank of each rollout; `place` on a forest that is built.
@@ -175,17 +170,12 @@ def place_paths(
         ranks: how many ranks there are.
         whole_groups: whether no group is split.
         max_microbatch_tokens: of the ranks' plans; None is the default of `Config`.
-        price: cost of splitting a group once more. It decides which groups may be split; what the
-            parts then cost is counted with what they share computed on each rank.
         exchange: prices of exchanging prompts; None where ranks do not.
     """
     priced = Priced.of(paths, forest, rates)
     longest = int(paths.order.edges.max(initial=1))
     capacity = max_microbatch_tokens or max(DEFAULT_MICROBATCH_TOKENS, longest)
-    search = _Search(
-        priced, ranks, capacity, whole_groups=whole_groups, price=price, exchange=exchange
-    )
-    return search.best()
+    return _Search(priced, ranks, capacity, whole_groups, exchange).best()
 
 
 @dataclass(frozen=True)
@@ -196,92 +186,74 @@ class _Search:
     ranks: int
     capacity: int
     whole_groups: bool
-    price: SplitPrice
     exchange: ExchangePrices | None
 
     def best(self) -> IntArray:
         """[N] the rank of each rollout: the first of those that are predicted to cost least."""
-        if self.ranks == 1 or self.priced.total == 0:
-            return np.zeros(len(self.priced.paths), np.int64)
-        share = self.priced.total // self.ranks
-        groups = self.priced.items(self.priced.groups())
-        placed = [improved(greedy(groups, self.ranks))]
-        for part in () if self.whole_groups else SPLITS:
-            before = placed[-1]
-            if before.most <= EVEN * int(before.load.sum()) / self.ranks:
-                break
-            items = self.priced.items(self.priced.split(int(part * share), self.price))
-            if len(items) == len(before.items):
-                continue
-            split = improved(greedy(items, self.ranks))
-            if split.most < before.most:
-                placed.append(split)
-        known = [in_rounds(groups, self.ranks)[groups.item], *self._naive()]
-        others = [self._cost(rank) for rank in known]
-        costs = [self._cost(way.rank[way.items.item]) for way in placed]
-        if not self.whole_groups and self._is_uneven(costs + others):
-            parts = self._in_parts(share)
+        priced, groups = self.priced, self.priced.paths.groups
+        if self.ranks == 1 or priced.total == 0:
+            return np.zeros(len(groups), np.int64)
+        share = priced.total // self.ranks
+        placed = [greedy(priced.items(groups), self.ranks)]
+        most, mean = int(placed[0].load.max()), int(placed[0].load.sum()) / self.ranks
+        if not self.whole_groups and most > EVEN * mean:
+            halves = greedy(priced.items(priced.split(share // HALVES)), self.ranks)
+            if int(halves.load.max()) < most:
+                placed.append(halves)
+        # Placements that know less, which a good one is no worse than.
+        lengths = np.ones(len(groups), np.int64)
+        lengths[priced.paths.order.rollouts] += priced.paths.order.edges
+        ranks = [in_order(groups, self.ranks, whole_groups=self.whole_groups)]
+        ranks.append(by_tokens(groups, lengths, self.ranks))
+        costs = [self._cost(rank) for rank in ranks]
+        own = [self._cost(way.rank_of_rollouts) for way in placed]
+        if not self.whole_groups and self._is_uneven(costs + own):
+            # Small parts of groups fill the slots of all ranks alike.
+            parts = greedy(priced.items(priced.split(share // PARTS)), self.ranks)
             if len(parts.items) > len(placed[-1].items):
                 placed.append(parts)
-                costs.append(self._cost(parts.rank[parts.items.item]))
-        # From those of `known` exchanges find less than from where sizes are mixed.
-        most = NEAR * min(costs)
-        starts = [way for way, cost in zip(placed, costs, strict=True) if cost <= most]
-        ranks = [way.rank[way.items.item] for way in placed] + known
-        ranks += [reshaped(self.priced, way, self.capacity)[way.items.item] for way in starts]
-        costs += others
-        costs += [self._cost(rank) for rank in ranks[len(costs) :]]
-        few = self.exchange is not None and len(groups) < FEW * self.ranks
-        few = few and len(self.priced.paths) <= MOST_ROLLOUTS
-        if few and not self.whole_groups and self._is_uneven(costs):
+                own.append(self._cost(parts.rank_of_rollouts))
+        for way, cost in zip(placed, own, strict=True):
+            if cost <= NEAR * min(own):
+                rank = reshaped(priced, way, self.capacity)[way.items.item]
+                ranks, costs = [*ranks, rank], [*costs, self._cost(rank)]
+        # Of equally good ones the first is taken: one that keeps groups whole, if any.
+        ranks = [*(way.rank_of_rollouts for way in placed), *ranks]
+        costs = own + costs
+        exchange = self.exchange if self._may_exchange(costs) else None
+        if exchange is not None:
             at_risk = RISK * min(costs)
-            apart = ((rank, self._cost(rank)) for rank in self._with_prompts_apart(groups, share))
-            for rank, cost in apart:
-                if cost <= at_risk:
-                    ranks.append(rank)
-                    costs.append(cost)
-            costs = [
-                min(cost, self._exchanged_cost(rank))
-                for cost, rank in zip(costs, ranks, strict=True)
-            ]
-        # Of equally good ones the first.
+            for rank in self._with_prompts_apart(share):
+                if (cost := self._cost(rank)) <= at_risk:
+                    ranks, costs = [*ranks, rank], [*costs, cost]
+            pairs = zip(costs, ranks, strict=True)
+            costs = [min(cost, self._exchanged_cost(rank, exchange)) for cost, rank in pairs]
         return ranks[costs.index(min(costs))]
 
     def _is_uneven(self, costs: list[int]) -> bool:
         """Whether no placement so far is near an equal share."""
         return min(costs) * self.ranks > UNEVEN * self.priced.total
 
-    def _in_parts(self, share: int) -> Placement:
-        """Small parts of groups: what is small fills the slots of all ranks alike."""
-        items = self.priced.items(self.priced.split(share // PARTS, self.price))
-        return improved(greedy(items, self.ranks))
+    def _may_exchange(self, costs: list[int]) -> bool:
+        groups = self.priced.paths.groups
+        few = len(groups) <= MOST_ROLLOUTS and int(groups.max()) + 1 < FEW * self.ranks
+        return few and not self.whole_groups and self._is_uneven(costs)
 
-    def _with_prompts_apart(self, groups: Items, share: int) -> Iterator[IntArray]:
+    def _with_prompts_apart(self, share: int) -> Iterator[IntArray]:
         """Placements [N] that pay little for a prompt on a further rank, of as many groups as there
         are ranks, or twice as many, the costliest."""
-        count, costliest = len(groups), np.argsort(-groups.whole, kind="stable")
-        for several in sorted({min(count, self.ranks), min(count, 2 * self.ranks)}):
+        whole = self.priced.items(self.priced.paths.groups).whole
+        costliest = np.argsort(-whole, kind="stable")
+        for several in sorted({min(len(whole), self.ranks), min(len(whole), 2 * self.ranks)}):
             chosen = costliest[:several]
             priced = Prompts.of(self.priced, chosen, left=1 / LITTLE).priced
-            items = priced.items(self.priced.split(share // PARTS, lambda _: 0, chosen))
-            placed = improved(greedy(items, self.ranks))
-            yield placed.rank[items.item]
+            items = priced.items(self.priced.split(share // PARTS, chosen, shared_price=0))
+            yield greedy(items, self.ranks).rank_of_rollouts
 
-    def _exchanged_cost(self, rank: IntArray) -> int:
+    def _exchanged_cost(self, rank: IntArray, prices: ExchangePrices) -> int:
         """Predicted cost of a step whose ranks exchange the prompts that several of them have."""
-        assert self.exchange is not None
         prompts = Prompts.of(self.priced, split_groups(self.priced.paths.groups, rank))
-        if not len(prompts.group):
-            return NOWHERE
-        return prompts.step_cost(rank, self.ranks, self.capacity, self.exchange)
-
-    def _naive(self) -> Iterator[IntArray]:
-        """Placements that know less, which a good one is no worse than."""
-        groups, order = self.priced.paths.groups, self.priced.paths.order
-        lengths = np.ones(len(groups), np.int64)
-        lengths[order.rollouts] += order.edges
-        yield in_order(groups, self.ranks, whole_groups=self.whole_groups)
-        yield by_tokens(groups, lengths, self.ranks)
+        return prompts.step_cost(rank, self.ranks, self.capacity, prices)
 
     def _cost(self, rank: IntArray) -> int:
         return lockstep_cost(self.priced, rank, self.ranks, self.capacity)

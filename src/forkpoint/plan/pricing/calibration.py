@@ -11,16 +11,15 @@ import os
 import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from forkpoint.errors import ConfigError
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.pricing.sizes import MOST_LAYERS
-from forkpoint.plan.written import check_of
 from forkpoint.rollouts.batch import short
 from forkpoint.rollouts.schema import (
     Check,
@@ -41,6 +40,7 @@ SCHEMA = 1
 FOLDER_VARIABLE = "FORKPOINT_CALIBRATIONS"
 MOST_BYTES = 1 << 24
 MOST_RANKS = 1 << 20
+MOST_SIZE = 1 << 62
 CURVES = ("block", "rest", "head", "causal", "rectangle", "part")
 RATES = ("causal", "rectangle")
 
@@ -271,13 +271,34 @@ def _curve(figure: Check) -> Check:
     return check
 
 
+# A version that adds a size gives it a default, so that files of earlier ones are read.
+_SIZE = whole(0, MOST_SIZE)
+_SIZES: dict[Any, Check] = {
+    int: _SIZE,
+    bool: flag,
+    int | None: or_null(_SIZE),
+    tuple[int, ...]: array(_SIZE),
+}
+_HINTS = get_type_hints(ModelShape)
+_SHAPE = record(
+    {f.name: _SIZES[_HINTS[f.name]] for f in fields(ModelShape)},
+    optional=[
+        f.name for f in fields(ModelShape) if f.default is not MISSING or f.name == "windows"
+    ],
+)
+
+
+def _shape(value: Any, field: str) -> ModelShape:
+    return ModelShape(**_SHAPE(value, field))
+
+
 _FIELDS = record(
     {
         "schema": one_of(SCHEMA),
         "device": text,
         "versions": mapping(text),
         "compiled": flag,
-        "shape": check_of(ModelShape),
+        "shape": _shape,
         "measured_layers": array(whole(0, MOST_LAYERS), length=2),
         **{name: _curve(_POSITIVE if name in RATES else _NUMBER) for name in CURVES},
         "out_bytes_per_ms": _POSITIVE,

@@ -352,6 +352,18 @@ class Work:
         return linear * (dense + head) + attention * per_pair * pairs
 
 
+def bound_of(dense: Work, shared: Work, shape: ModelShape | None) -> float:
+    """The counted speed-up over dense: FLOPs where the shape is known, else tokens.
+
+    It is the most that sharing can speed up what a model computes.
+    """
+    if not shared.tokens:
+        return 1.0
+    if shape is None:
+        return dense.tokens / shared.tokens
+    return dense.step_flops(shape) / shared.step_flops(shape)
+
+
 def visible_pairs(start: IntArray, length: IntArray, window: int) -> int:
     """Pairs (query, key) that causal attention visits for runs of tokens on their paths.
 

@@ -1,6 +1,7 @@
 """Prices of a plan's microbatches: measured, by counted FLOPs or, without a shape, by tokens."""
 
-from typing import NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,39 +37,41 @@ NOISE = 0.005
 ROW_TOKENS = 180
 
 
-class Meter(Protocol):
+class Meter(ABC):
     """Prices of the microbatches of one plan, in one unit.
 
     They are the same wherever activations of microbatches are meanwhile: a meter of a plan serves
-        those that differ from it in activations alone.
+    those that differ from it in activations alone.
     """
 
     unit: str
 
-    def forward(self, microbatch: Microbatch, *, boundary_only: bool = False) -> float: ...
+    @abstractmethod
+    def forward(self, microbatch: Microbatch, *, boundary_only: bool = False) -> float:
+        """A forward; with `boundary_only` without the head."""
 
+    @abstractmethod
     def backward(self, microbatch: Microbatch) -> float:
         """With what its checkpointing computes again."""
-        ...
 
     def copy(self, nbytes: int, *, out: bool) -> float | None:
         """A copy to the host's memory, or back from there; None where its price is unknown."""
-        ...
+        return None
 
     def kept_bytes(self, microbatch: Microbatch) -> int:
-        """Cost of what a microbatch keeps between its forward and its backward."""
-        ...
+        """Bytes that a microbatch keeps between its forward and its backward."""
+        return 0
 
     def working_bytes(self, microbatch: Microbatch) -> int:
-        """Most that its backward needs besides."""
-        ...
+        """Most bytes that its backward needs besides."""
+        return 0
 
 
-class CountedMeter:
+class CountedMeter(Meter):
     """FLOPs of what runs: edges, padding, microbatches too short to fill a device, and what a
     microbatch and a further launch of attention cost besides. Bytes as counted."""
 
-    unit = "FLOPs"
+    unit: str = "FLOPs"
 
     def __init__(self, plan: Plan) -> None:
         assert plan.shape is not None
@@ -94,15 +97,9 @@ class CountedMeter:
             + gradients
         )
 
-    def copy(self, nbytes: int, *, out: bool) -> float | None:
-        return None
-
     def kept_bytes(self, microbatch: Microbatch) -> int:
         kept = microbatch.padded_tokens * self.shape.activation_bytes(microbatch.checkpointing)
         return kept + logits_bytes(microbatch, self.shape)
-
-    def working_bytes(self, microbatch: Microbatch) -> int:
-        return 0
 
     def _parts(self, microbatch: Microbatch) -> tuple[float, float, float]:
         """FLOPs of a forward: blocks without attention, head, attention."""
@@ -134,25 +131,16 @@ class CountedMeter:
         return int(forest.length[segments][above[np.cumsum(heads) - 1]].sum())
 
 
-class TokenMeter:
+class TokenMeter(Meter):
     """Passes of tokens, where nothing is known of the model: a backward counts as two."""
 
-    unit = "tokens"
+    unit: str = "tokens"
 
     def forward(self, microbatch: Microbatch, *, boundary_only: bool = False) -> float:
         return max(microbatch.padded_tokens, EFFICIENT_TOKENS)
 
     def backward(self, microbatch: Microbatch) -> float:
         return 2 * max(microbatch.padded_tokens, EFFICIENT_TOKENS)
-
-    def copy(self, nbytes: int, *, out: bool) -> float | None:
-        return None
-
-    def kept_bytes(self, microbatch: Microbatch) -> int:
-        return 0
-
-    def working_bytes(self, microbatch: Microbatch) -> int:
-        return 0
 
 
 class _Launches(NamedTuple):
@@ -165,7 +153,7 @@ class _Launches(NamedTuple):
     """Tokens of each launch besides the first, or keys that are gathered."""
 
 
-class MeasuredMeter:
+class MeasuredMeter(Meter):
     """Milliseconds by a calibration.
 
     A microbatch's time is the sum of its blocks' products by how many tokens it has, of its
@@ -173,7 +161,7 @@ class MeasuredMeter:
     rest.
     """
 
-    unit = "ms"
+    unit: str = "ms"
 
     def __init__(self, calibration: Calibration, plan: Plan) -> None:
         assert plan.shape is not None

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from forkpoint.plan.plan import Plan
-from forkpoint.plan.pricing.cost import ModelShape, Work
+from forkpoint.plan.pricing.cost import ModelShape, Work, bound_of
 from forkpoint.plan.runs import LeftOut
 
 
@@ -66,11 +66,9 @@ class Totals:
     @property
     def bound(self) -> float:
         """The counted speed-up over dense: FLOPs where the shape is known, else tokens."""
-        if self.dense is None or self.shared is None or not self.shared.tokens:
+        if self.dense is None or self.shared is None:
             return 1.0
-        if self.shape is None:
-            return self.dense.tokens / self.shared.tokens
-        return self.dense.step_flops(self.shape) / self.shared.step_flops(self.shape)
+        return bound_of(self.dense, self.shared, self.shape)
 
     @property
     def predicted_speedup(self) -> float | None:

@@ -1,0 +1,260 @@
+"""Gradients of a step: those from before it, float32 sums of its backwards, and their undoing."""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from forkpoint.engine.changes import Changes
+from forkpoint.engine.distributed import LocalModel, ModelHolder, local
+from forkpoint.engine.host import Host
+
+
+def twins(
+    model: nn.Module, parameters: Sequence[nn.Parameter], changes: Changes
+) -> list[nn.Parameter]:
+    """Parameters of the same weights, which forwards use until the changes are undone.
+
+    A wrapper that waits for gradients of the model's own parameters (DistributedDataParallel) does
+    not see backwards that reach these.
+    """
+    made = {parameter: nn.Parameter(parameter.detach()) for parameter in parameters}
+    for module in model.modules():
+        held: dict[str, Any] = module._parameters
+        for name, parameter in held.items():
+            if parameter in made:
+                changes.set(held, name, made[parameter])
+    return [made[parameter] for parameter in parameters]
+
+
+class GradientSums:
+    """Sums of the gradients of each backward, in float32 at least where `wide`.
+
+    Autograd adds into `.grad` in the parameter's dtype, which rounds each sum of many microbatches
+    to 8 bits in bfloat16. Where ranks add up their gradients, those from before the step must not
+    be among them. While this collects, `.grad` is empty.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], *, wide: bool = True) -> None:
+        self.parameters = parameters
+        self.wide: bool = wide
+        self._sums: dict[nn.Parameter, Tensor] = {}
+        self._of_leaf: dict[Tensor, nn.Parameter] = {}
+        self._dropped = False
+
+    def collect(self, changes: Changes, leaves: Sequence[nn.Parameter]) -> None:
+        """Collect gradients of backwards, until the changes are undone.
+
+        Gradients are then as they were before, and the sums are still here. `leaves`: by parameter,
+        the one that forwards use: itself, or its twin.
+        """
+        for parameter, leaf in zip(self.parameters, leaves, strict=True):
+            self._of_leaf[leaf] = parameter
+            changes.later(self._leave, leaf, leaf.grad)
+            leaf.grad = None
+            leaf.register_post_accumulate_grad_hook(self._take)
+
+    def _leave(self, leaf: nn.Parameter, before: Tensor | None) -> None:
+        # Not by the handle that the registration returns: an interrupt may have lost that.
+        hooks = leaf._post_accumulate_grad_hooks or {}
+        for key in [key for key, hook in hooks.items() if hook == self._take]:
+            del hooks[key]
+        if not self._dropped:
+            leaf.grad = before
+
+    def drop(self) -> None:
+        """The step has failed: drop the sums, and do not bring back gradients from before."""
+        self._dropped = True
+        self._sums = {}
+
+    def missing_bytes(self) -> int:
+        """Bytes of the sums that do not exist yet."""
+        missing = (p for p in self.parameters if p not in self._sums)
+        return sum(p.numel() * self._dtype(p).itemsize for p in missing)
+
+    @property
+    def leaves(self) -> Collection[Tensor]:
+        """Leaves that forwards use, whose gradients are collected."""
+        return self._of_leaf.keys()
+
+    def _take(self, leaf: nn.Parameter) -> None:
+        gradient = leaf.grad
+        assert gradient is not None
+        leaf.grad = None
+        self.add(self._of_leaf[leaf], gradient)
+
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add a gradient to the sum of a parameter."""
+        if parameter in self._sums:
+            self._sums[parameter].add_(gradient)
+        else:
+            self._sums[parameter] = gradient.detach().to(self._dtype(gradient))
+
+    def reduce(self, over_ranks: Callable[[Sequence[Tensor | None]], list[Tensor | None]]) -> None:
+        """Replace the sums by those over ranks: a function of one entry for each parameter."""
+        reduced = over_ranks([self._sums.get(parameter) for parameter in self.parameters])
+        pairs = zip(self.parameters, reduced, strict=True)
+        self._sums = {p: total for p, total in pairs if total is not None}
+
+    def _dtype(self, tensor: Tensor) -> torch.dtype:
+        return torch.promote_types(tensor.dtype, torch.float32) if self.wide else tensor.dtype
+
+    def add_to_gradients(self) -> None:
+        """Add each sum to its parameter's gradient, and drop it."""
+        while self._sums:
+            parameter, total = self._sums.popitem()
+            if parameter.grad is None:
+                parameter.grad = total.to(parameter.dtype)
+            else:
+                # In place: optimizers and buckets may hold on to this tensor.
+                parameter.grad.detach().add_(total)
+
+
+class LeafSums:
+    """Sums of a loss's gradients at leaves that are no parameters of the model.
+
+    They are added to `.grad` at the end of the step, which until then is as it was before.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[Tensor, Tensor | None] = {}
+        self._copies: dict[Tensor, Tensor] = {}
+        """Of `_before`, where sums may have been added to it."""
+        self._sums: dict[Tensor, Tensor] = {}
+
+    def begin(self, leaves: Iterable[Tensor]) -> None:
+        """A backward is about to add to `.grad` of these leaves, which is empty meanwhile."""
+        for leaf in leaves:
+            self._before.setdefault(leaf, leaf.grad)
+            leaf.grad = None
+
+    def end(self, leaves: Iterable[Tensor], factor: float) -> None:
+        """Collect the gradients of the backward, times a factor."""
+        for leaf in leaves:
+            gradient = leaf.grad
+            leaf.grad = self._before[leaf]
+            if gradient is None:
+                continue
+            if leaf in self._sums:
+                self._sums[leaf].add_(gradient.detach(), alpha=factor)
+            else:
+                # A product: it is no view of a buffer that a wrapper of the leaf writes to again.
+                self._sums[leaf] = gradient.detach() * factor
+
+    def add_to_gradients(self) -> None:
+        for leaf, total in self._sums.items():
+            if leaf.grad is None:
+                leaf.grad = total
+            else:
+                self._copies[leaf] = leaf.grad.detach().clone()
+                leaf.grad.detach().add_(total)
+
+    def restore(self, *, lost: bool) -> None:
+        """Restore every `.grad`, or set it to None with `lost`. May be repeated."""
+        for leaf, before in self._before.items():
+            if before is not None and leaf in self._copies:
+                before.detach().copy_(self._copies[leaf])
+            leaf.grad = None if lost else before
+
+
+class GradientGuard:
+    """Remembers `.grad` from before a step, and removes what a failed step has added."""
+
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        *,
+        restore: bool,
+        sums: GradientSums | None = None,
+        holder: ModelHolder | None = None,
+    ) -> None:
+        """
+        Args:
+            parameters: those that train.
+            restore: whether copies of earlier gradients are kept, to put back after a failure.
+            sums: of parameters whose gradients stay as they are until all backwards are done.
+            holder: of the model; by default this process alone.
+        """
+        self.parameters = parameters
+        self.sums: GradientSums | None = sums
+        self.before: list[Tensor | None] = [p.grad for p in parameters]
+        self.copies: list[Tensor | None] | None = None
+        if restore:
+            self.copies = [None if g is None else g.detach().clone() for g in self.before]
+        self.others: LeafSums = LeafSums()
+        self.touched: bool = False
+        """Whether gradients may have been added to."""
+        self.holder: ModelHolder = holder or LocalModel()
+
+    def begin(self) -> None:
+        """A backward is about to begin."""
+        # Of parameters that are summed apart no gradient is touched.
+        here = self.sums is None or len(self.sums.parameters) < len(self.parameters)
+        self.touched = self.touched or (here and not self.holder.gathered)
+
+    def begin_loss(self, leaves: Iterable[Tensor]) -> None:
+        """A backward of the loss is about to add to gradients of these leaves."""
+        here = set(self._added_in_place())
+        self.touched = self.touched or any(leaf in here for leaf in leaves)
+
+    def _added_in_place(self) -> list[nn.Parameter]:
+        summed = set() if self.sums is None else set(self.sums.parameters)
+        return [p for p in self.parameters if p not in summed]
+
+    def add_sums(self) -> None:
+        """Add all sums to `.grad`, after the last backward."""
+        self.others.add_to_gradients()
+        if self.sums is not None:
+            self.touched = True
+            self.sums.add_to_gradients()
+
+    def add_zeros(self, host: Host) -> None:
+        """Set `.grad` to zeros where it is None and the model's forward reads the parameter.
+
+        For a step that trains on no token. An ordinary loop multiplies each token's loss by the
+        loss mask, and so gives zeros, by which an optimizer applies momentum and weight decay; it
+        skips a parameter without a gradient. `host` must not be entered.
+        """
+        reached: Sequence[object | None] = self.parameters
+        if not host.topology.lockstep:
+            with torch.enable_grad():
+                empty = host.empty_outputs()
+            if not empty.requires_grad:
+                return
+            zeros = torch.zeros_like(empty)
+            reached = torch.autograd.grad(empty, self.parameters, zeros, allow_unused=True)
+        # Of shards all get zeros: the step's collectives cover no further forward.
+        for parameter, found in zip(self.parameters, reached, strict=True):
+            if found is not None and parameter.grad is None:
+                self.touched = True
+                parameter.grad = torch.zeros_like(parameter)
+
+    def missing_bytes(self) -> int:
+        """Bytes of the gradients, or of their sums, that do not exist yet."""
+        sums = 0 if self.sums is None else self.sums.missing_bytes()
+        if self.holder.reduces:
+            return sums + self.holder.missing_bytes()
+        missing = (local(p) for p in self._added_in_place() if p.grad is None)
+        return sums + sum(p.numel() * p.element_size() for p in missing)
+
+    def take_back(self) -> Literal["unchanged", "cleared"]:
+        """Remove what the step has added; after an interrupt it can be repeated.
+
+        Where gradients were there before and no copy of them was kept, all are set to None.
+        """
+        lost = self.touched and self.copies is None and any(g is not None for g in self.before)
+        self.holder.reset(lost=lost)
+        self.others.restore(lost=lost)
+        if not self.touched:
+            return "unchanged"
+        if self.sums is not None:
+            self.sums.drop()
+        copies = self.copies or [None] * len(self.before)
+        for parameter, before, copy in zip(self.parameters, self.before, copies, strict=True):
+            if before is None or copy is None:
+                parameter.grad = None
+                continue
+            before.detach().copy_(copy)
+            parameter.grad = before
+        return "cleared" if lost else "unchanged"

@@ -1,0 +1,59 @@
+"""Critics of transformers: token classifiers of one label."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forkpoint.engine.changes import Changes
+from forkpoint.errors import UnsupportedError
+from forkpoint.hosts.calls import CallContext
+from forkpoint.losses.outputs import Head
+
+
+class ValueHead:
+    """A critic's: the model's own `score` of one label, which needs neither labels nor chunks.
+
+    The place of an edge holds the token before the label, so that the value of a trained token is
+    that of the tokens before it: V(s) of the state in which the token is the action.
+    """
+
+    gives: Head = "values"
+
+    def __init__(self, critic: Any) -> None:
+        """`critic`: a model with `dropout` and `score`, as transformers' token classifiers are."""
+        self.critic = critic
+
+    def _linear(self) -> Any:
+        score = self.critic.score
+        for wrapped in ("original_module", "base_layer"):  # of peft's modules_to_save and LoRA
+            score = getattr(score, wrapped, score)
+        return score
+
+    def weight(self) -> Tensor:
+        return self._linear().weight
+
+    def check(self) -> None:
+        score = self._linear()
+        name = type(self.critic).__name__
+        if type(score) is not nn.Linear:
+            raise UnsupportedError(
+                f"score of {name} is a {type(score).__module__}.{type(score).__name__}; values of "
+                "a plain torch.nn.Linear, as transformers makes it, have been shown exact."
+            )
+        if score.out_features != 1:
+            raise UnsupportedError(
+                f"{name} has {score.out_features} labels; a critic gives one value a token. Load "
+                "it with num_labels=1."
+            )
+
+    def width(self) -> int:
+        return 1
+
+    def enter(self, changes: Changes) -> None:
+        """Nothing changes: `score` is called as it is."""
+
+    def forward(self, hidden_nC: Tensor, context: CallContext) -> dict[str, Tensor]:
+        values_n1 = self.critic.score(self.critic.dropout(hidden_nC))
+        values_n = values_n1.sum(-1)  # of one label; no view, for fully_shard
+        return {"values": values_n.to(torch.promote_types(values_n.dtype, torch.float32))}

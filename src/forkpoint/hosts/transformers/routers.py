@@ -1,0 +1,90 @@
+"""Routers of transformers' mixtures of experts, and the load-balancing loss of their families."""
+
+import sys
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from forkpoint.engine.changes import Changes
+from forkpoint.engine.host import FoundRouter, RouteHolder, RouterNote
+from forkpoint.errors import UnsupportedError
+from forkpoint.hosts.modules import every_module, plain_class
+from forkpoint.hosts.routers import LAST, force_routers, lacks_logits, record_routers
+
+LOAD_BALANCING = "load_balancing_loss_func"
+BIAS = "e_score_correction_bias"
+
+
+class Routers:
+    """The routers of a model whose logits transformers records, in the order of its layers."""
+
+    def __init__(self, causal: PreTrainedModel) -> None:
+        recorded = getattr(causal.base_model, "_can_record_outputs", None) or {}
+        spec: Any = recorded.get("router_logits")
+        kinds = tuple(
+            getattr(entry, "target_class", entry)
+            for entry in (spec if isinstance(spec, list) else [spec])
+            if entry is not None
+        )
+        found = [(n, m) for n, m in every_module(causal) if kinds and isinstance(m, kinds)]
+        self.found: list[FoundRouter] = [FoundRouter(name, module) for name, module in found]
+        self.layers: int = len(found)
+        self.defines_loss: bool = defines_load_balancing(causal)
+        self.coefficient: float = 0.0
+        if adds_load_balancing(causal):
+            self.coefficient = float(causal.config.router_aux_loss_coef)
+
+    @property
+    def experts(self) -> int:
+        """Among how many experts each chooses."""
+        weight = getattr(self.found[0].module, "weight", None)
+        if not isinstance(weight, Tensor):
+            raise UnsupportedError(lacks_logits(self.found[0].name))
+        return weight.shape[0]
+
+    @property
+    def biases(self) -> list[Tensor]:
+        """Of each the buffer that DeepSeek-V3 and GLM-4-MoE keep, [E]."""
+        found = (getattr(router.module, BIAS, None) for router in self.found)
+        return [bias for bias in found if isinstance(bias, Tensor)]
+
+    @property
+    def chosen(self) -> int | None:
+        """To how many experts a token is sent, where routers say so."""
+        found = getattr(self.found[0].module, "top_k", None)
+        return found if isinstance(found, int) else None
+
+    def enter(
+        self, note: RouterNote | None, changes: Changes, holder: RouteHolder | None = None
+    ) -> None:
+        """Give what each router computes to `note` from now on, until the changes are undone, and
+        let it choose what `holder` says."""
+        if note is not None:
+            record_routers(self.found, note, changes)
+        if holder is not None:
+            force_routers(holder.routers or self.found, holder, changes)
+
+    def end_within(self, block: nn.Module, changes: Changes) -> bool:
+        """Let a forward end in the block's router, until the changes are undone.
+
+        False where the block has none.
+        """
+        inside = set(block.modules())
+        router = next((r.module for r in self.found if r.module in inside), None)
+        if router is not None:
+            changes.set(vars(router), LAST, True)
+        return router is not None
+
+
+def defines_load_balancing(causal: PreTrainedModel) -> bool:
+    """Whether transformers adds a load-balancing loss to this model's own."""
+    kind = plain_class(causal)
+    file = sys.modules[kind.__module__]
+    return hasattr(file, LOAD_BALANCING) and kind.__name__.endswith("ForCausalLM")
+
+
+def adds_load_balancing(causal: PreTrainedModel) -> bool:
+    """Whether ordinary training of this model adds that loss by itself."""
+    wanted = getattr(causal.config, "output_router_logits", False)
+    return bool(wanted) and defines_load_balancing(causal)
