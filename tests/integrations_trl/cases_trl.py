@@ -42,11 +42,11 @@ GRPO: dict[str, dict[str, Any]] = {
     "top entropies": {"top_entropy_quantile": 0.3},
     "entropy bonus": {"entropy_coef": 0.1},
     "adaptive entropy": {"entropy_coef": 0.1, "use_adaptive_entropy": True},
-    "truncated completions masked": {"mask_truncated_completions": True},
-    "checkpointing": {"gradient_checkpointing": True},
-    "rewards unscaled": {"scale_rewards": "none"},
+    "truncated completions masked": {
+        "mask_truncated_completions": True,
+        "gradient_checkpointing": True,
+    },
     "rewards of the batch": {"scale_rewards": "batch", "num_generations": 2},
-    "normalize then sum": {"multi_objective_aggregation": "normalize_then_sum"},
     "window of three, generation of two": {
         "gradient_accumulation_steps": 3,
         "steps_per_generation": 2,
@@ -58,20 +58,15 @@ RLOO: dict[str, dict[str, Any]] = {
     "later": {"beta": 0.1, **LATER},
     "normalized": {"normalize_advantages": True, "reward_clip_range": (-1.0, 4.0)},
 }
-SCORES = ("sigmoid", "hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard", "sigmoid_norm")
-SORTED = ("aot", "aot_unpaired", "apo_zero", "apo_down", "discopop")
 DPO: dict[str, dict[str, Any]] = {
-    **{name: {"loss_type": [name]} for name in (*SCORES, *SORTED)},
-    "exo_pair": {"loss_type": ["exo_pair"], "label_smoothing": 0.01},
+    **{name: {"loss_type": [name]} for name in ("sigmoid", "ipo", "bco_pair", "aot", "apo_zero")},
     "robust": {"loss_type": ["robust"], "label_smoothing": 0.1},
     "sigmoid and sft": {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]},
     "ld_alpha": {"ld_alpha": 0.5},
     "weighting": {"use_weighting": True},
     "references beforehand": {"precompute_ref_log_probs": True},
     "forward KL": {"f_divergence_type": "forward_kl", "max_steps": 1},
-    "Jensen-Shannon": {"f_divergence_type": "js_divergence"},
-    "alpha divergence": {"f_divergence_type": "alpha_divergence"},
-    "checkpointing": {"gradient_checkpointing": True},
+    "alpha divergence": {"f_divergence_type": "alpha_divergence", "gradient_checkpointing": True},
     "short last window": {
         "max_steps": -1,
         "num_train_epochs": 1,

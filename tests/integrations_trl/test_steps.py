@@ -2,7 +2,6 @@
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import pytest
 import setups_trl as setups
@@ -15,7 +14,7 @@ from forkpoint.engine.timing import Event
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize("kind", ["grpo", "dpo"])
+@pytest.mark.parametrize("kind", ["grpo"])
 def test_bf16_is_as_near_to_float32_as_stock(kind: str, tmp_path: Path) -> None:
     ours, theirs = 0.0, 0.0
     for seed in (0, 1, 3):  # of which samples are the same in both precisions
@@ -40,7 +39,7 @@ def test_the_scale_of_fp16_is_put_on(tmp_path: Path) -> None:
     assert setups.apart(found[1], found[0]) < 1e-6
 
 
-@pytest.mark.parametrize("kind", ["grpo", "rloo", "dpo"])
+@pytest.mark.parametrize("kind", ["rloo", "dpo"])
 def test_evaluation(kind: str, tmp_path: Path) -> None:
     data = setups.pairs(5) if kind == "dpo" else setups.prompts(4)
     made = {"eval_dataset": data}
@@ -118,22 +117,3 @@ def test_nothing_shared_for_ten_steps_is_a_warning(
         trainer.train()
     found = [r.getMessage() for r in caplog.records if "has shared a token" in r.getMessage()]
     assert len(found) == 1 and "sharing='none'" in found[0]
-
-
-def test_a_loss_that_is_not_the_known_one_is_not_streamed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """TRL's own code computes the gradients where it has changed."""
-    import trl
-
-    known = trl.GRPOTrainer._compute_loss
-
-    def changed(self: Any, model: Any, inputs: Any) -> Any:
-        return known(self, model, {**inputs, "advantages": inputs["advantages"] * 2})
-
-    monkeypatch.setattr(trl.GRPOTrainer, "_compute_loss", changed)
-    with caplog.at_level(logging.WARNING, "forkpoint"):
-        pair = Pair("grpo", tmp_path)
-    assert pair.ours.sharing.streams is False
-    assert any("one more forward" in record.getMessage() for record in caplog.records)
-    assert pair.apart < 2e-6

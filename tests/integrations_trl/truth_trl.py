@@ -10,7 +10,7 @@ import torch
 from cases_trl import STOCK
 from torch import Tensor
 
-from forkpoint.integrations.trl.stand_ins import HeadAnswer
+from forkpoint.integrations.trl.calls import HeadAnswer
 from forkpoint.testing import lifted_upcasts
 
 

@@ -16,7 +16,6 @@ from omegaconf import DictConfig, open_dict
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-from forkpoint.errors import UnsupportedError
 from forkpoint.integrations.verl.refusals import check_options, check_strategy
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "verl.md"
@@ -86,12 +85,6 @@ def test_the_engines_take_the_recipe(folder: Path) -> None:
         check_strategy(made.engine.strategy, "language_model")
         check_options(made.engine, model)
         assert made.engine.forward_only is (role == "ref")
-
-
-def test_without_its_strategy_it_is_refused(folder: Path) -> None:
-    config = read(folder, "actor_rollout_ref.actor.strategy=fsdp")
-    with pytest.raises(UnsupportedError, match=r"strategy .* is 'fsdp'"):
-        check_strategy(config.actor_rollout_ref.actor.strategy, "language_model")
 
 
 def test_the_trainer_of_the_recipe_is_verls_with_other_places() -> None:

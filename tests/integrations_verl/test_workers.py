@@ -78,14 +78,12 @@ def both_updates(case: Case, folder: Path, rows: list[dict[str, Any]]) -> dict[s
 @pytest.mark.parametrize(
     ("case", "ranks"),
     [
-        (Case(entropy=True, entropy_coeff=0.01, kl=True), 1),
-        (Case(loss_mode="gspo", clip=3e-4, loss_agg_mode="seq-mean-token-mean"), 1),
         (Case(engine={"param_offload": True, "optimizer_offload": True}, dynamic=False), 1),
         (Case(lora=True, checkpointing=True), 1),
         (Case(value=True), 1),
         (Case(entropy=True, kl=True), 2),
     ],
-    ids=["grpo", "gspo", "offload", "LoRA", "critic", "two ranks"],
+    ids=["offload", "LoRA", "critic", "two ranks"],
 )
 def test_four_updates_have_the_metrics_of_stock(case: Case, ranks: int, folder: Path) -> None:
     rows = padded_rows(case)
@@ -174,9 +172,8 @@ def squares_of(case: Case, folder: Path, rows: dict[str, Any]) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("temperatures", [False, True])
-def test_sums_of_squared_probabilities_are_those_of_stock(temperatures: bool, folder: Path) -> None:
-    case = Case(temperatures=temperatures, entropy=True)
+def test_sums_of_squared_probabilities_are_those_of_stock(folder: Path) -> None:
+    case = Case(temperatures=True, entropy=True)
     ((expected, found),) = run_ranks(1, squares_of, case, folder, padded_rows(case))
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=1e-6)
     assert torch.tensor(expected)[0].max() > 0

@@ -19,8 +19,7 @@ def placed(sizes: list[int], ranks: int, *, seed: int = 0, shuffled: bool = True
     return prompts, heads, tails, place_groups(prompts, heads, tails, ranks)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("ranks", "seed"), [(1, 0), (2, 1), (8, 2)])
 def test_equal_groups_stay_whole_and_ranks_run_as_much(ranks: int, seed: int) -> None:
     prompts, heads, tails, found = placed([4] * 32, ranks, seed=seed)
     assert sorted(row for rows in found.ranks for row in rows) == list(range(128))
@@ -43,7 +42,7 @@ def test_rows_of_a_prompt_stand_together_in_the_order_in_which_prompts_came() ->
         assert firsts == sorted(firsts, key=prompts.index)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_as_few_groups_are_split_as_there_is_room_for(seed: int) -> None:
     rng = random.Random(seed)
     ranks = rng.choice([2, 3, 4])

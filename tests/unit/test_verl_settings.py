@@ -31,27 +31,23 @@ def test_without_a_file_there_are_the_defaults(tmp_path: Path) -> None:
 def test_options_are_those_of_the_file(tmp_path: Path) -> None:
     text = """
 decomposition = "joint"
-share_warning = false
 [config]
 sharing = "tree"
 max_microbatch_tokens = 4096
 memory_budget = "none"
 """
     config = Config(sharing="tree", max_microbatch_tokens=4096, memory_budget=None)
-    assert loaded(tmp_path, text) == Settings(
-        config=config, decomposition="joint", share_warning=False
-    )
+    assert loaded(tmp_path, text) == Settings(config=config, decomposition="joint")
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("sharing = 'tree'", "sharing is not known; allowed are decomposition, share_warning."),
+        ("sharing = 'tree'", "sharing is not known; allowed are config, decomposition."),
         ("[config]\nshare = 'tree'", "config.share is not known; allowed are sharing, boundary"),
         ("config = 3", "config is 3; it takes a table, [config]."),
         ("[config]\nsharing = 'all'", "table [config]: sharing is 'all'; allowed are 'auto'"),
         ("decomposition = 'rows'", "decomposition is 'rows'; allowed are 'auto', 'joint'."),
-        ("share_warning = 1", "share_warning is 1; allowed are true, false."),
         ("a = ", "names, is no TOML"),
     ],
 )

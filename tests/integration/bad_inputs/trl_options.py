@@ -16,11 +16,10 @@ from forkpoint import Config, wrap
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.integrations.trl import heads, shared_trainer
 from forkpoint.integrations.trl.arrivals import Arrivals
+from forkpoint.integrations.trl.calls import CaptureProxy, HeadAnswer, PackedRows, Rows
+from forkpoint.integrations.trl.losses import one_factor
 from forkpoint.integrations.trl.options import check_known, check_options, check_trainer
-from forkpoint.integrations.trl.routers import one_factor
-from forkpoint.integrations.trl.rows import PackedRows, Rows
 from forkpoint.integrations.trl.sharing import Call, MicroBatch, Sharing
-from forkpoint.integrations.trl.stand_ins import CaptureProxy, HeadAnswer
 from forkpoint.integrations.trl.trainers import _SharedTrainer
 from forkpoint.integrations.trl.undo import LossState
 from forkpoint.testing import tiny_model
@@ -111,10 +110,13 @@ def replaced() -> object:
     rows = Rows(torch.zeros(1, 2), torch.ones(1, 2), torch.ones(1, 2))
     model: Any = tiny_model("llama")
     some: Any = None
-    found._window = [
-        MicroBatch(some, model, some, some, rows, False, some, 1, nothing),  # type: ignore[arg-type]
-        Call(model, rows, (), None, 1, nothing),  # type: ignore[arg-type]
-    ]
+    call = Call(model=model, rows=rows, syncs=False, steps=1)
+    micro_batch = MicroBatch(
+        model=model, rows=rows, syncs=False, steps=1, compute=some, inputs=some, num_items=some
+    )
+    found._window = [call, micro_batch]
+    for one in found._window:
+        one.arrivals = nothing  # type: ignore[assignment]
     return found._finish(lambda: nullcontext())
 
 
@@ -180,11 +182,11 @@ TRL = (
         name="An option of TRL that forkpoint does not know",
         error=UnsupportedError,
         call=lambda: check_known(GRPOTrainer, NewerConfig(invented=0.5)),
-        message="NewerConfig has invented=0.5, an option that forkpoint's GRPOTrainer does not "
-        "know, so that nothing shows that it is honoured. Leave it out, or install a TRL that has "
-        "been tested: pip install 'trl<1.17'.",
+        message="NewerConfig has invented=0.5, an option that forkpoint's GRPOTrainer has not been "
+        "compared with. Leave it out, or install a TRL that has been tested: pip install "
+        "'trl<1.17'.",
         means="A later TRL has options that no comparison was made with. At its default an option "
-        "is let pass, and one of a configuration class of your own is a warning.",
+        "is let pass, and so is one of a configuration class of your own.",
         remedy="Do as the message says.",
     ),
     Kind(

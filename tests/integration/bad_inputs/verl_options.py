@@ -50,9 +50,8 @@ VERL = (
         error=UnsupportedError,
         call=lambda: checked(ulysses_sequence_parallel_size=2),
         message="actor_rollout_ref.actor.ulysses_sequence_parallel_size is 2; forkpoint's engine "
-        "takes 1. Sequences are not split over ranks yet. Set it to 1; rollouts that share "
-        "tokens need less memory than whole rows do. Without VERL_ENGINE_VENDOR=forkpoint "
-        "verl's own engine runs.",
+        "takes 1. Sequences are not split over ranks yet. Rollouts that share tokens need less "
+        "memory than whole rows do. Without VERL_ENGINE_VENDOR=forkpoint verl's own engine runs.",
         means="Other options are refused likewise; [verl.md](verl.md#refused) has them.",
         remedy="Do as the message says, or run verl's own engine.",
     ),
@@ -71,7 +70,7 @@ VERL = (
         error=ConfigError,
         call=loaded,
         prepare=file_of_options('sharing = "tree"'),
-        message="forkpoint.toml: sharing is not known; allowed are decomposition, share_warning. "
+        message="forkpoint.toml: sharing is not known; allowed are config, decomposition. "
         "docs/verl.md says what each does.",
         means="Options of forkpoint.Config are in the table config.",
         remedy="Put [config] above it.",

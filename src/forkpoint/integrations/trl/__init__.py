@@ -7,9 +7,10 @@
 `shared_trainer` makes such a class of other subclasses of TRL's trainers.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from forkpoint.integrations.trl.trainers import found_trainer
+from forkpoint.integrations.trl.trainers import NAMES
 from forkpoint.integrations.trl.trainers import shared_trainer as shared_trainer
 
 __all__ = ["DPOTrainer", "GRPOTrainer", "RLOOTrainer", "shared_trainer"]
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    return found_trainer(name)
+    if name not in NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return shared_trainer(getattr(import_module("trl"), name))
 
 
 def __dir__() -> list[str]:

@@ -39,10 +39,6 @@ class Arrivals:
         found: Any = _Arriving.apply(self, len(values), *values, *self._parameters)
         return found
 
-    @property
-    def arrived(self) -> bool:
-        return any(gradient is not None for gradient in self.gradients)
-
     def _now(self) -> list[tuple[int, int] | None]:
         return [None if p.grad is None else (id(p.grad), p.grad._version) for p in self._parameters]
 

@@ -35,40 +35,18 @@ class Grouping:
         steps = max(1, len(batches) // trainer.args.gradient_accumulation_steps)
         if steps == 1 or (not self.keep and self._warned):
             return inputs
-        prompts = _prompts(batches)
-        order = kept_order(prompts)
         if not self.keep:
-            self._warn(batches, prompts, order, steps)
-            return inputs
-        trainer._buffered_inputs = reordered(batches, order)
-        return trainer._buffered_inputs[trainer._step % trainer.args.steps_per_generation]
-
-    def _warn(self, batches: list[Any], prompts: list[int], order: list[int], steps: int) -> None:
-        self._warned = True
-        prompt_N = torch.cat([one["prompt_mask"].sum(1) for one in batches]).tolist()
-        completion_N = torch.cat([one["completion_mask"].sum(1) for one in batches]).tolist()
-
-        def tokens(rows: list[int]) -> int:
-            size = len(rows) // steps
-            total = sum(completion_N)
-            for step in range(steps):
-                here = rows[step * size : (step + 1) * size]
-                total += sum({prompts[row]: prompt_N[row] for row in here}.values())
-            return total
-
-        given = sum(prompt_N) + sum(completion_N)
-        scattered, kept = tokens(list(range(len(prompts)))), tokens(order)
-        if scattered > kept:
+            self._warned = True
             _log.warning(
                 "This generation batch feeds %d optimizer steps, over which TRL scatters the "
-                "completions of a prompt: of %s tokens %s have to be computed, and %s with "
-                "keep_groups=True, which changes the samples that meet in a step. Pass keep_groups "
-                "to decide; False leaves TRL's order and this warning out.",
+                "completions of a prompt, so that each step runs the prompt again. "
+                "keep_groups=True keeps them in one step, which changes the samples that meet in "
+                "it. Pass keep_groups to decide; False leaves TRL's order and this warning out.",
                 steps,
-                f"{given:,}",
-                f"{scattered:,}",
-                f"{kept:,}",
             )
+            return inputs
+        trainer._buffered_inputs = reordered(batches, kept_order(_prompts(batches)))
+        return trainer._buffered_inputs[trainer._step % trainer.args.steps_per_generation]
 
 
 def _prompts(batches: list[Any]) -> list[int]:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
 from forkpoint.errors import UnsupportedError
-from forkpoint.integrations.trl.rows import IGNORED, Rows
-from forkpoint.integrations.trl.stand_ins import HeadAnswer
+from forkpoint.integrations.trl.calls import IGNORED, HeadAnswer, Rows
 from forkpoint.policy import Policy
 from forkpoint.step.self_check import (
     CEILING_ROUNDINGS,

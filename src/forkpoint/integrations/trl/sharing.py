@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -23,21 +23,30 @@ from forkpoint.config import HEAD_STATISTICS, Config
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts import refusals
 from forkpoint.integrations.trl.arrivals import Arrivals, after_this_backward, autocast_as_now
+from forkpoint.integrations.trl.calls import (
+    Answer,
+    Captured,
+    CaptureProxy,
+    HeadAnswer,
+    PackedRows,
+    Rows,
+    Scorer,
+)
 from forkpoint.integrations.trl.counts import Counts
 from forkpoint.integrations.trl.heads import HeadChecks
 from forkpoint.integrations.trl.losses import (
     TokenTerms,
     additive,
+    check_routers,
+    factor_of,
     in_two_halves,
+    one_factor,
     ranks_of,
+    router_loss,
     streams,
     weighted_step,
 )
-from forkpoint.integrations.trl.routers import check_routers, factor_of, one_factor, router_loss
-from forkpoint.integrations.trl.rows import PackedRows, Rows
-from forkpoint.integrations.trl.stand_ins import Answer, Captured, CaptureProxy, HeadAnswer, Scorer
-from forkpoint.integrations.trl.trust import foreign_method
-from forkpoint.integrations.trl.undo import LossState, Settings
+from forkpoint.integrations.trl.undo import LossState
 from forkpoint.losses.base import FunctionLoss, Loss, LossBatch, LossOutputs
 from forkpoint.plan import Plan
 from forkpoint.policy import Policy, StepStats
@@ -55,36 +64,21 @@ ComputeLoss = Callable[..., Tensor]
 """TRL's `compute_loss` of a trainer: (model, inputs, num_items_in_batch=) to a scalar."""
 
 
-@dataclass(frozen=True, eq=False)
-class MicroBatch:
-    """One micro-batch of a window, with what its loss depends on besides its inputs."""
+@dataclass(eq=False, kw_only=True)
+class Call:
+    """A call of a model, with the gradients that arrive at its outputs."""
 
-    compute: ComputeLoss
     model: nn.Module
-    inputs: Any
-    num_items: Any
     rows: Rows
     syncs: bool
-    """Whether it is the last one before the optimizer's step."""
-    settings: Settings
+    """Whether its micro-batch is the last one before the optimizer's step."""
     steps: int
     """How many windows had run when it came."""
-    arrivals: Arrivals
-
-
-@dataclass(frozen=True, eq=False)
-class Call:
-    """A call of a model, of whose answer a loss has been computed."""
-
-    model: nn.Module
-    rows: Rows
-    names: tuple[str, ...]
-    """Of what gradients arrive at."""
-    expert_counts: Tensor | None
+    names: tuple[str, ...] = ()
+    """Of the outputs, where a loss has been computed of them."""
+    expert_counts: Tensor | None = None
     """int64 [rows, layers, experts], where it was asked for the load-balancing loss."""
-    steps: int
-    """How many windows had run when it came."""
-    arrivals: Arrivals
+    arrivals: Arrivals = field(init=False)
 
     def weight(self, name: str) -> Tensor:
         """The gradient by an output: [tokens], or a scalar; 0 where none has arrived."""
@@ -92,6 +86,15 @@ class Call:
         shape = () if name == ROUTERS else (int(self.rows.present.sum()),)
         found = values.get(name)
         return torch.zeros(shape, device=self.rows.input_ids.device) if found is None else found
+
+
+@dataclass(eq=False, kw_only=True)
+class MicroBatch(Call):
+    """One whose loss is computed with those of its window."""
+
+    compute: ComputeLoss
+    inputs: Any
+    num_items: Any
 
 
 class Sharing:
@@ -108,7 +111,7 @@ class Sharing:
         """Whether steps are streamed; None until the first one has looked at the options."""
         self.counts: Counts = Counts(config)
         self.last_plan: Plan | None = None
-        self._window: list[MicroBatch | Call] = []
+        self._window: list[Call] = []
         """Micro-batches, or calls of the model, that a backward has reached."""
         self._gathers = False
         """Whether a loss is to be computed with those of its window."""
@@ -191,16 +194,24 @@ class Sharing:
 
     # Training ------------------------------------------------------------------------------------
 
-    def training_step(self, run: Callable[[], Tensor], ours: type) -> Tensor:
+    def training_step(self, run: Callable[[], Tensor], foreign: str | None) -> Tensor:
         """The loss of a micro-batch, as `run`, the trainer's own `training_step`, gives it.
 
         Where losses are computed with those of their window it is 0 before the last micro-batch,
         and then the losses of all.
+
+        foreign: a method of the loss that is not TRL's code; None if there is none.
         """
-        foreign = foreign_method(self.trainer, ours)
         if foreign is not None:
             self.streams = False
-            self._warn(foreign)
+            if not self._warned:
+                self._warned = True
+                _log.warning(
+                    "%s is not TRL's own code. It runs once, when its micro-batch comes, on "
+                    "log-probs that are computed for it: one more forward, in which rows of other "
+                    "micro-batches are not shared.",
+                    foreign,
+                )
             return run()
         self._gathers, self._value = True, None
         try:
@@ -210,16 +221,6 @@ class Sharing:
             self._gathers = False
         value = self._value
         return torch.zeros_like(factor) if value is None else factor * value
-
-    def _warn(self, foreign: str) -> None:
-        if not self._warned:
-            self._warned = True
-            _log.warning(
-                "%s is not TRL's own code. It runs once, when its micro-batch comes, on log-probs "
-                "that are computed for it: one more forward, in which rows of other micro-batches "
-                "are not shared.",
-                foreign,
-            )
 
     def loss(
         self,
@@ -253,27 +254,31 @@ class Sharing:
         finally:
             state.restore()
         self._check_head(model, rows)
-        syncs = bool(trainer.accelerator.sync_gradients)
-        arrivals = self._arrivals(policy, lambda: found, rows, syncs=syncs)
         found = MicroBatch(
-            compute, model, inputs, num_items, rows, syncs, Settings(trainer), self._steps, arrivals
+            model=model,
+            rows=rows,
+            syncs=bool(trainer.accelerator.sync_gradients),
+            steps=self._steps,
+            compute=compute,
+            inputs=inputs,
+            num_items=num_items,
         )
-        return arrivals.at(torch.ones((), device=rows.input_ids.device))[0]
+        return self._awaited(found, torch.ones((), device=rows.input_ids.device))[0]
 
-    def _arrivals(
-        self, policy: Policy, one: Callable[[], MicroBatch | Call], rows: Rows, *, syncs: bool
-    ) -> Arrivals:
-        """Takes `one` into the window when a backward reaches it; if that `syncs`, the window runs
-        when the backward is done."""
-        autocast = autocast_as_now(rows.input_ids.device)
+    def _awaited(self, call: Call, *values: Tensor) -> tuple[Tensor, ...]:
+        """The values, with a graph whose backward takes the call into the window; if that is the
+        last one, the window runs when the backward is done."""
+        autocast = autocast_as_now(call.rows.input_ids.device)
 
         def reached() -> None:
-            if one() not in self._window:
-                self._window.append(one())
-            if syncs:
+            if call not in self._window:
+                self._window.append(call)
+            if call.syncs:
                 after_this_backward(partial(self._finish, autocast))
 
-        return Arrivals([p for _, p in policy.host.named_parameters()], reached)
+        parameters = [p for _, p in self.policy(call.model).host.named_parameters()]
+        call.arrivals = Arrivals(parameters, reached)
+        return call.arrivals.at(*values)
 
     def check_finished(self) -> None:
         """Raises UnsupportedError where an optimizer steps without the gradients of its window."""
@@ -297,7 +302,7 @@ class Sharing:
                 one.arrivals.check_gradients()
             one.arrivals.used = True
         batches = [one for one in window if isinstance(one, MicroBatch)]
-        calls = [one for one in window if isinstance(one, Call)]
+        calls = [one for one in window if not isinstance(one, MicroBatch)]
         if batches and calls:
             raise UnsupportedError(
                 "the trainer's compute_loss was replaced between the micro-batches of an "
@@ -367,14 +372,13 @@ class Sharing:
         packed = PackedRows([one.rows for one in window], self.temperature)
         references = self._references(packed)
         begin = time.perf_counter()
-        now = Settings(self.trainer)
         routed, device = window[0].rows.routed, packed.cells.device
         unknown = torch.zeros((), device=device) if routed else None
 
         def losses(per_token: Mapping[str, Tensor], routers: Tensor | None = unknown) -> Tensor:
             state.restore()  # where a step is repeated its loss is, too
             answers = self._answers(packed, per_token, routers)
-            return self._losses(window, now, answers, references)
+            return self._losses(window, answers, references)
 
         factor = router = None
         if routed:
@@ -446,23 +450,19 @@ class Sharing:
     def _losses(
         self,
         window: Sequence[MicroBatch],
-        now: Settings,
         answers: Sequence[HeadAnswer],
         references: Sequence[HeadAnswer] | None,
     ) -> Tensor:
-        """The sum of TRL's losses of a window's micro-batches. `now`: what was set when it ran."""
+        """The sum of TRL's losses of a window's micro-batches."""
         values = []
         for index, (one, answer) in enumerate(zip(window, answers, strict=True)):
             reference = None
             if references is not None:
                 reference = Answer(None, one.rows, references[index])
-            with one.settings.again(now), self._as_in(one, reference):
+            model = Answer(one.model, one.rows, answer)
+            with self._as_in(one, reference):
                 values.append(
-                    one.compute(
-                        Answer(one.model, one.rows, answer),
-                        copy(one.inputs),
-                        num_items_in_batch=one.num_items,
-                    )
+                    one.compute(model, copy(one.inputs), num_items_in_batch=one.num_items)
                 )
         return torch.stack(values).sum()
 
@@ -504,38 +504,22 @@ class Sharing:
                 own = found.own_router_loss * ranks_of(policy)
                 routers = torch.tensor(own, device=packed.cells.device)
             if torch.is_grad_enabled():
-                counts = found.rollout_expert_counts
-                values, routers = self._reachable(model, rows, values, routers, counts)
+                given = {n: values[n] for n in ("logprobs", "entropies") if n in values}
+                if routers is not None:
+                    given[ROUTERS] = routers
+                call = Call(
+                    model=model,
+                    rows=rows,
+                    syncs=bool(self.trainer.accelerator.sync_gradients),
+                    steps=self._steps,
+                    names=tuple(given),
+                    expert_counts=found.rollout_expert_counts,
+                )
+                values |= dict(zip(given, self._awaited(call, *given.values()), strict=True))
+                routers = values.pop(ROUTERS, None)
             return self._answers(packed, values, routers)[0]
 
         return Scorer(model, score)
-
-    def _reachable(
-        self,
-        model: nn.Module,
-        rows: Rows,
-        values: dict[str, Tensor],
-        routers: Tensor | None,
-        expert_counts: Tensor | None,
-    ) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Outputs of a call, with a graph at whose end gradients are kept for the step.
-
-        Args:
-            model: the model that was called.
-            rows: the call's.
-            values: outputs [T] by forkpoint's names.
-            routers: the load-balancing loss, where it was asked for.
-            expert_counts: int64 [rows, layers, experts], likewise.
-        """
-        given = {name: values[name] for name in ("logprobs", "entropies") if name in values}
-        if routers is not None:
-            given[ROUTERS] = routers
-        syncs = bool(self.trainer.accelerator.sync_gradients)
-        arrivals = self._arrivals(self.policy(model), lambda: call, rows, syncs=syncs)
-        call = Call(model, rows, tuple(given), expert_counts, self._steps, arrivals)
-        found = dict(zip(given, arrivals.at(*given.values()), strict=True))
-        routers = found.pop(ROUTERS, None)
-        return values | found, routers
 
     def _references(self, packed: PackedRows) -> list[HeadAnswer] | None:
         if not self._asks:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
-from operator import attrgetter
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,16 +11,16 @@ from transformers import TrainerCallback
 
 from forkpoint.config import Config
 from forkpoint.errors import ConfigError, UnsupportedError
+from forkpoint.integrations.trl.calls import StandIn
 from forkpoint.integrations.trl.groups import Grouping
+from forkpoint.integrations.trl.losses import check_routers
 from forkpoint.integrations.trl.options import (
     check_arguments,
     check_options,
     check_trainer,
     check_version,
 )
-from forkpoint.integrations.trl.routers import check_routers
 from forkpoint.integrations.trl.sharing import Sharing
-from forkpoint.integrations.trl.stand_ins import StandIn
 from forkpoint.rollouts.batch import short
 
 Base: Any = object
@@ -93,7 +93,7 @@ class _SharedTrainer(Base):
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """TRL's, whose backward runs the step at a window's last micro-batch."""
         run = partial(super().training_step, *args, **kwargs)
-        return self.sharing.training_step(run, _SharedTrainer)
+        return self.sharing.training_step(run, foreign_method(self))
 
     def compute_loss(
         self,
@@ -149,10 +149,48 @@ class _SharedTrainer(Base):
         super().log(logs, start_time)
 
 
+LOSS = ("compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies")
+"""Methods that make a loss."""
+STEP = "training_step"
+"""The method that calls the first of them, and a backward of what it gives."""
+_PACKAGES = ("trl.trainer.", "trl.extras.", "transformers.")
+
+
+def foreign_method(trainer: Any) -> str | None:
+    """The name of a method that is not TRL's, with that of its class; None if all are TRL's.
+
+    A loss of TRL's own code may be computed several times, when all micro-batches of an optimizer
+    step are there. Other code may draw random numbers, count its calls or use parameters besides
+    log-probs, so that it runs once, when its micro-batch comes. A `training_step` of a class before
+    _SharedTrainer calls the one that is meant here, or does not run in a step of forkpoint's.
+    """
+    ours, classes = _SharedTrainer, type(trainer).__mro__
+    for name in LOSS:
+        if name in vars(trainer):
+            return f"trainer.{name}"
+    for name in (*LOSS, STEP):
+        begin = classes.index(ours) if name == STEP else 0
+        owners = (c for c in classes[begin:] if c is not ours and name in vars(c))
+        owner = next(owners, None)
+        if owner is not None and not _is_known(vars(owner)[name]):
+            return f"{owner.__name__}.{name}"
+    return None
+
+
+def _is_known(function: Any) -> bool:
+    """Whether TRL or transformers define a function, and all that it wraps."""
+    while function is not None:
+        if not isinstance(function, FunctionType):
+            return False
+        # Not __module__, which functools.wraps copies.
+        if not function.__globals__["__name__"].startswith(_PACKAGES):
+            return False
+        function = vars(function).get("__wrapped__")
+    return True
+
+
 PACKAGE = "forkpoint.integrations.trl"
 NAMES = ("GRPOTrainer", "RLOOTrainer", "DPOTrainer")
-SHARED = "shared_trainer:"
-"""The start of the names by which pickle finds classes that `shared_trainer` has made."""
 
 
 @cache
@@ -164,8 +202,7 @@ def shared_trainer(trainer: type) -> type:
             loss asks its model for log-probs as theirs do.
 
     Returns a subclass of the same name, the same one at every call. Its constructor takes two more
-    keywords: `forkpoint`, a Config, and `keep_groups`. It can be pickled where `trainer` is found
-    by its module and name, also where it takes that name itself, as a decorator's result does.
+    keywords: `forkpoint`, a Config, and `keep_groups`.
 
     Raises UnsupportedError for other classes.
     """
@@ -181,23 +218,5 @@ def shared_trainer(trainer: type) -> type:
         )
     if issubclass(trainer, _SharedTrainer):
         return trainer
-    # pickle asks the module for the qualified name, and takes dots in it for attributes.
-    place = f"{trainer.__module__}:{trainer.__qualname__}".replace(".", "/")
-    name = trainer.__name__ if trainer in known else SHARED + place
-    namespace = {"__doc__": trainer.__doc__, "__module__": PACKAGE, "__qualname__": name}
-    bases: tuple[type, ...] = (_SharedTrainer, trainer)
-    return type(trainer.__name__, bases, namespace)
-
-
-def found_trainer(name: str) -> type:
-    """The class of a name in `forkpoint.integrations.trl`: that of a trainer of TRL, or one by
-    which pickle finds a class that `shared_trainer` has made.
-
-    Raises AttributeError for other names.
-    """
-    if name in NAMES:
-        return shared_trainer(getattr(import_module("trl"), name))
-    if not name.startswith(SHARED):
-        raise AttributeError(f"module {PACKAGE!r} has no attribute {name!r}")
-    module, _, names = name.removeprefix(SHARED).replace("/", ".").partition(":")
-    return shared_trainer(attrgetter(names)(import_module(module)))
+    names = {"__doc__": trainer.__doc__, "__module__": PACKAGE}
+    return type(trainer.__name__, (_SharedTrainer, trainer), names)

@@ -1,8 +1,6 @@
-"""State of a trainer that its loss reads and writes, for a loss that is computed again or later."""
+"""State of a trainer that its loss reads and writes, for a loss that is computed again."""
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +10,6 @@ from forkpoint.errors import UnsupportedError
 
 CLONED_BYTES = 1 << 20
 """Larger tensors are not copied, and a loss that writes into one is refused."""
-PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 class LossState:
@@ -31,7 +28,9 @@ class LossState:
             self._keep(name, value)
 
     def _keep(self, name: str, value: Any) -> None:
-        if isinstance(value, PLAIN) or id(value) in self._seen:
+        if not isinstance(value, Tensor | dict | list | set | deque | tuple):
+            return
+        if id(value) in self._seen:
             return
         self._seen.add(id(value))
         if isinstance(value, Tensor):
@@ -41,16 +40,11 @@ class LossState:
             return
         if isinstance(value, dict):
             self._contents.append((value, dict(value)))
-            inner = [(f"{name}[{key!r}]", item) for key, item in value.items()]
-        elif isinstance(value, list | set | deque):
+        elif not isinstance(value, tuple):
             self._contents.append((value, list(value)))
-            inner = [(f"{name}[{index}]", item) for index, item in enumerate(value)]
-        elif isinstance(value, tuple):
-            inner = [(f"{name}[{index}]", item) for index, item in enumerate(value)]
-        else:
-            return
-        for each in inner:
-            self._keep(*each)
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            self._keep(f"{name}[{key!r}]", item)
 
     def restore(self) -> None:
         """Put everything back; it may be called several times.
@@ -84,33 +78,3 @@ class LossState:
 def _version(tensor: Tensor) -> int:
     """torch's count of changes; tensors of torch.inference_mode have none, and do not change."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-class Settings:
-    """Plain attributes of a trainer and of its arguments at one moment."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._owners = (vars(trainer), vars(trainer.args))
-        self._values = [
-            {name: value for name, value in owner.items() if isinstance(value, PLAIN)}
-            for owner in self._owners
-        ]
-
-    @contextmanager
-    def again(self, now: "Settings") -> Iterator[None]:
-        """Within it, what was changed between this moment and the later one `now` is as it was.
-
-        So a loss that is computed later than its micro-batch came finds what a callback had set.
-        """
-        changed = [
-            {name: value for name, value in values.items() if later.get(name, value) != value}
-            for values, later in zip(self._values, now._values, strict=True)
-        ]
-        for owner, values in zip(self._owners, changed, strict=True):
-            owner.update(values)
-        try:
-            yield
-        finally:
-            for owner, values, later in zip(self._owners, changed, now._values, strict=True):
-                # What the loss itself has written stays.
-                owner.update({n: later[n] for n, value in values.items() if owner[n] == value})

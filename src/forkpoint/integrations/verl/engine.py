@@ -16,14 +16,14 @@ from typing import Any, cast
 import torch
 
 from forkpoint.errors import ConfigError, RankError
-from forkpoint.integrations.verl.groups import GroupWatch, RankGroups, warn
+from forkpoint.integrations.verl.groups import LOOKED_AT, RankPart, sharing_message
 from forkpoint.integrations.verl.losses import ORDER, TOLERANCE, MicroBatch, MiniBatchLoss
 from forkpoint.integrations.verl.refusals import check_batch, check_options, check_strategy
 from forkpoint.integrations.verl.rows import Rows, jagged
 from forkpoint.integrations.verl.settings import Settings, load_settings
 from forkpoint.losses.base import Decomposition, FunctionLoss
 from forkpoint.plan import Plan
-from forkpoint.policy import Policy, StepStats
+from forkpoint.policy import Policy
 from forkpoint.wrapping import wrap
 
 _log = logging.getLogger("forkpoint")
@@ -34,18 +34,6 @@ SQUARES, SQUARES_ASKED = "sum_pi_squared", "calculate_sum_pi_squared"
 LOG_SQUARES = "log_sum_sq_probs"
 DIFFERS = 20 * TOLERANCE
 """Of gradients that a step has used, relative to the norm of those that it should have."""
-DEPENDS = (
-    "the loss was taken for a sum over tokens or rollouts, and its gradients by log-probs were off "
-    "by {difference:.2g} of their norm: they depend on other rollouts after all. "
-)
-JOINTLY = (
-    "The step is done again for the whole mini-batch at once, and so are those that follow. "
-    'decomposition = "joint" in the file that FORKPOINT_VERL_CONFIG names does so from the start.'
-)
-AGAIN = (
-    "There were gradients before this step, so that it cannot be done again. Set "
-    'decomposition = "joint" in the file that FORKPOINT_VERL_CONFIG names.'
-)
 
 
 class SharedEngine:
@@ -75,7 +63,8 @@ class SharedEngine:
         check_strategy(engine_config.strategy, model_config.model_type)
         check_options(engine_config, model_config)
         self.settings: Settings = load_settings()
-        self._watch = GroupWatch()
+        self._unseen = LOOKED_AT
+        """Mini-batches whose sharing is still to be looked at: the same number on all ranks."""
         self._decided: tuple[Any, bool, Decomposition] | None = None
         cast(Any, super()).__init__(
             model_config, engine_config, optimizer_config, checkpoint_config
@@ -198,9 +187,6 @@ class SharedEngine:
             policy = policy.with_config(head_statistics=(LOG_SQUARES,))
         scores = policy.score(rows.batch, entropy="entropies" in outputs)
         self.last_plan = scores.plan
-        if self._watch.looks and self.settings.share_warning:
-            groups = RankGroups.of(rows.batch, scores.plan)
-            self._watch.scored(self._exchange(groups))
         if loss is not None:
             results, _ = self._together(partial(loss.results, dict(scores.per_token)))
             return [
@@ -225,31 +211,27 @@ class SharedEngine:
     ) -> tuple[list[dict[str, Any]], dict[str, list[float]]]:
         """Leave gradients; outputs and losses, and metrics of forkpoint's own."""
         decomposition = self._decomposition(loss, function, entropy)
-        parameters = [p for p in self.module.parameters() if p.requires_grad]
-        fresh = all(p.grad is None for p in parameters)
-        stats = self._step(rows, loss, decomposition, entropy)
+        stats = self.policy.forward_backward(
+            rows.batch, FunctionLoss(loss, decomposition, needs_entropy=entropy)
+        )
         results = loss.whole
         if decomposition != "joint":
             work = partial(loss.results, dict(stats.per_token), gradients=True)
             results, difference = self._together(work)
             difference = max(self._exchange(difference))
             if difference > DIFFERS:
-                depends = DEPENDS.format(difference=difference)
-                if not all(self._exchange(fresh)):
-                    raise ConfigError(depends + AGAIN)
-                if self.rank == 0:
-                    warn(depends + JOINTLY)
-                self._decided = (function, entropy, "joint")
-                for parameter in parameters:
+                for parameter in self.module.parameters():
                     parameter.grad = None
-                stats = self._step(rows, loss, "joint", entropy)
-                results = loss.whole
+                raise ConfigError(
+                    "the loss was taken for a sum over tokens or rollouts, and its gradients by "
+                    f"log-probs were off by {difference:.2g} of their norm: its terms depend on "
+                    'other rollouts. Gradients are cleared. Set decomposition = "joint" in the '
+                    "file that FORKPOINT_VERL_CONFIG names."
+                )
         if results is None:  # nothing is trained, so that no loss was called
             results, _ = self._together(partial(loss.results, dict(stats.per_token)))
         self.last_plan = stats.plan
-        if self._watch.looks and self.settings.share_warning:
-            groups = RankGroups.of(rows.batch, stats.plan)
-            self._watch.trained(self._exchange(groups), warn if self.rank == 0 else None)
+        self._look_at_groups(rows, stats.plan)
         metrics = {
             "computed_tokens": float(stats.computed_tokens),
             "given_tokens": float(stats.logical_tokens),
@@ -258,12 +240,14 @@ class SharedEngine:
         found = [{"model_output": r.outputs, "loss": r.loss, "metrics": r.metrics} for r in results]
         return found, {PREFIX + name: [value] for name, value in metrics.items()}
 
-    def _step(
-        self, rows: Rows, loss: MiniBatchLoss, decomposition: Decomposition, entropy: bool
-    ) -> StepStats:
-        return self.policy.forward_backward(
-            rows.batch, FunctionLoss(loss, decomposition, needs_entropy=entropy)
-        )
+    def _look_at_groups(self, rows: Rows, plan: Plan) -> None:
+        """Warn once where one of the first mini-batches shares little."""
+        if not self._unseen:
+            return
+        message = sharing_message(self._exchange(RankPart.of(rows.batch, plan)))
+        self._unseen = 0 if message is not None else self._unseen - 1
+        if message is not None and self.rank == 0:
+            _log.warning("%s", message)
 
     def _decomposition(
         self, loss: MiniBatchLoss, function: Callable[..., Any], entropy: bool

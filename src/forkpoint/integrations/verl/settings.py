@@ -32,12 +32,10 @@ class Settings:
     decomposition: `auto` finds out whether the loss is a sum over tokens, or over rollouts, whose
         terms do not depend on one another; then a step needs one pass. `joint` supposes nothing of
         the loss, for one more forward where a mini-batch takes several of forkpoint's microbatches.
-    share_warning: whether a worker says once that little is shared, and why.
     """
 
     config: Config = field(default_factory=Config)
     decomposition: Decomposition = "auto"
-    share_warning: bool = True
 
 
 def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
@@ -48,9 +46,8 @@ def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
     name = environment.get(VARIABLE, "")
     if not name:
         return Settings()
-    path = Path(name)
     try:
-        given: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        given: dict[str, Any] = tomllib.loads(Path(name).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
             f"{VARIABLE} is {name!r}, which cannot be read ({error.strerror}). It takes the path "
@@ -60,34 +57,27 @@ def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
         raise ConfigError(
             f"{name}, which {VARIABLE} names, is no TOML: {error}. An example is in docs/verl.md."
         ) from error
-    table: dict[str, Any] = given.pop("config", {})
+    table: dict[str, Any] = given.setdefault("config", {})
     if not isinstance(table, dict):
         raise ConfigError(f"{name}: config is {short(table)}; it takes a table, [config].")
-    _check_names(name, given, [f.name for f in fields(Settings) if f.name != "config"], "")
-    _check_names(name, table, CONFIG_KEYS, "config.")
+    allowed = [f.name for f in fields(Settings)]
+    for prefix, keys, known in (("", given, allowed), ("config.", table, CONFIG_KEYS)):
+        for key in keys:
+            if key not in known:
+                raise ConfigError(
+                    f"{name}: {prefix}{key} is not known; allowed are {', '.join(known)}. "
+                    "docs/verl.md says what each does."
+                )
+    decomposition = given.get("decomposition", "auto")
+    if decomposition not in get_args(Decomposition):
+        raise ConfigError(
+            f"{name}: decomposition is {short(decomposition)}; allowed are "
+            f"{', '.join(map(repr, get_args(Decomposition)))}."
+        )
     if table.get("memory_budget") == NO_VALUE:
         table["memory_budget"] = None
     try:
         config = Config(**table)
     except ConfigError as error:
         raise ConfigError(f"{name}, table [config]: {error}") from error
-    settings = Settings(config=config, **given)
-    if settings.decomposition not in get_args(Decomposition):
-        raise ConfigError(
-            f"{name}: decomposition is {short(settings.decomposition)}; allowed are "
-            f"{', '.join(map(repr, get_args(Decomposition)))}."
-        )
-    if not isinstance(settings.share_warning, bool):
-        raise ConfigError(
-            f"{name}: share_warning is {short(settings.share_warning)}; allowed are true, false."
-        )
-    return settings
-
-
-def _check_names(file: str, given: dict[str, Any], known: list[str], table: str) -> None:
-    for key in given:
-        if key not in known:
-            raise ConfigError(
-                f"{file}: {table}{key} is not known; allowed are {', '.join(known)}. "
-                "docs/verl.md says what each does."
-            )
+    return Settings(config=config, decomposition=decomposition)

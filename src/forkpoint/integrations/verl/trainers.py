@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, cast
 
-from forkpoint.integrations.verl.groups import warn
-
 _log = logging.getLogger("forkpoint")
 
 PREFIX = "forkpoint_"
@@ -128,7 +126,7 @@ class WholeGroups:
         placement = place_groups(prompts, heads, tails, ranks)
         if placement.split and not self._told:
             self._told = True
-            warn(
+            _log.warning(
                 SPLIT.format(
                     split=len(placement.split),
                     prompts=len(set(prompts)),

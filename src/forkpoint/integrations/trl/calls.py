@@ -1,12 +1,17 @@
-"""Rows of padded tokens that a trainer of TRL gives its model, as one batch of rollouts."""
+"""Calls of a model by TRL's losses: their rows, and the objects that answer them.
 
-from collections.abc import Mapping, Sequence
+TRL's losses ask the model for log-probs by `model(..., labels=labels, fused_lm_head=True)`. A
+CaptureProxy learns in this way which rows a loss wants, an Answer gives it what forkpoint has
+computed, and a Scorer computes it at once.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from forkpoint.errors import UnsupportedError
 from forkpoint.rollouts.batch import RolloutBatch
@@ -47,9 +52,8 @@ class Rows:
         input_ids, labels = given.pop("input_ids"), given.pop("labels")
         mask = given.pop("attention_mask", None)
         routed = bool(given.pop("output_router_logits", False))
-        for name in ("fused_lm_head", "use_cache"):  # TRL's head uses no cache whatever is given
-            given.pop(name, None)
-        for name in given:
+        # TRL's head uses no cache.
+        for name in sorted(given.keys() - {"fused_lm_head", "use_cache"}):
             remedy = REMEDIES.get(name, "Leave out what makes the trainer pass it.")
             raise UnsupportedError(
                 f"the trainer gives its model {name}, which forkpoint's trainers do not take: "
@@ -106,11 +110,104 @@ class PackedRows:
         Each is [B, W - 1]: column j belongs to the token of column j + 1, and is 0 where that is
         not scored.
         """
-        count = sum(len(rows.input_ids) for rows in self.calls)
-        every = values_T.new_zeros(count * self.width).index_put((self.cells,), values_T)
-        found, begin = [], 0
-        for rows in self.calls:
-            size, width = rows.input_ids.shape
-            found.append(every.view(count, self.width)[begin : begin + size, 1:width])
-            begin += size
-        return found
+        sizes = [len(rows.input_ids) for rows in self.calls]
+        every = values_T.new_zeros(sum(sizes) * self.width).index_put((self.cells,), values_T)
+        parts = every.view(-1, self.width).split(sizes)
+        return [
+            part[:, 1 : rows.input_ids.shape[1]]
+            for part, rows in zip(parts, self.calls, strict=True)
+        ]
+
+
+@dataclass(eq=False)
+class HeadAnswer:
+    """Outputs of a fused head: [B, W - 1] each, or None where not asked for; names are TRL's."""
+
+    log_probs: Tensor
+    entropy: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+    mean_logits: Tensor | None = None
+    is_top1: Tensor | None = None
+    label_mask: Tensor | None = None
+    loss: Tensor | None = None
+    aux_loss: Tensor | None = None
+
+
+class Captured(BaseException):
+    """The rows of the first call; not an Exception, so that no handler of a loss takes it."""
+
+    def __init__(self, rows: Rows) -> None:
+        super().__init__()
+        self.rows: Rows = rows
+
+
+class StandIn:
+    """Reads attributes from the model, and answers calls with `fused_lm_head=True` itself."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self.model: nn.Module | None = model
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "model":  # not set yet
+            raise AttributeError(name)
+        return getattr(self.model, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not args and kwargs.get("fused_lm_head"):
+            return self.answered(kwargs)
+        return self.other_call(*args, **kwargs)
+
+    def answered(self, arguments: dict[str, Any]) -> HeadAnswer:
+        raise NotImplementedError
+
+    def other_call(self, *args: Any, **kwargs: Any) -> Any:
+        """A call for something else than the fused head's outputs."""
+        raise UnsupportedError(
+            "the trainer's loss calls its model for something else than log-probs (arguments "
+            f"{', '.join([*map(repr, map(type, args)), *kwargs]) or 'none'}), which forkpoint does "
+            "not compute in a training step. Use a loss of log-probs and entropies, or the "
+            "trainer of TRL itself."
+        )
+
+
+class CaptureProxy(StandIn):
+    """Ends the loss at its first call, by raising Captured."""
+
+    def answered(self, arguments: dict[str, Any]) -> HeadAnswer:
+        raise Captured(Rows.of_call(arguments))
+
+
+class Answer(StandIn):
+    """Gives what has been computed for the rows that were captured."""
+
+    def __init__(self, model: nn.Module | None, rows: Rows, answer: HeadAnswer) -> None:
+        super().__init__(model)
+        self.rows: Rows = rows
+        self.answer: HeadAnswer = answer
+
+    def answered(self, arguments: dict[str, Any]) -> HeadAnswer:
+        asked, known = arguments["input_ids"], self.rows.input_ids
+        if asked.shape != known.shape:
+            raise UnsupportedError(
+                f"the trainer's loss asks its model for rows of shape {tuple(asked.shape)} after "
+                f"it asked for {tuple(known.shape)}; one call of one model, and one of the "
+                "reference model with the same rows, are what forkpoint's trainers answer."
+            )
+        return self.answer
+
+
+class Scorer(StandIn):
+    """Computes the rows at once; other calls go to the model where gradients are not enabled."""
+
+    def __init__(self, model: nn.Module | None, score: Callable[[Rows], HeadAnswer]) -> None:
+        super().__init__(model)
+        self._score = score
+
+    def answered(self, arguments: dict[str, Any]) -> HeadAnswer:
+        return self._score(Rows.of_call(arguments))
+
+    def other_call(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            return super().other_call(*args, **kwargs)
+        assert self.model is not None
+        return self.model(*args, **kwargs)
