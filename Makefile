@@ -21,7 +21,7 @@ TRL ?= trl==1.16.0
 trl_ready := .venv-trl/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-ranks test-full test-quick fuzz check format errors-page test-gpu test-wheel test-versions test-trl test-verl clean
+.PHONY: help demo test test-slow test-ranks test-full test-quick fuzz check format errors-page mutate test-gpu test-wheel test-versions test-trl test-verl clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ test-quick: $(ready)  ## the fast tests alone, for every save
 
 fuzz: $(ready)  ## random models, batches and plans from fresh seeds, for FUZZ_SECONDS
 	@$(bin)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS) --seed $$(date +%s)
+
+mutate: $(ready)  ## which seeded changes of the source the tests find; hours, less with WORKERS
+	@$(bin)/python scripts/mutate.py --workers $(WORKERS) --out mutate-output
 
 check: $(ready)  ## lint, formatting, types, and every example of the documentation
 	@$(bin)/ruff check .
@@ -91,7 +94,7 @@ $(trl_ready): pyproject.toml constraints.txt
 	@echo "$(TRL)" > $@
 
 clean:  ## remove the environment and everything built or cached
-	rm -rf $(venv) .venv-trl .venv-verl .venvs build dist demo-output .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(venv) .venv-trl .venv-verl .venvs build dist demo-output mutate-output .pytest_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch is named by constraints.txt from the start, so that nothing pulls another build of it.

@@ -27,7 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -50,12 +50,13 @@ AREAS: dict[str, tuple[str, ...]] = {
     "ops/head": ("tests/numerics/test_head*.py", *STEPS),
     "ops": ("tests/numerics/test_*delta*.py", "tests/numerics/test_selective*.py", *STEPS),
     "tree": ("tests/unit/test_forest.py", "tests/unit/test_layout.py", *PLANS, *STEPS),
-    "plan": (*PLANS, "tests/unit/test_[cem]*.py", *STEPS),
-    "parallel": (*RANKS, "tests/parallel/test_[gps]*.py"),
-    "rollouts": ("tests/unit/test_[brt]*.py", "tests/integration/test_bad_inputs.py"),
-    "engine": (*STEPS, "tests/integration/test_[cfglrtz]*.py"),
-    "step": (*STEPS, "tests/integration/test_ca*.py", "tests/integration/test_[lrs]*.py"),
-    "hosts": (*STEPS, "tests/integration/test_hosts*.py", "tests/integration/test_[ls]*.py"),
+    "plan": (*PLANS, "tests/unit/test_*.py", *STEPS),
+    "parallel/placement": ("tests/unit/test_placement*.py", *RANKS),
+    "parallel": (*RANKS, "tests/parallel/test_*.py"),
+    "rollouts": ("tests/unit/test_*.py", "tests/integration/test_bad_inputs.py"),
+    "engine": (*STEPS, "tests/integration/test_[a-h]*.py", "tests/integration/test_[i-z]*.py"),
+    "step": ("tests/integration/test_[a-l]*.py", "tests/integration/test_[m-z]*.py"),
+    "hosts": (*STEPS, "tests/integration/test_hosts*.py", "tests/integration/test_verify*.py"),
 }
 
 
@@ -91,19 +92,19 @@ class Tree:
     def make(self, change: Change) -> Path | None:
         """Make the change, and return the changed file; None where its lines do not occur."""
         named = self.source / change.file
-        others = [path for path in sorted(self.source.rglob("*.py")) if path != named]
         places = list(_places(named, change)) if named.exists() else []
         if len(places) <= change.nth:
-            moved = [(path, at) for path in others for at in _places(path, change)]
-            if len({path for path, _ in moved}) != 1 or len(moved) <= change.nth:
+            others = (path for path in self.source.rglob("*.py") if path != named)
+            moved = {path: at for path in others if (at := list(_places(path, change)))}
+            if len(moved) != 1:
                 return None
-            named, places = moved[0][0], [at for _, at in moved]
+            ((named, places),) = moved.items()
+            if len(places) <= change.nth:
+                return None
         at = places[change.nth]
         lines = named.read_text(encoding="utf-8").splitlines()
-        indent = re.match(" *", lines[at])[0]  # pyright: ignore[reportOptionalSubscript]
-        lines[at : at + change.old.count("\n") + 1] = textwrap.indent(
-            change.new, indent
-        ).splitlines()
+        new = textwrap.indent(change.new, _indentation(lines[at])).splitlines()
+        lines[at : at + change.old.count("\n") + 1] = new
         self.write(named, "\n".join(lines) + "\n")
         return named
 
@@ -152,7 +153,7 @@ DROPPED = {"detach", "clamp", "append", "sorted", "abs", "max", "min"}
 
 def draw(source: Path, count: int, seed: int) -> list[Change]:
     """Changes of lines in AREAS, as many of one area as of another; the same for one seed."""
-    by_area: dict[str, list[tuple[Path, str, ast.AST, str]]] = {}
+    by_area: dict[str, list[tuple[Path, str, ast.expr | ast.stmt, str]]] = {}
     for path in sorted(source.rglob("*.py")):
         if (area := path.relative_to(source).parts[0]) in AREAS:
             for node, scope in _computing(ast.parse(path.read_text(encoding="utf-8")), ""):
@@ -164,7 +165,7 @@ def draw(source: Path, count: int, seed: int) -> list[Change]:
     return [as_change(source, *change) for change in rng.sample(drawn, count)]
 
 
-def _computing(node: ast.AST, scope: str) -> Iterator[tuple[ast.AST, str]]:
+def _computing(node: ast.AST, scope: str) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
     """Nodes of functions that compute something: no texts, errors, annotations, defaults."""
     if isinstance(node, (ast.Raise, ast.Assert, ast.Import, ast.ImportFrom, ast.JoinedStr)):
         return
@@ -173,7 +174,7 @@ def _computing(node: ast.AST, scope: str) -> Iterator[tuple[ast.AST, str]]:
         for child in node.body:
             yield from _computing(child, scope)
         return
-    if scope:
+    if scope and isinstance(node, (ast.expr, ast.stmt)):
         yield node, scope
     for child in ast.iter_child_nodes(node):
         yield from _computing(child, scope)
@@ -205,21 +206,25 @@ def _others(node: ast.AST) -> Iterator[str]:
         yield "pass"
 
 
-def as_change(source: Path, path: Path, scope: str, node: ast.AST, other: str) -> Change:
+def as_change(
+    source: Path, path: Path, scope: str, node: ast.expr | ast.stmt, other: str
+) -> Change:
     """The change that puts the text `other` in the place of a node."""
-    text, file = path.read_text(encoding="utf-8"), path.relative_to(source).as_posix()
-    begin, end = node.lineno - 1, node.end_lineno  # pyright: ignore[reportAttributeAccessIssue]
-    lines = text.splitlines()
-    held = lines[begin:end]
+    begin = node.lineno - 1
+    lines = path.read_text(encoding="utf-8").splitlines()[begin : node.end_lineno]
     # Columns of ast are counted in bytes.
-    before = held[0].encode()[: node.col_offset].decode()  # pyright: ignore[reportAttributeAccessIssue]
-    after = held[-1].encode()[node.end_col_offset :].decode()  # pyright: ignore[reportAttributeAccessIssue]
+    before = lines[0].encode()[: node.col_offset].decode()
+    after = lines[-1].encode()[node.end_col_offset :].decode()
     bare = "pass" if other == "pass" else f"({other})"
-    old, new = textwrap.dedent("\n".join(held)), (before + bare + after).strip()
+    old = textwrap.dedent("\n".join(lines))
     # Where the first line is not the least indented one, its indentation is kept.
-    first = re.match(" *", old)[0]  # pyright: ignore[reportOptionalSubscript]
-    change = Change(file, scope, old, first + new)
-    return Change(file, scope, old, first + new, list(_places(path, change)).index(begin))
+    new = _indentation(old) + (before + bare + after).strip()
+    change = Change(path.relative_to(source).as_posix(), scope, old, new)
+    return replace(change, nth=list(_places(path, change)).index(begin))
+
+
+def _indentation(text: str) -> str:
+    return text[: len(text) - len(text.lstrip(" "))]
 
 
 def tests_of(file: str, root: Path) -> list[str]:

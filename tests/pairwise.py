@@ -2,7 +2,6 @@
 
 `make test` and `make test-slow` run the part, `make test-full`, or FORKPOINT_FULL_PRODUCTS=1, whole
 products. A fault that needs the values of one option or of two together is found by either.
-`scripts/mutate_products.py` compares what both find.
 """
 
 import os

@@ -2,8 +2,6 @@
 
 The expected numbers are written out, defaults too, and are not read from the loss. An option that
 is ignored, or a default that is another number than is documented, fails here.
-`python scripts/mutate_losses.py` changes the losses, one thing at a time, and finds what no test
-notices.
 """
 
 import math

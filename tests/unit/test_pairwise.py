@@ -1,15 +1,11 @@
 """Drawn rows have every pair of values, and whole products every row."""
 
-import ast
 from itertools import combinations, product
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pairwise import pairwise
 
-ROOT = Path(__file__).parents[2]
 OPTIONS = (("a", "b"), (0, 1, 2), (None, 7), tuple("wxyz"))
 
 
@@ -49,25 +45,3 @@ def test_whole_products() -> None:
 
 def test_values_need_not_be_hashable() -> None:
     assert pairwise([[1], {2: 3}], [[4]], full=False) == [([1], [4]), ({2: 3}, [4])]
-
-
-def literal(tree: ast.Module, name: str) -> Any:
-    """The value of an assignment of constants at the top of a module."""
-    (value,) = [
-        node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
-    ]
-    return ast.literal_eval(value)
-
-
-def test_what_the_mutations_change_and_run_exists() -> None:
-    """scripts/mutate_products.py names files and tests, which others rename."""
-    tree = ast.parse((ROOT / "scripts/mutate_products.py").read_text(encoding="utf-8"))
-    for folder, names in literal(tree, "CHANGED").items():
-        for name in names:
-            assert (ROOT / "src/forkpoint" / folder / f"{name}.py").is_file(), f"{folder}/{name}"
-    for test in literal(tree, "TESTS"):
-        file, _, function = test.partition("::")
-        text = (ROOT / file).read_text(encoding="utf-8")
-        assert f"def {function or 'test_'}" in text, test
