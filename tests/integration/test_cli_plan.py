@@ -152,12 +152,12 @@ def test_plan_needs_no_torch(rollouts: Path, config: Path) -> None:
 
 
 def test_plan_streams_batches(shell: Shell, tmp_path: Path, config: Path) -> None:
-    """The table of a stream is the sum of its batches' plans, or one of them where asked for."""
+    """The answer on a stream is the sum of its batches' plans, or one of them where asked for."""
     made = made_up_rollouts(groups=6)
     file = write_rollouts(tmp_path / "six.jsonl", made)
     done = shell("plan", file, "--model", config, "--batch-rollouts", 6, "--details")
     result = done.result
-    assert result["batches"] == 3 and "3 batches, each with its plan" in done.out
+    assert result["batches"] == 3 and ", 3 batches" in done.out
     assert "in visiting order" not in done.out
     parts = [
         shell(
@@ -326,14 +326,6 @@ def test_a_device_that_is_none(
 ) -> None:
     done = shell("plan", rollouts, *words)
     assert done.code == 2 and message in done.err
-
-
-def test_a_report_of_a_device(shell: Shell, rollouts: Path, tmp_path: Path) -> None:
-    report = ("report", rollouts, "--model", "qwen3-8b", "--dtype", "bfloat16")
-    page = tmp_path / "page.html"
-    done = shell(*report, "--device-memory", "40GB", "--optimizer-bytes", "2", "--output", page)
-    assert done.code == 0 and "does not fit" in done.out
-    assert "does not fit" in page.read_text()
 
 
 def test_plan_on_ranks(shell: Shell, rollouts: Path, config: Path) -> None:

@@ -46,7 +46,7 @@ OPTIONS = {
     },
     "report": {
         *("--output", "--plots", "--model", "--limit", "--json"),
-        *(*READING, *PLANNING, *MEMORY, *DEVICE),
+        *(*READING, *PLANNING, *MEMORY),
     },
     "verify": {
         *("--model", "--limit-groups", "--limit", "--json", *ROUTERS),

@@ -42,12 +42,11 @@ from forkpoint.apps.report.verdict import (
     drift_trend,
     gradients_tile,
     measured_speed_tile,
-    memory_answer,
+    memory_tiles,
     norm_bar,
     predicted_speed_tile,
 )
 from forkpoint.plan import Totals, make_plan
-from forkpoint.plan.device_memory import DeviceMemory
 from forkpoint.rollouts.files import save_rollouts
 from forkpoint.units import GIB
 from json_mutations import HOSTILE, Raw
@@ -258,16 +257,12 @@ def test_speeds_in_words() -> None:
 
 
 def test_memory_beside_its_limit() -> None:
-    device = DeviceMemory(80 * GIB, parameters=10**9, dtype_bytes=2)
-    (tile,), warnings = memory_answer(30 * GIB, device=device)
-    assert not warnings and tile.state == "plain"
-    assert (tile.value, tile.label) == ("30.0 GiB", "of memory at the peak, of 80.0 GiB")
-    (tile,), (warning,) = memory_answer(193 * GIB, device=device)
-    assert tile.state == "bad" and "does not fit" in warning
-    (tile,), (warning,) = memory_answer(30 * GIB, budget=20 * GIB)
-    assert tile.label.endswith("of a budget of 20.0 GiB")
-    assert "need 30.0 GiB, and 20.0 GiB is left" in warning
-    assert memory_answer(9 * GIB, budget=20 * GIB)[1] == [] and memory_answer(None) == ([], [])
+    (tile,) = memory_tiles(30 * GIB)
+    assert (tile.value, tile.label) == ("30.0 GiB", "of memory at the peak")
+    assert tile.state == "plain" and memory_tiles(None) == []
+    (tile,) = memory_tiles(30 * GIB, budget=20 * GIB)
+    assert tile.state == "bad" and tile.label.endswith("of a budget of 20.0 GiB")
+    assert memory_tiles(9 * GIB, budget=20 * GIB)[0].state == "plain"
 
 
 def test_the_answers_of_a_replay(tmp_path: Path) -> None:
@@ -331,7 +326,7 @@ def page_of(text: Any, rows: Any = None) -> str:
     columns = ("name", text)
     figure = Figure(name="t", title=text, caption=text, columns=columns, rows=rows, notes=(text,))
     tile = Tile(value=text, label=text, remark=text)
-    chapter = Chapter(title=text, subtitle=text, tiles=(tile,), figures=(figure,), warnings=(text,))
+    chapter = Chapter(title=text, subtitle=text, tiles=(tile,), figures=(figure,))
     return render_page(text, [chapter])
 
 

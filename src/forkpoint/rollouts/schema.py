@@ -13,9 +13,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, TypeVar, get_type_hints
 
-import numpy as np
-from numpy.typing import NDArray
-
 from forkpoint.rollouts.batch import short
 
 T = TypeVar("T")
@@ -202,37 +199,6 @@ def array(inner: Check, *, length: int | None = None) -> Check:
         if length is not None and len(value) != length:
             raise SchemaError(f"{field} has {len(value)} entries; it takes {length}")
         return tuple(inner(entry, f"{field}[{index}]") for index, entry in enumerate(value))
-
-    return check
-
-
-def row_of(*inner: Check) -> Check:
-    """A list with one entry for each of these checks, as a tuple."""
-
-    def check(value: Any, field: str) -> tuple[Any, ...]:
-        if not isinstance(value, list | tuple) or len(value) != len(inner):
-            raise refuse(field, value, f"a list of {len(inner)} entries")
-        pairs = enumerate(zip(inner, value, strict=True))
-        return tuple(one(entry, f"{field}[{index}]") for index, (one, entry) in pairs)
-
-    return check
-
-
-def whole_numbers(least: int, most: int) -> Check:
-    """A list of whole numbers within bounds, as int64 [N]."""
-    single = whole(least, most)
-
-    def check(value: Any, field: str) -> NDArray[np.int64]:
-        if not isinstance(value, list):
-            raise refuse(field, value, "a list of whole numbers")
-        # One pass in C where all is well, which for large plans is most of the time of reading.
-        if set(map(type, value)) <= {int} and (
-            not value or (least <= min(value) and max(value) <= most)
-        ):
-            return np.asarray(value, np.int64)
-        for index, entry in enumerate(value):
-            single(entry, f"{field}[{index}]")
-        raise AssertionError("no entry is wrong by itself")
 
     return check
 

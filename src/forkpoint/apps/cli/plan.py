@@ -35,7 +35,6 @@ from forkpoint.apps.cli.plan_text import (
     mode_table,
     modes,
     plan_lines,
-    totals_table,
 )
 from forkpoint.apps.cli.ranks import Ranks
 from forkpoint.errors import ConfigError, ForkpointError
@@ -154,7 +153,7 @@ class Plan:
         show_source(source, out)
         out.show(*plan_lines(shown, totals, estimate.groups, self.file, self.model, device))
         out.show(*(ranks.lines(LABEL) if ranks else ()))
-        self._show_details(out, shown, totals, estimate)
+        self._show_details(out, shown, totals.batches > 1, estimate)
         facts = {"device_memory": device and _device_facts(device, totals)}
         facts |= {"ranks": ranks.facts() if ranks else None}
         out.result(self._result(shown, totals, estimate) | facts)
@@ -174,12 +173,10 @@ class Plan:
             calibration,
         )
 
-    def _show_details(self, out: Output, plan: MadePlan, totals: Totals, of: Estimate) -> None:
-        """The tables that were asked for."""
-        if self.details and totals.batches > 1:
-            out.show(totals_table(totals, of.groups))
-        if self.batch is not None or (self.details and totals.batches == 1):
-            if totals.batches > 1:
+    def _show_details(self, out: Output, plan: MadePlan, several: bool, of: Estimate) -> None:
+        """The tables that were asked for; `several`: whether there are several batches."""
+        if self.batch is not None or (self.details and not several):
+            if several:
                 out.show(f"batch {self.batch}:")
             out.show(plan.explain(width=out.width))
         if self.details:

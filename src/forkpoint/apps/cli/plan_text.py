@@ -127,33 +127,6 @@ def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
-def totals_table(totals: Totals, groups: int) -> Table:
-    """The plans of several batches in one table."""
-    rows = [
-        ("rollouts, groups", f"{totals.rollouts:,}, {groups:,}"),
-        ("logical tokens (as given)", f"{totals.logical_tokens:,}"),
-        ("unique tokens (once in each batch)", f"{totals.unique_tokens:,}"),
-        ("tokens without gradient, not run", f"{totals.left_out.tokens:,}"),
-        ("computed tokens (edges run)", f"{totals.computed_tokens:,}"),
-        ("padding run besides", f"{totals.padding:,}"),
-        ("microbatches", f"{totals.microbatches:,}"),
-    ]
-    for kind, count in totals.kinds.most_common():
-        rows.append((f"planned as {kind}", f"{count:,} of {totals.batches:,}"))
-    if totals.predicted_peak_bytes is not None:
-        peak = format_bytes(totals.predicted_peak_bytes)
-        rows.append(("activations and prefix cache at the worst peak", peak))
-        rows.append(("predictions rest on", totals.rests_on or "counted FLOPs and bytes"))
-    if totals.predicted_ms is not None:
-        rows.append(("predicted time of all steps, ms", f"{totals.predicted_ms:,.1f}"))
-    if totals.predicted_speedup is not None:
-        speedup = f"{totals.predicted_speedup:.2f}x"
-        rows.append(("predicted speed-up, padding included", speedup))
-    unit = "FLOPs" if totals.shape is not None else "tokens"
-    rows.append((f"bound on the speed-up ({unit})", f"{totals.bound:.2f}x"))
-    return table(f"{totals.batches:,} batches, each with its plan", rows)
-
-
 def mode_table(estimate: Estimate, name: str) -> Table:
     """The savings of each way to share."""
     dense = max(1, estimate.work["none"].tokens)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import DisallowNone, Positional, arg
 
 from forkpoint.apps.cli.options import (
-    Device,
     Flag,
     Limit,
     Memory,
@@ -61,7 +60,6 @@ class Report:
     reading: Reading = field(default_factory=Reading)
     planning: Planning = field(default_factory=Planning)
     memory: Memory = field(default_factory=Memory)
-    device: Device = field(default_factory=Device)
 
     def run(self) -> int:
         out = Output(json_only=self.json)
@@ -84,8 +82,6 @@ class Report:
             plots = write_plots(named, self.plots)
         for chapter in chapters:
             out.show(f"{chapter.title}: {chapter.subtitle}")
-            for warning in chapter.warnings:
-                out.show(f"  warning: {warning}")
             for tile in chapter.tiles:
                 remark = tile.remark.partition(". ")[0].removesuffix(".")
                 out.show(f"  {tile.value} {tile.label} ({remark})")
@@ -139,8 +135,6 @@ class Report:
         from forkpoint.apps.report.rollouts import rollouts_chapter
 
         shape = self.memory.shape(self.model)
-        device = self.device.memory(self.model, shape)
-        budget_bytes = None if device is None else device.budget_bytes
         source = self.reading.open(path, self.limit)
         # Batches of a trace are those of optimizer steps, which share nothing with each other.
         recorded = source.trace is not None and self.limit is None
@@ -151,18 +145,10 @@ class Report:
                 if shape is not None:
                     batch.check_vocabulary(shape.vocab)
                 # Of no known loss: what has no trained tokens is left out.
-                yield (
-                    batch,
-                    make_plan(
-                        batch,
-                        shape,
-                        self.planning.config(),
-                        measured_budget_bytes=budget_bytes,
-                        runs=run_lengths(batch),
-                    ),
-                )
+                config = self.planning.config()
+                yield batch, make_plan(batch, shape, config, runs=run_lengths(batch))
 
-        chapter = rollouts_chapter(path.name, planned(), recorded=recorded, device=device)
+        chapter = rollouts_chapter(path.name, planned(), recorded=recorded)
         show_source(source, out)
         return chapter
 

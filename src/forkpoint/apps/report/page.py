@@ -46,8 +46,6 @@ class Chapter:
     subtitle: str
     tiles: Sequence[Tile]
     figures: Sequence[Figure]
-    warnings: Sequence[str] = ()
-    """Sentences that stand above everything else."""
 
 
 def render_page(title: str, chapters: Sequence[Chapter]) -> str:

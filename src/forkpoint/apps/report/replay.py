@@ -17,7 +17,7 @@ from forkpoint.apps.report.verdict import (
     drift_trend,
     gradients_tile,
     measured_speed_tile,
-    memory_answer,
+    memory_tiles,
     tokens_tile,
 )
 from forkpoint.errors import ConfigError
@@ -57,7 +57,7 @@ def replay_chapter(run: Run) -> Chapter:
     totals = ReplayReport(steps=steps).to_dict()
     measured = totals["shared_peak_memory_bytes"]
     predicted = [step.shared.predicted_peak_bytes for step in steps]
-    memory, warnings = memory_answer(
+    memory = memory_tiles(
         # A budget is for what is predicted; what was measured has fitted.
         measured or max((peak for peak in predicted if peak is not None), default=None),
         measured=measured is not None,
@@ -85,7 +85,6 @@ def replay_chapter(run: Run) -> Chapter:
             ),
             *memory,
         ],
-        warnings=warnings,
         figures=figures,
     )
 

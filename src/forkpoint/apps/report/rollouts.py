@@ -7,9 +7,8 @@ import numpy as np
 from forkpoint.apps.report.draw import Draw, forest
 from forkpoint.apps.report.page import Cell, Chapter, Figure
 from forkpoint.apps.report.text import abbreviate
-from forkpoint.apps.report.verdict import Tile, memory_answer, predicted_speed_tile, tokens_tile
+from forkpoint.apps.report.verdict import Tile, memory_tiles, predicted_speed_tile, tokens_tile
 from forkpoint.plan import Plan, Totals
-from forkpoint.plan.device_memory import DeviceMemory
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.batch_tensors.identifiers import prompt_lengths
 from forkpoint.units import exactly
@@ -28,7 +27,6 @@ def rollouts_chapter(
     batches: Iterable[tuple[RolloutBatch, Plan]],
     *,
     recorded: bool = False,
-    device: DeviceMemory | None = None,
 ) -> Chapter:
     """A chapter on the savings of sharing, from a plan of each batch.
 
@@ -38,7 +36,6 @@ def rollouts_chapter(
         name: the file's.
         batches: rollouts, and their plan.
         recorded: whether they are those of a trace, and not one file taken as one batch.
-        device: the device that is planned for, whose memory is shown beside the predicted peak.
     """
     totals, name = Totals(), abbreviate(name, MAX_NAME_CHARACTERS)
     pictures: list[Draw] = []
@@ -59,7 +56,7 @@ def rollouts_chapter(
                 notes.append(f"Of {label} the {MAX_SEGMENTS:,} largest segments are drawn.")
     if totals.batches > MAX_BATCHES:
         notes.append(f"Not drawn: {totals.batches - MAX_BATCHES:,} more of the batches.")
-    memory, warnings = memory_answer(totals.predicted_peak_bytes, budget=budget, device=device)
+    memory = memory_tiles(totals.predicted_peak_bytes, budget=budget)
     what = "rollouts, taken as one batch"
     if recorded:
         what = f"{totals.batches:,} recorded batches, each by itself"
@@ -75,7 +72,6 @@ def rollouts_chapter(
             *memory,
             Tile(value=rollouts, label=of_groups, remark=remark),
         ],
-        warnings=warnings,
         figures=[
             Figure(
                 name="forest",

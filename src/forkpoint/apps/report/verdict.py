@@ -8,7 +8,6 @@ from typing import Any, Literal
 from forkpoint.apps.replay.records import ReplayStep
 from forkpoint.apps.replay.trend import Trend, trend
 from forkpoint.plan import Totals
-from forkpoint.plan.device_memory import DeviceMemory
 from forkpoint.units import format_bytes
 
 NORM_BARS = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
@@ -141,43 +140,25 @@ def tokens_tile(computed: int, given: int, left_out: int) -> Tile:
     )
 
 
-def memory_answer(
-    peak: int | None,
-    *,
-    measured: bool = False,
-    budget: int | None = None,
-    device: DeviceMemory | None = None,
-) -> tuple[list[Tile], list[str]]:
-    """The largest peak of memory as a tile, and a warning if it is more than there is.
+def memory_tiles(
+    peak: int | None, *, measured: bool = False, budget: int | None = None
+) -> list[Tile]:
+    """The largest peak of memory; no tile where it is not known.
 
     Args:
-        peak: bytes of activations and prefix cache; None if it is not known.
+        peak: bytes of activations and prefix cache.
         measured: whether a device measured it.
         budget: bytes that plans were made for; None without a limit.
-        device: the device that is planned for, whose limit counts in place of a budget.
     """
     if peak is None:
-        return [], []
-    limit = budget if device is None else max(0, device.left_bytes)
-    label, remark = "of memory at the peak", "Weights, their gradients and the optimizer are added."
-    if device is not None:
-        label += f", of {format_bytes(device.total_bytes)}"
-        besides = format_bytes(device.besides_bytes)
-        remark = f"Weights, gradients, the optimizer and a margin take {besides}."
-    elif limit is not None:
-        label += f", of a budget of {format_bytes(limit)}"
-    too_large = limit is not None and peak > limit
-    tile = Tile(
-        value=format_bytes(peak),
-        label=label,
-        remark=f"{'Measured' if measured else 'Predicted'}: activations and prefix cache at the "
-        f"worst moment. {remark}",
-        state="bad" if too_large else "plain",
-    )
-    if not too_large or limit is None:
-        return [tile], []
-    return [tile], [
-        f"The plan does not fit: activations and prefix cache need {format_bytes(peak)}, and "
-        f"{format_bytes(limit)} is left. Take fewer or shorter rollouts, bfloat16 weights, "
-        "adapters, an optimizer of smaller states, or a sharded model."
+        return []
+    of_budget = "" if budget is None else f", of a budget of {format_bytes(budget)}"
+    return [
+        Tile(
+            value=format_bytes(peak),
+            label=f"of memory at the peak{of_budget}",
+            remark=f"{'Measured' if measured else 'Predicted'}: activations and prefix cache at "
+            "the worst moment. Weights, their gradients and the optimizer are added.",
+            state="plain" if budget is None or peak <= budget else "bad",
+        )
     ]
