@@ -115,9 +115,7 @@ def draw_memory(axis: Axes, plan: Plan, steps: list[Step], unit: float, colour: 
         # A row's activations grow through its forward and go as its backward walks back.
         for at, slots in ((begin, tokens), (end, held)):
             x.append(at / unit)
-            y.append(
-                (slots * SHAPE.activation_bytes() + plan.cache_tokens * boundary) / 1e9
-            )
+            y.append((slots * SHAPE.activation_bytes() + plan.cache_tokens * boundary) / 1e9)
         tokens = held
     axis.plot(x, y, color=colour, lw=1.6)
     axis.fill_between(x, y, color=colour, alpha=0.12)

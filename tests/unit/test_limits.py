@@ -174,6 +174,7 @@ def test_lines_are_those_of_a_split(data: st.DataObject, tmp_path_factory: Any) 
         + zstandard.compress(GOOD[9:]),
         gzip.compress(b"") + gzip.compress(GOOD) + bytes(100),
     ],
+    ids=["skippable frame", "several zstd frames", "two gzip members"],
 )  # fmt: skip
 def test_frames_and_members(content: bytes, tmp_path: Path) -> None:
     assert load_rollouts(write(tmp_path, content))[0].token_ids.tolist() == [1, 2, 3]
@@ -187,6 +188,7 @@ def test_frames_and_members(content: bytes, tmp_path: Path) -> None:
         (zstandard.compress(GOOD) + SKIPPABLE[:-1], "the last zstd frame has no end"),
         (zstandard.compress(gzip.compress(GOOD)), "byte 2 is 0x8b.* compressed once with gzip"),
     ],
+    ids=["gzip and rubbish", "zstd and rubbish", "frame without end", "gzip in zstd"],
 )
 def test_content_that_is_not_compressed_once(content: bytes, said: str, tmp_path: Path) -> None:
     with pytest.raises(RolloutError, match=said):
