@@ -76,8 +76,9 @@ class _Stored:
     """A storage in host memory, and on the device again once it has been fetched."""
 
     def __init__(self, host: Tensor, sent: Any) -> None:
-        self.host, self.sent = host, sent
-        self.index = -1
+        self.host: Tensor = host
+        self.sent: Any = sent
+        self.index: int = -1
         """Its position in the order in which storages were last saved, after the forward."""
         self.device: Tensor | None = None
         self.arrived: Any = None
@@ -87,10 +88,11 @@ class _View:
     """Stand-in that autograd keeps for a tensor: which storage, and the view of it."""
 
     def __init__(self, stored: _Stored, tensor: Tensor) -> None:
-        self.stored = stored
-        self.dtype = tensor.dtype
-        self.size, self.stride = tensor.size(), tensor.stride()
-        self.offset = tensor.storage_offset()
+        self.stored: _Stored = stored
+        self.dtype: torch.dtype = tensor.dtype
+        self.size: torch.Size = tensor.size()
+        self.stride: tuple[int, ...] = tensor.stride()
+        self.offset: int = int(tensor.storage_offset())
 
 
 class OffloadedMicrobatch:

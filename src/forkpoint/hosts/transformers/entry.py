@@ -45,8 +45,8 @@ FINAL_NORMS = ("norm", "final_layernorm")
 class TransformersEntry:
     """A causal language model or critic of transformers, perhaps inside a peft model."""
 
-    known_hooks = refusals.KNOWN_HOOKS
-    requiring_gradients = refusals.REQUIRING_GRADIENTS
+    known_hooks: tuple[Definition, ...] = refusals.KNOWN_HOOKS
+    requiring_gradients: tuple[Definition, ...] = refusals.REQUIRING_GRADIENTS
     known_gradient_hooks: tuple[Definition, ...] = (SUMMED_HOOK,)
 
     def __init__(self, model: nn.Module, splits: Sequence[Any] = ()) -> None:
