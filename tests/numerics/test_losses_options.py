@@ -568,10 +568,11 @@ def test_bounds_of_importance_weights(options: dict[str, object], expected: list
 
 @pytest.mark.parametrize("bound", [2.0, 0.5])
 def test_ratios_at_a_bound_are_kept(bound: float) -> None:
-    batch = RolloutBatch([rollout(1, old_logprobs=[0, 0.0])])
-    ratio = float(np.exp(math.log(bound)))
+    log = math.log(bound)
+    batch = RolloutBatch([rollout(1, old_logprobs=[0, min(log, 0)])])
+    ratio = float(np.exp(log))
     options = {"cap": ratio} if bound > 1 else {"floor": ratio}
-    found = importance_weights(batch, [0.0, -math.log(bound)], mode="mask", **options)  # type: ignore[arg-type]
+    found = importance_weights(batch, [0.0, min(-log, 0)], mode="mask", **options)  # type: ignore[arg-type]
     assert found[1] == ratio
 
 
