@@ -333,6 +333,26 @@ def slime_samples(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     return {"rollout_id": 3, "samples": samples}
 
 
+def skyrl(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """A GeneratorOutput: its rewards are advantages to be, of every second rollout per token."""
+    return {
+        "prompt_token_ids": [r.token_ids[: prompt_of(r)].tolist() for r in rollouts],
+        "response_ids": [r.token_ids[prompt_of(r) :].tolist() for r in rollouts],
+        "rewards": [
+            [0.0] * (len(r) - prompt_of(r) - 1) + [r.advantage] if n % 2 else r.advantage
+            for n, r in enumerate(rollouts)
+        ],
+        "loss_masks": [r.loss_mask[prompt_of(r) :].astype(int).tolist() for r in rollouts],
+        "stop_reasons": ["stop"] * len(rollouts),
+        "rollout_metrics": {"generate/avg_num_tokens": 4.0},
+        "rollout_logprobs": [v.tolist() for v in _responses(rollouts, "old_logprobs")],
+        "trajectory_ids": [
+            {"instance_id": r.group_id, "repetition_id": n} for n, r in enumerate(rollouts)
+        ],
+        "is_last_step": None,
+    }
+
+
 def own(rollouts: Sequence[Rollout]) -> dict[str, Any]:
     return {
         "token_ids": [r.token_ids.tolist() for r in rollouts],

@@ -38,7 +38,7 @@ PLAN_FIELDS = {
     "device_memory",
     "ranks",
 }
-LOSSES = ("grpo", "gspo", "dpo", "simpo", "likelihood")
+LOSSES = ("grpo", "gspo", "gmpo", "dpo", "simpo", "likelihood")
 
 
 def test_plan_counts_tokens(shell: Shell, rollouts: Path) -> None:
@@ -135,7 +135,9 @@ def test_plan_is_the_one_that_runs(loss: Any, shell: Shell, tmp_path: Path, conf
     costs = [candidate["cost"] for candidate in result["candidates"] if candidate["cost"]]
     alone = shell(*arguments, "--loss", "likelihood").result["candidates"]
     dearer = costs != [candidate["cost"] for candidate in alone if candidate["cost"]]
-    assert dearer == (loss in ("gspo", "dpo", "simpo")), "only coupled tokens cost another forward"
+    assert dearer == (loss in ("gspo", "gmpo", "dpo", "simpo")), (
+        "only coupled tokens cost another forward"
+    )
 
 
 def test_plan_needs_no_torch(rollouts: Path, config: Path) -> None:

@@ -143,6 +143,7 @@ OF_ADVANTAGES = {
     "CISPO": losses.CISPO(),
     "SAPO": losses.SAPO(),
     "GSPO": GSPO(clip=0.1, clip_high=0.2),
+    "GMPO": losses.GMPO(clip=0.1, clip_high=0.2),
     "GSPO by token": GSPO(level="token", clip=0.1, clip_high=0.2),
 }
 OF_WEIGHTS = {

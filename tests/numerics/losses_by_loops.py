@@ -13,6 +13,7 @@ from forkpoint.losses import (
     CISPO,
     DAPO,
     DPO,
+    GMPO,
     GRPO,
     GSPO,
     PPO,
@@ -216,6 +217,16 @@ def gspo_objective(loss, batch, logprobs_T, t, tokens):
     return clipped(ratio, advantage, *clips(loss))
 
 
+def gmpo_objective(loss, batch, logprobs_T, t, tokens):
+    advantage = sum(batch.advantages[u] for u in tokens) / len(tokens)
+    low, high = clips(loss)
+    product = 1
+    for u in tokens:
+        ratio = (logprobs_T[u] - old_logprob(batch, logprobs_T[u], u)).exp()
+        product *= min(ratio, math.exp(high)) if advantage > 0 else max(ratio, math.exp(-low))
+    return product ** (1 / len(tokens)) * advantage
+
+
 def policy_by_loops(objective):
     """A policy loss, of what one trained token is worth."""
 
@@ -342,6 +353,7 @@ ppo = policy_by_loops(ppo_objective)
 cispo = policy_by_loops(cispo_objective)
 sapo = policy_by_loops(sapo_objective)
 gspo = policy_by_loops(gspo_objective)
+gmpo = policy_by_loops(gmpo_objective)
 CASES = [
     (GRPO(), ppo),
     (GRPO(normalize="rollout"), ppo),
@@ -365,6 +377,9 @@ CASES = [
     (GSPO(clip=0.1, clip_high=None), gspo),
     (GSPO(clip=0.05, clip_high=0.2, kl=0.1, entropy=0.1), gspo),
     (GSPO(clip=0.1, clip_high=0.2, level="token"), gspo),
+    (GMPO(), gmpo),
+    (GMPO(clip=0.1, clip_high=0.2, kl=0.1, entropy=0.1), gmpo),
+    (GMPO(clip=math.inf), gmpo),
     *((LogLikelihood(normalize=n), likelihood_by_loops) for n in ("token", "rollout", "none")),
     (Distillation(), distillation_by_loops),
     (Distillation(clip=0.1, clip_high=0.2, normalize="rollout"), distillation_by_loops),

@@ -16,7 +16,7 @@ from forkpoint.rollouts.batch import Rollout, RolloutBatch
 def sampled(batch, seed=0):
     """Log-probs of a sampler near the trainer's; not numbers where nothing is trained."""
     noise = np.random.default_rng(seed).normal(0, 0.5, len(batch.token_ids))
-    return np.where(batch.loss_mask, batch.old_logprobs + noise, math.nan)
+    return np.where(batch.loss_mask, np.minimum(batch.old_logprobs + noise, 0), math.nan)
 
 
 def by_loops(batch, sampler_T, mode, level, cap, floor):
@@ -56,11 +56,13 @@ def test_the_same_probabilities_weigh_1():
 
 def test_a_long_rollout_does_not_overflow():
     count = 2000
-    batch = RolloutBatch([Rollout([1] * count, [0] + [1] * (count - 1), 1.0, [0.0] * count)])
+    batch = RolloutBatch([Rollout([1] * count, [0] + [1] * (count - 1), 1.0, [-1.0] * count)])
     for difference, bound in ((1.0, 2.0), (-1.0, 0.0)):
-        found = importance_weights(batch, [-difference] * count, level="sequence")
+        found = importance_weights(batch, [-1.0 - difference] * count, level="sequence")
         assert (found[1:] == bound).all()
-        found = importance_weights(batch, [-difference] * count, level="sequence", mode="mask")
+        found = importance_weights(
+            batch, [-1.0 - difference] * count, level="sequence", mode="mask"
+        )
         assert (found[1:] == 0).all()
 
 
@@ -132,3 +134,12 @@ def test_batches_that_do_not_fit():
     problem = f"Rollout 'r{rollout}': sampler_logprobs is nan at its token {token}, which is trai"
     with pytest.raises(RolloutError, match=problem):
         importance_weights(batch, sampler_T)
+
+
+def test_probabilities_are_no_log_probs():
+    batch = RolloutBatch([Rollout([1, 2, 3], [0, 1, 1], 1.0, [0, -1.0, -2.0], rollout_id="a")])
+    for probabilities in ([1.0, 0.25, 0.01], [1.0, 0.01, 0.25], [0.0, 1.0, 2.0]):
+        with pytest.raises(RolloutError, match=r"'a': sampler_logprobs is .* Give log-probs"):
+            importance_weights(batch, probabilities)
+    # Untrained entries are not read, and rounding to 16 bits may lift a log-prob above 0.
+    assert importance_weights(batch, [9.0, 0.125, -2.0]).tolist() == [1, math.exp(-1.125), 1]

@@ -205,6 +205,7 @@ def test_the_loss_that_is_named_is_the_loss_there(name, arguments, there, more) 
         ("GRPO", {"loss_type": "cispo"}, losses.CISPO()),
         ("GRPO", {"loss_type": "bnpo"}, losses.BNPO()),
         ("GRPO", {"loss_mode": "gspo"}, losses.GSPO()),
+        ("GRPO", {"loss_mode": "geo_mean"}, losses.GMPO()),
         ("SAPO", {"loss_mode": "vanilla"}, losses.PPO(dual_clip=3.0)),
         ("DPO", {"loss_type": "hinge"}, losses.DPO(variant="hinge")),
         ("DPO", {"loss_type": ["ipo"]}, losses.DPO(variant="ipo", length_normalized=True)),

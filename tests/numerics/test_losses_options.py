@@ -19,6 +19,7 @@ from forkpoint.losses import (
     CISPO,
     DAPO,
     DPO,
+    GMPO,
     GRPO,
     GSPO,
     PPO,
@@ -213,9 +214,35 @@ def test_levels_of_gspo() -> None:
     assert value_and_gradients(GSPO(level="token"), [own])[1] == pytest.approx([-1 / 2, -4 / 2])
 
 
+# GMPO, arXiv 2507.20673, algorithm 1: log-ratios are bounded by 0.4 before their mean is taken.
+
+
+@pytest.mark.parametrize(
+    ("loss", "advantage", "bounded"),
+    [
+        (GMPO(), 2.0, [0.4, -0.5]),
+        (GMPO(), -2.0, [0.5, -0.4]),
+        (GMPO(clip=0.1), 2.0, [0.1, -0.5]),
+        (GMPO(clip=0.1, clip_high=0.6), 2.0, [0.5, -0.5]),
+        (GMPO(clip=0.1, clip_high=0.6), -2.0, [0.5, -0.1]),
+    ],
+    ids=str,
+)
+def test_clips_of_gmpo(loss: GMPO, advantage: float, bounded: list[float]) -> None:
+    """Each sign has one bound; a token beyond it has no gradient, the other one keeps its own."""
+    log_ratios = [0.5, -0.5]
+    old = [0, *(LOGPROB - log_ratio for log_ratio in log_ratios)]
+    value, gradients = value_and_gradients(loss, [rollout(2, advantage, old_logprobs=old)])
+    wanted = math.exp(sum(bounded) / 2) * advantage
+    assert -value == pytest.approx(wanted)
+    assert gradients == pytest.approx(
+        [-wanted / 2 if own == given else 0 for own, given in zip(bounded, log_ratios, strict=True)]
+    )
+
+
 # What policy losses have in common: KL (J. Schulman, 2020), entropy, weights, means.
 
-POLICY = [GRPO, PPO, DAPO, BNPO, CISPO, SAPO, GSPO]
+POLICY = [GRPO, PPO, DAPO, BNPO, CISPO, SAPO, GSPO, GMPO]
 X = 0.6  # reference less log-prob
 ESTIMATES = {"k1": -X, "k2": X**2 / 2, "k3": math.exp(X) - X - 1}
 SLOPES = {"k1": 1.0, "k2": -X, "k3": 1 - math.exp(X)}
@@ -255,7 +282,7 @@ ROLLOUT = [2 / 3, *[3 / 3 / 3] * 3]
 NORMALIZED = [
     *((loss, TOKEN) for loss in (GRPO(), PPO(), DAPO(), BNPO(), CISPO(), SAPO(normalize="token"))),
     *((kind(normalize="rollout"), ROLLOUT) for kind in (GRPO, PPO, CISPO)),
-    *((loss, ROLLOUT) for loss in (SAPO(), GSPO())),
+    *((loss, ROLLOUT) for loss in (SAPO(), GSPO(), GMPO())),
     (DrGRPO(max_tokens=5), [2 / 15, *[3 / 15] * 3]),
     (DrGRPO(max_tokens=8), [2 / 24, *[3 / 24] * 3]),
 ]
@@ -541,10 +568,11 @@ def test_bounds_of_importance_weights(options: dict[str, object], expected: list
 
 @pytest.mark.parametrize("bound", [2.0, 0.5])
 def test_ratios_at_a_bound_are_kept(bound: float) -> None:
-    batch = RolloutBatch([rollout(1, old_logprobs=[0, 0.0])])
-    ratio = float(np.exp(math.log(bound)))
+    log = math.log(bound)
+    batch = RolloutBatch([rollout(1, old_logprobs=[0, min(log, 0)])])
+    ratio = float(np.exp(log))
     options = {"cap": ratio} if bound > 1 else {"floor": ratio}
-    found = importance_weights(batch, [0.0, -math.log(bound)], mode="mask", **options)  # type: ignore[arg-type]
+    found = importance_weights(batch, [0.0, min(-log, 0)], mode="mask", **options)  # type: ignore[arg-type]
     assert found[1] == ratio
 
 

@@ -166,6 +166,13 @@ RECORDS: dict[str, tuple[Any, list[str], str]] = {
     "a mask of another trainer": (edited(OPENRLHF, lambda t: t.update(
         loss_mask=[[1] * 12 if n == ROW else None for n in range(COUNT)])),
         ["there is a loss_mask besides action_mask"], "loss_mask"),
+    "a reward of NaN among several": (edited(dumps.skyrl, put("rewards", [np.nan, *[1.0] * 4])),
+                                      ["rewards[0] is nan"], "rewards"),
+    "rewards for more tokens": (edited(dumps.skyrl, put("rewards", [0.0] * 99)),
+                                ["rewards has 99 entries, but response_ids has"], "rewards"),
+    "a step of a trajectory": (edited(dumps.skyrl, whole("is_last_step", [
+        n != ROW for n in range(COUNT)])), ["is_last_step is false", "as one record"],
+        "is_last_step"),
     "several rewards": (edited(lambda r: dumps.slime_samples(r),
                                lambda t: t["samples"][ROW].update(reward={"a": 1, "b": 2})),
                         ["reward is {'a': 1, 'b': 2}"], "reward"),

@@ -214,3 +214,31 @@ def test_slime_train_data(version: int, tmp_path: Path) -> None:
     assert file.format == "slime" and file.notes == FORMATS["slime"].notes
     same(found, wanted)
     assert all(r.old_values is not None and r.returns is not None for r in found)
+
+
+@pytest.mark.parametrize("lines", ["samples", "one batch"])
+def test_skyrl_generator_output(lines: str, tmp_path: Path) -> None:
+    """Rewards, each one number or per token, become advantages of their groups."""
+    table = dumps.skyrl(truth())
+    metrics = {"rollout_metrics": table["rollout_metrics"]}
+    rows = [row | metrics for row in rows_of(table)] if lines == "samples" else [table]
+    file = open_rollouts(write_json(tmp_path / "x.jsonl", rows))
+    found = file.read()
+    assert file.format == "skyrl" and FORMATS["skyrl"].notes[0] in file.notes
+    same(found, truth(), "advantage", "reference_logprobs")
+    assert {r.group_id for r in found} == {r.group_id for r in truth()}
+    for members in RolloutBatch(truth()).groups():
+        own = np.array([truth()[n].advantage for n in members])
+        np.testing.assert_allclose(
+            [found[n].advantage for n in members], (own - own.mean()) / own.std()
+        )
+
+
+def test_skyrl_without_log_probs_and_ids(tmp_path: Path) -> None:
+    """Equal prompts are groups then, as where ids are text."""
+    table = dumps.skyrl(truth()) | {"rollout_logprobs": None}
+    for ids in (None, [f"a_{n}" for n in range(len(truth()))]):
+        found = load_rollouts(write_json(tmp_path / "x.jsonl", [table | {"trajectory_ids": ids}]))
+        assert all(r.old_logprobs is None for r in found)
+        groups = RolloutBatch(found).group_index.tolist()
+        assert groups == RolloutBatch(truth()).group_index.tolist()

@@ -106,6 +106,7 @@ TABLES: dict[str, Make] = {
     "openrlhf, critic": critic(dumps.openrlhf_critic),
     "nemo-rl, critic": critic(dumps.nemo_rl_critic),
     "slime, critic": critic(dumps.slime_critic),
+    "skyrl": dumps.skyrl,
 }
 
 

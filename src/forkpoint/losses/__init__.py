@@ -4,6 +4,7 @@ from forkpoint.losses.base import Denominators, FunctionLoss, Loss, LossBatch, L
 from forkpoint.losses.cispo import CISPO
 from forkpoint.losses.distillation import Distillation
 from forkpoint.losses.dpo import DPO, SimPO
+from forkpoint.losses.gmpo import GMPO
 from forkpoint.losses.grpo import BNPO, DAPO, GRPO, PPO, DrGRPO
 from forkpoint.losses.gspo import GSPO
 from forkpoint.losses.importance import importance_weights
@@ -18,6 +19,7 @@ __all__ = [
     "CISPO",
     "DAPO",
     "DPO",
+    "GMPO",
     "GRPO",
     "GSPO",
     "PPO",

@@ -11,6 +11,7 @@ from forkpoint.losses.arguments import explains_arguments_of
 from forkpoint.losses.base import check_choice, check_number
 from forkpoint.losses.given import as_floats, place_of
 from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.rollouts.batch_tensors.cells import LARGEST_LOGPROB
 
 
 @explains_arguments_of
@@ -33,7 +34,7 @@ def importance_weights(
     loss mask to leave it out of them as well.
 
     sampler_logprobs: [T] over the batch's tokens in their order, as a list, array or tensor;
-        entries outside the loss mask are ignored.
+        log-probs, at most 0 apart from rounding; entries outside the loss mask are ignored.
     mode: "truncate" moves ratios into [floor, cap] (truncated importance sampling, TIS: F. Yao et
         al., Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025); "mask"
         gives those outside of it the weight 0 (masked importance sampling, MIS; with a floor,
@@ -74,6 +75,16 @@ def importance_weights(
             f"Rollout {rollout_id!r}: sampler_logprobs is {sampler_T[position]} at its token "
             f"{token}, which is trained; it takes finite numbers. Where the sampler gave none, put "
             "the old log-prob for a ratio of 1."
+        )
+    above = mask & (sampler_T > LARGEST_LOGPROB)
+    if above.any():
+        position = int(above.argmax())
+        rollout_id, token = place_of(batch, position)
+        raise RolloutError(
+            f"Rollout {rollout_id!r}: sampler_logprobs is {sampler_T[position]} at its token "
+            f"{token}, and old_logprobs is {batch.old_logprobs[position]}; the logarithm of a "
+            f"probability is at most 0, and rounding to 16 bits adds at most {LARGEST_LOGPROB}. "
+            "Give log-probs rather than probabilities or their negatives."
         )
     log_ratios_T = np.where(mask, batch.old_logprobs - np.where(mask, sampler_T, 0), 0)
     if level == "sequence":

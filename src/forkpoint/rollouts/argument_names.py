@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 CLIPPED = frozenset({"GRPO", "PPO", "DAPO", "BNPO", "DrGRPO"})
-OF_A_RATIO = CLIPPED | {"GSPO", "CISPO", "Distillation"}
-POLICY = CLIPPED | {"GSPO", "CISPO", "SAPO"}
-NORMALIZED = POLICY - {"DAPO", "BNPO", "DrGRPO", "GSPO"}
+OF_A_RATIO = CLIPPED | {"GSPO", "GMPO", "CISPO", "Distillation"}
+POLICY = CLIPPED | {"GSPO", "GMPO", "CISPO", "SAPO"}
+NORMALIZED = POLICY - {"DAPO", "BNPO", "DrGRPO", "GSPO", "GMPO"}
 NORMALIZED |= {"LogLikelihood", "ValueLoss", "Distillation"}
 """Losses with the argument normalize."""
 
@@ -153,6 +153,7 @@ _COMPUTED_BY: tuple[tuple[str, tuple[str, ...], str, Mapping[str, object]], ...]
     ("loss_type", ("sft",), "SFT", {}),
     ("loss_mode", ("vanilla",), "PPO", {"dual_clip": 3.0}),
     ("loss_mode", ("gspo",), "GSPO", {}),
+    ("loss_mode", ("geo_mean",), "GMPO", {}),
     ("loss_mode", ("sapo",), "SAPO", {}),
     ("loss_mode", ("cispo",), "CISPO", {}),
     ("importance_sampling_level", ("sequence",), "GSPO", {}),
@@ -163,7 +164,7 @@ _COMPUTED_BY: tuple[tuple[str, tuple[str, ...], str, Mapping[str, object]], ...]
 TABLE: tuple[Row, ...] = (
     # Where a value has another meaning for some losses than the tables above say.
     Row(("loss_agg_mode",), _LEAVE_OUT, ("DAPO", "BNPO"), ("token-mean",)),
-    Row(("loss_agg_mode",), _LEAVE_OUT, ("GSPO",), ("seq-mean-token-mean",)),
+    Row(("loss_agg_mode",), _LEAVE_OUT, ("GSPO", "GMPO"), ("seq-mean-token-mean",)),
     Row(("loss_agg_mode",), "", NORMALIZED, ("token-mean",), give=_TOKENS),
     Row(("loss_agg_mode",), "", NORMALIZED, ("seq-mean-token-mean",), give=_ROLLOUTS),
     Row(("loss_agg_mode",), "", ("LogLikelihood",), ("token-sum",), give={"normalize": "none"}),

@@ -405,6 +405,18 @@ LOSSES = (
         error=RolloutError,
     ),
     loss_kind(
+        "Probabilities in place of the sampler's log-probs",
+        lambda: losses.importance_weights(
+            RolloutBatch([Rollout([1, 2], [0, 1], 1.0, [0, -1.5])]), [1.0, 0.25]
+        ),
+        message="Rollout '0': sampler_logprobs is 0.25 at its token 1, and old_logprobs is -1.5; "
+        "the logarithm of a probability is at most 0, and rounding to 16 bits adds at most 0.125. "
+        "Give log-probs rather than probabilities or their negatives.",
+        means="Every ratio would be too small, and almost nothing would be trained.",
+        remedy="Give the logarithms of the probabilities.",
+        error=RolloutError,
+    ),
+    loss_kind(
         "A floor above the cap",
         lambda: losses.importance_weights(BATCH, BATCH.old_logprobs, cap=0.5, floor=0.6),  # type: ignore[arg-type]
         message="floor is 0.6 and cap is 0.5; floor is at most cap.",

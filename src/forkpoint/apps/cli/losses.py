@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from forkpoint.losses import Loss, RouterLoss
 
 # fmt: off
-LossName = Literal["grpo", "ppo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "gspo", "likelihood",
-                   "sft", "distillation", "dpo", "simpo"]
+LossName = Literal["grpo", "ppo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "gspo", "gmpo",
+                   "likelihood", "sft", "distillation", "dpo", "simpo"]
 # fmt: on
 CLASSES: dict[LossName, str] = {
     "grpo": "GRPO",
@@ -29,6 +29,7 @@ CLASSES: dict[LossName, str] = {
     "cispo": "CISPO",
     "sapo": "SAPO",
     "gspo": "GSPO",
+    "gmpo": "GMPO",
     "likelihood": "LogLikelihood",
     "sft": "SFT",
     "distillation": "Distillation",
@@ -38,7 +39,7 @@ CLASSES: dict[LossName, str] = {
 LARGEST = 1e30
 """Of options, which must not overflow float32; the loss itself refuses infinity."""
 # Without an advantage they train nothing, KL and entropy aside.
-OF_ADVANTAGES = ("grpo", "ppo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "gspo")
+OF_ADVANTAGES = ("grpo", "ppo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "gspo", "gmpo")
 
 _Default: Any = arg(metavar="NUMBER", help_behavior_hint="(default: that of the loss or the model)")
 Number = DisallowNone[Annotated[float | None, _Default]]
@@ -50,13 +51,13 @@ class LossOptions:
 
     Attributes:
         loss: grpo is the clipped policy gradient; ppo, dapo, bnpo and dr_grpo are variants with
-            other means or clips; cispo, sapo and gspo use the ratio of new to old probabilities in
-            other ways. All of these need advantages, and are on-policy where the file has no
-            old_logprobs. likelihood (or sft) is supervised fine-tuning. distillation goes towards
-            reference_logprobs, a teacher's. dpo and simpo need groups that are pairs, dpo
-            reference_logprobs as well. auto is grpo, or what a trace was recorded with.
+            other means or clips; cispo, sapo, gspo and gmpo use the ratio of new to old
+            probabilities in other ways. All of these need advantages, and are on-policy where the
+            file has no old_logprobs. likelihood (or sft) is supervised fine-tuning. distillation
+            goes towards reference_logprobs, a teacher's. dpo and simpo need groups that are pairs,
+            dpo reference_logprobs as well. auto is grpo, or what a trace was recorded with.
         clip: How far the ratio may fall below 1 before a token's gradient ends; above 1 too, unless
-            there is a clip_high. Losses with a ratio.
+            there is a clip_high. Losses with a ratio; of gmpo, how far its logarithm may leave 0.
         clip_high: How far it may rise above 1.
         kl: Coefficient of the KL divergence from the reference policy. Losses of advantages; needs
             reference_logprobs.
@@ -180,7 +181,7 @@ def coupling(name: LossName, batch: RolloutBatch) -> IntArray | None:
 
     None where every token stands alone.
     """
-    if name == "gspo":
+    if name in ("gspo", "gmpo"):
         return np.arange(len(batch))
     return batch.group_index if name in ("dpo", "simpo") else None
 
@@ -197,6 +198,6 @@ def zero_rollouts(name: LossName, batch: RolloutBatch) -> NDArray[np.bool_]:
     if name not in OF_ADVANTAGES:
         return batch.where_all_trained(weightless_T)
     flat_T = batch.advantages == 0
-    if name != "gspo":
+    if name not in ("gspo", "gmpo"):
         return batch.where_all_trained(flat_T | weightless_T)
     return batch.where_all_trained(flat_T) | batch.where_all_trained(weightless_T)

@@ -237,7 +237,7 @@ class Runtime(Memory):
 
 # fmt: off
 FormatName = Literal["auto", "forkpoint", "verl", "verl-text", "trl", "trl-async", "openrlhf",
-                     "nemo-rl", "prime-rl", "slime"]
+                     "nemo-rl", "prime-rl", "slime", "skyrl"]
 # fmt: on
 
 

@@ -87,8 +87,8 @@ class Plan:
         file: Rollouts, as a trainer or forkpoint writes them, or the folder of a trace.
         model: A model by its name (Qwen/Qwen3-8B, llama3-8b, ...), its folder or its config.json;
             with it FLOPs and bytes are counted, not only tokens.
-        loss: The loss it is for. Losses that couple the tokens of a rollout (gspo) or the rollouts
-            of a pair (dpo, simpo) can cost another forward.
+        loss: The loss it is for. Losses that couple the tokens of a rollout (gspo, gmpo) or the
+            rollouts of a pair (dpo, simpo) can cost another forward.
         all_logprobs: Run rollouts that the loss gives no gradient as well, such as those of groups
             whose advantages are all 0; so does a loss with a KL divergence or an entropy bonus.
         details: Show the whole plan as well: its microbatches and its tree, what was looked at, and

@@ -15,6 +15,7 @@ from forkpoint.rollouts.formats.openrlhf import OPENRLHF
 from forkpoint.rollouts.formats.own import FORKPOINT
 from forkpoint.rollouts.formats.prime_rl import PRIME_RL
 from forkpoint.rollouts.formats.record import RecordError
+from forkpoint.rollouts.formats.skyrl import SKYRL
 from forkpoint.rollouts.formats.slime import SLIME
 from forkpoint.rollouts.formats.trl import TRL, TRL_ASYNC
 from forkpoint.rollouts.formats.verl import VERL, VERL_TEXT
@@ -22,7 +23,7 @@ from forkpoint.rollouts.formats.verl import VERL, VERL_TEXT
 FORMATS = {
     format.name: format
     for format in (
-        *(FORKPOINT, VERL, VERL_TEXT, TRL, TRL_ASYNC, OPENRLHF, NEMO_RL, PRIME_RL, SLIME),
+        *(FORKPOINT, VERL, VERL_TEXT, TRL, TRL_ASYNC, OPENRLHF, NEMO_RL, PRIME_RL, SLIME, SKYRL),
     )
 }
 
