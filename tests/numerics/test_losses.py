@@ -407,6 +407,8 @@ def test_as_loss_refuses(loss, problem):
         (lambda: GSPO(entropy=math.nan), "entropy is nan"),
         (lambda: Distillation(direction="back"), "'back'; allowed are 'reverse', 'forward'"),
         (lambda: Distillation(clip=-1), "clip is -1"),
+        (lambda: Distillation(direction="forward", clip=0.2), "no ratio to clip"),
+        (lambda: Distillation(direction="forward", clip_high=0.2), "no ratio to clip"),
         (lambda: Distillation(normalize="none"), "normalize is 'none'"),
         (lambda: DPO(variant="kto"), "variant is 'kto'; allowed are 'sigmoid', 'robust', 'hinge'"),
         (lambda: DPO(label_smoothing=-1), "label_smoothing is -1"),

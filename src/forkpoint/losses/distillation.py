@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from forkpoint.errors import ConfigError
 from forkpoint.losses.arguments import explains_arguments
 from forkpoint.losses.base import Decomposition, Loss, LossBatch, LossOutputs, check_choice
 from forkpoint.losses.policy_loss import check_clips, clipped_surrogate, log_ratios, ratios
@@ -57,6 +58,12 @@ class Distillation(Loss):
         check_choice("direction", self.direction, ("reverse", "forward"))
         check_clips(self.clip, self.clip_high)
         check_choice("normalize", self.normalize, ("token", "rollout"))
+        clips = (self.clip, self.clip_high)
+        if self.direction == "forward" and clips != (math.inf, None):
+            raise ConfigError(
+                f"clip is {self.clip!r} and clip_high {self.clip_high!r}, but the direction 'forward' "
+                "has no ratio to clip. Leave both out, or take the direction 'reverse'."
+            )
 
     def __call__(self, outputs: LossOutputs, batch: LossBatch) -> Tensor:
         assert batch.reference_logprobs is not None, "check() was not called"
