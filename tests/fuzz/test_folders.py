@@ -20,7 +20,7 @@ from forkpoint.apps.replay.checkpoint import Checkpoints
 from forkpoint.apps.replay.folder import CHECKPOINT, MANIFEST, ROWS, STATE
 from integration.commands import write_config, write_rollouts
 
-CASES = int(os.environ.get("FORKPOINT_FUZZ_FOLDERS", "12"))
+CASES = int(os.environ.get("FORKPOINT_FUZZ_FOLDERS", "40"))
 RESUMED = 4
 """Of so many cases one is resumed as well, which takes most of the time."""
 

@@ -61,8 +61,8 @@ class Distillation(Loss):
         clips = (self.clip, self.clip_high)
         if self.direction == "forward" and clips != (math.inf, None):
             raise ConfigError(
-                f"clip is {self.clip!r} and clip_high {self.clip_high!r}, but the direction 'forward' "
-                "has no ratio to clip. Leave both out, or take the direction 'reverse'."
+                f"clip is {self.clip!r} and clip_high {self.clip_high!r}, but the direction "
+                "'forward' has no ratio to clip. Leave both out, or take 'reverse'."
             )
 
     def __call__(self, outputs: LossOutputs, batch: LossBatch) -> Tensor:
