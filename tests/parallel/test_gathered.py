@@ -390,8 +390,7 @@ def compiled(gather: Any, fails_on: int) -> tuple[dict[str, Any], str | None]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gather", ["step", "microbatch"])
-def test_a_compiler_that_fails_on_one_rank_is_told_on_all(gather: str) -> None:
+def test_blocks_run_eagerly_on_the_rank_where_the_compiler_fails(gather: str) -> None:
     first, second = run_ranks(2, compiled, gather, 1, limit_s=240)
     assert first[0]["error"] < BAR and second[0]["error"] < BAR
-    assert "no such kernel" in second[1]
-    assert first[1].startswith("on rank 1: ") and "no such kernel" in first[1]
+    assert first[1] is None and "no such kernel" in second[1]
