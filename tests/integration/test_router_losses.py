@@ -278,7 +278,7 @@ def test_compiled_blocks(graphs_alone: None) -> None:
 
 @pytest.mark.parametrize("family", slow_besides(["deepseek_v3"], (*WITH_LOSS, *BY_BIAS)))
 def test_counts_are_those_of_ordinary_training(family: str) -> None:
-    """Whatever runs once, or again for its activations."""
+    """Microbatches that run once, and those that run again for their activations."""
     model = routed_model(family)
     wanted = ordinary(model, load_balancing=0.0, z=0.0)
     policy = wrap(model)

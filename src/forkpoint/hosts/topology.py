@@ -1,7 +1,7 @@
 """Ranks that hold a model, as the model and its device meshes say.
 
-What holds the model is read once. Mesh dimensions that nothing holds are refused. Without a mesh a
-warning is given before the first gradients.
+The holders of the model are read once. Mesh dimensions that nothing holds are refused. Without a
+mesh a warning is logged before the first gradients.
 """
 
 import gc

@@ -316,7 +316,7 @@ class ReplayFolder:
         return path, state, steps
 
     def cut(self, count: int) -> None:
-        """Go on after so many steps: remove later rows and what is left of a killed process."""
+        """Continue after this number of steps: remove later rows and files of a killed process."""
         shutil.rmtree(self.path / SAVING, ignore_errors=True)
         for old in self._checkpoints()[:-1]:
             shutil.rmtree(old)

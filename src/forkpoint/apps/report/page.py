@@ -35,7 +35,7 @@ class Figure:
     """Names of the table's columns, with units; none without a table."""
     rows: Sequence[Sequence[Cell]] = ()
     notes: Sequence[str] = ()
-    """Notes on what is left out, and on how unmeasured numbers were counted."""
+    """Notes on omitted rollouts and on the counting of unmeasured numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -141,7 +141,7 @@ def group_rows(label: str, batch: RolloutBatch, plan: Plan) -> Sequence[tuple[Ce
             prompt = f"{lengths[0]:,} to {lengths[-1]:,}"
         lanes = list(members.values())
         through = (of.owner_begin <= min(lanes)) & (of.owner_end > max(lanes))
-        # A rollout shares with nobody what it shares with itself.
+        # A single rollout shares no tokens.
         shared = int((of.start + of.length)[through].max(initial=0)) if len(lanes) > 1 else 0
         rows.append((label, abbreviate(name, MAX_NAME_CHARACTERS), len(lanes), prompt, shared))
     return rows
