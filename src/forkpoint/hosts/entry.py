@@ -103,11 +103,10 @@ class Entry(Protocol):
     # ------------------------------------------------------------
 
     def shape(self, splits: Sequence[Any]) -> ModelShape:
-        """Sizes of the part that this rank computes; `splits`: modules split over ranks."""
-        ...
+        """Sizes of the part that this rank computes, in the model's present state.
 
-    def present_shape(self, shape: ModelShape) -> ModelShape:
-        """The shape in the model's present state: checkpointing, and how experts run."""
+        splits: modules split over ranks.
+        """
         ...
 
     @property

@@ -105,7 +105,7 @@ class ModelHost:
         self._recomputes = False
         self._changes: Changes | None = None
         """Of the step that runs; a microbatch's own are undone at its end."""
-        self._shape = self.entry.shape(splits)
+        self.entry.shape(splits)  # which refuses parts of heads
 
     # Facts
     # ------------------------------------------------------------
@@ -120,7 +120,8 @@ class ModelHost:
 
     @property
     def shape(self) -> ModelShape:
-        return replace(self.entry.present_shape(self._shape), compiled=self.compiles)
+        splits = self._group.splits if self._group else ()
+        return replace(self.entry.shape(splits), compiled=self.compiles)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -301,7 +302,7 @@ class ModelHost:
         if instruction.operation == FORWARD and not instruction.keeps_graph:
             policy = "none"
         early = instruction.ends_at_boundary
-        last = self._shape.layers - 1
+        last = len(self.blocks) - 1
         block = self.blocks[last]
         mark = self._changes.mark
         routers = self._watched if early and instruction.counts_routing else None

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from forkpoint.engine.changes import Changes
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.attention import attend
 from forkpoint.hosts.calls import CallContext, in_forward, refuse_call
@@ -131,6 +132,24 @@ class ForwardConfig:
 
     def __setattr__(self, name: str, value: object) -> None:
         setattr(vars(self)["_config"], name, value)
+
+
+def set_attention(core: Any, changes: Changes) -> None:
+    """Let attention of a model run microbatches, until the changes are undone."""
+    decoder = vars(core.base_model)
+    changes.set(decoder, "config", ForwardConfig(decoder["config"]))
+    for config in configurations(core):
+        changes.set(vars(config), "_attn_implementation_internal", ATTENTION_NAME)
+        if vars(config).get("output_router_logits"):  # which would keep them all
+            changes.set(vars(config), "output_router_logits", False)
+
+
+def set_stock_attention(model: nn.Module, changes: Changes) -> None:
+    """Let stock forwards run, until the changes are undone, of a model that users have set to the
+    attention of steps."""
+    for config in configurations(model):
+        if config._attn_implementation == ATTENTION_NAME:
+            changes.set(vars(config), "_attn_implementation_internal", "eager")
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, forkpoint_attention)

@@ -20,6 +20,7 @@ from forkpoint.hosts.code_provenance import Definition, describe_function
 from forkpoint.hosts.modules import every_module, plain_class
 from forkpoint.hosts.transformers.calls import configurations
 from forkpoint.hosts.transformers.families import FAMILIES, Family
+from forkpoint.hosts.transformers.linear_attention import check_recurrent_modules
 from forkpoint.hosts.transformers.routers import adds_load_balancing
 from forkpoint.hosts.transformers.tensor_parallel import parallel_forward
 from forkpoint.hosts.wrappers import set_forward
@@ -74,6 +75,15 @@ KNOWN_HOOKS: tuple[Definition, ...] = (
     ),
 )
 """Hooks of transformers, peft and TRL that leave a microbatch's values as they are."""
+
+
+def check_model(model: nn.Module, core: PreTrainedModel, family: Family) -> None:
+    """Refuse a model whose code or modules have not been shown exact. core: within adapters."""
+    check_adapters(model)
+    check_adapters(core)
+    check_recurrent_modules(core)
+    check_modules(model, family.package or core.config.model_type)
+    check_attention_function(model)
 
 
 def check_modules(model: nn.Module, family: str) -> None:

@@ -1,5 +1,6 @@
-"""Critics of transformers: token classifiers of one label."""
+"""Heads of transformers' models: log-probs of a language model, values of a critic."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,7 +9,22 @@ from torch import Tensor, nn
 from forkpoint.engine.changes import Changes
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.calls import CallContext
+from forkpoint.hosts.heads import LogprobHead, ModelHead
+from forkpoint.hosts.modules import plain_class
+from forkpoint.hosts.transformers import refusals
+from forkpoint.hosts.transformers.families import Family
 from forkpoint.losses.outputs import Head
+
+
+def head_of(core: Any, family: Family, splits: Sequence[Any]) -> ModelHead:
+    """The head of a model. `splits`: modules that are split over ranks."""
+    if plain_class(core).__name__ == family.critic_class:
+        return ValueHead(core)
+    return LogprobHead(
+        lambda: refusals.plain_head(core),
+        lambda: family.head_options(core),
+        frozenset(module for _, module, _ in splits),
+    )
 
 
 class ValueHead:

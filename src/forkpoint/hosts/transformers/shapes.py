@@ -1,0 +1,78 @@
+"""Sizes of transformers' models, by which plans are priced."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from forkpoint.errors import UnsupportedError
+from forkpoint.hosts.heads import ModelHead
+from forkpoint.hosts.modules import every_module
+from forkpoint.hosts.transformers.linear_attention import recurrent_modules
+from forkpoint.hosts.transformers.refusals import checkpointed
+from forkpoint.hosts.transformers.tensor_parallel import DISPATCHED, Split
+from forkpoint.plan.pricing.cost import ModelShape
+from forkpoint.plan.pricing.mixtures import expert_activations
+
+
+def model_shape(core: Any, head: ModelHead, splits: Sequence[Split]) -> ModelShape:
+    """The shape of the part that this rank computes, in the model's present state.
+
+    Raises UnsupportedError where a rank would have parts of heads.
+    """
+    sizes = core.config.to_dict()
+    shape = ModelShape.from_config(
+        sizes,
+        dtype_bytes=next(core.parameters()).element_size(),
+        checkpointed=checkpointed(core),
+        **({"vocab": head.width()} if head.gives == "values" else {}),
+    )
+    if shape.expert_layers:
+        kept = expert_activations(sizes, getattr(core.config, "_experts_implementation", None))
+        shape = replace(shape, expert_activations=kept)
+    return _local_shape(shape, core, splits) if splits else shape
+
+
+EXPERTS = ("MoeExpertsParallel", DISPATCHED)
+
+
+def _local_shape(
+    shape: ModelShape,
+    core: Any,
+    splits: Sequence[Split],
+) -> ModelShape:
+    """The shape with heads, MLP and vocabulary as they are on one rank.
+
+    Plans are priced by it, and prefix cache is counted by its heads. Experts that exchange tokens
+    count as split: each rank sends a part of its tokens, and gets as many on average.
+
+    Raises UnsupportedError where a rank would have parts of heads.
+    """
+    size = splits[0][2].tensor_mesh.size()
+    attention = {m for _, m in every_module(core) if "layer_idx" in vars(m)}
+    attention -= set(recurrent_modules(core).values())
+    inside = {child for module in attention for child in module.modules()}
+    heads = any(forward.gives_part and module in inside for _, module, forward in splits)
+    mlp = any(
+        forward.style in EXPERTS or (forward.gives_part and module not in inside)
+        for _, module, forward in splits
+    )
+    changes: dict[str, int | None] = {}
+    if heads:
+        for name, count in (("query", shape.heads), ("key-value", shape.kv_heads)):
+            if count % size:
+                raise UnsupportedError(
+                    f"the model has {count} {name} heads, which are split over {size} ranks: some "
+                    "would have parts of a head. Choose a tp_size that divides both numbers of "
+                    "heads, or leave the rules of attention out of tp_plan."
+                )
+        changes = {"heads": shape.heads // size, "kv_heads": shape.kv_heads // size}
+        if shape.attention_parameters is not None:
+            changes["attention_parameters"] = shape.attention_parameters // size
+        changes["attention_activations"] = shape.attention_activations // size
+    if any(forward.style in EXPERTS for _, _, forward in splits):
+        changes["expert_activations"] = shape.expert_activations // size
+    if mlp:
+        changes["intermediate"] = shape.intermediate // size
+    if any(module is core.get_output_embeddings() for _, module, _ in splits):
+        changes["vocab"] = -(-shape.vocab // size)
+    return replace(shape, **changes)  # type: ignore[arg-type]
