@@ -33,7 +33,7 @@ EVERY = tuple(product(SHARINGS, BOUNDARIES))
 
 @dataclass(frozen=True)
 class Case:
-    """One step, or scores where `loss` is "score".
+    """One step, scores where `loss` is "score", or what `verify` finds of a loss.
 
     step: further arguments of forward_backward. parts: positions of rollouts, for a step of several
         calls whose means are over `counts` of tokens, rollouts and groups.
@@ -290,6 +290,7 @@ def cases() -> Iterator[Case]:
     yield from _critics()
     yield from _adapters()
     yield from _families()
+    yield from _verified()
 
 
 def _acceptance() -> Iterator[Case]:
@@ -405,3 +406,15 @@ def _families() -> Iterator[Case]:
         model = replace(model, plain_attention=True)
         for options in FAMILY:
             yield Case("families", model, "groups", "grpo_kl", options)
+
+
+def _verified() -> Iterator[Case]:
+    experts = Model(
+        "qwen3_moe", "qwen3_moe", {**MOE, "num_experts": 4, "moe_intermediate_size": 24}
+    )
+    critic = Model("llama critic", "llama", {"num_hidden_layers": 2}, critic=True)
+    for model in (*plain_models(), experts, hybrid("qwen3_5_text")):
+        for loss, options in product(("grpo", "gspo", "dpo"), (*NESTED, option())):
+            yield Case("verify", model, batch_for(loss), f"verify {loss}", options)
+    for options in (*NESTED, option()):
+        yield Case("verify", critic, "scenario", "verify value", options)

@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import os
 import pickle
+import re
 import sys
 import warnings
 from dataclasses import fields, replace
@@ -31,6 +32,8 @@ EARLIER_VALUES = {"within": "in_row", "across": "across_rows"}
 LATER_OPTIONS = {"self_check"}
 """Options that earlier commits lack, and that change nothing of what a case compares."""
 ALWAYS = {"memory_budget": None, "checkpointing": "none", "self_check": False}
+NOT_COMPARED = re.compile("seconds|memory|bytes|^asked$")
+"""Fields of reports of `verify` that vary, or that only earlier commits have."""
 EARLIER_OPERATIONS = {"F": "forward", "R": "recompute", "B": "backward"}
 
 
@@ -256,8 +259,24 @@ class Inputs:
         return self.model, *self.batches[key]
 
 
+def numbers_of(report: Any, name: str = "report") -> dict[str, np.ndarray]:
+    """Numbers of a report of `verify`, by their place in it; those of time and memory vary."""
+    if isinstance(report, dict):
+        parts = [(key, value) for key, value in report.items() if not NOT_COMPARED.search(key)]
+    elif isinstance(report, list | tuple):
+        parts = list(enumerate(report))
+    else:
+        parts = []
+    if parts:
+        found = [numbers_of(value, f"{name} {key}") for key, value in parts]
+        return {key: value for part in found for key, value in part.items()}
+    if isinstance(report, bool | int | float):
+        return {name: np.array(float(report))}
+    return {}
+
+
 def run(case: Case, inputs: Inputs) -> Outcome:
-    """The case's step or scores."""
+    """The case's step or scores, or what `verify` finds."""
     import forkpoint
     from forkpoint.losses import Denominators
     from forkpoint.testing import lifted_upcasts
@@ -270,6 +289,9 @@ def run(case: Case, inputs: Inputs) -> Outcome:
         batch = forkpoint.RolloutBatch([forkpoint.Rollout(**each) for each in rollouts])
         policy = forkpoint.wrap(model, forkpoint.Config(**named_now(ALWAYS | case.options, known)))
         with lifted_upcasts(model):
+            if case.loss.startswith("verify "):
+                report = policy.verify(batch, losses()[case.loss.removeprefix("verify ")])
+                return replace(outcome, numbers=numbers_of(report.to_dict()))
             if case.loss == "score":
                 entropy: dict[str, Any] = {} if case.model.critic else {"entropy": True}
                 results: list[Any] = [policy.score(batch, **entropy)]
