@@ -90,9 +90,6 @@ ACCEPTANCE: tuple[Options, ...] = (
     *(option(s, "mixed", TIGHT) for s in SHARINGS[1:]),
     *(option(s, "across", CHAIN) for s in SHARINGS),
     *(option(s, "mixed", CHAIN) for s in SHARINGS[1:]),
-    *(option(s, b, leaf_layout="padded") for s, b in EVERY if b != "mixed"),
-    option("group", "across", CHAIN, leaf_layout="padded"),
-    option("tree", "mixed", TIGHT, leaf_layout="padded"),
     option(),
     option(tokens=CHAIN),
 )
@@ -101,15 +98,12 @@ NESTED: tuple[Options, ...] = (
     option("none", "across", CHAIN),
     option("tree", "across", CHAIN),
     option("tree", "mixed", TIGHT),
-    option("group", "across", CHAIN, leaf_layout="padded"),
 )
 HYBRID: tuple[Options, ...] = (
     *(option(s, b) for s, b in EVERY),
     option("tree", "mixed", TIGHT),
     option("tree", "within", TIGHT),
     *(option(s, "across", CHAIN) for s in ("none", "group")),
-    *(option(s, "across", leaf_layout="padded") for s in ("none", "tree")),
-    option("group", "across", CHAIN, leaf_layout="padded"),
 )
 CRITIC: tuple[Options, ...] = (
     *(option(s, b) for s, b in EVERY),
@@ -117,13 +111,11 @@ CRITIC: tuple[Options, ...] = (
     option("tree", "mixed", TIGHT),
     option("tree", "across", CHAIN),
     option("none", "across", CHAIN),
-    option("group", "across", CHAIN, leaf_layout="padded"),
     option("tree", "across", CHAIN, activations="recompute"),
     option("tree", "across", CHAIN, activations="offload"),
 )
 FAMILY: tuple[Options, ...] = (
     *(option(s, b) for s, b in EVERY),
-    option("group", "across", leaf_layout="padded"),
     option("tree", "across", 17),
     option("tree", "mixed", 17),
 )

@@ -57,11 +57,6 @@ CHANGES = (
         ("temperatures:",),
         "rollouts of different temperatures share tokens, and lie beside each other by tokens",
     ),
-    Change(
-        "6abdf98",
-        ("families:", "leaf_layout=padded"),
-        "padding lies at other positions, so that experts get other padded tokens beside theirs",
-    ),
 )
 
 

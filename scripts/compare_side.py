@@ -24,7 +24,6 @@ from compare_models import Model
 EARLIER_NAMES = {
     "max_microbatch_tokens": "max_row_tokens",
     "max_leaf_tokens": "max_wave_tokens",
-    "leaf_layout": "waves",
     "activations": "residency",
     "memory_budget": "memory_budget_bytes",
 }
@@ -61,7 +60,7 @@ def numbered(events: tuple[str, ...], plan: Any) -> tuple[str, ...]:
     """
     rows = plan.microbatches if hasattr(plan, "microbatches") else plan.rows
     names = plan.microbatch_names if hasattr(plan, "microbatch_names") else plan.row_names
-    known = ("padded_tokens", "run_tokens", "slots")
+    known = ("tokens", "padded_tokens", "run_tokens", "slots")
     sizes = [next(getattr(row, n) for n in known if hasattr(row, n)) for row in rows]
     size_of = dict(zip(names, sizes, strict=True))
     number_of: dict[str, int] = {}

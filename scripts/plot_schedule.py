@@ -72,7 +72,7 @@ def timeline(plan: Plan) -> list[Step]:
         forward = row_work(plan, row, trained).forward_flops(SHAPE)
         whole = row_work(plan, row, trained).step_flops(SHAPE)
         end = begin + (forward if ahead else whole - forward)
-        held += row.padded_tokens if ahead else -row.padded_tokens
+        held += row.tokens if ahead else -row.tokens
         name = phase_of(instruction.operation, row)
         steps.append((name, plan.microbatch_names[row.index], begin, end, held))
         begin = end

@@ -66,5 +66,5 @@ def id_of(value: Any) -> str:
     """A short name of a value for the name of a test; the same in every process."""
     if isinstance(value, Config):
         limit = f"-{value.max_microbatch_tokens}" if value.max_microbatch_tokens else ""
-        return f"{value.sharing}-{value.boundary}-{value.leaf_layout}{limit}"
+        return f"{value.sharing}-{value.boundary}{limit}"
     return getattr(value, "__name__", str(value))

@@ -119,7 +119,7 @@ def plan_of(kind: str, seed: int) -> Plan:
 def planned(kind: str, seed: int) -> tuple[Shape, list[float]]:
     """The shape of such a plan, and the tokens of each microbatch."""
     found = plan_of(kind, seed).microbatches
-    return tuple(m.parent for m in found), [float(m.padded_tokens) for m in found]
+    return tuple(m.parent for m in found), [float(m.tokens) for m in found]
 
 
 def dialogues(seed: int) -> list[Rollout]:

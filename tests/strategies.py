@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 
 from forkpoint import Rollout, RolloutBatch
 
-COMBINATIONS = tuple(
-    product(("none", "group", "tree"), ("within", "mixed", "across"), ("packed", "padded"))
-)
-"""Every (sharing, boundary, leaf_layout)."""
+COMBINATIONS = tuple(product(("none", "group", "tree"), ("within", "mixed", "across")))
+"""Every (sharing, boundary)."""
 
 
 @contextmanager

@@ -155,7 +155,7 @@ def flex_attention(inputs: Inputs) -> tuple[tuple[Timing, Timing, float], Tensor
     torch._dynamo.reset()
     case = inputs.case
     forest = case.forest()
-    padded = -(-inputs.row.padded_tokens // 128) * 128
+    padded = -(-inputs.row.tokens // 128) * 128
     # Of what fills the last block; roots are below -1.
     segment = torch.full((padded,), -3, device="cuda")
     above = torch.full((padded,), -2, device="cuda")
@@ -184,4 +184,4 @@ def flex_attention(inputs: Inputs) -> tuple[tuple[Timing, Timing, float], Tensor
     backward = time_cuda(lambda: torch.autograd.grad(o, (q, k, v), do.detach(), retain_graph=True))
     with torch.no_grad():
         time_forward = time_cuda(forward)
-    return (time_forward, backward, 1.0), o.detach()[0].transpose(0, 1)[: inputs.row.padded_tokens]
+    return (time_forward, backward, 1.0), o.detach()[0].transpose(0, 1)[: inputs.row.tokens]

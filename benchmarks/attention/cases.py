@@ -61,10 +61,8 @@ class Case:
             parent=-1,
             segments=tuple(order),
             segment_begin=tuple(begins[:-1]),
-            width=0,
             cache_begin=(-1,) * len(order),
             children=(),
-            padded_tokens=begins[-1],
             tokens=begins[-1],
         )
 
@@ -138,7 +136,7 @@ class Inputs:
         generator = torch.Generator("cuda").manual_seed(0)
 
         def normal(heads: int) -> Tensor:
-            shape = (self.row.padded_tokens, heads, case.head_dim)
+            shape = (self.row.tokens, heads, case.head_dim)
             return torch.randn(shape, generator=generator, device="cuda", dtype=case.dtype)
 
         self.q: Tensor = normal(case.heads)

@@ -76,7 +76,6 @@ def _plan(
     plan = Plan(
         sharing=sharing,
         boundary=boundary,
-        leaf_layout="packed",
         max_microbatch_tokens=tokens,
         forest=forest,
         microbatches=tuple(microbatches),

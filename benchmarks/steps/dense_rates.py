@@ -34,7 +34,7 @@ class Amounts:
         tokens = pairs = 0.0
         for row in plan.microbatches:
             ends_early = not row.num_loss_entries
-            tokens += row.padded_tokens * (shape.layers - ends_early)
+            tokens += row.tokens * (shape.layers - ends_early)
             segments = list(row.segments)
             windows = shape.windows[:-1] if ends_early else shape.windows
             each = {

@@ -141,7 +141,7 @@ def profile_rows(
             print(f"{side:6} {ms:10.2f} ms {what}", flush=True)
         yield figure(f"{side} kernel {number}", ms, "ms", note=what)
     assert plan.shape is not None
-    runs = plan.padded_tokens * plan.shape.layers
+    runs = plan.computed_tokens * plan.shape.layers
     for kind, found in by_kind(events, KINDS).items():
         ms = found.us / 1e3
         yield figure(f"{side} device {kind}", ms, "ms", note=f"{found.launches} launches")

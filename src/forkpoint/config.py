@@ -9,7 +9,6 @@ from forkpoint.units import MemorySize, size_in_bytes
 
 Sharing = Literal["none", "group", "tree"]
 Boundary = Literal["within", "across", "mixed"]
-LeafLayout = Literal["packed", "padded"]
 Activations = Literal["keep", "offload", "recompute"]
 Checkpointing = Literal["none", "selective", "full"]
 Gather = Literal["microbatch", "step"]
@@ -30,8 +29,6 @@ class Config:
         boundary: Where a fork lies: inside one packed microbatch, between a parent microbatch and
             its child microbatches, or either, so that subtrees that fit in what is left of a
             microbatch stay whole (mixed).
-        leaf_layout: Child microbatches without children of their own: packed back to back, or batch
-            x longest.
         max_microbatch_tokens: The most tokens that go through the model in one forward; None lets
             the planner choose.
         max_leaf_tokens: With boundary across, the most tokens in a microbatch of segments that
@@ -102,7 +99,6 @@ class Config:
 
     sharing: Literal["auto", "none", "group", "tree"] = "auto"
     boundary: Literal["auto", "within", "across", "mixed"] = "auto"
-    leaf_layout: LeafLayout = "packed"
     max_microbatch_tokens: int | None = None
     max_leaf_tokens: int | None = None
     memory_budget: MemorySize | None = AUTO
@@ -143,7 +139,6 @@ class Config:
         cannot = {
             "sharing": self.sharing == "none",
             "boundary": self.boundary not in (AUTO, "mixed"),
-            "leaf_layout": self.leaf_layout == "padded",
         }
         for name, refused in cannot.items() if self.split == "exchange" else ():
             if refused:

@@ -161,7 +161,6 @@ def draw_config(random: Generator, batch: RolloutBatch) -> Config:
     return Config(
         sharing=sharing,
         boundary=boundary,
-        leaf_layout=one_of(random, ("packed", "packed", "padded")),
         max_microbatch_tokens=tokens,
         attention_kernel=one_of(random, ("auto", "auto", "auto", "reference")),
         head_chunk_tokens=one_of(random, (1, 7, 1024)),

@@ -342,7 +342,7 @@ class Tally:
         self.wobbling += outcome.wobbles
         self.losses[type(case.loss).__name__] += 1
         config = case.config
-        self.plans[f"{config.sharing} + {config.boundary}, {config.leaf_layout}"] += 1
+        self.plans[f"{config.sharing} + {config.boundary}"] += 1
         self.depths[outcome.depth] += 1
         if outcome.cancelled or outcome.wobbles:  # what it is off by is rounding
             return outcome

@@ -191,7 +191,6 @@ def test_every_family_and_option_is_drawn() -> None:
     for name, values in {
         "sharing": {"none", "group", "tree", "auto"},
         "boundary": {"within", "mixed", "across", "auto"},
-        "leaf_layout": {"packed", "padded"},
         "activations": {"auto", "keep", "offload", "recompute"},
         "checkpointing": {"none", "selective", "full"},
     }.items():

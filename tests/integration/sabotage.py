@@ -55,7 +55,7 @@ def restarted_positions(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def restarted(plan: Any, batch: Any, microbatch: Any, *rest: Any) -> Any:
         ids, positions, edges = places(plan, batch, microbatch, *rest)
-        ends = (*microbatch.segment_begin[1:], microbatch.padded_tokens)
+        ends = (*microbatch.segment_begin[1:], microbatch.tokens)
         for segment, begin, end in zip(
             microbatch.segments, microbatch.segment_begin, ends, strict=True
         ):

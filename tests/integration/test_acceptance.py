@@ -36,9 +36,6 @@ CONFIGS: tuple[Config, ...] = (
     *(Config(sharing=s, boundary="mixed", max_microbatch_tokens=TIGHT) for s in SHARINGS[1:]),
     *(Config(sharing=s, boundary="across", max_microbatch_tokens=CHAIN) for s in SHARINGS),
     *(Config(sharing=s, boundary="mixed", max_microbatch_tokens=CHAIN) for s in SHARINGS[1:]),
-    *(Config(sharing=s, boundary=b, leaf_layout="padded") for s, b in EVERY if b != "mixed"),
-    Config(sharing="group", boundary="across", leaf_layout="padded", max_microbatch_tokens=CHAIN),
-    Config(sharing="tree", boundary="mixed", leaf_layout="padded", max_microbatch_tokens=TIGHT),
     Config(),
     Config(max_microbatch_tokens=CHAIN),
 )
@@ -326,22 +323,9 @@ def test_the_plans_have_every_feature() -> None:
         if sharing != "none":
             assert nesting(plan) > 3
             assert any(len(microbatch.children) >= 2 for microbatch in plan.microbatches), (
-                "no parent with leaf_layout"
+                "no parent with leaves"
             )
 
-    padded = [
-        microbatch
-        for plan in plans.values()
-        for microbatch in plan.microbatches
-        if microbatch.width
-    ]
-    assert any(
-        microbatch.padded_tokens > microbatch.tokens and microbatch.parent >= 0
-        for microbatch in padded
-    )
-    assert any(
-        len(external_parents(p, r)) >= 2 for p in plans.values() for r in p.microbatches if r.width
-    )
     assert plans[Config(max_microbatch_tokens=CHAIN)].sharing == "tree"
 
 

@@ -48,7 +48,6 @@ NESTED: tuple[Config, ...] = (
     Config(sharing="none", boundary="across", max_microbatch_tokens=CHAIN),
     Config(sharing="tree", boundary="across", max_microbatch_tokens=CHAIN),
     Config(sharing="tree", boundary="mixed", max_microbatch_tokens=TIGHT),
-    Config(sharing="group", boundary="across", leaf_layout="padded", max_microbatch_tokens=CHAIN),
 )
 VARIANTS = [
     Variant("llama"),

@@ -32,7 +32,7 @@ PLAN_FIELDS = {
         "bound",
         "bound_unit",
     ),
-    *("sharing", "boundary", "leaf_layout", "reason", "candidates"),
+    *("sharing", "boundary", "reason", "candidates"),
     *("predicted_peak_bytes", "predicted_ms", "predicted_speedup", "plans", "batch"),
     *("model", "batches", "modes", "distributions", "format", "skipped"),
     "device_memory",
@@ -68,13 +68,10 @@ def test_plan_counts_tokens(shell: Shell, rollouts: Path) -> None:
 def test_plan_obeys_its_options(shell: Shell, rollouts: Path, config: Path) -> None:
     done = shell(
         *("plan", rollouts, "--model", config, "--sharing", "group", "--limit", 6),
-        *("--boundary", "across", "--leaf-layout", "padded", "--max-microbatch-tokens", 32),
+        *("--boundary", "across", "--max-microbatch-tokens", 32),
     )
     result = done.result
-    assert (result["sharing"], result["boundary"], result["leaf_layout"]) == (
-        *("group", "across"),
-        "padded",
-    )
+    assert (result["sharing"], result["boundary"]) == ("group", "across")
     assert result["rollouts"] == 6 and result["max_microbatch_tokens"] == 32
     assert [(c["sharing"], c["boundary"]) for c in result["candidates"]] == [("group", "across")]
     assert result["bound_unit"] == "flops" and result["predicted_peak_bytes"] > 0

@@ -15,7 +15,7 @@ from scenarios import acceptance_batch, paired_batch
 from steps import forked_batch
 
 from forkpoint import Config, RolloutBatch
-from forkpoint.config import Boundary, LeafLayout
+from forkpoint.config import Boundary
 from forkpoint.rollouts.batch import Rollout
 
 ROOT = Path(__file__).parents[2]
@@ -67,28 +67,25 @@ def test_batches_are_those_of_the_tests(scripts: Any, made: Any, of: RolloutBatc
 
 def test_every_case_is_named_once(scripts: Any) -> None:
     names = [case.name for case in scripts.cases.cases()]
-    assert len(names) > 4000 and len(set(names)) == len(names)
+    assert len(names) > 3000 and len(set(names)) == len(names)
     assert {case.loss for case in scripts.cases.cases()} == {*scripts.side.losses(), "score"}
 
 
 def test_options_by_the_names_of_a_commit(scripts: Any) -> None:
     now: dict[str, Any] = {
         "boundary": Boundary,
-        "leaf_layout": LeafLayout,
         "max_microbatch_tokens": int | None,
         "self_check": bool,
     }
     before: dict[str, Any] = {
         "boundary": Literal["auto", "in_row", "across_rows", "mixed"],
-        "waves": LeafLayout,
         "max_row_tokens": int | None,
     }
-    given = {"boundary": "across", "leaf_layout": "padded", "max_microbatch_tokens": 8}
+    given = {"boundary": "across", "max_microbatch_tokens": 8}
     given["self_check"] = False
     assert scripts.side.named_now(given, now) == given
     assert scripts.side.named_now(given, before) == {
         "boundary": "across_rows",
-        "waves": "padded",
         "max_row_tokens": 8,
     }
     with pytest.raises(KeyError, match="unknown"):
@@ -153,13 +150,13 @@ def test_faults_are_counted(scripts: Any) -> None:
 
 def test_differences_that_were_meant_are_named_with_their_reason(scripts: Any) -> None:
     counted = scripts.commits.Counted(steps=3, within=3)
-    counted.not_bitwise = [f"families: a, b, leaf_layout={x}: off" for x in ("padded", "packed")]
-    counted.faults = ["families: a, leaf_layout=padded: off by 1.0e-05"]
+    counted.not_bitwise = [f"{group}: a, b: off" for group in ("temperatures", "families")]
+    counted.faults = ["families: a: off by 1.0e-05"]
     text = scripts.commits.table({"families": counted}, scripts.commits.CHANGES)
     lines = text.splitlines()[3:]
-    assert lines[0] == "worse: families: a, leaf_layout=padded: off by 1.0e-05"
-    assert lines[1].startswith("not bitwise, 1 as meant since 6abdf98: padding lies")
-    assert lines[2:] == ["not bitwise: families: a, b, leaf_layout=packed: off"]
+    assert lines[0] == "worse: families: a: off by 1.0e-05"
+    assert lines[1].startswith("not bitwise, 1 as meant since 320bc5a: rollouts of")
+    assert lines[2:] == ["not bitwise: families: a, b: off"]
 
 
 @pytest.mark.slow

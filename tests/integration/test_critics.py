@@ -43,7 +43,6 @@ CONFIGS = (
     Config(sharing="tree", boundary="mixed", max_microbatch_tokens=TIGHT),
     Config(sharing="tree", boundary="across", max_microbatch_tokens=CHAIN),
     Config(sharing="none", boundary="across", max_microbatch_tokens=CHAIN),
-    Config(sharing="group", boundary="across", leaf_layout="padded", max_microbatch_tokens=CHAIN),
     Config(sharing="tree", boundary="across", max_microbatch_tokens=CHAIN, activations="recompute"),
     Config(sharing="tree", boundary="across", max_microbatch_tokens=CHAIN, activations="offload"),
 )
@@ -132,10 +131,7 @@ def step_faults(
     model = policy.host.model
     clear_gradients(model)
     stats = with_options(policy, config).forward_backward(batch, loss)
-    name = (
-        f"{config.sharing} + {config.boundary}, {config.leaf_layout}, "
-        f"{config.max_microbatch_tokens}"
-    )
+    name = f"{config.sharing} + {config.boundary}, {config.max_microbatch_tokens}"
     norms = [0.0 if g is None else float(g.norm()) for g in dense.gradients.values()]
     norm = float(np.linalg.norm(norms))
     assert min(norms) > 1e-6 * max(norms), "a parameter without a gradient would prove nothing"

@@ -20,7 +20,6 @@ BATCH = forked_batch()
 CONFIGS = {
     "across": ACROSS,
     "within": Config(sharing="tree", boundary="within"),
-    "padded": replace(ACROSS, leaf_layout="padded"),
     "offload": replace(ACROSS, activations="offload"),
     "recompute": replace(ACROSS, activations="recompute", checkpointing="full"),
     "float32 sums": replace(ACROSS, grad_accumulation_dtype="float32"),
@@ -35,7 +34,7 @@ CASES += [
 
 
 KEPT = [case for case in CASES if case[1] == "across" and case[0] != "gemma3_text"]
-KEPT += [("llama", "padded"), ("llama", "offload")]
+KEPT += [("llama", "offload")]
 
 
 @pytest.mark.parametrize(("family", "name"), slow_besides(KEPT, CASES))

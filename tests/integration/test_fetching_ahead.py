@@ -174,7 +174,7 @@ def test_the_last_wave_fetches_into_what_it_gives_back(
     if checkpointing != "none":
         return
     prompt, last = plan.microbatches[0], plan.microbatches[-1]
-    had_bytes = stats.back_bytes * last.padded_tokens / prompt.padded_tokens
+    had_bytes = stats.back_bytes * last.tokens / prompt.tokens
     layer = stats.back_bytes / LAYERS
     for free, fetched in log.freed["prefix 0"]:
         assert fetched <= max(2 * layer, free * had_bytes) + layer / 4

@@ -36,8 +36,6 @@ CONFIGS: tuple[Config, ...] = (
     Config(sharing="tree", boundary="mixed", max_microbatch_tokens=TIGHT),
     Config(sharing="tree", boundary="within", max_microbatch_tokens=TIGHT),
     *(Config(sharing=s, boundary="across", max_microbatch_tokens=CHAIN) for s in ("none", "group")),
-    *(Config(sharing=s, boundary="across", leaf_layout="padded") for s in ("none", "tree")),
-    Config(sharing="group", boundary="across", leaf_layout="padded", max_microbatch_tokens=CHAIN),
 )
 
 
@@ -68,22 +66,20 @@ def check(model: PreTrainedModel, expected: Truth, loss: Any, configs: Any) -> N
 
 STEPS: dict[tuple[str, bool], list[Config]] = {}
 # Pairs of losses, checkpoints and the parts of a plan, in plans of CONFIGS.
-for _loss, _checkpointed, _sharing, _boundary, _layout, _limit in pairwise(
+for _loss, _checkpointed, _sharing, _boundary, _limit in pairwise(
     ("grpo", "gspo", "dpo", "coupled"),
     (False, True),
     ("none", "group", "tree"),
     ("within", "across", "mixed"),
-    ("packed", "padded"),
     (None, TIGHT, CHAIN),
     keep=lambda row: any(
-        row[2:] == (c.sharing, c.boundary, c.leaf_layout, c.max_microbatch_tokens) for c in CONFIGS
+        row[2:] == (c.sharing, c.boundary, c.max_microbatch_tokens) for c in CONFIGS
     ),
 ):
     STEPS.setdefault((_loss, _checkpointed), []).append(
         Config(
             sharing=_sharing,
             boundary=_boundary,
-            leaf_layout=_layout,
             max_microbatch_tokens=_limit,
         )
     )

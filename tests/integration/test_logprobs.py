@@ -27,7 +27,6 @@ MODES = [
     Config(sharing="tree", boundary="across", max_microbatch_tokens=12),
     Config(sharing="tree", boundary="within"),
     Config(sharing="tree", boundary="mixed", max_microbatch_tokens=40),
-    Config(sharing="group", boundary="across", leaf_layout="padded", max_microbatch_tokens=40),
     Config(sharing="none", boundary="within"),
     Config(sharing="tree", boundary="across", max_microbatch_tokens=12, activations="recompute"),
     Config(sharing="tree", boundary="across", max_microbatch_tokens=12, activations="offload"),

@@ -12,10 +12,9 @@ from steps import small_model
 from torch import nn
 
 from forkpoint import Config, losses, wrap
-from forkpoint.engine.microbatches import prepare_microbatches
 from forkpoint.errors import PlanError
 from forkpoint.losses.base import Loss
-from forkpoint.plan import Plan, make_plan
+from forkpoint.plan import Plan
 from forkpoint.plan.align import align
 from forkpoint.rollouts.batch import Rollout, RolloutBatch
 from hybrids import HYBRIDS, tiny_hybrid
@@ -166,20 +165,3 @@ def test_a_plan_from_before_gradient_checkpointing_is_refused() -> None:
     with pytest.raises(PlanError, match="leaves the last block of the model early"):
         policy.forward_backward(batch, losses.GRPO(), plan=plan)
     policy.forward_backward(batch, losses.GRPO(), plan=policy.plan(batch))
-
-
-def test_padding_has_no_position_beyond_those_of_rollouts() -> None:
-    """Some rotary embeddings change the frequencies of all tokens by the largest position."""
-    rng = np.random.default_rng(5)
-    rollouts = []
-    for prompt, response in ((6, 22), (26, 3)):
-        shared = rng.integers(1, 61, prompt).tolist()
-        for _ in range(2):
-            ids = [*shared, *rng.integers(1, 61, response).tolist()]
-            rollouts.append(Rollout(ids, [0] * prompt + [1] * response, 1.0))
-    batch = RolloutBatch(rollouts)
-    config = replace(ACROSS, leaf_layout="padded", max_microbatch_tokens=100)
-    plan = make_plan(batch, config=config)
-    assert plan.padded_tokens > plan.computed_tokens
-    for inputs in prepare_microbatches(plan, batch, torch.device("cpu")):
-        assert int(inputs.position_ids.max()) < int(batch.lengths.max())

@@ -53,7 +53,7 @@ def model_of(family: str) -> PreTrainedModel:
 def test_a_step_is_that_of_dense_training(
     family: str, batch: RolloutBatch, combination, microbatch_tokens: int, name: str, kernel: str
 ) -> None:
-    sharing, boundary, leaf_layout = combination
+    sharing, boundary = combination
     if boundary == "within":
         microbatch_tokens = max(microbatch_tokens, int(batch.lengths.max()))
     if name == "grpo-kl" and batch.reference_logprobs is None:
@@ -61,7 +61,6 @@ def test_a_step_is_that_of_dense_training(
     config = Config(
         sharing=sharing,
         boundary=boundary,
-        leaf_layout=leaf_layout,
         max_microbatch_tokens=microbatch_tokens,
         attention_kernel=kernel,
         head_chunk_tokens=7,

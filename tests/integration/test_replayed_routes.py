@@ -31,9 +31,6 @@ ACROSS = Config(sharing="tree", boundary="across", max_microbatch_tokens=12)
 MODES = {
     "dense": Config(sharing="none"),
     "within": Config(sharing="tree", boundary="within"),
-    "padded": Config(
-        sharing="none", boundary="within", leaf_layout="padded", max_microbatch_tokens=40
-    ),
     "across": ACROSS,
     "recompute": replace(ACROSS, activations="recompute", checkpointing="selective"),
     "checkpointed": replace(ACROSS, checkpointing="full"),

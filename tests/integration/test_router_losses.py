@@ -42,9 +42,6 @@ ACROSS = Config(sharing="tree", boundary="across", max_microbatch_tokens=12)
 MODES = {
     "dense": Config(sharing="none"),
     "within": Config(sharing="tree", boundary="within"),
-    "within, padded": Config(
-        sharing="none", boundary="within", leaf_layout="padded", max_microbatch_tokens=40
-    ),
     "cut trees": Config(sharing="group", boundary="within", max_microbatch_tokens=20),
     "across": ACROSS,
     "recompute": replace(ACROSS, sharing="group", activations="recompute"),

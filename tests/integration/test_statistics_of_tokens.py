@@ -13,12 +13,11 @@ BATCH = forked_batch()
 MODES = [
     Config(sharing="tree", boundary="across", max_microbatch_tokens=12),
     Config(sharing="tree", boundary="within"),
-    Config(sharing="group", boundary="across", leaf_layout="padded", max_microbatch_tokens=40),
     Config(sharing="none"),
 ]
 
 
-@pytest.mark.parametrize("config", MODES, ids=["across", "within", "padded", "dense"])
+@pytest.mark.parametrize("config", MODES, ids=["across", "within", "dense"])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_scores_and_steps_have_them(family: str, config: Config) -> None:
     model = small_model(family)

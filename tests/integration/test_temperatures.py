@@ -42,7 +42,6 @@ CONFIGS: tuple[Config, ...] = (
     ),
     Config(sharing="group", boundary="mixed", max_microbatch_tokens=24),
     Config(sharing="group", boundary="across", max_microbatch_tokens=LIMIT),
-    Config(sharing="group", boundary="across", leaf_layout="padded"),
     Config(sharing="tree", boundary="across", max_microbatch_tokens=LIMIT, activations="recompute"),
     Config(sharing="tree", boundary="within", head_logits="keep", head_chunk_tokens=5),
 )

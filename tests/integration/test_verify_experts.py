@@ -93,7 +93,6 @@ def held_run(family: str) -> HeldRun:
 
 WAYS: list[dict[str, Any]] = [
     {"sharing": "none", "boundary": "within", "max_microbatch_tokens": None},
-    {"leaf_layout": "padded", "boundary": "across", "sharing": "group"},
     {"checkpointing": "full"},
     {"checkpointing": "selective"},
     {"activations": "recompute"},
@@ -181,7 +180,7 @@ def test_experts_are_those_of_the_routes(family: str) -> None:
 def test_tokens_of_microbatches_are_tokens_of_the_batch() -> None:
     """Every place runs the token that its key says, at its position; padding has none."""
     batch = forked_batch(vocab=256)
-    for config in (TREE, replace(ACROSS, leaf_layout="padded"), WITHIN_CONFIG):
+    for config in (TREE, ACROSS, WITHIN_CONFIG):
         plan = wrap(tiny_model("llama"), config).plan(batch)
         placed = [microbatch_tokens(plan, batch, m) for m in plan.microbatches]
         tokens = np.concatenate([tokens[real] for tokens, real in placed])

@@ -104,7 +104,7 @@ def label(config: Config, plan: Plan) -> str:
     auto = "auto, that is " if config.sharing == "auto" else ""
     limit = config.max_microbatch_tokens or "any number of"
     return (
-        f"{auto}{plan.sharing} + {plan.boundary}, {config.leaf_layout}, microbatches of "
+        f"{auto}{plan.sharing} + {plan.boundary}, microbatches of "
         f"{limit} tokens, "
         f"kernel {config.attention_kernel}"
     )

@@ -179,7 +179,7 @@ def test_a_microbatch_of_segments_is_its_paths(batch: RolloutBatch, kernel: str)
     for microbatch in plan.microbatches:
         table = StateTable(state_layout(plan.forest, microbatch, plan.state_of))
         windows = ConvolutionTable(convolution_layout(plan.forest, microbatch, plan.state_of, 4))
-        case = Inputs([microbatch.padded_tokens], states=False)
+        case = Inputs([microbatch.tokens], states=False)
         leaves = [x.detach().requires_grad_() for x in case.make() if x is not None]
         random = torch.Generator().manual_seed(2)
         weight = torch.randn(VALUE_HEADS * VALUE_DIM, 4, generator=random, dtype=torch.float64)

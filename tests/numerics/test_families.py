@@ -143,34 +143,32 @@ def batch() -> RolloutBatch:
 
 
 WAYS = [
-    *product(("none", "group", "tree"), ("within", "across", "mixed"), ("packed",), (None,)),
-    ("group", "across", "padded", None),
+    *product(("none", "group", "tree"), ("within", "across", "mixed"), (None,)),
     # Microbatches so small that prompts and responses become chains.
-    ("tree", "across", "packed", 17),
-    ("tree", "mixed", "packed", 17),
+    ("tree", "across", 17),
+    ("tree", "mixed", 17),
 ]
 
 
-Way = tuple[str, str, str, int | None]
+Way = tuple[str, str, int | None]
 
 
 def drawn_ways(*families: str) -> dict[str, list[tuple[bool, Way]]]:
     """For each family the ways that it is tried in, before and after its blocks are checkpointed.
 
-    Every family meets every sharing, layout and limit, and every boundary with and without
+    Every family meets every sharing and limit, and every boundary with and without
     checkpoints; a way that WAYS does not have is left out.
     """
     rows = pairwise(
         families,
         ("none", "group", "tree"),
         tuple(product(("within", "across", "mixed"), (False, True))),
-        ("packed", "padded"),
         (None, 17),
         keep=lambda row: (row[1], row[2][0], *row[3:]) in WAYS,
     )
     found: dict[str, list[tuple[bool, Way]]] = {family: [] for family in families}
-    for family, sharing, (boundary, checkpointed), layout, limit in rows:
-        found[family].append((checkpointed, (sharing, boundary, layout, limit)))
+    for family, sharing, (boundary, checkpointed), limit in rows:
+        found[family].append((checkpointed, (sharing, boundary, limit)))
     return {family: sorted(ways, key=lambda way: way[0]) for family, ways in found.items()}
 
 
@@ -205,7 +203,7 @@ def test_gradients_equal_dense(family: str, monkeypatch: pytest.MonkeyPatch) -> 
                 enable = next(getattr(model, name) for name in names if hasattr(model, name))
                 enable({"use_reentrant": False})
             model.zero_grad()
-            names = ("sharing", "boundary", "leaf_layout", "max_microbatch_tokens")
+            names = ("sharing", "boundary", "max_microbatch_tokens")
             policy = wrapped.with_config(**dict(zip(names, way, strict=True)))
             stats = policy.forward_backward(batch(), loss)
             where = f"{family}, {way}, checkpointed {checkpointed}"

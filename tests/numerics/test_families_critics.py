@@ -51,7 +51,7 @@ def test_gradients_of_critics_equal_dense(family: str) -> None:
                 enable = next(getattr(model, name) for name in names if hasattr(model, name))
                 enable({"use_reentrant": False})
             model.zero_grad()
-            names = ("sharing", "boundary", "leaf_layout", "max_microbatch_tokens")
+            names = ("sharing", "boundary", "max_microbatch_tokens")
             policy = wrapped.with_config(**dict(zip(names, way, strict=True)))
             stats = policy.forward_backward(rollouts, loss)
             where = f"{family}, {way}, checkpointed {checkpointed}"

@@ -17,7 +17,7 @@ VOCAB = 8192
 WAYS: dict[str, dict[str, Any]] = {
     "within": {"boundary": "within"},
     "mixed": {"boundary": "mixed", "max_microbatch_tokens": 1500},
-    "padded": {"boundary": "across", "leaf_layout": "padded", "max_microbatch_tokens": 1500},
+    "across": {"boundary": "across", "max_microbatch_tokens": 1500},
     "offloaded": {"boundary": "across", "activations": "offload", "max_microbatch_tokens": 1500},
     "computed again": {
         "boundary": "across",

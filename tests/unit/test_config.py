@@ -10,7 +10,7 @@ from forkpoint import Config, ConfigError, ForkpointError, Rollout, RolloutBatch
 
 def test_defaults() -> None:
     config = Config()
-    assert (config.sharing, config.boundary, config.leaf_layout) == ("auto", "auto", "packed")
+    assert (config.sharing, config.boundary) == ("auto", "auto")
     assert (config.max_microbatch_tokens, config.memory_budget) == (None, "auto")
     assert (config.attention_kernel, config.head_chunk_tokens) == ("auto", 1024)
     assert config.restore_grads is False
@@ -23,8 +23,6 @@ def test_defaults() -> None:
         ("sharing", None, "'auto', 'none', 'group', 'tree'"),
         ("boundary", "rows", "'auto', 'within', 'across', 'mixed'"),
         ("boundary", True, "'auto', 'within', 'across', 'mixed'"),
-        ("leaf_layout", "auto", "'packed', 'padded'"),
-        ("leaf_layout", "", "'packed', 'padded'"),
     ],
 )
 def test_a_choice_outside_its_list_is_refused(name: str, value: object, allowed: str) -> None:

@@ -23,7 +23,7 @@ def test_amounts_by_hand() -> None:
         ]
     )
     shared = make_plan(batch, SHAPE, Config(sharing="group", boundary="across"))
-    assert [row.padded_tokens for row in shared.microbatches] == [4, 5]
+    assert [row.tokens for row in shared.microbatches] == [4, 5]
     found = Amounts.of(shared)
     causal = 4 * 5 // 2
     below, windowed = (5 + 6 + 7) + (5 + 6), 2 * 5

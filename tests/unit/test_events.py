@@ -93,7 +93,7 @@ def short(event: str) -> str:
 
 
 SCHEDULES = {
-    "flat group, three leaf_layout": (
+    "flat group, three leaves": (
         FLAT,
         Config(sharing="group", boundary="across", max_microbatch_tokens=5),
         "F0 F1 B1 F2 B2 F3 B3 B0",
@@ -104,12 +104,6 @@ SCHEDULES = {
         Config(sharing="group", boundary="across"),
         "F0 F1 B1 B0",
         "abcde fqrfuvfxy",
-    ),
-    "flat group, one padded wave": (
-        FLAT,
-        Config(sharing="group", boundary="across", leaf_layout="padded"),
-        "F0 F1 B1 B0",
-        "abcde fqr|fuv|fxy",
     ),
     "flat group in one microbatch": (
         FLAT,
@@ -153,7 +147,7 @@ SCHEDULES = {
         "F0 F1 F2 B2 B1 B0",
         "abcd efgh ijk",
     ),
-    "a chain with leaf_layout below it": (
+    "a chain with leaves below it": (
         FLAT,
         Config(sharing="group", boundary="across", max_microbatch_tokens=3),
         "F0 F1 F2 B2 F3 B3 F4 B4 B1 B0",

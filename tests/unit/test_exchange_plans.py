@@ -198,9 +198,7 @@ def test_the_cheaper_is_chosen() -> None:
     assert choose_split("exchange", 1.0, 9.0) == choose_split("exchange", 9.0, 1.0)
 
 
-@pytest.mark.parametrize(
-    "config", [Config(sharing="none"), Config(boundary="across"), Config(leaf_layout="padded")]
-)
+@pytest.mark.parametrize("config", [Config(sharing="none"), Config(boundary="across")])
 def test_options_that_keep_ranks_from_exchanging(config: Config) -> None:
     assert cannot_exchange(config)
     assert not cannot_exchange(Config()) and not cannot_exchange(Config(boundary="mixed"))

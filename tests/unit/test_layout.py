@@ -84,12 +84,11 @@ def test_every_query_sees_its_path_and_nothing_else(
     batch: RolloutBatch, microbatch_tokens: int, window: int
 ) -> None:
     longest = int(batch.lengths.max())
-    for sharing, boundary, leaf_layout in COMBINATIONS:
+    for sharing, boundary in COMBINATIONS:
         most = max(microbatch_tokens, longest) if boundary == "within" else microbatch_tokens
         config = Config(
             sharing=sharing,
             boundary=boundary,
-            leaf_layout=leaf_layout,
             max_microbatch_tokens=most,
         )
         with naming(config):
@@ -107,7 +106,7 @@ def check_tables(plan: Plan, window: int) -> None:
             first = launches_of(table)[0]
             assert (first["q_begin"], first["q_end"], first["causal"]) == (
                 0,
-                microbatch.padded_tokens,
+                microbatch.tokens,
                 1,
             )
             seen = visible(table, width)
@@ -116,7 +115,7 @@ def check_tables(plan: Plan, window: int) -> None:
         for launch in launches_of(full)[1:]:
             assert not launch["causal"], "above a segment all is seen: rectangles"
         assert windowed.key_index is not None
-        copied = len(windowed.key_index) - microbatch.padded_tokens
+        copied = len(windowed.key_index) - microbatch.tokens
         assert copied <= (window - 1) * len(microbatch.segments), "a bounded copy"
 
 
@@ -186,7 +185,7 @@ def test_the_launches_of_a_flat_group_across_microbatches() -> None:
 
 def test_a_chain_of_microbatches_reads_as_one_slice() -> None:
     plan = plan_of([list(range(12))], sharing="none", boundary="across", max_microbatch_tokens=4)
-    assert [microbatch.padded_tokens for microbatch in plan.microbatches] == [4, 4, 3]
+    assert [microbatch.tokens for microbatch in plan.microbatches] == [4, 4, 3]
     last = full_table(plan.forest, plan.microbatches[-1], plan.cache_of)
     assert [(c["source"], c["k_begin"], c["k_end"]) for c in launches_of(last)] == [
         (FROM_OWN, 0, 3),
@@ -199,7 +198,7 @@ def test_a_window_of_one_reads_nothing_above() -> None:
     for microbatch in plan.microbatches:
         table = windowed_table(plan.forest, microbatch, plan.cache_of, 1)
         assert table.key_index is not None
-        assert table.key_index.tolist() == list(range(microbatch.padded_tokens))
+        assert table.key_index.tolist() == list(range(microbatch.tokens))
 
 
 def test_keys_of_the_microbatch_do_not_run_on_from_those_of_the_arena() -> None:
@@ -213,8 +212,7 @@ def test_keys_of_the_microbatch_do_not_run_on_from_those_of_the_arena() -> None:
         plan.microbatches[1],
         segments=(4, 1, 2, 3),
         segment_begin=(0, 3, 5, 6),
-        padded_tokens=7,
-        width=0,
+        tokens=7,
     )
     reach = VisibleKeys(forest, microbatch, {0: 0})
     assert reach.above(1) == reach.above(4) == ((FROM_CACHE, 0, 3),)

@@ -70,8 +70,8 @@ def test_edges_are_those_of_what_runs(batch: RolloutBatch, data: st.DataObject) 
     classes = {"none": range(len(batch)), "group": batch.group_index.tolist(), "tree": [0] * 99}
     trained = sum(int(r.loss_mask.sum()) for r, z in zip(batch, zero, strict=True) if not z)
     combination = data.draw(st.sampled_from(COMBINATIONS))
-    sharing, boundary, leaf_layout = combination
-    config = Config(sharing=sharing, boundary=boundary, leaf_layout=leaf_layout)  # type: ignore
+    sharing, boundary = combination
+    config = Config(sharing=sharing, boundary=boundary)  # type: ignore
     with naming(config):
         plan = make_plan(batch, SHAPE, config, runs=runs)
         paths = {
@@ -87,8 +87,7 @@ def test_edges_are_those_of_what_runs(batch: RolloutBatch, data: st.DataObject) 
         totals.add(plan)
         assert estimate.work["none"] == plan.dense and totals.left_out == plan.left_out
         assert totals.bound == plan.bound
-        if leaf_layout == "packed":
-            assert estimate.work[sharing].tokens == plan.shared.tokens
+        assert estimate.work[sharing].tokens == plan.shared.tokens
         assert estimate.unique_tokens == plan.unique_tokens
 
 

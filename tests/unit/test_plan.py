@@ -89,17 +89,16 @@ def test_auto_avoids_splitting_what_a_loss_couples_where_that_is_cheaper() -> No
     st.sampled_from((1, 16, 256)),
     st.one_of(st.none(), st.integers(1, 60)),
     st.sampled_from((None, "rollout", "joint")),
-    st.sampled_from(("packed", "padded")),
 )
 def test_auto_never_costs_more_than_dense(
-    batch: RolloutBatch, shape, efficient: int, microbatch_tokens, coupled, leaf_layout
+    batch: RolloutBatch, shape, efficient: int, microbatch_tokens, coupled
 ) -> None:
     coupling = {
         None: None,
         "rollout": np.arange(len(batch)),
         "joint": np.zeros(len(batch), np.int64),
     }[coupled]
-    config = Config(max_microbatch_tokens=microbatch_tokens, leaf_layout=leaf_layout)
+    config = Config(max_microbatch_tokens=microbatch_tokens)
     with mock.patch.object(meters, "EFFICIENT_TOKENS", efficient):
         plan = make_plan(batch, shape, config, coupling=coupling)
         costs = [c.cost for c in plan.candidates if c.cost is not None]
@@ -128,7 +127,7 @@ def test_a_memory_budget_lowers_microbatch_tokens_until_it_holds() -> None:
         plan = make_plan(batch, SHAPE, dataclasses.replace(config, memory_budget=half))
     assert plan.max_microbatch_tokens < 2 * 1399 + 1399
     assert plan.predicted_peak_bytes == half
-    assert [microbatch.padded_tokens for microbatch in plan.microbatches] == [2 * 1399, 2 * 1399]
+    assert [microbatch.tokens for microbatch in plan.microbatches] == [2 * 1399, 2 * 1399]
 
 
 @pytest.mark.parametrize("wanted", ["auto", "keep", "recompute"])
@@ -172,7 +171,7 @@ def test_peak_bytes_count_the_microbatches_open_at_once_and_the_arena() -> None:
     batch = batch_of([[1, 2, 3, 4, 5, 5], [1, 2, 3, 4, 6], [1, 2, 3, 4, 7, 7, 7]])
     config = Config(sharing="group", boundary="across", max_microbatch_tokens=3)
     plan = make_plan(batch, SHAPE, config)
-    assert [microbatch.padded_tokens for microbatch in plan.microbatches] == [3, 3, 3]
+    assert [microbatch.tokens for microbatch in plan.microbatches] == [3, 3, 3]
     assert plan.cache_tokens == 3
     boundary = 2 * 2 * (16 + 16) * (2 + 4)
     assert plan.predicted_peak_bytes == 6 * SHAPE.activation_bytes() + 3 * boundary
@@ -260,7 +259,7 @@ def test_the_events_of_three_levels() -> None:
         "forward prefix 0, forward prefix 1, forward leaf 2, backward leaf 2, forward leaf 3, "
         "backward leaf 3, backward prefix 1, backward prefix 0"
     )
-    assert [microbatch.padded_tokens for microbatch in wider.microbatches] == [4, 6, 6, 2]
+    assert [microbatch.tokens for microbatch in wider.microbatches] == [4, 6, 6, 2]
     mixed = make_plan(
         batch, config=Config(sharing="tree", boundary="mixed", max_microbatch_tokens=7)
     )
@@ -288,23 +287,18 @@ def test_rollouts_are_split_where_trained_tokens_lie_in_several_microbatches() -
 def test_waves_may_be_shorter_than_other_microbatches() -> None:
     batch = batch_of(group(prompt=101, response=30, count=5))
     config = Config(sharing="group", boundary="across", max_microbatch_tokens=100)
-    assert [
-        microbatch.padded_tokens for microbatch in make_plan(batch, config=config).microbatches
-    ] == [100, 90, 60]
+    assert [microbatch.tokens for microbatch in make_plan(batch, config=config).microbatches] == [
+        100,
+        90,
+        60,
+    ]
     by_one = dataclasses.replace(config, max_leaf_tokens=1)
-    assert [
-        microbatch.padded_tokens for microbatch in make_plan(batch, config=by_one).microbatches
-    ] == [100] + [30] * 5
-    by_two = dataclasses.replace(config, max_leaf_tokens=60, leaf_layout="padded")
-    assert [
-        microbatch.padded_tokens for microbatch in make_plan(batch, config=by_two).microbatches
-    ] == [100, 60, 60, 30]
-    for leaf_layout in ("packed", "padded"):
-        longer = dataclasses.replace(config, max_leaf_tokens=500, leaf_layout=leaf_layout)
-        microbatches = make_plan(batch, config=longer).microbatches
-        assert [microbatch.padded_tokens for microbatch in microbatches] == [100, 90, 60], (
-            "both limits hold"
-        )
+    assert [microbatch.tokens for microbatch in make_plan(batch, config=by_one).microbatches] == [
+        100
+    ] + [30] * 5
+    longer = dataclasses.replace(config, max_leaf_tokens=500)
+    microbatches = make_plan(batch, config=longer).microbatches
+    assert [m.tokens for m in microbatches] == [100, 90, 60], "both limits hold"
     auto = make_plan(batch, config=Config(sharing="group", max_leaf_tokens=60))
     assert auto.boundary == "across"
     reasons = {c.boundary: c.refused for c in auto.candidates if c.refused}

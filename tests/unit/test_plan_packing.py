@@ -1,4 +1,4 @@
-"""How microbatches are filled: first-fit decreasing, whole paths, subtrees, padding, order within a
+"""How microbatches are filled: first-fit decreasing, whole paths, subtrees, order within a
 microbatch."""
 
 import numpy as np
@@ -68,7 +68,7 @@ def test_a_tree_too_large_for_a_microbatch_is_cut_between_rollouts() -> None:
     assert (
         plan_of(lists, sharing="tree", boundary="within", max_microbatch_tokens=11)
         .microbatches[0]
-        .padded_tokens
+        .tokens
         == 11
     )
 
@@ -78,30 +78,13 @@ def test_a_rollout_longer_than_a_microbatch_of_whole_paths_is_refused() -> None:
     with pytest.raises(PlanError, match=r"rollout 1 has 11 tokens .* at most 10"):
         plan_of(lists, boundary="within", sharing="none", max_microbatch_tokens=10)
     plan = plan_of([list(range(12))], boundary="within", sharing="none", max_microbatch_tokens=11)
-    assert plan.microbatches[0].padded_tokens == 11
+    assert plan.microbatches[0].tokens == 11
 
 
 def test_a_long_segment_becomes_a_chain_of_equal_microbatches() -> None:
     plan = plan_of([list(range(12))], boundary="across", sharing="none", max_microbatch_tokens=10)
     assert lengths_of(plan) == [[6], [5]]
     assert [microbatch.parent for microbatch in plan.microbatches] == [-1, 0]
-
-
-def test_padded_waves_put_leaves_of_like_lengths_together() -> None:
-    lists = [[1, 2, 3] + [10 + n] * n for n in (1, 5, 2, 4)]
-    plan = plan_of(
-        lists, sharing="group", boundary="across", leaf_layout="padded", max_microbatch_tokens=10
-    )
-    assert lengths_of(plan) == [[2], [5, 4], [2, 1]]
-    assert [
-        (microbatch.width, microbatch.padded_tokens, microbatch.tokens)
-        for microbatch in plan.microbatches
-    ] == [
-        (0, 2, 2),
-        (5, 10, 9),
-        (2, 4, 3),
-    ]
-    assert plan.padded_tokens - plan.computed_tokens == 2
 
 
 def test_mixed_microbatches_keep_subtrees_that_fit_whole() -> None:
@@ -113,7 +96,7 @@ def test_mixed_microbatches_keep_subtrees_that_fit_whole() -> None:
     assert (
         plan_of(lists, sharing="tree", boundary="mixed", max_microbatch_tokens=14)
         .microbatches[0]
-        .padded_tokens
+        .tokens
         == 14
     )
     apart = plan_of(lists, sharing="tree", boundary="across", max_microbatch_tokens=10)

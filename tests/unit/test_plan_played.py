@@ -69,7 +69,7 @@ def test_what_a_wave_gave_back_serves_one_offloaded_microbatch_after_the_other()
         sharing="group", boundary="across", activations="offload", max_microbatch_tokens=500
     )
     plan = make_plan(group(1001, 250, 2), SHAPE, config, calibration=made_up())
-    assert [microbatch.padded_tokens for microbatch in plan.microbatches] == [500, 500, 500]
+    assert [microbatch.tokens for microbatch in plan.microbatches] == [500, 500, 500]
     _, [(*_, nbytes), (_, middle, _), (_, wave, given_back)] = played(plan, 1.0)
     assert given_back == nbytes
     # Each takes as long to copy as its own backward takes. Room for one is there from the middle of

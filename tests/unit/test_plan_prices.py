@@ -32,17 +32,16 @@ def alone(plan: Plan) -> tuple[float, int]:
 @given(
     batch=batches(),
     share=st.floats(0.3, 1.2),
-    leaf_layout=st.sampled_from(("packed", "padded")),
     activations=st.sampled_from(("auto", "keep", "recompute")),
     couples=st.booleans(),
 )
 def test_every_plan_that_is_tried_has_its_own_price(
-    batch: RolloutBatch, share: float, leaf_layout, activations, couples: bool
+    batch: RolloutBatch, share: float, activations, couples: bool
 ) -> None:
     coupling = np.arange(len(batch)) if couples else None
-    free = make_plan(batch, SHAPE, Config(leaf_layout=leaf_layout), coupling=coupling)
+    free = make_plan(batch, SHAPE, Config(), coupling=coupling)
     budget = max(1, int(share * (free.predicted_peak_bytes or 0)))
-    config = Config(leaf_layout=leaf_layout, activations=activations, memory_budget=budget)
+    config = Config(activations=activations, memory_budget=budget)
     seen: list[Plan] = []
     priced = Prices.priced
 

@@ -27,11 +27,10 @@ Prefix = tuple[int, ...]
 @EXAMPLES
 @given(batch=batches(), max_microbatch_tokens=st.integers(1, 60))
 def test_plans(batch: RolloutBatch, max_microbatch_tokens: int) -> None:
-    for sharing, boundary, leaf_layout in COMBINATIONS:
+    for sharing, boundary in COMBINATIONS:
         config = Config(
             sharing=sharing,
             boundary=boundary,
-            leaf_layout=leaf_layout,
             max_microbatch_tokens=max_microbatch_tokens,
         )
         with naming(config):
@@ -98,18 +97,11 @@ def check_microbatches(plan: Plan) -> None:
     """Microbatches hold their segments back to back within the budget, forks where the boundary
     says."""
     microbatch_of = microbatches_of_segments(plan)
-    below = plan.forest.children()
     for index, microbatch in enumerate(plan.microbatches):
         lengths = plan.forest.length[list(microbatch.segments)].tolist()
         assert microbatch.index == index
         assert microbatch.tokens == sum(lengths)
-        assert microbatch.padded_tokens <= plan.max_microbatch_tokens
-        if microbatch.width:
-            assert plan.leaf_layout == "padded"
-            assert microbatch.width == max(lengths)
-            assert not any(below[segment] for segment in microbatch.segments)
-            lengths = [microbatch.width] * len(lengths)
-        assert microbatch.padded_tokens == sum(lengths)
+        assert microbatch.tokens <= plan.max_microbatch_tokens
         assert microbatch.segment_begin == tuple(np.cumsum([0, *lengths])[:-1].tolist())
         above = {int(plan.forest.parent[s]) for s in microbatch.segments} - {-1}
         microbatches_above = {microbatch_of[segment] for segment in above}
@@ -117,9 +109,6 @@ def check_microbatches(plan: Plan) -> None:
             assert microbatches_above <= {index}
         elif plan.boundary == "across":
             assert index not in microbatches_above
-        if plan.leaf_layout == "padded" and plan.boundary == "across":
-            leaves = [not below[segment] for segment in microbatch.segments]
-            assert all(leaves) == any(leaves) == (microbatch.width > 0)
 
 
 def check_paths(plan: Plan, batch: RolloutBatch) -> None:

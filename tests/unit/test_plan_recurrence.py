@@ -80,14 +80,13 @@ def paths(plan: Plan, batch: RolloutBatch) -> list[list[int]]:
     st.integers(1, 5),
 )
 def test_every_token_sees_the_inputs_of_its_path(
-    batch: RolloutBatch, combination: tuple[str, str, str], microbatch_tokens: int, width: int
+    batch: RolloutBatch, combination: tuple[str, str], microbatch_tokens: int, width: int
 ) -> None:
     """Inputs that convolution and recurrence would read, followed through the schedule."""
-    sharing, boundary, leaf_layout = combination
+    sharing, boundary = combination
     config = Config(
         sharing=sharing,
         boundary=boundary,
-        leaf_layout=leaf_layout,
         max_microbatch_tokens=microbatch_tokens,
     )  # type: ignore[arg-type]
     try:

@@ -26,15 +26,12 @@ def batch_of(lists: list[list[int]]) -> RolloutBatch:
     batches(),
     st.sampled_from((None, SHAPE)),
     st.one_of(st.none(), st.integers(1, 60)),
-    st.sampled_from(("packed", "padded")),
     st.sampled_from(("auto", "across")),
 )
 def test_every_plan_explains_its_counts(
-    batch: RolloutBatch, shape, microbatch_tokens, leaf_layout, boundary
+    batch: RolloutBatch, shape, microbatch_tokens, boundary
 ) -> None:
-    config = Config(
-        max_microbatch_tokens=microbatch_tokens, leaf_layout=leaf_layout, boundary=boundary
-    )
+    config = Config(max_microbatch_tokens=microbatch_tokens, boundary=boundary)
     plan = make_plan(batch, shape, config)
     check_explained(plan, plan.explain())
 
@@ -77,23 +74,20 @@ def check_explained(plan: Plan, text: str) -> None:
         assert re.search(rf"│ {re.escape(label)} +│ +{re.escape(count)} │", text), (label, count)
     assert f"{plan.bound:.2f}x" in text
     assert " ".join(plan.reason.split()) in " ".join(text.split())
-    padding = plan.padded_tokens - plan.computed_tokens
-    assert ("padding run besides" in text) == bool(padding)
     for name in plan.microbatch_names[:24]:
         assert f"│ {name} " in text
 
 
 def test_explain_in_full() -> None:
     batch = batch_of([[1, 2, 3, 4, 5, 5], [1, 2, 3, 4, 6], [1, 2, 3, 4, 7, 7, 7]])
-    config = Config(sharing="group", boundary="across", leaf_layout="padded")
+    config = Config(sharing="group", boundary="across")
     text = make_plan(batch, config=config).explain()
     check = [" ".join(line.replace("│", " ").split()) for line in text.splitlines()]
     assert "plan: group + across, as asked" in check
-    assert "padding run besides 3" in check
     assert "bound on the speed-up (tokens) 1.67x" in check
     assert "group across 1.000 chosen" in check
-    assert "prefix 0 - 1 3 3 3" in check
-    assert "leaf 1 prefix 0 3 6 9 0" in check
+    assert "prefix 0 - 1 3 3" in check
+    assert "leaf 1 prefix 0 3 6 0" in check
     assert text.splitlines()[-5:] == [
         "segments: tokens x rollouts through them, and their microbatch",
         "└── 3 x 3  prefix 0",

@@ -254,7 +254,7 @@ def test_aligned_ranks_execute_the_same_operations(data: st.DataObject) -> None:
         plans.append(make_plan(batch, config=data.draw(configs), coupling=coupling))
     costs = None
     if data.draw(st.booleans()):
-        costs = [[float(m.padded_tokens) for m in plan.microbatches] for plan in plans]
+        costs = [[float(m.tokens) for m in plan.microbatches] for plan in plans]
     programs = align([plan.program for plan in plans], costs)
     common = {tuple(i._replace(microbatch=0) for i in program.instructions) for program in programs}
     assert len(common) == 1

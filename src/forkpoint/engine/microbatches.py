@@ -196,16 +196,11 @@ def prepare_microbatches(
     prepared = []
     for microbatch, ids, positions, places, numbers in pending:
         here = by_microbatch[bounds[microbatch.index] : bounds[microbatch.index + 1]]
-        shape = (
-            (len(microbatch.segments), microbatch.width)
-            if microbatch.width
-            else (1, microbatch.padded_tokens)
-        )
         prepared.append(
             MicrobatchInputs(
                 microbatch=microbatch,
-                input_ids=on_device(ids.reshape(shape), device),
-                position_ids=on_device(positions.reshape(shape), device),
+                input_ids=on_device(ids[None], device),
+                position_ids=on_device(positions[None], device),
                 head_index=on_device(places, device),
                 head_labels=on_device(label[numbers], device),
                 head_temperatures=on_device(temperature[numbers], device) if warm else None,

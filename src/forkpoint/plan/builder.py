@@ -239,7 +239,7 @@ class Builder:
             kept = 0 if longest is None else meter.kept_bytes(longest)
             next_tokens = tokens * (7 if few else 6) // 8
             if longest is not None and not found and kept > self.budget:
-                next_tokens = min(next_tokens, int(longest.padded_tokens * self.budget / kept) + 1)
+                next_tokens = min(next_tokens, int(longest.tokens * self.budget / kept) + 1)
             tokens = max(least, next_tokens)
 
     def _soft_ways(
@@ -256,7 +256,7 @@ class Builder:
             needed = min(_peak(way) for way in ways)
             if needed <= self.budget or tokens <= least or self.config.max_microbatch_tokens:
                 return
-            longest = max(microbatch.padded_tokens for microbatch in plan.microbatches)
+            longest = max(microbatch.tokens for microbatch in plan.microbatches)
             # Were all of it activations of the longest microbatch, this would fit.
             tokens = max(least, min(tokens * 3 // 4, longest * self.budget // needed))
 
@@ -298,24 +298,13 @@ class Builder:
         return self.prices.priced(plan, meter, self.budget)
 
     def _build(self, sharing: str, boundary: str, tokens: int, policy: str) -> Plan:
-        padded = self.config.leaf_layout == "padded"
-        order = self.order(sharing)
-        if boundary == "within" and not (padded and sharing == "none"):
+        order, limit = self.order(sharing), self.config.max_leaf_tokens
+        if boundary == "within":
             forest, microbatches = microbatches_of_whole_paths(order, len(self.batch), tokens)
+        elif boundary == "mixed":
+            forest, microbatches = microbatches_mixed(self.forest(sharing), tokens, self.prompts)
         else:
-            forest = self.forest(sharing)
-            if boundary == "within" and self.longest > tokens:
-                # Raises, saying why.
-                microbatches_of_whole_paths(order, len(self.batch), tokens)
-            if boundary == "mixed" and not padded:
-                forest, microbatches = microbatches_mixed(forest, tokens, self.prompts)
-            else:
-                forest, microbatches = microbatches_across(
-                    forest,
-                    tokens,
-                    padded=padded,
-                    max_leaf_tokens=self.config.max_leaf_tokens,
-                )
+            forest, microbatches = microbatches_across(self.forest(sharing), tokens, limit)
         labelled_S = self.prices.num_loss_entries(forest)
         microbatches = [
             replace(
@@ -335,7 +324,6 @@ class Builder:
         plan = Plan(
             sharing=sharing,
             boundary=boundary,
-            leaf_layout=self.config.leaf_layout,
             max_microbatch_tokens=tokens,
             forest=forest,
             microbatches=tuple(microbatches),
@@ -388,7 +376,7 @@ def _cost_of_many(plan: Plan) -> float:
     cost = cost_with_preference(plan)
     if plan.cost_unit == "ms":
         return cost
-    return cost * (1 + GRADIENT_TOKENS * len(plan.microbatches) / max(1, 3 * plan.padded_tokens))
+    return cost * (1 + GRADIENT_TOKENS * len(plan.microbatches) / max(1, 3 * plan.computed_tokens))
 
 
 def _least(plans: Sequence[Plan]) -> list[Plan]:

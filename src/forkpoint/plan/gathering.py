@@ -188,7 +188,7 @@ def costs_of_rank(
     return RankCosts(
         forward=tuple(meter.forward(m) for m in plan.microbatches),
         backward=() if scores else tuple(meter.backward(m) for m in plan.microbatches),
-        tokens=sum(max(m.padded_tokens, EFFICIENT_TOKENS) for m in plan.microbatches),
+        tokens=sum(max(m.tokens, EFFICIENT_TOKENS) for m in plan.microbatches),
         once=sum(parts) if parts else None,
         parts=tuple(parts) if len(parts) > 1 else (),
         why_not=why_not,

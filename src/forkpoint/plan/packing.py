@@ -1,8 +1,7 @@
-"""How segments are put into microbatches."""
+"""Packing of segments into microbatches."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,13 +12,11 @@ from forkpoint.tree import Microbatch
 from forkpoint.tree.forest import Forest, SortedRollouts, build_forest
 
 
-@dataclass
-class _Draft:
-    """A microbatch while it is filled."""
+class _Draft(NamedTuple):
+    """A microbatch before microbatches are numbered."""
 
     parent: int
-    segments: list[int] = field(default_factory=list)
-    width: int = 0
+    segments: list[int]
     shared_prompt: Literal["", "sent", "received"] = ""
 
 
@@ -43,10 +40,10 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
     return bins
 
 
-def order_for_microbatches(
-    order: SortedRollouts, max_microbatch_tokens: int
-) -> list[SortedRollouts]:
-    """Rollouts of each microbatch when every microbatch must hold whole paths.
+def microbatches_of_whole_paths(
+    order: SortedRollouts, rollouts: int, max_microbatch_tokens: int
+) -> tuple[Forest, list[Microbatch]]:
+    """Microbatches that each hold whole paths: nothing crosses a microbatch (boundary within).
 
     A tree that fits a microbatch stays whole. A larger one is cut between rollouts, in order, and
     what the cut rollouts share is computed once in each microbatch.
@@ -67,11 +64,18 @@ def order_for_microbatches(
     piece = np.cumsum(cut.shared_edges == 0) - 1
     sizes = np.bincount(piece, weights=cut.new_edges).astype(np.int64).tolist()
     first_entry = np.searchsorted(piece, np.arange(len(sizes) + 1))
-    microbatches = []
-    for pieces in first_fit_decreasing(sizes, max_microbatch_tokens):
-        entries = [np.arange(first_entry[i], first_entry[i + 1]) for i in sorted(pieces)]
-        microbatches.append(order.take(np.concatenate(entries)))
-    return microbatches
+    bins = first_fit_decreasing(sizes, max_microbatch_tokens)
+    entries = [
+        np.concatenate([np.arange(first_entry[i], first_entry[i + 1]) for i in sorted(pieces)])
+        for pieces in bins
+    ]
+    ends = np.cumsum([len(each) for each in entries], dtype=np.int64)
+    joined = order.take(np.concatenate([*entries, np.zeros(0, np.int64)]))
+    joined = joined.cut(np.isin(np.arange(len(joined.edges)), ends))
+    forest = build_forest(joined, rollouts)
+    microbatch_of = np.searchsorted(ends, forest.owner_begin, side="right")
+    drafts = [_Draft(-1, np.flatnonzero(microbatch_of == n).tolist()) for n in range(len(bins))]
+    return forest, _finish(forest, drafts)
 
 
 def _cuts(order: SortedRollouts, max_microbatch_tokens: int) -> NDArray[np.bool_]:
@@ -91,59 +95,27 @@ def _cuts(order: SortedRollouts, max_microbatch_tokens: int) -> NDArray[np.bool_
     return where
 
 
-def microbatches_of_whole_paths(
-    order: SortedRollouts, rollouts: int, max_microbatch_tokens: int
-) -> tuple[Forest, list[Microbatch]]:
-    """Microbatches that each hold whole paths: nothing crosses a microbatch (boundary within)."""
-    parts = order_for_microbatches(order, max_microbatch_tokens)
-    joined = SortedRollouts(
-        *(
-            np.concatenate([getattr(p, name) for p in parts] or [np.zeros(0, np.int64)])
-            for name in ("rollouts", "edges", "shared_edges")
-        )
-    )
-    forest = build_forest(joined, rollouts)
-    microbatch_starts = np.cumsum([0, *(len(p.rollouts) for p in parts)])
-    microbatch_of = np.searchsorted(microbatch_starts, forest.owner_begin, side="right") - 1
-    drafts = [
-        _Draft(-1, np.flatnonzero(microbatch_of == microbatch).tolist())
-        for microbatch in range(len(parts))
-    ]
-    return forest, _finish(forest, drafts)
-
-
 def microbatches_across(
-    forest: Forest,
-    max_microbatch_tokens: int,
-    *,
-    padded: bool,
-    max_leaf_tokens: int | None = None,
+    forest: Forest, max_microbatch_tokens: int, max_leaf_tokens: int | None = None
 ) -> tuple[Forest, list[Microbatch]]:
     """Microbatches in which every fork lies between a microbatch and its children (boundary
     across).
 
     Every microbatch takes as many of the segments waiting below the microbatches open around it as
-    fit, in order; what lies below the microbatch's own segments waits for its child microbatches.
-    With `padded`, segments with nothing below them go into microbatches of their own, batch x
-    longest. With `max_leaf_tokens` they do as well, and these hold at most so many tokens, or one
-    segment; never more than `max_microbatch_tokens`.
+    fit, in order; what lies below the microbatch's segments waits for its child microbatches.
+    With `max_leaf_tokens`, segments with nothing below them go into microbatches of their own that
+    hold at most so many tokens, or one segment; never more than `max_microbatch_tokens`.
     """
-    leaf_tokens = min(max_leaf_tokens or max_microbatch_tokens, max_microbatch_tokens)
     forest = forest.chained(max_microbatch_tokens)
     below, length = forest.children(), forest.length.tolist()
     drafts: list[_Draft] = []
     todo: list[tuple[list[int], int]] = [(np.flatnonzero(forest.parent < 0).tolist(), -1)]
     while todo:
         waiting, parent = todo.pop()
-        if padded:
+        if max_leaf_tokens is not None:
             leaves = [s for s in waiting if not below[s]]
-            drafts.extend(_padded(leaves, length, parent, leaf_tokens))
-            waiting = [s for s in waiting if below[s]]
-        elif max_leaf_tokens is not None:
-            leaves = [s for s in waiting if not below[s]]
-            drafts.extend(
-                _Draft(parent, microbatch) for microbatch in _in_order(leaves, length, leaf_tokens)
-            )
+            capacity = min(max_leaf_tokens, max_microbatch_tokens)
+            drafts += [_Draft(parent, segments) for segments in _in_order(leaves, length, capacity)]
             waiting = [s for s in waiting if below[s]]
         for segments in _in_order(waiting, length, max_microbatch_tokens):
             deeper = [child for segment in segments for child in below[segment]]
@@ -171,14 +143,17 @@ def microbatches_mixed(
     below, length = forest.children(), forest.length.tolist()
     subtree = forest.subtree_edges().tolist()
     drafts: list[_Draft] = []
-    every = [segment for prompt in prompts for segment in prompt.segments(forest)]
-    sent = [s for prompt in prompts if not prompt.received for s in prompt.segments(forest)]
-    for segments in _in_order(sent, length, max_microbatch_tokens):
-        drafts.append(_Draft(len(drafts) - 1, segments, shared_prompt="sent"))
-    received = [s for prompt in prompts if prompt.received for s in prompt.segments(forest)]
-    if received:
-        drafts.append(_Draft(len(drafts) - 1, received, shared_prompt="received"))
+    segments_of = [prompt.segments(forest) for prompt in prompts]
+    every = [s for segments in segments_of for s in segments]
+    received = [
+        s for p, segments in zip(prompts, segments_of, strict=True) if p.received for s in segments
+    ]
     inside = set(every)
+    sent = [s for s in every if s not in set(received)]
+    for segments in _in_order(sent, length, max_microbatch_tokens):
+        drafts.append(_Draft(len(drafts) - 1, segments, "sent"))
+    if received:
+        drafts.append(_Draft(len(drafts) - 1, received, "received"))
     roots = [s for s in np.flatnonzero(forest.parent < 0).tolist() if s not in inside]
     readers = [child for s in every for child in below[s] if child not in inside]
     todo: list[tuple[list[int], int]] = [(roots + readers, len(drafts) - 1)]
@@ -186,7 +161,11 @@ def microbatches_mixed(
         waiting, parent = todo.pop()
         whole = [s for s in waiting if subtree[s] <= max_microbatch_tokens]
         for bin_ in first_fit_decreasing([subtree[s] for s in whole], max_microbatch_tokens):
-            drafts.append(_Draft(parent, _with_below([whole[i] for i in bin_], below)))
+            segments, tops = [], [whole[i] for i in bin_]
+            while tops:
+                segments.append(tops.pop())
+                tops += below[segments[-1]]
+            drafts.append(_Draft(parent, segments))
         spine = [s for s in waiting if subtree[s] > max_microbatch_tokens]
         while spine:
             taken, deeper, later = _spine_microbatch(
@@ -234,57 +213,32 @@ def _spine_microbatch(
     return taken, deeper, []
 
 
-def _with_below(segments: list[int], below: list[list[int]]) -> list[int]:
-    found, todo = [], list(segments)
-    while todo:
-        found.append(todo.pop())
-        todo.extend(below[found[-1]])
-    return found
-
-
-def _padded(leaves: Iterable[int], length: list[int], parent: int, capacity: int) -> list[_Draft]:
-    """Microbatches of equal places, longest first so that neighbours pad little."""
-    drafts: list[_Draft] = []
-    for segment in sorted(leaves, key=lambda s: -length[s]):
-        draft = drafts[-1] if drafts else None
-        if draft is None or (len(draft.segments) + 1) * draft.width > capacity:
-            draft = _Draft(parent, width=length[segment])
-            drafts.append(draft)
-        draft.segments.append(segment)
-    return drafts
-
-
 def _finish(forest: Forest, drafts: list[_Draft]) -> list[Microbatch]:
-    """Number microbatches in visiting order, lay their segments out, and link parents with
+    """Number microbatches in visiting order, order their segments, and link parents with
     children."""
     below: dict[int, list[int]] = {}
-    for draft_index, draft in enumerate(drafts):
-        below.setdefault(draft.parent, []).append(draft_index)
+    for at, draft in enumerate(drafts):
+        below.setdefault(draft.parent, []).append(at)
     visiting, todo = [], list(reversed(below.get(-1, [])))
     while todo:
-        draft_index = todo.pop()
-        visiting.append(draft_index)
-        todo.extend(reversed(below.get(draft_index, [])))
-    number = {draft_index: microbatch for microbatch, draft_index in enumerate(visiting)}
+        visiting.append(todo.pop())
+        todo.extend(reversed(below.get(visiting[-1], [])))
+    number = {at: index for index, at in enumerate(visiting)}
     microbatches = []
-    for microbatch, draft_index in enumerate(visiting):
-        draft = drafts[draft_index]
-        segments = draft.segments if draft.width else breadth_or_depth(forest, draft.segments)
-        lengths = [draft.width or int(forest.length[s]) for s in segments]
-        begins = np.cumsum([0, *lengths])
+    for index, at in enumerate(visiting):
+        segments = breadth_or_depth(forest, drafts[at].segments)
+        begins = np.cumsum([0, *forest.length[segments].tolist()]).tolist()
         microbatches.append(
             Microbatch(
-                index=microbatch,
-                parent=number.get(draft.parent, -1),
+                index=index,
+                parent=number.get(drafts[at].parent, -1),
                 segments=tuple(segments),
-                segment_begin=tuple(begins[:-1].tolist()),
-                width=draft.width,
+                segment_begin=tuple(begins[:-1]),
                 cache_begin=(-1,) * len(segments),
                 state_index=(-1,) * len(segments),
-                children=tuple(number[c] for c in below.get(draft_index, [])),
-                padded_tokens=int(begins[-1]),
-                tokens=int(forest.length[segments].sum()),
-                shared_prompt=draft.shared_prompt,
+                children=tuple(number[child] for child in below.get(at, [])),
+                tokens=begins[-1],
+                shared_prompt=drafts[at].shared_prompt,
             )
         )
     return microbatches

@@ -64,7 +64,6 @@ class Plan:
 
     sharing: str
     boundary: str
-    leaf_layout: str
     max_microbatch_tokens: int
     forest: Forest
     microbatches: tuple[Microbatch, ...]
@@ -132,13 +131,8 @@ class Plan:
 
     @property
     def computed_tokens(self) -> int:
-        """Edges run on this rank, padding not counted."""
+        """Edges run on this rank: tokens that go through the model."""
         return sum(m.tokens for m in self.microbatches if m.shared_prompt != "received")
-
-    @property
-    def padded_tokens(self) -> int:
-        """Tokens that go through the model, padding included."""
-        return sum(m.padded_tokens for m in self.microbatches if m.shared_prompt != "received")
 
     @property
     def bound(self) -> float:
@@ -445,8 +439,6 @@ def _summary(plan: Plan) -> Table:
         ends = int(np.unique(plan.forest.leaf[plan.forest.leaf >= 0]).size)
         add("last tokens run for routers, among those computed", f"{ends:,}")
     add("computed tokens (edges run)", f"{plan.computed_tokens:,}")
-    if plan.padded_tokens != plan.computed_tokens:
-        add("padding run besides", f"{plan.padded_tokens - plan.computed_tokens:,}")
     add("labelled edges (head), for each temperature", f"{plan.num_loss_entries:,}")
     add("microbatches, segments", f"{len(plan.microbatches):,}, {len(plan.forest):,}")
     add("prefix cache held at once, tokens", f"{plan.cache_tokens:,}")
@@ -499,14 +491,14 @@ def _candidates(plan: Plan) -> Table:
 
 
 def _microbatches(plan: Plan) -> Table:
-    table = Table(title=f"microbatches in visiting order ({plan.leaf_layout} leaf_layout)")
+    table = Table(title="microbatches in visiting order")
     policies = {microbatch.checkpointing for microbatch in plan.microbatches} - {"none"}
     if policies:
         table.title = f"{table.title}, checkpointing: {', '.join(policies)}"
     if keeping := sum(microbatch.keeps_logits for microbatch in plan.microbatches):
         table.title = f"{table.title}, logits kept in {keeping:,}"
     text = ("microbatch", "reads", "activations")
-    names = ["microbatch", "reads", "segments", "tokens", "places", "prefix cache"]
+    names = ["microbatch", "reads", "segments", "tokens", "prefix cache"]
     moved = any(microbatch.activations != "keep" for microbatch in plan.microbatches)
     for name in (*names, *(["activations"] if moved else [])):
         table.add_column(name, justify="left" if name in text else "right")
@@ -522,7 +514,6 @@ def _microbatches(plan: Plan) -> Table:
             parent,
             f"{len(microbatch.segments):,}",
             f"{microbatch.tokens:,}",
-            f"{microbatch.padded_tokens:,}",
             f"{kept:,}",
             *([microbatch.activations if microbatch.children else "-"] if moved else []),
         )

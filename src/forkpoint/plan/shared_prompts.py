@@ -84,7 +84,7 @@ def cannot_exchange(config: Config) -> str:
         return "sharing is 'none'"
     if config.boundary not in (AUTO, "mixed"):
         return f"boundary is {config.boundary!r}"
-    return "leaf_layout is 'padded'" if config.leaf_layout == "padded" else ""
+    return ""
 
 
 def prompts_of(batch: RolloutBatch, runs: IntArray) -> dict[str, PromptOfBatch]:

@@ -9,7 +9,6 @@ from forkpoint.tree.launches import VisibleKeys as VisibleKeys
 from forkpoint.tree.launches import full_table as full_table
 from forkpoint.tree.launches import windowed_table as windowed_table
 from forkpoint.tree.microbatch import Microbatch as Microbatch
-from forkpoint.tree.microbatch import segment_widths as segment_widths
 from forkpoint.tree.microbatch import token_steps as token_steps
 from forkpoint.tree.recurrence import NOTHING as NOTHING
 from forkpoint.tree.recurrence import ConvolutionLayout as ConvolutionLayout

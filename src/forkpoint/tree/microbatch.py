@@ -1,4 +1,4 @@
-"""Microbatches, and the places of their segments. In numpy."""
+"""Microbatches: segments that go through the model in one forward. In numpy."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -19,17 +19,12 @@ class Microbatch:
     """Segments of the plan's forest, in the order in which they lie in the microbatch."""
     segment_begin: tuple[int, ...]
     """Where each segment starts in the microbatch."""
-    width: int
-    """Places of each segment in a padded microbatch (batch x longest); 0 where the microbatch is
-    packed."""
     cache_begin: tuple[int, ...]
     """First slot of each segment in the prefix cache; -1 where no other microbatch reads it. A
     slot holds what all layers keep of one token."""
     children: tuple[int, ...]
-    padded_tokens: int
-    """Tokens that the forward runs, padding included."""
     tokens: int
-    """Edges that the microbatch holds."""
+    """Edges of its segments: the tokens that a forward runs."""
     state_index: tuple[int, ...] = ()
     """Slot of each segment's final state; -1 where no segment of another microbatch starts from
     it. States have slots of their own."""
@@ -48,12 +43,8 @@ class Microbatch:
 
     @property
     def keeps_boundary(self) -> bool:
+        """Whether other microbatches read the prefix cache of any of its segments."""
         return any(begin >= 0 for begin in self.cache_begin)
-
-    @property
-    def length(self) -> int:
-        """The length of the sequences that the model is given: [1, length], or [B, length]."""
-        return self.width or self.padded_tokens
 
     @property
     def kept_states(self) -> frozenset[int]:
@@ -63,18 +54,8 @@ class Microbatch:
 
 
 def token_steps(forest: Forest, microbatch: Microbatch) -> tuple[IntArray, IntArray]:
-    """For each place of a microbatch, its segment and its step in the segment: int64 [places] each.
-
-    Steps from the segment's length on are padding.
-    """
+    """For each token of a microbatch, its segment and its step in the segment: int64 [T] each."""
     segments = np.asarray(microbatch.segments)
-    places = np.asarray(segment_widths(forest, microbatch))
-    step = np.arange(microbatch.padded_tokens) - np.repeat(
-        np.asarray(microbatch.segment_begin), places
-    )
-    return np.repeat(segments, places), step
-
-
-def segment_widths(forest: Forest, microbatch: Microbatch) -> list[int]:
-    """How many places each segment takes: its length, or the width of a padded microbatch."""
-    return [microbatch.width or int(forest.length[s]) for s in microbatch.segments]
+    lengths = forest.length[segments]
+    begin = np.repeat(np.asarray(microbatch.segment_begin), lengths)
+    return np.repeat(segments, lengths), np.arange(microbatch.tokens) - begin

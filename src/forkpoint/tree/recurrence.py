@@ -1,9 +1,9 @@
-"""Where each segment of a microbatch takes its state from, in layers that carry one along the path.
+"""Initial states of a microbatch's segments, in layers that carry a state along the path.
 
 A linear-attention layer reads nothing of earlier tokens but a state of fixed size, and the last
-inputs of its short convolution. Both belong to the end of a segment and are the start of whatever
-lies below it: in the same microbatch, where segments run level by level, or in another microbatch,
-through the cache. All of it is numpy; the engine makes tensors of it once a microbatch.
+inputs of its short convolution. Both belong to the end of a segment. What lies below it starts from
+them: in the same microbatch, where segments run level by level, or in another one, through the
+cache. All of it is numpy; the engine makes tensors of it once a microbatch.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from forkpoint.tree.forest import Forest, IntArray
-from forkpoint.tree.microbatch import Microbatch, segment_widths
+from forkpoint.tree.microbatch import Microbatch
 
 NOTHING = -1
 """In `ConvolutionLayout.window`: before the rollout's first token, where inputs are zero."""
@@ -26,7 +26,7 @@ class Level:
     begin: IntArray
     """[S] first places, ascending."""
     length: IntArray
-    """[S] places, padding included."""
+    """[S]"""
     parent: IntArray
     """[S] entries of the level above; at the first level, state slots or -1 for none."""
     kept: IntArray
@@ -63,40 +63,28 @@ class ConvolutionLayout:
 def state_layout(
     forest: Forest, microbatch: Microbatch, state_of: Mapping[int, int]
 ) -> StateLayout:
-    """Levels of a microbatch; `state_of` maps segments that other microbatches read to their state
-    places."""
-    levels = []
+    """Levels of a microbatch; `state_of`: the state slot of segments that others start from."""
+    levels: list[Level] = []
     kept_index: list[int] = []
     above: dict[int, int] = {}
-    lengths, keeps = segment_widths(forest, microbatch), microbatch.kept_states
-    for members in _by_level(forest, microbatch):
-        segments = [microbatch.segments[i] for i in members]
-        parents = [int(forest.parent[s]) for s in segments]
-        if above:
-            parent = [above[p] for p in parents]
-        else:
-            parent = [state_of[p] if p >= 0 else -1 for p in parents]
+    members = _by_level(forest, microbatch)
+    keeps = microbatch.kept_states
+    for number, of_level in enumerate(members, 1):
+        segments = [microbatch.segments[i] for i in of_level]
+        parents = forest.parent[segments].tolist()
+        parent = [above[p] if above else state_of[p] if p >= 0 else -1 for p in parents]
         kept = [i for i, s in enumerate(segments) if s in keeps]
-        # Padding follows a segment's tokens and would be in its final state.
-        assert not (kept and microbatch.width), "a padded microbatch has nothing below it"
-        kept_index.extend(state_of[segments[i]] for i in kept)
+        kept_index += [state_of[segments[i]] for i in kept]
         above = {s: i for i, s in enumerate(segments)}
-        begin = [microbatch.segment_begin[i] for i in members]
-        length = [lengths[i] for i in members]
         levels.append(
             Level(
-                begin=np.asarray(begin, np.int64),
-                length=np.asarray(length, np.int64),
+                begin=np.asarray([microbatch.segment_begin[i] for i in of_level], np.int64),
+                length=forest.length[segments],
                 parent=np.asarray(parent, np.int64),
                 kept=np.asarray(kept, np.int64),
-                final=bool(kept),
+                final=bool(kept) or number < len(members),
             )
         )
-    last = len(levels) - 1
-    levels = [
-        Level(v.begin, v.length, v.parent, v.kept, v.final or i < last)
-        for i, v in enumerate(levels)
-    ]
     return StateLayout(tuple(levels), np.asarray(kept_index, np.int64))
 
 
@@ -105,14 +93,13 @@ def convolution_layout(
 ) -> ConvolutionLayout:
     """Inputs before each segment on its path, as far as a convolution reaches."""
     before = width - 1
-    lengths, keeps = segment_widths(forest, microbatch), microbatch.kept_states
+    keeps = microbatch.kept_states
     ends: dict[int, IntArray] = {}
-    places, windows = [], []
-    kept = []
+    places, windows, kept = [], [], []
     for members in _by_level(forest, microbatch):
         for i in members:
-            segment, begin, length = microbatch.segments[i], microbatch.segment_begin[i], lengths[i]
-            parent = int(forest.parent[segment])
+            segment, begin = microbatch.segments[i], microbatch.segment_begin[i]
+            length, parent = int(forest.length[segment]), int(forest.parent[segment])
             if parent in ends:
                 start = ends[parent]
             elif parent >= 0:

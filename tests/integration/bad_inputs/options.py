@@ -124,13 +124,6 @@ OPTIONS = (
         remedy="docs/cli.md describes the four.",
     ),
     option_kind(
-        "leaf_layout that there are none of",
-        lambda: Config(leaf_layout="auto"),  # type: ignore[arg-type]
-        message="leaf_layout is 'auto'; allowed are 'packed', 'padded'.",
-        means="leaf_layout says how microbatches of branches are laid out.",
-        remedy="Leave it out for packed microbatches.",
-    ),
-    option_kind(
         "max_microbatch_tokens below 1",
         lambda: Config(max_microbatch_tokens=0),
         ("plan", "ok.jsonl", "--max-microbatch-tokens", "0"),
@@ -222,7 +215,7 @@ OPTIONS = (
         "microbatches of their own, around packed ones whose rollouts share. Leave one of the two "
         "options out.",
         means="A prompt that another rank sends is read across a boundary, by rollouts that share.",
-        remedy="Leave sharing, boundary and leaf_layout to the planner, or split.",
+        remedy="Leave sharing and boundary to the planner, or split.",
     ),
     option_kind(
         "A scale that is NaN",

@@ -111,8 +111,6 @@ class Planning:
             their branches lie in the microbatch of what they share (within), in microbatches of
             their own that read its keys and values (across), or either, as fits (mixed). auto takes
             the cheapest.
-        leaf_layout: How microbatches of branches are laid out: end to end (packed), or as a batch
-            padded to the longest (padded).
         max_microbatch_tokens: The most tokens in one microbatch. Lower it when memory runs out.
         memory_budget: The most memory that activations and kept keys and values may take together,
             as predicted: bytes, or text such as 70GiB.
@@ -127,7 +125,6 @@ class Planning:
 
     sharing: Literal["auto", "none", "group", "tree"] = "auto"
     boundary: Literal["auto", "within", "across", "mixed"] = "auto"
-    leaf_layout: Literal["packed", "padded"] = "packed"
     max_microbatch_tokens: Chosen = None
     memory_budget: MemoryBudget = None
     activations: Literal["auto", "keep", "offload", "recompute"] = "auto"
@@ -138,7 +135,6 @@ class Planning:
         return Config(
             sharing=self.sharing,
             boundary=self.boundary,
-            leaf_layout=self.leaf_layout,
             max_microbatch_tokens=self.max_microbatch_tokens,
             memory_budget=self.memory_budget or AUTO,
             activations=self.activations,

@@ -257,7 +257,6 @@ class Plan:
             "max_microbatch_tokens": plan.max_microbatch_tokens,
             "sharing": plan.sharing,
             "boundary": plan.boundary,
-            "leaf_layout": plan.leaf_layout,
             "reason": plan.reason,
             "candidates": [asdict(candidate) for candidate in plan.candidates],
             "modes": modes(estimate),

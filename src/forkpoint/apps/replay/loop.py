@@ -126,7 +126,7 @@ def replay(
     start = [_on_host(parameter) for parameter in model.parameters()] if baseline else []
     configs = {"shared": config}
     if baseline:
-        plain = replace(config, sharing="none", boundary="auto", leaf_layout="packed")
+        plain = replace(config, sharing="none", boundary="auto")
         configs["dense"] = plain
     sides = {
         name: _Side(model if name == "shared" else copy.deepcopy(model), of, optimizer, router)

@@ -98,7 +98,7 @@ class CountedMeter(Meter):
         )
 
     def kept_bytes(self, microbatch: Microbatch) -> int:
-        kept = microbatch.padded_tokens * self.shape.activation_bytes(microbatch.checkpointing)
+        kept = microbatch.tokens * self.shape.activation_bytes(microbatch.checkpointing)
         return kept + logits_bytes(microbatch, self.shape)
 
     def _parts(self, microbatch: Microbatch) -> tuple[float, float, float]:
@@ -112,7 +112,7 @@ class CountedMeter(Meter):
         start, length = self.plan.forest.start[segments], self.plan.forest.length[segments]
         every = {w: visible_pairs(start, length, w) for w in set(shape.windows)}
         pairs = sum(every[window] for window in shape.windows)
-        linear = 2.0 * max(microbatch.padded_tokens, EFFICIENT_TOKENS) * shape.linear_parameters
+        linear = 2.0 * max(microbatch.tokens, EFFICIENT_TOKENS) * shape.linear_parameters
         head = 2.0 * microbatch.num_loss_entries * shape.hidden * shape.vocab
         key = 2.0 * shape.heads * (shape.head_dim + shape.value_dim)
         further = min(
@@ -125,8 +125,7 @@ class CountedMeter(Meter):
         """Tokens that have ancestors outside of their causal sequence (see `layout.full_table`)."""
         forest, segments = self.plan.forest, np.asarray(microbatch.segments)
         heads = np.ones(len(segments), bool)
-        if not microbatch.width:
-            heads[1:] = forest.parent[segments[1:]] != segments[:-1]
+        heads[1:] = forest.parent[segments[1:]] != segments[:-1]
         above = forest.parent[segments[heads]] >= 0
         return int(forest.length[segments][above[np.cumsum(heads) - 1]].sum())
 
@@ -137,10 +136,10 @@ class TokenMeter(Meter):
     unit: str = "tokens"
 
     def forward(self, microbatch: Microbatch, *, boundary_only: bool = False) -> float:
-        return max(microbatch.padded_tokens, EFFICIENT_TOKENS)
+        return max(microbatch.tokens, EFFICIENT_TOKENS)
 
     def backward(self, microbatch: Microbatch) -> float:
-        return 2 * max(microbatch.padded_tokens, EFFICIENT_TOKENS)
+        return 2 * max(microbatch.tokens, EFFICIENT_TOKENS)
 
 
 class _Launches(NamedTuple):
@@ -184,7 +183,7 @@ class MeasuredMeter(Meter):
         again = self.shape.repeated_flops_share(microbatch.checkpointing)
         if again:
             blocks = self.shape.layers * self.calibration.block.time(
-                microbatch.padded_tokens, backward=False
+                microbatch.tokens, backward=False
             )
             time += again * blocks
         if again == 1.0:
@@ -203,14 +202,12 @@ class MeasuredMeter(Meter):
         block, rest = self.calibration.kept_bytes[policy]
         # One block is whole while its backward computes it again.
         whole = self.calibration.kept_bytes["none"][0] if policy != "none" else 0.0
-        kept = int(microbatch.padded_tokens * (self.shape.layers * block + rest + whole))
+        kept = int(microbatch.tokens * (self.shape.layers * block + rest + whole))
         return kept + logits_bytes(microbatch, self.shape)
 
     def working_bytes(self, microbatch: Microbatch) -> int:
         head, token = self.calibration.working_bytes
-        return int(
-            microbatch.padded_tokens * token + (head if microbatch.num_loss_entries else 0.0)
-        )
+        return int(microbatch.tokens * token + (head if microbatch.num_loss_entries else 0.0))
 
     def _pass(self, microbatch: Microbatch, num_loss_entries: int, *, backward: bool) -> float:
         found = self.calibration
@@ -221,9 +218,9 @@ class MeasuredMeter(Meter):
             attention *= (layers - 1) / layers
             layers += self._before_attention - 1
         return (
-            layers * found.block.time(microbatch.padded_tokens, backward=backward)
+            layers * found.block.time(microbatch.tokens, backward=backward)
             + attention
-            + found.rest.time(microbatch.padded_tokens, backward=backward)
+            + found.rest.time(microbatch.tokens, backward=backward)
             + found.head.time(num_loss_entries, backward=backward)
         )
 
@@ -249,7 +246,7 @@ class MeasuredMeter(Meter):
         forest, segments = self.plan.forest, list(microbatch.segments)
         pairs = visible_pairs(forest.start[segments], forest.length[segments], window)
         table = windowed_table(forest, microbatch, self.plan.cache_of, window)
-        length = min(window, microbatch.padded_tokens / len(segments))
+        length = min(window, microbatch.tokens / len(segments))
         copied = len(table.key_index) if table.key_index is not None else 0
         return _Launches({(True, length): pairs}, [copied])
 

@@ -108,8 +108,7 @@ def _key_of_microbatches(plan: Plan) -> bytes:
     for microbatch in plan.microbatches:
         numbers = (
             microbatch.parent,
-            microbatch.width,
-            microbatch.padded_tokens,
+            microbatch.tokens,
             len(microbatch.segments),
         )
         key.update(

@@ -22,8 +22,6 @@ class Totals:
     logical_tokens: int = 0
     unique_tokens: int = 0
     computed_tokens: int = 0
-    padding: int = 0
-    """Places that are run besides."""
     left_out: LeftOut = field(default_factory=LeftOut)
     dense: Work | None = None
     """Work of nobody sharing, which leaves out the same."""
@@ -47,7 +45,6 @@ class Totals:
         self.logical_tokens += plan.logical_tokens
         self.unique_tokens += plan.unique_tokens
         self.computed_tokens += plan.computed_tokens
-        self.padding += plan.padded_tokens - plan.computed_tokens
         self.left_out += plan.left_out
         self.dense = plan.dense if self.dense is None else self.dense + plan.dense
         self.shared = plan.shared if self.shared is None else self.shared + plan.shared
