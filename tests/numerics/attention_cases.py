@@ -1,7 +1,7 @@
 """Attention over forests of segments: a kernel's table, the definition, and the bar of rounding.
 
-`path_attention` is written from the definition, one segment at a time over its whole path. It shares
-nothing with the code under test.
+`path_attention` is written from the definition, one segment at a time over its whole path. It
+shares nothing with the code under test.
 """
 
 import math
@@ -67,8 +67,10 @@ class Forest:
         return np.delete(np.arange(self.cache_tokens), np.concatenate([np.zeros(0, int), *used]))
 
     def table(self, window: int = 0, device: str = "cpu") -> AttentionTable:
-        """The causal launch and one for each level of ancestors; for a window one launch, which gathers
-        its keys where segments have ancestors."""
+        """The causal launch and one for each level of ancestors.
+
+        For a window one launch, which gathers its keys where segments have ancestors.
+        """
         order = sorted(self.inside, key=lambda s: self.places[s][0])
         index: np.ndarray | None = None
         if window and max(self.parents) >= 0:

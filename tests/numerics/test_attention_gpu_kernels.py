@@ -1,7 +1,7 @@
 """Every kernel against the bar of rounding, on every shape that a microbatch can have.
 
-What is marked gpu calls the same functions as what runs on the CPU. A kernel that cannot run where it
-is wanted is skipped with its reason; what a kernel's record refuses has to be refused.
+What is marked gpu calls the same functions as what runs on the CPU. A kernel that cannot run where
+it is wanted is skipped with its reason; what a kernel's record refuses has to be refused.
 """
 
 import dataclasses
@@ -66,8 +66,7 @@ def check(case: Case) -> None:
 
 
 def grid_forest(prefix: int, place: str) -> Forest:
-    """All suffixes over one length of prefix: each with a prefix of its own, in the microbatch or in
-    the cache, which is one ragged launch; or as siblings below one."""
+    """All suffixes over one length of prefix, in the microbatch or in the cache, or as siblings."""
     n = len(SUFFIXES)
     if place == "siblings":
         return make_forest([-1, *[0] * n], [prefix, *SUFFIXES], [0])

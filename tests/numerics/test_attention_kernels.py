@@ -89,7 +89,7 @@ def test_auto_takes_the_fastest_that_can_serve(changes: dict, expected: str) -> 
     assert select(**changes).name == expected
     assert select(expected, **changes).name == expected
     if expected == "reference":
-        with pytest.raises(UnsupportedError, match="'cpu_flash' cannot serve: .*'reference'"):
+        with pytest.raises(UnsupportedError, match=r"'cpu_flash' cannot serve: .*'reference'"):
             select("cpu_flash", **changes)
 
 

@@ -159,7 +159,7 @@ def test_the_gradient_of_sinks_is_summed_in_float32() -> None:
 @pytest.mark.parametrize("wrap", ["plain", "checkpoint"])
 @pytest.mark.parametrize("window", [0, 4])
 def test_later_captures_into_the_cache_do_not_disturb(window: int, wrap: str) -> None:
-    """A microbatch reads a slice; another is captured into the next one; then the first's backward."""
+    """A microbatch reads a slice, and another is captured into the next before its backward."""
     case = dataclasses.replace(CASE, window=window)
     x = case.inputs()
     expected = path_attention(case, x)

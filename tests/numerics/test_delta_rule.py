@@ -3,7 +3,6 @@ paths."""
 
 import shutil
 from dataclasses import dataclass
-from itertools import product
 
 import numpy as np
 import pytest
@@ -34,7 +33,6 @@ from forkpoint.tree import (
     convolution_layout,
     state_layout,
 )
-from lanes import slow_besides
 from strategies import batches
 
 NAMES = ("q", "k", "v", "g", "beta", "initial")
@@ -87,38 +85,39 @@ def outcome(scan, inputs: list[Tensor | None], sequences: Sequences, seed: int =
     return {n: x.detach().double() for n, x in ({"o": o, "final": final} | found).items()}
 
 
-@pytest.mark.parametrize("forgets", [0.0, 0.2, 30.0], ids=["remembers", "decays", "forgets"])
-@pytest.mark.parametrize("states", [True, False], ids=["from-states", "from-zero"])
-def test_chunks_are_the_loop_over_time(forgets: float, states: bool) -> None:
-    case = Inputs(RAGGED, forgets=forgets, states=states)
-    expected = outcome(reference.scan, case.make(), case.sequences())
-    found = outcome(chunked.scan, case.make(), case.sequences())
+def close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     for name, value in expected.items():
-        assert torch.isfinite(value).all() and torch.isfinite(found[name]).all(), name
-        error = float((found[name] - value).norm() / value.norm().clamp(min=1e-30))
-        assert error < 1e-12 or float(value.norm()) < 1e-12, f"{name} off by {error:.1e}"
-
-
-@pytest.mark.parametrize("lengths", [[1], [2], [1, 1, 1], [63], [64], [65], [5, 200]])
-def test_lengths_around_a_chunk(lengths: list[int]) -> None:
-    case = Inputs(lengths)
-    expected = outcome(reference.scan, case.make(), case.sequences())
-    found = outcome(chunked.scan, case.make(), case.sequences())
-    for name, value in expected.items():
+        assert torch.isfinite(value).all(), name
         torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Inputs(RAGGED, forgets=0.0),
+        Inputs(RAGGED, forgets=30.0),
+        Inputs(RAGGED, states=False),
+        Inputs([1]),
+        Inputs([1, 1, 1]),
+        Inputs([63, 65, 64]),
+    ],
+    ids=str,
+)
+def test_chunks_are_the_loop_over_time(case: Inputs) -> None:
+    expected = outcome(reference.scan, case.make(), case.sequences())
+    close(outcome(chunked.scan, case.make(), case.sequences()), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rounding_is_that_of_the_loop(dtype: torch.dtype) -> None:
-    case = Inputs([300, 77, 500], dtype=dtype, dims=(32, 32))
+    case = Inputs([130, 77, 200], dtype=dtype, dims=(16, 16))
     inputs = case.make()
     exact = [None if x is None else x.double() for x in inputs]
     expected = outcome(reference.scan, exact, case.sequences())
     loop = outcome(reference.scan, inputs, case.sequences())
     found = outcome(chunked.scan, inputs, case.sequences())
     for name, value in expected.items():
-        least = 2**-22 * value.norm()
-        bar = 2 * (loop[name] - value).norm() + least
+        bar = 2 * (loop[name] - value).norm() + 2**-22 * value.norm()
         assert (found[name] - value).norm() <= bar, name
 
 
@@ -147,9 +146,7 @@ def test_a_state_handed_over_is_the_whole() -> None:
         more, state = chunked.scan(*parts[1], state, second, True)
         return torch.cat([o, more]), state
 
-    found = outcome(cut, whole.make(), whole.sequences())
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-12, msg=name)
+    close(outcome(cut, whole.make(), whole.sequences()), expected)
 
 
 def test_decay_that_underflows_has_finite_gradients() -> None:
@@ -157,20 +154,13 @@ def test_decay_that_underflows_has_finite_gradients() -> None:
     case = Inputs([128], forgets=60.0, dtype=torch.float32)
     found = outcome(chunked.scan, case.make(), case.sequences())
     assert all(torch.isfinite(value).all() for value in found.values())
-    # The other order, as a warning: finite forward, NaN backward.
-    g = torch.tensor([-60.0, -60.0, -60.0], requires_grad=True)
-    later = torch.ones(3, 3, dtype=torch.bool).triu(1)
-    sums = g.cumsum(0)
-    masked_after = (sums[:, None] - sums[None, :]).exp().masked_fill(later, 0.0)
-    assert torch.isfinite(masked_after).all()
-    assert torch.isnan(torch.autograd.grad(masked_after.sum(), g)[0]).any()
 
 
 # Microbatches
 # --------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=25, derandomize=True, deadline=None)
 @given(batches(max_rollouts=7, max_tokens=14), st.sampled_from(["chunked", "reference"]))
 def test_a_microbatch_of_segments_is_its_paths(batch: RolloutBatch, kernel: str) -> None:
     plan = make_plan(
@@ -281,10 +271,10 @@ def test_gradients_of_inputs_that_are_read_often_are_rounded_once() -> None:
 @pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns
 @pytest.mark.parametrize(
     ("dtype", "biased"),
-    slow_besides(
-        [(torch.bfloat16, True)],
-        product((torch.float64, torch.bfloat16), (False, True)),
-    ),
+    [
+        (torch.bfloat16, True),
+        pytest.param(torch.float64, False, marks=pytest.mark.slow),
+    ],
 )
 def test_the_compiled_convolution_is_the_eager_one(dtype: torch.dtype, biased: bool) -> None:
     """Value and gradients; in 16 bits no further from float64 than the library's convolution.
@@ -344,7 +334,7 @@ def test_the_compiled_convolution_keeps_nothing_padded_or_wide() -> None:
 # What the kernel is given -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lengths", [[1], [5, 70, 1], [64, 128], [63, 1, 64, 65]])
+@pytest.mark.parametrize("lengths", [[1], [63, 1, 64, 65]])
 def test_what_fla_is_given(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole path to the kernel and back, with the chunked form in the place of the kernel."""
 
@@ -363,6 +353,4 @@ def test_what_fla_is_given(lengths: list[int], monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(fla, "_chunk_gated_delta_rule", lambda: kernel)
     case = Inputs(lengths)
     expected = outcome(reference.scan, case.make(), case.sequences())
-    found = outcome(fla.scan, case.make(), case.sequences())
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-12, msg=name)
+    close(outcome(fla.scan, case.make(), case.sequences()), expected)

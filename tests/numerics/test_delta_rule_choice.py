@@ -1,6 +1,5 @@
 """Which kernel of the gated delta rule serves, why others do not, and what to do about it."""
 
-import re
 import sys
 from collections.abc import Iterator
 from importlib import metadata
@@ -48,6 +47,10 @@ class Machine:
         return fla.KERNEL.refuses_device(torch.device("cuda"))
 
 
+def refused(found: str | None, reason: str | None) -> None:
+    assert found is None if reason is None else reason in (found or "")
+
+
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     select_delta_kernel.cache_clear()
@@ -59,22 +62,16 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     ("chip", "triton", "tilelang", "refusal"),
     [
         ((9, 0), "3.3.1", None, None),
-        (
-            (9, 0),
-            "3.4.0",
-            None,
-            "wrong gradients of it on Hopper; install tilelang, which",
-        ),
-        ((9, 0), "3.7.0", None, "or install Triton 3.7.1 or newer"),
+        ((9, 0), "3.4.0", None, "wrong gradients"),
+        ((9, 0), "3.7.0", None, "3.7.1 or newer"),
         ((9, 0), "3.7.0", "0.1.15", None),
-        ((9, 0), "3.7.0", "0.1.9", "call tilelang 0.1.9, which.* install 0.1.15 or newer"),
-        ((9, 0), "3.7.1", "0.1.9", "call tilelang 0.1.9, which.* install 0.1.15 or newer"),
+        ((9, 0), "3.7.0", "0.1.9", "0.1.9"),
+        ((9, 0), "3.7.1", "0.1.9", "0.1.9"),
         ((9, 0), "3.3.1", "0.1.9", None),
         ((8, 0), "3.6.0", "0.1.9", None),
-        ((9, 0), "3.7.1rc1", None, "Triton 3.7.1rc1 computes wrong gradients"),
+        ((9, 0), "3.7.1rc1", None, "3.7.1rc1"),
         ((9, 0), "3.7.1", None, None),
-        ((8, 0), "3.6.0", None, None),
-        ((10, 0), "3.7.1", "0.1.15", "compute capability 10.0.*allowed are 8.x and 9.0"),
+        ((10, 0), "3.7.1", "0.1.15", "10.0"),
     ],
 )
 def test_where_fla_is_refused(
@@ -86,34 +83,31 @@ def test_where_fla_is_refused(
         machine.distributions["tilelang"] = tilelang
     else:
         machine.packages.remove("tilelang")
-    found = machine.refusal()
-    assert found is None if refusal is None else re.search(refusal, found or "")
+    refused(machine.refusal(), refusal)
 
 
 def test_what_fla_needs_to_call_tilelang(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert machine.refusal() is None
+    refused(machine.refusal(), None)
     machine.nvcc = False
-    assert "install the CUDA toolkit or 'nvidia-cuda-nvcc>=13', or set CUDA_HOME" in (
-        machine.refusal() or ""
-    )
+    refused(machine.refusal(), "CUDA_HOME")
     machine.distributions["triton"] = "3.7.1"
-    assert machine.refusal() is None, "where Triton is right it serves without tilelang"
+    refused(machine.refusal(), None)  # where Triton is right it serves without tilelang
     machine.distributions["triton"] = "3.6.0"
     monkeypatch.setenv("FLA_TILELANG", "0")
-    assert "unset FLA_TILELANG" in (machine.refusal() or "")
+    refused(machine.refusal(), "unset FLA_TILELANG")
     monkeypatch.setenv("FLA_DISABLE_BACKEND_DISPATCH", "1")
-    assert "unset FLA_DISABLE_BACKEND_DISPATCH" in (machine.refusal() or "")
+    refused(machine.refusal(), "unset FLA_DISABLE_BACKEND_DISPATCH")
 
 
 def test_tilelang_is_asked_for_by_name(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """flash-linear-attention then calls it on other chips, and with other Tritons."""
     monkeypatch.setenv("FLA_TILELANG", "1")
-    assert machine.refusal() is None
+    refused(machine.refusal(), None)
     machine.chip = (8, 0)
-    assert "tilelang, shown exact on Hopper alone; unset FLA_TILELANG" in (machine.refusal() or "")
+    refused(machine.refusal(), "unset FLA_TILELANG")
     machine.chip, machine.distributions["triton"] = (9, 0), "3.3.1"
     machine.distributions["tilelang"] = "0.1.9"
-    assert "it would call tilelang 0.1.9" in (machine.refusal() or "")
+    refused(machine.refusal(), "tilelang 0.1.9")
 
 
 def test_a_package_that_says_nothing_of_nvcc_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,25 +116,20 @@ def test_a_package_that_says_nothing_of_nvcc_needs_none(monkeypatch: pytest.Monk
     assert fla._has_nvcc()
 
 
-def test_fla_is_refused_where_it_is_missing(machine: Machine) -> None:
-    asked = (torch.device("cuda"), torch.bfloat16, 128, 128, False)
-    assert "key dims of at most 256, not 512" in (
-        fla.KERNEL.refusal(*asked[:2], 512, 128, False) or ""
-    )
-    assert "not deterministic" in (fla.KERNEL.refusal(*asked[:4], True) or "")
-    machine.distributions["fla-core"] = "0.5.1"
-    assert "0.5.1 has not been shown exact; install 0.6.0" in (fla.KERNEL.refusal(*asked) or "")
-    machine.packages.clear()
-    assert "pip install 'forkpoint[fla]'" in (fla.KERNEL.refusal(*asked) or "")
-
-
-def test_fla_is_refused_where_it_would_call_another_package(
+def test_fla_is_refused_where_it_cannot_serve(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked = (torch.device("cuda"), torch.bfloat16, 128, 128, False)
+    refused(fla.KERNEL.refusal(*asked[:2], 512, 128, False), "not 512")
+    refused(fla.KERNEL.refusal(*asked[:4], True), "not deterministic")
     machine.packages.add("flash_qla")
-    assert "set FLA_FLASH_QLA=0" in (machine.refusal() or "")
+    refused(machine.refusal(), "FLA_FLASH_QLA=0")
     monkeypatch.setenv("FLA_FLASH_QLA", "0")
-    assert machine.refusal() is None
+    refused(machine.refusal(), None)
+    machine.distributions["fla-core"] = "0.5.1"
+    refused(fla.KERNEL.refusal(*asked), "0.5.1 has not been shown exact")
+    machine.packages.clear()
+    refused(fla.KERNEL.refusal(*asked), "pip install 'forkpoint[fla]'")
 
 
 @pytest.mark.parametrize(
@@ -160,8 +149,7 @@ def test_versions_are_those_of_whatever_holds_the_kernels(
 ) -> None:
     machine.distributions = installed
     machine.packages.remove("tilelang")
-    told = machine.refusal()
-    assert told is None if refusal is None else refusal in (told or "")
+    refused(machine.refusal(), refusal)
 
 
 def test_a_slower_kernel_is_told_of(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:

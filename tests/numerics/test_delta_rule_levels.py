@@ -18,8 +18,6 @@ from forkpoint.ops.delta_rule import fla_levels
 from forkpoint.ops.recurrence import StateTable
 from forkpoint.tree import Level, StateLayout
 
-pytestmark = pytest.mark.usefixtures("checked_shapes")
-
 HEADS, DIM = 2, 3
 
 

@@ -3,16 +3,21 @@
 import os
 from collections import Counter
 from importlib.util import find_spec
+from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from forkpoint.errors import ConfigError
-from forkpoint.ops.head.logprobs import _parts, token_logprobs, token_logprobs_reference
-
-pytestmark = pytest.mark.usefixtures("checked_shapes")
+from forkpoint.errors import ConfigError, UnsupportedError
+from forkpoint.ops.head import (
+    STATISTICS,
+    token_logprobs,
+    token_logprobs_reference,
+    token_outputs,
+)
+from forkpoint.ops.head.logprobs import _parts
 
 TOKENS, VOCAB, WIDTH = 23, 37, 8
 SYNCS = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "equal", "item")
@@ -91,44 +96,25 @@ def test_sure_tokens_keep_their_precision() -> None:
             assert (found[name] - value).norm() < 1e-6 * value.norm(), name
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 7, 1024])
 @pytest.mark.parametrize(
-    "options", [{}, {"softcap": 2.0}, {"logit_scale": 0.3}, {"softcap": 3.0, "logit_scale": 1.7}]
+    "options",
+    [
+        {},
+        {"chunk_tokens": 1, "entropy": False},
+        {"chunk_tokens": 7, "keep_logits": True, "softcap": 2.0},
+        {"chunk_tokens": 7, "logit_scale": 0.3, "entropy": False},
+        {"chunk_tokens": 5, "softcap": 3.0, "logit_scale": 1.7, "keep_logits": True},
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("entropy", [False, True])
-@pytest.mark.parametrize("keep", [False, True], ids=["again", "kept"])
-def test_equals_the_reference_in_float64(chunk_tokens, options, entropy, keep):
-    leaves, rest = make()
-    more = {"chunk_tokens": chunk_tokens, "keep_logits": keep, **options}
-    actual = run(token_logprobs, leaves, rest, entropy=entropy, **more)
-    assert_close(actual, run(token_logprobs_reference, leaves, rest, entropy=entropy, **options))
-
-
-def test_bias_and_temperature_may_be_left_out():
-    leaves, rest = make(bias=False)
-    del rest["temperature_T"]
-    actual = run(token_logprobs, leaves, rest, chunk_tokens=5)
-    assert_close(actual, run(token_logprobs_reference, leaves, rest))
-
-
-@pytest.mark.parametrize("output", [0, 1])
-@pytest.mark.parametrize("softcap", [None, 1.5])
-def test_gradcheck(output, softcap):
-    leaves, rest = make(tokens=5, vocab=7, width=3)
-
-    def function(hidden_TC, weight_VC, bias_V):
-        return token_logprobs(
-            hidden_TC,
-            weight_VC,
-            bias_V=bias_V,
-            entropy=True,
-            softcap=softcap,
-            logit_scale=0.7,
-            chunk_tokens=2,
-            **rest,
-        )[output]
-
-    assert torch.autograd.gradcheck(function, tuple(leaves.values()))
+@pytest.mark.parametrize("bare", [False, True])
+def test_equals_the_reference_in_float64(options, bare):
+    leaves, rest = make(bias=not bare)
+    if bare:
+        del rest["temperature_T"]
+    actual = run(token_logprobs, leaves, rest, **options)
+    known = {n: x for n, x in options.items() if n not in ("chunk_tokens", "keep_logits")}
+    assert_close(actual, run(token_logprobs_reference, leaves, rest, **known))
 
 
 @pytest.mark.parametrize("wanted", [(), ("hidden_TC",), ("weight_VC",), ("bias_V", "hidden_TC")])
@@ -165,14 +151,13 @@ def test_no_tokens_give_empty_results_and_zero_gradients():
     assert not leaves["weight_VC"].grad.any() and not leaves["bias_V"].grad.any()
 
 
-def test_only_the_entropy_may_be_differentiated():
+def test_the_entropy_alone_may_be_differentiated():
     leaves, rest = make()
     results = []
     for function in (token_logprobs, token_logprobs_reference):
         _, entropies_T = function(**leaves, **rest, entropy=True)
         results.append(torch.autograd.grad(entropies_T.square().sum(), list(leaves.values())))
-    for actual, expected in zip(*results, strict=True):
-        torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(*results, atol=1e-12, rtol=1e-12)
 
 
 def test_a_vocabulary_entry_masked_by_its_bias_takes_no_part():
@@ -201,8 +186,9 @@ def test_non_contiguous_operands():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("keep", [False, True], ids=["again", "kept"])
-@pytest.mark.parametrize("options", [{}, {"softcap": 4.0, "logit_scale": 0.7}])
+@pytest.mark.parametrize(
+    ("keep", "options"), [(False, {}), (True, {"softcap": 4.0, "logit_scale": 0.7})]
+)
 def test_16_bit_error_is_within_twice_that_of_pytorch(dtype, options, keep):
     leaves, rest = make(tokens=200, vocab=300, width=64, dtype=dtype)
     for leaf in leaves.values():
@@ -244,14 +230,13 @@ def test_the_hidden_gradient_is_summed_over_the_vocabulary_in_float32():
     assert hidden_TC.grad.flatten().tolist() == pytest.approx([-1, -1], rel=1e-2)
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 7, 1024, 1025, 10_000])
-@pytest.mark.parametrize("vocab", [1, 61, 1000, 128_256])
-def test_slices_cover_the_vocabulary_and_hold_no_more_than_a_chunk(tokens, vocab):
-    parts = _parts(tokens, vocab, 1024)
-    assert [v for part in parts for v in range(part.start, part.stop)] == list(range(vocab))
-    widths = [part.stop - part.start for part in parts]
-    assert max(widths) * tokens <= max(1024 * vocab, tokens)
-    assert len(parts) <= 2 * max(1, -(-tokens // 1024))
+def test_slices_cover_the_vocabulary_and_hold_no_more_than_a_chunk():
+    for tokens, vocab in product((0, 1, 1024, 1025, 10_000), (1, 61, 1000, 128_256)):
+        parts = _parts(tokens, vocab, 1024)
+        ends = [0, *(part.stop for part in parts)]
+        assert [part.start for part in parts] == ends[:-1] and ends[-1] == vocab
+        assert max(part.stop - part.start for part in parts) * tokens <= max(1024 * vocab, tokens)
+        assert len(parts) <= 2 * max(1, -(-tokens // 1024))
 
 
 def linear_then_log_softmax(hidden_TC, weight_VC, labels_T, *, bias_V, temperature_T, entropy):
@@ -261,8 +246,7 @@ def linear_then_log_softmax(hidden_TC, weight_VC, labels_T, *, bias_V, temperatu
     return logprobs_T, -(logprobs_TV.exp() * logprobs_TV).sum(-1)
 
 
-@pytest.mark.parametrize("backward_inside", [False, True])
-def test_autocast_is_that_of_a_linear_layer(backward_inside):
+def test_autocast_is_that_of_a_linear_layer():
     leaves, rest = make(tokens=100, vocab=200, width=32, dtype=torch.float32)
     exact = run(
         token_logprobs_reference,
@@ -270,16 +254,14 @@ def test_autocast_is_that_of_a_linear_layer(backward_inside):
         rest,
     )
 
-    def under_autocast(function, inside):
+    def cast(function):
         def call(*args, **kwargs):
-            with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
+            with torch.autocast("cpu", torch.bfloat16):
                 return function(*args, **kwargs)
 
-        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
-            return run(function if inside else call, leaves, rest)
+        return call
 
-    ours = under_autocast(token_logprobs, backward_inside)
-    plain = under_autocast(linear_then_log_softmax, False)
+    ours, plain = (run(cast(f), leaves, rest) for f in (token_logprobs, linear_then_log_softmax))
     torch.testing.assert_close(ours["logprobs"], plain["logprobs"], atol=1e-5, rtol=1e-5)
     for name, value in exact.items():
         assert ours[name].dtype == torch.float32
@@ -305,14 +287,17 @@ def test_autocast_leaves_float64_alone():
     assert_close(actual, run(token_logprobs_reference, leaves, rest))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"softcap": 4.0, "logit_scale": 0.7}])
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [(torch.float32, {"softcap": 4.0, "logit_scale": 0.7}), (torch.bfloat16, {})],
+)
 def test_no_more_logits_than_a_chunk_are_ever_alive(dtype, options):
     tokens, vocab, width, chunk_tokens = 512, 300, 4, 32
     leaves, rest = make(tokens, vocab, width, dtype=dtype)
     with Recorder() as recorder:
         run(token_logprobs, leaves, rest, chunk_tokens=chunk_tokens, **options)
     assert recorder.max_numel == chunk_tokens * vocab
+    assert not recorder.names.keys() & set(SYNCS), "the host waits for no values"
     with Recorder() as recorder:
         run(token_logprobs_reference, leaves, rest, **options)
     assert recorder.max_numel == tokens * vocab
@@ -339,13 +324,6 @@ def test_kept_logits_serve_one_backward():
         logprobs_T.sum().backward()
 
 
-def test_the_host_never_waits_for_values():
-    leaves, rest = make()
-    with Recorder() as recorder:
-        run(token_logprobs, leaves, rest, softcap=4.0, chunk_tokens=5)
-    assert not recorder.names.keys() & set(SYNCS)
-
-
 def test_bad_options_are_refused():
     leaves, rest = make()
     with pytest.raises(ConfigError, match="chunk_tokens is 0"):
@@ -354,13 +332,69 @@ def test_bad_options_are_refused():
         token_logprobs(**leaves, **rest, softcap=-1.0)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"chunk_tokens": 5, "keep_logits": True},
+        {"softcap": 3.0, "logit_scale": 0.25, "chunk_tokens": 1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("dtype", "bar"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("bare", [False, True])
+def test_statistics(options, dtype, bar, bare):
+    """Of all logits at once, in float64; log-probs and gradients are as without them."""
+    leaves, rest = make(dtype=dtype, bias=not bare)
+    if bare:
+        del rest["temperature_T"]
+    found = token_outputs(**leaves, **rest, entropy=True, statistics=STATISTICS, **options)
+    plain = token_outputs(**leaves, **rest, entropy=True, **options)
+    wanted = [x for x in leaves.values() if x is not None]
+    grads = []
+    for outputs in (found, plain):
+        total = (outputs["logprobs"] + outputs["entropies"].square()).sum()
+        grads.append([outputs["logprobs"], *torch.autograd.grad(total, wanted)])
+    assert all(torch.equal(*pair) for pair in zip(*grads, strict=True))
+    given = {n: None if x is None else x.detach().double() for n, x in leaves.items()}
+    z_TV = F.linear(given["hidden_TC"], given["weight_VC"], given["bias_V"])
+    z_TV = z_TV * options.get("logit_scale", 1.0)
+    if "softcap" in options:
+        z_TV = options["softcap"] * torch.tanh(z_TV / options["softcap"])
+    if not bare:
+        z_TV = z_TV / rest["temperature_T"].double()[:, None]
+    expected = {
+        "mean_logits": z_TV.mean(-1),
+        "is_top1": (z_TV.argmax(-1) == rest["labels_T"]).double(),
+        "log_sum_sq_probs": z_TV.softmax(-1).square().sum(-1).log(),
+    }
+    for name, value in expected.items():
+        assert found[name].dtype == dtype and not found[name].requires_grad
+        torch.testing.assert_close(found[name].double(), value, rtol=bar, atol=bar)
+
+
+def test_statistics_of_ties_of_large_logits_and_of_shards():
+    found = token_outputs(
+        torch.ones(3, 1),
+        torch.tensor([[1.0], [300.0], [300.0]]),
+        torch.arange(3),
+        statistics=("is_top1", "log_sum_sq_probs"),
+    )
+    assert list(found) == ["logprobs", "is_top1", "log_sum_sq_probs"]
+    assert found["is_top1"].tolist() == [0.0, 1.0, 0.0], "of equal logits the first is the largest"
+    assert torch.allclose(found["log_sum_sq_probs"], torch.tensor(0.5).log(), atol=1e-3)
+    leaves, rest = make()
+    with pytest.raises(UnsupportedError, match="hold the vocabulary together"):
+        token_outputs(**leaves, **rest, statistics=("is_top1",), shard=object())
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("keep", [False, True], ids=["again", "kept"])
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
 @pytest.mark.parametrize("bias", [False, True], ids=["fused", "bias"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_cuda_without_syncs_and_within_the_error_bars(dtype, bias, autocast, keep):
     leaves, rest = make(700, 10_000, 64, dtype=dtype, bias=bias, device="cuda")
     for leaf in leaves.values():
