@@ -40,6 +40,10 @@ MOST_ROWS = 16
 """About how many microbatches a step has at most, for the sake of speed."""
 
 
+SHOWN = ("frozen", "checkpointed", "training", "accumulates", "config", "budget_share")
+SHOWN += ("loss", "denominators", "scale")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """All that is drawn from a seed; `str` shows it."""
@@ -70,10 +74,8 @@ class Case:
     def __str__(self) -> str:
         lines = [f"seed {self.seed}: {self.family}"]
         lines += [f"  {name} = {value!r}" for name, value in self.settings.items()]
-        for name in ("frozen", "checkpointed", "training", "accumulates", "config", "budget_share"):
-            lines.append(f"{name}: {getattr(self, name)!r}")
-        lines.append(f"loss: {re.sub(' at 0x[0-9a-f]+', '', repr(self.loss))}")
-        lines.append(f"denominators: {self.denominators!r}, scale: {self.scale}")
+        for name in SHOWN:
+            lines.append(f"{name}: {re.sub(' at 0x[0-9a-f]+', '', repr(getattr(self, name)))}")
         lines.append(f"{self.batch!r}, old log-probs {self.old}, reference {self.reference}")
         for rollout in self.batch:
             trained = "".join(".x"[int(value)] for value in rollout.loss_mask)
@@ -183,61 +185,45 @@ def draw_loss(random: Generator) -> tuple[Loss, str, str]:
     return loss, given["old"], given["reference"]
 
 
-def _policy(random: Generator) -> dict:
-    return {
-        "kl": one_of(random, (0.0, 0.0, 0.1)),
-        "kl_estimator": one_of(random, ("k1", "k2", "k3")),
-        "entropy": one_of(random, (0.0, 0.0, 0.05)),
-    }
+POLICY: dict[str, tuple] = {
+    "kl": (0.0, 0.0, 0.1),
+    "kl_estimator": ("k1", "k2", "k3"),
+    "entropy": (0.0, 0.0, 0.05),
+}
+CLIPS: dict[str, tuple] = {
+    "clip": (0.1, 0.2, inf),
+    "clip_high": (None, 0.28, inf),
+    "dual_clip": (None, None, 1.5),
+}
+MEAN: dict[str, tuple] = {"normalize": ("token", "rollout")}
+DrawLoss = Callable[[Generator], Loss]
 
 
-def _mean(random: Generator) -> dict:
-    return {"normalize": one_of(random, ("token", "rollout"))}
+def _made(*kinds: Callable[..., Loss], **values: tuple) -> DrawLoss:
+    """One of the kinds, each argument one of its values."""
 
+    def draw(random: Generator) -> Loss:
+        kind = one_of(random, kinds) if len(kinds) > 1 else kinds[0]
+        return kind(**{name: one_of(random, some) for name, some in values.items()})
 
-def _clips(random: Generator) -> dict:
-    return {
-        "clip": one_of(random, (0.1, 0.2, inf)),
-        "clip_high": one_of(random, (None, 0.28, inf)),
-        "dual_clip": one_of(random, (None, None, 1.5)),
-    }
-
-
-def _grpo(random: Generator) -> Loss:
-    return GRPO(**_policy(random), **_clips(random), **_mean(random))
-
-
-def _named(random: Generator) -> Loss:
-    kind: Callable[..., Loss] = one_of(random, (PPO, DAPO, BNPO))
-    return kind(**_policy(random), **_clips(random))
-
-
-def _dr_grpo(random: Generator) -> Loss:
-    return DrGRPO(max_tokens=between(random, 1, 40), **_policy(random))
+    return draw
 
 
 def _gspo(random: Generator) -> Loss:
     clips = one_of(random, ({}, {"clip": 0.1, "clip_high": 0.3}, {"clip": inf}))
-    return GSPO(level=one_of(random, ("sequence", "token")), **clips, **_policy(random))
+    level = one_of(random, ("sequence", "token"))
+    return GSPO(level=level, **clips, **{n: one_of(random, x) for n, x in POLICY.items()})
 
 
-def _cispo(random: Generator) -> Loss:
-    clip_high = one_of(random, (0.2, 4.0))
-    return CISPO(clip_high=clip_high, **_policy(random), **_mean(random))
-
-
-def _sapo(random: Generator) -> Loss:
-    return SAPO(tau_pos=one_of(random, (1.0, 3.0)), **_policy(random), **_mean(random))
-
-
-def _likelihood(random: Generator) -> Loss:
-    return LogLikelihood(normalize=one_of(random, ("token", "rollout", "none")))
+def _dr_grpo(random: Generator) -> Loss:
+    tokens = between(random, 1, 40)
+    return DrGRPO(max_tokens=tokens, **{n: one_of(random, x) for n, x in POLICY.items()})
 
 
 def _distillation(random: Generator) -> Loss:
     if chance(random, 0.5):
-        return Distillation(direction="forward", **_mean(random))
-    return Distillation(clip=one_of(random, (0.2, inf)), **_mean(random))
+        return _made(Distillation, direction=("forward",), **MEAN)(random)
+    return _made(Distillation, clip=(0.2, inf), **MEAN)(random)
 
 
 def _dpo(random: Generator) -> Loss:
@@ -251,24 +237,21 @@ def _dpo(random: Generator) -> Loss:
     )
 
 
-def _simpo(random: Generator) -> Loss:
-    return SimPO(beta=one_of(random, (0.5, 2.0)), gamma=one_of(random, (0.0, 1.0)))
-
-
-LOSSES: tuple[Callable[[Generator], Loss], ...] = (
-    _grpo,
-    _grpo,
-    _named,
+GRPOS = _made(GRPO, **POLICY, **CLIPS, **MEAN)
+LOSSES: tuple[DrawLoss, ...] = (
+    GRPOS,
+    GRPOS,
+    _made(PPO, DAPO, BNPO, **POLICY, **CLIPS),
     _dr_grpo,
     _gspo,
     _gspo,
-    _cispo,
-    _sapo,
-    _likelihood,
+    _made(CISPO, clip_high=(0.2, 4.0), **POLICY, **MEAN),
+    _made(SAPO, tau_pos=(1.0, 3.0), **POLICY, **MEAN),
+    _made(LogLikelihood, normalize=("token", "rollout", "none")),
     _distillation,
     _dpo,
     _dpo,
-    _simpo,
+    _made(SimPO, beta=(0.5, 2.0), gamma=(0.0, 1.0)),
     lambda _: as_loss(coupled),
     lambda _: SureRollouts(),
     lambda _: CoupledEntropies(),

@@ -62,7 +62,6 @@ class Outcome:
     faults: tuple[str, ...] = ()
     gradient_error: float = 0.0
     """Of the worst parameter, relative to the norm of the whole gradient."""
-    logprob_error: float = 0.0
     wobbles: bool = False
     """Whether a gradient is beyond BAR, in a model that multiplies rounding by so much."""
     cancelled: bool = False
@@ -174,7 +173,6 @@ def _compare(case: Case, gradient_bar: float) -> Outcome:
     return Outcome(
         faults=tuple(faults),
         gradient_error=max(errors.values()) / (unit or 1.0),
-        logprob_error=_distance(known_T, dense.logprobs_T),
         cancelled=norm <= CANCELLED * dense.origin,
         saved_tokens=plan.dense.tokens - plan.computed_tokens,
         depth=max(depths, default=0),
@@ -296,68 +294,36 @@ def _off(name: str, error: float, bar: float, unit: float = 1.0) -> list[str]:
 class Tally:
     """Counts over many cases."""
 
-    seconds: float = 0.0
     cases: int = 0
     telling: int = 0
-    across: int = 0
-    cancelled: int = 0
     wobbling: int = 0
-    worst_gradient_error: float = 0.0
-    """Of those that are neither `cancelled` nor `wobbling`."""
-    worst_gradient_seed: int | None = None
-    worst_logprob_error: float = 0.0
-    worst_logprob_seed: int | None = None
+    worst: tuple[float, int] = (0.0, -1)
+    """The largest gradient error and its seed, of those neither `cancelled` nor `wobbling`."""
     families: Counter[str] = field(default_factory=Counter)
-    refused_families: Counter[str] = field(default_factory=Counter)
-    losses: Counter[str] = field(default_factory=Counter)
-    plans: Counter[str] = field(default_factory=Counter)
-    depths: Counter[int] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)
     failures: list[dict] = field(default_factory=list)
 
-    @property
-    def refused(self) -> int:
-        return sum(self.refusals.values())
-
-    def run(self, case: Case) -> Outcome | None:
-        """Check a case and count it; None where it raised what is no refusal."""
+    def run(self, case: Case) -> None:
+        """Check a case and count it."""
         self.cases += 1
         self.families[case.family] += 1
         try:
             outcome = check(case)
-        except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            self.failures.append({"seed": case.seed, "what": what, "case": str(case)})
-            return None
-        if outcome.refused:
-            self.refused_families[case.family] += 1
-            self.refusals[re.sub(r"\d+", "N", outcome.refused)[:200]] += 1
-            return outcome
-        if outcome.faults:
             what = "; ".join(outcome.faults)
+        except Exception as error:
+            outcome, what = Outcome(), f"{type(error).__name__}: {error}"
+        if what:
             self.failures.append({"seed": case.seed, "what": what, "case": str(case)})
+        if outcome.refused:
+            self.refusals[re.sub(r"\d+", "N", outcome.refused)[:200]] += 1
         self.telling += outcome.telling
-        self.across += outcome.depth > 0
-        self.cancelled += outcome.cancelled
         self.wobbling += outcome.wobbles
-        self.losses[type(case.loss).__name__] += 1
-        config = case.config
-        self.plans[f"{config.sharing} + {config.boundary}"] += 1
-        self.depths[outcome.depth] += 1
-        if outcome.cancelled or outcome.wobbles:  # what it is off by is rounding
-            return outcome
-        if not outcome.gradient_error <= self.worst_gradient_error:
-            self.worst_gradient_error = outcome.gradient_error
-            self.worst_gradient_seed = case.seed
-        if not outcome.logprob_error <= self.worst_logprob_error:
-            self.worst_logprob_error = outcome.logprob_error
-            self.worst_logprob_seed = case.seed
-        return outcome
+        if not (outcome.cancelled or outcome.wobbles):  # what those are off by is rounding
+            self.worst = max(self.worst, (outcome.gradient_error, case.seed))
 
-    def report(self) -> dict:
-        """All counts as plain values, for JSON."""
-        found = dict(vars(self))
-        for name, value in found.items():
-            if isinstance(value, Counter):
-                found[name] = {str(key): count for key, count in sorted(value.items())}
-        return found | {"refused": self.refused}
+    def __str__(self) -> str:
+        refused = sum(self.refusals.values())
+        return (
+            f"{self.cases} cases, {len(self.failures)} failures, {refused} refused, "
+            f"{self.telling} telling, worst gradient {self.worst[0]:.1e} of seed {self.worst[1]}"
+        )

@@ -16,6 +16,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 
 Settings = dict[str, Any]
 Value = TypeVar("Value")
+Draw = Callable[[Generator, Settings], Settings]
 
 VOCABULARY = 40
 LONGEST = 96
@@ -58,8 +59,7 @@ def draw_settings(random: Generator, family: str) -> Settings:
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    if family in SPECIAL:
-        settings |= SPECIAL[family](random, settings)
+    settings |= SPECIAL[family](random, settings)
     if "rope_parameters" not in settings:
         settings["rope_parameters"] = draw_rope(random, settings["head_dim"])
     return settings
@@ -90,8 +90,7 @@ def _draw_parameters(model: PreTrainedModel, generator: torch.Generator) -> None
     for name, value in values:
         noise = torch.randn(value.shape, generator=generator, dtype=torch.float64)
         if value.dim() == 1:
-            norm = name.endswith("norm.weight")
-            value.copy_((1.0 if norm else 0.0) + 0.3 * noise)
+            value.copy_((1.0 if name.endswith("norm.weight") else 0.0) + 0.3 * noise)
         elif "embed" in name:
             value.copy_(0.5 * noise)
         else:
@@ -110,7 +109,7 @@ def draw_rope(random: Generator, head_dim: int, *, partial: bool = False) -> Set
     found: Settings = {"rope_type": kind, "rope_theta": one_of(random, (50.0, 10_000.0, 1e6))}
     if partial:
         found["partial_rotary_factor"] = rotary / head_dim
-    if kind in ("linear", "llama3", "yarn", "dynamic"):
+    if kind != "default":
         found["factor"] = one_of(random, (2.0, 4.0))
     if kind == "llama3":
         found |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -126,6 +125,12 @@ def _partial_rope(random: Generator, settings: Settings) -> Settings:
     return {"rope_parameters": rope, "partial_rotary_factor": rope["partial_rotary_factor"]}
 
 
+def _two_ropes(random: Generator, settings: Settings) -> Settings:
+    sliding = {"rope_type": "default", "rope_theta": 100.0}
+    full = draw_rope(random, settings["head_dim"])
+    return {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
+
+
 def _layer_types(random: Generator, layers: int) -> list[str]:
     return [one_of(random, ("sliding_attention", "full_attention")) for _ in range(layers)]
 
@@ -134,17 +139,49 @@ def _window(random: Generator) -> int:
     return between(random, 1, 12)
 
 
-def _maybe_window(random: Generator) -> int | None:
-    return _window(random) if chance(random, 0.7) else None
+def _biased(probability: float = 0.4, *names: str) -> Draw:
+    return lambda random, _: {n: chance(random, probability) for n in names or ("attention_bias",)}
 
 
-def _bias(name: str) -> Callable[[Generator], Settings]:
-    return lambda random: {name: chance(random, 0.5)}
+def _one_window(random: Generator, _: Settings) -> Settings:
+    return {"sliding_window": _window(random) if chance(random, 0.7) else None}
 
 
-def _experts(random: Generator, name: str) -> Settings:
-    experts = between(random, 2, 6)
-    return {name: experts, "num_experts_per_tok": between(random, 1, min(3, experts))}
+def _window_by_layer(random: Generator, settings: Settings) -> Settings:
+    types = {"sliding_window": _window(random)}
+    return types | {"layer_types": _layer_types(random, settings["num_hidden_layers"])}
+
+
+def _experts(name: str) -> Draw:
+    def draw(random: Generator, _: Settings) -> Settings:
+        experts = between(random, 2, 6)
+        return {name: experts, "num_experts_per_tok": between(random, 1, min(3, experts))}
+
+    return draw
+
+
+def _all(*draws: Draw, **fixed: Any) -> Draw:
+    """The settings of each in turn; a callable in `fixed` draws one value."""
+
+    def draw(random: Generator, settings: Settings) -> Settings:
+        found: Settings = {}
+        for one in draws:
+            found |= one(random, settings)
+        return found | {name: value(random) for name, value in fixed.items()}
+
+    return draw
+
+
+def _of(*values: Any) -> Callable[[Generator], Any]:
+    return lambda random: one_of(random, values)
+
+
+def _odds(probability: float) -> Callable[[Generator], bool]:
+    return lambda random: chance(random, probability)
+
+
+def _even(low: int, high: int) -> Callable[[Generator], int]:
+    return lambda random: 2 * between(random, low, high)
 
 
 def _grouped_experts(random: Generator, settings: Settings) -> Settings:
@@ -169,10 +206,6 @@ def _grouped_experts(random: Generator, settings: Settings) -> Settings:
 # What a family has besides -----------------------------------------------------------------------
 
 
-def _llama(random: Generator, _: Settings) -> Settings:
-    return {"attention_bias": chance(random, 0.4), "mlp_bias": chance(random, 0.4)}
-
-
 def _qwen(random: Generator, settings: Settings) -> Settings:
     if not chance(random, 0.75):
         return {"use_sliding_window": False}
@@ -183,22 +216,9 @@ def _qwen(random: Generator, settings: Settings) -> Settings:
     return found | {"max_window_layers": between(random, 0, layers)}
 
 
-def _qwen3(random: Generator, settings: Settings) -> Settings:
-    return _qwen(random, settings) | _bias("attention_bias")(random)
-
-
-def _qwen3_moe(random: Generator, settings: Settings) -> Settings:
+def _some_layers(random: Generator, settings: Settings) -> Settings:
     layers = settings["num_hidden_layers"]
-    return {
-        **_experts(random, "num_experts"),
-        "moe_intermediate_size": 2 * between(random, 2, 10),
-        "norm_topk_prob": chance(random, 0.5),
-        "decoder_sparse_step": between(random, 1, 2),
-        "mlp_only_layers": [i for i in range(layers) if chance(random, 0.2)],
-        "attention_bias": chance(random, 0.4),
-        "use_sliding_window": chance(random, 0.5),
-        "sliding_window": _window(random),
-    }
+    return {"mlp_only_layers": [i for i in range(layers) if chance(random, 0.2)]}
 
 
 def _delta_rule(random: Generator, settings: Settings) -> Settings:
@@ -217,115 +237,41 @@ def _delta_rule(random: Generator, settings: Settings) -> Settings:
     }
 
 
-def _delta_rule_moe(random: Generator, settings: Settings) -> Settings:
-    return {
-        **_delta_rule(random, settings),
-        **_experts(random, "num_experts"),
-        "moe_intermediate_size": 2 * between(random, 2, 10),
-        "shared_expert_intermediate_size": 2 * between(random, 2, 10),
-    }
-
-
-def _qwen3_next(random: Generator, settings: Settings) -> Settings:
-    layers = settings["num_hidden_layers"]
-    return {
-        **_delta_rule_moe(random, settings),
-        "norm_topk_prob": chance(random, 0.5),
-        "mlp_only_layers": [i for i in range(layers) if chance(random, 0.2)],
-    }
-
-
-def _one_window(random: Generator, _: Settings) -> Settings:
-    return {"sliding_window": _maybe_window(random)}
-
-
-def _window_by_layer(random: Generator, settings: Settings) -> Settings:
-    return {
-        "sliding_window": _window(random),
-        "layer_types": _layer_types(random, settings["num_hidden_layers"]),
-    }
-
-
-def _gemma(random: Generator, _: Settings) -> Settings:
-    return {"attention_bias": chance(random, 0.4)}
-
-
-def _gemma2(random: Generator, settings: Settings) -> Settings:
-    return {
-        **_window_by_layer(random, settings),
-        "attention_bias": chance(random, 0.4),
-        "query_pre_attn_scalar": one_of(random, (1, 4, 16)),
-        "attn_logit_softcapping": one_of(random, (None, 1.0, 5.0, 50.0)),
-        "final_logit_softcapping": one_of(random, (None, 2.0, 10.0, 30.0)),
-    }
+_delta_rule_moe = _all(
+    _delta_rule,
+    _experts("num_experts"),
+    moe_intermediate_size=_even(2, 10),
+    shared_expert_intermediate_size=_even(2, 10),
+)
+_gemma2 = _all(
+    _window_by_layer,
+    _biased(),
+    query_pre_attn_scalar=_of(1, 4, 16),
+    attn_logit_softcapping=_of(None, 1.0, 5.0, 50.0),
+    final_logit_softcapping=_of(None, 2.0, 10.0, 30.0),
+)
 
 
 def _gemma3(random: Generator, settings: Settings) -> Settings:
-    found = _gemma2(random, settings)
-    found["rope_parameters"] = {
-        "full_attention": draw_rope(random, settings["head_dim"]),
-        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-    }
+    found = _gemma2(random, settings) | _two_ropes(random, settings)
     if chance(random, 0.4):
         del found["layer_types"]
         found["sliding_window_pattern"] = between(random, 1, 3)
     return found
 
 
-def _olmo(random: Generator, _: Settings) -> Settings:
-    return {
-        "clip_qkv": one_of(random, (None, 0.5, 2.0)),
-        "attention_bias": chance(random, 0.4),
-    }
-
-
-def _olmo3(random: Generator, settings: Settings) -> Settings:
-    return {
-        **_window_by_layer(random, settings),
-        "attention_bias": chance(random, 0.4),
-        "rope_parameters": {
-            "full_attention": draw_rope(random, settings["head_dim"]),
-            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-        },
-    }
-
-
-def _glm(random: Generator, settings: Settings) -> Settings:
-    found = _partial_rope(random, settings)
-    return found | {"attention_bias": chance(random, 0.6)}
-
-
-def _glm4_moe(random: Generator, settings: Settings) -> Settings:
-    return {
-        **_grouped_experts(random, settings),
-        "use_qk_norm": chance(random, 0.5),
-        **_partial_rope(random, settings),
-    }
-
-
-def _gpt_oss(random: Generator, settings: Settings) -> Settings:
-    return {
-        **_window_by_layer(random, settings),
-        **_experts(random, "num_local_experts"),
-        "attention_bias": chance(random, 0.7),
-        "swiglu_limit": one_of(random, (1.0, 7.0)),
-    }
-
-
 def _phi(random: Generator, settings: Settings) -> Settings:
-    return {
-        **_partial_rope(random, settings),
-        "qk_layernorm": chance(random, 0.5),
-        # Norms, and in older versions rotary embeddings, take the head dim from the width.
-        "hidden_size": settings["num_attention_heads"] * settings["head_dim"],
-    }
+    # Norms, and in older versions rotary embeddings, take the head dim from the width.
+    width = settings["num_attention_heads"] * settings["head_dim"]
+    found = _partial_rope(random, settings)
+    return found | {"qk_layernorm": chance(random, 0.5), "hidden_size": width}
 
 
 def _phi3(random: Generator, settings: Settings) -> Settings:
     dim = settings["head_dim"]
     rotary = 2 * between(random, 1, dim // 2)
     rope: Settings = {"rope_type": "default", "rope_theta": one_of(random, (50.0, 10_000.0))}
-    found: Settings = {"sliding_window": _maybe_window(random)}
+    found = _one_window(random, settings)
     if chance(random, 0.4):
         # Its check of the factors takes the head dim from the width.
         found["hidden_size"] = settings["num_attention_heads"] * dim
@@ -350,18 +296,18 @@ def _smollm3(random: Generator, settings: Settings) -> Settings:
     return found
 
 
-def _granite(random: Generator, settings: Settings) -> Settings:
-    return {
-        **_llama(random, settings),
-        "embedding_multiplier": one_of(random, (1.0, 3.0)),
-        "logits_scaling": one_of(random, (0.5, 1.0, 4.0)),
-        "residual_multiplier": one_of(random, (0.3, 1.0)),
-        "attention_multiplier": one_of(random, (0.1, 0.5, 1.0)),
-    }
+_llama = _biased(0.4, "attention_bias", "mlp_bias")
+_granite = _all(
+    _llama,
+    embedding_multiplier=_of(1.0, 3.0),
+    logits_scaling=_of(0.5, 1.0, 4.0),
+    residual_multiplier=_of(0.3, 1.0),
+    attention_multiplier=_of(0.1, 0.5, 1.0),
+)
 
 
 def _granitemoe(random: Generator, settings: Settings) -> Settings:
-    found = _granite(random, settings) | _experts(random, "num_local_experts")
+    found = _granite(random, settings) | _experts("num_local_experts")(random, settings)
     del found["mlp_bias"]
     return found
 
@@ -374,7 +320,7 @@ def _granitemoehybrid(random: Generator, settings: Settings) -> Settings:
     kinds = (carries, carries, {"mamba": "attention"}.get(carries, "full_attention"))
     groups = between(random, 1, 2)
     heads = groups * between(random, 1, 2)
-    width = 24  # a multiple of whatever heads there are
+    width = 24  # a multiple of any number of heads
     heads_of_attention = one_of(random, (1, 2, 4, 6))
     return {
         **found,
@@ -395,14 +341,6 @@ def _granitemoehybrid(random: Generator, settings: Settings) -> Settings:
         "mamba_chunk_size": one_of(random, (4, 16)),
         "mamba_conv_bias": chance(random, 0.7),
         "mamba_proj_bias": chance(random, 0.5),
-    }
-
-
-def _cohere(random: Generator, _: Settings) -> Settings:
-    return {
-        "logit_scale": one_of(random, (0.0625, 0.5, 2.0)),
-        "use_qk_norm": chance(random, 0.5),
-        "attention_bias": chance(random, 0.4),
     }
 
 
@@ -427,61 +365,57 @@ def _exaone4(random: Generator, settings: Settings) -> Settings:
     return {"sliding_window": _window(random), "sliding_window_pattern": between(random, 1, 4)}
 
 
-def _mixtral(random: Generator, settings: Settings) -> Settings:
-    return _one_window(random, settings) | _experts(random, "num_local_experts")
-
-
-def _hunyuan(random: Generator, _: Settings) -> Settings:
-    return {"attention_bias": chance(random, 0.5)}
-
-
-def _seed_oss(random: Generator, settings: Settings) -> Settings:
-    return {
-        **_llama(random, settings),
-        "attention_out_bias": chance(random, 0.5),
-        "attention_dropout": 0.0,
-        "residual_dropout": 0.0,
-    }
-
-
-def _starcoder2(random: Generator, settings: Settings) -> Settings:
-    return _one_window(random, settings) | {"use_bias": chance(random, 0.5)}
-
-
 # A family is drawn if it is here.
-SPECIAL: dict[str, Callable[[Generator, Settings], Settings]] = {
+SPECIAL: dict[str, Draw] = {
     "llama": _llama,
     "qwen2": _qwen,
-    "qwen3": _qwen3,
-    "qwen3_moe": _qwen3_moe,
-    "qwen3_next": _qwen3_next,
+    "qwen3": _all(_qwen, _biased(0.5)),
+    "qwen3_moe": _all(
+        _experts("num_experts"),
+        _all(moe_intermediate_size=_even(2, 10), norm_topk_prob=_odds(0.5)),
+        _all(decoder_sparse_step=_of(1, 2)),
+        _some_layers,
+        attention_bias=_odds(0.4),
+        use_sliding_window=_odds(0.5),
+        sliding_window=_window,
+    ),
+    "qwen3_next": _all(_delta_rule_moe, _all(norm_topk_prob=_odds(0.5)), _some_layers),
     "qwen3_5_text": _delta_rule,
     "qwen3_5_moe_text": _delta_rule_moe,
     "mistral": _one_window,
     "ministral": _window_by_layer,
-    "mixtral": _mixtral,
-    "gemma": _gemma,
+    "mixtral": _all(_one_window, _experts("num_local_experts")),
+    "gemma": _biased(),
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
-    "olmo": _olmo,
-    "olmo2": _gemma,
-    "olmo3": _olmo3,
-    "glm": _glm,
-    "glm4": _glm,
-    "glm4_moe": _glm4_moe,
-    "gpt_oss": _gpt_oss,
+    "olmo": _all(clip_qkv=_of(None, 0.5, 2.0), attention_bias=_odds(0.4)),
+    "olmo2": _biased(),
+    "olmo3": _all(_window_by_layer, _biased(), _two_ropes),
+    "glm": _all(_partial_rope, _biased(0.6)),
+    "glm4": _all(_partial_rope, _biased(0.6)),
+    "glm4_moe": _all(_grouped_experts, _all(use_qk_norm=_odds(0.5)), _partial_rope),
+    "gpt_oss": _all(
+        _window_by_layer,
+        _experts("num_local_experts"),
+        attention_bias=_odds(0.7),
+        swiglu_limit=_of(1.0, 7.0),
+    ),
     "phi": _phi,
     "phi3": _phi3,
     "smollm3": _smollm3,
     "granite": _granite,
     "granitemoe": _granitemoe,
     "granitemoehybrid": _granitemoehybrid,
-    "cohere": _cohere,
+    "cohere": _all(
+        logit_scale=_of(0.0625, 0.5, 2.0), use_qk_norm=_odds(0.5), attention_bias=_odds(0.4)
+    ),
     "deepseek_v3": _deepseek_v3,
     "exaone4": _exaone4,
-    "hunyuan_v1_dense": _hunyuan,
+    "hunyuan_v1_dense": _biased(0.5),
     "arcee": _llama,
     "helium": _llama,
-    "seed_oss": _seed_oss,
-    "starcoder2": _starcoder2,
+    "seed_oss": _all(
+        _llama, attention_out_bias=_odds(0.5), attention_dropout=_of(0.0), residual_dropout=_of(0.0)
+    ),
+    "starcoder2": _all(_one_window, use_bias=_odds(0.5)),
 }

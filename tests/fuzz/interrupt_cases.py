@@ -364,12 +364,8 @@ def _autocast() -> AbstractContextManager[Any]:
     return torch.autocast(DEVICE.type, torch.bfloat16)
 
 
-def _same_tensor(x: Tensor) -> Tensor:
-    return x
-
-
 def _keeping_hooks() -> AbstractContextManager[Any]:
-    return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, _same_tensor)
+    return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x)
 
 
 def _deeper() -> nn.Module:
@@ -378,7 +374,7 @@ def _deeper() -> nn.Module:
 
 def _checkpointed() -> nn.Module:
     model = _deeper()
-    # By whatever name the installed transformers has for it.
+    # By any name that the installed transformers has for it.
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
     enable = next(getattr(model, name) for name in names if hasattr(model, name))
     enable({"use_reentrant": False})
@@ -401,7 +397,6 @@ CASES: dict[str, Callable[[str], Case]] = {
     "lora": lambda n: _case(n, _lora(), case=ACCUMULATED),
     "recompute": lambda n: _case(n, activations="recompute"),
     "offload": lambda n: _case(n, _deeper(), activations="offload", case=ACCUMULATED),
-    "selective": lambda n: _case(n, checkpointing="selective", case=ACCUMULATED),
     "full": lambda n: _case(n, _deeper(), checkpointing="full", activations="offload"),
     "checkpointed": lambda n: _case(n, _checkpointed(), case=ACCUMULATED),
     "two-pass": lambda n: _case(n, loss=losses.base.as_loss(squared), case=ACCUMULATED),
@@ -410,16 +405,10 @@ CASES: dict[str, Callable[[str], Case]] = {
     "delta-rule": lambda n: _case(n, _hybrid("qwen3_next")),
     "mamba": lambda n: _case(n, _hybrid("granitemoehybrid"), case=ACCUMULATED),
     "score": lambda n: _case(n, case={"calls": "score", **ACCUMULATED}),
-    "score-delta-rule": lambda n: _case(n, _hybrid("qwen3_next"), case={"calls": "score"}),
-    "verify": lambda n: _case(n, case={"calls": "verify", **ACCUMULATED}),
-    "verify-float64": lambda n: _case(n, _tiny().double(), case={"calls": "verify", **ACCUMULATED}),
+    "verify": lambda n: _case(n, _tiny().double(), case={"calls": "verify", **ACCUMULATED}),
     "failing": lambda n: _case(n, loss=FailingLoss(Failure), case=ACCUMULATED),
-    "failing-restoring": lambda n: _case(
-        n, loss=FailingLoss(Failure), case=ACCUMULATED, restore_grads=True
-    ),
     "out-of-memory": lambda n: _case(
         n, loss=FailingLoss(torch.OutOfMemoryError), activations="offload", checkpointing="full"
     ),
     "compiled": lambda n: _case(n, compile_blocks=True, case=ACCUMULATED),
-    "compiled-checkpointed": lambda n: _case(n, _checkpointed(), compile_blocks=True),
 }

@@ -5,13 +5,11 @@ thread sets) arrives between two bytecodes. CPython looks for one at the beginni
 a jump backwards and after a call. `Bytecodes` raises at any bytecode, which includes all of these.
 """
 
-import contextlib
 import ctypes
 import dis
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import CodeType, FrameType, TracebackType
@@ -21,6 +19,7 @@ from typing import Any
 # count of references to the one that is handled where a trace function raises there.
 _HANDLING = {dis.opmap[name] for name in ("PUSH_EXC_INFO", "COPY", "POP_EXCEPT")}
 _LEAVING = {dis.opmap.get(name) for name in ("RETURN_VALUE", "RETURN_CONST", "RERAISE")}
+Call = Callable[[], object]
 
 
 class Interrupt(BaseException):
@@ -46,11 +45,7 @@ class Attempt:
     exceptions before and after these, so no other way does that."""
 
 
-def attempt(
-    call: Callable[[], object],
-    begin: Callable[[], object],
-    end: Callable[[], bool],
-) -> Attempt:
+def attempt(call: Call, begin: Call, end: Callable[[], bool]) -> Attempt:
     """Call between `begin`, from which on an exception may arrive, and `end`.
 
     `end` returns whether one was injected, and sees to it that none arrives after it.
@@ -65,8 +60,7 @@ def attempt(
     except BaseException as caught:
         error = caught
         raised = end()
-    codes = () if error is None else tuple(codes_of(error.__traceback__))
-    return Attempt(error, raised, codes)
+    return Attempt(error, raised, () if error is None else tuple(codes_of(error.__traceback__)))
 
 
 def codes_of(traceback: TracebackType | None) -> Iterator[CodeType]:
@@ -80,8 +74,6 @@ def codes_of(traceback: TracebackType | None) -> Iterator[CodeType]:
 class Bytecodes:
     """Raises at bytecodes of functions that are wanted, counted from the beginning of the call."""
 
-    name = "bytecode"
-
     def __init__(self, wanted: Callable[[CodeType], bool]) -> None:
         self._wanted = wanted
         self._known: dict[CodeType, bool] = {}
@@ -90,7 +82,7 @@ class Bytecodes:
         self.seen = 0
         self.where: str = ""
 
-    def count(self, call: Callable[[], object]) -> int:
+    def count(self, call: Call) -> int:
         """How many bytecodes of wanted functions a call runs."""
         self._arm({})
         try:
@@ -100,7 +92,7 @@ class Bytecodes:
         return self.seen
 
     def interrupt(
-        self, call: Callable[[], object], moments: dict[int, type[BaseException]], *, defer: bool
+        self, call: Call, moments: dict[int, type[BaseException]], *, defer: bool
     ) -> Attempt:
         """Raise each of these exceptions at its bytecode.
 
@@ -143,96 +135,29 @@ class Bytecodes:
                 if not self._defer:
                     self._leaving = code.co_code[frame.f_lasti] in _LEAVING
                     raise kind("injected")
-                _set_exception(threading.get_ident(), kind)
+                thread = ctypes.c_ulong(threading.get_ident())
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(kind))
         return self._stepped
 
 
-def _set_exception(thread: int, kind: type[BaseException]) -> None:
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
-
-
-class OtherThread:
-    """Another thread sets the exception with PyThreadState_SetAsyncExc after some seconds."""
-
-    name = "thread"
-
-    def interrupt(
-        self, call: Callable[[], object], seconds: float, kind: type[BaseException]
-    ) -> Attempt:
-        main = threading.get_ident()
-        stop, raised = threading.Event(), False
-
-        def wait() -> None:
-            nonlocal raised
-            deadline = time.perf_counter() + seconds
-            while time.perf_counter() < deadline:
-                if stop.is_set():
-                    return
-                time.sleep(min(2e-5, max(0.0, deadline - time.perf_counter())))
-            if not stop.is_set():
-                raised = True
-                self.send(main, kind)
-
-        thread = threading.Thread(target=wait, daemon=True)
-
-        def end() -> bool:
-            stop.set()
-            while thread.is_alive():
-                time.sleep(0)
-            for _ in range(10):  # an exception that is set by now arrives here at the latest
-                pass
-            return raised
-
-        return attempt(call, thread.start, end)
-
-    def send(self, thread: int, kind: type[BaseException]) -> None:
-        _set_exception(thread, kind)
-
-
-class Sigint(OtherThread):
-    """SIGINT is sent to the process after some seconds; Python's own handler raises."""
-
-    name = "sigint"
-
-    def send(self, thread: int, kind: type[BaseException]) -> None:
-        signal.pthread_kill(thread, signal.SIGINT)
-
-
-class Alarm:
+def alarm(call: Call, seconds: float, kind: type[BaseException]) -> Attempt:
     """SIGALRM arrives after some seconds, and its handler raises."""
+    raised = False
 
-    name = "sigalrm"
+    def handle(*_: object) -> None:
+        nonlocal raised
+        raised = True
+        raise kind("injected")
 
-    def interrupt(
-        self, call: Callable[[], object], seconds: float, kind: type[BaseException]
-    ) -> Attempt:
-        raised = False
+    def end() -> bool:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for _ in range(10):  # one that has arrived is raised here at the latest
+            pass
+        return raised
 
-        def handle(*_: object) -> None:
-            nonlocal raised
-            raised = True
-            raise kind("injected")
-
-        before = signal.signal(signal.SIGALRM, handle)
-
-        def end() -> bool:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            for _ in range(10):
-                pass
-            return raised
-
-        try:
-            return attempt(
-                call, lambda: signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6)), end
-            )
-        finally:
-            signal.signal(signal.SIGALRM, before)
-
-
-@contextlib.contextmanager
-def quick_threads() -> Iterator[None]:
-    """Let other threads run every 10 microseconds, so that moments are not rounded to 5 ms."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(before)
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        begin = lambda: signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6))  # noqa: E731
+        return attempt(call, begin, end)
+    finally:
+        signal.signal(signal.SIGALRM, before)

@@ -13,37 +13,15 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
 
-from failing_ranks import CAUSES, WRAPS, Moment, Outcome, tried
-from rich.console import Console
-from rich.table import Table
+from failing_ranks import CAUSES, WRAPS, Moment, tried
 
 from forkpoint.parallel import watch
-
-
-def quicker(factor: float) -> None:
-    """Divide the waits of the watch: the same ends, sooner."""
-    for name in ("POLL_S", "BEAT_S", "DEAD_S", "GRACE_S"):
-        setattr(watch, name, getattr(watch, name) / factor)
-
-
-def table_of(outcomes: list[Outcome]) -> Table:
-    """How the moments of each kind ended, and in what time."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("wrapper", "failure", "moments", "ended", "longest s", "faults"):
-        table.add_column(name)
-    rows: dict[tuple[str, str, str], list[Outcome]] = {}
-    for one in outcomes:
-        rows.setdefault((one.moment.wrap, one.moment.kind, one.how), []).append(one)
-    for (wrap, kind, how), some in rows.items():
-        longest = max(end.seconds for one in some for end in one.ends)
-        faults = sum(bool(one.faults) for one in some)
-        table.add_row(wrap, kind, str(len(some)), how, f"{longest:.1f}", str(faults))
-    return table
 
 
 def main() -> int:
@@ -55,23 +33,21 @@ def main() -> int:
     parser.add_argument("--wraps", nargs="+", choices=WRAPS, default=list(WRAPS))
     parser.add_argument("--quicker", type=float, default=1.0, help="divides the watch's waits")
     parser.add_argument("--json", type=Path, help="a line for each moment")
-    arguments = parser.parse_args()
-    quicker(arguments.quicker)
-    console, outcomes = Console(width=120), []
-    for wrap in arguments.wraps:
-        for kind in arguments.kinds:
-            for number in range(arguments.moments):
-                seed = arguments.seed + number
-                outcome = tried(Moment(kind, wrap, seed, arguments.ranks))
-                outcomes.append(outcome)
-                for fault in outcome.faults:
-                    print(f"{wrap}, {kind}, seed {seed}: {fault}", flush=True)
-                if arguments.json:
-                    with arguments.json.open("a") as file:
-                        file.write(json.dumps(asdict(outcome) | {"how": outcome.how}) + "\n")
-            console.print(f"{wrap}, {kind}: {arguments.moments} moments done", style="dim")
-    console.print(table_of(outcomes))
-    return int(any(outcome.faults for outcome in outcomes))
+    given = parser.parse_args()
+    for name in ("POLL_S", "BEAT_S", "DEAD_S", "GRACE_S"):
+        setattr(watch, name, getattr(watch, name) / given.quicker)
+    failed = False
+    for wrap, kind in product(given.wraps, given.kinds):
+        for seed in range(given.seed, given.seed + given.moments):
+            outcome = tried(Moment(kind, wrap, seed, given.ranks))
+            longest = max(end.seconds for end in outcome.ends)
+            faults = "; ".join(outcome.faults) or "no fault"
+            print(f"{wrap}, {kind}, seed {seed}: {outcome.how}, {longest:.1f} s, {faults}")
+            failed = failed or bool(outcome.faults)
+            if given.json:
+                with given.json.open("a") as file:
+                    file.write(json.dumps(asdict(outcome) | {"how": outcome.how}) + "\n")
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -12,14 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from interrupt_ways import Bytecodes, Interrupt, quick_threads
-from interrupts import (
-    KINDS,
-    WAYS,
-    Interrupter,
-    Tally,
-    of_control,
-)
+from interrupt_ways import Bytecodes, Interrupt
+from interrupts import KINDS, WAYS, Interrupter, Tally, of_control
 from torch.autograd.graph import saved_tensors_hooks as hooks
 from torch.utils import checkpoint as checkpoints
 
@@ -38,23 +32,22 @@ pytestmark = [
 ]
 # Others are what tests/fuzz/interrupts.py runs as well.
 DIFFERENT = ["accumulated", "sums-restoring", "lora", "recompute", "offload", "checkpointed"]
-DIFFERENT += ["two-pass", "hooks", "delta-rule", "score", "verify-float64"]
+DIFFERENT += ["two-pass", "hooks", "delta-rule", "score", "verify"]
 
 
 @pytest.fixture(autouse=True)
 def quick() -> object:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with quick_threads():
-        yield
+    yield
     torch.set_num_threads(threads)
 
 
-def interrupt(name: str, times: int, *, ways: tuple[str, ...] = WAYS, seed: int = 0) -> Tally:
-    """Interrupt a case so often in each of these ways, at moments that are drawn."""
-    tally, generator = Tally(), random.Random(f"{name} {seed}")
+def interrupt(name: str) -> Tally:
+    """Interrupt a case once in each way, at moments that are drawn."""
+    tally, generator = Tally(), random.Random(name)
     interrupter = Interrupter(name, tally)
-    for way in ways * times:
+    for way in WAYS:
         kind = KINDS[generator.choice(list(KINDS))]
         interrupter.once(way, generator.random(), kind, second=generator.random())
     interrupter.look_for_tensors()
@@ -63,38 +56,33 @@ def interrupt(name: str, times: int, *, ways: tuple[str, ...] = WAYS, seed: int 
 
 @pytest.mark.parametrize("name", slow_besides(("accumulated", "score"), DIFFERENT))
 def test_at_random_moments(name: str) -> None:
-    tally = interrupt(name, 1)
+    tally = interrupt(name)
     assert not tally.failures
     assert tally.interrupts > 0
 
 
-@pytest.mark.parametrize(
-    "name", slow_besides(["failing"], ["failing", "failing-restoring", "out-of-memory"])
-)
+@pytest.mark.parametrize("name", slow_besides(["failing"], ["failing", "out-of-memory"]))
 def test_while_a_failed_step_is_put_back(name: str) -> None:
     tally = Tally()
-    list(Interrupter(name, tally).everywhere(stride=43))
+    list(Interrupter(name, tally).everywhere(stride=67))
     assert not tally.failures
     outcome = "cleared" if name == "failing" else "unchanged"
     assert {key[2] for key in tally.counts} == {outcome}
 
 
-@pytest.mark.parametrize(
-    "name", slow_besides(["sums-restoring"], ["accumulated", "sums-restoring"])
-)
+@pytest.mark.parametrize("name", ["sums-restoring"])
 def test_there_is_one_moment_at_which_a_step_happens(name: str) -> None:
     """Before it nothing is added, after it everything: at each of the last bytecodes."""
     tally, bytecodes = Tally(), Bytecodes(of_control)
     interrupter = Interrupter(name, tally)
     _, last = interrupter.extent(bytecodes)
     outcomes = []
-    for bytecode in range(last - 24, last + 1):
+    for bytecode in range(last - 20, last + 1):
         interrupter.at("every", bytecode, Interrupt, bytecodes)
         outcomes.append(interrupter.case.outcome)
     assert not tally.failures
-    before = "cleared" if name == "accumulated" else "unchanged"
     happened = outcomes.index("added")
-    assert happened > 0 and set(outcomes[:happened]) == {before}
+    assert happened > 0 and set(outcomes[:happened]) == {"unchanged"}
     assert set(outcomes[happened:]) == {"added"}
 
 
