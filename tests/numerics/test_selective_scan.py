@@ -40,8 +40,13 @@ def outcome(scan, inputs: list[Tensor | None], lengths: list[int]) -> dict[str, 
 
 @pytest.mark.parametrize(
     ("lengths", "forgets", "states"),
-    [(RAGGED, 0.0, True), (RAGGED, 300.0, True), (RAGGED, 0.2, False), ([1], 0.2, True)]
-    + [([63], 0.2, True), ([65], 0.2, False)],
+    [
+        (RAGGED, 0.0, True),
+        (RAGGED, 300.0, True),
+        (RAGGED, 0.2, False),
+        ([1], 0.2, True),
+        ([63, 65], 0.2, True),
+    ],
 )
 def test_chunks_are_the_loop_over_time(lengths: list[int], forgets: float, states: bool) -> None:
     inputs = make(lengths, forgets, states)
