@@ -312,13 +312,13 @@ GOOD = routes_of([5, 6, 7])
 @pytest.mark.parametrize(
     ("routes", "said"),
     [
-        (GOOD[:1], r"has 1 tokens \(shape 1 x 2 x 2\), and token_ids has 3"),
-        (GOOD[:, 0], r"is of shape \(3 x 2\)"),
+        (GOOD[:1], r"is of shape \(1, 2, 2\)"),
+        (GOOD[:, 0], r"is of shape \(3, 2\)"),
         (GOOD.astype(float), "type float64"),
         ([[[1, 2]], [[1]], [[2, 3]]], "lists of different lengths"),
         (np.where(GOOD[1, 0, 0] == GOOD, -2, GOOD), "is -2"),
-        (np.full_like(GOOD, 3), r"routed_experts\[0, 0\] is \[3, 3\], which are not different"),
-        (np.stack([GOOD[..., 0], np.full_like(GOOD[..., 0], -1)], -1), "not different experts"),
+        (np.full_like(GOOD, 3), r"routed_experts\[0, 0\] is \[3, 3\]"),
+        (np.stack([GOOD[..., 0], np.full_like(GOOD[..., 0], -1)], -1), "different experts"),
         (np.full((3, 1, 1), 40_000), "is 40000"),
     ],
 )
@@ -353,7 +353,7 @@ def test_what_cannot_hold_routes_is_refused() -> None:
         wrap(tiny_model("qwen3")).score(BATCH)
     with pytest.raises(UnsupportedError, match="verify compares with a stock model"):
         wrap(tiny()).verify(BATCH, GRPO())
-    with pytest.raises(RolloutError, match=r"of 2 layers.*of 1 with 2"):
+    with pytest.raises(RolloutError, match="one model has one number of layers"):
         RolloutBatch(
             [BATCH[0], replace(BATCH[1], routed_experts=np.array(BATCH[1].routed_experts)[:, :1])]
         )

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from forkpoint import losses
 from forkpoint.errors import ArgumentError, ConfigError
-from forkpoint.losses.arguments import TAKES
-from forkpoint.rollouts.argument_names import NORMALIZED, TABLE, is_known, meaning
+from forkpoint.losses.arguments import CHOICES, NOTES, RENAMED, TAKES, meaning
 
 
 def padded(batch, values_T) -> Tensor:
@@ -80,81 +79,53 @@ def sapo(rows: Rows, positive: float, negative: float) -> Tensor:
 
 
 # What a user of the other library writes: the loss of ours that it is tried on, its arguments,
-# what is computed there, and which arguments the message leaves to the reader.
-Case = tuple[str, dict[str, object], Callable[[Rows], Tensor], dict[str, object]]
+# and what is computed there.
+Case = tuple[str, dict[str, object], Callable[[Rows], Tensor]]
 CASES: list[Case] = [
-    ("GRPO", {"epsilon": 0.1}, lambda r: r.token_mean(r.surrogate(0.1, 0.1)), {}),
     (
         "GRPO",
         {"epsilon": 0.1, "epsilon_high": 0.3, "loss_type": "grpo", "beta": 0.2},
         lambda r: r.rollout_mean(r.surrogate(0.1, 0.3) + 0.2 * r.kl()),
-        {},
     ),
-    ("GRPO", {"loss_type": "dapo"}, lambda r: r.token_mean(r.surrogate(0.2, 0.2)), {}),
-    ("GRPO", {"loss_type": "bnpo"}, lambda r: r.token_mean(r.surrogate(0.2, 0.2)), {}),
-    ("GRPO", {"delta": 1.3}, lambda r: r.token_mean(r.surrogate(0.2, 0.2, 1.3)), {}),
+    ("GRPO", {"loss_type": "dapo"}, lambda r: r.token_mean(r.surrogate(0.2, 0.2))),
+    ("GRPO", {"loss_type": "bnpo"}, lambda r: r.token_mean(r.surrogate(0.2, 0.2))),
+    ("GRPO", {"delta": 1.3}, lambda r: r.token_mean(r.surrogate(0.2, 0.2, 1.3))),
     (
         "DrGRPO",
         {"max_completion_length": 12, "epsilon": 0.1},
         lambda r: r.constant(r.surrogate(0.1, 0.1), 12),
-        {},
     ),
-    ("CISPO", {"epsilon_high": 1.25}, lambda r: r.token_mean(cispo(r, 0.0, 1.25)), {}),
     (
         "CISPO",
         {"clip_ratio_low": 0.2, "clip_ratio_high": 0.1},
         lambda r: r.token_mean(cispo(r, 0.8, 1.1)),
-        {},
     ),
     (
         "SAPO",
         {"sapo_temperature_pos": 0.5, "sapo_temperature_neg": 2.0},
         lambda r: r.rollout_mean(sapo(r, 0.5, 2.0)),
-        {},
     ),
-    ("GRPO", {"loss_type": "sapo"}, lambda r: r.rollout_mean(sapo(r, 1.0, 1.05)), {}),
+    ("GRPO", {"loss_type": "sapo"}, lambda r: r.rollout_mean(sapo(r, 1.0, 1.05))),
     (
         "GRPO",
         {"clip_ratio_low": 0.1, "clip_ratio_high": 0.28, "clip_ratio_c": 1.2},
         lambda r: r.token_mean(verl_dual(r, 0.1, 0.28, 1.2)),
-        {},
     ),
-    ("GRPO", {"loss_mode": "vanilla"}, lambda r: r.token_mean(verl_dual(r, 0.2, 0.2, 3.0)), {}),
-    (
-        "PPO",
-        {"loss_agg_mode": "seq-mean-token-mean"},
-        lambda r: r.rollout_mean(r.surrogate(0.2, 0.2)),
-        {},
-    ),
+    ("GRPO", {"loss_mode": "vanilla"}, lambda r: r.token_mean(verl_dual(r, 0.2, 0.2, 3.0))),
     (
         "DAPO",
         {"loss_agg_mode": "seq-mean-token-mean"},
         lambda r: r.rollout_mean(r.surrogate(0.2, 0.2)),
-        {},
     ),
     (
         "GRPO",
         {"loss_agg_mode": "seq-mean-token-sum"},
         lambda r: r.constant(r.surrogate(0.2, 0.2), 1),
-        {},
-    ),
-    (
-        "GRPO",
-        {"loss_agg_mode": "seq-mean-token-sum-norm"},
-        lambda r: r.constant(r.surrogate(0.2, 0.2), 7),
-        {"max_tokens": 7},
-    ),
-    (
-        "GRPO",
-        {"kl_loss_coef": 0.1, "kl_loss_type": "low_var_kl"},
-        lambda r: r.token_mean(r.surrogate(0.2, 0.2) + 0.1 * r.kl()),
-        {},
     ),
     (
         "GRPO",
         {"kl_loss_coef": 0.1, "kl_loss_type": "mse"},
         lambda r: r.token_mean(r.surrogate(0.2, 0.2) + 0.05 * (r.reference - r.logprobs) ** 2),
-        {},
     ),
     (
         "GRPO",
@@ -163,12 +134,11 @@ CASES: list[Case] = [
         lambda r: r.token_mean(
             r.surrogate(0.2, 0.2) - 0.1 * (r.logprobs.square() + 0.3 * r.logprobs)
         ),
-        {},
     ),
 ]
 
 
-def follow(name: str, arguments: dict[str, object], more: dict[str, object]) -> losses.Loss:
+def follow(name: str, arguments: dict[str, object]) -> losses.Loss:
     """The loss that the message says to take, with the arguments that it says to give."""
     with pytest.raises(ArgumentError) as caught:
         getattr(losses, name)(**arguments)
@@ -176,15 +146,12 @@ def follow(name: str, arguments: dict[str, object], more: dict[str, object]) -> 
     taken = re.findall(r"take losses\.(\w+)", message)
     given = re.findall(r"(\w+)=([^\s,;()]+?)[.,)]*(?=[\s,;)]|$)", message)
     found = {key: eval(value, {"inf": np.inf}) for key, value in given}
-    return getattr(losses, taken[0] if taken else name)(**found, **more)
+    return getattr(losses, taken[0] if taken else name)(**found)
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "there", "more"),
-    [pytest.param(*case, id=f"{case[0]}-{case[1]}") for case in CASES],
-)
-def test_the_loss_that_is_named_is_the_loss_there(name, arguments, there, more) -> None:
-    loss = follow(name, arguments, more)
+@pytest.mark.parametrize(("name", "arguments", "there"), CASES, ids=[str(c[:2]) for c in CASES])
+def test_the_loss_that_is_named_is_the_loss_there(name, arguments, there) -> None:
+    loss = follow(name, arguments)
     batch = make_batch()
     logprobs_T = make_logprobs(batch)
     value, grad_T = evaluate(loss, batch, logprobs_T)
@@ -198,103 +165,68 @@ def test_the_loss_that_is_named_is_the_loss_there(name, arguments, there, more) 
 @pytest.mark.parametrize(
     ("name", "arguments", "expected"),
     [
-        ("GRPO", {"importance_sampling_level": "sequence"}, losses.GSPO()),
         ("GRPO", {"importance_sampling_level": "sequence_token"}, losses.GSPO(level="token")),
-        ("GSPO", {"importance_sampling_level": "sequence_token"}, losses.GSPO(level="token")),
         ("GSPO", {"importance_sampling_level": "token"}, losses.GRPO()),
         ("GRPO", {"loss_type": "cispo"}, losses.CISPO()),
-        ("GRPO", {"loss_type": "bnpo"}, losses.BNPO()),
-        ("GRPO", {"loss_mode": "gspo"}, losses.GSPO()),
         ("GRPO", {"loss_mode": "geo_mean"}, losses.GMPO()),
-        ("SAPO", {"loss_mode": "vanilla"}, losses.PPO(dual_clip=3.0)),
-        ("DPO", {"loss_type": "hinge"}, losses.DPO(variant="hinge")),
         ("DPO", {"loss_type": ["ipo"]}, losses.DPO(variant="ipo", length_normalized=True)),
-        ("DPO", {"loss_type": "sigmoid_norm"}, losses.DPO(length_normalized=True)),
         ("SimPO", {"simpo_gamma": 0.25}, losses.SimPO(gamma=0.25)),
         ("ValueLoss", {"cliprange_value": 0.5}, losses.ValueLoss(clip=0.5)),
-        (
-            "ValueLoss",
-            {"loss_agg_mode": "seq-mean-token-mean"},
-            losses.ValueLoss(normalize="rollout"),
-        ),
-        ("LogLikelihood", {"loss_agg_mode": "token-sum"}, losses.SFT(normalize="none")),
         ("SAPO", {"loss_agg_mode": "token-mean"}, losses.SAPO(normalize="token")),
         ("GSPO", {"loss_agg_mode": "token-mean"}, losses.GRPO(normalize="token")),
-        (
-            "Distillation",
-            {"epsilon": 0.2, "epsilon_high": 0.3},
-            losses.Distillation(clip=0.2, clip_high=0.3),
-        ),
+        ("GSPO", {"loss_agg_mode": "seq-mean-token-mean"}, losses.GSPO()),
+        ("SAPO", {"loss_type": "grpo"}, losses.GRPO(normalize="rollout")),
     ],
     ids=str,
 )
 def test_the_loss_that_is_named(name, arguments, expected) -> None:
-    assert follow(name, arguments, {}) == expected
+    assert follow(name, arguments) == expected
 
 
 def test_messages() -> None:
     """Several arguments are all named, and other libraries' come before a guess."""
     with pytest.raises(ArgumentError) as caught:
         losses.GRPO(epsilon=0.3, num_generations=8, clip_hihg=0.4, max_tokens=3)  # type: ignore[call-arg]
-    assert str(caught.value) == (
-        "GRPO has no argument epsilon: it is clip here; give clip=0.3. "
-        "GRPO has no argument num_generations: the rollouts of a group have the same group_id, as "
-        "many as there are. "
-        "GRPO has no argument clip_hihg; it takes kl, kl_estimator, entropy, normalize, clip, "
-        "clip_high, dual_clip. Perhaps clip_high is meant. "
-        "GRPO has no argument max_tokens. Leave it out, or take a loss that has it: DrGRPO."
-    )
+    said = str(caught.value)
+    for part in (
+        "GRPO has no argument epsilon: give clip=0.3.",
+        "GRPO has no argument num_generations: the rollouts of a group",
+        "GRPO has no argument clip_hihg; it takes kl,",
+        "Perhaps clip_high is meant.",
+        "GRPO has no argument max_tokens. Leave it out, or take a loss that has it: DrGRPO.",
+    ):
+        assert part in said
+    with pytest.raises(ArgumentError, match="give epsilon_high - 1 as clip_high"):
+        losses.CISPO(epsilon_high=1.25)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ({"vllm_importance_sampling_clip_max": 3.0}, "cap=3.0"),
-        ({"vllm_importance_sampling_clip_min": 0.5}, "floor=0.5"),
-        ({"vllm_importance_sampling_mode": "sequence_mask"}, "level='sequence' and mode='mask'"),
-        ({"rollout_is": "token"}, "level='token'"),
-        ({"rollout_is_threshold": 2.0}, "cap=2.0"),
-        ({"rollout_is_threshold": "0.5_5.0"}, "mode='mask' and cap=5.0 and floor=0.5"),
-    ],
-)
-def test_importance_weights_explain_their_arguments(arguments, expected) -> None:
-    batch = make_batch()
-    with pytest.raises(ArgumentError, match=re.escape(f"give {expected}.")):
-        losses.importance_weights(batch, batch.old_logprobs, **arguments)
+def test_functions_explain_their_arguments() -> None:
+    with pytest.raises(ArgumentError, match=r"give cap=3\.0\."):
+        losses.importance_weights(make_batch(), [], vllm_importance_sampling_clip_max=3.0)  # type: ignore[call-arg]
     with pytest.raises(ArgumentError, match=r"give lam=0\.9"):
-        losses.gae(batch, [], [], gae_lambda=0.9)  # type: ignore[call-arg]
+        losses.gae(make_batch(), [], [], gae_lambda=0.9)  # type: ignore[call-arg]
 
 
 def loss_classes() -> list[type[losses.Loss]]:
     found = {getattr(losses, name) for name in losses.__all__}
     concrete = [c for c in found if isinstance(c, type) and issubclass(c, losses.Loss)]
-    concrete = [c for c in concrete if c is not losses.FunctionLoss]
-    return sorted((c for c in concrete if c.__call__ is not losses.Loss.__call__), key=str)
+    bases = (losses.Loss, losses.PolicyLoss, losses.FunctionLoss)
+    return sorted((c for c in concrete if c not in bases), key=str)
 
 
 def test_every_loss_explains_its_arguments() -> None:
     """A loss without the decorator fails here, and so does a table that is out of date."""
     for cls in loss_classes():
-        if cls is not losses.PolicyLoss:
-            assert cls.__name__ in TAKES
-            with pytest.raises(ArgumentError, match=f"{cls.__name__} has no argument nonsense; it"):
-                cls(nonsense=1)  # type: ignore[call-arg]
-    assert {name for name, takes in TAKES.items() if "normalize" in takes} == NORMALIZED
-    for row in TABLE:
-        for owner in {row.take, *(row.losses or ())} & TAKES.keys():
-            if row.take in (None, owner) and not callable(row.give):
-                assert set(row.give) <= set(TAKES[owner]), row
-
-
-@pytest.mark.parametrize("cls", [c for c in loss_classes() if c is not losses.PolicyLoss])
-def test_every_known_name_has_a_meaning_or_is_listed_as_unknown(cls) -> None:
-    """No name breaks on a value that it does not expect."""
-    names = {name for row in TABLE for name in row.names}
-    for name in names - set(TAKES[cls.__name__]):
-        assert is_known(name)
-        for value in (None, 0.2, "0.2", "nonsense", [], object(), True, float("nan")):
-            meant = meaning(cls.__name__, name, value)
-            assert meant is None or (meant and not meant.endswith("."))
+        with pytest.raises(ArgumentError, match=f"{cls.__name__} has no argument nonsense; it"):
+            cls(nonsense=1)  # type: ignore[call-arg]
+    for choices in CHOICES.values():
+        for take, give in choices.values():
+            assert set(give) <= set(TAKES["LogLikelihood" if take == "SFT" else take or "GRPO"])
+    names = {*CHOICES, *NOTES, *" ".join(RENAMED.values()).split()}
+    for name in names:
+        for value in (None, 0.2, "nonsense", [], object(), float("nan")):
+            meant = meaning("GRPO", name, value, TAKES["GRPO"])
+            assert meant is None or not meant.endswith(".")
 
 
 def test_errors_are_of_every_kind() -> None:
@@ -312,4 +244,3 @@ def test_a_subclass_may_have_arguments_of_its_own() -> None:
         epsilon: float = 0.5
 
     assert replace(Mine(epsilon=0.25, clip=0.1), clip=0.2) == Mine(epsilon=0.25)
-    assert losses.GRPO.__init__.__wrapped__.__qualname__.endswith("__init__")  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ from forkpoint.losses.arguments import explains_arguments_of
 from forkpoint.losses.base import check_choice, check_number
 from forkpoint.losses.given import as_floats, place_of
 from forkpoint.rollouts.batch import RolloutBatch
-from forkpoint.rollouts.batch_tensors.cells import LARGEST_LOGPROB
+from forkpoint.rollouts.rollout import LARGEST_LOGPROB
 
 
 @explains_arguments_of

@@ -21,37 +21,26 @@ def synthetic_rollouts(
 ) -> list[Rollout]:
     """Rollouts of a made-up task: quote a passage of the prompt. The same for the same arguments.
 
-    A prompt holds `system_tokens` that all groups share and then its own, `prompt_tokens` in all. A
+    A prompt begins with `system_tokens` that all groups share and has `prompt_tokens` in all. A
     response of half to one and a half times `response_tokens` copies a stretch of the prompt with
     random tokens in between. Its reward is the share of its tokens that are copied, its advantage
     that reward normalised within the group. There are no old log-probs: training is on-policy.
 
-    Raises ConfigError for a count below 1, for more system tokens than prompt tokens, and for a
-    seed below 0.
+    Raises ConfigError for a count below 1, and for more system tokens than prompt tokens.
     """
-    counts = {
-        "groups": groups,
-        "rollouts_per_group": rollouts_per_group,
-        "prompt_tokens": prompt_tokens,
-        "response_tokens": response_tokens,
-        "vocab_size": vocab_size,
-    }
-    for name, value in counts.items():
-        if value < 1:
-            raise ConfigError(f"{name} is {value}; it takes a whole number of at least 1.")
-    if not 0 <= system_tokens <= prompt_tokens:
+    counts = (groups, rollouts_per_group, prompt_tokens, response_tokens, vocab_size)
+    if min(counts) < 1 or not 0 <= system_tokens <= prompt_tokens:
         raise ConfigError(
-            f"system_tokens is {system_tokens} and prompt_tokens {prompt_tokens}; a prompt begins "
-            f"with the system tokens, so there may be 0 to {prompt_tokens} of them."
+            f"The counts of groups, rollouts_per_group, prompt_tokens, response_tokens and "
+            f"vocab_size are {counts}, and system_tokens is {system_tokens}; counts are at least 1 "
+            "and system_tokens from 0 to prompt_tokens."
         )
-    if seed < 0:
-        raise ConfigError(f"seed is {seed}; it takes a whole number of at least 0.")
     random = np.random.default_rng(seed)
     system = random.integers(vocab_size, size=system_tokens)
     rollouts: list[Rollout] = []
     for group in range(groups):
-        own = random.integers(vocab_size, size=prompt_tokens - system_tokens)
-        prompt = np.concatenate([system, own])
+        rest = random.integers(vocab_size, size=prompt_tokens - system_tokens)
+        prompt = np.concatenate([system, rest])
         responses, rewards = [], []
         for _ in range(rollouts_per_group):
             length = int(

@@ -258,8 +258,7 @@ FILES = (
     file_kind(
         "extras that are no object",
         with_field("extras", "[1]"),
-        message="bad.jsonl, line 1: Rollout 'a': extras is [1]; it takes a dict or None. Put the "
-        "value into a dict under a key of its own.",
+        message="bad.jsonl, line 1: Rollout 'a': extras is [1]; it takes a dict or None.",
         means="extras carries named values through untouched.",
         remedy='Write {"extras": {"reward": 1}}, say, or the key itself on the line.',
     ),

@@ -140,7 +140,7 @@ LOSSES = (
     loss_kind(
         "An argument of TRL or verl",
         lambda: losses.GRPO(epsilon=0.2, loss_agg_mode="seq-mean-token-mean"),  # type: ignore[call-arg]
-        message="GRPO has no argument epsilon: it is clip here; give clip=0.2. GRPO has no "
+        message="GRPO has no argument epsilon: give clip=0.2. GRPO has no "
         "argument loss_agg_mode: give normalize='rollout'.",
         means="The names and values of other libraries are known, and not taken: some of the same "
         "name have another meaning.",
@@ -151,7 +151,7 @@ LOSSES = (
         "An argument whose number has another meaning",
         lambda: losses.CISPO(epsilon_high=5.0),  # type: ignore[call-arg]
         message="CISPO has no argument epsilon_high: TRL's cispo bounds weights by it, and "
-        "clip_high is added to 1; give clip_high=4.0.",
+        "clip_high is added to 1; give epsilon_high - 1 as clip_high.",
         means="The number would be taken for another one.",
         remedy="Give the converted number.",
         error=ArgumentError,

@@ -211,41 +211,6 @@ ROUTERS = (
         remedy="Give stats.expert_counts.",
     ),
     router_kind(
-        "Routes of other tokens",
-        lambda: routed(np.zeros((2, 2, 1), int)),
-        message="A rollout without rollout_id: routed_experts has 2 tokens (shape 2 x 2 x 1), and "
-        "token_ids has 4; routed_experts takes whole numbers of shape [4, layers, experts of a "
-        "token], the experts that token i was sent to in entry i, or [3, ...] without the last "
-        "token's. Where the router is to choose by itself all entries of a token in a layer are "
-        "-1.",
-        means="Each token has a route of its own, in each layer with a router.",
-        remedy="Give the prompt's routes as well; -1 where they are not known.",
-        error=RolloutError,
-    ),
-    router_kind(
-        "Routes without layers",
-        lambda: routed(np.zeros((4, 2), int)),
-        message="A rollout without rollout_id: routed_experts is of shape (4 x 2) and type int64; "
-        "routed_experts takes whole numbers of shape [4, layers, experts of a token], the experts "
-        "that token i was sent to in entry i, or [3, ...] without the last token's. Where the "
-        "router is to choose by itself all entries of a token in a layer are -1.",
-        means="A model of one layer has a dimension for it, too.",
-        remedy="Reshape them to [tokens, layers, experts of a token].",
-        error=RolloutError,
-    ),
-    router_kind(
-        "Routes that name an expert twice",
-        lambda: routed(np.ones((4, 2, 2), int)),
-        message="A rollout without rollout_id: routed_experts[0, 0] is [1, 1], which are not "
-        "different experts; routed_experts takes whole numbers of shape [4, layers, experts of a "
-        "token], the experts that token i was sent to in entry i, or [3, ...] without the last "
-        "token's. Where the router is to choose by itself all entries of a token in a layer are "
-        "-1.",
-        means="A router sends a token to different experts.",
-        remedy="Take the routes as the sampler gives them, without padding.",
-        error=RolloutError,
-    ),
-    router_kind(
         "Routes of another model",
         lambda: mixture().score(RolloutBatch([routed(ROUTES[:, :1])])),
         message="routed_experts have 1 layers with 2 experts a token, and the model has 2 layers "

@@ -10,7 +10,7 @@ from forkpoint.apps.report.text import abbreviate
 from forkpoint.apps.report.verdict import Tile, memory_tiles, predicted_speed_tile, tokens_tile
 from forkpoint.plan import Plan, Totals
 from forkpoint.rollouts.batch import RolloutBatch
-from forkpoint.rollouts.batch_tensors.identifiers import prompt_lengths
+from forkpoint.rollouts.groups import prompt_lengths
 from forkpoint.units import exactly
 
 MAX_BATCHES = 4

@@ -57,9 +57,8 @@ class Rows:
         else:
             mask = data["loss_mask"].values().cpu().bool()
         batch = RolloutBatch.from_jagged(
-            ids,
-            mask,
-            offsets=offsets,
+            ids.split(lengths.tolist()),
+            mask.split(lengths.tolist()),
             temperatures=None if values else _temperatures(data, len(lengths)),
         )
         return cls(batch, offsets, responses)

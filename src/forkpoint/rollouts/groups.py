@@ -1,0 +1,77 @@
+"""Ids of the rollouts of a batch, and the groups that they form."""
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forkpoint.errors import RolloutError
+from forkpoint.rollouts.fields import short
+
+
+def check_unique(rollout_ids: Sequence[str | None], what: str) -> None:
+    """Raises RolloutError where a rollout_id is there twice in `what`, such as "a batch"."""
+    seen: dict[str, int] = {}
+    for position, name in enumerate(rollout_ids):
+        if name is not None and seen.setdefault(name, position) != position:
+            raise RolloutError(
+                f"rollout_id {short(name)} is given twice, at positions {seen[name]} and "
+                f"{position}; rollouts of {what} have different ones. Rename one, or leave "
+                "rollout_id out."
+            )
+
+
+def fill_ids(rollout_ids: Sequence[str | None]) -> tuple[str, ...]:
+    """The ids, with the position as text, and underscores where it is taken, for those missing."""
+    taken = set(rollout_ids)
+    filled: list[str] = []
+    for position, name in enumerate(rollout_ids):
+        if name is None:
+            name = str(position)
+            while name in taken:
+                name += "_"
+            taken.add(name)
+        filled.append(name)
+    return tuple(filled)
+
+
+def prompt_lengths(loss_mask: NDArray[np.bool_], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The tokens of each rollout before its first trained one, or all if none is: int64 [N]."""
+    lengths = np.diff(offsets)
+    for n, (begin, length) in enumerate(zip(offsets.tolist(), lengths.tolist(), strict=False)):
+        first = int(loss_mask[begin : begin + length].argmax())
+        if loss_mask[begin + first]:
+            lengths[n] = first
+    return lengths
+
+
+def group_index(
+    group_ids: Sequence[str | None],
+    token_ids: NDArray[np.int64],
+    offsets: NDArray[np.int64],
+    prompts: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """The group of each rollout, int64 [N], numbered in order of first appearance.
+
+    Rollouts without a group_id form one group where their prompts are equal; `prompts` are the
+    lengths of these, [N].
+    """
+    numbers: dict[str | bytes, int] = {}
+    index = np.empty(len(group_ids), np.int64)
+    begins, lengths = offsets.tolist(), prompts.tolist()
+    for n, group_id in enumerate(group_ids):
+        key: str | bytes | None = group_id
+        if key is None:  # bytes, so that no group_id can be equal to it
+            key = token_ids[begins[n] : begins[n] + lengths[n]].tobytes()
+        index[n] = numbers.setdefault(key, len(numbers))
+    return index
+
+
+def group_of(prompt: NDArray[np.int64] | str) -> str:
+    """A group_id that is equal for equal prompts."""
+    if isinstance(prompt, str):  # which may hold half a surrogate pair, as JSON may
+        content = prompt.encode("utf-8", "surrogatepass")
+    else:
+        content = prompt.astype("<i8").tobytes()
+    return f"prompt-{blake2b(content, digest_size=8).hexdigest()}"

@@ -1,0 +1,121 @@
+"""The cells of padded tensors that hold the tokens of a batch, and values put into those cells."""
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forkpoint.errors import ConfigError, RolloutError
+from forkpoint.rollouts.fields import short
+
+NO_CELL = -1
+"""The column of tokens that a padded tensor has no cells for."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class PaddedLayout:
+    """The cells of a padded tensor [N, W] that hold the T tokens of a batch; rollout n is in row n.
+
+    Attributes:
+        width: the columns W.
+        offsets: int64 [N + 1], read-only; rollout n has the tokens `offsets[n] : offsets[n + 1]`.
+        columns: int64 [T], read-only; the column of each token, or -1 for a token without a cell,
+            such as a prompt's in a tensor of completions.
+    """
+
+    width: int
+    offsets: NDArray[np.int64]
+    columns: NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        self.offsets.flags.writeable = False
+        self.columns.flags.writeable = False
+
+    def __repr__(self) -> str:
+        return f"PaddedLayout({self.shape[0]} x {self.width})"
+
+    @classmethod
+    def of_columns(cls, width: int, columns: Sequence[NDArray[np.int64]]) -> "PaddedLayout":
+        """The layout of rollouts whose tokens are in these columns, one array a rollout."""
+        offsets = np.cumsum([0, *map(len, columns)], dtype=np.int64)
+        return cls(width, offsets, np.concatenate([np.zeros(0, np.int64), *columns]))
+
+    @classmethod
+    def of_lengths(cls, lengths: Iterable[int]) -> "PaddedLayout":
+        """The layout of rollouts of these lengths, padded on the right to the longest."""
+        columns = [np.arange(length) for length in lengths]
+        return cls.of_columns(max(map(len, columns), default=0), columns)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, W)."""
+        return len(self.offsets) - 1, self.width
+
+    def mask(self) -> NDArray[np.bool_]:
+        """True for the cells that hold tokens: bool [N, W]."""
+        return self.pad(np.ones(len(self.columns), np.bool_), False)
+
+    def select(self, rollouts: Sequence[int]) -> "PaddedLayout":
+        """The layout of these rollouts, in this order; W stays."""
+        rows = np.split(self.columns, self.offsets[1:-1])
+        return PaddedLayout.of_columns(self.width, [rows[n] for n in rollouts])
+
+    def pad(self, values: Any, fill: float = 0) -> Any:
+        """`values` [T, ...] in their cells: [N, W, ...], `fill` elsewhere.
+
+        Takes and returns what RolloutBatch.to_padded does, and raises its errors.
+        """
+        torch: Any = sys.modules.get("torch")
+        is_tensor = torch is not None and isinstance(values, torch.Tensor)
+        if is_tensor and (values.is_nested or values.layout != torch.strided):
+            raise RolloutError(
+                f"values is a tensor of the layout {values.layout}; it takes a flat one, [T]. Give "
+                ".values() of a jagged one, .to_dense() of a sparse one."
+            )
+        if not is_tensor:
+            values = _array(values)
+        if not values.ndim or len(values) != len(self.columns):
+            raise RolloutError(
+                f"values has the shape {tuple(values.shape)}, and the batch has "
+                f"{len(self.columns)} tokens; it takes one value per token: [T] or [T, ...]."
+            )
+        if is_tensor:
+            whole = not (values.is_floating_point() or values.is_complex())
+            limits = torch.iinfo(values.dtype) if whole and values.dtype != torch.bool else None
+        else:
+            whole = values.dtype.kind in "biu"
+            limits = np.iinfo(values.dtype) if values.dtype.kind in "iu" else None
+        least, most = (limits.min, limits.max) if limits else (0, 1)
+        if not isinstance(fill, int | float | np.number) or (
+            whole and not (least <= fill <= most and fill == int(fill))
+        ):
+            raise ConfigError(
+                f"fill is {short(fill)}; it takes a number that {values.dtype}, the dtype of the "
+                "values, can hold."
+            )
+        shape = (self.shape[0] * self.width, *values.shape[1:])
+        rows = np.repeat(np.arange(self.shape[0]), np.diff(self.offsets))
+        tokens = np.flatnonzero(self.columns != NO_CELL)
+        cells = (rows * self.width + self.columns)[tokens]
+        if is_tensor:
+            tokens, cells = (torch.from_numpy(x).to(values.device) for x in (tokens, cells))
+            padded = values.new_full(shape, fill).index_copy(0, cells, values[tokens])
+        else:
+            padded = np.full(shape, fill, values.dtype)
+            padded[cells] = values[tokens]
+        return padded.reshape(*self.shape, *shape[1:])
+
+
+def _array(values: Any) -> np.ndarray:
+    try:
+        array = np.asarray(values)
+    except ValueError:  # of lists of different lengths
+        array = np.empty(0, np.object_)
+    if array.dtype.kind not in "biufc":
+        raise RolloutError(
+            f"values is {short(values)}; it takes a flat tensor, array or list of numbers, [T]."
+        )
+    return array

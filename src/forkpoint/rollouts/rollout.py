@@ -1,0 +1,247 @@
+"""One rollout, validated when it is made. Imports no torch.
+
+Every per-token array has the length of `token_ids` and entry i belongs to token i. Arrays are
+stored as read-only copies.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from forkpoint.errors import RolloutError
+from forkpoint.rollouts.experts import read_routed_experts
+from forkpoint.rollouts.fields import (
+    MAX_TOKEN_ID,
+    host_values,
+    is_number,
+    named,
+    read_identifier,
+    read_temperature,
+    read_vector,
+    short,
+)
+
+LARGEST_LOGPROB = 0.125
+"""The largest log-prob of a trained token. A log-prob is a logit less the logarithm of a sum, and
+each may have been rounded to 16 bits: bfloat16 numbers from 16 to 32, the size of large logits,
+are 1/8 apart. Values from 0 to this bound are kept, as trainers keep them in their ratios."""
+LOGPROBS_ARE_NEGATIVE = (
+    "the logarithm of a probability is at most 0, and rounding to 16 bits adds at most "
+    f"{LARGEST_LOGPROB}. Give log-probs rather than probabilities or their negatives."
+)
+IDS = f"it takes whole numbers from 0 to {MAX_TOKEN_ID}, the ids that the model read"
+PER_TOKEN = "one per token, in a one-dimensional list or array"
+_NUMBER_OR_FLOATS = (
+    "it takes one finite number, or one per token. Look for a division by 0, or for text where a "
+    "number belongs, where it is made."
+)
+_FINITE = "Its number must be finite; look for a division by 0 where the numbers are made."
+_FINITE_LOGPROB = (
+    "The log-prob of a token that was sampled is finite; compute it again, as policy.score(batch) "
+    "does, or set loss_mask to 0 at that token."
+)
+
+
+@dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
+class Rollout:
+    """The prompt and the response of one sample, with what the loss needs of it.
+
+    T is the number of tokens. Per-token values are given as lists, tuples, numpy arrays or torch
+    tensors; tensors may have any real dtype that torch converts (bfloat16 and float8 too), lie on
+    any device and require gradients. Copies are stored, read-only and of the types below.
+
+    Floats of tokens outside the loss mask are not read: there NaN, infinite numbers, and None in a
+    list, are accepted and stored as 0. Finite ones are stored as given. In a list None elsewhere
+    is refused.
+
+    Attributes:
+        token_ids: int64 [T], T >= 1. Prompt and response, without padding. Given as integers.
+        loss_mask: bool [T]; given as booleans, 0 and 1, or 0.0 and 1.0. True for trained tokens;
+            False for token 0, which no earlier token predicts.
+        advantage: a float, or float64 [T]. A single number that is not finite is accepted, and
+            stored as 0, where no token is trained; so are those of weights and returns.
+        old_logprobs: float64 [T] or None; natural logarithms, under the policy that sampled, of
+            token i given the tokens before it. At trained tokens they are finite and at most 1/8:
+            rounding to 16 bits can lift a log-prob above 0, and such a value is stored as given.
+            Entry 0 is stored as 0.
+        reference_logprobs: the same, under the reference policy.
+        weights: a float, float64 [T], or None.
+        returns: a float, float64 [T], or None; what a critic's value at token i is trained towards.
+        old_values: float64 [T] or None; the critic's values when it made the advantages.
+        temperature: the sampling temperature, finite and above 0.
+        group_id, rollout_id: text or None; whole numbers are accepted and stored as text.
+        extras: a dict of anything, carried through untouched, or None.
+        routed_experts: int16 [T, L, K] or None; the K experts that token i was sent to in each of
+            the L layers that have a router, when it was sampled. Steps send it there as well. Given
+            as [T - 1, L, K], without the last token, which a sampler does not run, its entries are
+            -1. Where all K entries are -1 the router chooses by itself.
+
+    Raises:
+        RolloutError: a value is not allowed; the message names the rollout, the field, the value
+            and its position.
+    """
+
+    token_ids: NDArray[np.int64]
+    loss_mask: NDArray[np.bool_]
+    advantage: float | NDArray[np.float64]
+    old_logprobs: NDArray[np.float64] | None
+    reference_logprobs: NDArray[np.float64] | None
+    weights: float | NDArray[np.float64] | None
+    returns: float | NDArray[np.float64] | None
+    old_values: NDArray[np.float64] | None
+    temperature: float
+    group_id: str | None
+    rollout_id: str | None
+    extras: dict[str, Any] | None
+    routed_experts: NDArray[np.int16] | None
+
+    def __init__(
+        self,
+        token_ids: ArrayLike,
+        loss_mask: ArrayLike,
+        advantage: ArrayLike,
+        old_logprobs: ArrayLike | None = None,
+        reference_logprobs: ArrayLike | None = None,
+        weights: ArrayLike | None = None,
+        temperature: float = 1.0,
+        group_id: str | int | None = None,
+        rollout_id: str | int | None = None,
+        extras: dict[str, Any] | None = None,
+        returns: ArrayLike | None = None,
+        old_values: ArrayLike | None = None,
+        routed_experts: ArrayLike | None = None,
+    ) -> None:
+        rollout_id = read_identifier("A rollout", "rollout_id", rollout_id)
+        who = "A rollout without rollout_id" if rollout_id is None else named(rollout_id)
+        if advantage is None:
+            raise RolloutError(f"{who}: advantage is None; {_NUMBER_OR_FLOATS}")
+        if extras is not None and not isinstance(extras, dict):
+            raise RolloutError(f"{who}: extras is {short(extras)}; it takes a dict or None.")
+        reader = _Reader(who, token_ids, loss_mask)
+        store(
+            self,
+            token_ids=reader.token_ids,
+            loss_mask=reader.loss_mask,
+            advantage=reader.number_or_floats("advantage", advantage),
+            old_logprobs=reader.logprobs("old_logprobs", old_logprobs),
+            reference_logprobs=reader.logprobs("reference_logprobs", reference_logprobs),
+            weights=reader.number_or_floats("weights", weights),
+            returns=reader.number_or_floats("returns", returns),
+            old_values=reader.floats("old_values", old_values),
+            temperature=read_temperature(who, temperature),
+            group_id=read_identifier(who, "group_id", group_id),
+            rollout_id=rollout_id,
+            extras=extras,
+            routed_experts=None
+            if routed_experts is None
+            else read_routed_experts(who, routed_experts, len(reader.token_ids)),
+        )
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Rollout):
+            return NotImplemented
+        pairs = ((getattr(self, x.name), getattr(other, x.name)) for x in fields(self))
+        return all(
+            type(one) is type(two) and np.array_equal(one, two)
+            if isinstance(one, np.ndarray) or isinstance(two, np.ndarray)
+            else one == two
+            for one, two in pairs
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"Rollout(rollout_id={short(self.rollout_id)}, group_id={short(self.group_id)}, "
+            f"{len(self)} tokens, {np.count_nonzero(self.loss_mask)} trained)"
+        )
+
+
+def store(target: object, **attributes: Any) -> None:
+    """Set the attributes of a frozen object; its arrays become read-only."""
+    for name, value in attributes.items():
+        if isinstance(value, np.ndarray):
+            value.flags.writeable = False
+        object.__setattr__(target, name, value)
+
+
+class _Reader:
+    """Reads and validates the per-token fields of one rollout; `who` names it in errors."""
+
+    def __init__(self, who: str, token_ids: Any, loss_mask: Any) -> None:
+        self.who = who
+        ids = read_vector(who, "token_ids", token_ids, "iu", f"{IDS}, {PER_TOKEN}.")
+        if not ids.size:
+            raise RolloutError(
+                f"{who}: token_ids is empty; a rollout has at least one token. Leave this rollout "
+                "out."
+            )
+        self._refuse("token_ids", (ids < 0) | (ids > MAX_TOKEN_ID), ids, f"; {IDS}.")
+        self.token_ids = ids.astype(np.int64)
+
+        takes = f"it takes 0 and 1, or booleans: 1 where the token is trained, {PER_TOKEN}."
+        given = self._vector("loss_mask", loss_mask, "biuf", takes)
+        self.loss_mask = given.astype(np.bool_)
+        self._refuse("loss_mask", given != self.loss_mask, given, f"; {takes}")
+        if self.loss_mask[0]:
+            raise RolloutError(
+                f"{who}: loss_mask[0] is 1, but no earlier token predicts token 0. Set it to 0, or "
+                "put the prompt (at least a start token) before the trained tokens."
+            )
+
+    def floats(self, field: str, values: Any, advice: str = _FINITE) -> NDArray[np.float64] | None:
+        """One number per token: float64 [T], or None."""
+        if values is None:
+            return None
+        takes = f"it takes numbers, {PER_TOKEN}."
+        floats = self._vector(field, values, "iuf", takes, missing=True).astype(np.float64)
+        finite = np.isfinite(floats)
+        if not finite.all():
+            shown = values if isinstance(values, list | tuple) else floats  # None is NaN in floats
+            rule = f", and this token is trained. {advice}"
+            self._refuse(field, self.loss_mask & ~finite, shown, rule)
+            floats[~finite] = 0.0
+        return floats
+
+    def logprobs(self, field: str, values: Any) -> NDArray[np.float64] | None:
+        """Log-probs, float64 [T], 0 at the first token; or None."""
+        logprobs = self.floats(field, values, _FINITE_LOGPROB)
+        if logprobs is not None:
+            logprobs[0] = 0.0
+            above = self.loss_mask & (logprobs > LARGEST_LOGPROB)
+            self._refuse(field, above, logprobs, f"; {LOGPROBS_ARE_NEGATIVE}")
+        return logprobs
+
+    def number_or_floats(self, field: str, values: Any) -> float | NDArray[np.float64] | None:
+        """One number, or float64 [T]; or None."""
+        if values is None:
+            return None
+        values = host_values(self.who, field, values)
+        if isinstance(values, list | tuple) or (isinstance(values, np.ndarray) and values.ndim):
+            return self.floats(field, values)
+        if isinstance(values, np.ndarray):
+            values = values.item()
+        finite = is_number(values) and bool(np.isfinite(values))
+        if not is_number(values) or not (finite or not self.loss_mask.any()):
+            raise RolloutError(f"{self.who}: {field} is {short(values)}; {_NUMBER_OR_FLOATS}")
+        return float(values) if finite else 0.0
+
+    def _vector(
+        self, field: str, values: Any, kinds: str, takes: str, *, missing: bool = False
+    ) -> np.ndarray:
+        vector = read_vector(self.who, field, values, kinds, takes, missing=missing)
+        if len(vector) != len(self.token_ids):
+            raise RolloutError(
+                f"{self.who}: {field} has {len(vector)} entries, but token_ids has "
+                f"{len(self.token_ids)}. Every per-token field has one entry per token, and it "
+                "belongs to that token. Fill up with 0 where there is no value, as over the prompt."
+            )
+        return vector
+
+    def _refuse(self, field: str, refused_T: NDArray[Any], values_T: Any, rule: str) -> None:
+        if refused_T.any():
+            at = int(refused_T.argmax())
+            raise RolloutError(f"{self.who}: {field}[{at}] is {short(values_T[at])}{rule}")
