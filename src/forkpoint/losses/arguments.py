@@ -117,11 +117,11 @@ _NOTES: dict[str, str] = {
     "vf_coef": "a critic is another model; give its forward_backward a scale",
 }
 NOTES: dict[str, str] = {name: note for names, note in _NOTES.items() for name in names.split()}
-"""What to do instead of giving an argument, alone or of one loss, that nothing here has."""
+"""Advice for arguments, of any loss or of one, that nothing here has."""
 
 
 def meaning(loss: str, name: str, value: object, takes: Collection[str]) -> str | None:
-    """What another library means by an argument, and what to write here; None for unknown names.
+    """Meaning of an argument in another library and how to write it here; None if it is unknown.
 
     Args:
         loss: the name of the class of the loss, or of a function of forkpoint.losses.

@@ -68,26 +68,40 @@ class PaddedLayout:
 
         Takes and returns what RolloutBatch.to_padded does, and raises its errors.
         """
-        torch: Any = sys.modules.get("torch")
-        is_tensor = torch is not None and isinstance(values, torch.Tensor)
-        if is_tensor and (values.is_nested or values.layout != torch.strided):
+        torch = sys.modules.get("torch")
+        tokens = np.flatnonzero(self.columns != NO_CELL)
+        rows = np.repeat(np.arange(self.shape[0]), np.diff(self.offsets))
+        cells = (rows * self.width + self.columns)[tokens]
+        if torch is None or not isinstance(values, torch.Tensor):
+            array = _array(values)
+            limits = np.iinfo(array.dtype) if array.dtype.kind in "iu" else None
+            self._check(array, fill, limits, whole=array.dtype.kind in "biu")
+            padded: Any = np.full((self.shape[0] * self.width, *array.shape[1:]), fill, array.dtype)
+            padded[cells] = array[tokens]
+            return padded.reshape(*self.shape, *array.shape[1:])
+        if values.is_nested or values.layout != torch.strided:
             raise RolloutError(
                 f"values is a tensor of the layout {values.layout}; it takes a flat one, [T]. Give "
                 ".values() of a jagged one, .to_dense() of a sparse one."
             )
-        if not is_tensor:
-            values = _array(values)
+        whole = not (values.is_floating_point() or values.is_complex())
+        limits = torch.iinfo(values.dtype) if whole and values.dtype != torch.bool else None
+        self._check(values, fill, limits, whole=whole)
+        padded = values.new_full((self.shape[0] * self.width, *values.shape[1:]), fill)
+        chosen, places = (torch.from_numpy(x).to(values.device) for x in (tokens, cells))
+        padded = padded.index_copy(0, places, values[chosen])
+        return padded.reshape(*self.shape, *values.shape[1:])
+
+    def _check(self, values: Any, fill: Any, limits: Any, *, whole: bool) -> None:
+        """Raises for values of another length, and for a `fill` that whole numbers cannot be.
+
+        `limits` has the least and the largest of these, None of booleans.
+        """
         if not values.ndim or len(values) != len(self.columns):
             raise RolloutError(
                 f"values has the shape {tuple(values.shape)}, and the batch has "
                 f"{len(self.columns)} tokens; it takes one value per token: [T] or [T, ...]."
             )
-        if is_tensor:
-            whole = not (values.is_floating_point() or values.is_complex())
-            limits = torch.iinfo(values.dtype) if whole and values.dtype != torch.bool else None
-        else:
-            whole = values.dtype.kind in "biu"
-            limits = np.iinfo(values.dtype) if values.dtype.kind in "iu" else None
         least, most = (limits.min, limits.max) if limits else (0, 1)
         if not isinstance(fill, int | float | np.number) or (
             whole and not (least <= fill <= most and fill == int(fill))
@@ -96,17 +110,6 @@ class PaddedLayout:
                 f"fill is {short(fill)}; it takes a number that {values.dtype}, the dtype of the "
                 "values, can hold."
             )
-        shape = (self.shape[0] * self.width, *values.shape[1:])
-        rows = np.repeat(np.arange(self.shape[0]), np.diff(self.offsets))
-        tokens = np.flatnonzero(self.columns != NO_CELL)
-        cells = (rows * self.width + self.columns)[tokens]
-        if is_tensor:
-            tokens, cells = (torch.from_numpy(x).to(values.device) for x in (tokens, cells))
-            padded = values.new_full(shape, fill).index_copy(0, cells, values[tokens])
-        else:
-            padded = np.full(shape, fill, values.dtype)
-            padded[cells] = values[tokens]
-        return padded.reshape(*self.shape, *shape[1:])
 
 
 def _array(values: Any) -> np.ndarray:
