@@ -10,13 +10,12 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from forkpoint import Plan, Policy, Rollout, RolloutBatch, StepStats
+from forkpoint import Plan, Policy, Rollout, RolloutBatch, StepStats, wrap
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.host import FoundRouter
 from forkpoint.engine.route_replay import ForcedRoutes, RouteReplay, Routes
 from forkpoint.engine.transaction import Transaction
-from forkpoint.hosts.libraries import stock_of
-from forkpoint.hosts.routers import find_routers, force_routers
+from forkpoint.hosts.routers import force_routers, routers_of_copy
 from forkpoint.losses.base import Loss
 from forkpoint.step.request import ComparedRequest
 from forkpoint.step.run import attempt, finish_training
@@ -147,19 +146,18 @@ def chosen_experts(model: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
             hook.remove()
 
 
-def found_routers(model: nn.Module) -> tuple[FoundRouter, ...]:
-    with Changes() as changes:
-        return find_routers(model, stock_of(model).logits, changes)
+def found_routers(model: nn.Module) -> list[FoundRouter]:
+    return wrap(model).host.routers.found
 
 
 @contextmanager
 def forced(
-    model: nn.Module, routers: tuple[FoundRouter, ...], routes: Routes, *, record: bool = False
+    model: nn.Module, routers: list[FoundRouter], routes: Routes, *, record: bool = False
 ) -> Iterator[ForcedRoutes]:
     """Within it the stock model is forced to the routes, or records them."""
     with Changes() as changes:
         run = ForcedRoutes(routes, len(routers), torch.device("cpu"), record=record)
-        force_routers(routers, run, changes, model)
+        force_routers(routers_of_copy(routers, model), run, changes)
         yield run
 
 
@@ -169,6 +167,6 @@ def forced_step(
     """A step of the plan that is forced to the routes."""
     routers = found_routers(policy.host.model)
     device = policy.host.device
-    run = RouteReplay(routes, len(routers), device, plan, batch, routers=routers)
+    run = RouteReplay(routes, len(routers), device, plan, batch)
     request = ComparedRequest(batch=batch, loss=loss, plan=plan, replay=run)
     return attempt(policy, request, finish_training, Transaction(device)), run

@@ -19,7 +19,7 @@ from transformers.utils import logging
 import forkpoint
 from forkpoint import Config, Rollout, RolloutBatch
 from forkpoint.engine.changes import Changes
-from forkpoint.hosts.transformers.upcasts import lift_upcasts, run_plain_recurrences
+from forkpoint.hosts.transformers.stock import lift_upcasts, run_plain_recurrences
 from forkpoint.losses import GRPO
 from forkpoint.testing import tiny_model
 

@@ -103,11 +103,9 @@ def on_both(whole: nn.Module) -> nn.Module:
 
 CASES = {
     "a rank without rollouts": (2, sharded, model, GRPO(), EMPTY),
-    "a function": (2, sharded, model, own_loss, UNEQUAL),
     "a function under DDP": (2, replicated, model, own_loss, UNEQUAL),
     "two passes": (2, sharded, model, GSPO(), UNEQUAL),
     "LoRA": (2, sharded, adapted, GRPO(), UNEQUAL),
-    "float32": (2, sharded, lambda: model(torch.float32), GRPO(), UNEQUAL),
     "mixed precision": (2, half, lambda: model(torch.float32), GRPO(), UNEQUAL),
     "HSDP": (4, on_both, model, GRPO(), (*UNEQUAL, *EMPTY)),
 }
@@ -137,9 +135,8 @@ def sabotaged(wrap: Any) -> str:
     return policy.verify(RolloutBatch(UNEQUAL[dist.get_rank()]), GRPO()).verdict
 
 
-@pytest.mark.parametrize("wrap", [sharded, pytest.param(replicated, marks=pytest.mark.slow)])
-def test_an_error_on_one_rank_fails_on_all(wrap: Any) -> None:
-    assert run_ranks(2, sabotaged, wrap) == ["failed", "failed"]
+def test_an_error_on_one_rank_fails_on_all() -> None:
+    assert run_ranks(2, sabotaged, sharded) == ["failed", "failed"]
 
 
 def nothing() -> tuple[str, str]:

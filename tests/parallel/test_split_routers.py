@@ -19,7 +19,7 @@ from forkpoint import RolloutBatch
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.routing import Routing
 from forkpoint.hosts.transformers.routers import Routers
-from forkpoint.hosts.transformers.upcasts import run_plain_recurrences
+from forkpoint.hosts.transformers.stock import run_plain_recurrences
 from forkpoint.losses import GRPO, GSPO, RouterLoss
 from forkpoint.parallel import statistics
 from forkpoint.parallel.ranks import DataRanks
@@ -124,7 +124,7 @@ def compared(folder: Path, case: Case) -> dict[str, Any]:
         value: Any = alone.score(every, router=whole)
     begin = sum(len(part) for part in split.rollouts[:place])
     here = value.rollout_expert_counts[begin : begin + len(batch)]
-    gates = [f"{router.name}.weight" for router in Routers(other).found]
+    gates = [f"{router.name}.weight" for router in Routers(other, other).found]
     assert len(gates) > 1 and stats.router_loss and wanted.router_loss and value.router_loss
     of_step: Any = scored if case.through is through_logprobs else stats
     return {

@@ -46,22 +46,16 @@ class FoundRouter:
     name: str
     """Its name in the model."""
     module: nn.Module
-    calls: int | None = None
-    """How often one forward of it calls topk, if that is known. The last call chooses the experts;
-    those before it choose among groups of experts."""
 
 
 class RouteHolder(Protocol):
     """Experts that routers are forced to choose."""
 
-    routers: Sequence[FoundRouter] | None
-    """The routers whose choices are forced; None: `Host.routers`."""
-
     def choose(
         self, layer: int, name: str, scores_TE: Tensor, values_Tk: Tensor, own_Tk: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Values and indices [T, k] that replace those that the router `name`, the one with this
-        number among `routers`, has chosen among its scores."""
+        number among `Host.routers`, has chosen among its scores."""
         ...
 
 

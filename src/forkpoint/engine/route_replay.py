@@ -8,7 +8,6 @@ Only the choice is forced. The weights of the chosen experts are computed from t
 scores, by the model's own code, so that gradients reach the router.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from forkpoint.device import on_device
 from forkpoint.engine.feature import Feature
-from forkpoint.engine.host import FoundRouter
 from forkpoint.engine.microbatches import MicrobatchInputs, microbatch_tokens
 from forkpoint.errors import UnsupportedError
 from forkpoint.plan.plan import Plan
@@ -104,7 +102,6 @@ class ForcedRoutes:
         layers: int,
         device: torch.device,
         *,
-        routers: Sequence[FoundRouter] | None = None,
         record: bool = False,
     ) -> None:
         """
@@ -112,10 +109,8 @@ class ForcedRoutes:
             routes: the experts.
             layers: how many routers the model has.
             device: where the model is.
-            routers: those whose choices are forced; None: those that the host knows.
             record: whether choices that `routes` does not have are kept there.
         """
-        self.routers: Sequence[FoundRouter] | None = routers
         self._routes = routes
         self._record = record
         self._device = device
@@ -202,11 +197,10 @@ class RouteReplay(ForcedRoutes, Feature):
         plan: Plan,
         batch: RolloutBatch,
         *,
-        routers: Sequence[FoundRouter] | None = None,
         record: bool = False,
     ) -> None:
         """`plan`: the one that the step runs, of `batch`."""
-        super().__init__(routes, layers, device, routers=routers, record=record)
+        super().__init__(routes, layers, device, record=record)
         self._plan, self._batch = plan, batch
         self._positions: dict[int, tuple[Tensor, Tensor]] = {}
 

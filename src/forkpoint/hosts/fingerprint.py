@@ -1,12 +1,17 @@
-"""A fingerprint of everything about a model, besides weights, that decides what it computes."""
+"""The state of a model, besides its weights, that decides what it computes.
+
+`Fingerprint` tells whether anything has changed since the model was checked. `Computation` names
+what has changed between the two runs of `logprobs`; modes that change no value may change there:
+training and evaluation, checkpointing, and hooks that are known.
+"""
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
 
@@ -14,124 +19,148 @@ from forkpoint.hosts.code_provenance import is_defined_as
 from forkpoint.hosts.entry import Entry
 from forkpoint.hosts.modules import HOOKS, every_module, plain_class
 
+CHECKPOINTING = "_gradient_checkpointing_func"
 HANDLES = ("_require_grads_hooks", "_require_grads_hook")
 """Attributes that hold handles of hooks by which inputs require gradients."""
-GLOBAL_HOOKS = tuple(f"_global{name}" for name in HOOKS)
 MOST_STATES = 64
 """States of a model that are remembered, such as training and evaluation."""
+CONTAINERS = (list, dict, set)
+SKIPPED = frozenset(vars(nn.Module())) | {
+    *HANDLES,
+    *("forward", "gradient_checkpointing", CHECKPOINTING, "_compiled_call_impl"),
+}
+"""Attributes that torch gives every module, and those that change how a module runs and not what it
+computes."""
+UNREAD = frozenset({"use_cache", "_attn_implementation_internal", "output_router_logits"})
+"""Settings of a configuration that no step reads."""
 
 
 class Fingerprint:
-    """Tells whether a model is the one that was looked at before, in under a millisecond.
+    """Numbers the states of a model, in a few milliseconds.
 
-    It covers modules and their attributes, hooks, the functions of their classes and source files,
-    torch.nn.functional, the attention functions that the library knows, and configurations. Not
-    covered are weights, and what functions call in other files.
+    A state is all modules and their attributes, hooks, the functions of their classes and source
+    files, torch.nn.functional, the attention functions that the library knows, and configurations.
+    Not covered are weights, and what functions call in other files.
 
-    All values are compared at once, as two tuples: Python compares their entries by identity
-    first, and an entry that is another object is a change unless it is equal, as numbers are.
+    States are compared as tuples. Python compares their entries by identity first; an entry that is
+    another object is a change unless it is equal, as numbers are.
     """
 
     def __init__(self, model: nn.Module, entry: Entry) -> None:
         self.model: nn.Module = model
         self.entry: Entry = entry
-        self._modules: tuple[nn.Module, ...] = ()
-        self._dicts: list[dict[Any, Any]] = []
-        self._lengths: tuple[int, ...] = ()
-        self._filled: list[dict[Any, Any]] = []
-        """Of `_dicts` those that hold something: most hold no hooks."""
-        self._hooks: list[dict[Any, Any]] = []
-        """Of those that hold something, the hooks of a module."""
-        self._made_anew: list[dict[str, Any]] = []
-        """Attributes of modules, some of which are made anew though nothing has changed."""
-        self._configs: list[Any] = []
-        self._globals: list[Mapping[str, Any]] = []
-        self._bases: list[type] = []
         self._states: list[tuple[int, tuple[Any, ...]]] = []
-        """Numbers of states and their values, the last one first. They keep objects alive, so that
-        a new one cannot be taken for an old one."""
+        """Numbers and states, the last one first. They keep objects alive, so that a new one cannot
+        be taken for an old one."""
         self._count = 0
 
     def now(self) -> int:
         """The number of the model's present state."""
-        modules = tuple(module for _, module in every_module(self.model))
-        if modules != self._modules or tuple(map(len, self._dicts)) != self._lengths:
-            self._look_at(modules)
-        values = (
-            *modules,
-            *chain.from_iterable(map(dict.values, self._filled)),
-            *chain.from_iterable(map(self._kept_hooks, self._hooks)),
-            *chain.from_iterable(map(_attributes, self._made_anew)),
-            *self._others(),
-        )
+        state = tuple(self._state())
         for place, (number, before) in enumerate(self._states):
-            if _same(before, values):
-                if place:
-                    self._states.insert(0, self._states.pop(place))
+            if len(before) == len(state) and _same(before, state):
+                self._states.insert(0, self._states.pop(place))
                 return number
         self._count += 1
-        # Dictionaries of a module may have been replaced.
-        self._look_at(modules)
-        self._states = [(self._count, values), *self._states[: MOST_STATES - 1]]
+        self._states = [(self._count, state), *self._states[: MOST_STATES - 1]]
         return self._count
 
-    def _look_at(self, modules: tuple[nn.Module, ...]) -> None:
-        """List the dictionaries of the modules, whose values are compared."""
-        own = [vars(module) for module in modules]
-        parts = [attributes[name] for attributes in own for name in ("_parameters", "_modules")]
-        hooks = [attributes[name] for attributes in own for name in HOOKS]
-        self._dicts = [*own, *parts, *hooks]
-        self._lengths = tuple(map(len, self._dicts))
-        self._made_anew = [found for found in own if _is_made_anew(found)]
-        plain = [found for found in own if not _is_made_anew(found)]
-        self._filled = [found for found in (*plain, *parts) if found]
-        self._hooks = [found for found in hooks if found]
-        self._configs = self.entry.configs()
+    def _state(self) -> Iterator[Any]:
+        modules = [module for _, module in every_module(self.model)]
+        yield from modules
+        for module in modules:
+            attributes = vars(module)
+            yield from _values(attributes)
+            yield from attributes["_parameters"].values()
+            yield from attributes["_modules"].values()
+            for kind in HOOKS:
+                if attributes[kind]:
+                    yield from self._hooks(attributes[kind].values())
         kinds = {plain_class(module) for module in modules}
-        self._bases = sorted({base for kind in kinds for base in kind.__mro__}, key=id)
+        for base in sorted({base for kind in kinds for base in kind.__mro__}, key=id):
+            yield from vars(base).values()
         # A class may name a file that was not imported; what checks classes refuses it.
         files = sorted({kind.__module__ for kind in kinds} & sys.modules.keys())
-        self._globals = [*(vars(sys.modules[name]) for name in files), vars(F)]
-        self._modules = modules
-
-    def _kept_hooks(self, found: Mapping[Any, Any]) -> list[Any]:
-        """Hooks in their order; those that only let inputs require gradients count as one."""
-        known = self.entry.requiring_gradients
-        kept = [hook for hook in found.values() if not is_defined_as(hook, *known)]
-        return kept if len(kept) == len(found) else [*kept, known]
-
-    def _others(self) -> tuple[Any, ...]:
-        """Values of classes, files, global hooks and configurations."""
-        return (
-            *chain.from_iterable(vars(base).values() for base in self._bases),
+        for named in (*(vars(sys.modules[name]) for name in files), vars(F)):
             # torch.compile keeps what it has compiled under names with two leading underscores. No
             # code of a class can name such a global, because Python mangles the name.
-            *(v for named in self._globals for k, v in named.items() if not k.startswith("__")),
-            *chain.from_iterable(vars(torch_module)[name].values() for name in GLOBAL_HOOKS),
-            *(functions[name] for functions in self.entry.registries for name in functions),
-            *(repr(vars(config)) for config in self._configs),
-        )
+            yield from (value for name, value in named.items() if not name.startswith("__"))
+        for kind in HOOKS:
+            yield from vars(torch_module)[f"_global{kind}"].values()
+        for functions in self.entry.registries:
+            yield from (functions[name] for name in functions)
+        yield from (repr(vars(config)) for config in self.entry.configs())
+
+    def _hooks(self, hooks: Iterable[Any]) -> Iterator[Any]:
+        """Hooks in their order; those that only let inputs require gradients count as one."""
+        known = self.entry.requiring_gradients
+        kept = [hook for hook in hooks if not is_defined_as(hook, *known)]
+        return chain(kept, () if len(kept) == len(list(hooks)) else [known])
 
 
-def _is_made_anew(attributes: Mapping[str, Any]) -> bool:
-    partials = any(isinstance(value, partial) for value in attributes.values())
-    return partials or any(name in attributes for name in HANDLES)
+class Computation:
+    """The named settings of a model at one moment."""
+
+    def __init__(self, model: nn.Module, entry: Entry) -> None:
+        # Libraries keep in these lists what they have warned of, and other things of no account.
+        loose = (entry.core, entry.decoder)
+        self._settings: dict[str, dict[str, Any]] = {
+            where: _settings(module, loose=module in loose) for where, module in every_module(model)
+        }
+        for config in entry.configs():
+            values = {k: _copied(v) for k, v in vars(config).items() if k not in UNREAD}
+            self._settings[type(config).__name__] = values
+
+    def changed(self, later: "Computation") -> str | None:
+        """The first setting that is another later, as "module.attribute"; None where there is none.
+
+        Settings that are new do not count.
+        """
+        for where, values in self._settings.items():
+            there = later._settings.get(where, {})
+            for name, value in values.items():
+                if name not in there or not _same_setting(value, there[name]):
+                    return f"{where}.{name}".lstrip(".")
+        return None
 
 
-def _attributes(attributes: Mapping[str, Any]) -> Iterator[Any]:
-    """Values that are equal where nothing has changed.
+def _settings(module: nn.Module, *, loose: bool) -> dict[str, Any]:
+    attributes = vars(module)
+    found = {
+        name: _copied(value)
+        for name, value in attributes.items()
+        if name not in SKIPPED and not (loose and isinstance(value, CONTAINERS))
+    }
+    own = {"class": plain_class(module), "forward": attributes.get("forward")}
+    return {**own, **found, **attributes["_parameters"], **attributes["_modules"]}
 
-    A partial, as transformers makes one each time that checkpointing is enabled, equals no other.
-    """
-    for name, value in attributes.items():
-        if isinstance(value, partial):
-            yield (value.func, value.args, value.keywords)
-        elif name not in HANDLES:
-            yield value
+
+def _copied(value: Any) -> Any:
+    """A copy of a list, a dict or a set, which may change in place."""
+    return type(value)(value) if type(value) in CONTAINERS else value
 
 
-def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+def _same_setting(one: Any, other: Any) -> bool:
+    if one is not other and isinstance(one, (Tensor, nn.Module)):
+        return False
+    return _same(_parts(one), _parts(other))
+
+
+def _values(attributes: Mapping[str, Any]) -> Iterable[Any]:
+    """Values that are equal where nothing has changed."""
+    if CHECKPOINTING not in attributes and not any(name in attributes for name in HANDLES):
+        return attributes.values()
+    return [_parts(value) for name, value in attributes.items() if name not in HANDLES]
+
+
+def _parts(value: Any) -> Any:
+    """A partial as its parts: transformers makes one whenever checkpointing is enabled, and a
+    partial equals no other."""
+    return (value.func, value.args, value.keywords) if isinstance(value, partial) else value
+
+
+def _same(one: Any, other: Any) -> bool:
     try:
-        return len(one) == len(other) and one == other
+        return one is other or bool(one == other)
     except Exception:  # of tensors and arrays, which are compared entry by entry
         return False

@@ -33,10 +33,9 @@ from forkpoint.hosts.calls import (
 )
 from forkpoint.hosts.checkpointing import checkpoint_blocks, has_mlp
 from forkpoint.hosts.compiled import CompiledBlocks
-from forkpoint.hosts.computation import Computation
 from forkpoint.hosts.early_exit import end_in_last_block
 from forkpoint.hosts.entry import Entry, Library, WatchedRouters
-from forkpoint.hosts.fingerprint import Fingerprint
+from forkpoint.hosts.fingerprint import Computation, Fingerprint
 from forkpoint.hosts.modules import add_hook, cache_module_walks, every_module, every_parameter
 from forkpoint.hosts.topology import held_by_ranks, unwrapped
 from forkpoint.hosts.wrappers import ForwardWrappers, autocasts_of, entered, set_forward, uncompiled

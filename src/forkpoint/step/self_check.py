@@ -10,7 +10,6 @@ embeddings that are off by a rounding.
 import random
 import threading
 from collections.abc import Callable, Hashable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,7 +27,7 @@ from forkpoint.engine.route_replay import RouteReplay, Routes
 from forkpoint.engine.transaction import Transaction
 from forkpoint.errors import ForkpointError, UnsupportedError
 from forkpoint.hosts.modules import add_hook
-from forkpoint.hosts.routers import find_routers, force_routers
+from forkpoint.hosts.routers import force_routers
 from forkpoint.plan import Plan, make_plan
 from forkpoint.rollouts.batch import Rollout, RolloutBatch, short
 from forkpoint.step.weight_changes import OptimizerSteps
@@ -266,10 +265,7 @@ class StockComparison:
             uses_temperature=host.head == "logprobs",
         )
         host.allow_stock(self.changes)
-        self.routers: tuple[FoundRouter, ...] = ()
-        # Where routes cannot be held, the two may part where scores tie, for no other reason.
-        with suppress(UnsupportedError):
-            self.routers = find_routers(host.model, host.stock, self.changes)
+        self.routers: list[FoundRouter] = host.routers.found
         self.routes: Routes | None = Routes.to_record(sample) if self.routers else None
         self.run: RouteReplay | None = None
 
@@ -286,7 +282,6 @@ class StockComparison:
             self.host.device,
             self.plan,
             self.sample,
-            routers=self.routers,
             record=record,
         )
         if not record:

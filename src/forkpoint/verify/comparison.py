@@ -8,25 +8,27 @@ import gc
 import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Protocol, TypeVar
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.gradients import twins
-from forkpoint.engine.host import FoundRouter
 from forkpoint.engine.route_replay import ForcedRoutes, RouteReplay
 from forkpoint.engine.timing import Event
 from forkpoint.engine.transaction import Transaction
 from forkpoint.errors import PlanError
 from forkpoint.hosts.libraries import stock_of, whole_copy
 from forkpoint.hosts.modules import forget_lists
+from forkpoint.hosts.routers import routers_of_copy
+from forkpoint.hosts.torch_dist.copies import full
 from forkpoint.losses.base import Denominators, Loss, check_denominators
 from forkpoint.losses.router import RouterLoss
 from forkpoint.losses.views import check_range
+from forkpoint.plan import Plan
 from forkpoint.plan.runs import labels_run
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.step.request import ComparedRequest, StepPolicy
@@ -35,24 +37,17 @@ from forkpoint.step.router_steps import RouterWork, check_averaged, router_work
 from forkpoint.step.run import attempt, finish_training
 from forkpoint.tree.forest import IntArray
 from forkpoint.verify.dense import DenseRouters, DenseRun, dense_run
-from forkpoint.verify.memory import (
-    DENSE_STRATEGIES,
-    REFERENCE_STRATEGIES,
-    MemoryStrategy,
-    has_room,
-    run_in_memory,
-)
-from forkpoint.verify.plans import Choice, Compared, Planning, choose_plans, count_shared
+from forkpoint.verify.memory import PLAIN, SMALL, STREAMED, MemoryStrategy, has_room, run_in_memory
+from forkpoint.verify.plans import Choice, Kind, Planning, choose_plans, count_shared
 from forkpoint.verify.progress import Clock
 from forkpoint.verify.progress import VerifyProgress as VerifyProgress
-from forkpoint.verify.ranks import RankComm, rank_comm
-from forkpoint.verify.report import FAILED, PASSED, nothing_to_verify
+from forkpoint.verify.ranks import RankComm
+from forkpoint.verify.report import FAILED, NOTHING, PASSED
 from forkpoint.verify.report import ParameterError as ParameterError
 from forkpoint.verify.report import PlanFindings as PlanFindings
 from forkpoint.verify.report import VerifyReport as VerifyReport
 from forkpoint.verify.routes import HeldRoutes
 
-T = TypeVar("T")
 Gradients = Mapping[str, Tensor | None]
 
 SMALLER_TRIED = 2
@@ -86,71 +81,20 @@ class Reference:
     norms: dict[str, float]
     dense_errors: dict[str, float]
 
+    @property
+    def norm(self) -> float:
+        """Norm of the whole gradient, by which errors are divided."""
+        return math.hypot(*self.norms.values()) or 1.0
+
+    @property
+    def dense_error(self) -> float:
+        return math.hypot(*self.dense_errors.values()) / self.norm
+
 
 class Stepping(Planning, StepPolicy, Protocol):
     """A policy whose steps are compared: see `forkpoint.Policy`."""
 
     def with_config(self, **changes: object) -> "Stepping": ...
-
-
-@dataclass
-class Work:
-    """One comparison: its arguments, and what all its runs use."""
-
-    policy: Stepping
-    batch: RolloutBatch
-    loss: Loss
-    denominators: Denominators
-    given: Denominators | None
-    """By the caller."""
-    changes: Changes
-    dtype: torch.dtype
-    reference_dtype: torch.dtype
-    comm: RankComm
-    routed: RouterWork | None
-    """Of the loss of routers; None where there is none."""
-    held: HeldRoutes = field(init=False)
-    clock: Clock = field(init=False)
-
-    @property
-    def double(self) -> bool:
-        """Whether the model is its own reference."""
-        return self.dtype == torch.float64
-
-    @property
-    def router(self) -> RouterLoss | None:
-        """The loss of routers."""
-        return None if self.routed is None else self.routed.router
-
-    @property
-    def last_tokens(self) -> bool:
-        """Whether rollouts' last tokens run."""
-        return self.router is not None and self.router.last_token
-
-    def dense_routers(self, model: nn.Module) -> DenseRouters | None:
-        """The same loss in ordinary training of the model or of a copy of it."""
-        if self.routed is None:
-            return None
-        host = self.policy.host
-        names = {module: name for name, module in host.model.named_modules()}
-        found = [names[router.module] for router in host.routers.found]
-        return DenseRouters(
-            [FoundRouter(name, model.get_submodule(name)) for name in found],
-            self.routed.terms,
-            self.changes,
-            last_token=self.last_tokens,
-            joins=self.routed.joins,
-            gather=self.comm.gather if self.routed.on_ranks else None,
-        )
-
-
-def _clock(work: Work, choice: Choice, progress: Callable[[VerifyProgress], None] | None) -> Clock:
-    """The runs to come, with their work."""
-    tokens = float(work.batch.logical_tokens)
-    # Log-probs first, then a forward and a backward of twice its work.
-    runs = {REFERENCE: 4 * tokens} | ({} if work.double else {DENSE: 4 * tokens})
-    runs |= {entry.kind: 3.0 * entry.counts.computed_tokens for entry in choice.compared}
-    return Clock(runs, progress)
 
 
 def verify(
@@ -180,348 +124,344 @@ def verify(
 
     The routers of a mixture of experts in float32 or 16 bits are forced to choose the experts that
     the reference chose, on both sides (`forkpoint.engine.route_replay`); `VerifyReport.routes` has
-    how many choices would have been others, or why they could not be forced. With `hold_routes`
-    False each run chooses for itself, as training does, and the bars are then no question of
-    sharing alone. With `router`, which is its loss of routers, gradients are those of both losses,
-    and the values of the router loss are compared as those of the loss are.
+    how many choices would have been others, or why they were not forced. With `hold_routes` False
+    each run chooses for itself, as training does, and the bars are then no question of sharing
+    alone. With `router`, which is its loss of routers, gradients are those of both losses, and the
+    values of the router loss are compared as those of the loss are.
 
     Where memory runs out on CUDA, runs are repeated in ways that take less of it
     (`forkpoint.verify.memory`). `progress` is called with how far the work is.
 
     Raises as `Policy.forward_backward`.
     """
-    work = partial(
-        _verify,
-        policy,
-        batch,
-        loss,
-        denominators,
-        router=router,
-        hold_routes=hold_routes,
-        progress=progress,
-    )
+
+    def work(transaction: Transaction) -> VerifyReport:
+        comparison = Comparison(policy, batch, loss, denominators, router, transaction.changes)
+        return comparison.report(hold_routes=hold_routes, progress=progress)
+
     return Transaction(policy.host.device).run(work)
 
 
-def _verify(
-    policy: Stepping,
-    batch: RolloutBatch,
-    loss: Loss,
-    denominators: Denominators | None,
-    transaction: Transaction,
-    router: RouterLoss | None,
-    hold_routes: bool,
-    progress: Callable[[VerifyProgress], None] | None,
-) -> VerifyReport:
-    host, changes = policy.host, transaction.changes
-    comm = rank_comm(host.group, loss)
-    host.prepare(changes)
-    dtype = host.compute_dtype
-    reference_dtype = torch.float32 if dtype.itemsize < 4 else torch.float64
-    for p in host.model.parameters():
-        changes.later(setattr, p, "grad", p.grad)
-        p.grad = None
+class Comparison:
+    """One comparison: its arguments, and what all its runs use."""
 
-    def check_and_plan() -> tuple[RouterWork | None, Choice]:
-        # What a step refuses is refused before anything runs.
+    held: HeldRoutes
+    clock: Clock
+    counted: Denominators
+    """Counts over all ranks that the loss's means are taken over."""
+
+    def __init__(
+        self,
+        policy: Stepping,
+        batch: RolloutBatch,
+        loss: Loss,
+        given: Denominators | None,
+        router: RouterLoss | None,
+        changes: Changes,
+    ) -> None:
+        """`given`: denominators, by the caller."""
+        self.policy, self.batch, self.loss = policy, batch, loss
+        self.given, self.router, self.changes = given, router, changes
+        self.host = policy.host
+        self.comm = RankComm(self.host.group, loss)
+        self.host.prepare(changes)
+        self.dtype: torch.dtype = self.host.compute_dtype
+        self.reference_dtype: torch.dtype = (
+            torch.float32 if self.dtype.itemsize < 4 else torch.float64
+        )
+        self.double: bool = self.dtype == torch.float64
+        """Whether the model is its own reference."""
+        self.last_tokens: bool = router is not None and router.last_token
+        """Whether rollouts' last tokens run."""
+        self.routed: RouterWork | None = None
+
+    def report(
+        self, *, hold_routes: bool, progress: Callable[[VerifyProgress], None] | None
+    ) -> VerifyReport:
+        host, comm, batch = self.host, self.comm, self.batch
+        for p in host.model.parameters():
+            self.changes.later(setattr, p, "grad", p.grad)
+            p.grad = None
+        self.routed, choice = comm.run(self._check_and_plan)
+        comm.check_routers(self.router, self.routed)
+        choice = comm.choice(choice, self.policy, batch, self.loss, self.router)
+        nothing = VerifyReport(
+            verdict=NOTHING,
+            dtype=str(self.dtype).removeprefix("torch."),
+            reference_dtype=str(self.reference_dtype).removeprefix("torch."),
+            head=host.head,
+            left_out=choice.left_out,
+            asked=(self.policy.config.sharing, self.policy.config.boundary),
+            logical_tokens=comm.tokens(batch.logical_tokens),
+            reason=choice.reason,
+        )
+        if choice.reason is not None:
+            return nothing
+        self.counted = self.given or comm.denominators(batch)
+        self.held = HeldRoutes(
+            host, batch, self.changes, hold=hold_routes, last_tokens=self.last_tokens
+        )
+        # Log-probs first, then a forward and a backward of twice its work.
+        tokens = float(batch.logical_tokens)
+        runs = {REFERENCE: 4 * tokens} | ({} if self.double else {DENSE: 4 * tokens})
+        runs |= {kind: 3.0 * plan.computed_tokens for kind, plan in choice.plans.items()}
+        self.clock = Clock(runs, progress)
+        if self.double:
+            stock_of(host.model).compute_in(self.dtype, self.changes)
+        with torch.enable_grad():
+            run, _ = self._single_runs(REFERENCE)
+            norms = {name: norm_of(gradient) for name, gradient in run.gradients.items()}
+            dense, routes, errors = run, None, dict.fromkeys(norms, 0.0)
+            if not self.double:
+                dense, routes = self._single_runs(DENSE)
+                errors = distances(dense.gradients, run.gradients)
+                dense = replace(dense, gradients={})
+            reference = Reference(run, norms, errors)
+            plans = tuple(
+                self._findings(kind, plan, reference, routes) for kind, plan in choice.plans.items()
+            )
+        head = host.head
+        return replace(
+            nothing,
+            verdict=PASSED if all(plan.passed for plan in plans) else FAILED,
+            plans=plans,
+            dense_error=reference.dense_error,
+            dense_loss_difference=dense.loss - run.loss,
+            dense_router_loss_difference=_difference(dense.router_loss, run.router_loss),
+            dense_logprob_difference=comm.most(
+                _largest(dense.per_token[head] - run.per_token[head])
+            ),
+        )
+
+    def _check_and_plan(self) -> tuple[RouterWork | None, Choice]:
+        """Refuse what a step refuses, before anything runs, and choose plans."""
+        host, batch, loss = self.host, self.batch, self.loss
         loss.check_head(host.head)
         if len(batch):
             loss.check(batch)
         check_range(batch, host.loss_dtype)
-        check_denominators(denominators)
-        host.check(batch, training=True, routed=router is not None)
-        work = router_work(host, batch, router)
-        if work is not None:
-            check_averaged(host.group, loss)
-        return work, choose_plans(policy, batch, loss, router)
-
-    routed, choice = comm.run(check_and_plan)
-    comm.check_routers(router, routed)
-    choice = comm.choice(choice, policy, batch, loss, router)
-    described = {
-        "dtype": str(dtype).removeprefix("torch."),
-        "reference_dtype": str(reference_dtype).removeprefix("torch."),
-        "head": host.head,
-        "left_out": choice.left_out,
-        "asked": (policy.config.sharing, policy.config.boundary),
-        "logical_tokens": comm.tokens(batch.logical_tokens),
-    }
-    if choice.reason is not None:
-        return nothing_to_verify(reason=choice.reason, **described)
-    counted = denominators or comm.denominators(batch)
-    work = Work(
-        policy, batch, loss, counted, denominators, changes, dtype, reference_dtype, comm, routed
-    )
-    work.held = HeldRoutes(
-        host,
-        batch,
-        changes,
-        hold=hold_routes,
-        needed=not work.double,
-        last_tokens=work.last_tokens,
-    )
-    work.clock = _clock(work, choice, progress)
-    if work.double:
-        stock_of(host.model).compute_in(dtype, changes)
-    with torch.enable_grad():
-        run = _reference(work, _reference_strategies(work))
-        if work.double:
-            dense, dense_routes = run, None
-            dense_errors = dict.fromkeys(run.gradients, 0.0)
-        else:
-            dense, dense_routes = _dense(work, DENSE_STRATEGIES)
-            dense_errors = distances(dense.gradients, run.gradients)
-            dense = replace(dense, gradients={})
-        norms = {n: norm_of(gradient) for n, gradient in run.gradients.items()}
-        reference = Reference(run, norms, dense_errors)
-        plans = tuple(_findings(work, entry, reference, dense_routes) for entry in choice.compared)
-    norm = math.hypot(*norms.values()) or 1.0
-    head = host.head
-    return VerifyReport(
-        verdict=PASSED if all(plan.passed for plan in plans) else FAILED,
-        plans=plans,
-        reason=None,
-        dense_error=math.hypot(*dense_errors.values()) / norm,
-        dense_loss_difference=dense.loss - run.loss,
-        dense_router_loss_difference=_difference(dense.router_loss, run.router_loss),
-        dense_logprob_difference=comm.most(_largest(dense.per_token[head] - run.per_token[head])),
-        **described,
-    )
-
-
-def _findings(
-    work: Work, entry: Compared, reference: Reference, dense_routes: ForcedRoutes | None
-) -> PlanFindings:
-    """Run one plan, and compare it."""
-    policy, dtype, wanted = work.policy, work.dtype, reference.run
-    model, head = policy.host.model, policy.host.head
-    shared, stats, run = _in_memory(work, entry)
-    comm = work.comm
-    shared_errors = distances(shared, wanted.gradients)
-    elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    errors = parameter_errors(elements, dtype, shared_errors, reference)
-    del shared
-    _clear_gradients(model)
-    work.clock.at(entry.kind, 1.0)
-    norm = math.hypot(*reference.norms.values()) or 1.0
-    shared_error = math.hypot(*(e.shared_error for e in errors)) / norm
-    dense_error = math.hypot(*reference.dense_errors.values()) / norm
-    loss_difference = stats.loss - wanted.loss
-    wanted_T = wanted.per_token[head]
-    # Log-probs of what the plan leaves out are NaN. That it has no gradient is compared above.
-    run_T = torch.from_numpy(labels_run(work.batch.offsets, stats.plan.run_lengths))
-    difference = comm.most(_largest((stats.per_token[head] - wanted_T)[run_T.to(wanted_T.device)]))
-    if work.double:
-        allowed = FLOAT64_BAR
-        loss_error = comm.most(abs(loss_difference) / max(1.0, abs(wanted.loss)))
-        # Values of a critic have any scale.
-        scale = comm.most(max(1.0, _largest(wanted_T))) if head == "values" else 1.0
-        aside = _difference(stats.router_loss, wanted.router_loss)
-        if aside is not None:
-            loss_error = max(loss_error, abs(aside) / max(1.0, abs(wanted.router_loss or 0.0)))
-        values_pass = max(loss_error, difference / scale) <= FLOAT64_BAR
-    else:
-        allowed = OVERALL_RATIO * dense_error + OVERALL_ULPS[dtype] * torch.finfo(dtype).eps
-        values_pass = True
-    return PlanFindings(
-        kind=entry.kind,
-        passed=comm.every(
-            shared_error <= allowed and all(e.excess <= 1 for e in errors) and values_pass
-        ),
-        sharing=stats.plan.sharing,
-        boundary=stats.plan.boundary,
-        max_microbatch_tokens=stats.plan.max_microbatch_tokens,
-        # Of the plan that ran, whichever was to run.
-        counts=comm.counts(count_shared(stats.plan)),
-        shared_error=shared_error,
-        allowed=allowed,
-        worst=tuple(sorted(errors, key=lambda e: -e.excess)),
-        loss_difference=loss_difference,
-        router_loss_difference=_difference(stats.router_loss, wanted.router_loss),
-        logprob_difference=difference,
-        routes=work.held.report(run, dense_routes),
-    )
-
-
-def _in_memory(work: Work, entry: Compared) -> tuple[Gradients, StepStats, RouteReplay | None]:
-    """Run one plan or, where memory runs out, one of the same kind that is predicted to need
-    less."""
-    policy, mark = work.policy, work.changes.mark
-    tried = 0
-    while True:
-        run = work.held.replay(entry.plan)
-        work.clock.at(entry.kind, 0.0)
-        try:
-            return *_shared(work, entry, run), run
-        except torch.OutOfMemoryError as error:
-            if tried == SMALLER_TRIED or policy.host.group is not None:
-                raise  # ranks would have to try the same
-            peak = int(LOWERED * (entry.plan.predicted_peak_bytes or 0))
-            smaller = policy.with_config(memory_budget=max(1, peak), checkpointing="full")
-            try:
-                choice = choose_plans(smaller, work.batch, work.loss, work.router)
-                entry = next(other for other in choice.compared if other.kind == entry.kind)
-            except (PlanError, StopIteration):
-                raise error from None
-            traceback.clear_frames(error.__traceback__)
-        finally:
-            work.changes.undo(mark)
-        tried += 1
-        _clear_gradients(policy.host.model)
-        torch.cuda.empty_cache()
-
-
-def _shared(work: Work, entry: Compared, run: RouteReplay | None) -> tuple[Gradients, StepStats]:
-    """Run one plan; its gradients are those of the model."""
-    policy, batch, plan = work.policy, work.batch, entry.plan
-    # It compares more than a sample does.
-    unchecked = policy.with_config(self_check=False)
-    whole, done = len(plan.events()) or 1, 0
-
-    def observe(event: Event) -> None:
-        nonlocal done
-        work.clock.at(entry.kind, done / whole)
-        done += 1
-        if policy.observer is not None:
-            policy.observer(event)
-
-    unchecked.observer = observe
-    given, loss = work.given, work.loss
-    request = ComparedRequest(
-        batch=batch,
-        loss=loss,
-        denominators=given,
-        plan=plan,
-        router=work.router,
-        replay=run,
-    )
-    transaction = Transaction(policy.host.device)
-    stats = attempt(unchecked, request, finish_training, transaction)
-    return work.comm.gradients(policy.host.model), stats
-
-
-def _dense(
-    work: Work, strategies: tuple[MemoryStrategy, ...]
-) -> tuple[DenseRun, ForcedRoutes | None]:
-    """Run the model itself densely."""
-    host, changes = work.policy.host, work.changes
-    mark = changes.mark
-    model, blocks = host.model, host.blocks
-    if not work.comm.whole:
-        model, blocks = _copy(work, work.dtype)
-
-    def run(strategy: MemoryStrategy) -> tuple[DenseRun, ForcedRoutes | None]:
-        strategy.apply(blocks, host.device, changes)
-        routed = work.held.run(model)
-        return _single_rollouts(work, DENSE, model, routed, strategy), routed
-
-    def undo() -> None:
-        changes.undo(mark)
-        forget_lists()
-
-    found, routed = work.comm.run(lambda: run_in_memory(strategies, run, undo))
-    undo()
-    return work.comm.total(found, host.model, work.dtype), routed
-
-
-def _reference_strategies(work: Work) -> tuple[MemoryStrategy, ...]:
-    host = work.policy.host
-    if work.double:  # its own reference, which is nowhere else
-        return REFERENCE_STRATEGIES[:-1]
-    if not has_room(host.model, work.reference_dtype, host.device):
-        return REFERENCE_STRATEGIES[-1:]
-    # Copies that ranks make together are made once.
-    return REFERENCE_STRATEGIES if work.comm.whole else REFERENCE_STRATEGIES[:-1]
-
-
-def _copy(
-    work: Work, dtype: torch.dtype, *, streamed: bool = False
-) -> tuple[nn.Module, nn.ModuleList]:
-    host = work.policy.host
-    splits = () if host.group is None else host.group.splits
-    return whole_copy(host.model, host.blocks, dtype, streamed=streamed, splits=splits)
-
-
-def _reference(work: Work, strategies: tuple[MemoryStrategy, ...]) -> DenseRun:
-    """Run the reference; its gradients are in the host's memory."""
-    host, changes = work.policy.host, work.changes
-    mark = changes.mark
-
-    copies = []
-    if not work.comm.whole:
-        # All ranks copy together, and before anything can fail on one.
-        copies.append(_copy(work, work.reference_dtype, streamed=strategies[0].streamed))
-
-    def run(strategy: MemoryStrategy) -> DenseRun:
-        model, blocks = copies[0] if copies else (host.model, host.blocks)
-        if not copies and not work.double:
-            model, blocks = _copy(work, work.reference_dtype, streamed=strategy.streamed)
-        if model is not host.model:
-            stock_of(model).compute_in(work.reference_dtype, changes)
-        strategy.apply(blocks, host.device, changes)
-        with torch.autocast(host.device.type, enabled=False):
-            routed = None if work.double else work.held.run(model, record=True)
-            return _single_rollouts(work, REFERENCE, model, routed, strategy)
-
-    def undo() -> None:
-        changes.undo(mark)
-        forget_lists()  # which would keep the copy alive until the end
-
-    found = work.comm.run(lambda: run_in_memory(strategies, run, undo))
-    copies.clear()
-    undo()
-    found = work.comm.total(found, host.model, work.reference_dtype)
-    for name, gradient in found.gradients.items():
-        if gradient is not None:
-            found.gradients[name] = gradient.cpu()
-    if host.device.type == "cuda":
-        gc.collect()  # the copy, whose modules refer to one another
-        torch.cuda.empty_cache()
-    return found
-
-
-def _single_rollouts(
-    work: Work, name: str, model: nn.Module, routed: ForcedRoutes | None, strategy: MemoryStrategy
-) -> DenseRun:
-    """Run rollouts one at a time, without forkpoint's code, and say how far that is."""
-    batch, routers = work.batch, work.dense_routers(model)
-    if not len(batch):
-        head = work.policy.host.head
-        nothing = torch.zeros(0, dtype=work.policy.host.loss_dtype, device=work.policy.host.device)
-        aside = None
-        if routers is not None:
-            routers.counted()
-            aside = routers.value()
-        none: dict[str, Tensor | None] = {name: None for name, _ in model.named_parameters()}
-        return DenseRun(0.0, {head: nothing}, none, router_loss=aside)
-    # Each comes twice: log-probs, then a forward and a backward.
-    tokens_run = int((batch.lengths - (not work.last_tokens)).sum())
-    done, calls, whole = 0, 0, 4 * tokens_run or 1
-    work.clock.at(name, 0.0)
-
-    def entering(tokens: IntArray) -> None:
-        nonlocal done, calls
-        work.clock.at(name, done / whole)
-        done += len(tokens) * (1 if calls < len(batch) else 3)
-        calls += 1
+        check_denominators(self.given)
+        host.check(batch, training=True, routed=self.router is not None)
+        routed = router_work(host, batch, self.router)
         if routed is not None:
-            routed.at(tokens)
+            check_averaged(host.group, loss)
+        return routed, choose_plans(self.policy, batch, loss, self.router)
 
-    host = work.policy.host
-    with Changes() as changes:
-        if model is host.model and host.topology.listens:
-            twins(model, [p for p in model.parameters() if p.requires_grad], changes)
-        found = dense_run(
-            model,
-            batch,
-            work.loss,
-            work.denominators,
-            entering,
-            head_tokens=strategy.head_tokens,
-            routers=routers,
+    # Runs of single rollouts
+    # ------------------------------------------------------------
+
+    def _single_runs(self, name: str) -> tuple[DenseRun, ForcedRoutes | None]:
+        """Run the model densely, or the reference, whose gradients are in the host's memory."""
+        host, changes, comm = self.host, self.changes, self.comm
+        mark = changes.mark
+        is_reference = name == REFERENCE
+        dtype = self.reference_dtype if is_reference else self.dtype
+        is_copy = not comm.whole or (is_reference and not self.double)
+        strategies = (PLAIN, SMALL, STREAMED) if is_reference and is_copy else (PLAIN, SMALL)
+        if is_reference and is_copy and not has_room(host.model, dtype, host.device):
+            strategies = (STREAMED,)
+        elif not comm.whole:  # ranks copy once
+            strategies = (PLAIN, SMALL)
+        if self.routed is not None and self.routed.on_ranks:
+            strategies = strategies[-1:]  # ranks exchange counts once in a run
+        copies: list[tuple[nn.Module, nn.ModuleList]] = []
+
+        def copied(streamed: bool) -> tuple[nn.Module, nn.ModuleList]:
+            splits = () if host.group is None else host.group.splits
+            return whole_copy(host.model, host.blocks, dtype, streamed=streamed, splits=splits)
+
+        if not comm.whole:
+            # All ranks copy together, and before anything can fail on one.
+            copies.append(copied(strategies[0].streamed))
+
+        def run(strategy: MemoryStrategy) -> tuple[DenseRun, ForcedRoutes | None]:
+            model, blocks = host.model, host.blocks
+            if is_copy:
+                model, blocks = copies[0] if copies else copied(strategy.streamed)
+            if is_reference and is_copy:
+                stock_of(model).compute_in(dtype, changes)
+            strategy.apply(blocks, host.device, changes)
+            autocast = torch.autocast(host.device.type, enabled=False)
+            with autocast if is_reference else nullcontext():
+                routes = self.held.run(model, record=is_reference)
+                return self._single_rollouts(name, model, routes, strategy), routes
+
+        def undo() -> None:
+            changes.undo(mark)
+            forget_lists()  # which would keep the copy alive until the end
+
+        found, routes = comm.run(lambda: run_in_memory(strategies, run, undo))
+        copies.clear()
+        undo()
+        found = comm.total(found, host.model, dtype)
+        if is_reference:
+            for each, gradient in found.gradients.items():
+                if gradient is not None:
+                    found.gradients[each] = gradient.cpu()
+            if host.device.type == "cuda":
+                gc.collect()  # the copy, whose modules refer to one another
+                torch.cuda.empty_cache()
+        return found, routes
+
+    def _single_rollouts(
+        self, name: str, model: nn.Module, routes: ForcedRoutes | None, strategy: MemoryStrategy
+    ) -> DenseRun:
+        """Run rollouts one at a time, without forkpoint's code, and say how far that is."""
+        host, batch, routers = self.host, self.batch, None
+        if self.routed is not None:
+            routers = DenseRouters(
+                routers_of_copy(host.routers.found, model),
+                self.routed.terms,
+                self.changes,
+                last_token=self.last_tokens,
+                joins=self.routed.joins,
+                gather=self.comm.gather if self.routed.on_ranks else None,
+            )
+        if not len(batch):
+            nothing = torch.zeros(0, dtype=host.loss_dtype, device=host.device)
+            if routers is not None:
+                routers.counted()
+            none: dict[str, Tensor | None] = {name: None for name, _ in model.named_parameters()}
+            return DenseRun(0.0, {host.head: nothing}, none, routers and routers.value())
+        # Each comes twice: log-probs, then a forward and a backward.
+        tokens_run = int((batch.lengths - (not self.last_tokens)).sum())
+        done, calls, whole = 0, 0, 4 * tokens_run or 1
+        self.clock.at(name, 0.0)
+
+        def entering(tokens: IntArray) -> None:
+            nonlocal done, calls
+            self.clock.at(name, done / whole)
+            done += len(tokens) * (1 if calls < len(batch) else 3)
+            calls += 1
+            if routes is not None:
+                routes.at(tokens)
+
+        with Changes() as changes:
+            if model is host.model and host.topology.listens:
+                twins(model, [p for p in model.parameters() if p.requires_grad], changes)
+            found = dense_run(
+                model,
+                batch,
+                self.loss,
+                self.counted,
+                entering,
+                head_tokens=strategy.head_tokens,
+                routers=routers,
+            )
+        self.clock.at(name, 1.0)
+        return found
+
+    # Plans
+    # ------------------------------------------------------------
+
+    def _findings(
+        self, kind: Kind, plan: Plan, reference: Reference, dense_routes: ForcedRoutes | None
+    ) -> PlanFindings:
+        """Run one plan, and compare it."""
+        host, comm, wanted = self.host, self.comm, reference.run
+        shared, stats, routes = self._in_memory(kind, plan)
+        plan = stats.plan
+        shared_errors = distances(shared, wanted.gradients)
+        elements = {name: parameter.numel() for name, parameter in host.model.named_parameters()}
+        errors = parameter_errors(elements, self.dtype, shared_errors, reference)
+        del shared
+        _clear_gradients(host.model)
+        self.clock.at(kind, 1.0)
+        shared_error = math.hypot(*(e.shared_error for e in errors)) / reference.norm
+        loss_difference = stats.loss - wanted.loss
+        router_difference = _difference(stats.router_loss, wanted.router_loss)
+        wanted_T = wanted.per_token[host.head]
+        # Log-probs of what the plan leaves out are NaN. That it has no gradient is compared above.
+        run_T = torch.from_numpy(labels_run(self.batch.offsets, plan.run_lengths))
+        off_T = (stats.per_token[host.head] - wanted_T)[run_T.to(wanted_T.device)]
+        difference = comm.most(_largest(off_T))
+        if self.double:
+            allowed = FLOAT64_BAR
+            loss_error = comm.most(abs(loss_difference) / max(1.0, abs(wanted.loss)))
+            # Values of a critic have any scale.
+            scale = comm.most(max(1.0, _largest(wanted_T))) if host.head == "values" else 1.0
+            if router_difference is not None:
+                size = max(1.0, abs(wanted.router_loss or 0.0))
+                loss_error = max(loss_error, abs(router_difference) / size)
+            values_pass = max(loss_error, difference / scale) <= FLOAT64_BAR
+        else:
+            rounding = OVERALL_ULPS[self.dtype] * torch.finfo(self.dtype).eps
+            allowed = OVERALL_RATIO * reference.dense_error + rounding
+            values_pass = True
+        return PlanFindings(
+            kind=kind,
+            passed=comm.every(
+                shared_error <= allowed and all(e.excess <= 1 for e in errors) and values_pass
+            ),
+            sharing=plan.sharing,
+            boundary=plan.boundary,
+            max_microbatch_tokens=plan.max_microbatch_tokens,
+            counts=comm.counts(count_shared(plan)),
+            shared_error=shared_error,
+            allowed=allowed,
+            worst=tuple(sorted(errors, key=lambda e: -e.excess)),
+            loss_difference=loss_difference,
+            router_loss_difference=router_difference,
+            logprob_difference=difference,
+            routes=self.held.report(routes, dense_routes),
         )
-    work.clock.at(name, 1.0)
-    return found
+
+    def _in_memory(self, kind: Kind, plan: Plan) -> tuple[Gradients, StepStats, RouteReplay | None]:
+        """Run one plan or, where memory runs out, one of the same kind that is predicted to need
+        less."""
+        policy, mark = self.policy, self.changes.mark
+        tried = 0
+        while True:
+            routes = self.held.replay(plan)
+            self.clock.at(kind, 0.0)
+            try:
+                return *self._shared(kind, plan, routes), routes
+            except torch.OutOfMemoryError as error:
+                if tried == SMALLER_TRIED or self.host.group is not None:
+                    raise  # ranks would have to try the same
+                peak = int(LOWERED * (plan.predicted_peak_bytes or 0))
+                smaller = policy.with_config(memory_budget=max(1, peak), checkpointing="full")
+                try:
+                    plan = choose_plans(smaller, self.batch, self.loss, self.router).plans[kind]
+                except (PlanError, KeyError):
+                    raise error from None
+                traceback.clear_frames(error.__traceback__)
+            finally:
+                self.changes.undo(mark)
+            tried += 1
+            _clear_gradients(self.host.model)
+            torch.cuda.empty_cache()
+
+    def _shared(
+        self, kind: Kind, plan: Plan, routes: RouteReplay | None
+    ) -> tuple[Gradients, StepStats]:
+        """Run one plan. Gradients are whole."""
+        # It compares more than a sample does.
+        unchecked = self.policy.with_config(self_check=False)
+        observer = self.policy.observer
+        whole, done = len(plan.events()) or 1, 0
+
+        def observe(event: Event) -> None:
+            nonlocal done
+            self.clock.at(kind, done / whole)
+            done += 1
+            if observer is not None:
+                observer(event)
+
+        unchecked.observer = observe
+        request = ComparedRequest(
+            batch=self.batch,
+            loss=self.loss,
+            denominators=self.given,
+            plan=plan,
+            router=self.router,
+            replay=routes,
+        )
+        stats = attempt(unchecked, request, finish_training, Transaction(self.host.device))
+        return {
+            name: None if p.grad is None else full(p.grad)
+            for name, p in self.host.model.named_parameters()
+        }, stats
 
 
 def _difference(value: float | None, wanted: float | None) -> float | None:
@@ -578,7 +518,6 @@ def norm_of(gradient: Tensor | None) -> float:
 
 def distance_of(gradient: Tensor | None, wanted: Tensor | None) -> float:
     if gradient is None or wanted is None:
-        present = gradient if wanted is None else wanted
-        return norm_of(present)
+        return norm_of(gradient if wanted is None else wanted)
     pieces = zip(_pieces(gradient), _pieces(wanted), strict=True)
     return math.hypot(*(float((g.double() - t.to(g.device).double()).norm()) for g, t in pieces))

@@ -6,12 +6,13 @@ with the engine the tensors that a loss is shown (`losses.views`) and the record
 compute; no plan, microbatch, kernel, head or schedule.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.host import FoundRouter
@@ -92,16 +93,13 @@ class DenseRouters:
             gather: the sums of all ranks, from this one's; None where it is alone.
         """
         self.last_token: bool = last_token
-        self._joins = joins
-        self._gather = gather
-        self._terms = terms
+        self._joins, self._gather, self._terms = joins, gather, terms
         self._parts = int(terms.parts.max(initial=-1)) + 1
         self._mean_over = self._parts
         """Statistics that the loss is the mean of."""
         self.outputs: RouterOutputs = RouterOutputs(len(routers))
-        self._counts_PE: Tensor | None = None
-        self._probability_PE: Tensor | None = None
-        self._z_P: Tensor | None = None
+        self._sums: tuple[Tensor, Tensor, Tensor] | None = None
+        """float64: counts [P, E], probabilities [P, E] and squared log-sum-exps [P]."""
         self._rows_P: list[int] = [0] * self._parts
         record_routers(routers, self.outputs.note, changes)
 
@@ -112,14 +110,13 @@ class DenseRouters:
         for logits_TE, chosen_Tk in self.outputs.by_layer.values():
             x = logits_TE.to(dtype)
             experts = x.shape[-1]
-            if self._counts_PE is None:
+            if self._sums is None:
                 zeros = x.new_zeros(self._parts, experts, dtype=torch.float64)
-                self._counts_PE, self._probability_PE = zeros, zeros.clone()
-                self._z_P = zeros[:, 0].clone()
-            assert self._probability_PE is not None and self._z_P is not None
-            self._counts_PE[part] += torch.bincount(chosen_Tk.flatten(), minlength=experts)
-            self._probability_PE[part] += x.softmax(-1).double().sum(0)
-            self._z_P[part] += x.logsumexp(-1).square().double().sum()
+                self._sums = zeros, zeros.clone(), zeros[:, 0].clone()
+            counts_PE, probability_PE, z_P = self._sums
+            counts_PE[part] += torch.bincount(chosen_Tk.flatten(), minlength=experts)
+            probability_PE[part] += x.softmax(-1).double().sum(0)
+            z_P[part] += x.logsumexp(-1).square().double().sum()
             self._rows_P[part] += len(x)
         self.outputs.take()
 
@@ -127,50 +124,46 @@ class DenseRouters:
         """Every rollout of this rank has been counted. Collective where there are several."""
         if self._gather is None:
             return
-        counts = None
-        if self._joins and self._counts_PE is not None:
-            counts = self._counts_PE[0].cpu()
-        every = self._gather(RouterSums(self._parts, counts, sum(self._rows_P)))
+        sums = self._sums
+        counts_E = sums[0][0].cpu() if self._joins and sums is not None else None
+        every = self._gather(RouterSums(self._parts, counts_E, sum(self._rows_P)))
         if not self._joins:
             self._mean_over = sum(each.statistics for each in every)
             return
         self._mean_over = 1
         self._rows_P = [sum(each.rows for each in every)] * self._parts
-        if self._counts_PE is not None:
+        if sums is not None:
             found = [each.counts_E for each in every if each.counts_E is not None]
-            self._counts_PE = torch.stack(found).sum(0)[None].to(self._counts_PE.device)
+            self._sums = torch.stack(found).sum(0)[None].to(sums[0].device), *sums[1:]
 
     def value(self) -> float:
         """The loss, once every rollout has been counted; of several ranks this one's part of it,
         all of which add up to the loss."""
-        if self._counts_PE is None:
+        if self._sums is None:
             return 0.0
-        assert self._probability_PE is not None and self._z_P is not None
-        experts, total = self._counts_PE.shape[1], 0.0
-        for part, rows in enumerate(self._rows_P):
+        total = 0.0
+        for rows, counts_E, probability_E, z in zip(self._rows_P, *self._sums, strict=True):
             if rows:
-                balance = (self._counts_PE[part] / rows * (self._probability_PE[part] / rows)).sum()
-                total += self._terms.load_balancing * experts * float(balance)
-                total += self._terms.z * float(self._z_P[part]) / rows
+                balance = (counts_E / rows * (probability_E / rows)).sum()
+                total += self._terms.load_balancing * len(counts_E) * float(balance)
+                total += self._terms.z * float(z) / rows
         return total / self._mean_over
 
     def term(self, rollout: int, dtype: torch.dtype) -> Tensor | None:
         """The part of the loss that is this rollout's, with its graph; the sum over all rollouts of
         their parts is the loss, and of their gradients the gradient."""
-        part = int(self._terms.parts[rollout])
+        part, terms, total = int(self._terms.parts[rollout]), self._terms, None
         rows = self._rows_P[part]
-        terms, total = self._terms, None
         for logits_TE in self.outputs.take():
-            assert self._counts_PE is not None
+            assert self._sums is not None
             x = logits_TE.to(dtype)
             found = x.new_zeros(())
             if terms.load_balancing:
-                share_E = (self._counts_PE[part] / rows).to(dtype)
+                share_E = (self._sums[0][part] / rows).to(dtype)
                 found = found + terms.load_balancing * x.shape[-1] * (x.softmax(-1) * share_E).sum()
             if terms.z:
                 found = found + terms.z * x.logsumexp(-1).square().sum()
-            found = found / (rows * self._mean_over)
-            total = found if total is None else total + found
+            total = _added(total, found / (rows * self._mean_over))
         return total
 
 
@@ -203,6 +196,7 @@ def dense_run(
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
     stock = stock_of(model)
     names = ("values",) if stock.is_critic else ("logprobs", "entropies")
+    wanted = [name for name in names if name != "entropies" or loss.needs_entropy]
     per_token = {
         name: torch.zeros(batch.logical_tokens, dtype=dtype, device=weight.device) for name in names
     }
@@ -211,24 +205,32 @@ def dense_run(
         for name, values_T in per_token.items():
             values_T[tokens] = found[name]
 
+    def weigh(tokens: Tensor, found: dict[str, Tensor]) -> Tensor | None:
+        total = None
+        for name in wanted:
+            gradient = per_token[name].grad
+            if gradient is not None:
+                total = _added(total, (gradient[tokens] * found[name]).sum())
+        return total
+
     left_out = 0 if routers is not None and routers.last_token else 1
 
-    def enter(rollout: int) -> None:
-        if entering is not None:
-            entering(np.arange(batch.offsets[rollout], batch.offsets[rollout + 1] - left_out))
+    def run(use: Callable[[Tensor, dict[str, Tensor]], Tensor | None]) -> Iterator[int]:
+        for rollout in range(len(batch)):
+            if entering is not None:
+                entering(np.arange(batch.offsets[rollout], batch.offsets[rollout + 1] - left_out))
+            _run_rollout(stock, batch, rollout, dtype, head_tokens, use, routers)
+            yield rollout
 
     try:
         for p in parameters.values():
             p.grad = None
         with torch.no_grad():
-            for rollout in range(len(batch)):
-                enter(rollout)
-                _run_rollout(stock, batch, rollout, dtype, head_tokens, keep, routers)
+            for rollout in run(keep):
                 if routers is not None:
                     routers.count(rollout, dtype)
         if routers is not None:
             routers.counted()
-        wanted = [name for name in names if name != "entropies" or loss.needs_entropy]
         for name in wanted:
             per_token[name].requires_grad_()
         views = LossViews(batch, denominators or batch_denominators(batch), weight.device, dtype)
@@ -238,19 +240,8 @@ def dense_run(
             check_leaves(value, per_token.values())
             value.backward()
         if value.requires_grad or routers is not None:
-            weights = [per_token[name].grad for name in wanted]
-
-            def weigh(tokens: Tensor, found: dict[str, Tensor]) -> Tensor | None:
-                total = sum(
-                    (w[tokens] * found[name]).sum()
-                    for name, w in zip(wanted, weights, strict=True)
-                    if w is not None
-                )
-                return total if isinstance(total, Tensor) else None
-
-            for rollout in range(len(batch)):
-                enter(rollout)
-                _run_rollout(stock, batch, rollout, dtype, head_tokens, weigh, routers)
+            for _ in run(weigh):
+                pass
         if not batch.loss_mask.any():
             # Ordinary training multiplies every token's loss by the mask: all gradients are zeros.
             with torch.enable_grad():
@@ -276,52 +267,54 @@ def _run_rollout(
     dtype: torch.dtype,
     head_tokens: int | None,
     use: Callable[[Tensor, dict[str, Tensor]], Tensor | None],
-    routers: DenseRouters | None = None,
+    routers: DenseRouters | None,
 ) -> None:
     """Run one rollout, and a backward from what `use` returns of its trained tokens (positions in
     the batch) and of what the model gives of each, and from its part of the routers' loss."""
     device = next(stock.model.parameters()).device
     begin, end = int(batch.offsets[rollout]), int(batch.offsets[rollout + 1])
     trained = torch.as_tensor(np.flatnonzero(batch.loss_mask[begin:end]), device=device)
-    if len(trained) == 0 and routers is None:
-        return
     ids = torch.as_tensor(batch.token_ids[begin:end].copy(), device=device)
-    temperature = float(batch.temperatures[rollout])
-
-    def use_logits(part: slice, logits: Tensor) -> Tensor | None:
-        found = _of_logits(logits.to(dtype), ids[trained[part]], temperature)
-        return use(trained[part] + begin, found)
-
-    def part_of_routers() -> Tensor | None:
-        if routers is None:
-            return None
-        routers.outputs.end()
-        return routers.term(rollout, dtype) if torch.is_grad_enabled() else None
-
     read = ids if routers is not None and routers.last_token else ids[:-1]
-    if len(read) == 0:
+    if len(read) == 0 or (len(trained) == 0 and routers is None):
         return
+    temperature = float(batch.temperatures[rollout])
     if routers is not None:
         routers.outputs.begin()
-    if head_tokens is not None and not stock.is_critic and len(trained):
-        stock.run_in_parts(read, trained - 1, head_tokens, use_logits, part_of_routers)
-        return
-    every = stock.logits(read[None])
-    aside = part_of_routers()
-    logits = every[0, trained - 1]
-    if stock.is_critic:
-        total = use(trained + begin, {"values": logits.to(dtype)[:, 0]})
-    else:
-        total = use_logits(slice(None), logits)
-    del every, logits  # not to be alive in the backward
-    if aside is not None:
-        total = aside if total is None else total + aside
-    if total is not None and total.requires_grad:
-        total.backward()
+
+    def of_logits(part: slice, logits_nV: Tensor) -> Tensor | None:
+        places = trained[part]
+        if stock.is_critic:
+            return use(places + begin, {"values": logits_nV.to(dtype)[:, 0]})
+        every_nV = (logits_nV.to(dtype) / temperature).log_softmax(-1)
+        entropies = -(every_nV.exp() * every_nV).sum(-1)
+        logprobs = every_nV.gather(-1, ids[places, None])[:, 0]
+        return use(places + begin, {"logprobs": logprobs, "entropies": entropies})
+
+    def of_part(part: slice) -> Tensor | None:
+        return of_logits(part, stock.logits(read[None], trained[part] - 1)[0])
+
+    with Changes() as changes:
+        if head_tokens is None or stock.is_critic or len(trained) == 0:
+            total = of_logits(slice(None), stock.logits(read[None])[0, trained - 1])
+        else:
+            stock.run_decoder_once(read[None], changes)
+            total = None
+            for first in range(0, len(trained), head_tokens):
+                part = slice(first, first + head_tokens)
+                total = _added(
+                    total,
+                    checkpoint(of_part, part, use_reentrant=False, preserve_rng_state=False)
+                    if torch.is_grad_enabled()
+                    else of_part(part),
+                )
+        if routers is not None:
+            routers.outputs.end()
+            if torch.is_grad_enabled():
+                total = _added(total, routers.term(rollout, dtype))
+        if total is not None and total.requires_grad:
+            total.backward()
 
 
-def _of_logits(logits: Tensor, labels: Tensor, temperature: float) -> dict[str, Tensor]:
-    every = (logits / temperature).log_softmax(-1)
-    entropy = -(every.exp() * every).sum(-1)
-    logprobs = every.gather(-1, labels[:, None])[:, 0]
-    return {"logprobs": logprobs, "entropies": entropy}
+def _added(total: Tensor | None, term: Tensor | None) -> Tensor | None:
+    return term if total is None else total if term is None else total + term

@@ -21,8 +21,6 @@ from forkpoint.engine.changes import Changes
 from forkpoint.hosts.checkpointing import checkpoint_blocks
 
 T = TypeVar("T")
-PART_TOKENS = 1024
-"""Tokens whose logits exist at a time where they are made in parts."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +28,8 @@ class MemoryStrategy:
     """How a run of single rollouts saves memory."""
 
     head_tokens: int | None = None
-    """Tokens whose logits exist at a time; None is all of a rollout's."""
-    checkpointed: bool = False
-    """Whether a block keeps its input alone and runs again in the backward."""
+    """Tokens whose logits exist at a time, where blocks are checkpointed as well; None is all of a
+    rollout's, without checkpoints."""
     streamed: bool = False
     """Whether the blocks' weights stay in the host's memory. Only of the reference's copy."""
 
@@ -40,17 +37,13 @@ class MemoryStrategy:
         """Let blocks run with less memory, until the changes are undone."""
         if self.streamed:
             _stream(blocks, device, changes)
-        elif self.checkpointed:
+        elif self.head_tokens is not None:
             checkpoint_blocks(blocks, "full", changes, but=None)
 
 
 PLAIN = MemoryStrategy()
-CHECKPOINTED = MemoryStrategy(checkpointed=True)
-SMALL = MemoryStrategy(head_tokens=PART_TOKENS, checkpointed=True)
-STREAMED = MemoryStrategy(head_tokens=PART_TOKENS, checkpointed=True, streamed=True)
-REFERENCE_STRATEGIES = (PLAIN, SMALL, STREAMED)
-# A head in parts adds up its gradient in parts, which in 16 bits rounds each time: last of all.
-DENSE_STRATEGIES = (PLAIN, CHECKPOINTED, SMALL)
+SMALL = MemoryStrategy(head_tokens=1024)
+STREAMED = MemoryStrategy(head_tokens=1024, streamed=True)
 
 
 def has_room(model: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
@@ -84,13 +77,13 @@ def run_in_memory(
     return run(strategies[-1])
 
 
-class _Called(nn.Module):
+class _Block(nn.Module):
     """A block's own forward, to be called with other parameters."""
 
-    def __init__(self, block: nn.Module, own: Callable[..., Any]) -> None:
+    def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block = block
-        self._own = own
+        self._own = block.forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._own(*args, **kwargs)
@@ -102,15 +95,13 @@ def _stream(blocks: nn.ModuleList, device: torch.device, changes: Changes) -> No
     Their gradients are left in the host's memory.
     """
 
-    def run(called: _Called, *args: Any, **kwargs: Any) -> Any:
-        there = {name: p.to(device) for name, p in called.named_parameters()}
-        return functional_call(called, there, args, kwargs)
+    def run(block: _Block, *args: Any, **kwargs: Any) -> Any:
+        there = {name: p.to(device) for name, p in block.named_parameters()}
+        return functional_call(block, there, args, kwargs)
 
     for block in blocks:
-        recomputed = functools.partial(
-            checkpoint,
-            functools.partial(run, _Called(block, block.forward)),
-            use_reentrant=False,
-            preserve_rng_state=False,
+        forward = functools.partial(run, _Block(block))
+        changes.replace_forward(
+            block,
+            functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False),
         )
-        changes.replace_forward(block, recomputed)

@@ -19,7 +19,6 @@ from forkpoint.rollouts.batch import RolloutBatch
 
 WITHIN, ACROSS, CHOSEN = "within", "across", "chosen"
 Kind = Literal["within", "across", "chosen"]
-KINDS: tuple[Literal["within", "across"], ...] = (WITHIN, ACROSS)
 
 
 class Planning(Protocol):
@@ -51,16 +50,16 @@ class SharedCounts:
         cache_tokens: the most tokens whose prefix cache exists at once.
     """
 
-    logical_tokens: int
-    left_out_tokens: int
-    computed_tokens: int
-    saved_tokens: int
-    segments: int
-    shared_segments: int
-    read_across: int
-    microbatches: int
-    with_children: int
-    cache_tokens: int
+    logical_tokens: int = 0
+    left_out_tokens: int = 0
+    computed_tokens: int = 0
+    saved_tokens: int = 0
+    segments: int = 0
+    shared_segments: int = 0
+    read_across: int = 0
+    microbatches: int = 0
+    with_children: int = 0
+    cache_tokens: int = 0
 
     @property
     def shares(self) -> bool:
@@ -68,8 +67,8 @@ class SharedCounts:
 
     def is_kind(self, kind: Kind) -> bool:
         """Whether such a plan shares, within microbatches or across them."""
-        apart = self.read_across > 0 if kind == ACROSS else self.with_children == 0
-        return self.shares and apart
+        fits = self.read_across > 0 if kind == ACROSS else self.with_children == 0
+        return self.shares and fits
 
     def text(self) -> str:
         """Such as "60 of 184 tokens run, 9 of 21 segments shared, 3 of 7 microbatches with
@@ -108,22 +107,6 @@ def count_shared(plan: Plan) -> SharedCounts:
 
 
 @dataclass(frozen=True)
-class Compared:
-    """A plan to compare.
-
-    Attributes:
-        kind: within: it shares, and no microbatch reads another. across: microbatches read what
-            others have shared. chosen: the planner's own, where it is neither.
-        plan: the plan.
-        counts: what it shares.
-    """
-
-    kind: Kind
-    plan: Plan
-    counts: SharedCounts
-
-
-@dataclass(frozen=True)
 class LeftOut:
     """A kind of plan that is not compared.
 
@@ -142,17 +125,17 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Choice:
-    """The plans to compare, and those left out.
+    """The plans to compare.
 
     Attributes:
-        compared: plans to compare, in the order in which they run.
+        plans: by kind (see PlanFindings), in the order in which they run.
         left_out: kinds that are not compared.
         reason: why there is nothing to verify; then nothing is compared.
     """
 
-    compared: tuple[Compared, ...]
-    left_out: tuple[LeftOut, ...]
-    reason: str | None
+    plans: dict[Kind, Plan]
+    left_out: tuple[LeftOut, ...] = ()
+    reason: str | None = None
 
 
 def choose_plans(
@@ -164,31 +147,31 @@ def choose_plans(
 
     Raises PlanError where the planner's own does not fit.
     """
-    config = policy.config
-    nothing = nothing_shared(config, batch)
+    nothing = nothing_shared(policy.config, batch)
     if nothing is not None and not zero_rollouts(loss, batch).any():
-        return Choice((), (), nothing)
+        return Choice({}, reason=nothing)
     chosen = policy.plan(batch, loss, router=router)
-    counts = count_shared(chosen)
     # What the loss declares to be zero is compared as well, also where nothing is shared.
     declared = chosen.dense.num_loss_entries < batch.trained_tokens
     if nothing is not None:
-        compared = (Compared(CHOSEN, chosen, counts),) if declared else ()
-        return Choice(compared, (), None if declared else nothing)
-    found: list[Compared] = []
+        return Choice({CHOSEN: chosen}) if declared else Choice({}, reason=nothing)
+    plans: dict[Kind, Plan] = {}
     left_out: list[LeftOut] = []
-    for kind in KINDS:
+    counts = count_shared(chosen)
+    kinds: tuple[Literal["within", "across"], ...] = (WITHIN, ACROSS)
+    for kind in kinds:
         made = chosen if counts.is_kind(kind) else _plan_of(kind, policy, batch, loss, router)
         if isinstance(made, LeftOut):
             left_out.append(made)
         else:
-            found.append(Compared(kind, made, count_shared(made)))
-    if not found and not declared:
+            plans[kind] = made
+    if not plans and not declared:
         reasons = "; ".join(f"{entry.kind} microbatches: {entry.reason}" for entry in left_out)
-        return Choice((), tuple(left_out), f"no plan shares what could be shared ({reasons})")
-    if all(entry.plan is not chosen for entry in found):
-        found.append(Compared(CHOSEN, chosen, counts))
-    return Choice(tuple(found), tuple(left_out), None)
+        reason = f"no plan shares what could be shared ({reasons})"
+        return Choice({}, tuple(left_out), reason)
+    if all(plan is not chosen for plan in plans.values()):
+        plans[CHOSEN] = chosen
+    return Choice(plans, tuple(left_out))
 
 
 def nothing_shared(config: Config, batch: RolloutBatch) -> str | None:
@@ -198,7 +181,7 @@ def nothing_shared(config: Config, batch: RolloutBatch) -> str | None:
             "sharing is 'none', which is ordinary training. Leave sharing to the planner "
             "(sharing='auto'), or ask for 'group' or 'tree'"
         )
-    probe = make_plan(batch, config=Config(sharing=_sharing(config), boundary="across"))
+    probe = make_plan(batch, config=Config(sharing=_most_shared(config), boundary="across"))
     if count_shared(probe).shares:
         return None
     among = "one group" if config.sharing == "group" else "the batch"
@@ -210,8 +193,7 @@ def nothing_shared(config: Config, batch: RolloutBatch) -> str | None:
     )
 
 
-def _sharing(config: Config) -> Sharing:
-    """The most that may be shared."""
+def _most_shared(config: Config) -> Sharing:
     return "tree" if config.sharing == "auto" else config.sharing
 
 
@@ -236,7 +218,7 @@ def _plan_of(
     limit = given = config.max_microbatch_tokens
     while limit is None or limit >= 1:
         asked = policy.with_config(
-            sharing=_sharing(config), boundary=boundary, max_microbatch_tokens=limit
+            sharing=_most_shared(config), boundary=boundary, max_microbatch_tokens=limit
         )
         try:
             plan = asked.plan(batch, loss, router=router)

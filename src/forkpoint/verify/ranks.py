@@ -5,7 +5,7 @@ of the model, on each rank with that rank's rollouts; their gradients are then a
 hold one copy of the model together have one batch, which is counted once.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -26,16 +26,7 @@ from forkpoint.parallel.step import described
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.step.router_steps import RouterWork, describe_routers
 from forkpoint.verify.dense import DenseRun
-from forkpoint.verify.plans import (
-    ACROSS,
-    CHOSEN,
-    WITHIN,
-    Choice,
-    Compared,
-    Planning,
-    SharedCounts,
-    count_shared,
-)
+from forkpoint.verify.plans import ACROSS, CHOSEN, WITHIN, Choice, Kind, Planning, SharedCounts
 
 T = TypeVar("T")
 
@@ -43,17 +34,22 @@ T = TypeVar("T")
 class RankComm:
     """The ranks of a comparison. Every method is collective; one process exchanges nothing."""
 
-    def __init__(self, group: Distributed | None, *, mean: bool) -> None:
+    def __init__(self, group: Distributed | None, loss: Loss) -> None:
+        """`group`: the holders of the model; None where this process alone has it.
+
+        Raises UnsupportedError for losses that are computed from all ranks' log-probs.
         """
-        Args:
-            group: the holders of the model; None where this process alone has it.
-            mean: whether each rank's loss is its own, so that gradients are averaged.
-        """
+        if group is not None and loss.across_ranks:
+            raise UnsupportedError(
+                f"{loss!r} gathers the log-probs of all ranks (across_ranks), and ordinary "
+                "training on each rank, with which verify compares, does not. Verify it in one "
+                "process, with a smaller model if need be."
+            )
         self.group = group
-        self.mean = mean
+        self.mean: bool = group is not None and is_own(loss)
+        """Whether each rank's loss is its own, so that gradients are averaged."""
         self.whole: bool = group is None or not (group.reduces or group.topology.splits_modules)
         """Whether the model is whole on this rank, so that it can run by itself."""
-        self._gathered: list[Any] | None = None
         self._told = False
         """Whether all ranks know that one has failed in this run."""
 
@@ -71,7 +67,7 @@ class RankComm:
         if self.group is None:
             return work()
         found, error = None, None
-        self._gathered, self._told = None, False
+        self._told = False
         try:
             found = work()
         except Exception as raised:  # any, since the others wait
@@ -92,19 +88,16 @@ class RankComm:
         return found  # pyright: ignore[reportReturnType]
 
     def gather(self, value: T) -> list[T]:
-        """The values of all batches, within `run`, and once in each: where memory runs out after it
-        and the work is begun again, the first values stay. Raises as `run` does."""
+        """The values of all batches, within `run` and once in it. Raises as `run` does."""
         if self.group is None:
             return [value]
-        if self._gathered is None:
-            # In a tuple: a rank that has failed gives its error's text, in `run`.
-            found: list[Any] = self._exchange((value,))
-            for rank, each in zip(self.group.ranks.global_ranks, found, strict=True):
-                if not isinstance(each, tuple):
-                    self._told = True
-                    raise _cannot(rank, each)
-            self._gathered = [found[n][0] for n in self.group.topology.contributors]
-        return self._gathered
+        # In a tuple: a rank that has failed gives its error's text, in `run`.
+        found: list[Any] = self._exchange((value,))
+        for rank, each in zip(self.group.ranks.global_ranks, found, strict=True):
+            if not isinstance(each, tuple):
+                self._told = True
+                raise _cannot(rank, each)
+        return [found[n][0] for n in self.group.topology.contributors]
 
     def check_routers(self, router: RouterLoss | None, work: RouterWork | None) -> None:
         """Raise RankError or ConfigError where ranks do not take the same statistics of routers,
@@ -134,28 +127,25 @@ class RankComm:
 
         Raises RankError where ranks of one copy of the model have different batches.
         """
-        if self.group is not None and self.group.topology.shares_batches:
+        if self.group is None:
+            return choice
+        if self.group.topology.shares_batches:
             ranks = self.group.ranks
-            own = contents_of(batch, [entry.plan for entry in choice.compared], ())
+            own = contents_of(batch, [*choice.plans.values()], ())
             check_same_batches(self._exchange(own), ranks.global_ranks, ranks.batches)
-        every = self._exchange((choice.reason, [c.kind for c in choice.compared]))
+        every = self._exchange((choice.reason, [*choice.plans]))
         there = {kind for _, kinds in every for kind in kinds}
         if not there:
             reasons = [reason for reason, _ in every if reason is not None]
             return replace(choice, reason=choice.reason if len(batch) else reasons[-1])
-        own = {entry.kind: entry for entry in choice.compared}
-        plan = self.run(
-            lambda: (
-                next((entry.plan for entry in own.values()), None)
-                or policy.plan(batch, loss, router=router)
-            )
+        plans = choice.plans
+        spare = self.run(
+            lambda: next(iter(plans.values()), None) or policy.plan(batch, loss, router=router)
         )
-        spare = Compared(CHOSEN, plan, count_shared(plan))
-        kinds = [kind for kind in (WITHIN, ACROSS, CHOSEN) if kind in there]
+        kinds: tuple[Kind, ...] = (WITHIN, ACROSS, CHOSEN)
         return Choice(
-            tuple(own.get(kind) or replace(spare, kind=kind) for kind in kinds),
+            {kind: plans.get(kind, spare) for kind in kinds if kind in there},
             tuple(entry for entry in choice.left_out if entry.kind not in there),
-            None,
         )
 
     def denominators(self, batch: RolloutBatch) -> Denominators:
@@ -173,25 +163,23 @@ class RankComm:
 
     def total(self, found: DenseRun, model: nn.Module, dtype: torch.dtype) -> DenseRun:
         """Gradients (in `dtype`) and the loss of all ranks' runs. Log-probs are this rank's."""
+        if self.group is None:
+            return found
         parameters = dict(model.named_parameters())
         own = [gradient is not None for gradient in found.gradients.values()]
         every = self._of_batches((found.loss, own, found.router_loss))
         there = [any(column) for column in zip(*(own for _, own, _ in every), strict=True)]
-        sums: dict[str, Tensor | None] = {}
+        sums: dict[str, Tensor | None] = dict.fromkeys(found.gradients)
         for (name, gradient), is_there in zip(found.gradients.items(), there, strict=True):
-            sums[name] = None
-            if is_there:
-                p = parameters[name]
-                if gradient is None:
-                    added = torch.zeros(p.shape, dtype=dtype, device=p.device)
-                else:
-                    added = full(gradient).contiguous()
-                if self.group is not None:
-                    # That of a block that stays in the host's memory is there.
-                    place, added = added.device, added.to(p.device)
-                    self.group.all_reduce(added)
-                    added = added.to(place)
-                sums[name] = added / len(every) if self.mean else added
+            if not is_there:
+                continue
+            p = parameters[name]
+            if gradient is None:
+                gradient = torch.zeros(p.shape, dtype=dtype, device=p.device)
+            # A gradient of a block that stays in the host's memory is there.
+            added = full(gradient).contiguous().to(p.device)
+            self.group.all_reduce(added)
+            sums[name] = added.to(gradient.device) / (len(every) if self.mean else 1)
         asides = [aside for _, _, aside in every if aside is not None]
         return replace(
             found,
@@ -199,10 +187,6 @@ class RankComm:
             gradients=sums,
             router_loss=sum(asides) if asides else None,
         )
-
-    def gradients(self, model: nn.Module) -> Mapping[str, Tensor | None]:
-        """Whole gradients of the model by name."""
-        return _Gradients(model)
 
     def every(self, passed: bool) -> bool:
         """Whether it is so on all ranks."""
@@ -223,36 +207,5 @@ class RankComm:
         return sum(self._of_batches(count))
 
 
-def rank_comm(group: Distributed | None, loss: Loss) -> RankComm:
-    """The ranks of a comparison.
-
-    Raises UnsupportedError for losses that are computed from all ranks' log-probs.
-    """
-    if group is not None and loss.across_ranks:
-        raise UnsupportedError(
-            f"{loss!r} gathers the log-probs of all ranks (across_ranks), and ordinary training on "
-            "each rank, with which verify compares, does not. Verify it in one process, with a "
-            "smaller model if need be."
-        )
-    return RankComm(group, mean=group is not None and is_own(loss))
-
-
 def _cannot(rank: int, text: str) -> RankError:
     return RankError(f"rank {rank} cannot compare, so no rank does: {text} Nothing was changed.")
-
-
-class _Gradients(Mapping[str, Tensor | None]):
-    """Gradients of a model, each made whole when it is asked for, which is collective."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._parameters = dict(model.named_parameters())
-
-    def __getitem__(self, name: str) -> Tensor | None:
-        gradient = self._parameters[name].grad
-        return None if gradient is None else full(gradient)
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self._parameters
-
-    def __len__(self) -> int:
-        return len(self._parameters)

@@ -2,7 +2,7 @@
 
 import io
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rich.console import Console
@@ -33,11 +33,13 @@ class ParameterError:
     @property
     def excess(self) -> float:
         """Error over what is allowed: above 1 fails."""
-        if self.shared_error == 0:
-            return 0.0
-        if not math.isfinite(self.shared_error) or self.allowed == 0:
-            return math.inf
-        return self.shared_error / self.allowed
+        return _excess(self.shared_error, self.allowed)
+
+
+def _excess(error: float, allowed: float) -> float:
+    if error == 0:
+        return 0.0
+    return error / allowed if math.isfinite(error) and allowed else math.inf
 
 
 @dataclass(frozen=True)
@@ -122,24 +124,21 @@ class PlanFindings:
     passed: bool
     sharing: str
     boundary: str
-    max_microbatch_tokens: int
-    counts: SharedCounts
-    shared_error: float
-    allowed: float
-    worst: tuple[ParameterError, ...]
-    loss_difference: float
-    router_loss_difference: float | None
-    logprob_difference: float
-    routes: RouteReport | None
+    max_microbatch_tokens: int = 0
+    counts: SharedCounts = field(default_factory=SharedCounts)
+    shared_error: float = math.nan
+    allowed: float = math.nan
+    worst: tuple[ParameterError, ...] = ()
+    loss_difference: float = math.nan
+    router_loss_difference: float | None = None
+    logprob_difference: float = math.nan
+    routes: RouteReport | None = None
 
     @property
     def excess(self) -> float:
         """The largest error over what is allowed, of a parameter or over all."""
-        over_all = self.shared_error / self.allowed if self.allowed else math.inf
-        worst = max((entry.excess for entry in self.worst), default=0.0)
-        # NaN compares with nothing.
-        found = max(over_all if self.shared_error else 0.0, worst)
-        return found if math.isfinite(self.shared_error) else math.inf
+        every = (entry.excess for entry in self.worst)
+        return max(_excess(self.shared_error, self.allowed), *every, 0.0)
 
     def text(self, dtype: str) -> str:
         """Such as "passed: float32, tree + across, 60 of 184 tokens run, ..."."""
@@ -150,17 +149,13 @@ class PlanFindings:
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for JSON, with the ten worst parameters."""
-        apart = {"worst", "routes", "counts"}
+        shaped = {"worst", "routes", "counts"}
         return {
-            **finite({k: v for k, v in vars(self).items() if k not in apart}),
+            **finite({k: v for k, v in vars(self).items() if k not in shaped}),
             **vars(self.counts),
-            "worst": _worst(self.worst),
+            "worst": [finite({**vars(e), "excess": e.excess}) for e in self.worst[:10]],
             "routes": self.routes and self.routes.to_dict(),
         }
-
-
-def _worst(errors: tuple[ParameterError, ...]) -> list[dict[str, Any]]:
-    return [finite({**vars(e), "excess": e.excess}) for e in errors[:10]]
 
 
 _WRITTEN = (
@@ -188,11 +183,11 @@ class VerifyReport:
         dtype: dtype of the step's computation: the narrowest of the parameters', or autocast's.
         reference_dtype: dtype of the reference's computation.
         head: the kind of the model's values: "logprobs", or "values" of a critic.
-        plans: in the order in which they ran.
         left_out: kinds of plans that were not compared, each with the reason.
-        reason: why there was nothing to verify, and a remedy; None where there was something.
         asked: sharing and boundary of the configuration.
         logical_tokens: tokens of the batch.
+        reason: why there was nothing to verify, and a remedy; None where there was something.
+        plans: in the order in which they ran.
         dense_error: over all parameters, relative to the norm of the reference gradient.
         dense_loss_difference: loss of the dense run less the reference's.
         dense_logprob_difference: the largest difference of a log-prob of the dense run from the
@@ -205,14 +200,14 @@ class VerifyReport:
     dtype: str
     reference_dtype: str
     head: str
-    plans: tuple[PlanFindings, ...]
     left_out: tuple[LeftOut, ...]
-    reason: str | None
     asked: tuple[str, str]
     logical_tokens: int
-    dense_error: float
-    dense_loss_difference: float
-    dense_logprob_difference: float
+    reason: str | None = None
+    plans: tuple[PlanFindings, ...] = ()
+    dense_error: float = math.nan
+    dense_loss_difference: float = math.nan
+    dense_logprob_difference: float = math.nan
     dense_router_loss_difference: float | None = None
 
     @property
@@ -221,69 +216,71 @@ class VerifyReport:
         return self.verdict == PASSED
 
     @property
-    def nearest(self) -> PlanFindings | None:
-        """The plan nearest to failing, or that has failed by most; None where none ran."""
-        return max(self.plans, key=lambda plan: (not plan.passed, plan.excess), default=None)
+    def nearest(self) -> PlanFindings:
+        """The plan nearest to failing, or that has failed by most; one without numbers where none
+        ran."""
+        none = PlanFindings(CHOSEN, False, *self.asked)
+        return max(self.plans, key=lambda plan: (not plan.passed, plan.excess), default=none)
 
     @property
     def shared_error(self) -> float:
         """Over all parameters, relative to the norm of the reference gradient."""
-        return self.nearest.shared_error if self.nearest else math.nan
+        return self.nearest.shared_error
 
     @property
     def allowed(self) -> float:
-        return self.nearest.allowed if self.nearest else math.nan
+        return self.nearest.allowed
 
     @property
     def worst(self) -> tuple[ParameterError, ...]:
         """All parameters, those nearest to failing first."""
-        return self.nearest.worst if self.nearest else ()
+        return self.nearest.worst
 
     @property
     def loss_difference(self) -> float:
         """Shared loss less the reference's."""
-        return self.nearest.loss_difference if self.nearest else math.nan
+        return self.nearest.loss_difference
 
     @property
     def router_loss_difference(self) -> float | None:
         """Shared router loss less the reference's; None where there is none."""
-        return self.nearest.router_loss_difference if self.nearest else None
+        return self.nearest.router_loss_difference
 
     @property
     def logprob_difference(self) -> float:
         """The largest difference of a log-prob from the reference's; of a critic, of a value."""
-        return self.nearest.logprob_difference if self.nearest else math.nan
+        return self.nearest.logprob_difference
 
     @property
     def sharing(self) -> str:
-        return self.nearest.sharing if self.nearest else self.asked[0]
+        return self.nearest.sharing
 
     @property
     def boundary(self) -> str:
-        return self.nearest.boundary if self.nearest else self.asked[1]
+        return self.nearest.boundary
 
     @property
     def computed_tokens(self) -> int:
         """Tokens that the plan nearest to failing ran; 0 where none ran."""
-        return self.nearest.counts.computed_tokens if self.nearest else 0
+        return self.nearest.counts.computed_tokens
 
     @property
     def routes(self) -> RouteReport | None:
         """Of a mixture of experts in float32 or 16 bits; None for other models."""
-        return self.nearest.routes if self.nearest else None
+        return self.nearest.routes
 
     def table(self, *, most: int = 10, width: int = 100) -> str:
         """The worst parameters, a line for each plan, and the verdict, as text."""
         output = io.StringIO()
         console = Console(file=output, width=width, color_system=None, highlight=False)
-        nearest = self.nearest
-        if nearest is not None:
-            console.print(self._parameters(nearest, most))
+        if self.plans:
+            console.print(self._parameters(most))
         for line in self._lines():
             console.print(line, markup=False)
         return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
 
-    def _parameters(self, nearest: PlanFindings, most: int) -> Table:
+    def _parameters(self, most: int) -> Table:
+        nearest = self.nearest
         title = f"gradients against {self.reference_dtype} training"
         if len(self.plans) > 1:
             of = f"of {len(self.plans)} plans the nearest to failing"
@@ -307,9 +304,11 @@ class VerifyReport:
         lines += [plan.text(self.dtype) for plan in self.plans]
         if self.reason is not None:
             return [*lines, f"NOTHING TO VERIFY: {self.reason}."]
-        kind = "values" if self.head == "values" else "log-probs"
+        kinds = {WITHIN: "within microbatches", ACROSS: "across microbatches", CHOSEN: "as chosen"}
         verdict = (
-            f"{'passed' if self.passed else 'FAILED'}: {_counted(self.plans)}; {kind} within "
+            f"{'passed' if self.passed else 'FAILED'}: {sum(p.passed for p in self.plans)} of "
+            f"{len(self.plans)} plans, sharing {' and '.join(kinds[p.kind] for p in self.plans)}; "
+            f"{'values' if self.head == 'values' else 'log-probs'} within "
             f"{self.logprob_difference:.2e} (dense {self.dense_logprob_difference:.2e})"
         )
         if self.router_loss_difference is not None:
@@ -325,30 +324,11 @@ class VerifyReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The verdict and the ten worst parameters, ready for JSON: None is not a finite number."""
+        nearest = self.nearest.to_dict()
         return {
             **finite({name: getattr(self, name) for name in _WRITTEN}),
-            "worst": _worst(self.worst),
-            "routes": self.routes and self.routes.to_dict(),
+            "worst": nearest["worst"],
+            "routes": nearest["routes"],
             "plans": [plan.to_dict() for plan in self.plans],
             "left_out": [vars(entry) for entry in self.left_out],
         }
-
-
-def nothing_to_verify(**described: Any) -> VerifyReport:
-    """The report of a batch of which nothing is shared: no errors, and a reason."""
-    return VerifyReport(
-        verdict=NOTHING,
-        plans=(),
-        dense_error=math.nan,
-        dense_loss_difference=math.nan,
-        dense_logprob_difference=math.nan,
-        **described,
-    )
-
-
-def _counted(plans: tuple[PlanFindings, ...]) -> str:
-    """How many plans passed, and of which kinds they are."""
-    passed = sum(plan.passed for plan in plans)
-    kinds = {WITHIN: "within microbatches", ACROSS: "across microbatches", CHOSEN: "as chosen"}
-    named = " and ".join(kinds[plan.kind] for plan in plans)
-    return f"{passed} of {len(plans)} plans, sharing {named}"

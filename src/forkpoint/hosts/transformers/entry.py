@@ -64,7 +64,7 @@ class TransformersEntry:
 
     @property
     def routers(self) -> Routers:
-        return Routers(self.core)
+        return Routers(self.model, self.core)
 
     def configs(self) -> list[Any]:
         return calls.configurations(self.model)

@@ -8,9 +8,8 @@ from transformers import PreTrainedModel
 
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.host import FoundRouter, RouteHolder, RouterNote
-from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.modules import every_module, plain_class
-from forkpoint.hosts.routers import LAST, force_routers, lacks_logits, record_routers
+from forkpoint.hosts.routers import LAST, force_routers, num_experts, record_routers
 
 LOAD_BALANCING = "load_balancing_loss_func"
 BIAS = "e_score_correction_bias"
@@ -19,7 +18,8 @@ BIAS = "e_score_correction_bias"
 class Routers:
     """The routers of a model whose logits transformers records, in the order of its layers."""
 
-    def __init__(self, causal: PreTrainedModel) -> None:
+    def __init__(self, model: nn.Module, causal: PreTrainedModel) -> None:
+        """`causal`: the model within adapters; routers have their names in `model`."""
         recorded = getattr(causal.base_model, "_can_record_outputs", None) or {}
         spec: Any = recorded.get("router_logits")
         kinds = tuple(
@@ -27,7 +27,7 @@ class Routers:
             for entry in (spec if isinstance(spec, list) else [spec])
             if entry is not None
         )
-        found = [(n, m) for n, m in every_module(causal) if kinds and isinstance(m, kinds)]
+        found = [(n, m) for n, m in every_module(model) if kinds and isinstance(m, kinds)]
         self.found: list[FoundRouter] = [FoundRouter(name, module) for name, module in found]
         self.layers: int = len(found)
         self.defines_loss: bool = defines_load_balancing(causal)
@@ -38,10 +38,7 @@ class Routers:
     @property
     def experts(self) -> int:
         """Among how many experts each chooses."""
-        weight = getattr(self.found[0].module, "weight", None)
-        if not isinstance(weight, Tensor):
-            raise UnsupportedError(lacks_logits(self.found[0].name))
-        return weight.shape[0]
+        return num_experts(self.found[0])
 
     @property
     def biases(self) -> list[Tensor]:
@@ -63,7 +60,7 @@ class Routers:
         if note is not None:
             record_routers(self.found, note, changes)
         if holder is not None:
-            force_routers(holder.routers or self.found, holder, changes)
+            force_routers(self.found, holder, changes)
 
     def end_within(self, block: nn.Module, changes: Changes) -> bool:
         """Let a forward end in the block's router, until the changes are undone.

@@ -1,17 +1,20 @@
-"""Stock forwards of a model of transformers: for references, and for comparisons with them."""
+"""Stock forwards of a model of transformers, and the same in higher precision, for references."""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch_config
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from forkpoint.engine.changes import Changes
-from forkpoint.hosts.transformers.upcasts import (
-    lift_upcasts,
-    run_plain_experts,
-    run_plain_recurrences,
-)
+from forkpoint.hosts.modules import plain_class
+from forkpoint.hosts.transformers.calls import configurations
+from forkpoint.hosts.transformers.linear_attention import recurrent_modules
 
 
 class TransformersStock:
@@ -39,64 +42,108 @@ class TransformersStock:
         kept = {} if keep is None else {"logits_to_keep": keep}
         return self.model(input_ids=ids_NL, use_cache=False, return_dict=True, **kept).logits
 
-    def run_in_parts(
-        self,
-        ids_L: Tensor,
-        places_n: Tensor,
-        part_tokens: int,
-        use: Callable[[slice, Tensor], Tensor | None],
-        aside: Callable[[], Tensor | None] = lambda: None,
-    ) -> None:
-        """Run one sequence, and its backward, with the logits of at most `part_tokens` tokens
-        alive.
+    def run_decoder_once(self, ids_NL: Tensor, changes: Changes) -> None:
+        """Run the decoder now; until the changes are undone it gives the same outputs again.
 
-        The decoder runs once. The model's own forward then runs again and again from the decoder's
-        output on, each time for some tokens, so that scaling and capping of logits stay its own.
-
-        Args:
-            ids_L: int64 [L].
-            places_n: int64 [n], the places whose logits are wanted.
-            part_tokens: the most logits at a time, in tokens.
-            use: called with the part of `places_n` and its logits [m, V]; a tensor of one element
-                that it returns is the start of the part's backward.
-            aside: called once the decoder has run; a tensor of one element that it returns is a
-                start of the decoder's backward as well.
+        So `logits` can give those of some places at a time, by the model's own head.
         """
         decoder = getattr(self._inner, self._inner.base_model_prefix)
-        own = decoder.forward
-        ran: list[tuple[Any, Tensor, Tensor]] = []
-        besides: list[Tensor] = []
+        own, ran = decoder.forward, []
 
         def once(*args: Any, **kwargs: Any) -> Any:
             if not ran:
-                outputs = own(*args, **kwargs)
-                hidden = outputs.last_hidden_state
-                leaf = hidden.detach().requires_grad_(hidden.requires_grad)
-                outputs.last_hidden_state = leaf
-                ran.append((outputs, hidden, leaf))
-                found = aside()
-                if found is not None and found.requires_grad:
-                    besides.append(found)
-            return ran[0][0]
+                ran.append(own(*args, **kwargs))
+            return ran[0]
 
-        with Changes() as changes:
-            changes.replace_forward(decoder, once)
-            for begin in range(0, len(places_n), part_tokens):
-                part = slice(begin, min(begin + part_tokens, len(places_n)))
-                total = use(part, self.logits(ids_L[None], places_n[part])[0])
-                if total is not None and total.requires_grad:
-                    total.backward()
-        _, hidden, leaf = ran[0]
-        roots, gradients = [*besides], [None for _ in besides]
-        if leaf.grad is not None:
-            roots, gradients = [hidden, *roots], [leaf.grad, *gradients]
-        if roots:
-            torch.autograd.backward(roots, gradients)
+        changes.replace_forward(decoder, once)
+        self.logits(ids_NL, ids_NL.new_zeros(0))
 
     def compute_in(self, dtype: torch.dtype, changes: Changes) -> None:
         """Compute in `dtype` throughout, by code that takes any dtype, until the changes are
         undone."""
         run_plain_recurrences(self.model, changes)
-        run_plain_experts(self.model, changes)
+        for config in configurations(self.model):
+            # Grouped products of experts take few dtypes. Not the configuration's property, which
+            # also sets it in configurations of other models within.
+            changes.set(vars(config), "_experts_implementation_internal", "eager")
         if dtype == torch.float64:
             lift_upcasts(self.model, changes)
+
+
+class _WithoutUpcasts(ModuleType):
+    """`torch`, but with float64 in the place of float32."""
+
+    float32 = torch.float64
+    float = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _as_float64(x: Tensor) -> Tensor:
+    # Not `Tensor.double`: of that compiled code would keep the name it was called by.
+    return x.to(torch.float64)
+
+
+def lift_upcasts(model: nn.Module, changes: Changes) -> None:
+    """Let a float64 model of transformers compute in float64 where its code says float32.
+
+    Norms there are computed in float32 whatever the model's dtype, which would limit any comparison
+    to about 1e-7.
+    """
+    for name in {plain_class(m).__module__ for m in model.modules()}:
+        module = sys.modules[name]
+        if name.startswith("transformers.models.") and getattr(module, "torch", None) is torch:
+            changes.set(vars(module), "torch", _WithoutUpcasts("torch"))
+    # torch.Tensor inherits it: unless this is done within another such block, none is to be left.
+    if "float" not in vars(torch.Tensor):
+        changes.later(_without_float)
+        # Of integers too, such as positions: what they are multiplied with is float64 as well.
+        torch.Tensor.float = _as_float64  # type: ignore[method-assign]
+        # While blocks are compiled their tensors are of this class, which has its own.
+        changes.later(setattr, FunctionalTensor, "float", FunctionalTensor.float)
+        FunctionalTensor.float = _as_float64  # type: ignore[method-assign]
+        # Compiled code is found again by what a model's code says, not by what that means here.
+        name = "enable_autograd_cache"
+        changes.later(setattr, functorch_config, name, getattr(functorch_config, name))
+        setattr(functorch_config, name, False)
+
+
+def _without_float() -> None:
+    if "float" in vars(torch.Tensor):
+        del torch.Tensor.float
+
+
+@contextmanager
+def lifted_upcasts(model: nn.Module) -> Iterator[None]:
+    """Within it upcasts are lifted: see `lift_upcasts`."""
+    with Changes() as changes:
+        lift_upcasts(model, changes)
+        yield
+
+
+# In newer versions each is a wrapper of its torch form, in whose place a package's kernel may run.
+WRAPPED = (
+    "torch_chunk_gated_delta_rule",
+    "causal_conv1d_fn",
+    "mamba2_chunk_scan",
+    "mamba2_split_conv1d_scan_combined",
+)
+# In older ones modules hold the package's functions, and None is the torch form.
+HELD: dict[str, str | None] = {
+    "chunk_gated_delta_rule": "torch_chunk_gated_delta_rule",
+    "causal_conv1d_fn": None,
+}
+
+
+def run_plain_recurrences(model: nn.Module, changes: Changes) -> None:
+    """Let stock recurrent layers run their torch forms: kernels of packages take 16 bits alone."""
+    for module in recurrent_modules(model).values():
+        code = vars(sys.modules[plain_class(module).__module__])
+        for name in WRAPPED:
+            plain = getattr(code.get(name), "__wrapped__", None)
+            if plain is not None:
+                changes.set(code, name, plain)
+        for name, form in HELD.items():
+            if name in vars(module):
+                changes.set(vars(module), name, code[form] if form else None)
