@@ -1,87 +1,164 @@
-"""Common behaviour of commands: the JSON line, the files that they read, and how they end."""
+"""Common behaviour of commands: help, arguments, the JSON line, files, and how they end."""
 
 import json
 import math
 import multiprocessing
 import os
 import pty
+import re
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from commands import VOCABULARY, Shell, changed, made_up_rollouts, write_rollouts
+from commands import VOCABULARY, Done, Shell, changed, made_up_rollouts, write_rollouts
 
 import dumps
-from forkpoint import RolloutBatch, load_rollouts
+import forkpoint
+from forkpoint import Config, ConfigError, Policy
 from forkpoint.apps.cli import main
+from forkpoint.apps.cli.app import FORKPOINT
 from forkpoint.apps.cli.models import load_model
 from forkpoint.apps.cli.options import Runtime
 from forkpoint.apps.cli.output import Output
 
-SHORT_DEMO = ("--groups", 1, "--prompt-tokens", 64, "--response-tokens", 8, "--steps", 1)
+READING = {"--format", "--on-error", "--tokenizer", "--memory-limit"}
+MEMORY = {"--dtype", "--gradient-checkpointing"}
+RUNTIME = {*MEMORY, "--device", "--seed"}
+CONFIG = {f"--{field.name.replace('_', '-')}" for field in fields(Config)}
+CONFIG = {"--no-self-check" if name == "--self-check" else name for name in CONFIG}
+# An option that is renamed or dropped breaks scripts: change this table knowingly.
+OPTIONS = {
+    "demo": {
+        *("--groups", "--rollouts-per-group", "--prompt-tokens", "--response-tokens"),
+        *("--steps", "--lr", "--seed", "--output", "--json"),
+    },
+    "plan": {
+        *("--model", "--batch-rollouts", "--details", "--ranks", "--limit", "--json", "--loss"),
+        *("--device-memory", "--trained-share", *READING, *CONFIG, *MEMORY),
+    },
+    "replay": {
+        *("--model", "--limit", "--json", "--loss", "--router-loss", "--optimizer", "--lr"),
+        *("--schedule", "--warmup-steps", "--max-grad-norm", "--steps", "--groups-per-step"),
+        *("--baseline", "--output", "--checkpoint-every", "--resume"),
+        *(*READING, *CONFIG, *RUNTIME),
+    },
+    "report": {"--output", "--json"},
+    "verify": {
+        *("--model", "--limit-groups", "--limit", "--json", "--loss", "--router-loss"),
+        *(*READING, *CONFIG, *RUNTIME),
+    },
+    "calibrate": {
+        *("--model", "--output", "--dtype", "--device", "--blocks", "--max-seconds", "--json"),
+    },
+    "doctor": {"--json"},
+}
+
+
+def test_commands_and_options_are_listed(shell: Shell) -> None:
+    done = shell()
+    assert done.code == 0 and set(re.findall(r"^ (\w+) +\w", done.out, re.MULTILINE)) == set(
+        OPTIONS
+    )
+    assert shell("--version").out == f"forkpoint {forkpoint.__version__}\n"
+    for command, options in OPTIONS.items():
+        done = shell(command, "--help")
+        found = set(re.findall(r"^[│ ] (--[a-z][\w.-]*)", done.out, re.MULTILINE)) - {"--help"}
+        assert done.code == 0 and found == options, command
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_every_option_is_explained(command: str) -> None:
+    todo = [FORKPOINT.command(command)]
+    while todo:
+        kind = todo.pop()
+        text = "".join(base.__doc__ or "" for base in kind.__mro__ if is_dataclass(base))
+        for field in fields(kind):
+            if isinstance(field.default_factory, type):
+                todo.append(field.default_factory)
+            else:
+                assert re.search(rf"^ +{field.name}: \w", text, re.MULTILINE), field.name
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "said"),
     [
-        ("plan",),
-        ("verify", "--model"),
-        pytest.param(("doctor",), marks=pytest.mark.slow),
-        ("demo", *SHORT_DEMO),
+        (["plna"], ("plna", *OPTIONS)),
+        (["plan"], ("FILE", "required")),
+        (["plan", "x.jsonl", "--sharing", "all"], ("all", "--sharing", "none", "group", "tree")),
+        (["plan", "x.jsonl", "--max-microbatch-token", "5"], ("--max-microbatch-tokens",)),
+        (["plan", "x.jsonl", "--max-microbatch-tokens", "0"], ("max_microbatch_tokens is 0",)),
+        (["plan", "x.jsonl", "--limit", "many"], ("many", "--limit")),
+        (["plan", "x.jsonl", "--batch-rollouts", "0"], ("--batch-rollouts", "at least 1")),
+        (["replay", "x.jsonl", "--model", "m", "--seed", str(2**63)], ("--seed",)),
+        (["replay", "x.jsonl", "--model", "m", "--lr", "fast"], ("--lr", "fast")),
     ],
-    ids=lambda arguments: arguments[0],
+    ids=lambda part: " ".join(part) if isinstance(part, list) else "",
 )
-def test_json_is_one_line(
-    arguments: tuple[object, ...],
-    shell: Shell,
-    rollouts: Path,
-    config: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    file = [rollouts] if arguments[0] in ("plan", "verify") else []
-    model = [config] if arguments[-1] == "--model" else []
-    done = shell(*arguments, *model, *file, "--json")
-    # torch's compiler says so, for a build for CUDA on a machine without.
-    said = [line for line in done.err.splitlines() if "No CUDA runtime is found" not in line]
-    assert done.code == 0 and not said
-    assert done.out.count("\n") == 1 and done.out.endswith("}\n")
-    assert json.loads(done.out) == done.result and done.result["command"] == arguments[0]
+def test_wrong_arguments(arguments: list[str], said: tuple[str, ...], shell: Shell) -> None:
+    done = shell(*arguments)
+    assert (done.code, done.out) == (2, "")
+    for part in said:
+        assert part in done.err
 
 
-@pytest.mark.parametrize("command", ["plan", "verify", "replay", "report"])
-def test_no_json_unless_it_is_asked_for(
-    command: str, shell: Shell, rollouts: Path, config: Path, tmp_path: Path
-) -> None:
-    options = ("--output", tmp_path / "page.html") if command == "report" else ()
-    done = shell(command, rollouts, "--model", config, *options)
+@pytest.mark.parametrize(
+    ("arguments", "modules"),
+    [
+        (["plan", "--help"], "'torch', 'transformers', 'matplotlib', 'jinja2'"),
+        (["plan", "{file}"], "'transformers', 'matplotlib', 'jinja2'"),
+        ([], "'forkpoint.apps', 'tyro', 'matplotlib', 'jinja2'"),
+    ],
+)
+def test_what_is_not_imported(arguments: list[str], modules: str, rollouts: Path) -> None:
+    """Help is quick, a plan needs no library of models, and the library no app."""
+    run = ""
+    if arguments:
+        given = [word.format(file=rollouts) for word in arguments]
+        run = f"from forkpoint.apps.cli import main; assert main({given!r}) == 0; "
+    code = f"import sys, forkpoint; {run}found = {{{modules}}} & set(sys.modules); assert not found"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", ["plan", "verify", "replay"])
+def test_json_is_one_line(command: str, shell: Shell, rollouts: Path, config: Path) -> None:
+    done = shell(command, rollouts, "--model", config)
     assert done.code == 0 and done.err == ""
     assert done.out and "{" not in done.out and done.result["command"] == command
+    done = shell(command, rollouts, "--model", config, "--json")
+    assert done.code == 0 and done.err == ""
+    assert done.out.count("\n") == 1 and done.out.endswith("}\n")
+    assert json.loads(done.out) == done.result
 
 
-# What they read ----------------------------------------------------------------------------------
+def test_numbers_that_json_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+    Output(json_only=True).result({"a": math.nan, "b": [1.5, {"c": -math.inf}], "d": Path("x")})
+    assert json.loads(capsys.readouterr().out) == {"a": None, "b": [1.5, {"c": None}], "d": "x"}
+
+
+# What they read -----------------------------------------------------------------------------------
 
 
 def test_commands_read_what_trainers_write(shell: Shell, tmp_path: Path, config: Path) -> None:
-    made = made_up_rollouts()
-    file = dumps.write_torch(tmp_path / "batch.pt", dumps.tensors(dumps.trl(_with_logprobs(made))))
+    made = [
+        changed(r, reference_logprobs=-np.ones(len(r)), old_logprobs=-np.ones(len(r)))
+        for r in made_up_rollouts()
+    ]
+    file = dumps.write_torch(tmp_path / "batch.pt", dumps.tensors(dumps.trl(made)))
     done = shell("plan", file)
     assert done.code == 0 and "batch.pt: torch, format trl" in done.out
     assert "Note: This format does not say the sampling temperature" in done.out
-    assert done.result["format"] == "trl" and done.result["rollouts"] == 9
     own = shell("plan", write_rollouts(tmp_path / "own.jsonl", made)).result
-    for name in ("logical_tokens", "group_tokens", "unique_tokens", "modes"):
+    for name in ("rollouts", "logical_tokens", "group_tokens", "unique_tokens", "modes"):
         assert done.result[name] == own[name]
-    verified = shell("verify", file, "--model", config, "--format", "trl")
-    assert verified.code == 0 and verified.result["format"] == "trl"
-    replayed = shell("replay", file, "--model", config, "--steps", 1, "--format", "trl")
-    assert replayed.code == 0 and replayed.result["format"] == "trl"
-    wrong = shell("plan", file, "--format", "verl")
-    assert wrong.code == 2 and "batch.pt: there is no prompts" in wrong.err
+    for command in (("verify",), ("replay", "--steps", 1)):
+        done = shell(*command, file, "--model", config, "--format", "trl")
+        assert done.code == 0 and done.result["format"] == "trl"
 
 
 def test_commands_skip_and_say_so(shell: Shell, tmp_path: Path) -> None:
@@ -96,54 +173,136 @@ def test_commands_skip_and_say_so(shell: Shell, tmp_path: Path) -> None:
     assert "2 skipped (token_ids 1, JSON 1); first: " in done.out
 
 
-def _with_logprobs(rollouts: list) -> list:
-    return [
-        changed(r, reference_logprobs=-np.ones(len(r)), old_logprobs=-np.ones(len(r)))
-        for r in rollouts
-    ]
+def test_a_model_is_made_as_asked(config: Path) -> None:
+    model = load_model(config, Runtime(dtype="float64", seed=3))
+    assert model.config.vocab_size == VOCABULARY and model.training
+    assert next(model.parameters()).dtype == torch.float64
 
 
-# What goes wrong ----------------------------------------------------------------------------------
+# How they end: errors that no command expects are one line, an exit code, and no traceback ------
 
 
-def test_what_the_system_refuses_names_the_path(shell: Shell, rollouts: Path) -> None:
-    too_long = rollouts.parent / ("a" * 300)
-    done = shell("report", rollouts, "--output", too_long)
+@pytest.fixture
+def failing(shell: Shell, rollouts: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Done]:
+    """Runs `plan` with a planner that raises an error."""
+
+    def run(error: BaseException, *arguments: str) -> Done:
+        def broken(*_: object, **__: object) -> None:
+            raise error
+
+        monkeypatch.setattr("forkpoint.apps.cli.plan.make_plan", broken)
+        return shell("plan", rollouts, *arguments)
+
+    return run
+
+
+class Panic(BaseException):
+    """As pyo3 raises for a panic of a library in Rust."""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (KeyError("model_config"), 70, "internal error: KeyError: 'model_config'"),
+        (ValueError("two\n  lines"), 70, "internal error: ValueError: two lines"),
+        (Panic("index out of bounds"), 70, "internal error: Panic: index out of bounds"),
+        (TypeError("x" * 5_000), 70, f"internal error: TypeError: {'x' * 288}…"),
+        (TypeError("a\x1b[2Jb"), 70, r"internal error: TypeError: a\x1b[2Jb"),
+        (MemoryError("9.00 EiB"), 2, "error: the memory of this machine ran out (MemoryError: 9"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (SystemExit("text"), 1, ""),
+    ],
+    ids=["key", "lines", "panic", "long", "escape", "memory", "interrupt", "exit"],
+)
+def test_errors_are_one_line(
+    failing: Callable[..., Done], error: BaseException, code: int, said: str
+) -> None:
+    done = failing(error, "--json")
+    assert (done.code, done.out) == (code, "")
+    assert done.err.startswith(said) and done.err.count("\n") == bool(said)
+    assert code != 70 or forkpoint.__version__ in done.err
+
+
+def test_memory_that_torch_lacks(
+    shell: Shell, rollouts: Path, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Policy, "forward_backward", lambda *_, **__: torch.empty(1 << 58))
+    done = shell("replay", rollouts, "--model", config)
     assert (done.code, done.out) == (2, "")
-    assert done.err.startswith(f"error: {too_long} cannot be read or written: File name too long")
+    assert done.err.startswith("error: the memory of this machine ran out (RuntimeError")
 
 
-@pytest.mark.parametrize("form", [(), ("--json",)], ids=["tables", "json"])
-def test_a_reader_that_has_enough(form: tuple[str, ...], rollouts: Path) -> None:
-    """As `forkpoint plan FILE | true`: no traceback about the broken pipe, then or at exit."""
-    read, write = os.pipe()
-    os.close(read)
-    done = subprocess.run(
-        [sys.executable, "-m", "forkpoint", "plan", str(rollouts), *form],
-        stdout=write,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    os.close(write)
-    assert done.stderr == "" and done.returncode == 1
+@pytest.mark.parametrize("how", ["before", "after", "variable"])
+def test_debug_shows_the_traceback(
+    how: str, shell: Shell, rollouts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ConfigError("a wrong value.")
+
+    assert shell("--debug", "plan", rollouts, "--json").code == 0
+    monkeypatch.setattr("forkpoint.apps.cli.plan.make_plan", broken)
+    arguments: list[object] = ["plan", rollouts]
+    if how == "variable":
+        monkeypatch.setenv("FORKPOINT_DEBUG", "1")
+    else:
+        arguments.insert(0 if how == "before" else 2, "--debug")
+    done = shell(*arguments)
+    first, *_, last = done.err.splitlines()
+    assert first == "Traceback (most recent call last):" and "in broken" in done.err
+    assert (done.code, done.out, last) == (2, "", "error: a wrong value.")
+    monkeypatch.setenv("FORKPOINT_DEBUG", "0")
+    assert "Traceback" not in shell("plan", rollouts).err
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "ascii:surrogateescape"])
-def test_output_that_is_no_utf_8(encoding: str, rollouts: Path, tmp_path: Path) -> None:
-    """As a pipe is on Windows, or in a container without a locale: frames are of other lines."""
-    path = rollouts.rename(tmp_path / "größe.jsonl")
-    done = subprocess.run(
-        [sys.executable, "-m", "forkpoint", "plan", str(path), "--details"],
+def test_names_cannot_steer_a_terminal(shell: Shell, tmp_path: Path) -> None:
+    """A file's name with escape sequences, in tables and in errors."""
+    file = write_rollouts(tmp_path / "a\x1b]0;title\x07\x1b[2J\u202eb.jsonl")
+    for content, code in ((None, 0), ("{", 2)):
+        if content:
+            file.write_text(content)
+        done = shell("plan", file, "--details")
+        assert done.code == code and not set("\x1b\x07\u202e") & set(done.out + done.err)
+        assert r"a\x1b]0;title\x07\x1b[2J\u202eb.jsonl" in done.out + done.err
+
+
+def started(
+    *redirections: str, arguments: str, **variables: str
+) -> subprocess.CompletedProcess[bytes]:
+    """The command line of a new process, with redirections as a shell has them."""
+    command = f'exec "$0" -m forkpoint {arguments} {" ".join(redirections)}'
+    return subprocess.run(
+        ["sh", "-c", command, sys.executable],
         capture_output=True,
-        env={**os.environ, "PYTHONIOENCODING": encoding},
+        env={**os.environ, **variables},
         check=False,
     )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a POSIX shell closes the streams")
+@pytest.mark.parametrize(
+    ("redirection", "arguments", "code", "said"),
+    [
+        (">&-", "plan --help", 0, b""),
+        ("<&- >&- 2>&-", "plan nowhere.jsonl", 2, b""),
+        ("| true", "plan --help", 0, b""),
+        (">/dev/full", "plan --help", 2, b"No space left on device"),
+    ],
+)
+def test_streams_that_take_nothing(
+    redirection: str, arguments: str, code: int, said: bytes
+) -> None:
+    done = started(redirection, arguments=arguments)
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr and done.stderr.count(b"\n") == bool(said)
+
+
+def test_output_that_is_no_utf_8(rollouts: Path, tmp_path: Path) -> None:
+    """As in a container without a locale: frames are of other lines."""
+    path = rollouts.rename(tmp_path / "größe.jsonl")
+    done = started(arguments=f"plan '{path}' --details", PYTHONIOENCODING="ascii:surrogateescape")
     assert done.returncode == 0, done.stderr
-    text = done.stdout.decode(encoding.partition(":")[0])
-    shown = "größe.jsonl" if encoding == "cp1252" else r"gr\xf6\xdfe.jsonl"
-    assert f"what sharing saves on {shown}" in text
-    assert "+---" in text and "| who shares " in text
+    text = done.stdout.decode("ascii")
+    assert r"what sharing saves on gr\xf6\xdfe.jsonl" in text and "| who shares " in text
 
 
 def test_progress_on_a_terminal(rollouts: Path, config: Path) -> None:
@@ -183,18 +342,3 @@ def run_into(stdout: int, stderr: int, arguments: list[str]) -> None:
     code = main(arguments)
     sys.stdout.flush()
     os._exit(code)
-
-
-def test_numbers_that_json_lacks(capsys: pytest.CaptureFixture[str]) -> None:
-    Output(json_only=False).result({"a": 1})
-    assert capsys.readouterr().out == ""
-    Output(json_only=True).result({"a": math.nan, "b": [1.5, {"c": -math.inf}], "d": Path("x")})
-    assert json.loads(capsys.readouterr().out) == {"a": None, "b": [1.5, {"c": None}], "d": "x"}
-
-
-def test_the_made_up_vocabulary_is_covered(config: Path, rollouts: Path) -> None:
-    """The tiny model of these tests has exactly the vocabulary of their rollouts."""
-    model = load_model(config, Runtime(dtype="float64", seed=3))
-    assert model.config.vocab_size == VOCABULARY and model.training
-    assert next(model.parameters()).dtype == torch.float64
-    RolloutBatch(load_rollouts(rollouts)).check_vocabulary(VOCABULARY)

@@ -17,8 +17,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from forkpoint import Config, Plan, Policy, Rollout, RolloutBatch, StepStats, losses, wrap
-from forkpoint.apps.cli.losses import CLASSES
-from forkpoint.apps.cli.losses import zero_rollouts as named_zero_rollouts
 from forkpoint.errors import ConfigError, PlanError
 from forkpoint.losses import GRPO, GSPO, Denominators, FunctionLoss, Loss, RouterLoss
 from forkpoint.losses.zeros import zero_rollouts
@@ -227,18 +225,6 @@ def test_tokens_of_which_some_are_zero() -> None:
     assert left_out(step(GRPO(), batch, TREE).plan, batch) == mixed
     assert left_out(step(GSPO(level="token"), batch, TREE).plan, batch) == mixed
     assert left_out(step(GSPO(), batch, TREE).plan, batch) == ()
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_the_command_line_knows_the_same(name: Any) -> None:
-    options = {"max_tokens": 9} if name == "dr_grpo" else {}
-    loss = getattr(losses, CLASSES[name])(**options)
-    for batch in (ADVANTAGES, WEIGHTS, some_zero(loss)):
-        given = batch if loss.takes_weights else ADVANTAGES
-        assert np.array_equal(
-            named_zero_rollouts(name, given) & trained(given),
-            zero_rollouts(loss, given) & trained(given),
-        )
 
 
 def trained(batch: RolloutBatch) -> np.ndarray:

@@ -78,9 +78,6 @@ def test_the_command_takes_the_recorded_loss(shell: Shell, tmp_path: Path) -> No
     assert manifest["fixed"]["loss"] == repr(LogLikelihood())
     other = shell(*arguments, "--loss", "grpo").result
     assert abs(other["shared_losses"][0] - done.result["shared_losses"][0]) > 0.1
-    unclear = shell(*arguments, "--clip", 0.1)
-    assert unclear.code == 2 and "clip belongs to a loss, and none is named" in unclear.err
-    assert "Name one with --loss" in unclear.err
 
 
 @pytest.mark.parametrize(

@@ -144,11 +144,11 @@ def test_the_command_line(shell: Shell, tmp_path: Path) -> None:
     given = [str(path), "--model", str(tmp_path / "m/config.json"), "--sharing", "group"]
     refused = shell("verify", *given)
     assert refused.code == 2 and "output_router_logits=True" in refused.err
-    options = ["--router-loss", "rollout", "--router-z-loss-coef", "0.01"]
+    options = ["--router-loss", "rollout,z=0.01"]
     done = shell("verify", *given, *options)
     assert done.code == 0, done.out + done.err
     assert abs(done.result["router_loss_difference"]) < 1e-6
-    assert done.result["config"]["router_loss"] == "rollout"
+    assert done.result["config"]["router_loss"] == "rollout,z=0.01"
     done = shell("replay", *given, *options, "--steps", "1", "--baseline", "dense")
     assert done.code == 0, done.out + done.err
     (shared,), (dense,) = (done.result[f"{way}_router_losses"] for way in ("shared", "dense"))

@@ -1,37 +1,12 @@
-"""Batches and rows of replays that reports are made of in tests."""
+"""Rows of replays that reports are made of in tests."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from forkpoint import Config, ModelShape, Rollout, RolloutBatch
 from forkpoint.apps.replay.folder import ReplayFolder
 from forkpoint.apps.replay.records import ParameterDifference, ReplayStep, StepRecord
-from forkpoint.rollouts.synthetic import synthetic_rollouts
-
-SHAPE = ModelShape(
-    layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, value_dim=8, intermediate=64, vocab=61
-)
-CONFIGS = {
-    "tree-across": Config(sharing="tree", boundary="across", max_microbatch_tokens=24),
-    "group-in": Config(sharing="group", boundary="within"),
-    "tree-mixed": Config(sharing="tree", boundary="mixed", max_microbatch_tokens=48),
-    "dense": Config(sharing="none"),
-}
-
-
-def made_up(groups: int = 3, rollouts_per_group: int = 4) -> RolloutBatch:
-    return RolloutBatch(
-        synthetic_rollouts(
-            groups=groups,
-            rollouts_per_group=rollouts_per_group,
-            prompt_tokens=30,
-            system_tokens=10,
-            response_tokens=8,
-            vocab_size=61,
-        )
-    )
 
 
 def record(**changes: Any) -> StepRecord:
@@ -106,18 +81,6 @@ def write_run(
         run.add_row(asdict(step))
     run.close()
     return folder
-
-
-def renamed(batch: RolloutBatch, text: str) -> RolloutBatch:
-    """The batch with ids that have this text in them."""
-    return RolloutBatch(
-        Rollout(
-            *(r.token_ids, r.loss_mask, r.advantage),
-            group_id=f"{text}{r.group_id}",
-            rollout_id=f"{text}{r.rollout_id}",
-        )
-        for r in batch
-    )
 
 
 def filled(text: str) -> dict[str, Any]:

@@ -5,10 +5,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from forkpoint import Config, Rollout, RolloutBatch
-from forkpoint.apps.cli.plan import by_rollouts, by_tokens
 from forkpoint.plan import Estimate, ModelShape, Totals, make_plan
 from forkpoint.plan.estimate import SPLITS
 from forkpoint.rollouts.synthetic import synthetic_rollouts
@@ -103,7 +101,7 @@ def test_batches_add_up() -> None:
     rollouts = synthetic_rollouts(
         groups=6, rollouts_per_group=4, prompt_tokens=30, response_tokens=9, system_tokens=8
     )
-    parts = list(by_rollouts(rollouts, 8))
+    parts = [RolloutBatch(rollouts[n : n + 8]) for n in range(0, len(rollouts), 8)]
     together, alone = estimated(*parts, shape=SHAPE), [estimated(p, shape=SHAPE) for p in parts]
     assert together.batches == 3 and together.groups == 6
     for name in ("logical_tokens", "unique_tokens", "group_tokens", "trained_tokens", "rollouts"):
@@ -146,20 +144,6 @@ def test_plans_add_up(shape: ModelShape | None) -> None:
     only = Config(sharing="tree")
     totals.add(make_plan(RolloutBatch(alone), shape, only))
     assert totals.predicted_speedup is None, "dense was not looked at for one of them"
-
-
-@given(batch=batches(), tokens=st.integers(1, 60))
-@settings(max_examples=30, deadline=None)
-def test_batches_by_tokens(batch: RolloutBatch, tokens: int) -> None:
-    parts = list(by_tokens(batch, tokens))
-    assert [r.rollout_id for part in parts for r in part] == list(batch.rollout_ids)
-    longest = int(max(batch.lengths))
-    for part in parts[:-1]:
-        assert tokens <= part.logical_tokens < 2 * tokens + longest
-        at_end = parts[parts.index(part) + 1]
-        if part.logical_tokens < 2 * tokens:  # it ended where a group did
-            both = RolloutBatch([part[-1], at_end[0]])
-            assert len(both.groups()) == 2
 
 
 def test_one_token_rollouts_run_nothing() -> None:

@@ -167,12 +167,11 @@ LOSSES = (
     ),
     Kind(
         name="An option whose name another loss has",
-        error=ConfigError,
-        message="the loss grpo has no beta, which was given as 0.04; losses that have it are dpo, "
-        "simpo. Leave --beta out, or take one of them.",
+        error=ArgumentError,
+        message="GRPO has no argument beta: it is kl here; give kl=0.04.",
         means="TRL's beta of GRPO is the coefficient of the KL divergence.",
-        remedy="Give --kl, or --loss dpo if that is the loss.",
-        argv=("replay", "ok.jsonl", "--model", "ok.json", "--beta", "0.04"),
+        remedy="Give kl, or take dpo if that is the loss.",
+        argv=("replay", "ok.jsonl", "--model", "ok.json", "--loss", "grpo,beta=0.04"),
     ),
     loss_kind(
         "A clip below 0",
@@ -180,15 +179,6 @@ LOSSES = (
         message="clip is -0.1; it takes a number of at least 0.",
         means="It is how far the ratio may leave 1.",
         remedy="0.2 is the usual value; math.inf does not clip.",
-    ),
-    Kind(
-        name="An option of a loss that float32 cannot hold",
-        error=ConfigError,
-        message="clip is 1e+300; it takes a number of at most 1e+30, since losses are computed in "
-        "float32.",
-        means="Ratios and log-probs are, so that it would become infinite.",
-        remedy="Give a smaller number, or inf for no clipping.",
-        argv=("replay", "ok.jsonl", "--model", "ok.json", "--clip", "1e300"),
     ),
     loss_kind(
         "A dual clip of at most 1",

@@ -169,7 +169,7 @@ TRACES = (
         message="trace/batch-000001.safetensors is a part of a trace, which is read as a whole. "
         "Give its folder, trace.",
         means="Its arrays lie as the trace needs them, and the manifest has their checksums.",
-        remedy="Give the folder; plan --batch N shows one batch of it.",
+        remedy="Give the folder.",
         prepare=lambda _: recorded(),
         call=lambda: load_rollouts("trace/batch-000001.safetensors"),
         argv=("plan", "trace/batch-000001.safetensors"),

@@ -19,6 +19,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     # The imports take half a second, in which the user may interrupt.
-    from forkpoint.apps.cli.app import run
+    from forkpoint.apps.cli.app import FORKPOINT
 
-    return run(arguments)
+    return FORKPOINT.run(arguments)

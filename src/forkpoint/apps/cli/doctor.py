@@ -36,42 +36,40 @@ class Doctor:
             from forkpoint.ops.attention import KERNELS
             from forkpoint.ops.delta_rule import DELTA_KERNELS
 
-            families = {name: family.model_class for name, family in FAMILIES.items()}
-            names = [entry["device"] for entry in devices()]
-            asked = {"softcap": 0.0, "window": 0}
-            kernels = list_kernels(KERNELS, names, **asked)
-            delta_kernels = list_kernels(DELTA_KERNELS, names)
-        with out.waiting("checking gradients with eager blocks"):
-            eager = self_test(compile_blocks=False)
-        with out.waiting("checking gradients with compiled blocks"):
-            compiled = self_test(compile_blocks=True)
-        passed = eager.report.passed and compiled.report.passed
-        installed = [(name, version or "not installed") for name, version in versions().items()]
-        out.show(
-            table("versions", installed),
-            table("devices", [(d["device"], _describe(d)) for d in devices()]),
-            table(f"attention kernels, head dim {HEAD_DIM}", _kernel_rows(kernels)),
-            table(f"delta-rule kernels, head dim {HEAD_DIM}", _kernel_rows(delta_kernels)),
-            table("model families", families.items()),
-            *(f"self-test: {test}" for test in (eager, compiled)),
-            *_compiled_by_default(),
-        )
-        for test in (eager, compiled):
-            if not test.report.passed:
-                out.show(test.report.table(width=out.width))
-        compiled_test = {**compiled.report.to_dict(), "compiler_failure": compiled.failure}
-        out.result(
-            {
-                "command": "doctor",
-                "passed": passed,
+            found = {
                 "versions": versions(),
                 "devices": devices(),
-                "kernels": kernels,
-                "delta_rule_kernels": delta_kernels,
-                "families": families,
-                "self_test": eager.report.to_dict(),
-                "compiled_self_test": compiled_test,
+                "families": {name: family.model_class for name, family in FAMILIES.items()},
             }
+            names = [entry["device"] for entry in devices()]
+            kernels = {
+                "kernels": list_kernels(KERNELS, names, softcap=0.0, window=0),
+                "delta_rule_kernels": list_kernels(DELTA_KERNELS, names),
+            }
+        out.show(
+            table("versions", [(n, v or "not installed") for n, v in found["versions"].items()]),
+            table("devices", [(d["device"], _describe(d)) for d in found["devices"]]),
+            table("model families", found["families"].items()),
+            *(table(f"{name}, head dim {HEAD_DIM}", _rows(of)) for name, of in kernels.items()),
+        )
+        tests: dict[str, dict[str, Any]] = {}
+        for blocks in ("eager", "compiled"):
+            with out.waiting(f"checking gradients with {blocks} blocks"):
+                report, failure = self_test(compile_blocks=blocks == "compiled")
+            out.show(
+                f"self-test: {'passed' if report.passed else 'FAILED'} with {blocks} blocks "
+                f"({report.dtype}); a tiny model's gradients, shared and dense, differ by "
+                f"{report.shared_error:.1e} of their norm (allowed {report.allowed:.0e})"
+            )
+            if not report.passed:
+                out.show(report.table(width=out.width))
+            if failure is not None:
+                out.show(f"The compiler failed here ({failure}), so blocks run eagerly in steps.")
+            tests[blocks] = {**report.to_dict(), "compiler_failure": failure}
+        passed = all(test["passed"] for test in tests.values())
+        out.result(
+            {"command": "doctor", "passed": passed, **found, **kernels}
+            | {"self_test": tests["eager"], "compiled_self_test": tests["compiled"]}
         )
         return 0 if passed else 1
 
@@ -89,49 +87,21 @@ def list_kernels(
             taken = False
             for kernel in kernels:
                 refusal = kernel.refusal(*where, deterministic=False, **asked)
-                found.append(
-                    {
-                        "device": device,
-                        "dtype": name,
-                        "kernel": kernel.name,
-                        "auto": refusal is None and not taken,
-                        "refusal": refusal,
-                    }
-                )
-                taken = taken or refusal is None
+                auto = refusal is None and not taken
+                taken = taken or auto
+                values = (device, name, kernel.name, auto, refusal)
+                keys = ("device", "dtype", "kernel", "auto", "refusal")
+                found.append(dict(zip(keys, values, strict=True)))
     return found
 
 
-@dataclass(frozen=True)
-class SelfTest:
-    """A comparison of a tiny model's gradients, shared and dense."""
-
-    blocks: str
-    """"eager blocks" or "compiled blocks"."""
-    report: "VerifyReport"
-    failure: str | None
-    """The compiler's error, where it failed and blocks ran eagerly instead."""
-
-    def __str__(self) -> str:
-        verdict = "passed" if self.report.passed else "FAILED"
-        text = (
-            f"{verdict} with {self.blocks} ({self.report.dtype}); a tiny model's gradients, shared "
-            f"and dense, differ by {self.report.shared_error:.1e} of their norm (allowed "
-            f"{self.report.allowed:.0e})"
-        )
-        if self.failure is None:
-            return text
-        return (
-            f"{text}. The compiler failed here ({self.failure}), so blocks ran eagerly, as they do "
-            "in steps; without compilation steps take longer"
-        )
-
-
-def self_test(*, compile_blocks: bool) -> SelfTest:
+def self_test(*, compile_blocks: bool) -> "tuple[VerifyReport, str | None]":
     """Gradients of a tiny model, shared and dense, on the best device here.
 
     In float64 with eager blocks; in float32 with compiled ones, for those of float64 models are
     not compiled on CUDA.
+
+    Returns the comparison, and the compiler's error where it failed and blocks ran eagerly instead.
     """
     import torch
 
@@ -141,9 +111,8 @@ def self_test(*, compile_blocks: bool) -> SelfTest:
     from forkpoint.testing import tiny_model
     from forkpoint.wrapping import wrap
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     model = tiny_model("qwen3", dtype=torch.float32 if compile_blocks else torch.float64)
-    model.to(device)  # pyright: ignore[reportArgumentType]  (a decorator of transformers)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")  # pyright: ignore[reportArgumentType]  (a decorator of transformers)
     rollouts = synthetic_rollouts(
         groups=2,
         rollouts_per_group=4,
@@ -156,26 +125,10 @@ def self_test(*, compile_blocks: bool) -> SelfTest:
     policy = wrap(model, config)
     policy.host.compiling.announced = True  # the command says itself what it is doing
     report = policy.verify(RolloutBatch(rollouts), GRPO())
-    blocks = "compiled blocks" if compile_blocks else "eager blocks"
-    return SelfTest(blocks, report, policy.host.compiling.failure)
+    return report, policy.host.compiling.failure
 
 
-def _compiled_by_default() -> list[str]:
-    """Whose blocks are compiled on the best device here, and why others' are not."""
-    import torch
-
-    from forkpoint.engine.compiling import Compiling
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    lines: dict[str, list[str]] = {}
-    for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        reason = Compiling(None).reason_for_eager(device, dtype)
-        text = "compiled" if reason is None else f"eager, because {reason}"
-        lines.setdefault(text, []).append(str(dtype).removeprefix("torch."))
-    return [f"blocks of {', '.join(names)} models: {text}" for text, names in lines.items()]
-
-
-def _kernel_rows(kernels: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
+def _rows(kernels: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
     return [
         (
             f"{kernel['device']} {kernel['dtype']}",

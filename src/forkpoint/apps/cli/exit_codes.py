@@ -16,16 +16,11 @@ from forkpoint import __version__
 from forkpoint.apps.report.text import abbreviate, visible
 from forkpoint.errors import ForkpointError
 
-OUTPUT_CLOSED = 1
-USER_ERROR = 2
+OUTPUT_CLOSED, USER_ERROR, INTERRUPTED = 1, 2, 130
 INTERNAL_ERROR = 70
 """EX_SOFTWARE of sysexits.h."""
-INTERRUPTED = 130
-
 DEBUG = "--debug"
 MAX_REASON_CHARACTERS = 300
-# torch raises a RuntimeError if the host has no memory left.
-_TORCH_MEMORY = "DefaultCPUAllocator"
 
 
 def guarded(run: Callable[[list[str]], int], argv: Sequence[str] | None = None) -> int:
@@ -75,7 +70,8 @@ def _explained(error: BaseException) -> tuple[int, str]:
         return USER_ERROR, f"error: {error}"
     text = " ".join(str(error).split())
     reason = abbreviate(f"{type(error).__name__}: {text}".rstrip(": ."), MAX_REASON_CHARACTERS)
-    if isinstance(error, MemoryError) or _TORCH_MEMORY in text:
+    # torch raises a RuntimeError if the host has no memory left.
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text:
         return USER_ERROR, (
             f"error: the memory of this machine ran out ({reason}). Take fewer rollouts (--limit), "
             "shorter microbatches (--max-microbatch-tokens) or a smaller model."

@@ -23,9 +23,7 @@ def load_model(model: Path, options: Runtime) -> PreTrainedModel:
         UnsupportedError: forkpoint does not know its family.
     """
     device = _device(options.device)
-    path = config_path(model)
-    config = read_config(path)
-    check_family(path, config)
+    path, config = _read(model)
     if config.get("quantization_config") is not None:
         raise UnsupportedError(
             f"{path} has a quantization_config; quantized parameters have not been shown exact. "
@@ -35,7 +33,6 @@ def load_model(model: Path, options: Runtime) -> PreTrainedModel:
     logging.disable_progress_bar()
     # Transformers checks what it reads by errors of many kinds, each of them about the user's file.
     try:
-        # Drawing billions of random weights takes minutes on a CPU; devices draw others by a seed.
         if model.is_dir():
             made = _load(model, dtype)
         else:
@@ -59,6 +56,14 @@ def load_model(model: Path, options: Runtime) -> PreTrainedModel:
     made.train()
     made.to(device)  # pyright: ignore[reportArgumentType]  (a decorator of transformers)
     return made
+
+
+def _read(model: Path) -> tuple[Path, dict[str, Any]]:
+    """The path of a model's configuration, and its keys; the family is one that is known."""
+    path = config_path(model)
+    config = read_config(path)
+    check_family(path, config)
+    return path, config
 
 
 def _device(name: str) -> torch.device:
@@ -116,16 +121,12 @@ def shallow_models(
 
     Raises as `load_model`.
     """
-    where = _device(device)
-    path = config_path(model)
-    config = read_config(path)
-    check_family(path, config)
-    kind: torch.dtype = getattr(torch, dtype)
+    where, kind = _device(device), getattr(torch, dtype)
+    path, config = _read(model)
     try:
         whole = AutoConfig.for_model(**config).to_dict()
     except Exception as error:
         raise ConfigError(f"transformers cannot read {path}: {error}") from error
-    shape = ModelShape.from_config(whole, dtype_bytes=kind.itemsize)
 
     def make(layers: int) -> PreTrainedModel:
         changed = {**config, "num_hidden_layers": layers}
@@ -134,7 +135,7 @@ def shallow_models(
         with torch.device(where):
             return random_model(changed, kind, seed).train()
 
-    return make, shape
+    return make, ModelShape.from_config(whole, dtype_bytes=kind.itemsize)
 
 
 @contextmanager

@@ -3,25 +3,16 @@
 The texts under Attributes are the help of the command line.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tyro.conf import (
-    DisallowNone,
-    FlagCreatePairsOff,
-    HelptextFromCommentsOff,
-    OmitArgPrefixes,
-    Positional,
-    arg,
-)
+from tyro.conf import DisallowNone, Positional, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
 from forkpoint.apps.cli.output import Output
-from forkpoint.config import AUTO, Config
 from forkpoint.errors import ConfigError, TraceError
 from forkpoint.hosts.transformers.model_files import parameters_of_model, shape_of_model
 from forkpoint.plan import ModelShape
@@ -30,17 +21,21 @@ from forkpoint.rollouts.batch import Rollout, RolloutBatch
 from forkpoint.rollouts.traces import RolloutFile, open_rollouts
 from forkpoint.units import size_in_bytes
 
-# Help is in docstrings; a search for it in comments would take half the time.
-TYRO_CONFIG = (FlagCreatePairsOff, HelptextFromCommentsOff, OmitArgPrefixes)
-
 MAX_SEED = 2**63 - 1
 """The largest that every random generator takes."""
 PLAN_ROLLOUT_BYTES = 2560
 PLAN_TOKEN_BYTES = 96
 """Bytes of a batch and its plan for each rollout and for each of its tokens, besides the rollouts'
-own arrays: 1.3 KB and 70 to 90 bytes were measured with `forkpoint plan` and `forkpoint report`."""
+own arrays: 1.3 KB and 70 to 90 bytes were measured with `forkpoint plan`."""
+BATCH_TOKENS = 4_000_000
+"""Tokens after which a batch of a long file ends with its group, or with as many again."""
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 DtypeName = Literal["float32", "bfloat16", "float64"]
+DeviceName = Literal["auto", "cpu", "cuda"]
+# fmt: off
+FormatName = Literal["auto", "forkpoint", "verl", "verl-text", "trl", "trl-async", "openrlhf",
+                     "nemo-rl", "prime-rl", "slime", "skyrl"]
+# fmt: on
 
 
 def whole_number(least: int, most: int | None = None) -> PrimitiveConstructorSpec[int]:
@@ -48,12 +43,9 @@ def whole_number(least: int, most: int | None = None) -> PrimitiveConstructorSpe
     allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
 
     def read(words: list[str]) -> int:
-        try:
-            value = int(words[0])
-        except ValueError:
-            raise ValueError(f"{words[0]!r} is not a whole number.") from None
-        if value < least or (most is not None and value > most):
-            raise ValueError(f"{value} is not a whole number {allowed}.")
+        value = int(words[0]) if words[0].lstrip("-").isdecimal() else None
+        if value is None or value < least or (most is not None and value > most):
+            raise ValueError(f"{words[0]!r} is not a whole number {allowed}.")
         return value
 
     return PrimitiveConstructorSpec(
@@ -83,64 +75,15 @@ Count = Annotated[int, WholeNumber]
 Positive = Annotated[int, whole_number(1)]
 Seed = Annotated[int, whole_number(0, MAX_SEED)]
 Limit = Annotated[int | None, WholeNumber, arg(help_behavior_hint="(default: all)")]
-MemoryBudget = DisallowNone[
-    Annotated[str | None, arg(metavar="SIZE", help_behavior_hint="(default: what is free on CUDA)")]
-]
-Chosen = Annotated[
-    int | None, WholeNumber, arg(help_behavior_hint="(default: chosen by the planner)")
+Size = DisallowNone[
+    Annotated[str | None, arg(metavar="SIZE", help_behavior_hint="(default: no limit)")]
 ]
 MemoryText = DisallowNone[
     Annotated[str | None, arg(metavar="SIZE", help_behavior_hint="(default: by the file)")]
 ]
-Measured = DisallowNone[
-    Annotated[
-        Path | None,
-        arg(metavar="FILE", help_behavior_hint="(default: that of this device and model, if any)"),
-    ]
+Tokenizer = DisallowNone[
+    Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: none)")]
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Planning:
-    """Sharing of tokens, and the tokens that go through the model together.
-
-    Attributes:
-        sharing: Who may share tokens: nobody (none: ordinary dense training), the rollouts of one
-            group, or any rollouts that begin alike (tree). auto takes the cheapest.
-        boundary: A microbatch is what goes through the model in one forward. Where rollouts part,
-            their branches lie in the microbatch of what they share (within), in microbatches of
-            their own that read its keys and values (across), or either, as fits (mixed). auto takes
-            the cheapest.
-        max_microbatch_tokens: The most tokens in one microbatch. Lower it when memory runs out.
-        memory_budget: The most memory that activations and kept keys and values may take together,
-            as predicted: bytes, or text such as 70GiB.
-        activations: Where activations of a microbatch are while those that read it run: on the
-            device (keep), in the host's memory (offload), or nowhere until they are computed again
-            (recompute). auto keeps what the memory budget lets it.
-        checkpointing: What a backward computes again: nothing, the MLPs (selective), or whole
-            decoder blocks (full): less memory, more time. auto is nothing where that fits.
-        calibration: A file that forkpoint calibrate wrote; plans are then priced in milliseconds
-            instead of counted FLOPs.
-    """
-
-    sharing: Literal["auto", "none", "group", "tree"] = "auto"
-    boundary: Literal["auto", "within", "across", "mixed"] = "auto"
-    max_microbatch_tokens: Chosen = None
-    memory_budget: MemoryBudget = None
-    activations: Literal["auto", "keep", "offload", "recompute"] = "auto"
-    checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
-    calibration: Measured = None
-
-    def config(self) -> Config:
-        return Config(
-            sharing=self.sharing,
-            boundary=self.boundary,
-            max_microbatch_tokens=self.max_microbatch_tokens,
-            memory_budget=self.memory_budget or AUTO,
-            activations=self.activations,
-            checkpointing=self.checkpointing,
-            calibration=self.calibration,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,52 +115,6 @@ class Memory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Device:
-    """A device to plan for, without one at hand.
-
-    Attributes:
-        device_memory: Its memory, such as 80GB. Weights, gradients and optimizer are counted, and
-            the rest is the memory budget; what does not fit is said.
-        optimizer_bytes: Bytes of the optimizer's states for each trained parameter: 8 for Adam in
-            float32, 4 on bfloat16 weights, 2 in 8 bits, 0 for SGD.
-        trained_share: The part of the parameters that is trained, such as 0.01 with adapters.
-    """
-
-    device_memory: DisallowNone[
-        Annotated[str | None, arg(metavar="SIZE", help_behavior_hint="(default: no limit)")]
-    ] = None
-    optimizer_bytes: float = 8.0
-    trained_share: float = 1.0
-
-    def memory(self, model: Path | None, shape: ModelShape | None) -> DeviceMemory | None:
-        """Memory of the device, and what weights take of it; None where no device is given.
-
-        Raises ConfigError for a device without a model, and for numbers that are not allowed.
-        """
-        total = size_in_bytes(self.device_memory, "device_memory")
-        for name, value, most in (
-            ("optimizer_bytes", self.optimizer_bytes, 1024),
-            ("trained_share", self.trained_share, 1),
-        ):
-            if not 0 <= value <= most:
-                raise ConfigError(f"{name} is {value}; it takes a number from 0 to {most}.")
-        if total is None:
-            return None
-        if model is None or shape is None:
-            raise ConfigError(
-                f"device_memory is {self.device_memory}, but without a model bytes cannot be "
-                "predicted. Add --model Qwen/Qwen3-8B, say."
-            )
-        return DeviceMemory(
-            total,
-            parameters_of_model(model, shape),
-            shape.dtype_bytes,
-            self.optimizer_bytes,
-            self.trained_share,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Runtime(Memory):
     """How the model is made and where it runs.
 
@@ -227,14 +124,47 @@ class Runtime(Memory):
             GPU they are others than on a CPU.
     """
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: DeviceName = "auto"
     seed: Seed = 0
 
 
-# fmt: off
-FormatName = Literal["auto", "forkpoint", "verl", "verl-text", "trl", "trl-async", "openrlhf",
-                     "nemo-rl", "prime-rl", "slime", "skyrl"]
-# fmt: on
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A device to plan for, without one at hand.
+
+    Attributes:
+        device_memory: Its memory, such as 80GB. Weights, gradients and optimizer
+            (--optimizer-bytes-per-parameter) are counted, and the rest is the memory budget; what
+            does not fit is said.
+        trained_share: The part of the parameters that is trained, such as 0.01 with adapters.
+    """
+
+    device_memory: Size = None
+    trained_share: float = 1.0
+
+    def memory(
+        self, model: Path | None, shape: ModelShape | None, optimizer_bytes: float
+    ) -> DeviceMemory | None:
+        """Memory of the device, and what weights take of it; None where no device is given.
+
+        Raises ConfigError for a device without a model, and for numbers that are not allowed.
+        """
+        total = size_in_bytes(self.device_memory, "device_memory")
+        if not 0 <= self.trained_share <= 1:
+            raise ConfigError(
+                f"trained_share is {self.trained_share}; it takes a number from 0 to 1."
+            )
+        if total is None:
+            return None
+        if model is None or shape is None:
+            raise ConfigError(
+                f"device_memory is {self.device_memory}, but without a model bytes cannot be "
+                "predicted. Add --model Qwen/Qwen3-8B, say."
+            )
+        parameters = parameters_of_model(model, shape)
+        return DeviceMemory(
+            total, parameters, shape.dtype_bytes, optimizer_bytes, self.trained_share
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,9 +182,7 @@ class Reading:
 
     format: FormatName = "auto"
     on_error: Literal["stop", "skip"] = "stop"
-    tokenizer: DisallowNone[
-        Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: none)")]
-    ] = None
+    tokenizer: Tokenizer = None
     memory_limit: MemoryText = None
 
     def open(self, file: Path, limit: int | None) -> RolloutFile:
@@ -279,6 +207,37 @@ def load_batch(file: Path, limit: int | None, reading: Reading, out: Output) -> 
     return batch
 
 
+def batches_of(source: RolloutFile, count: int | None = None) -> Iterator[RolloutBatch]:
+    """The rollouts of a file as batches, in the memory of one.
+
+    A batch has `count` rollouts, or BATCH_TOKENS and the rest of its group, if that is no longer
+    than BATCH_TOKENS. It counts towards the limit on memory until the next batch is asked for.
+    """
+    held: list[Rollout] = []
+    tokens = cost = 0
+    for rollout in source:
+        full = len(held) == count
+        if count is None and tokens >= BATCH_TOKENS:
+            full = tokens >= 2 * BATCH_TOKENS or _group(rollout) != _group(held[-1])
+        if full:
+            yield RolloutBatch(held)
+            source.memory.let_go(cost)
+            held, tokens, cost = [], 0, 0
+        cost += source.memory.keep(rollout)
+        held.append(rollout)
+        tokens += len(rollout)
+    if held:
+        yield RolloutBatch(held)
+
+
+def _group(rollout: Rollout) -> str | bytes:
+    """Key of a rollout's group, as in a batch."""
+    if rollout.group_id is not None:
+        return rollout.group_id
+    mask = rollout.loss_mask
+    return rollout.token_ids[: mask.argmax() if mask.any() else len(mask)].tobytes()
+
+
 def recorded_batches(source: RolloutFile) -> Iterator[RolloutBatch]:
     """The batches of a trace, one at a time. Raises TraceError where there is none yet."""
     assert source.trace is not None
@@ -288,23 +247,6 @@ def recorded_batches(source: RolloutFile) -> Iterator[RolloutBatch]:
             "record again."
         )
     return (step.batch for step in source.trace)
-
-
-def streamed_batches(
-    source: RolloutFile, cut: Callable[[Iterable[Rollout]], Iterator[RolloutBatch]]
-) -> Iterator[RolloutBatch]:
-    """The batches that `cut` makes of a file's rollouts, which count towards the limit on memory
-    until the next batch is asked for."""
-    costs: deque[int] = deque()
-
-    def kept() -> Iterator[Rollout]:
-        for rollout in source:
-            costs.append(source.memory.keep(rollout))
-            yield rollout
-
-    for batch in cut(kept()):
-        yield batch
-        source.memory.let_go(sum(costs.popleft() for _ in range(len(batch))))
 
 
 def show_source(source: RolloutFile, out: Output) -> None:

@@ -36,10 +36,10 @@ class Output:
         self.facts: dict[str, Any] = {}
         """Further fields of the JSON line, at its end."""
         self._terminal = sys.stdout.isatty()
-        width = None if self._terminal else PIPE_WIDTH
-        self._console = _Console(width=width, markup=False, emoji=False, highlight=False)
+        plain_text: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False}
+        self._console = _Console(width=None if self._terminal else PIPE_WIDTH, **plain_text)
         self.width: int = self._console.width
-        self._errors = _Console(stderr=True, markup=False, highlight=False)
+        self._errors = _Console(stderr=True, **plain_text)
         self._shows_progress = self._errors.is_interactive and not silent
 
     def show(self, *things: RenderableType) -> None:
@@ -71,13 +71,9 @@ class Output:
     @contextmanager
     def progress(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
         """Show a bar with the time left. Yields a function to call with the steps just done."""
-        bar = Progress(
-            *Progress.get_default_columns(),
-            console=self._errors,
-            transient=True,
-            disable=not self._shows_progress,
-        )
-        with bar:
+        with Progress(
+            console=self._errors, transient=True, disable=not self._shows_progress
+        ) as bar:
             task = bar.add_task(what, total=total)
             yield lambda steps: bar.advance(task, steps)
 

@@ -1,134 +1,112 @@
-"""`forkpoint plan`: what would run for a file of rollouts, and what sharing saves on it.
+"""`forkpoint plan`: what would run for a file of rollouts, and what sharing saves on it."""
 
-Imports no torch, unless the file is one of torch's.
-"""
-
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import DisallowNone, arg
 
-from forkpoint.apps.cli.losses import LossName, coupling, zero_rollouts
+from forkpoint.apps.cli.losses import Objective
 from forkpoint.apps.cli.options import (
     Device,
     File,
     Flag,
     Limit,
     Memory,
-    Planning,
-    Positive,
     Reading,
     WholeNumber,
+    batches_of,
     recorded_batches,
     show_source,
-    streamed_batches,
     whole_number,
 )
 from forkpoint.apps.cli.output import Output
-from forkpoint.apps.cli.plan_text import (
-    LABEL,
-    distribution_table,
-    distributions,
-    mode_table,
-    modes,
-    plan_lines,
-)
+from forkpoint.apps.cli.plan_text import answers, mode_table, modes
 from forkpoint.apps.cli.ranks import Ranks
-from forkpoint.errors import ConfigError, ForkpointError
-from forkpoint.parallel.placement.paths import Rates
+from forkpoint.config import Config
+from forkpoint.errors import ForkpointError
 from forkpoint.parallel.placement.place import check_ranks
 from forkpoint.plan import Estimate, ModelShape, Totals, make_plan
 from forkpoint.plan import Plan as MadePlan
 from forkpoint.plan.device_memory import DeviceMemory
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.runs import run_lengths
-from forkpoint.plan.shared_prompts import PlannedPrompt, cannot_exchange
-from forkpoint.rollouts.batch import Rollout, RolloutBatch
+from forkpoint.plan.shared_prompts import PlannedPrompt
+from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.traces import RolloutFile
 
+if TYPE_CHECKING:
+    from forkpoint.losses import Loss
+
+LABEL = 14
+"""Characters of the names of answers."""
 AnyModel = DisallowNone[
     Annotated[
         Path | None,
         arg(metavar="NAME|DIR|CONFIG.json", help_behavior_hint="(default: count tokens only)"),
     ]
 ]
-WhichBatch = Annotated[int | None, WholeNumber, arg(help_behavior_hint="(default: none)")]
-Rollouts = Annotated[int | None, whole_number(1), arg(help_behavior_hint="(default: by tokens)")]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Batching:
-    """Batch of one optimizer step, within which tokens may be shared.
-
-    The batches of a trace are those that were recorded, unless one of these is given.
-
-    Attributes:
-        batch_rollouts: This many rollouts of the file, in its order.
-        batch_tokens: Rollouts of the file, in its order, until there are this many tokens and the
-            last one's group ends, or twice as many.
-    """
-
-    batch_rollouts: Rollouts = None
-    batch_tokens: Positive = 4_000_000
+RankCount = Annotated[int | None, WholeNumber, arg(help_behavior_hint="(default: none)")]
+BatchRollouts = Annotated[
+    int | None, whole_number(1), arg(help_behavior_hint="(default: all, up to 4 million tokens)")
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """Show what would run for a file of rollouts and what sharing saves, batch by batch.
 
-    A file of up to --batch-tokens is one batch. A larger one is read as a stream of them, in the
-    memory of one; every batch is planned, and what the plans add up to is shown. Runs no model: it
-    needs neither weights nor a GPU.
+    A batch is what one optimizer step trains on; nothing is shared between batches. A file of up to
+    4 million tokens is one batch. A larger one is read as a stream of batches, in the memory of
+    one; every batch is planned, and what the plans add up to is shown. Runs no model: it needs
+    neither weights nor a GPU.
 
     Attributes:
-        file: Rollouts, as a trainer or forkpoint writes them, or the folder of a trace.
+        file: Rollouts, as a trainer or forkpoint writes them, or the folder of a trace, whose
+            batches are those that were recorded.
         model: A model by its name (Qwen/Qwen3-8B, llama3-8b, ...), its folder or its config.json;
             with it FLOPs and bytes are counted, not only tokens.
-        loss: The loss it is for. Losses that couple the tokens of a rollout (gspo, gmpo) or the
-            rollouts of a pair (dpo, simpo) can cost another forward.
-        all_logprobs: Run rollouts that the loss gives no gradient as well, such as those of groups
-            whose advantages are all 0; so does a loss with a KL divergence or an entropy bonus.
-        details: Show the whole plan as well: its microbatches and its tree, what was looked at, and
-            how rollouts share.
-        batch: Show the plan of batch N, counted from 0: its microbatches and its tree.
+        batch_rollouts: A batch is this many rollouts, in the order of the file.
+        details: Show the whole plan of the first batch as well: its microbatches and its tree, what
+            was looked at, and what each way to share saves.
         ranks: Show what a step costs on N data-parallel ranks, with the rollouts placed by
             forkpoint, by token counts and in the order of the file. The ranks wait for each other
             in every forward and backward, as with sharded weights.
         limit: Read only the first N rollouts of the file.
         json: Print one line of JSON and nothing else.
+        config: How batches are planned and run, as forkpoint.Config describes it.
     """
 
     file: File
     model: AnyModel = None
-    loss: LossName = "grpo"
-    all_logprobs: Flag = False
+    batch_rollouts: BatchRollouts = None
     details: Flag = False
-    batch: WhichBatch = None
-    ranks: WhichBatch = None
+    ranks: RankCount = None
     limit: Limit = None
     json: Flag = False
+    objective: Objective = field(default_factory=Objective)
     reading: Reading = field(default_factory=Reading)
-    batching: Batching = field(default_factory=Batching)
-    planning: Planning = field(default_factory=Planning)
+    config: Config = field(default_factory=Config)
     memory: Memory = field(default_factory=Memory)
     device: Device = field(default_factory=Device)
 
     def run(self) -> int:
-        out = Output(json_only=self.json)
+        out, config = Output(json_only=self.json), self.config
         shape = self.memory.shape(self.model)
-        device = self.device.memory(self.model, shape)
+        device = self.device.memory(self.model, shape, config.optimizer_bytes_per_parameter)
+        measured = config.calibration
+        calibration = None if measured is None else Calibration.load(Path(measured))
         source = self.reading.open(self.file, self.limit)
-        measured = self.planning.calibration
-        calibration = None if measured is None else Calibration.load(measured)
-        estimate, totals, shown = Estimate(shape), Totals(), None
-        ranks = self._ranks(shape, calibration)
+        estimate, totals, first = Estimate(shape), Totals(), None
         with out.waiting("planning"):
+            loss = self.objective.make()
+            ranks = self._ranks(shape, calibration, loss)
             for batch in self._batches(source):
                 make = partial(
                     self._plan,
+                    loss=loss,
                     rewarded=source.rewarded,
                     number=totals.batches,
                     shape=shape,
@@ -137,60 +115,49 @@ class Plan:
                 )
                 plan = make(batch)
                 estimate.add(batch, plan.run_lengths)
-                if totals.batches == (self.batch or 0):
-                    shown = plan
                 totals.add(plan)
+                first = first or plan
                 if ranks is not None:
                     ranks.add(batch, plan, make)
-        if shown is None:
-            batches, most = "one batch", "0"
-            if totals.batches > 1:
-                batches = f"{totals.batches} batches"
-                most = f"a whole number from 0 to {totals.batches - 1}"
-            raise ConfigError(
-                f"batch is {self.batch}, and {self.file} is read as {batches}; it takes {most}."
-            )
+        assert first is not None, "an empty file has been refused"
         show_source(source, out)
-        out.show(*plan_lines(shown, totals, estimate.groups, self.file, self.model, device))
-        out.show(*(ranks.lines(LABEL) if ranks else ()))
-        self._show_details(out, shown, totals.batches > 1, estimate)
-        facts = {"device_memory": device and _device_facts(device, totals)}
-        facts |= {"ranks": ranks.facts() if ranks else None}
-        out.result(self._result(shown, totals, estimate) | facts)
+        shown = answers(first, totals, estimate.groups, self.file, self.model, device)
+        shown |= ranks.answers() if ranks else {}
+        out.show(*(f"{name:{LABEL}}{answer}" for name, answer in shown.items()))
+        if self.details:
+            out.show(*(["the first batch:"] if totals.batches > 1 else []))
+            out.show(first.explain(width=out.width), mode_table(estimate, self.file.name))
+        out.result(
+            self._result(first, totals, estimate)
+            | {"device_memory": device and _device_facts(device, totals)}
+            | {"ranks": ranks and ranks.facts()}
+        )
         return 0
 
-    def _ranks(self, shape: ModelShape | None, calibration: Calibration | None) -> Ranks | None:
+    def _batches(self, source: RolloutFile) -> Iterator[RolloutBatch]:
+        if source.trace is not None and self.limit is None and self.batch_rollouts is None:
+            return recorded_batches(source)
+        return batches_of(source, self.batch_rollouts)
+
+    def _ranks(
+        self, shape: ModelShape | None, calibration: Calibration | None, loss: "Loss"
+    ) -> Ranks | None:
         if self.ranks is None:
             return None
         check_ranks(self.ranks)
-        return Ranks(
-            self.ranks,
-            Rates.of(shape, calibration),
-            # Losses of pairs need both rollouts on one rank.
-            self.loss in ("dpo", "simpo"),
-            self.planning.max_microbatch_tokens,
-            not cannot_exchange(self.planning.config()),
-            calibration,
-        )
-
-    def _show_details(self, out: Output, plan: MadePlan, several: bool, of: Estimate) -> None:
-        """The tables that were asked for; `several`: whether there are several batches."""
-        if self.batch is not None or (self.details and not several):
-            if several:
-                out.show(f"batch {self.batch}:")
-            out.show(plan.explain(width=out.width))
-        if self.details:
-            out.show(mode_table(of, self.file.name), distribution_table(of))
+        # Losses of pairs need both rollouts on one rank.
+        return Ranks(self.ranks, shape, calibration, self.config, loss.decomposition == "joint")
 
     def _plan(
         self,
         batch: RolloutBatch,
+        *,
+        loss: "Loss",
+        rewarded: bool,
         number: int,
         shape: ModelShape | None,
         calibration: Calibration | None,
         device: DeviceMemory | None,
-        *,
-        rewarded: bool,
         prompts: tuple[PlannedPrompt, ...] | None = None,
     ) -> MadePlan:
         """The plan of a batch; errors of batches that are not the first say which it is.
@@ -198,39 +165,26 @@ class Plan:
         `rewarded`: whether rollouts have rewards in the place of advantages, so that it is not
         known which give no gradient.
         """
-        zero = None
-        if not rewarded and not self.all_logprobs:
-            zero = zero_rollouts(self.loss, batch)
+        from forkpoint.losses.zeros import zero_rollouts
+
+        everything = rewarded or self.config.all_logprobs
         try:
             if shape is not None:
                 batch.check_vocabulary(shape.vocab)
             return make_plan(
                 batch,
                 shape,
-                self.planning.config(),
-                coupling=coupling(self.loss, batch),
+                self.config,
+                coupling=None if loss.decomposition == "token" else loss.coupling(batch),
                 calibration=calibration,
                 measured_budget_bytes=None if device is None else device.budget_bytes,
                 prompts=prompts,
-                runs=run_lengths(batch, zero),
+                runs=run_lengths(batch, None if everything else zero_rollouts(loss, batch)),
             )
         except ForkpointError as error:
             if not number:
                 raise
             raise type(error)(f"{self.file}, batch {number}: {error}") from None
-
-    def _batches(self, source: RolloutFile) -> Iterator[RolloutBatch]:
-        given = self.batching
-        if given.batch_rollouts is not None and given.batch_tokens != Batching().batch_tokens:
-            raise ConfigError(
-                f"batch_rollouts is {given.batch_rollouts} and batch_tokens {given.batch_tokens}; "
-                "a batch is of so many rollouts, or of so many tokens. Leave one of the two out."
-            )
-        if source.trace is not None and self.limit is None and given == Batching():
-            return recorded_batches(source)
-        if given.batch_rollouts is not None:
-            return streamed_batches(source, partial(by_rollouts, count=given.batch_rollouts))
-        return streamed_batches(source, partial(by_tokens, tokens=given.batch_tokens))
 
     def _result(self, plan: MadePlan, totals: Totals, estimate: Estimate) -> dict[str, Any]:
         return {
@@ -253,14 +207,12 @@ class Plan:
             "predicted_speedup": totals.predicted_speedup,
             "predicted_peak_bytes": totals.predicted_peak_bytes,
             "predicted_ms": totals.predicted_ms,
-            "batch": self.batch or 0,
             "max_microbatch_tokens": plan.max_microbatch_tokens,
             "sharing": plan.sharing,
             "boundary": plan.boundary,
             "reason": plan.reason,
             "candidates": [asdict(candidate) for candidate in plan.candidates],
             "modes": modes(estimate),
-            "distributions": distributions(estimate),
         }
 
 
@@ -274,41 +226,3 @@ def _device_facts(device: DeviceMemory, totals: Totals) -> dict[str, Any]:
         "left_bytes": device.left_bytes,
         "fits": device.fits(totals.predicted_peak_bytes or 0),
     }
-
-
-def by_rollouts(rollouts: Iterable[Rollout], count: int) -> Iterator[RolloutBatch]:
-    """Batches of `count` rollouts, the last of what is left."""
-    held: list[Rollout] = []
-    for rollout in rollouts:
-        held.append(rollout)
-        if len(held) == count:
-            yield RolloutBatch(held)
-            held = []
-    if held:
-        yield RolloutBatch(held)
-
-
-def by_tokens(rollouts: Iterable[Rollout], tokens: int) -> Iterator[RolloutBatch]:
-    """Batches of at least `tokens` that end where a group does, or have twice as many."""
-    held: list[Rollout] = []
-    total, last = 0, None
-    for rollout in rollouts:
-        if total >= tokens:
-            group = _group(rollout)
-            if group != last or total >= 2 * tokens:
-                yield RolloutBatch(held)
-                held, total = [], 0
-        held.append(rollout)
-        total += len(rollout)
-        if total >= tokens:
-            last = _group(rollout)
-    if held:
-        yield RolloutBatch(held)
-
-
-def _group(rollout: Rollout) -> str | bytes:
-    """Key of a rollout's group, as in a batch."""
-    if rollout.group_id is not None:
-        return rollout.group_id
-    mask = rollout.loss_mask
-    return rollout.token_ids[: mask.argmax() if mask.any() else len(mask)].tobytes()

@@ -1,4 +1,4 @@
-"""Lines and tables of `forkpoint plan`. Imports no torch."""
+"""Answers of `forkpoint plan` as text. Imports no torch."""
 
 import shlex
 from pathlib import Path
@@ -12,32 +12,29 @@ from forkpoint.plan.device_memory import DeviceMemory
 from forkpoint.plan.plan import flops_text
 from forkpoint.units import format_bytes
 
-LABEL = 14
-"""Characters of the names of answers."""
 _WHERE = {"group": "within groups", "tree": "within the batch"}
 _SHARING = {"none": "none (dense)", "group": "within a group", "tree": "within a batch (tree)"}
 
 
-def plan_lines(
+def answers(
     plan: Plan,
     totals: Totals,
     groups: int,
     file: Path,
     model: Path | None,
-    device: DeviceMemory | None = None,
-) -> list[str]:
-    """Answers, each a line: what shares, what that saves, what runs, memory, why, what next; and
-    what gives no gradient, where there is any.
+    device: DeviceMemory | None,
+) -> dict[str, str]:
+    """Answers by their names, each a line.
 
     Args:
-        plan: of the one batch, or of one of several, all planned with the same settings.
+        plan: of one batch; all are planned with the same settings.
         totals: over the plans of all batches.
         groups: how many there are in all batches.
         file: the rollouts.
         model: as it was named; None where tokens alone are counted.
         device: the device that is planned for, if one was given.
     """
-    answers = {
+    found = {
         "shares": _shares(totals),
         "left out": _left_out(totals, groups),
         "speed-up": _speed_up(totals),
@@ -46,7 +43,12 @@ def plan_lines(
         "plan": _plan(plan, totals),
         "next": _next(totals, file, model, device),
     }
-    return [f"{name:{LABEL}}{answer}" for name, answer in answers.items() if answer]
+    return {name: answer for name, answer in found.items() if answer}
+
+
+def counted(number: int, what: str) -> str:
+    """Such as "1 rollout" and "2,000 rollouts"."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _shares(totals: Totals) -> str:
@@ -65,7 +67,7 @@ def _left_out(totals: Totals, groups: int) -> str:
     tokens = f"{left.tokens:,} of {totals.logical_tokens:,} tokens"
     if not left.rollouts:
         return f"{tokens}, after the last trained token of their rollout"
-    rollouts = _count(left.rollouts, "rollout")
+    rollouts = counted(left.rollouts, "rollout")
     return f"{tokens}: {rollouts} ({left.groups:,} of {groups:,} groups) without gradient"
 
 
@@ -84,7 +86,7 @@ def _speed_up(totals: Totals) -> str:
 
 
 def _microbatches(plan: Plan, totals: Totals, groups: int) -> str:
-    of = f"{_count(totals.rollouts, 'rollout')}, {_count(groups, 'group')}"
+    of = f"{counted(totals.rollouts, 'rollout')}, {counted(groups, 'group')}"
     if totals.batches > 1:
         of += f", {totals.batches:,} batches"
     return f"{totals.microbatches:,} of at most {plan.max_microbatch_tokens:,} tokens each: {of}"
@@ -116,15 +118,24 @@ def _next(totals: Totals, file: Path, model: Path | None, device: DeviceMemory |
     if model is None:
         return "add --model Qwen/Qwen3-8B, say, to count FLOPs (or --details)"
     if device is not None and not device.fits(totals.predicted_peak_bytes or 0):
-        return "try --dtype bfloat16, --optimizer-bytes 2, --trained-share 0.01"
+        return "try --dtype bfloat16, an optimizer in 8 bits, --trained-share 0.01"
     if all(kind.startswith("none ") for kind in totals.kinds):
         return "nothing to gain here; --details shows what was looked at"
     weights = shlex.quote(str(model)) if model.exists() else "DIR"
     return f"forkpoint verify {shlex.quote(str(file))} --model {weights} (or --details)"
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+def modes(estimate: Estimate) -> dict[str, dict[str, Any]]:
+    """For each way of sharing: tokens run, FLOPs of forward and backward, and the speed-up."""
+    shape = estimate.shape
+    return {
+        mode: {
+            "tokens": work.tokens,
+            "flops": None if shape is None else work.step_flops(shape),
+            "bound": estimate.bound(mode),
+        }
+        for mode, work in estimate.work.items()
+    }
 
 
 def mode_table(estimate: Estimate, name: str) -> Table:
@@ -146,38 +157,3 @@ def mode_table(estimate: Estimate, name: str) -> Table:
     if dense < estimate.logical_tokens - estimate.rollouts:
         caption += "; tokens without gradient are run by none of them"
     return table(f"what sharing saves on {name}", rows, columns, caption)
-
-
-def distribution_table(estimate: Estimate) -> Table:
-    """Group sizes, and how much and how deep rollouts share."""
-    texts = {
-        "prefix_ratio": ("of a rollout, shared in its group", ".1%", ".1%"),
-        "group_size": ("rollouts of a group", ",.1f", ",.0f"),
-        "group_depth": ("segments of a rollout, groups sharing", ",.1f", ",.0f"),
-        "tree_depth": ("segments of a rollout, batches sharing", ",.1f", ",.0f"),
-    }
-    rows = []
-    for name, values in distributions(estimate).items():
-        text, of_mean, of_others = texts[name]
-        cells = (format(v, of_mean if k == "mean" else of_others) for k, v in values.items())
-        rows.append((text, *cells))
-    return table("how rollouts share", rows, ("", "mean", "p10", "p50", "p90", "max"))
-
-
-def modes(estimate: Estimate) -> dict[str, dict[str, Any]]:
-    """For each way of sharing: tokens run, FLOPs of forward and backward, and the speed-up."""
-    shape = estimate.shape
-    return {
-        mode: {
-            "tokens": work.tokens,
-            "flops": None if shape is None else work.step_flops(shape),
-            "bound": estimate.bound(mode),
-        }
-        for mode, work in estimate.work.items()
-    }
-
-
-def distributions(estimate: Estimate) -> dict[str, dict[str, float]]:
-    """Mean, percentiles and maximum of what rollouts share."""
-    names = ("prefix_ratio", "group_size", "group_depth", "tree_depth")
-    return {name: getattr(estimate, name).summary() for name in names}

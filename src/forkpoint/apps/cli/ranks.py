@@ -1,19 +1,22 @@
 """Costs of a step on several ranks, for `forkpoint plan --ranks`. Imports no torch."""
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
+from forkpoint.apps.cli.plan_text import counted
+from forkpoint.config import Config
 from forkpoint.errors import PlanError
 from forkpoint.parallel.placement.exchanges import ExchangePrices, split_groups
 from forkpoint.parallel.placement.items import by_tokens, in_order
 from forkpoint.parallel.placement.lockstep import exchange_plans, predict_step
 from forkpoint.parallel.placement.paths import Paths, Rates
 from forkpoint.parallel.placement.place import place_paths
-from forkpoint.plan import Plan
+from forkpoint.plan import ModelShape, Plan
 from forkpoint.plan.pricing.calibration import Calibration
-from forkpoint.plan.shared_prompts import PlannedPrompt
+from forkpoint.plan.shared_prompts import PlannedPrompt, SharedPrompt, cannot_exchange
 from forkpoint.rollouts.batch import RolloutBatch
 
 
@@ -27,7 +30,7 @@ class MakePlan(Protocol):
 
 @dataclass
 class Sums:
-    """Sums over batches of one placement."""
+    """Sums over batches of one placement. Costs are of the plans, in their unit."""
 
     step: float = 0.0
     """Cost of a step whose ranks wait for each other in every forward and backward."""
@@ -49,76 +52,70 @@ class Ranks:
     """
 
     ranks: int
-    rates: Rates
+    shape: ModelShape | None
+    calibration: Calibration | None
+    config: Config
     whole_groups: bool
     """Whether the loss couples rollouts of a group."""
-    max_microbatch_tokens: int | None
-    exchanges: bool
-    """Whether the settings let ranks exchange prompts."""
-    calibration: Calibration | None = None
-    alone: float = 0.0
+    one_rank: float = 0.0
     """Cost of the batches on one rank."""
     computed_tokens: int = 0
     """Tokens that one rank runs."""
     groups: int = 0
-    sums: dict[str, Sums] = field(default_factory=dict)
+    sums: dict[str, Sums] = field(default_factory=lambda: defaultdict(Sums))
 
-    def add(self, batch: RolloutBatch, alone: Plan, make: MakePlan) -> None:
+    def add(self, batch: RolloutBatch, one_rank: Plan, make: MakePlan) -> None:
         """Place one batch in each way, and predict the step.
 
         Args:
             batch: the rollouts.
-            alone: the plan of all of them on one rank.
+            one_rank: the plan of all of them on one rank.
             make: makes the plan of a part of them.
         """
         groups, count = batch.group_index, self.ranks
-        paths = Paths.of_batch(batch, alone.run_lengths)
-        prices = ExchangePrices.of(alone.shape, self.rates, self.calibration)
+        rates = Rates.of(self.shape, self.calibration)
+        paths = Paths.of_batch(batch, one_rank.run_lengths)
+        exchanges = not cannot_exchange(self.config)
+        prices = ExchangePrices.of(self.shape, rates, self.calibration)
         placed = {
             "forkpoint": place_paths(
                 paths,
                 paths.forest(),
-                self.rates,
+                rates,
                 count,
                 whole_groups=self.whole_groups,
-                max_microbatch_tokens=self.max_microbatch_tokens,
-                exchange=prices if self.exchanges else None,
+                max_microbatch_tokens=self.config.max_microbatch_tokens,
+                exchange=prices if exchanges else None,
             ),
             "token counts": by_tokens(groups, batch.lengths, count),
             "file order": in_order(groups, count, whole_groups=self.whole_groups),
         }
-        self.alone += predict_step([alone], self.calibration).lockstep
-        self.computed_tokens += alone.computed_tokens
+        self.one_rank += predict_step([one_rank], self.calibration).lockstep
+        self.computed_tokens += one_rank.computed_tokens
         self.groups += int(groups.max()) + 1
         for name, rank in placed.items():
             members = [np.flatnonzero(rank == number).tolist() for number in range(count)]
             parts = [batch.select(of) if of else None for of in members]
             plans = [make(part) if part else None for part in parts]
-            step = predict_step(plans, self.calibration)
-            exchanged, prompts = self._exchanged(parts, plans, make)
-            sums = self.sums.setdefault(name, Sums())
+            step = exchanged = predict_step(plans, self.calibration)
+            prompts: tuple[SharedPrompt, ...] = ()
+            try:
+                if exchanges:
+                    others, prompts = exchange_plans(parts, plans, lambda b, t: make(b, prompts=t))
+                    exchanged = predict_step(others, self.calibration, prompts)
+            except PlanError:  # prompts that do not fit are not exchanged
+                pass
+            sums = self.sums[name]
             sums.step += step.lockstep
             sums.mean += step.mean
-            sums.exchanged += exchanged if prompts else step.lockstep
+            sums.exchanged += (exchanged if prompts else step).lockstep
             sums.tokens += sum(plan.computed_tokens for plan in plans if plan)
             sums.groups_split += len(split_groups(groups, rank))
-            sums.prompts += prompts
-
-    def _exchanged(
-        self, parts: list[RolloutBatch | None], plans: list[Plan | None], make: MakePlan
-    ) -> tuple[float, int]:
-        """The cost of the step with prompts exchanged, and how many."""
-        if not self.exchanges:
-            return 0.0, 0
-        try:
-            others, prompts = exchange_plans(parts, plans, lambda b, t: make(b, prompts=t))
-        except PlanError:  # they do not fit
-            return 0.0, 0
-        return predict_step(others, self.calibration, prompts).lockstep, len(prompts)
+            sums.prompts += len(prompts)
 
     def facts(self) -> dict[str, Any]:
         """Fields of the JSON line."""
-        share = self.alone / self.ranks
+        share = self.one_rank / self.ranks
         found = {
             name: {
                 "step_over_share": sums.step / share if share else 1.0,
@@ -132,21 +129,21 @@ class Ranks:
         }
         return {"ranks": self.ranks, "placements": found}
 
-    def lines(self, label: int) -> list[str]:
-        """Answers as lines, with names `label` wide."""
-        found = self.facts()["placements"]
-        ours, by_count, order = found.values()
+    def answers(self) -> dict[str, str]:
+        """Answers by their names, each a line."""
+        ours, by_count, order = self.facts()["placements"].values()
         more = max(0, ours["replicated_tokens"])
-        answers = {
-            "ranks": f"{self.ranks:,} rank{'' if self.ranks == 1 else 's'}: step "
-            f"{ours['step_over_share']:.2f}x an equal share, {ours['idle_share']:.0%} of it idle",
+        found = {
+            "ranks": f"{counted(self.ranks, 'rank')}: step {ours['step_over_share']:.2f}x an equal "
+            f"share, {ours['idle_share']:.0%} of it idle",
             "placed": f"{more:,} tokens replicated ({more / max(1, self.computed_tokens):.1%}), "
             f"{ours['groups_split']:,} of {self.groups:,} groups split",
             "or placed": f"by token counts {by_count['step_over_share']:.2f}x, in file order "
             f"{order['step_over_share']:.2f}x",
         }
         if count := ours["prompts_exchanged"]:
-            prompts = f"{count:,} prompt{'' if count == 1 else 's'}"
-            step = ours["exchanged_over_share"]
-            answers["or exchanged"] = f"{prompts} of several ranks run on one each: {step:.2f}x"
-        return [f"{name:{label}}{answer}" for name, answer in answers.items()]
+            found["or exchanged"] = (
+                f"{counted(count, 'prompt')} of several ranks run on one each: "
+                f"{ours['exchanged_over_share']:.2f}x"
+            )
+        return found

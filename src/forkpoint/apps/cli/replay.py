@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from tyro.conf import DisallowNone, arg
 
 from forkpoint.apps.cli import torchrun
-from forkpoint.apps.cli.losses import LossOptions, RouterOptions
+from forkpoint.apps.cli.losses import RoutedObjective
 from forkpoint.apps.cli.options import (
     Count,
     File,
     Flag,
     Limit,
     ModelPath,
-    Planning,
     Reading,
     Runtime,
     WholeNumber,
@@ -26,6 +25,7 @@ from forkpoint.apps.cli.options import (
 )
 from forkpoint.apps.cli.output import Output, options, plain, table
 from forkpoint.apps.replay.folder import ReplayFolder
+from forkpoint.config import Config
 from forkpoint.errors import ConfigError
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.traces.trace import is_trace
@@ -111,6 +111,7 @@ class Replay:
             downloaded.
         limit: Read only the first N rollouts of the file.
         json: Print one line of JSON and nothing else.
+        config: How batches are planned and run, as forkpoint.Config describes it.
     """
 
     file: File
@@ -118,11 +119,10 @@ class Replay:
     limit: Limit = None
     json: Flag = False
     reading: Reading = field(default_factory=Reading)
-    objective: LossOptions = field(default_factory=LossOptions)
-    routers: RouterOptions = field(default_factory=RouterOptions)
+    objective: RoutedObjective = field(default_factory=RoutedObjective)
     training: Training = field(default_factory=Training)
     recording: Recording = field(default_factory=Recording)
-    planning: Planning = field(default_factory=Planning)
+    config: Config = field(default_factory=Config)
     runtime: Runtime = field(default_factory=Runtime)
 
     def run(self) -> int:
@@ -149,7 +149,7 @@ class Replay:
             from forkpoint.apps.replay.loop import replay
 
             # Before a large model is loaded for a file that the loss cannot use.
-            router = self.routers.make()
+            router = self.objective.make_router()
             optimizer = make_optimizer(training.optimizer, training.lr)
             batches, loss = self._batches(trace, batch)
             model = load_model(self.model, self.runtime)
@@ -168,7 +168,7 @@ class Replay:
                 steps=training.steps,
                 groups_per_step=training.groups_per_step,
                 baseline=training.baseline == "dense",
-                config=self.planning.config(),
+                config=self.config,
                 schedule=training.schedule,
                 warmup_steps=training.warmup_steps,
                 max_grad_norm=training.max_grad_norm,
@@ -226,12 +226,7 @@ class Replay:
             return batch, loss
         from forkpoint.apps.replay.batches import TraceBatches, recorded_loss
 
-        if objective.loss == "auto" and (given := objective.given()):
-            raise ConfigError(
-                f"{', '.join(given)} belongs to a loss, and none is named; a trace is replayed "
-                "with the loss it was recorded with. Name one with --loss, or leave it out."
-            )
-        recorded = recorded_loss(trace) if objective.loss == "auto" else None
+        recorded = recorded_loss(trace) if objective.loss is None else None
         return TraceBatches(trace, self.training.steps), recorded or objective.make()
 
 

@@ -5,25 +5,25 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from forkpoint.apps.cli.losses import LossOptions, RouterOptions
+from forkpoint.apps.cli.losses import RoutedObjective
 from forkpoint.apps.cli.options import (
     File,
     Flag,
     Limit,
     ModelPath,
-    Planning,
     Positive,
     Reading,
     Runtime,
     load_batch,
 )
 from forkpoint.apps.cli.output import Output, options
+from forkpoint.config import Config
 from forkpoint.errors import ConfigError
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.tree.forest import IntArray
 
 if TYPE_CHECKING:
-    from forkpoint.verify.comparison import VerifyProgress
+    from forkpoint.losses import Loss
 
 CODES = {"passed": 0, "failed": 1, "nothing to verify": 3}
 """Exit codes by verdict."""
@@ -47,6 +47,7 @@ class Verify:
             advantages are all 0 give none to losses of advantages.
         limit: Read only the first N rollouts of the file.
         json: Print one line of JSON and nothing else.
+        config: How batches are planned and run, as forkpoint.Config describes it.
     """
 
     file: File
@@ -54,40 +55,35 @@ class Verify:
     limit_groups: Positive = 1
     limit: Limit = None
     json: Flag = False
-    objective: LossOptions = field(default_factory=LossOptions)
-    routers: RouterOptions = field(default_factory=RouterOptions)
+    objective: RoutedObjective = field(default_factory=RoutedObjective)
     reading: Reading = field(default_factory=Reading)
-    planning: Planning = field(default_factory=Planning)
+    config: Config = field(default_factory=Config)
     runtime: Runtime = field(default_factory=Runtime)
 
     def run(self) -> int:
         out = Output(json_only=self.json)
         everything = load_batch(self.file, self.limit, self.reading, out)
-        objective = self.objective
-        members = groups_with_gradient(everything, objective)[: self.limit_groups]
-        if not members:
-            raise ConfigError(
-                f"no group of {self.file} gives {objective.name} a gradient, so there is "
-                "nothing to compare: no token is trained, or every advantage is 0. Give other "
-                "rollouts, or --loss likelihood."
-            )
-        batch = everything.select(int(index) for group in members for index in group)
         with out.waiting("making the model"):
             from forkpoint.apps.cli.models import load_model, out_of_memory_explained
             from forkpoint.apps.environment import versions
             from forkpoint.wrapping import wrap
 
             # Before a large model is loaded for a file that the loss cannot use.
-            router, loss = self.routers.make(), objective.make()
+            loss, router = self.objective.make(), self.objective.make_router()
+            members = groups_with_gradient(everything, loss)[: self.limit_groups]
+            if not members:
+                raise ConfigError(
+                    f"no group of {self.file} gives {self.objective.loss or 'grpo'} a gradient, so "
+                    "there is nothing to compare: no token is trained, or every advantage is 0. "
+                    "Give other rollouts, or --loss likelihood."
+                )
+            batch = everything.select(int(index) for group in members for index in group)
             loss.check(batch)
-            model = load_model(self.model, self.runtime)
-            policy = wrap(model, self.planning.config())
+            policy = wrap(load_model(self.model, self.runtime), self.config)
         with out_of_memory_explained(), out.waiting("comparing gradients") as follow:
-
-            def progress(at: "VerifyProgress") -> None:
-                follow(at.text())
-
-            report = policy.verify(batch, loss, router=router, progress=progress)
+            report = policy.verify(
+                batch, loss, router=router, progress=lambda at: follow(at.text())
+            )
         out.show(report.table(width=out.width))
         out.result(
             {
@@ -102,7 +98,10 @@ class Verify:
         return CODES[report.verdict]
 
 
-def groups_with_gradient(batch: RolloutBatch, objective: LossOptions) -> list[IntArray]:
+def groups_with_gradient(batch: RolloutBatch, loss: "Loss") -> list[IntArray]:
     """The groups that train some token: without any, shared and dense agree by both being 0."""
-    owners = np.repeat(np.arange(len(batch)), batch.lengths)[objective.trains(batch)]
-    return [members for members in batch.groups() if np.isin(members, owners).any()]
+    from forkpoint.losses.zeros import zero_rollouts
+
+    untrained = batch.where_all_trained(np.zeros(batch.logical_tokens, bool))
+    gradient = ~(untrained | zero_rollouts(loss, batch))
+    return [members for members in batch.groups() if gradient[members].any()]

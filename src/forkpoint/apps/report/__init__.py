@@ -1,5 +1,4 @@
-"""Reports of a replay, or of the savings on a file of rollouts: one HTML page, and plots.
+"""HTML pages of replays and of plans. Imports no torch.
 
-Imports no torch. All but `text` and `verdict` need matplotlib, and `page` jinja2 as well:
-`forkpoint[report]`.
+All but `text` needs matplotlib and jinja2: `forkpoint[report]`.
 """

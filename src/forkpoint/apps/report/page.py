@@ -9,17 +9,30 @@ import base64
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from forkpoint import __version__
-from forkpoint.apps.report.draw import Draw, rendered
+from forkpoint.apps.report.draw import Draw, as_svg
 from forkpoint.apps.report.text import abbreviate, visible
-from forkpoint.apps.report.verdict import Tile
+from forkpoint.errors import ConfigError
 
 MAX_TABLE_ROWS = 2_000
 Cell = str | int | float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """One answer at the top of a chapter."""
+
+    value: str
+    label: str
+    remark: str = ""
+    state: Literal["good", "bad", "plain"] = "plain"
+    """Whether it is what a reader hopes for, where that can be told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,15 +40,12 @@ class Figure:
     """A section of a chapter: pictures, a table, or both."""
 
     name: str
-    """For file names."""
     title: str
     caption: str = ""
     pictures: Sequence[Draw] = ()
     columns: Sequence[str] = ()
     """Names of the table's columns, with units; none without a table."""
     rows: Sequence[Sequence[Cell]] = ()
-    notes: Sequence[str] = ()
-    """Notes on omitted rollouts and on the counting of unmeasured numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +58,23 @@ class Chapter:
     figures: Sequence[Figure]
 
 
-def render_page(title: str, chapters: Sequence[Chapter]) -> str:
+def check_page(path: Path) -> None:
+    """Raises ConfigError for a path whose content a page must not replace."""
+    if path.is_dir() or (path.exists() and path.suffix != ".html"):
+        what = "a folder" if path.is_dir() else "a file and no page"
+        raise ConfigError(
+            f"{path} is {what}, which the page would replace. Give another name, such as "
+            "report.html."
+        )
+
+
+def write_page(path: Path, chapters: Sequence[Chapter]) -> int:
+    """Write the page of these chapters, and return its bytes."""
+    content = render_page(chapters).encode("utf-8")
+    return path.write_bytes(content)
+
+
+def render_page(chapters: Sequence[Chapter]) -> str:
     """The whole page."""
     environment = Environment(
         loader=PackageLoader("forkpoint.apps.report", "."),
@@ -61,6 +87,7 @@ def render_page(title: str, chapters: Sequence[Chapter]) -> str:
     environment.filters |= {"cell": _cell, "sha256": _sha256, "data_address": _data_address}
     environment.tests["numeric"] = lambda value: type(value) in (int, float)
     template = environment.get_template("page.html.j2")
+    title = " · ".join(chapter.title for chapter in chapters)
     return template.render(
         title=title, chapters=chapters, version=__version__, max_rows=MAX_TABLE_ROWS
     )
@@ -84,5 +111,4 @@ def _sha256(text: str) -> str:
 
 
 def _data_address(picture: Draw) -> Markup:
-    content = base64.b64encode(rendered(picture, "svg")).decode()
-    return Markup(f"data:image/svg+xml;base64,{content}")
+    return Markup(f"data:image/svg+xml;base64,{base64.b64encode(as_svg(picture)).decode()}")

@@ -8,25 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from forkpoint.apps.replay.folder import read_manifest, read_steps
-from forkpoint.apps.replay.records import ReplayReport, ReplayStep, StepRecord
-from forkpoint.apps.replay.trend import LIMIT
-from forkpoint.apps.report.draw import PHASES, curves, schedule
-from forkpoint.apps.report.page import Chapter, Figure
+from forkpoint.apps.replay.records import ReplayReport, ReplayStep
+from forkpoint.apps.replay.trend import LIMIT, Trend, trend
+from forkpoint.apps.report.draw import curves
+from forkpoint.apps.report.page import Chapter, Figure, Tile
 from forkpoint.apps.report.text import abbreviate, json_text
-from forkpoint.apps.report.verdict import (
-    drift_trend,
-    gradients_tile,
-    measured_speed_tile,
-    memory_tiles,
-    tokens_tile,
-)
 from forkpoint.errors import ConfigError
+from forkpoint.units import format_bytes
 
-MAX_EVENTS = 500
-"""That are drawn of one step."""
 MAX_NAME_CHARACTERS = 100
-UNUSUAL = 4
-"""Multiple of the median from which times are not drawn, such as those of compilation."""
+SAME = 0.005
+"""Speeds this close to each other read 1.00x."""
+LEAST_STEPS = 20
+"""Fewer steps say nothing about a trend."""
+NORM_BARS = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
+"""By dtype: how far gradient norms of equal weights may differ, relative to the norm. Models of
+float64 still compute their RMS norms in float32, unless `verify` runs them."""
+UNKNOWN_DTYPE = "a dtype that is not known", 2e-2
+VERIFY = "forkpoint verify compares every parameter's gradient."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,55 +52,148 @@ def read_run(folder: Path) -> Run:
 
 def replay_chapter(run: Run) -> Chapter:
     """A chapter on the steps of a replay."""
-    steps, manifest = run.steps, run.manifest
+    steps, fixed, about = run.steps, run.manifest["fixed"], run.manifest["about"]
     totals = ReplayReport(steps=steps).to_dict()
-    measured = totals["shared_peak_memory_bytes"]
-    predicted = [step.shared.predicted_peak_bytes for step in steps]
-    memory = memory_tiles(
-        # A budget is for what is predicted; what was measured has fitted.
-        measured or max((peak for peak in predicted if peak is not None), default=None),
-        measured=measured is not None,
-        budget=None if measured else manifest["fixed"]["runs_on"]["memory_budget_bytes"],
-    )
-    figures = [
-        speed_figure(steps),
-        *drift_figures(steps),
-        loss_figure(steps),
-        schedule_figure(steps),
-        steps_figure(steps),
-        environment_figure(manifest),
-    ]
-    asked = manifest["fixed"]["steps"]
+    asked = fixed["steps"]
     done = f"{len(steps):,} of {asked:,} steps so far" if len(steps) < asked else f"{asked:,} steps"
-    compared = "dense beside shared" if manifest["fixed"]["baseline"] else "shared alone"
+    compared = "dense beside shared" if fixed["baseline"] else "shared alone"
     return Chapter(
-        title=abbreviate(manifest["about"].get("file", run.path.name), MAX_NAME_CHARACTERS),
-        subtitle=f"A replay of {done} on {model_name(manifest)}, {compared}.",
+        title=abbreviate(about.get("file", run.path.name), MAX_NAME_CHARACTERS),
+        subtitle=f"A replay of {done} on {model_name(fixed['model'])}, {compared}.",
         tiles=[
-            gradients_tile(steps, manifest),
-            measured_speed_tile(totals["speedup"], totals["bound"]),
-            tokens_tile(
-                totals["computed_tokens"], totals["logical_tokens"], totals["left_out_tokens"]
-            ),
-            *memory,
+            gradients_tile(steps, run.manifest),
+            speed_tile(totals["speedup"], totals["bound"]),
+            tokens_tile(totals),
+            *memory_tiles(steps, fixed["runs_on"]["memory_budget_bytes"]),
         ],
-        figures=figures,
+        figures=[
+            speed_figure(steps),
+            *drift_figures(steps),
+            loss_figure(steps),
+            steps_figure(steps),
+            environment_figure(run.manifest),
+        ],
     )
 
 
-def model_name(manifest: Mapping[str, Any]) -> str:
-    """Such as "a llama (2 layers, 32 wide)"."""
-    model = manifest["fixed"]["model"]
+def model_name(model: Mapping[str, Any]) -> str:
+    """Such as "a llama (2 layers)"."""
     config = model["config"] or {}
-    sizes = [
-        f"{config[key]:,} {word}"
-        for key, word in (("num_hidden_layers", "layers"), ("hidden_size", "wide"))
-        if type(config.get(key)) is int
-    ]
-    name = config.get("model_type")
+    layers, name = config.get("num_hidden_layers"), config.get("model_type")
     name = name if isinstance(name, str) and name else model["kind"]
-    of_sizes = f" ({', '.join(sizes)})" if sizes else ""
-    return f"a {abbreviate(name, MAX_NAME_CHARACTERS)}{of_sizes}"
+    sizes = f" ({layers:,} layers)" if type(layers) is int else ""
+    return f"a {abbreviate(name, MAX_NAME_CHARACTERS)}{sizes}"
+
+
+# Answers
+# ------------------------------------------------------------
+
+
+def gradients_tile(steps: Sequence[ReplayStep], manifest: Mapping[str, Any]) -> Tile:
+    """Whether the gradients of a replay are those of its baseline.
+
+    Only in the first step have both models the same weights. A replay keeps the norms of gradients,
+    so these are compared; a trend of the parameters puts the answer in doubt.
+    """
+    label, first = "against the baseline, dense", steps[0]
+    if first.dense is None:
+        remark = f"The replay has no baseline to compare with (--baseline dense). {VERIFY}"
+        return Tile(value="gradients not compared", label="without a baseline", remark=remark)
+    shared, dense = first.shared.gradient_norm, first.dense.gradient_norm
+    if shared == dense == 0:
+        remark = f"Both gradients of step 1 are zero, which proves little. {VERIFY}"
+        return Tile(value="gradients match: not shown", label=label, remark=remark)
+    difference = abs(shared - dense) / dense if dense else math.inf
+    dtype, bar = norm_bar(manifest)
+    remark = (
+        f"With equal weights (step 1) the norms of the gradients differ by {difference:.1e} of the "
+        f"norm; the bar is {bar:.0e} ({dtype}). "
+    )
+    if not difference <= bar:  # NaN is not
+        return Tile(value="gradients match: no", label=label, remark=remark + VERIFY, state="bad")
+    found, last = drift_trend(steps), steps[-1].difference
+    doubtful = found is not None and not found.is_noise
+    if last is not None:
+        remark += (
+            f"After {len(steps):,} steps the parameters differ by {last.rms:.1e}, having moved by "
+            f"{last.rms_change:.1e} (rms){', with a trend' if doubtful else ''}. "
+        )
+    return Tile(
+        value=f"gradients match: {'in doubt' if doubtful else 'yes'}",
+        label=label,
+        remark=remark + VERIFY,
+        state="bad" if doubtful else "good",
+    )
+
+
+def norm_bar(manifest: Mapping[str, Any]) -> tuple[str, float]:
+    """The dtype of a replay and its bar: as the command was given it, else the model's."""
+    options = manifest["about"].get("options") or {}
+    config = manifest["fixed"]["model"]["config"] or {}
+    for found in (options.get("dtype"), config.get("dtype"), config.get("torch_dtype")):
+        if isinstance(found, str) and found in NORM_BARS:
+            return found, NORM_BARS[found]
+    return UNKNOWN_DTYPE
+
+
+def drift_trend(steps: Sequence[ReplayStep]) -> Trend | None:
+    """The trend of the mean parameter difference; None where there is too little to tell."""
+    means = [step.difference.mean for step in steps if step.difference is not None]
+    if len(means) < LEAST_STEPS or not all(abs(mean) < 1e100 for mean in means):
+        return None
+    return trend(means)
+
+
+def speed_tile(speedup: float | None, bound: float) -> Tile:
+    """The speed-up of all steps, if dense ran, beside its counted bound."""
+    if speedup is None:
+        how = "Counted in FLOPs. Dense, which is ordinary training, was not run."
+        return Tile(value=f"at most {bound:.2f}x", label="faster than dense", remark=how)
+    same = abs(speedup - 1) < SAME
+    faster = f"{speedup:.2f}x faster" if speedup > 1 else f"{1 / speedup:.2f}x slower"
+    limit = f"; counted bound {bound:.2f}x" if speedup > bound else f", of at most {bound:.2f}x"
+    return Tile(
+        value="as fast" if same else faster,
+        label=("as dense" if same else "than dense") + limit,
+        remark="Measured over all steps, the first with its warm-up included.",
+        state="plain" if same else "good" if speedup > 1 else "bad",
+    )
+
+
+def tokens_tile(totals: Mapping[str, Any]) -> Tile:
+    """Tokens computed of those given that give a gradient."""
+    computed, given = totals["computed_tokens"], totals["logical_tokens"]
+    gradient = given - totals["left_out_tokens"]
+    of = f"{given:,} given"
+    if gradient < given:
+        of = f"{gradient:,} that give a gradient ({of})"
+    return Tile(
+        value=f"{computed / max(1, gradient):.1%}",
+        label="of the tokens computed",
+        remark=f"{computed:,} of {of}. The rest are shared, and computed once.",
+    )
+
+
+def memory_tiles(steps: Sequence[ReplayStep], budget: int | None) -> list[Tile]:
+    """The largest peak, measured or else predicted, beside the budget that plans were made for;
+    no tile where it is not known."""
+    measured = [step.shared.peak_memory_bytes for step in steps]
+    how, peaks = "Measured", [peak for peak in measured if peak is not None]
+    if not peaks:
+        predicted = [step.shared.predicted_peak_bytes for step in steps]
+        how, peaks = "Predicted", [peak for peak in predicted if peak is not None]
+    if not peaks:
+        return []
+    of_budget = "" if budget is None else f", of a budget of {format_bytes(budget)}"
+    return [
+        Tile(
+            value=format_bytes(max(peaks)),
+            label=f"of memory at the peak{of_budget}",
+            remark=f"{how}: activations and prefix cache at the worst moment. Weights, their "
+            "gradients and the optimizer are added.",
+            state="plain" if budget is None or max(peaks) <= budget else "bad",
+        )
+    ]
 
 
 # Figures
@@ -123,33 +215,21 @@ def speed_figure(steps: Sequence[ReplayStep]) -> Figure:
     caption = "The bound is the counted FLOPs of dense training over those of the tokens run."
     if "dense" in times:
         ratios = [d / s for d, s in zip(times["dense"], times["shared"], strict=True)]
-        lines["shared speed-up"] = _usual(ratios)[0]
-        median = statistics.median(ratios)
+        lines["shared speed-up"] = ratios
         caption = (
-            f"Median speed-up of a step {median:.2f}x. {caption} Dense is packed microbatches with "
-            "the same head, kernels and loss. The first step includes warm-up."
+            f"Median speed-up of a step {statistics.median(ratios):.2f}x. {caption} Dense is "
+            "packed microbatches with the same head, kernels and loss. The first step includes "
+            "warm-up."
         )
-    drawn = {name: _usual(values) for name, values in times.items()}
-    unusual = sum(count for _, count in drawn.values())
-    note = f"Not drawn: {unusual} step times above {UNUSUAL} times the median."
-    usual = {name: values for name, (values, _) in drawn.items()}
     return Figure(
         name="speed",
         title="Speed-up against the bound",
         caption=caption,
         pictures=[
-            curves(x, "speed-up", lines, dots=True),
-            curves(x, "step, ms", usual, dots=True),
+            curves(x, "speed-up", lines, dots=True, log=True),
+            curves(x, "step, ms", times, dots=True, log=True),
         ],
-        notes=[note] * bool(unusual),
     )
-
-
-def _usual(values: Sequence[float]) -> tuple[list[float | None], int]:
-    """Values without those far above the median, and how many these are."""
-    most = UNUSUAL * statistics.median(values)
-    kept = [value if value <= most else None for value in values]
-    return kept, kept.count(None)
 
 
 def drift_figures(steps: Sequence[ReplayStep]) -> list[Figure]:
@@ -206,58 +286,38 @@ def loss_figure(steps: Sequence[ReplayStep]) -> Figure:
     )
 
 
-def schedule_figure(steps: Sequence[ReplayStep]) -> Figure:
-    """The events of the step of median time, dense and shared."""
-    step = typical_step(steps)
-    records = {"dense": step.dense, "shared": step.shared}
-    lanes = {name: _events(record) for name, record in records.items() if record is not None}
-    many = max(len(record.events) for record in records.values() if record) > MAX_EVENTS
-    note = f"The first {MAX_EVENTS} events of a step are drawn one by one."
-    return Figure(
-        name="schedule",
-        title="The schedule",
-        caption="Forwards and backwards of microbatches in the order in which they ran. Others "
-        "read the cache of a prefix; none reads that of a leaf. Other time is planning and the "
-        "optimizer.",
-        pictures=[schedule(f"step {step.step}", lanes)],
-        notes=[note] * many,
-    )
-
-
-def typical_step(steps: Sequence[ReplayStep]) -> ReplayStep:
-    """The step of median time, the first left out if it can be, because it includes warm-up."""
-    found = steps[1:] or steps
-    return sorted(found, key=lambda step: step.shared.ms)[(len(found) - 1) // 2]
-
-
-def _events(record: StepRecord) -> list[tuple[str, float]]:
-    """Phase and milliseconds of each event, and of the rest of the step."""
-    found = []
-    for name, ms in zip(record.events[:MAX_EVENTS], record.event_ms, strict=False):
-        operation, _, microbatch = name.partition(" ")
-        kind = microbatch.partition(" ")[0]
-        phase = operation if operation == "score" else f"{kind} {operation}"
-        found.append((phase if phase in PHASES else "other", ms))
-    return [*found, ("other", max(0.0, record.ms - sum(ms for _, ms in found)))]
-
-
 def steps_figure(steps: Sequence[ReplayStep]) -> Figure:
     """The table of steps."""
-    columns = ["step", "tokens given", "tokens run", "bound", "shared (ms)", "loss", "norm"]
-    rows: list[list[Any]] = []
+    rows: list[dict[str, Any]] = []
     for step in steps:
-        one = step.shared
-        row = [step.step, step.logical_tokens, one.computed_tokens, step.bound, one.ms]
-        rows.append([*row, one.loss, one.gradient_norm])
-    if steps[0].dense is not None:
-        columns += ["dense (ms)", "speed-up", "dense loss", "dense norm", "mean difference"]
-        columns += ["rms", "largest", "dense since the start (rms)"]
-        for row, step in zip(rows, steps, strict=True):
-            d, apart = step.dense, step.difference
-            assert d is not None and apart is not None
-            row += [d.ms, d.ms / step.shared.ms, d.loss, d.gradient_norm]
-            row += [apart.mean, apart.rms, apart.max, apart.rms_change]
-    return Figure(name="steps", title="Steps", columns=columns, rows=rows)
+        shared, dense, apart = step.shared, step.dense, step.difference
+        row = {
+            "step": step.step,
+            "tokens given": step.logical_tokens,
+            "tokens run": shared.computed_tokens,
+            "bound": step.bound,
+            "shared (ms)": shared.ms,
+            "loss": shared.loss,
+            "norm": shared.gradient_norm,
+        }
+        if dense is not None and apart is not None:
+            row |= {
+                "dense (ms)": dense.ms,
+                "speed-up": dense.ms / shared.ms,
+                "dense loss": dense.loss,
+                "dense norm": dense.gradient_norm,
+                "mean difference": apart.mean,
+                "rms": apart.rms,
+                "largest": apart.max,
+                "dense since the start (rms)": apart.rms_change,
+            }
+        rows.append(row)
+    return Figure(
+        name="steps",
+        title="Steps",
+        columns=list(rows[0]),
+        rows=[list(row.values()) for row in rows],
+    )
 
 
 def environment_figure(manifest: Mapping[str, Any]) -> Figure:
