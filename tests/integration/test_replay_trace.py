@@ -178,11 +178,3 @@ def test_steps_are_given_as_they_were_recorded(tmp_path: Path) -> None:
     again: StepInput = made.at(4)
     assert again.denominators == GIVEN[1]["denominators"] and again.scale == 0.5
     assert np.array_equal(again.batch.token_ids, batches()[1].token_ids)
-
-
-def test_a_report_of_a_trace(shell: Shell, tmp_path: Path) -> None:
-    record(tmp_path / "trace")
-    done = shell("report", tmp_path / "trace", "--output", tmp_path / "page.html", "--json")
-    assert done.code == 0, done.err
-    assert done.result["figures"] == [["forest", "groups", "counts"]]
-    assert done.result["format"] == "trace" and done.result["skipped"]["records"] == 0

@@ -79,7 +79,7 @@ MODEL_FILES = (
     Kind(
         name="A model's name where one is to run",
         error=ConfigError,
-        message="the model qwen3-8b does not exist. plan and report know a shape by that name, but "
+        message="the model qwen3-8b does not exist. plan knows a shape by that name, but "
         "no weights. Give a folder with config.json and weights, or a config.json alone for random "
         "weights; nothing is downloaded.",
         means="Names stand for sizes, not for weights.",

@@ -77,39 +77,6 @@ OPTIONS = (
         remedy="Pass 'auto' where the ranks' Config(split=) is not 'replicate'.",
     ),
     option_kind(
-        "A coefficient of a router loss without its scope",
-        argv=(*REPLAY, "--router-z-loss-coef", "0.1"),
-        message="router_z_loss_coef is 0.1, and router_loss is 'none'. Add --router-loss batch or "
-        "--router-loss rollout, the tokens that its statistics are taken over, or leave "
-        "--router-z-loss-coef out.",
-        means="A router loss is a statistic over some tokens, and ordinary trainers differ in "
-        "which.",
-        remedy="Name the scope of the training that is replaced.",
-    ),
-    option_kind(
-        "A batch beyond the last one",
-        argv=("plan", "ok.jsonl", "--batch-rollouts", "4", "--batch", "3"),
-        message="batch is 3, and ok.jsonl is read as 3 batches; it takes a whole number from 0 to "
-        "2.",
-        means="--batch says which batch's plan is shown, and there are fewer.",
-        remedy="Batches are counted from 0.",
-    ),
-    option_kind(
-        "A batch beyond the only one",
-        argv=("plan", "ok.jsonl", "--batch", "1"),
-        message="batch is 1, and ok.jsonl is read as one batch; it takes 0.",
-        means="A file of few tokens is one batch, unless an option cuts it.",
-        remedy="Leave --batch out, or cut the file with --batch-rollouts or --batch-tokens.",
-    ),
-    option_kind(
-        "Batches by rollouts and by tokens",
-        argv=("plan", "ok.jsonl", "--batch-rollouts", "4", "--batch-tokens", "100"),
-        message="batch_rollouts is 4 and batch_tokens 100; a batch is of so many rollouts, or of "
-        "so many tokens. Leave one of the two out.",
-        means="Either says where a batch ends.",
-        remedy="Leave one of the two out.",
-    ),
-    option_kind(
         "sharing that there is none of",
         lambda: Config(sharing="groups"),  # type: ignore[arg-type]
         message="sharing is 'groups'; allowed are 'auto', 'none', 'group', 'tree'.",
@@ -126,7 +93,6 @@ OPTIONS = (
     option_kind(
         "max_microbatch_tokens below 1",
         lambda: Config(max_microbatch_tokens=0),
-        ("plan", "ok.jsonl", "--max-microbatch-tokens", "0"),
         message="max_microbatch_tokens is 0; it takes a whole number of at least 1.",
         means="A microbatch holds at least one token.",
         remedy="Leave it out, and the planner chooses.",
@@ -134,7 +100,6 @@ OPTIONS = (
     option_kind(
         "A number that no array can count to",
         lambda: Config(max_microbatch_tokens=2**63),
-        ("plan", "ok.jsonl", "--max-microbatch-tokens", "9223372036854775808"),
         message="max_microbatch_tokens is above 9223372036854775807, the most that it takes.",
         means="Tokens and bytes are counted in 64 bits.",
         remedy="Leave it out; without a limit the planner chooses.",
@@ -142,7 +107,6 @@ OPTIONS = (
     option_kind(
         "memory_budget below 1",
         lambda: Config(memory_budget=-1),
-        ("plan", "ok.jsonl", "--memory-budget", "-1"),
         message="memory_budget is -1; it takes a number of bytes of at least 1, or text such as "
         "'8GB', '512MiB'. Leave it out for the default.",
         means="A budget is a number of bytes.",

@@ -332,34 +332,6 @@ TRACES = (
         means="Half of its steps would be of another training.",
         remedy="Take the options that it was begun with, which its manifest.json has.",
     ),
-    Kind(
-        name="Options of rollouts for a report of a replay",
-        error=ConfigError,
-        message="out is a replay, which is shown as it was run: model, limit has no meaning here. "
-        "Leave it out.",
-        means="What a replay read, ran and planned is in its folder.",
-        remedy="Leave the options out, or give the file of rollouts as well.",
-        prepare=replayed,
-        argv=("report", "out", "--limit", "2", "--model", "qwen3-8b"),
-    ),
-    Kind(
-        name="A folder in place of a page",
-        error=ConfigError,
-        message="output is folder, which is a folder. Give the name of a file, such as "
-        "folder/report.html.",
-        means="A report is one HTML file.",
-        remedy="Give a name that ends in .html.",
-        prepare=lambda _: Path("folder").mkdir(),
-        argv=("report", "ok.jsonl", "--output", "folder"),
-    ),
-    Kind(
-        name="A file in place of a folder for plots",
-        error=ConfigError,
-        message="plots is ok.json, which is a file. Give a folder; it need not exist.",
-        means="Every figure is two files, which lie in one folder.",
-        remedy="Give the name of a folder.",
-        argv=("report", "ok.jsonl", "--plots", "ok.json"),
-    ),
     folder_kind(
         "Checkpoints without a folder",
         *("--checkpoint-every", "1"),

@@ -17,7 +17,7 @@ def config_path(model: Path) -> Path:
     Raises ConfigError where there is none.
     """
     if not model.exists():
-        named = "plan and report know a shape by that name, but no weights. "
+        named = "plan knows a shape by that name, but no weights. "
         named *= known_name(str(model)) is not None
         raise ConfigError(
             f"the model {model} does not exist. {named}Give a folder with config.json and weights, "
