@@ -1,10 +1,9 @@
 """Figures drawn from rows of measurements, and from nothing else."""
 
-import re
-import warnings
+import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,27 +12,14 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from tyro.conf import Positional, arg
 
-from benchmarks.attention import plot as attention_plot
-from benchmarks.attention.cases import SUITES
 from forkpoint.apps.cli.options import Flag
 from forkpoint.apps.cli.output import Output
 from forkpoint.apps.report.text import abbreviate, visible
 from forkpoint.errors import ConfigError
-from forkpoint.rollouts.schema import (
-    SchemaError,
-    number,
-    or_null,
-    parse_json,
-    record,
-    refuse,
-    text,
-    tree,
-)
 
 Row = dict[str, Any]
 OUT_OF_MEMORY = "out of memory"
 PEAK = "peak of phase leaf drained over dense"
-MOST_BYTES = 1 << 26
 MOST_CASE_CHARACTERS = 72
 COLOURS = (
     *("#1f77b4", "#d95f02", "#1b9e77", "#7570b3"),
@@ -49,52 +35,21 @@ def read_rows(files: Iterable[Path]) -> list[Row]:
     """
     rows: list[Row] = []
     for file in files:
-        if file.stat().st_size > MOST_BYTES:
-            raise ConfigError(f"{file} has more than {MOST_BYTES} bytes; give files of benchmarks.")
-        for number_, line in enumerate(file.read_bytes().splitlines(), start=1):
+        for number, line in enumerate(file.read_bytes().splitlines(), start=1):
             try:
-                rows.append(_row(parse_json(line)))
-            except SchemaError as error:
+                row = json.loads(line)
+                texts = [row[name] for name in ("bench", "case", "metric")]
+                assert all(isinstance(text, str) for text in texts)
+                assert math.isfinite(row["value"])
+            except (ValueError, KeyError, TypeError, AssertionError, RecursionError) as error:
                 raise ConfigError(
-                    f"{file}, line {number_} is not a row of a benchmark: {error}. Give files that "
-                    "a benchmark wrote."
+                    f"{file}, line {number} is not a row of a benchmark "
+                    f"({type(error).__name__}: {error}). Give files that a benchmark wrote."
                 ) from None
+            # It is a label of an axis.
+            case = abbreviate(visible(" ".join(row["case"].split())), MOST_CASE_CHARACTERS)
+            rows.append({"bound": None, "note": None, **row, "case": case})
     return rows
-
-
-_NUMBER = number(-1e15, 1e15)
-_FIELDS = record(
-    {
-        **dict.fromkeys(("bench", "case", "metric"), text),
-        "value": _NUMBER,
-        **dict.fromkeys(("bound", "p20", "p80"), or_null(_NUMBER)),
-        "note": or_null(text),
-    },
-    optional=("bound", "p20", "p80", "note"),
-    others=tree,
-)
-_SPLIT = re.compile(r"\S+ \S+ N=\d{1,9}", re.ASCII)
-
-
-def _row(value: Any) -> Row:
-    row = {"bound": None, "note": None, **_FIELDS(value, "")}
-    drawn = row["bench"], row["metric"]
-    if drawn in (("step-grid", "speed-up"), ("step-grid", OUT_OF_MEMORY)):
-        if not _SPLIT.fullmatch(row["case"]):
-            raise refuse("case", row["case"], "a mode, a split and N=count")
-        if row["metric"] != OUT_OF_MEMORY:
-            _NUMBER(row["bound"], "bound")
-    if drawn == ("memory", PEAK):
-        _NUMBER(row["bound"], "bound")
-    if row["bench"] == "attention":
-        for name in ("command", "device"):
-            text(row.get(name), name)
-    # They are labels of axes.
-    names = {
-        name: abbreviate(visible(" ".join(row[name].split())), MOST_CASE_CHARACTERS)
-        for name in ("bench", "case")
-    }
-    return row | names
 
 
 def latest(rows: list[Row]) -> list[Row]:
@@ -145,30 +100,19 @@ def draw_all(rows: list[Row], folder: Path) -> list[Path]:
         ConfigError: there is none.
     """
     last = latest(rows)
-    figures = {
-        "step-grid": partial(_step_grid, last),
-        "memory": partial(_memory, last),
-        "capacity": partial(_capacity, last),
-        "predicted": partial(_predicted, last),
-        # It takes the last command of a case as a whole.
-        **{f"attention-{suite}": partial(attention_plot.draw, rows, suite) for suite in SUITES},
-    }
     drawn = []
-    # Names of cases may hold dollar signs, and characters that the font lacks.
+    # Names of cases may hold dollar signs.
     style: Any = {"text.parse_math": False, "svg.hashsalt": "forkpoint", "svg.fonttype": "none"}
-    for name, draw in figures.items():
-        with rc_context(style), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Glyph .* missing from font", UserWarning)
-            figure = draw()
+    for name, draw in (("step-grid", _step_grid), ("memory", _memory), ("capacity", _capacity)):
+        with rc_context(style):
+            figure = draw(last)
             if figure is not None:
                 folder.mkdir(parents=True, exist_ok=True)
                 drawn.append(folder / f"{name}.svg")
                 FigureCanvasAgg(figure)
                 figure.savefig(drawn[-1], metadata={"Date": None})
     if not drawn:
-        raise ConfigError(
-            "these rows hold nothing to draw: no attention, step-grid, memory or capacity."
-        )
+        raise ConfigError("these rows hold nothing to draw: no step-grid, memory or capacity.")
     return drawn
 
 
@@ -259,22 +203,4 @@ def _capacity(rows: list[Row]) -> Figure | None:
         lacking = "" if any(dense) and not all(dense) else " (nothing to compare with yet)"
         axes.set_title(f"{kind}{lacking}", fontsize=9, loc="left")
     parts[-1, 0].set_xlabel("largest total length that trained, tokens")
-    return figure
-
-
-def _predicted(rows: list[Row]) -> Figure | None:
-    """Time and peak memory of every cell, predicted over measured."""
-    times = [r for r in rows if r["metric"] == "predicted / measured time"]
-    peaks = [r for r in rows if r["metric"] == "predicted / measured peak"]
-    if not times and not peaks:
-        return None
-    figure = Figure(figsize=(7, 0.22 * max(len(times), len(peaks)) + 1.5), layout="constrained")
-    axes = figure.add_subplot()
-    for points, marker, label in ((times, "o", "time"), (peaks, "s", "peak memory")):
-        names = [f"{r['bench']} {r['case']}" for r in points]
-        axes.plot([r["value"] for r in points], names, marker, label=label)
-    axes.axvline(1.0, color="k", linewidth=0.8)
-    axes.set_xlabel("predicted over measured")
-    axes.tick_params(axis="y", labelsize=6)
-    axes.legend(fontsize=8)
     return figure

@@ -1,9 +1,8 @@
 """Repeats of a call, timed by the host's clock or by CUDA events."""
 
-import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,24 +86,6 @@ def time_cuda_in_turn(
             flush.zero_()
             pairs.append(_marked(function))
     return _elapsed(marks)
-
-
-def time_cuda_shuffled(
-    functions: Mapping[str, Callable[[], object]], *, rounds: int
-) -> dict[str, Timing]:
-    """Time several functions in a new order each round, a large matrix product before each.
-
-    The product keeps the device busy, so that all functions have the same clocks.
-    """
-    busy = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    names, order = list(functions), random.Random(0)
-    marks: dict[str, CudaMarks] = {name: [] for name in names}
-    for _ in range(rounds):
-        order.shuffle(names)
-        for name in names:
-            torch.mm(busy, busy)
-            marks[name].append(_marked(functions[name]))
-    return dict(zip(marks, _elapsed(list(marks.values())), strict=True))
 
 
 def _marked(function: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Event]:

@@ -21,7 +21,6 @@ from benchmarks.runner import Benchmark, Deadline
 from benchmarks.shapes import QWEN35_4B as QWEN35_4B
 from benchmarks.shapes import checkpoint
 from benchmarks.steps.cells import cell_rows
-from benchmarks.steps.hybrid_time import device_ms
 from benchmarks.steps.options import Layers, check_at_least_one
 from benchmarks.steps.stepper import Dense, Stepper, Timed, best_dense
 from forkpoint.apps.cli.options import Count, Flag
@@ -207,14 +206,6 @@ def run_case(
         yield row("published speed-up", case.published, "x", note="measured on another GPU")
     yield from _dense_rows(case, dense)
     yield from _compared(case, stepper, some, dense_policy, policy)
-    if stepper.cuda:
-        for side, runs, given in (("dense", dense_policy, some), ("shared", policy, batch)):
-            plan = runs.plan(given)
-            spent = device_ms(lambda r=runs, g=given, p=plan: stepper.step(r, g, p))
-            total = sum(spent.values())
-            yield row(f"{side} device time", total, "ms", note=f"{len(given)} rollouts")
-            for kind, ms in spent.items():
-                yield row(f"{side} share {kind}", ms / total, "of device time")
 
 
 def _best_shared(

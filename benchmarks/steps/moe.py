@@ -23,13 +23,7 @@ from benchmarks.runner import Benchmark, Deadline, Seconds
 from benchmarks.shapes import SCALE_TINY, SHAPES, checkpoint, make_group, make_model
 from benchmarks.steps.cells import cell_row, cell_rows, out_of_memory
 from benchmarks.steps.moe_checks import check_rows
-from benchmarks.steps.moe_experts import (
-    Experts,
-    compared_experts,
-    layers_that_fit,
-    profile_rows,
-    share_that_is_counted,
-)
+from benchmarks.steps.moe_experts import Experts, layers_that_fit, share_that_is_counted
 from benchmarks.steps.options import Layers, check_at_least_one
 from benchmarks.steps.stepper import (
     Dense,
@@ -100,8 +94,6 @@ class Moe(Benchmark):
         repeats: How often a step is timed after a first time.
         microbatch: The most tokens of a shared microbatch; by default the planner chooses.
         dense_microbatch: The most tokens of the dense microbatches that are tried.
-        profile: Print the kernels with the greatest device time of a shared and of a dense step.
-        compare_experts: Time one layer's experts by implementation and by counts of tokens.
         unchecked: Leave out the comparison of gradients, and a first step's own on a sample.
         tiny: A tiny model and lengths divided by 64, to try the command out, on a CPU as well.
     """
@@ -118,8 +110,6 @@ class Moe(Benchmark):
     repeats: Count = 2
     microbatch: Layers = None
     dense_microbatch: Count = 32_768
-    profile: Flag = False
-    compare_experts: Flag = False
     unchecked: Flag = False
     tiny: Flag = False
 
@@ -162,9 +152,6 @@ class Moe(Benchmark):
         figure = partial(cell_row, self.NAME, self._shape)
         yield figure("layers", layers, "layers", note=note)
         yield figure("weights and gradients", stepper.fixed_bytes, "bytes")
-        if self.compare_experts and not deadline.over("comparison of experts"):
-            counts = (16, 64) if self.tiny else (256, 2048, 16_384)
-            yield from compared_experts(self.NAME, model, counts, self.experts)
         for case in self._cases():
             if not deadline.over(case.name):
                 yield from self._case(case, stepper, layers, deadline)
@@ -200,7 +187,6 @@ class Moe(Benchmark):
             yield out_of_memory(self.NAME, prefix, error)
             return
         routed: Dense | None = None
-        profiled = not self.profile
         for mode in self.modes:
             name = f"{prefix} {mode}"
             if deadline.over(name):
@@ -218,9 +204,6 @@ class Moe(Benchmark):
                     yield cell_row(
                         self.NAME, name, "published speed-up", PUBLISHED[case.name], "x", note=note
                     )
-                if not profiled:
-                    profiled = True
-                    yield from self._profile(name, mode, side, batch)
             except torch.OutOfMemoryError as error:
                 yield out_of_memory(self.NAME, name, error)
         stepper.routers = {}
@@ -281,38 +264,17 @@ class Moe(Benchmark):
         wrong = [n for n, p in named if p.grad is not None and not bool(p.grad.isfinite().all())]
         note = f"not finite are {', '.join(wrong[:8])}" if wrong else None
         yield figure("shared nonfinite", len(wrong), "parameters", bar=0.0, note=note)
-        side.shared = policy, arguments, shared
-
-    def _profile(
-        self, case: str, mode: Mode, side: "_Side", batch: RolloutBatch
-    ) -> Iterator[ResultRow]:
-        policy, arguments, shared = side.shared
-        stepper, dense = side.stepper, side.dense.timed.plan
-        steps = {
-            "shared": (arguments, lambda: stepper.step(policy, batch, shared.plan), shared.plan),
-            "dense": (side.arguments, lambda: stepper.step(side.policy, side.some, dense), dense),
-        }
-        for name, (given, step, plan) in steps.items():
-            stepper.routers = given
-            yield from profile_rows(
-                self.NAME, case, name, step, plan, printed=not self.json, cuda=stepper.cuda
-            )
 
 
+@dataclass(frozen=True)
 class _Side:
-    """The dense side of a mode; and, once that has run, its shared step."""
+    """The dense side of a mode."""
 
-    def __init__(
-        self,
-        stepper: Stepper,
-        policy: Policy,
-        some: RolloutBatch,
-        dense: Dense,
-        arguments: RouterArguments,
-    ) -> None:
-        self.stepper, self.policy, self.some = stepper, policy, some
-        self.dense, self.arguments = dense, arguments
-        self.shared: tuple[Policy, RouterArguments, Timed]
+    stepper: Stepper
+    policy: Policy
+    some: RolloutBatch
+    dense: Dense
+    arguments: RouterArguments
 
 
 def _rollout_by_itself() -> RouterArguments:

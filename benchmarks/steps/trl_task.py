@@ -192,9 +192,6 @@ class Watch(TrainerCallback):
         """At least `least` steps are run, and none begun after so many seconds."""
         self._spent, self._least, self._seconds = spent, least, seconds
         self._start = self._step = self._optimizer = time.perf_counter()
-        self.profiler: Any = None
-        self.profiled: int | None = None
-        """The step that runs in the profiler, by its number from 0."""
         self.gradients: dict[str, Tensor] | None = None
         """Filled in the first step where it is a dict."""
 
@@ -202,13 +199,6 @@ class Watch(TrainerCallback):
         del args, control, kwargs
         for each in (self._spent.update, self._spent.scores, self._spent.optimizer):
             each.append(0.0)
-        if self.profiled == state.global_step:
-            cuda = torch.cuda.is_available()
-            kind = torch.profiler.ProfilerActivity
-            self.profiler = torch.profiler.profile(
-                activities=[kind.CUDA if cuda else kind.CPU], acc_events=True
-            )
-            self.profiler.start()
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         synchronize()
@@ -236,8 +226,6 @@ class Watch(TrainerCallback):
         if torch.cuda.is_available():
             # Of the last step: the first ones compile, and make the optimizer's states.
             self._spent.peak_bytes = torch.cuda.max_memory_allocated()
-        if self.profiler is not None and self.profiled == state.global_step - 1:
-            self.profiler.stop()
         if state.global_step >= self._least and now - self._start > self._seconds:
             control.should_training_stop = True
 

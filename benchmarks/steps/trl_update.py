@@ -58,9 +58,6 @@ class TrlUpdate(Benchmark):
         sides: Which trainers run: stock is TRL's own, none is ours without sharing.
         layers: Give the model fewer layers than its shape has.
         no_check: Compare no gradients beforehand.
-        profile: Run one more step in the profiler, shared and stock, and print the kernels that
-            take longest.
-        longest: How many kernels are printed.
         repeats: The most steps of each side that are timed.
         max_seconds: Time no more steps after so many seconds, each side having one.
         tiny: A tiny model and lengths divided by 64, on the CPU as well.
@@ -81,15 +78,13 @@ class TrlUpdate(Benchmark):
     sides: tuple[Literal["shared", "none", "stock"], ...] = (SHARED, NONE, STOCK)
     layers: Layers = None
     no_check: Flag = False
-    profile: Flag = False
-    longest: Count = 12
     repeats: Count = 3
     max_seconds: Seconds = 120.0
     tiny: Flag = False
 
     def check(self) -> None:
         check_at_least_one("layers", self.layers)
-        for name in ("prompts", "completions", "rows", "iterations", "longest", "repeats"):
+        for name in ("prompts", "completions", "rows", "iterations", "repeats"):
             check_at_least_one(name, getattr(self, name))
         if self.tokens < SCALE_TINY:
             raise ConfigError(f"tokens is {self.tokens}; it takes at least {SCALE_TINY}.")
@@ -154,7 +149,6 @@ class TrlUpdate(Benchmark):
 
     def _run(self, name: str, task: Task, seconds: float) -> "Measured | None":
         warm = WARM_STEPS[name] * self.iterations
-        profiled = self.profile and name != NONE
         with tempfile.TemporaryDirectory() as folder:
             trainer, watch = make_trainer(
                 _model(self, torch.bfloat16),
@@ -162,15 +156,13 @@ class TrlUpdate(Benchmark):
                 folder,
                 forkpoint=SIDES[name],
                 watch_seconds=seconds,
-                least=warm + self.iterations + profiled,
+                least=warm + self.iterations,
                 per_device_train_batch_size=self.rows,
                 gradient_checkpointing=not self.no_checkpointing,
                 num_iterations=self.iterations,
                 bf16=torch.cuda.is_available(),
-                max_steps=warm + self.repeats * self.iterations + profiled,
+                max_steps=warm + self.repeats * self.iterations,
             )
-            if profiled:  # the first that is not warming up, and it is not timed
-                watch.profiled = warm
             try:
                 trainer.train()
             except torch.OutOfMemoryError:
@@ -185,16 +177,8 @@ class TrlUpdate(Benchmark):
             return None
         if name != STOCK:
             plan = trainer.sharing.last_plan
-        if watch.profiler is not None and not self.json:
-            print(f"{LABELS[name]}: kernels of a step by device time")
-            events = sorted(watch.profiler.key_averages(), key=lambda e: -e.self_device_time_total)
-            total = sum(event.self_device_time_total for event in events) / 1e3
-            print(f"{total:10.2f} ms of device time in all, the optimizer's step included")
-            for event in events[: self.longest]:
-                ms = event.self_device_time_total / 1e3
-                print(f"{ms:10.2f} ms {event.count:6d}x {event.key[:100]}")
         times = {
-            part: self._timing(getattr(spent, part)[warm + profiled :])
+            part: self._timing(getattr(spent, part)[warm:])
             for part in ("update", "scores", "optimizer", "whole")
         }
         del trainer, watch

@@ -2,9 +2,8 @@
 
 import gc
 import shutil
-import sys
 import tempfile
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -81,8 +80,6 @@ class VerlUpdate(Benchmark):
         repeats: Updates of each side that are timed, after two that are not: the first compiles,
             and the second allocates what compiled code needs.
         no_comparison: Leave the small comparison out.
-        profile: Print the kernels of most device time, of an update of each side.
-        longest: How many of them.
         max_seconds: Begin nothing new after so many seconds; what is left out is named.
         tiny: A tiny model and lengths divided by 64, on a CPU as well.
     """
@@ -96,8 +93,6 @@ class VerlUpdate(Benchmark):
     sample: int = 4
     repeats: Count = 1
     no_comparison: Flag = False
-    profile: Flag = False
-    longest: Count = 12
     max_seconds: Seconds = 190.0
     tiny: Flag = False
 
@@ -251,10 +246,6 @@ class _Run:
         if self.cuda:
             yield row(f"{name} update peak", side.update_peak, "bytes")
             yield row(f"{name} log-probs peak", side.score_peak, "bytes")
-        if self.options.profile:
-            yield from self._profiled(
-                name, lambda: self._update(worker, batch, fields, fused), len(batch)
-            )
         return side
 
     def _score(
@@ -352,25 +343,6 @@ class _Run:
         else:
             limit = 1 / OF_BOUND if measured else None
             yield row("bound over what was measured", bound / update, "1", bound=bound, bar=limit)
-
-    def _profiled(
-        self, name: str, update: Callable[[], object], rollouts: int
-    ) -> Iterator[ResultRow]:
-        """The kernels of most device time of one update."""
-        kinds = torch.profiler.ProfilerActivity
-        with torch.profiler.profile(
-            activities=[kinds.CUDA if self.cuda else kinds.CPU], acc_events=True
-        ) as profile:
-            update()
-        spent = "self_device_time_total" if self.cuda else "self_cpu_time_total"
-        events = sorted(profile.key_averages(), key=lambda e: -getattr(e, spent))
-        total = sum(getattr(event, spent) for event in events) / 1e3
-        yield self.row(f"{name} device time", total, "ms", note=f"of {rollouts} rollouts")
-        for number, event in enumerate(events[: self.options.longest], 1):
-            ms = getattr(event, spent) / 1e3
-            print(f"{name}: {ms:10.2f} ms {event.count:6d}x {event.key[:110]}", file=sys.stderr)
-            note = f"{event.count} x {event.key[:110]}, of {rollouts} rollouts"
-            yield self.row(f"{name} kernel {number}", ms, "ms", note=note)
 
     def _comparison(self) -> Iterator[ResultRow]:
         """Gradients and metrics of an update at a small size, in float32 and as measured."""
