@@ -287,9 +287,9 @@ except SystemExit as end:
         "import forkpoint",
         PLAN,
         COMMAND.replace("ARGUMENTS", '"--help"'),
-        PLAN + COMMAND.replace("ARGUMENTS", '"plan", "rollouts.jsonl", "--ranks", "2"'),
+        COMMAND.replace("ARGUMENTS", '"plan", "--help"'),
     ],
-    ids=["import", "make_plan", "--help", "plan"],
+    ids=["import", "make_plan", "--help", "plan --help"],
 )
 def test_runs_without_torch(code: str, tmp_path: Path) -> None:
     """Measured in a new interpreter, since imports of imports count too."""
