@@ -168,7 +168,7 @@ LOSSES = (
     Kind(
         name="An option whose name another loss has",
         error=ArgumentError,
-        message="GRPO has no argument beta: it is kl here; give kl=0.04.",
+        message="GRPO has no argument beta: give kl=0.04.",
         means="TRL's beta of GRPO is the coefficient of the KL divergence.",
         remedy="Give kl, or take dpo if that is the loss.",
         argv=("replay", "ok.jsonl", "--model", "ok.json", "--loss", "grpo,beta=0.04"),

@@ -17,8 +17,6 @@ def config_kind(
     name: str,
     *,
     message: str,
-    means: str,
-    remedy: str,
     command: str = "plan",
     error: type[ForkpointError] = ConfigError,
     **changes: Any,
@@ -28,8 +26,6 @@ def config_kind(
         name=name,
         error=error,
         message=message,
-        means=means,
-        remedy=remedy,
         argv=(command, "ok.jsonl", "--model", "bad.json"),
         prepare=lambda _: write_config(Path("bad.json"), **changes),
     )
@@ -39,8 +35,6 @@ def path_kind(
     name: str,
     *,
     message: str,
-    means: str,
-    remedy: str,
     content: str | None = None,
     command: str = "plan",
 ) -> Kind:
@@ -49,8 +43,6 @@ def path_kind(
         name=name,
         error=ConfigError,
         message=message,
-        means=means,
-        remedy=remedy,
         argv=(command, "ok.jsonl", "--model", "bad.json" if content else "model"),
         prepare=lambda _: Path("bad.json").write_text(content) if content else None,
     )
@@ -73,8 +65,6 @@ MODEL_FILES = (
         "A model that does not exist",
         message="the model model does not exist, as a folder or a config.json; nothing is "
         f"downloaded. By their names these are known: {', '.join(MODELS)}.",
-        means="Names of a hub are not looked up; a model is a path.",
-        remedy="Download it first, and give its folder.",
     ),
     Kind(
         name="A model's name where one is to run",
@@ -82,8 +72,6 @@ MODEL_FILES = (
         message="the model qwen3-8b does not exist. plan knows a shape by that name, but "
         "no weights. Give a folder with config.json and weights, or a config.json alone for random "
         "weights; nothing is downloaded.",
-        means="Names stand for sizes, not for weights.",
-        remedy="Download the model and give its folder, or count with forkpoint plan.",
         argv=("replay", "ok.jsonl", "--model", "qwen3-8b"),
     ),
     Kind(
@@ -91,9 +79,6 @@ MODEL_FILES = (
         error=ConfigError,
         message="the folder model has no config.json. Give the folder that a model's "
         "save_pretrained wrote.",
-        means="The folder is another one than the model's; in a cache it is the one below "
-        "snapshots.",
-        remedy="Give the folder that holds config.json.",
         argv=("plan", "ok.jsonl", "--model", "model"),
         prepare=lambda _: Path("model").mkdir(),
     ),
@@ -102,17 +87,12 @@ MODEL_FILES = (
         content="{",
         message="bad.json is not JSON (Expecting property name enclosed in double quotes: line 1 "
         "column 2 (char 1)). Give a config.json as transformers writes it.",
-        means="The file was cut short, or is another one.",
-        remedy="Copy config.json again.",
     ),
     path_kind(
         "A configuration that names no family",
         content="[]",
         message="bad.json is no model configuration: it has no model_type. Give a config.json as "
         'transformers writes it, with "model_type": "qwen3", say.',
-        means="Without model_type it is not known which model this is; it may be the "
-        "configuration of something else.",
-        remedy="Give the model's config.json, not that of an adapter or a tokenizer.",
     ),
     config_kind(
         "A family that has not been shown exact",
@@ -120,9 +100,6 @@ MODEL_FILES = (
         error=UnsupportedError,
         message="bad.json: model_type 'mamba2' has not been shown exact; supported are "
         f"{FAMILY_NAMES}.",
-        means="Only families whose gradients have been compared with dense training are run or "
-        "counted.",
-        remedy="docs/families.md lists them; docs/adding-a-model.md says how one joins.",
     ),
     config_kind(
         "A model whose text part is supported",
@@ -131,18 +108,6 @@ MODEL_FILES = (
         error=UnsupportedError,
         message="bad.json: model_type 'qwen3_5' has not been shown exact; supported are "
         f"{FAMILY_NAMES}. Its text_config is a qwen3_5_text: give that alone.",
-        means="A model that sees images, say, has its text model's configuration within its own.",
-        remedy="Write text_config to a config.json of its own.",
-    ),
-    config_kind(
-        "A family that there is none of",
-        command="verify",
-        model_type="nonsense",
-        error=UnsupportedError,
-        message="bad.json: model_type 'nonsense' has not been shown exact; supported are "
-        f"{FAMILY_NAMES}.",
-        means="The name is misspelt, or that of a family newer than forkpoint.",
-        remedy="docs/families.md lists those that are supported.",
     ),
     config_kind(
         "A quantized model",
@@ -151,41 +116,24 @@ MODEL_FILES = (
         error=UnsupportedError,
         message="bad.json has a quantization_config; quantized parameters have not been shown "
         "exact. Give an unquantized checkpoint, or take it out for random weights.",
-        means="Quantized weights are no plain tensors, and what runs over them has not been "
-        "shown exact.",
-        remedy="Give the model as it was before quantization.",
     ),
     config_kind(
         "A configuration that lacks sizes",
         hidden_size=None,
         message="bad.json: the model configuration lacks hidden_size; forkpoint counts FLOPs of "
         "decoders described by these keys. Give the config.json that save_pretrained wrote.",
-        means="FLOPs and bytes are counted from these sizes.",
-        remedy="Give the config.json that save_pretrained wrote, which has all of them.",
     ),
     config_kind(
         "A size whose default is not known",
         head_dim=None,
         message="bad.json has no head_dim, whose default depends on the model. Add it, or give the "
         "config.json that save_pretrained writes.",
-        means="Families differ in what a missing key stands for, and their code is not run here.",
-        remedy="Add the key.",
     ),
     config_kind(
         "A size that is none",
         hidden_size="wide",
         message="bad.json: hidden_size is 'wide'; it takes a whole number of at least 1. Give the "
         "config.json that save_pretrained wrote.",
-        means="No model has such a size.",
-        remedy="Correct it, or give the file that save_pretrained wrote.",
-    ),
-    config_kind(
-        "A size below 1",
-        num_hidden_layers=0,
-        message="bad.json: num_hidden_layers is 0; it takes a whole number of at least 1. Give the "
-        "config.json that save_pretrained wrote.",
-        means="No model has such a size.",
-        remedy="Correct it, or give the file that save_pretrained wrote.",
     ),
     config_kind(
         "Key-value heads that do not divide the query heads",
@@ -193,16 +141,12 @@ MODEL_FILES = (
         message="bad.json: the model has 4 query heads and 3 key-value heads; each key-value head "
         "serves equally many query heads, so the first number is a multiple of the second. "
         "Correct num_attention_heads or num_key_value_heads.",
-        means="Attention groups query heads evenly over key-value heads.",
-        remedy="Correct one of the two.",
     ),
     config_kind(
         "Kinds of layers for another number of layers",
         layer_types=["full_attention"],
         message="bad.json: layer_types has 1 entries and num_hidden_layers is 2; there is one for "
         "each layer. Give the config.json that save_pretrained wrote.",
-        means="Which layers have a window would not be known.",
-        remedy="Give one kind for each layer.",
     ),
     config_kind(
         "A kind of layer that is not known",
@@ -210,8 +154,6 @@ MODEL_FILES = (
         message="bad.json: layer_types has 'linear_attention'; of this model forkpoint counts "
         "layers of full_attention, sliding_attention, attention. Take a model of these "
         "alone.",
-        means="What such a layer costs is not counted, nor has it been shown exact.",
-        remedy="Take a model whose layers are all attention.",
     ),
     config_kind(
         "Values that transformers refuses",
@@ -219,9 +161,6 @@ MODEL_FILES = (
         hidden_act="sploosh",
         message="transformers cannot make and run a model of bad.json (KeyError: 'sploosh'). "
         f"Correct bad.json, or give a model that this transformers ({__version__}) knows.",
-        means="The configuration passes here and fails in transformers, whose error is in "
-        "brackets.",
-        remedy="Look the key up in the documentation of the family.",
     ),
     Kind(
         name="A folder without weights",
@@ -229,8 +168,6 @@ MODEL_FILES = (
         message="transformers cannot make and run a model of model (OSError: Error no file named "
         "model.safetensors found in directory model). Correct "
         f"config.json, or give a model that this transformers ({__version__}) knows.",
-        means="A folder stands for its weights; random ones are not taken instead.",
-        remedy="Give model/config.json for random weights.",
         argv=("replay", "ok.jsonl", "--model", "model"),
         prepare=lambda _: without_weights(),
     ),
@@ -240,8 +177,6 @@ MODEL_FILES = (
         message="the weights in model lack 1 of the model's parameters, among them "
         "model.layers.1.mlp.up_proj.weight; transformers would draw them at random. Give a "
         "complete checkpoint.",
-        means="Losses would be those of another model.",
-        remedy="Copy all files of the checkpoint, and merge adapters before saving.",
         argv=("replay", "ok.jsonl", "--model", "model"),
         prepare=lambda _: without_some_weights(),
     ),
@@ -251,8 +186,6 @@ MODEL_FILES = (
         error=RolloutError,
         message="Rollout 'g0-r0': token_ids[0] is 51, but the vocabulary has 8 entries, so that "
         "ids go from 0 to 7. Use the model whose tokenizer made these rollouts.",
-        means="The rollouts were made with another tokenizer than the model's.",
-        remedy="Take the model that sampled, or tokenize again.",
     ),
     config_kind(
         "Dropout in the configuration",
@@ -262,7 +195,5 @@ MODEL_FILES = (
         message="model.layers.0.self_attn has dropout 0.1 in training mode: dense training would "
         "draw new numbers for every copy of a shared token. Set it to 0, or call "
         "model.eval().",
-        means="Dense training would draw a mask for every copy of a shared token, sharing one.",
-        remedy="Set attention_dropout to 0 in config.json.",
     ),
 )

@@ -29,23 +29,16 @@ def plan_kind(
     argv: tuple[str, ...] = (),
     *,
     message: str,
-    means: str,
-    remedy: str,
     error: type[ForkpointError] = PlanError,
 ) -> Kind:
-    return Kind(
-        name=name, error=error, message=message, means=means, remedy=remedy, call=call, argv=argv
-    )
+    return Kind(name=name, error=error, message=message, call=call, argv=argv)
 
 
-def calibration_kind(name: str, values: dict[str, Any], *, message: str, means: str) -> Kind:
+def calibration_kind(name: str, values: dict[str, Any], *, message: str) -> Kind:
     return Kind(
         name=name,
         error=ConfigError,
         message=message,
-        means=means,
-        remedy="Measure again with forkpoint calibrate, or leave the option out where no file lies "
-        "where policies look for it.",
         call=lambda: Calibration.load(Path("calibration.json")),
         argv=("plan", "ok.jsonl", "--calibration", "calibration.json"),
         prepare=lambda _: Path("calibration.json").write_text(json.dumps(values)),
@@ -80,8 +73,6 @@ PLANS = (
         "  group + within: rollout 4 has 41 tokens to run and a microbatch holds at most 8: a "
         "rollout within one microbatch cannot be cut. Raise max_microbatch_tokens to 41, or use "
         "boundary='across', which cuts it into a chain of microbatches.",
-        means="A rollout that lies in one microbatch needs one as long as itself.",
-        remedy="Raise max_microbatch_tokens, or leave the boundary to the planner.",
     ),
     plan_kind(
         "A budget that nothing fits",
@@ -94,10 +85,6 @@ PLANS = (
         "  tree + mixed: microbatches of 64 tokens are predicted to need 652.5 KiB "
         "(668,160 bytes) and memory_budget is 100 bytes; raise the budget, or checkpoint "
         "activations.",
-        means="Microbatches were shortened to the shortest that the planner takes, and are still "
-        "predicted to need more.",
-        remedy="Raise the budget, or checkpoint activations; a smaller batch helps where boundary "
-        "state is what takes the memory.",
     ),
     plan_kind(
         "A budget without a model",
@@ -107,22 +94,18 @@ PLANS = (
         ),
         message="memory_budget is 9 bytes, but without a model shape bytes cannot be "
         "predicted; name the model, or limit max_microbatch_tokens instead.",
-        means="Bytes depend on the model.",
-        remedy="Give --model, or limit the tokens of a microbatch.",
     ),
     calibration_kind(
         "A calibration of another version",
         {"schema": 9},
         message="calibration.json has schema 9 and this forkpoint reads calibrations of schema 1; "
         "run forkpoint calibrate again.",
-        means="Another version of forkpoint wrote it, and measured other things.",
     ),
     calibration_kind(
         "A damaged calibration",
         {"schema": 1, **{item.name: None for item in fields(Calibration)}},
         message="the calibration calibration.json is damaged: device is None; it takes text. Run "
         "forkpoint calibrate again.",
-        means="A figure that plans are priced by is missing, or is one that no measurement gives.",
     ),
     plan_kind(
         "A plan of another batch",
@@ -130,9 +113,6 @@ PLANS = (
         message="this plan was made for a batch with fingerprint cad55e9bf914d5e1, and this batch "
         "has 4d3d4605bf8f23af: their tokens, masks, groups or temperatures differ. Make a "
         "plan for this batch.",
-        means="A plan says which token lies where; on another batch it would train on other "
-        "tokens.",
-        remedy="Leave plan out, and it is made.",
     ),
     plan_kind(
         "A plan that leaves out rollouts whose log-probs are asked for",
@@ -141,23 +121,17 @@ PLANS = (
         "others: the plan leaves out what had no gradient in the call that it was made for. Leave "
         "plan= out, or make it for this call: policy.plan(batch, loss), and without a loss for "
         "log-probs.",
-        means="The loss that the plan was made for has no gradient there: the advantages are 0.",
-        remedy="policy.plan(batch), or Config(all_logprobs=True).",
     ),
     plan_kind(
         "Something else in place of a plan",
         lambda: policy().forward_backward(BATCH, losses.GRPO(), plan="tree"),  # type: ignore
         message="the plan is 'tree' of type str; give one that policy.plan(batch) made, or None.",
-        means="What is shared is an option of Config, not of a call.",
-        remedy='policy.with_config(sharing="tree").',
     ),
     plan_kind(
         "The plan of a step in which ranks exchanged prompts",
         lambda: policy().forward_backward(BATCH, losses.GRPO(), plan=make_plan(BATCH, prompts=())),
         message="this plan is of a step in which ranks exchanged prefix caches, and says nothing "
         "of the other ranks. Make a plan with policy.plan(batch), or give none.",
-        means="What other ranks send is agreed on in each step, and is no part of a plan.",
-        remedy="Leave the plan out; each step finds the prompts that its ranks have in common.",
     ),
 )
 
@@ -167,8 +141,6 @@ KERNELS = (
         scored_with(attention_kernel="flashy"),
         message="There is no attention kernel 'flashy'; there are 'auto', 'fa4', 'cudnn', 'fa2', "
         "'cpu_flash', 'reference'. Able to serve here: 'cpu_flash', 'reference'.",
-        means="attention_kernel takes a kernel's name.",
-        remedy="Leave it out, and the fastest that can serve is taken.",
         error=UnsupportedError,
     ),
     plan_kind(
@@ -176,8 +148,6 @@ KERNELS = (
         scored_with(attention_kernel="fa4"),
         message="Attention kernel 'fa4' cannot serve: it runs on cuda, not on cpu. Able to serve "
         "here: 'cpu_flash', 'reference'. Name one of these, or leave the choice to 'auto'.",
-        means="A kernel asked for by name is not replaced by another.",
-        remedy="Leave it out, and the fastest that can serve is taken.",
         error=UnsupportedError,
     ),
     plan_kind(
@@ -185,18 +155,6 @@ KERNELS = (
         scored_with("gemma2", attention_kernel="cpu_flash"),
         message="Attention kernel 'cpu_flash' cannot serve: it has no softcap (asked for 50.0). "
         "Able to serve here: 'reference'. Name one of these, or leave the choice to 'auto'.",
-        means="The model's attention has a softcap, and leaving it out would be another model.",
-        remedy="Leave attention_kernel out, and the fastest that can serve is taken.",
-        error=UnsupportedError,
-    ),
-    plan_kind(
-        "A kernel with equal head dims alone",
-        asked("cpu_flash", value_dim=16),
-        message="Attention kernel 'cpu_flash' cannot serve: it needs equal head dims of keys and "
-        "values, not 32 and 16. Able to serve here: 'reference'. Name one of these, or "
-        "leave the choice to 'auto'.",
-        means="Keys and values of this model have heads of different sizes.",
-        remedy="Leave attention_kernel out, and the fastest that can serve is taken.",
         error=UnsupportedError,
     ),
     plan_kind(
@@ -207,8 +165,6 @@ KERNELS = (
         "cuda, not on cpu; cpu_flash: it takes torch.float64, torch.float32, "
         "torch.bfloat16, torch.float16, not torch.int8; reference: it takes torch.float64, "
         "torch.float32, torch.bfloat16, torch.float16, not torch.int8.",
-        means="Every kernel is asked, and each says why it cannot serve.",
-        remedy="Run the model in bfloat16 or float32.",
         error=UnsupportedError,
     ),
 )
