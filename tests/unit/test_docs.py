@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import forkpoint
-from docs_runner import Block, blocks, commands, reader, run_file
+from docs_runner import blocks, reader, run_file
 from lanes import slow_besides
 
 ROOT = Path(__file__).parents[2]
@@ -30,17 +30,23 @@ def name(path: Path) -> str:
     slow_besides([ROOT / "README.md"], DOCUMENTS, pytest.mark.examples),
     ids=name,
 )
-def test_examples_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not any(block.runs for block in blocks(path.read_text(encoding="utf-8"))):
-        return
+def test_examples_run(
+    path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.chdir(tmp_path)
-    run_file(path, tmp_path, reader(tmp_path))
+    monkeypatch.setenv("COLUMNS", "100")
+    run_file(path, reader(tmp_path), capsys)
 
 
 def test_readme_runs_the_public_surface() -> None:
     """The calls that the design promises are in the README, in blocks that run."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    code = "\n".join(b.code for b in blocks(text) if b.runs and b.language == "python")
+    code = "\n".join(
+        code for language, _, code, runs in blocks(text) if language == "python" and runs
+    )
     called = {ast.unparse(n.func) for n in ast.walk(ast.parse(code)) if isinstance(n, ast.Call)}
     assert called >= {
         "forkpoint.load_rollouts",
@@ -65,8 +71,8 @@ def test_readme_before_and_after_agree(
     if off_policy:
         _move_policy(namespace["model"], tmp_path / "rollouts.jsonl")
     shown = blocks((ROOT / "README.md").read_text(encoding="utf-8"))
-    first = next(block for block in shown if block.language == "python")
-    before, after = first.code.split("\n# after", maxsplit=1)
+    first = next(code for language, _, code, _ in shown if language == "python")
+    before, after = first.split("\n# after", maxsplit=1)
     gradients = []
     for code in (before, f"# after{after}"):
         exec(code, namespace)
@@ -112,7 +118,8 @@ def test_make_targets_exist() -> None:
     targets = set(re.findall(r"^([a-z][a-z-]*):", makefile, re.MULTILINE))
     for path in DOCUMENTS:
         code = re.findall(r"`([^`\n]+)`", path.read_text(encoding="utf-8"))
-        code += [b.code for b in blocks(path.read_text(encoding="utf-8")) if b.language != "text"]
+        shown = blocks(path.read_text(encoding="utf-8"))
+        code += [code for language, _, code, _ in shown if language != "text"]
         named = {target for part in code for target in TARGET.findall(part)}
         assert named <= targets, f"{name(path)} names make {', '.join(sorted(named - targets))}"
 
@@ -126,13 +133,9 @@ def test_every_document_is_listed() -> None:
 # The runner itself --------------------------------------------------------------------------------
 
 
-def write(folder: Path, text: str) -> Path:
-    path = folder / "document.md"
-    path.write_text(text, encoding="utf-8")
-    return path
-
-
-def test_blocks_share_a_namespace_and_a_folder(tmp_path: Path) -> None:
+def test_blocks_share_a_namespace_and_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = """
 ```python
 x = 1
@@ -147,49 +150,39 @@ $ echo one \\
 one ...
 ```
 
+<!-- not run: why -->
+```python
+raise RuntimeError
+```
+
 ```python
 assert x == 1
 y = x + 1
 ```
 """
-    path, namespace = write(tmp_path, text), {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path)
-        assert run_file(path, tmp_path, namespace) == 3
+    path, namespace = tmp_path / "document.md", {}
+    path.write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    run_file(path, namespace, capsys)
     assert namespace["y"] == 2
 
 
-def test_a_broken_block_fails_at_its_line(tmp_path: Path) -> None:
-    path = write(tmp_path, "# Title\n\n```python\nx = 1\nassert x == 2\n```\n")
-    with pytest.raises(AssertionError) as caught:
-        run_file(path, tmp_path, {})
-    assert caught.traceback[-1].lineno + 1 == 5
-
-
 @pytest.mark.parametrize(
-    ("code", "message"),
-    [("$ exit 3", "exit status 3"), ("$ echo one\ntwo", "and the document shows\ntwo")],
-    ids=["status", "output"],
+    ("text", "said"),
+    [
+        ("```python\nx = 1\nassert x == 2, x\n```\n", "1"),
+        ("```console\n$ exit 3\n```\n", "exit status 3"),
+        ("```console\n$ echo one\ntwo\n```\n", "and the document shows\ntwo"),
+        ("```console\noutput\n```\n", "line 2 is no command"),
+        ("```\nx\n```\n", "allowed are"),
+        ("```pythn\nx\n```\n", "allowed are"),
+        ("```python\nx\n", "never closed"),
+    ],
 )
-def test_a_broken_command_fails(tmp_path: Path, code: str, message: str) -> None:
-    path = write(tmp_path, f"```console\n{code}\n```\n")
-    with pytest.raises(AssertionError, match=message):
-        run_file(path, tmp_path, {})
-
-
-def test_only_a_reason_keeps_a_block_from_running() -> None:
-    text = "{}\n```python\nraise RuntimeError\n```\n"
-    assert not blocks(text.format("<!-- not run: needs two GPUs -->"))[0].runs
-    assert blocks(text.format("<!-- not run: -->"))[0].runs
-    assert blocks(text.format("Some text."))[0].runs
-
-
-@pytest.mark.parametrize("text", ["```\nx\n```\n", "```pythn\nx\n```\n", "```python\nx\n"])
-def test_a_fence_that_would_hide_code_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="line 1"):
-        blocks(text)
-
-
-def test_a_console_block_begins_with_a_command() -> None:
-    with pytest.raises(ValueError, match="line 7"):
-        commands(Block("console", 7, "output", True))
+def test_broken_blocks_fail(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "document.md"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises((AssertionError, ValueError), match=said):
+        run_file(path, {}, capsys)
