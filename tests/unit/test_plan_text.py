@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from forkpoint import Config, Plan, PlanError, Rollout, RolloutBatch
 from forkpoint.plan import make_plan
 from forkpoint.plan.plan import fingerprint
-from pairwise import FULL
 from plan_shapes import SHAPE
 from strategies import batches
 
@@ -21,7 +20,7 @@ def batch_of(lists: list[list[int]]) -> RolloutBatch:
     )
 
 
-@settings(max_examples=150 if FULL else 60, derandomize=True, deadline=None)
+@settings(max_examples=60, derandomize=True, deadline=None)
 @given(
     batches(),
     st.sampled_from((None, SHAPE)),
