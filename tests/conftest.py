@@ -71,24 +71,6 @@ def without_sample(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def checked_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Public operations are called with tensors of the shapes that their names say (shapes.py)."""
-    import importlib
-
-    from shapes import OPERATIONS, holders, our_modules, shapes_checked
-
-    functions = {
-        (module, name): getattr(importlib.import_module(module), name)
-        for module, name in OPERATIONS
-    }
-    modules = our_modules()
-    for (module, name), function in functions.items():
-        checked = shapes_checked(function, OPERATIONS[module, name])
-        for holder in holders(name, function, modules):
-            monkeypatch.setattr(holder, name, checked)
-
-
-@pytest.fixture
 def graphs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled blocks are traced and differentiated as ever, and no code is generated for them.
 

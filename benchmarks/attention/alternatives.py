@@ -11,6 +11,7 @@ from torch import Tensor
 from benchmarks.attention.cases import Case, Inputs
 from benchmarks.timing import Timing, time_cuda
 from forkpoint.ops.attention import Kernel, Launch
+from forkpoint.ops.attention.kernel import Options
 from forkpoint.plan.pricing.cost import visible_pairs
 from forkpoint.tree.forest import IntArray
 
@@ -52,14 +53,14 @@ def dense_calls(
         0, True, 0, tokens, 0, tokens, max(timed), max(timed), len(timed),
         cu.cuda(), cu.cuda(), cu, cu,
     )  # fmt: skip
-    options = {"scale": inputs.scale, "softcap": 0.0, "window": 0}
-    o, lse = chosen.forward(q, k, v, launch, **options)
+    options = Options(inputs.scale)
+    o, lse = chosen.forward(q, k, v, launch, options)
 
     def forward() -> object:
-        return chosen.forward(q, k, v, launch, **options)
+        return chosen.forward(q, k, v, launch, options)
 
     def backward() -> object:
-        return chosen.backward(do, q, k, v, o, lse, launch, **options, deterministic=False)
+        return chosen.backward(do, q, k, v, o, lse, launch, options)
 
     return forward, backward, total / part
 
@@ -81,11 +82,11 @@ def graphed(function: Callable[[], None]) -> Callable[[], None]:
 def copied_keys(
     inputs: Inputs, chosen: Kernel, index: Tensor, launch: Launch, q: Tensor, do: Tensor
 ) -> tuple[Timing, Timing, float]:
-    options = {"scale": inputs.scale, "softcap": 0.0, "window": 0}
+    options = Options(inputs.scale)
 
     def forward() -> tuple[Tensor, Tensor, Tensor, Tensor]:
         k, v = inputs.k[index], inputs.v[index]
-        return (k, v, *chosen.forward(q, k, v, launch, **options))
+        return (k, v, *chosen.forward(q, k, v, launch, options))
 
     k, v, o, lse = forward()
     runs = runs_of(index.cpu().numpy(), inputs.row.segment_begin)
@@ -94,7 +95,7 @@ def copied_keys(
     for add in (_index_add, sum_of_copies):
 
         def backward(add: Callable[..., Tensor] = add) -> None:
-            _, dk, dv = chosen.backward(do, q, k, v, o, lse, launch, **options, deterministic=False)
+            _, dk, dv = chosen.backward(do, q, k, v, o, lse, launch, options)
             for part in (dk, dv):
                 add(part, index, runs, len(inputs.k))
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from forkpoint.errors import ConfigError
 from forkpoint.ops.attention import AttentionTable, Kernel, Launch
+from forkpoint.ops.attention.kernel import Asked, Options
 from forkpoint.ops.attention.operator import attend, attend_backward
 from forkpoint.ops.attention.registry import launch_kernel
 from forkpoint.ops.attention.table import read_launches
@@ -170,7 +171,7 @@ class Inputs:
         self, kernel: str, o: Tensor, lse: Tensor
     ) -> tuple[Callable[[], None], Callable[[], None]]:
         """The kernels' own calls that the operator is made of, forward and backward."""
-        options = {"scale": self.scale, "softcap": 0.0, "window": 0}
+        options = Options(self.scale)
         calls = []
         for launch in self.launches():
             chosen = kernel_for(kernel, self.q, launch)
@@ -182,13 +183,11 @@ class Inputs:
 
         def forward() -> None:
             for chosen, launch, _, tensors, _ in calls:
-                chosen.forward(*tensors, launch, **options)
+                chosen.forward(*tensors, launch, options)
 
         def backward() -> None:
             for chosen, launch, queries, tensors, merged in calls:
-                chosen.backward(
-                    self.do[queries], *tensors, *merged, launch, **options, deterministic=False
-                )
+                chosen.backward(self.do[queries], *tensors, *merged, launch, options)
 
         return forward, backward
 
@@ -225,4 +224,5 @@ class Inputs:
 
 def kernel_for(name: str, q: Tensor, launch: Launch) -> Kernel:
     """The kernel that the operator takes for a launch."""
-    return launch_kernel(name, launch, q.device, q.dtype, q.shape[2], q.shape[2], 0.0, 0, False)
+    asked = Asked(q.device, q.dtype, q.shape[2], q.shape[2], 0.0, 0, False)
+    return launch_kernel(name, launch, asked)

@@ -28,6 +28,7 @@ from benchmarks.runner import Benchmark, Deadline
 from benchmarks.timing import Timing, time_cuda_in_turn
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.ops.attention import KERNELS, Kernel, select_kernel
+from forkpoint.ops.attention.kernel import Asked, Options
 
 MOST_ERROR = 2e-2
 """The most relative difference from one ragged kernel over copied keys, in 16 bits."""
@@ -130,11 +131,11 @@ def _checked_reference(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """o, dq, dk, dv by one ragged kernel over copied keys: nothing of the composition."""
     index, slots, launch, _ = inputs.copied()
     chosen = kernel_for("auto", inputs.q, launch)
-    options = {"scale": inputs.scale, "softcap": 0.0, "window": 0}
+    options = Options(inputs.scale)
     k, v = inputs.k[index], inputs.v[index]
     q, do = inputs.q[slots], inputs.do[slots]
-    o, lse = chosen.forward(q, k, v, launch, **options)
-    dq, dk, dv = chosen.backward(do, q, k, v, o, lse, launch, **options, deterministic=False)
+    o, lse = chosen.forward(q, k, v, launch, options)
+    dq, dk, dv = chosen.backward(do, q, k, v, o, lse, launch, options)
     back = torch.empty_like(slots)
     back[slots] = torch.arange(len(slots), device="cuda")
     wide = [torch.zeros_like(inputs.k, dtype=torch.float32) for _ in range(2)]
@@ -157,9 +158,9 @@ def _alternatives(
     index, slots, launch, _ = inputs.copied()
     for kernel in kernels:
         try:
-            chosen = select_kernel(
-                kernel, inputs.q.device, case.dtype, case.head_dim, case.head_dim, 0.0, 0, False
-            )
+            dims = (case.head_dim, case.head_dim)
+            asked = Asked(inputs.q.device, case.dtype, *dims, 0.0, 0, False)
+            chosen = select_kernel(kernel, asked)
         except UnsupportedError:
             continue
         found[f"dense_{kernel}"] = dense(inputs, chosen)

@@ -25,7 +25,7 @@ from forkpoint.tree import Microbatch
 from lanes import slow_besides, slow_besides_every
 from pairwise import pairwise
 
-pytestmark = pytest.mark.usefixtures("poisoned_memory", "without_sample", "checked_shapes")
+pytestmark = pytest.mark.usefixtures("poisoned_memory", "without_sample")
 
 SHARINGS: tuple[Sharing, ...] = ("none", "group", "tree")
 BOUNDARIES: tuple[Boundary, ...] = ("within", "across", "mixed")

@@ -28,8 +28,6 @@ from hybrids import ACROSS_MICROBATCHES, HYBRIDS, MIXED, WITHIN, Sabotage, tiny_
 from lanes import slow_besides
 from pairwise import pairwise
 
-pytestmark = pytest.mark.usefixtures("checked_shapes")
-
 EVERY = tuple(product(("none", "group", "tree"), ("within", "across", "mixed")))
 CONFIGS: tuple[Config, ...] = (
     *(Config(sharing=s, boundary=b) for s, b in EVERY),

@@ -21,11 +21,11 @@ from forkpoint.ops.attention import (
     select_kernel,
     shared_attention,
 )
-from forkpoint.ops.attention.kernel import Asked
+from forkpoint.ops.attention.kernel import Asked, Options
 from forkpoint.ops.attention.table import read_launches
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
-PLAIN: dict[str, Any] = {"scale": 0.4, "softcap": 0.0, "window": 0}
+PLAIN = Options(0.4)
 
 
 def one_launch(lengths: list[tuple[int, int]], causal: bool) -> Launch:
@@ -55,25 +55,15 @@ def test_many_queries_below_one_prefix_keep_their_digits(name: str, dtype: torch
     results = []
     for compute in (dtype, torch.float64):
         q, k, v, do = (x.to(compute) for x in random_qkv(launch, 2, 1, dtype))
-        o, lse = RECORDS[name].forward(q, k, v, launch, **PLAIN)
-        backward = RECORDS[name].backward
-        results.append(backward(do, q, k, v, o, lse, launch, deterministic=False, **PLAIN))
+        o, lse = RECORDS[name].forward(q, k, v, launch, PLAIN)
+        results.append(RECORDS[name].backward(do, q, k, v, o, lse, launch, PLAIN))
     for found, expected in zip(*results, strict=True):
         error = (found.double() - expected).norm() / expected.norm()
         assert error < torch.finfo(dtype).eps / 2
 
 
 def select(name: str = "auto", **changes: Any) -> Kernel:
-    asked: dict[str, Any] = {
-        "device": CPU,
-        "dtype": torch.float32,
-        "head_dim": 32,
-        "value_dim": 32,
-        "softcap": 0.0,
-        "window": 0,
-        "deterministic": False,
-    }
-    return select_kernel(name, **(asked | changes))
+    return select_kernel(name, Asked(CPU, torch.float32, 32, 32, 0.0, 0, False)._replace(**changes))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +91,7 @@ def test_no_kernel_takes_integers() -> None:
 def test_auto_leaves_small_launches_to_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     first = dataclasses.replace(RECORDS["reference"], name="first", auto_pairs=13)
     last = dataclasses.replace(RECORDS["reference"], name="last", ragged=False)
-    asked = (CPU, torch.float32, 8, 8, 0.0, 0, False)
+    asked = Asked(CPU, torch.float32, 8, 8, 0.0, 0, False)
     with only(monkeypatch, first, last):
         for lengths, expected in (
             ([(3, 4)], "last"),
@@ -109,8 +99,8 @@ def test_auto_leaves_small_launches_to_the_next_kernel(monkeypatch: pytest.Monke
             ([(1, 4), (3, 2)], "first"),  # ragged, so that no other serves
         ):
             launch = one_launch(lengths, False)
-            assert registry.launch_kernel("auto", launch, *asked).name == expected
-        assert registry.launch_kernel("first", one_launch([(1, 1)], False), *asked).name == "first"
+            assert registry.launch_kernel("auto", launch, asked).name == expected
+        assert registry.launch_kernel("first", one_launch([(1, 1)], False), asked).name == "first"
 
 
 @pytest.mark.parametrize(

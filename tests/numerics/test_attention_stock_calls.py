@@ -14,6 +14,7 @@ from test_attention_kernels import one_launch, random_qkv
 from torch import Tensor
 
 from forkpoint.ops.attention import Launch, cudnn, fa2, fa4
+from forkpoint.ops.attention.kernel import Options
 
 RAGGED = [(5, 9), (1, 4), (7, 7)]
 EQUAL = [(5, 5), (5, 5)]
@@ -42,9 +43,7 @@ def forward(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
     launch = packed_launch(q, given["cu_q"], given["cu_k"], causal)
     assert (given["max_q"], given["max_k"]) == (launch.max_q, launch.max_k)
     softcap = given.get("softcap") or 0.0
-    return RECORDS["reference"].forward(
-        q, k, v, launch, scale=given["scale"], softcap=softcap, window=window
-    )
+    return RECORDS["reference"].forward(q, k, v, launch, Options(given["scale"], softcap, window))
 
 
 def backward(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,8 +52,8 @@ def backward(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     launch = packed_launch(given["q"], given["cu_q"], given["cu_k"], causal)
     assert (given["max_q"], given["max_k"]) == (launch.max_q, launch.max_k)
     softcap = given.get("softcap") or 0.0
-    options = {"scale": given["scale"], "softcap": softcap, "window": window}
-    return RECORDS["reference"].backward(*tensors, launch, deterministic=True, **options)
+    options = Options(given["scale"], softcap, window, True)
+    return RECORDS["reference"].backward(*tensors, launch, options)
 
 
 def packed(given: dict[str, Any], dims: str) -> dict[str, Any]:
@@ -203,15 +202,14 @@ def test_what_stock_functions_are_given(
     kernel, reference = RECORDS[name], RECORDS["reference"]
     launch = one_launch(lengths, causal)
     q, k, v, do = random_qkv(launch)
-    options: dict[str, Any] = {"scale": 0.4, "softcap": softcap, "window": window}
-    expected = reference.forward(q, k, v, launch, **options)
-    torch.testing.assert_close(kernel.forward(q, k, v, launch, **options), expected)
+    options = Options(0.4, softcap, window, deterministic)
+    expected = reference.forward(q, k, v, launch, options)
+    torch.testing.assert_close(kernel.forward(q, k, v, launch, options), expected)
     # Parts of more launches went into what the backward is given.
     merged = expected[0] * 0.5, expected[1] + 0.7
-    options["deterministic"] = deterministic
     torch.testing.assert_close(
-        kernel.backward(do, q, k, v, *merged, launch, **options),
-        reference.backward(do, q, k, v, *merged, launch, **options),
+        kernel.backward(do, q, k, v, *merged, launch, options),
+        reference.backward(do, q, k, v, *merged, launch, options),
     )
     assert stand_ins.deterministic == ([] if name == "cudnn" else [deterministic])
     assert not torch.are_deterministic_algorithms_enabled()

@@ -26,8 +26,6 @@ from forkpoint.testing import PLAIN_ATTENTION, dense_run, lifted_upcasts, tiny_m
 from lanes import slow_besides
 from pairwise import pairwise
 
-pytestmark = pytest.mark.usefixtures("checked_shapes")
-
 BAR = 1e-10
 WINDOW = 7
 MOE = {"num_experts_per_tok": 2}

@@ -11,13 +11,9 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forkpoint.errors import ConfigError, UnsupportedError
-from forkpoint.ops.head import (
-    STATISTICS,
-    token_logprobs,
-    token_logprobs_reference,
-    token_outputs,
-)
+from forkpoint.ops.head import STATISTICS, token_outputs
 from forkpoint.ops.head.logprobs import _parts
+from head_reference import token_logprobs, token_logprobs_reference
 
 TOKENS, VOCAB, WIDTH = 23, 37, 8
 SYNCS = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "equal", "item")

@@ -28,11 +28,6 @@ def no_refusal(*_: object) -> str | None:
     return None
 
 
-def able_kernels(kernels: Sequence[Kernel], asked: tuple[Any, ...]) -> tuple[Kernel, ...]:
-    """The kernels that can serve, in their order."""
-    return tuple(kernel for kernel in kernels if kernel.refusal(*asked) is None)
-
-
 def choose_kernel(
     what: str, kernels: Sequence[Kernel], name: str, asked: tuple[Any, ...]
 ) -> Kernel:

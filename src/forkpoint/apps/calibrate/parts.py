@@ -11,7 +11,7 @@ from forkpoint.apps.calibrate.clock import Clock
 from forkpoint.engine.staging import staging_for
 from forkpoint.hosts.host import ModelHost
 from forkpoint.ops.attention import AttentionTable, CacheSlice, shared_attention
-from forkpoint.ops.head import token_logprobs
+from forkpoint.ops.head import token_outputs
 from forkpoint.plan import ModelShape
 from forkpoint.plan.pricing.calibration import Curve
 
@@ -111,7 +111,8 @@ class Parts:
             )
             labels = torch.zeros(count, dtype=torch.int64, device=self.clock.device)
             return self.clock.times(
-                lambda: token_logprobs(hidden, weight, labels)[0], lambda x: x.sum().backward()
+                lambda: token_outputs(hidden, weight, labels)["logprobs"],
+                lambda x: x.sum().backward(),
             )
 
         found = [measured(count) for count in counts]

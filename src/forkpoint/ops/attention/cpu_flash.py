@@ -24,7 +24,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from forkpoint.ops.attention.kernel import Kernel
+from forkpoint.ops.attention.kernel import Asked, Kernel, Options
 from forkpoint.ops.attention.table import Launch
 from forkpoint.ops.dtypes import accumulate_dtype
 
@@ -36,19 +36,12 @@ _BLOCK_QUERIES = 256
 
 
 def forward(
-    q_THD: Tensor,
-    k_TKD: Tensor,
-    v_TKE: Tensor,
-    launch: Launch,
-    *,
-    scale: float,
-    softcap: float,
-    window: int,
+    q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor, launch: Launch, options: Options
 ) -> tuple[Tensor, Tensor]:
     heads = q_THD.shape[1]
     o_THE = q_THD.new_empty(len(q_THD), heads, v_TKE.shape[2])
     lse_HT = q_THD.new_empty(heads, len(q_THD), dtype=accumulate_dtype(q_THD.dtype))
-    for call in _calls(launch, window):
+    for call in _calls(launch, options.window):
         q_BHTD, k_BKTD, v_BKTE = call.queries(q_THD), call.keys(k_TKD), call.keys(v_TKE)
         o, lse = _flash(
             q_BHTD,
@@ -56,7 +49,7 @@ def forward(
             v_BKTE,
             is_causal=call.causal,
             attn_mask=call.mask(q_BHTD.dtype),
-            scale=scale,
+            scale=options.scale,
         )
         call.queries(o_THE).copy_(o)
         call.lse(lse_HT).copy_(lse)
@@ -71,18 +64,14 @@ def backward(
     o_THE: Tensor,
     lse_HT: Tensor,
     launch: Launch,
-    *,
-    scale: float,
-    softcap: float,
-    window: int,
-    deterministic: bool,
+    options: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = accumulate_dtype(q_THD.dtype)
     do_THE, q_THD, k_TKD, v_TKE, o_THE = (x.to(dtype) for x in (do_THE, q_THD, k_TKD, v_TKE, o_THE))
     dq_THD = torch.empty_like(q_THD)
     # Blocks of one sequence share keys, so that these gradients are sums.
     dk_TKD, dv_TKE = torch.zeros_like(k_TKD), torch.zeros_like(v_TKE)
-    for call in _calls(launch, window):
+    for call in _calls(launch, options.window):
         dq, dk, dv = _flash_backward(
             call.queries(do_THE),
             call.queries(q_THD),
@@ -93,7 +82,7 @@ def backward(
             dropout_p=0.0,
             is_causal=call.causal,
             attn_mask=call.mask(dtype),
-            scale=scale,
+            scale=options.scale,
         )
         call.queries(dq_THD).copy_(dq)
         call.keys(dk_TKD).add_(dk)
@@ -136,9 +125,7 @@ class _Call:
         return _mask(queries, keys, self.window, dtype)
 
 
-@lru_cache(
-    maxsize=8
-)  # the blocks of a microbatch differ only near the starts and ends of its segments
+@lru_cache(maxsize=8)  # blocks differ only near the starts and ends of segments
 def _mask(queries: int, keys: int, window: int, dtype: torch.dtype) -> Tensor:
     """Bias for the scores of a block whose last query is at its last key."""
     hidden = torch.ones(queries, keys, dtype=torch.bool, device="cpu").triu(keys - queries + 1)
@@ -175,10 +162,11 @@ def _calls(launch: Launch, window: int) -> Iterator[_Call]:
                 yield call(block_q, block_k, masked=True, window=window)
 
 
-def _refuses_head_dims(head_dim: int, value_dim: int) -> str | None:
-    if head_dim == value_dim:
+def _refuses(asked: Asked) -> str | None:
+    if asked.head_dim == asked.value_dim:
         return None
-    return f"it needs equal head dims of keys and values, not {head_dim} and {value_dim}"
+    dims = f"{asked.head_dim} and {asked.value_dim}"
+    return f"it needs equal head dims of keys and values, not {dims}"
 
 
 KERNEL = Kernel(
@@ -187,7 +175,7 @@ KERNEL = Kernel(
     backward=backward,
     device_types=("cpu",),
     dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
-    refuses_head_dims=_refuses_head_dims,
+    refuses=_refuses,
     window=True,
     causal_offset=True,
     ragged=True,

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forkpoint.ops.attention.kernel import Asked, Kernel
+from forkpoint.ops.attention.kernel import Asked, Kernel, Options
 from forkpoint.ops.attention.table import Launch
 
 _LATENT_ON_BLACKWELL = 91_100
@@ -31,14 +31,7 @@ _cudnn_backward: Any = torch.ops.aten._scaled_dot_product_cudnn_attention_backwa
 
 
 def forward(
-    q_THD: Tensor,
-    k_TKD: Tensor,
-    v_TKE: Tensor,
-    launch: Launch,
-    *,
-    scale: float,
-    softcap: float,
-    window: int,
+    q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor, launch: Launch, options: Options
 ) -> tuple[Tensor, Tensor]:
     o_BHTE, lse, *_ = _cudnn(
         *(_batch(x, launch.count) for x in (q_THD, k_TKD, v_TKE)),
@@ -47,7 +40,7 @@ def forward(
         0.0,
         launch.causal,
         False,
-        scale=scale,
+        scale=options.scale,
     )
     heads = q_THD.shape[1]
     lse_HT = lse.view(launch.count, heads, -1).transpose(0, 1).reshape(heads, -1)
@@ -62,11 +55,7 @@ def backward(
     o_THE: Tensor,
     lse_HT: Tensor,
     launch: Launch,
-    *,
-    scale: float,
-    softcap: float,
-    window: int,
-    deterministic: bool,
+    options: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:
     lse_BHT = lse_HT.reshape(len(lse_HT), launch.count, -1).transpose(0, 1).contiguous()
     # The random state of dropout, of which there is none.
@@ -83,7 +72,7 @@ def backward(
         launch.max_k,
         0.0,
         launch.causal,
-        scale=scale,
+        scale=options.scale,
     )
     dq_THD, dk_TKD, dv_TKE = (_packed(x) for x in grads)
     return dq_THD, dk_TKD, dv_TKE

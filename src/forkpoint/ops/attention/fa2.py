@@ -10,13 +10,14 @@ in torch 2.11:
   algorithms.
 """
 
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from forkpoint.ops.attention.kernel import Asked, Kernel
+from forkpoint.ops.attention.kernel import Asked, Kernel, Options
 from forkpoint.ops.attention.table import Launch
 
 _flash = torch.ops.aten._flash_attention_forward.default
@@ -24,14 +25,7 @@ _flash_backward = torch.ops.aten._flash_attention_backward.default
 
 
 def forward(
-    q_THD: Tensor,
-    k_TKD: Tensor,
-    v_TKE: Tensor,
-    launch: Launch,
-    *,
-    scale: float,
-    softcap: float,
-    window: int,
+    q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor, launch: Launch, options: Options
 ) -> tuple[Tensor, Tensor]:
     o_THE, lse_HT, *_ = _flash(
         q_THD,
@@ -44,8 +38,8 @@ def forward(
         0.0,
         launch.causal,
         False,
-        scale=scale,
-        **_window(window),
+        scale=options.scale,
+        **_window(options.window),
     )
     return o_THE, lse_HT
 
@@ -58,15 +52,11 @@ def backward(
     o_THE: Tensor,
     lse_HT: Tensor,
     launch: Launch,
-    *,
-    scale: float,
-    softcap: float,
-    window: int,
-    deterministic: bool,
+    options: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:
     # The random state of dropout, of which there is none.
     unused = q_THD.new_empty(2, dtype=torch.uint64)
-    with _deterministic() if deterministic else nullcontext():
+    with _deterministic() if options.deterministic else nullcontext():
         return _flash_backward(
             do_THE,
             q_THD,
@@ -82,8 +72,8 @@ def backward(
             launch.causal,
             unused,
             unused,
-            scale=scale,
-            **_window(window),
+            scale=options.scale,
+            **_window(options.window),
         )
 
 
@@ -91,26 +81,15 @@ def _window(window: int) -> dict[str, Any]:
     return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
 
 
-def _deterministic() -> AbstractContextManager[None]:
-    @contextmanager
-    def switched():
-        before = torch.are_deterministic_algorithms_enabled()
-        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-        torch.use_deterministic_algorithms(True)
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(before, warn_only=warn_only)
-
-    return switched()
-
-
-def _refuses_head_dims(head_dim: int, value_dim: int) -> str | None:
-    if head_dim != value_dim:
-        return f"it needs equal head dims of keys and values, not {head_dim} and {value_dim}"
-    if head_dim % 8 or head_dim > 256:
-        return f"it needs a head dim of at most 256 in steps of 8, not {head_dim}"
-    return None
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
 def _refuses_device(device: torch.device) -> str | None:
@@ -121,13 +100,18 @@ def _refuses_device(device: torch.device) -> str | None:
 
 
 def _refuses(asked: Asked) -> str | None:
+    dim, other = asked.head_dim, asked.value_dim
+    if dim != other:
+        return f"it needs equal head dims of keys and values, not {dim} and {other}"
+    if dim % 8 or dim > 256:
+        return f"it needs a head dim of at most 256 in steps of 8, not {dim}"
     capability = torch.cuda.get_device_capability(asked.device)
     small = (8, 6) <= capability <= (8, 9) or capability[0] == 12
-    if small and 192 < asked.head_dim <= 224:
+    if small and 192 < dim <= 224:
         major, minor = capability
         return (
             f"on compute capability {major}.{minor} its backward needs a head dim of at most 192, "
-            f"or over 224, not {asked.head_dim}"
+            f"or over 224, not {dim}"
         )
     return None
 
@@ -138,7 +122,6 @@ KERNEL = Kernel(
     backward=backward,
     device_types=("cuda",),
     dtypes=(torch.bfloat16, torch.float16),
-    refuses_head_dims=_refuses_head_dims,
     refuses_device=_refuses_device,
     refuses=_refuses,
     window=True,

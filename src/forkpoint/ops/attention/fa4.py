@@ -32,7 +32,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from forkpoint.ops.attention.kernel import Asked, Kernel
+from forkpoint.ops.attention.kernel import Asked, Kernel, Options
 from forkpoint.ops.attention.table import Launch
 
 MOST_IN_A_BATCH = 65_535
@@ -65,14 +65,7 @@ def _interface() -> ModuleType:
 
 
 def forward(
-    q_THD: Tensor,
-    k_TKD: Tensor,
-    v_TKE: Tensor,
-    launch: Launch,
-    *,
-    scale: float,
-    softcap: float,
-    window: int,
+    q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor, launch: Launch, options: Options
 ) -> tuple[Tensor, Tensor]:
     batch = _batched(launch, q_THD.device)
     q, k, v = (_cut(x, batch) for x in (q_THD, k_TKD, v_TKE))
@@ -80,12 +73,12 @@ def forward(
         q,
         k,
         v,
-        softmax_scale=scale,
-        softcap=softcap or None,
+        softmax_scale=options.scale,
+        softcap=options.softcap or None,
         return_lse=True,
         **({} if batch else _lengths(launch)),
-        **_mask(launch, window),
-        **_tile(q_THD, v_TKE, launch, softcap, window),
+        **_mask(launch, options.window),
+        **_tile(q_THD, v_TKE, launch, options.softcap, options.window),
     )
     lse_HT = lse.transpose(0, 1).reshape(q_THD.shape[1], -1) if batch else lse
     return _packed(o, batch), lse_HT
@@ -99,11 +92,7 @@ def backward(
     o_THE: Tensor,
     lse_HT: Tensor,
     launch: Launch,
-    *,
-    scale: float,
-    softcap: float,
-    window: int,
-    deterministic: bool,
+    options: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch = _batched(launch, q_THD.device)
     q, k, v, o, do = (_cut(x, batch) for x in (q_THD, k_TKD, v_TKE, o_THE, do_THE))
@@ -115,11 +104,11 @@ def backward(
         o,
         do,
         lse,
-        softmax_scale=scale,
-        softcap=softcap,
-        deterministic=deterministic,
+        softmax_scale=options.scale,
+        softcap=options.softcap,
+        deterministic=options.deterministic,
         **({} if batch else _lengths(launch)),
-        **_mask(launch, window),
+        **_mask(launch, options.window),
     )
     return _packed(dq, batch), _packed(dk, batch), _packed(dv, batch)
 
@@ -191,12 +180,6 @@ def _mask(launch: Launch, window: int) -> dict[str, object]:
     return {"causal": False, "window_size_left": window - 1, "window_size_right": 0}
 
 
-def _refuses_head_dims(head_dim: int, value_dim: int) -> str | None:
-    if all(8 <= dim <= 256 and dim % 8 == 0 for dim in (head_dim, value_dim)):
-        return None
-    return f"it needs head dims of 8 to 256 in steps of 8, not {head_dim} and {value_dim}"
-
-
 def _version() -> str | None:
     try:
         return metadata.version("flash-attn-4")
@@ -229,10 +212,12 @@ def _refuses_device(device: torch.device) -> str | None:
 
 def _refuses(asked: Asked) -> str | None:
     dims = asked.head_dim, asked.value_dim
-    if asked.grouped and asked.head_dim != asked.value_dim:
+    two = f"{dims[0]} and {dims[1]}"
+    if not all(8 <= dim <= 256 and dim % 8 == 0 for dim in dims):
+        return f"it needs head dims of 8 to 256 in steps of 8, not {two}"
+    if asked.grouped and dims[0] != dims[1]:
         return (
-            "it needs equal head dims of keys and values where query heads share them, not "
-            f"{dims[0]} and {dims[1]}"
+            f"it needs equal head dims of keys and values where query heads share them, not {two}"
         )
     major, _ = torch.cuda.get_device_capability(asked.device)
     if major == 9:
@@ -240,7 +225,7 @@ def _refuses(asked: Asked) -> str | None:
     if max(dims) > 128 and dims not in ((192, 128), (256, 256)):
         return (
             f"on compute capability {major} it needs head dims of at most 128, or 192 and 128, or "
-            f"256 and 256, not {dims[0]} and {dims[1]}"
+            f"256 and 256, not {two}"
         )
     if dims == (256, 256) and asked.softcap:
         return f"on compute capability {major} it has no softcap with head dims of 256"
@@ -255,7 +240,6 @@ KERNEL = Kernel(
     backward=backward,
     device_types=("cuda",),
     dtypes=(torch.bfloat16, torch.float16),
-    refuses_head_dims=_refuses_head_dims,
     refuses_device=_refuses_device,
     refuses=_refuses,
     softcap=True,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,49 +11,31 @@ from forkpoint.ops.attention.table import Launch
 from forkpoint.ops.choice import no_refusal
 
 
-class Forward(Protocol):
-    """q [Tq, H, D], k [Tk, K, D], v [Tk, K, E] of one launch -> o [Tq, H, E], lse [H, Tq].
+class Options(NamedTuple):
+    """Options of an attention, as in `shared_attention`."""
 
-    o in the inputs' dtype or in `accumulate_dtype`, lse in the latter, natural logarithm, both
-    freshly allocated. Inputs are contiguous in their last dimension and may be strided in others.
-    """
-
-    def __call__(
-        self,
-        q_THD: Tensor,
-        k_TKD: Tensor,
-        v_TKE: Tensor,
-        launch: Launch,
-        *,
-        scale: float,
-        softcap: float,
-        window: int,
-    ) -> tuple[Tensor, Tensor]: ...
+    scale: float
+    softcap: float = 0.0
+    window: int = 0
+    deterministic: bool = False
 
 
-class Backward(Protocol):
-    """Gradients dq, dk, dv of one launch, in the inputs' dtype or in `accumulate_dtype`.
+Forward = Callable[[Tensor, Tensor, Tensor, Launch, Options], tuple[Tensor, Tensor]]
+"""q [Tq, H, D], k [Tk, K, D], v [Tk, K, E] of one launch -> o [Tq, H, E], lse [H, Tq].
 
-    o and lse are those of the merged result, not of this launch: P = exp(s - lse) and the row sums
-    of do * o are all that a flash backward takes from them, so its gradients are this launch's part
-    of the true ones. All three are freshly allocated, shaped as q, k and v.
-    """
+o in the inputs' dtype or in `accumulate_dtype`, lse in the latter, natural logarithm, both freshly
+allocated. Inputs are contiguous in their last dimension and may be strided in others.
+"""
+Backward = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Launch, Options],
+    tuple[Tensor, Tensor, Tensor],
+]
+"""do, q, k, v, o, lse of one launch -> dq, dk, dv, in the inputs' dtype or in `accumulate_dtype`.
 
-    def __call__(
-        self,
-        do_THE: Tensor,
-        q_THD: Tensor,
-        k_TKD: Tensor,
-        v_TKE: Tensor,
-        o_THE: Tensor,
-        lse_HT: Tensor,
-        launch: Launch,
-        *,
-        scale: float,
-        softcap: float,
-        window: int,
-        deterministic: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+o and lse are those of the merged result, not of this launch: P = exp(s - lse) and the row sums of
+do * o are all that a flash backward takes from them, so its gradients are this launch's part of the
+true ones. All three are freshly allocated, shaped as q, k and v.
+"""
 
 
 class Asked(NamedTuple):
@@ -80,12 +62,10 @@ class Kernel:
     device_types: tuple[str, ...] | None
     """Types of device it runs on; None is any."""
     dtypes: tuple[torch.dtype, ...]
-    refuses_head_dims: Callable[[int, int], str | None] = no_refusal
-    """Why a head dim D with value dim E cannot be served ("it needs ..."), or None."""
     refuses_device: Callable[[torch.device], str | None] = no_refusal
     """Why a device of the right type cannot be served (package missing, old chip), or None."""
     refuses: Callable[[Asked], str | None] = no_refusal
-    """Why it cannot serve what the claims below, each by itself, would let it, or None."""
+    """Why it cannot serve, beyond what is below ("it needs ..."), or None."""
     refuses_launch: Callable[[Launch], str | None] = no_refusal
     """Why a launch cannot be served, beyond what is below ("it needs ..."), or None."""
     softcap: bool = False
@@ -124,10 +104,8 @@ class Kernel:
             return f"it has no sliding window (asked for {window})"
         if deterministic and not self.deterministic:
             return "its backward is not deterministic"
-        refusal = self.refuses_head_dims(head_dim, value_dim) or self.refuses_device(device)
-        return refusal or self.refuses(
-            Asked(device, dtype, head_dim, value_dim, softcap, window, deterministic, grouped)
-        )
+        asked = (device, dtype, head_dim, value_dim, softcap, window, deterministic, grouped)
+        return self.refuses_device(device) or self.refuses(Asked(*asked))
 
     def launch_refusal(self, launch: Launch) -> str | None:
         """Why it cannot serve this launch of an attention that it serves; None if it can."""

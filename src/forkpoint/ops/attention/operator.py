@@ -17,14 +17,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from forkpoint.errors import UnsupportedError
-from forkpoint.ops.attention.checks import check_launches, check_tensors
-from forkpoint.ops.attention.kernel import Kernel
+from forkpoint.ops.attention.kernel import Asked, Kernel, Options
 from forkpoint.ops.attention.merge import Part, merge
 from forkpoint.ops.attention.registry import launch_kernel
 from forkpoint.ops.attention.source import RowSum, Source
 from forkpoint.ops.attention.table import AttentionTable, CacheSlice, Launch, read_launches
 from forkpoint.ops.dtypes import accumulate_dtype
-from forkpoint.tree import FROM_CACHE, FROM_OWN
+from forkpoint.tree import FROM_CACHE, FROM_GATHER, FROM_OWN
 
 
 def shared_attention(
@@ -114,11 +113,11 @@ def attend(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
     """Forward of the operator, arguments as in `shared_attention`; gives o and lse."""
-    check_tensors(q, k, v, cache_k, cache_v, cache_grad_k, cache_grad_v, sinks)
     calls = read_launches(launches, cu_cpu, cu_device)
-    cache_tokens_ = 0 if cache_k is None else len(cache_k)
-    check_launches(calls, len(q), cache_tokens_, own_gather is not None, window)
-    kernels = _select(q, v, calls, kernel, softcap, window, deterministic)
+    cached = 0 if cache_k is None else len(cache_k)
+    _check(q, k, v, calls, cached, own_gather is not None, window)
+    options = Options(scale, softcap, window, deterministic)
+    kernels = _select(q, v, calls, kernel, options)
 
     q = _dense_last(q)
     keys = Source(k, cache_k, own_gather, cache_gather)
@@ -131,12 +130,29 @@ def attend(
                 _dense_last(keys.read(launch)),
                 _dense_last(values.read(launch)),
                 launch,
-                scale=scale,
-                softcap=softcap,
-                window=window,
+                options,
             )
             parts.append(Part(launch.q_begin, o_THE, lse_HT))
         return merge(parts, sinks, q.dtype)
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, calls: list[Launch], cached: int, gathers: bool, window: int
+) -> None:
+    """Raise AssertionError where tensors and launches contradict one another; never a sync."""
+    assert q.ndim == 3 and len(q) == len(k) == len(v) == calls[0].q_end, "one token, one query"
+    assert q.shape[2] == k.shape[2] and q.shape[1] % k.shape[1] == 0, (q.shape, k.shape)
+    assert k.shape[1] == v.shape[1] and q.dtype == k.dtype == v.dtype, (k.shape, v.shape)
+    keys = {FROM_OWN: len(q), FROM_CACHE: cached}
+    for launch in calls:
+        assert launch.q_end <= len(q), launch
+        assert launch.source == FROM_GATHER or launch.k_end <= keys[launch.source], launch
+        assert launch.source != FROM_GATHER or (gathers and window), (
+            "a gathering launch holds only the tails of its paths: it needs key_index and a window"
+        )
+    assert not window or (len(calls) == 1 and calls[0].causal), (
+        "a window is one causal launch; an unmasked rectangle cannot express it"
+    )
 
 
 def attend_backward(
@@ -168,7 +184,8 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Its gradients by q, k, v and sinks, each empty unless wanted; the cache's are added to."""
     calls = read_launches(launches, cu_cpu, cu_device)
-    kernels = _select(q, v, calls, kernel, softcap, window, deterministic)
+    options = Options(scale, softcap, window, deterministic)
+    kernels = _select(q, v, calls, kernel, options)
 
     do, q = do.contiguous(), _dense_last(q)
     keys = Source(k, cache_k, own_gather, cache_gather, cache_grad_k)
@@ -191,10 +208,7 @@ def attend_backward(
                 o[queries],
                 lse[:, queries],
                 launch,
-                scale=scale,
-                softcap=softcap,
-                window=window,
-                deterministic=deterministic,
+                options,
             )
             if wants_q:
                 dq_sum.add(dq, launch.q_begin)
@@ -290,18 +304,12 @@ class _Direct(torch.autograd.Function):
 
 
 def _select(
-    q: Tensor,
-    v: Tensor,
-    launches: list[Launch],
-    kernel: str,
-    softcap: float,
-    window: int,
-    deterministic: bool,
+    q: Tensor, v: Tensor, launches: list[Launch], kernel: str, options: Options
 ) -> list[Kernel]:
     """The kernel of each launch, the same in forward and backward."""
     grouped = q.shape[1] != v.shape[1]
-    asked = (q.device, q.dtype, q.shape[2], v.shape[2], softcap, window, deterministic, grouped)
-    return [launch_kernel(kernel, launch, *asked) for launch in launches]
+    asked = Asked(q.device, q.dtype, q.shape[2], v.shape[2], *options[1:], grouped)
+    return [launch_kernel(kernel, launch, asked) for launch in launches]
 
 
 def _without_autocast(x: Tensor) -> AbstractContextManager:

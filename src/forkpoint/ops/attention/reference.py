@@ -7,20 +7,13 @@ mathematics. Computes in float32 (float64 for float64) and returns that.
 import torch
 from torch import Tensor
 
-from forkpoint.ops.attention.kernel import Kernel
+from forkpoint.ops.attention.kernel import Kernel, Options
 from forkpoint.ops.attention.table import Launch
 from forkpoint.ops.dtypes import accumulate_dtype
 
 
 def forward(
-    q_THD: Tensor,
-    k_TKD: Tensor,
-    v_TKE: Tensor,
-    launch: Launch,
-    *,
-    scale: float,
-    softcap: float,
-    window: int,
+    q_THD: Tensor, k_TKD: Tensor, v_TKE: Tensor, launch: Launch, options: Options
 ) -> tuple[Tensor, Tensor]:
     dtype = accumulate_dtype(q_THD.dtype)
     heads, groups = q_THD.shape[1], k_TKD.shape[1]
@@ -30,7 +23,7 @@ def forward(
         q_KND, k_KND, v_KNE = (
             _by_group(x, groups, dtype) for x in (q_THD[q0:q1], k_TKD[k0:k1], v_TKE[k0:k1])
         )
-        s_KNM, _ = _scores(q_KND, k_KND, q1 - q0, launch.causal, scale, softcap, window)
+        s_KNM, _ = _scores(q_KND, k_KND, q1 - q0, launch.causal, options)
         lse_KN = s_KNM.logsumexp(-1)
         p_KNM = (s_KNM - lse_KN[:, :, None]).exp_()
         o_THE[q0:q1] = _by_head(p_KNM @ v_KNE, heads)
@@ -46,11 +39,7 @@ def backward(
     o_THE: Tensor,
     lse_HT: Tensor,
     launch: Launch,
-    *,
-    scale: float,
-    softcap: float,
-    window: int,
-    deterministic: bool,
+    options: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = accumulate_dtype(q_THD.dtype)
     heads, groups = q_THD.shape[1], k_TKD.shape[1]
@@ -60,39 +49,33 @@ def backward(
             _by_group(x, groups, dtype)
             for x in (q_THD[q0:q1], o_THE[q0:q1], do_THE[q0:q1], k_TKD[k0:k1], v_TKE[k0:k1])
         )
-        s_KNM, slope_KNM = _scores(q_KND, k_KND, q1 - q0, launch.causal, scale, softcap, window)
+        s_KNM, slope_KNM = _scores(q_KND, k_KND, q1 - q0, launch.causal, options)
         p_KNM = (s_KNM - lse_HT[:, q0:q1].reshape(groups, -1, 1)).exp_()
         delta_KN1 = (do_KNE * o_KNE).sum(-1, keepdim=True)
         ds_KNM = p_KNM * (do_KNE @ v_KNE.mT - delta_KN1)
         if slope_KNM is not None:
             ds_KNM *= slope_KNM
-        dq_THD[q0:q1] = _by_head(ds_KNM @ k_KND * scale, heads)
-        dk_TKD[k0:k1] = (ds_KNM.mT @ q_KND * scale).transpose(0, 1)
+        dq_THD[q0:q1] = _by_head(ds_KNM @ k_KND * options.scale, heads)
+        dk_TKD[k0:k1] = (ds_KNM.mT @ q_KND * options.scale).transpose(0, 1)
         dv_TKE[k0:k1] = (p_KNM.mT @ do_KNE).transpose(0, 1)
     return dq_THD, dk_TKD, dv_TKE
 
 
 def _scores(
-    q_KND: Tensor,
-    k_KMD: Tensor,
-    queries: int,
-    causal: bool,
-    scale: float,
-    softcap: float,
-    window: int,
+    q_KND: Tensor, k_KMD: Tensor, queries: int, causal: bool, options: Options
 ) -> tuple[Tensor, Tensor | None]:
     """Scores [K, N, M] with -inf where masked, and softcap's derivative where there is one."""
-    s_KNM = q_KND @ k_KMD.mT * scale
+    s_KNM = q_KND @ k_KMD.mT * options.scale
     slope_KNM = None
-    if softcap:
-        tanh_KNM = torch.tanh(s_KNM / softcap)
-        s_KNM, slope_KNM = tanh_KNM * softcap, 1 - tanh_KNM * tanh_KNM
+    if options.softcap:
+        tanh_KNM = torch.tanh(s_KNM / options.softcap)
+        s_KNM, slope_KNM = tanh_KNM * options.softcap, 1 - tanh_KNM * tanh_KNM
     if causal:
         keys = k_KMD.shape[1]
         seen_NM = torch.ones(queries, keys, dtype=torch.bool, device=q_KND.device)
         seen_NM = seen_NM.tril(keys - queries)
-        if window:
-            seen_NM = seen_NM.triu(keys - queries - window + 1)
+        if options.window:
+            seen_NM = seen_NM.triu(keys - queries - options.window + 1)
         # The microbatches of a group are its heads' queries, one head after the other.
         s_KNM.view(len(s_KNM), -1, queries, keys).masked_fill_(~seen_NM, -torch.inf)
     return s_KNM, slope_KNM

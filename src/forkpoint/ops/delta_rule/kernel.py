@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,25 +14,16 @@ NORM_EPS = 1e-6
 """Added to the squared length of queries and keys before they are divided by its root."""
 
 
-class DeltaScan(Protocol):
-    """q, k [T, H, D], v [T, G, E], g, beta [T, G] of sequences that lie back to back.
+DeltaScan = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Sequences, bool],
+    tuple[Tensor, Tensor | None],
+]
+"""q, k [T, H, D], v [T, G, E], g, beta [T, G], initial, sequences back to back, final -> o, states.
 
-    Returns o [T, G, E] in v's dtype and, if `final`, the states at the end of each sequence
-    [S, G, D, E] in float32 (float64 for float64), which is also the dtype of `initial`; None is
-    zeros. Differentiable by autograd in all of them.
-    """
-
-    def __call__(
-        self,
-        q_THD: Tensor,
-        k_THD: Tensor,
-        v_TGE: Tensor,
-        g_TG: Tensor,
-        beta_TG: Tensor,
-        initial_SGDE: Tensor | None,
-        sequences: Sequences,
-        final: bool,
-    ) -> tuple[Tensor, Tensor | None]: ...
+o is [T, G, E] in v's dtype; states are those at the end of each sequence if `final`, [S, G, D, E] in
+float32 (float64 for float64), which is also the dtype of `initial`; None is zeros. Differentiable by
+autograd in all of them.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

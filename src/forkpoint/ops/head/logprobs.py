@@ -45,70 +45,6 @@ class _Options(NamedTuple):
     shard: VocabularyShard | None
 
 
-def token_logprobs(
-    hidden_TC: Tensor,
-    weight_VC: Tensor,
-    labels_T: Tensor,
-    *,
-    bias_V: Tensor | None = None,
-    temperature_T: Tensor | None = None,
-    entropy: bool = False,
-    softcap: float | None = None,
-    logit_scale: float | None = None,
-    chunk_tokens: int = 1024,
-    keep_logits: bool = False,
-    shard: VocabularyShard | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """The log-prob of each label under its token's next-token distribution, and its entropy.
-
-    With `z = hidden_TC @ weight_VC.T + bias_V`, then `z * logit_scale`, then
-    `softcap * tanh(z / softcap)`, then `z / temperature_T` (each where given), the distribution of
-    token i is `softmax(z_i)`; both results are of this, temperature included.
-
-    The product is computed in the operands' dtype (under autocast in autocast's, as by a linear
-    layer; float64 stays), everything after it in float32, or float64 for float64 operands. No
-    tensor has more than `chunk_tokens` x V elements of logits, forward or backward, unless the
-    product is kept, in its own dtype. The results can be differentiated once, by `hidden_TC`,
-    `weight_VC` and `bias_V`; a gradient nobody needs is not computed. Hidden and bias gradients are
-    summed in float32 (float64 for float64).
-
-    Args:
-        hidden_TC: floating point, [T, C]; T may be 0.
-        weight_VC: the head's weight, [V, C], of hidden's dtype except under autocast.
-        labels_T: int64 [T], each in [0, V). There is no ignored label: leave such tokens out.
-        bias_V: [V], of the weight's dtype.
-        temperature_T: [T], positive; it gets no gradient.
-        entropy: whether entropies are wanted; they cost one more pass over the logits.
-        softcap: positive bound of the logits (Gemma 2's final_logit_softcapping).
-        logit_scale: factor of the logits (Cohere's logit_scale).
-        chunk_tokens: how many tokens' logits exist at a time.
-        keep_logits: keep all of them for the backward, T x V, instead of computing them again.
-        shard: the rows of `weight_VC` and `bias_V` are those of this rank, of a vocabulary that
-            several ranks hold; labels are of the whole. All ranks of its group call this, with the
-            same tokens, and get the same results; its backward is collective as well.
-
-    Returns:
-        log-probs [T] and entropies [T] (None unless asked for), in float32 (float64 for float64).
-
-    Raises:
-        ConfigError: for a chunk_tokens below 1 or a softcap that is not positive.
-    """
-    found = token_outputs(
-        hidden_TC,
-        weight_VC,
-        labels_T,
-        bias_V=bias_V,
-        temperature_T=temperature_T,
-        entropy=entropy,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        chunk_tokens=chunk_tokens,
-        keep_logits=keep_logits,
-        shard=shard,
-    )
-    return found["logprobs"], found.get("entropies")
-
-
 def token_outputs(
     hidden_TC: Tensor,
     weight_VC: Tensor,
@@ -124,14 +60,43 @@ def token_outputs(
     shard: VocabularyShard | None = None,
     statistics: tuple[str, ...] = (),
 ) -> dict[str, Tensor]:
-    """`token_logprobs` by name, "logprobs" and "entropies", with statistics besides.
+    """Outputs of each token's next-token distribution by name, such as its label's log-prob.
 
-    Of the logits z of a token, as the distribution has them (scale, cap and temperature included),
-    `mean_logits` is their mean, `is_top1` is 1 where the label is the first of the largest and 0
-    elsewhere, and `log_sum_sq_probs` is the log of the sum of squared probabilities. All are [T],
-    in the dtype of the log-probs, and have no gradient.
+    With `z = hidden_TC @ weight_VC.T + bias_V`, then `z * logit_scale`, then
+    `softcap * tanh(z / softcap)`, then `z / temperature_T` (each where given), the distribution of
+    token i is `softmax(z_i)`; all results are of this, temperature included.
 
-    statistics: names among STATISTICS; none where ranks hold the vocabulary together.
+    The product is computed in the operands' dtype (under autocast in autocast's, as by a linear
+    layer; float64 stays), everything after it in float32, or float64 for float64 operands. No
+    tensor has more than `chunk_tokens` x V elements of logits, forward or backward, unless the
+    product is kept, in its own dtype. Log-probs and entropies can be differentiated once, by
+    `hidden_TC`, `weight_VC` and `bias_V`; a gradient nobody needs is not computed. Hidden and bias
+    gradients are summed in float32 (float64 for float64).
+
+    Args:
+        hidden_TC: floating point, [T, C]; T may be 0.
+        weight_VC: the head's weight, [V, C], of hidden's dtype except under autocast.
+        labels_T: int64 [T], each in [0, V). There is no ignored label: leave such tokens out.
+        bias_V: [V], of the weight's dtype.
+        temperature_T: [T], positive; it gets no gradient.
+        entropy: whether entropies are wanted; they cost one more pass over the logits.
+        softcap: positive bound of the logits (Gemma 2's final_logit_softcapping).
+        logit_scale: factor of the logits (Cohere's logit_scale).
+        chunk_tokens: how many tokens' logits exist at a time.
+        keep_logits: keep all of them for the backward, T x V, instead of computing them again.
+        shard: the rows of `weight_VC` and `bias_V` are those of this rank, of a vocabulary that
+            several ranks hold; labels are of the whole. All ranks of its group call this, with the
+            same tokens, and get the same results; its backward is collective as well.
+        statistics: names among STATISTICS; none with a shard.
+
+    Returns:
+        "logprobs", "entropies" if asked for, and statistics without a gradient: "mean_logits",
+        "is_top1" (1 where the label is the first of the largest, else 0) and "log_sum_sq_probs".
+        All are [T], in float32 (float64 for float64).
+
+    Raises:
+        ConfigError: for a chunk_tokens below 1 or a softcap that is not positive.
+        UnsupportedError: for statistics with a shard.
     """
     if shard is not None and statistics:
         raise UnsupportedError(
@@ -169,31 +134,6 @@ def token_outputs(
     )
     found = {"logprobs": logprobs_T} | ({} if entropies_T is None else {"entropies": entropies_T})
     return found | dict(zip(statistics, others, strict=True))
-
-
-def token_logprobs_reference(
-    hidden_TC: Tensor,
-    weight_VC: Tensor,
-    labels_T: Tensor,
-    *,
-    bias_V: Tensor | None = None,
-    temperature_T: Tensor | None = None,
-    entropy: bool = False,
-    softcap: float | None = None,
-    logit_scale: float | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """`token_logprobs` in plain PyTorch with all logits alive: the yardstick of its tests."""
-    logits_TV = F.linear(hidden_TC, weight_VC, bias_V)
-    logits_TV = logits_TV.to(torch.promote_types(logits_TV.dtype, torch.float32))
-    if logit_scale is not None:
-        logits_TV = logits_TV * logit_scale
-    if softcap is not None:
-        logits_TV = softcap * torch.tanh(logits_TV / softcap)
-    if temperature_T is not None:
-        logits_TV = logits_TV / temperature_T[:, None]
-    logprobs_TV = logits_TV.log_softmax(-1)
-    logprobs_T = logprobs_TV.gather(-1, labels_T[:, None]).squeeze(-1)
-    return logprobs_T, -(logprobs_TV.exp() * logprobs_TV).sum(-1) if entropy else None
 
 
 def _fuses(device: torch.device) -> bool:
