@@ -21,7 +21,7 @@ TRL ?= trl==1.16.0
 trl_ready := .venv-trl/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-ranks test-full test-quick fuzz check format mutate test-gpu test-wheel test-versions test-trl test-verl clean
+.PHONY: help demo test test-slow test-ranks test-quick fuzz check format mutate test-gpu test-wheel test-versions test-trl test-verl clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,9 +37,6 @@ test-slow: $(ready)  ## what make test leaves out: endurance, compilers, more ca
 
 test-ranks: $(ready)  ## the slow tests of several ranks; 10 minutes
 	@$(pytest) -m "$(no_gpu) and slow and ranks" -n $(WORKERS) --dist worksteal
-
-test-full: $(ready)  ## both, with whole products of options; an hour or more
-	@FORKPOINT_FULL_PRODUCTS=1 $(pytest) -m "$(no_gpu)" -n $(WORKERS) --dist worksteal
 
 test-quick: $(ready)  ## the fast tests alone, for every save
 	@$(pytest) -q -m "$(no_gpu) and not slow" -n $(WORKERS) --dist worksteal $(QUICK)

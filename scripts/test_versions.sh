@@ -76,7 +76,7 @@ for version in "${versions[@]}"; do
     OMP_NUM_THREADS=1 "${pytest[@]}" "${TORCH_TESTS[@]}" "$@" || failed+=("$version")
   else
     # The errors in docs/families.md are the worst of every way of sharing.
-    FORKPOINT_FULL_PRODUCTS=1 FORKPOINT_FAMILIES_ROWS=$rows \
+    FORKPOINT_FAMILIES_ROWS=$rows \
       "${pytest[@]}" "${TRANSFORMERS_TESTS[@]}" "$@" || failed+=("$version")
   fi
 done

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from pairwise import FULL
-
 # An unchanged commit passes every time: examples are drawn from a fixed seed.
 settings.register_profile("fixed", derandomize=True)
 settings.load_profile("fixed")
@@ -74,10 +72,8 @@ def without_sample(monkeypatch: pytest.MonkeyPatch) -> None:
 def graphs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled blocks are traced and differentiated as ever, and no code is generated for them.
 
-    Inductor takes ten times as long as everything before it. With FORKPOINT_FULL_PRODUCTS it runs.
+    Inductor takes ten times as long as everything before it.
     """
-    if FULL:
-        return
     import torch
 
     compiler = torch.compile

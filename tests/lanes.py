@@ -1,8 +1,7 @@
-"""Cases of `make test`, and those that wait for another command.
+"""Cases of `make test`, and those that wait for `make test-slow`.
 
 Most cases of some tests are of one kind: families, dtypes, optimizers, damaged files. A few of them
-run in `make test`, so that what breaks the kind is noticed there, and `make test-slow` runs the
-others.
+run in `make test`, so that what breaks the kind is noticed there.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -17,13 +16,7 @@ from pairwise import pairwise
 def slow_besides(
     kept: Collection[Any], values: Iterable[Any], mark: pytest.MarkDecorator = pytest.mark.slow
 ) -> list[Any]:
-    """The values for `parametrize`, of which those in `kept` alone are not marked.
-
-    Args:
-        kept: the values that `make test` runs, each of which must be among `values`.
-        values: one of a test's arguments, or a tuple of them, each.
-        mark: of the others; its lane runs them.
-    """
+    """The values for `parametrize`, of which those in `kept` alone are not marked."""
     values = list(values)
     unknown = [value for value in kept if value not in values]
     assert not unknown, f"{unknown} are none of {values}"
@@ -42,6 +35,5 @@ def slow_besides_every(nth: int, values: Iterable[Any]) -> list[Any]:
 
 
 def slow_besides_pairs(*options: Sequence[Any]) -> list[Any]:
-    """The product of options for `parametrize`: rows in which every pair of values occurs are not
-    marked, and all others are slow."""
-    return slow_besides(pairwise(*options, full=False), product(*options))
+    """The product of options, of which rows with every pair of values are not marked."""
+    return slow_besides(pairwise(*options), product(*options))

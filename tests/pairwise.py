@@ -1,65 +1,34 @@
-"""Products of options, of which the tests run a part that has every pair.
+"""Rows of a product of options in which every pair of values occurs; the same every time.
 
-`make test` and `make test-slow` run the part, `make test-full`, or FORKPOINT_FULL_PRODUCTS=1, whole
-products. A fault that needs the values of one option or of two together is found by either.
+A fault that needs the values of one option or of two together is found by these rows.
 """
 
-import os
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from itertools import combinations, product
 from typing import Any
 
 from forkpoint import Config
 
-FULL = os.environ.get("FORKPOINT_FULL_PRODUCTS", "0") not in ("", "0")
 CANDIDATES = 40
 """Rows that are tried for each that is taken."""
 
-Row = tuple[Any, ...]
 
-
-def pairwise(
-    *options: Sequence[Any],
-    strength: int = 2,
-    keep: Callable[[Row], bool] = lambda row: True,
-    full: bool = FULL,
-) -> list[Row]:
-    """Rows of the product of `options` in which every pair of values occurs; the same every time.
-
-    Args:
-        options: the values of each option.
-        strength: the number of options whose values occur in all combinations; 2 for pairs.
-        keep: whether a row may be run. A pair that no such row has is left out.
-        full: the whole product, as far as it may be run.
-    """
-    rows = [row for row in product(*options) if keep(row)]
-    strength = min(strength, len(options))
-    if full:
-        return rows
+def pairwise(*options: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Rows of one value of each option."""
     # Values stand for themselves by their place, since not all can be hashed.
-    places = [row for row in product(*map(range, map(len, options))) if keep(_values(options, row))]
-    missing = {part for row in places for part in _parts(row, strength)}
-    draw, taken = random.Random(0), []
+    places = list(product(*(range(len(values)) for values in options)))
+    missing = {pair for row in places for pair in combinations(enumerate(row), 2)}
+    draw, taken = random.Random(0), set()
     while missing:
         tried = draw.sample(places, min(CANDIDATES, len(places)))
-        best = max(tried, key=lambda row: sum(part in missing for part in _parts(row, strength)))
-        covered = missing.intersection(_parts(best, strength))
-        if not covered:  # the last pairs are rare: take a row of one of them
-            part = min(missing)
-            best = next(row for row in places if part in set(_parts(row, strength)))
-            covered = missing.intersection(_parts(best, strength))
-        missing -= covered
-        taken.append(best)
-    return [_values(options, row) for row in sorted(taken)]
-
-
-def _parts(row: Sequence[int], strength: int) -> Iterable[tuple[tuple[int, int], ...]]:
-    return combinations(enumerate(row), strength)
-
-
-def _values(options: Sequence[Sequence[Any]], row: Sequence[int]) -> Row:
-    return tuple(values[place] for values, place in zip(options, row, strict=True))
+        best = max(
+            tried, key=lambda row: len(missing.intersection(combinations(enumerate(row), 2)))
+        )
+        missing -= set(combinations(enumerate(best), 2))
+        taken.add(best)
+    rows = sorted(taken)
+    return [tuple(values[at] for values, at in zip(options, row, strict=True)) for row in rows]
 
 
 def id_of(value: Any) -> str:

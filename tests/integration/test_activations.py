@@ -64,7 +64,6 @@ for _variant, _loss, *_rest in pairwise(
     RESIDENCIES,
     POLICIES,
     keep=lambda row: row[-1] == "none" or not row[0].checkpointed,
-    strength=3,
 ):
     STEPS.setdefault((_variant, _loss), []).append(tuple(_rest))
 

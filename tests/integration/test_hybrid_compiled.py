@@ -13,7 +13,6 @@ from forkpoint.hosts.transformers.linear_attention import RECURRENT_FORWARDS
 from forkpoint.losses import GRPO
 from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
 from hybrids import HYBRIDS, tiny_hybrid
-from pairwise import FULL
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler"),
@@ -56,7 +55,7 @@ def compiled_graphs(model: PreTrainedModel, configs: list[Config]) -> list[int]:
 # Experts and a gated delta rule; its code is below, Mamba-2 where models checkpoint themselves.
 @pytest.mark.slow
 @pytest.mark.usefixtures("graphs_alone")
-@pytest.mark.parametrize("family", HYBRIDS if FULL else ["qwen3_next"])
+@pytest.mark.parametrize("family", ["qwen3_next"])
 def test_steps_of_compiled_blocks_are_those_of_dense_training(family: str) -> None:
     """However microbatches are laid out and kept; lengths that change compile nothing more."""
     model = tiny_hybrid(family, kinds=("linear_attention", "full_attention"))
@@ -65,7 +64,7 @@ def test_steps_of_compiled_blocks_are_those_of_dense_training(family: str) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", HYBRIDS if FULL else ["qwen3_5_text"])
+@pytest.mark.parametrize("family", ["qwen3_5_text"])
 def test_steps_of_generated_code_are_those_of_dense_training(family: str) -> None:
     """Inductor's code; at other lengths and layouts as well."""
     model = tiny_hybrid(family, kinds=("linear_attention", "full_attention"))
@@ -75,7 +74,7 @@ def test_steps_of_generated_code_are_those_of_dense_training(family: str) -> Non
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("graphs_alone")
-@pytest.mark.parametrize("family", ["llama", "granitemoehybrid", *["qwen3_5_text"] * FULL])
+@pytest.mark.parametrize("family", ["llama", "granitemoehybrid"])
 def test_models_that_checkpoint_themselves(family: str) -> None:
     hybrid = family in HYBRIDS
     kinds = ("linear_attention", "full_attention")

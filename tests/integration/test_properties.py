@@ -14,7 +14,6 @@ from forkpoint import Config, RolloutBatch, wrap
 from forkpoint.losses import GRPO, GSPO, LogLikelihood, LossBatch, LossOutputs
 from forkpoint.losses.base import as_loss
 from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
-from pairwise import FULL
 from strategies import COMBINATIONS, batches
 
 BAR = 1e-10
@@ -41,7 +40,7 @@ def model_of(family: str) -> PreTrainedModel:
 
 
 @pytest.mark.slow
-@settings(max_examples=120 if FULL else 60, derandomize=True, deadline=None)
+@settings(max_examples=60, derandomize=True, deadline=None)
 @given(
     family=st.sampled_from(("llama", "qwen3")),
     batch=batches(logprobs=True),

@@ -4,13 +4,14 @@ import ast
 import re
 import tomllib
 from functools import cache
-from itertools import chain, combinations
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-from lanes import slow_besides, slow_besides_pairs
+from lanes import slow_besides
+from pairwise import pairwise
 
 ROOT = Path(__file__).parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -34,26 +35,17 @@ def runs(target: str, marks: set[str]) -> bool:
     return eval(expression[1].strip(), {name: name in marks for name in MARKERS})
 
 
-MARKS = [
-    set(marks)
-    for marks in chain.from_iterable(
-        combinations(sorted(MARKERS - {"examples"}), n) for n in range(len(MARKERS))
-    )
-]
-
-
-@pytest.mark.parametrize("marks", MARKS, ids=lambda marks: " ".join(sorted(marks)) or "none")
-def test_one_command_runs_a_test(marks: set[str]) -> None:
-    if marks & GPU:
-        assert not runs("test", marks) and not runs("test-slow", marks)
-        assert not runs("test-full", marks)
-        assert runs("test-gpu", marks) == ("gpu" in marks)
-    else:
-        assert runs("test", marks) == ("slow" not in marks)
-        assert runs("test-slow", marks) == ("slow" in marks and "ranks" not in marks)
-        assert runs("test-ranks", marks) == ({"slow", "ranks"} <= marks)
-        assert runs("test-full", marks)
-    assert not runs("test-quick", marks) or runs("test", marks)
+def test_one_command_runs_a_test() -> None:
+    every = [*MARKERS - {"examples"}]
+    for marks in (set(x) for n in range(len(every)) for x in combinations(every, n)):
+        if marks & GPU:
+            assert not runs("test", marks) and not runs("test-slow", marks)
+            assert runs("test-gpu", marks) == ("gpu" in marks)
+        else:
+            assert runs("test", marks) == ("slow" not in marks)
+            assert runs("test-slow", marks) == ("slow" in marks and "ranks" not in marks)
+            assert runs("test-ranks", marks) == ({"slow", "ranks"} <= marks)
+        assert not runs("test-quick", marks) or runs("test", marks)
 
 
 def test_make_check_runs_the_examples() -> None:
@@ -104,11 +96,9 @@ def test_others_than_those_kept_are_marked() -> None:
 
 
 def test_every_pair_of_options_is_kept() -> None:
-    rows = slow_besides_pairs("ab", "xy", "123")
-    kept = [row for row in rows if type(row) is tuple]
-    slow = [row for row in rows if type(row) is not tuple]
-    assert len(rows) == 12 and 6 <= len(kept) < 12
-    assert all(row == pytest.param(*row.values, marks=pytest.mark.slow) for row in slow)
-    for one, other in combinations(range(3), 2):
-        pairs = {(row[one], row[other]) for row in kept}
-        assert len(pairs) == len("ab" if one == 0 else "xy") * len("xy" if other == 1 else "123")
+    options = ("ab", "xy", "123", [[], {}])
+    rows = pairwise(*options)
+    assert 6 <= len(rows) < 24
+    for one, other in combinations(range(4), 2):
+        pairs = {(repr(row[one]), repr(row[other])) for row in rows}
+        assert len(pairs) == len(options[one]) * len(options[other])

@@ -21,10 +21,9 @@ from forkpoint.tree import (
     full_table,
     windowed_table,
 )
-from pairwise import FULL
 from strategies import COMBINATIONS, batches, naming
 
-EXAMPLES = settings(max_examples=250 if FULL else 25, derandomize=True, deadline=None)
+EXAMPLES = settings(max_examples=25, derandomize=True, deadline=None)
 
 Slot = tuple[int, int]
 """(FROM_OWN, place of the microbatch) or (FROM_CACHE, place of the cache)."""

@@ -13,7 +13,6 @@ from forkpoint import Config, ModelShape, PlanError, Rollout, RolloutBatch
 from forkpoint.plan import make_plan, planner
 from forkpoint.plan.predict import plan_cost
 from forkpoint.plan.pricing import meters
-from pairwise import FULL
 from plan_shapes import SHAPE
 from strategies import batches
 
@@ -82,7 +81,7 @@ def test_auto_avoids_splitting_what_a_loss_couples_where_that_is_cheaper() -> No
         assert make_plan(batch, config=config, coupling=pairs).boundary == "mixed"
 
 
-@settings(max_examples=150 if FULL else 120, derandomize=True, deadline=None)
+@settings(max_examples=120, derandomize=True, deadline=None)
 @given(
     batches(),
     st.sampled_from((None, SHAPE)),

@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 
 from forkpoint import Config, Plan, PlanError, RolloutBatch
 from forkpoint.plan import make_plan
-from pairwise import FULL
 from programs import check_program
 from strategies import COMBINATIONS, batches, naming
 
-EXAMPLES = settings(max_examples=500 if FULL else 30, derandomize=True, deadline=None)
+EXAMPLES = settings(max_examples=30, derandomize=True, deadline=None)
 
 Prefix = tuple[int, ...]
 

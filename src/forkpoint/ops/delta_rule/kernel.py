@@ -18,11 +18,11 @@ DeltaScan = Callable[
     [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Sequences, bool],
     tuple[Tensor, Tensor | None],
 ]
-"""q, k [T, H, D], v [T, G, E], g, beta [T, G], initial, sequences back to back, final -> o, states.
+"""q, k [T, H, D], v [T, G, E], g, beta [T, G], initial, sequences, final -> o, states.
 
-o is [T, G, E] in v's dtype; states are those at the end of each sequence if `final`, [S, G, D, E] in
-float32 (float64 for float64), which is also the dtype of `initial`; None is zeros. Differentiable by
-autograd in all of them.
+Sequences lie back to back. o is [T, G, E] in v's dtype; states are those at the end of each
+sequence if `final`, [S, G, D, E] in float32 (float64 for float64), which is also the dtype of
+`initial`; None is zeros. Differentiable by autograd in all of them.
 """
 
 
