@@ -75,7 +75,7 @@ for version in "${versions[@]}"; do
   if [[ $library == torch ]]; then
     OMP_NUM_THREADS=1 "${pytest[@]}" "${TORCH_TESTS[@]}" "$@" || failed+=("$version")
   else
-    # The errors in docs/families.md are the worst of every way of sharing.
+    # The errors in docs/families.md are the worst of these rows.
     FORKPOINT_FAMILIES_ROWS=$rows \
       "${pytest[@]}" "${TRANSFORMERS_TESTS[@]}" "$@" || failed+=("$version")
   fi

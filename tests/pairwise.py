@@ -4,7 +4,7 @@ A fault that needs the values of one option or of two together is found by these
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -14,21 +14,22 @@ CANDIDATES = 40
 """Rows that are tried for each that is taken."""
 
 
-def pairwise(*options: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Rows of one value of each option."""
+def pairwise(
+    *options: Sequence[Any], keep: Callable[[tuple[Any, ...]], bool] = lambda row: True
+) -> list[tuple[Any, ...]]:
+    """Rows of one value of each option; `keep` says whether a row may be run."""
     # Values stand for themselves by their place, since not all can be hashed.
-    places = list(product(*(range(len(values)) for values in options)))
-    missing = {pair for row in places for pair in combinations(enumerate(row), 2)}
+    every = zip(product(*(range(len(x)) for x in options)), product(*options), strict=True)
+    rows = {places: row for places, row in every if keep(row)}
+    missing = {pair for places in rows for pair in combinations(enumerate(places), 2)}
     draw, taken = random.Random(0), set()
     while missing:
-        tried = draw.sample(places, min(CANDIDATES, len(places)))
-        best = max(
-            tried, key=lambda row: len(missing.intersection(combinations(enumerate(row), 2)))
-        )
-        missing -= set(combinations(enumerate(best), 2))
+        tried = draw.sample([*rows], min(CANDIDATES, len(rows)))
+        found = {row: missing.intersection(combinations(enumerate(row), 2)) for row in tried}
+        best = max(tried, key=lambda row: len(found[row]))
+        missing -= found[best]
         taken.add(best)
-    rows = sorted(taken)
-    return [tuple(values[at] for values, at in zip(options, row, strict=True)) for row in rows]
+    return [rows[places] for places in sorted(taken)]
 
 
 def id_of(value: Any) -> str:
