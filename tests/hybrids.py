@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
-from forkpoint.engine import boundary
+from forkpoint.engine import prefix_cache
 from forkpoint.hosts.transformers import linear_attention
 from forkpoint.ops import delta_rule, selective_scan
 from forkpoint.ops.recurrence import levels
@@ -68,13 +68,13 @@ Sabotage = Callable[[pytest.MonkeyPatch], None]
 
 def dropped_state_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradients that children leave for a state never join their parent's backward."""
-    backward = boundary._Join.backward
+    backward = prefix_cache._Join.backward
 
     def dropping(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         output, state, *rest = backward(ctx, *grads)
         return output, torch.zeros_like(state), *rest
 
-    monkeypatch.setattr(boundary._Join, "backward", staticmethod(dropping))
+    monkeypatch.setattr(prefix_cache._Join, "backward", staticmethod(dropping))
 
 
 def one_child_overwrites(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,12 +85,12 @@ def one_child_overwrites(monkeypatch: pytest.MonkeyPatch) -> None:
         ctx.gradient[table.read_index] = grads[0][table.reading].to(ctx.gradient.dtype)
         return None, None, None, None
 
-    monkeypatch.setattr(boundary._Read, "backward", staticmethod(overwriting))
+    monkeypatch.setattr(prefix_cache._Read, "backward", staticmethod(overwriting))
 
 
 def states_from_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments below other rows start from nothing."""
-    monkeypatch.setattr(boundary.RecurrentStates, "initial", lambda *_: None)
+    monkeypatch.setattr(prefix_cache.RecurrentStates, "initial", lambda *_: None)
 
 
 def inputs_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,12 +106,12 @@ def inputs_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def input_gradient_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs of the convolution from other rows get no gradient."""
-    inputs = boundary.RecurrentStates.inputs
+    inputs = prefix_cache.RecurrentStates.inputs
 
-    def without(self: boundary.RecurrentStates, key: Any) -> tuple[Tensor | None, None]:
+    def without(self: prefix_cache.RecurrentStates, key: Any) -> tuple[Tensor | None, None]:
         return inputs(self, key)[0], None
 
-    monkeypatch.setattr(boundary.RecurrentStates, "inputs", without)
+    monkeypatch.setattr(prefix_cache.RecurrentStates, "inputs", without)
 
 
 def wrong_parent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,21 +151,11 @@ class Policy:
 
     @overload
     def logprobs(
-        self,
-        batch: Rollouts,
-        *,
-        entropy: bool = False,
-        plan: Plan | None = None,
-        router: RouterLoss,
-    ) -> tuple[Tensor, ...]: ...
+        self, batch: Rollouts, *, entropy: bool, plan: Plan | None = None
+    ) -> Tensor | tuple[Tensor, ...]: ...
 
     def logprobs(
-        self,
-        batch: Rollouts,
-        *,
-        entropy: bool = False,
-        plan: Plan | None = None,
-        router: RouterLoss | None = None,
+        self, batch: Rollouts, *, entropy: bool = False, plan: Plan | None = None
     ) -> Tensor | tuple[Tensor, ...]:
         """Log-probs of every trained token, which any loss can be computed from.
 
@@ -180,13 +170,11 @@ class Policy:
             batch: the rollouts, as a RolloutBatch or a list.
             entropy: whether to give entropies (nats) as well.
             plan: one that `plan` made for this batch; by default it is made here.
-            router: an auxiliary loss of a mixture's routers, to give as well.
 
         Returns:
             float32 (float64 for a float64 model) [T] on the model's device, entry i for token i of
             the batch, as in `score`; with `entropy` two of them; of a critic its values. Entries
-            outside the loss mask are 0, and gradients that arrive there are ignored. With `router`
-            its value comes last, a scalar with its coefficients.
+            outside the loss mask are 0, and gradients that arrive there are ignored.
 
         Raises as `forward_backward`. The backward raises UnsupportedError where it is asked for
         gradients of some tensors alone (torch.autograd.grad) or of gradients (create_graph), where
@@ -194,14 +182,7 @@ class Policy:
         torch leaves it out of a backward that is asked for gradients of some tensors alone.
         """
         kind = LogprobsRequest if torch.is_grad_enabled() else ScoreRequest
-        request = kind(
-            batch=batch,
-            entropy=entropy,
-            plan=plan,
-            router=router,
-            returns_router_loss=router is not None,
-        )
-        values = logprobs(self, request)
+        values = logprobs(self, kind(batch=batch, entropy=entropy, plan=plan))
         return values if len(values) > 1 else next(iter(values))
 
     def score(

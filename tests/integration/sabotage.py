@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forkpoint.engine import boundary, microbatches, objective
+from forkpoint.engine import microbatches, objective, prefix_cache
 from forkpoint.losses import LossOutputs, views
 from forkpoint.ops.attention import operator, source
 from forkpoint.ops.attention.merge import Part
@@ -32,7 +32,7 @@ def wrong_lse(monkeypatch: pytest.MonkeyPatch) -> None:
 def dropped_boundary_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradients that children leave in the cache never join their parent's backward."""
     monkeypatch.setattr(
-        boundary._Inject, "backward", staticmethod(lambda ctx, grad: (grad, None, None))
+        prefix_cache._Inject, "backward", staticmethod(lambda ctx, grad: (grad, None, None))
     )
 
 
@@ -53,8 +53,8 @@ def restarted_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every segment counts its positions from 0."""
     places = microbatches._places
 
-    def restarted(plan: Any, batch: Any, microbatch: Any, *rest: Any) -> Any:
-        ids, positions, edges = places(plan, batch, microbatch, *rest)
+    def restarted(plan: Any, microbatch: Any, first_token: Any) -> Any:
+        ids, positions, edges = places(plan, microbatch, first_token)
         ends = (*microbatch.segment_begin[1:], microbatch.tokens)
         for segment, begin, end in zip(
             microbatch.segments, microbatch.segment_begin, ends, strict=True

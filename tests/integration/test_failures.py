@@ -26,9 +26,9 @@ from steps import (
 from torch import Tensor, nn
 
 from forkpoint import Policy, losses, wrap
-from forkpoint.engine.boundary import PrefixCache
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.gradients import GradientGuard
+from forkpoint.engine.prefix_cache import PrefixCache
 from forkpoint.engine.staging import PlainTransfers
 from forkpoint.engine.timing import Timing
 from forkpoint.engine.transaction import CLEARED, UNCHANGED, ThreadState

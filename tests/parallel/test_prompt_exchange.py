@@ -142,7 +142,13 @@ def test_without_the_gradients_that_come_back_a_step_is_wrong(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The negative control."""
-    monkeypatch.setattr(PromptExchange, "_return", lambda *_: None)
+    transfer = PromptExchange._transfer
+
+    def one_way(self: PromptExchange, *args: Any, shares: bool) -> None:
+        if shares:
+            transfer(self, *args, shares=True)
+
+    monkeypatch.setattr(PromptExchange, "_transfer", one_way)
     for rank in run_ranks(2, compared, of(wrap=replicated)):
         assert rank["error"] > 1e-4 and rank["loss"] < BAR
 

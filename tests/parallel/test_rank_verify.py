@@ -22,7 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import forkpoint
 from forkpoint import RolloutBatch
-from forkpoint.engine.objective import LossGradients, LossPart
+from forkpoint.engine.objective import LossPart, MicrobatchLosses
 from forkpoint.errors import RankError, RolloutError, UnsupportedError
 from forkpoint.hosts.torch_dist.copies import copy_in
 from forkpoint.losses import GRPO, GSPO, Loss
@@ -124,13 +124,13 @@ def test_ranks_verify_in_every_way(case: str) -> None:
 def sabotaged(wrap: Any) -> str:
     """The gradients of one rank's backwards, a little too large."""
     if dist.get_rank() == 1:
-        own = LossGradients.of
+        own = MicrobatchLosses._differentiated
 
-        def louder(self: LossGradients, *args: Any, **kwargs: Any) -> LossPart:
+        def louder(self: MicrobatchLosses, *args: Any, **kwargs: Any) -> LossPart:
             part = own(self, *args, **kwargs)
             return replace(part, gradients={n: 1.000001 * g for n, g in part.gradients.items()})
 
-        LossGradients.of = louder  # type: ignore[method-assign]
+        MicrobatchLosses._differentiated = louder  # type: ignore[method-assign]
     policy = forkpoint.wrap(wrap(model()))
     return policy.verify(RolloutBatch(UNEQUAL[dist.get_rank()]), GRPO()).verdict
 

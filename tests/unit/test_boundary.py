@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from forkpoint.engine.boundary import Capture, PrefixCache, capture_prefix
+from forkpoint.engine.prefix_cache import Capture, PrefixCache, capture_prefix
 from forkpoint.ops.dtypes import accumulate_dtype
 
 KEY = (0, "k")

@@ -9,10 +9,9 @@ from torch import nn
 class Changes:
     """A list of calls that undo changes. The last change is undone first.
 
-    An exception may arrive between any two bytecodes: KeyboardInterrupt, or one that a signal
-    handler or another thread raises. Two rules make it possible to undo everything all the same.
-    The call that undoes a change is recorded before the change is made. And it sets what was there
-    before, so that it may be made where nothing has changed yet, and may be made twice.
+    An exception may arrive between any two bytecodes (KeyboardInterrupt). Two rules make it
+    possible to undo everything all the same: the call that undoes a change is recorded before the
+    change is made, and it sets what was there before, so that it may be made too early or twice.
 
     As a context manager it undoes all changes at the end of the block.
     """
@@ -38,10 +37,10 @@ class Changes:
         attributes[name] = value
 
     def replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        """Let calls of a module run `forward` in place of its own; hooks of the module still run.
+        """Let calls of a module run `forward`; hooks of the module still run.
 
-        Code of compiled blocks that calls the module needs a method bound to the module: of other
-        callables the compiler looks at which object it is, and compiles each block anew.
+        Compiled blocks that call the module need a method bound to it: the compiler compares other
+        callables by identity, and compiles each block anew.
         """
         self.set(vars(module), "forward", forward)
 
@@ -63,4 +62,4 @@ class Changes:
         try:
             self.undo()
         finally:
-            self.undo()  # again, where an interrupt has ended the first
+            self.undo()  # again, if an interrupt has ended the first

@@ -1,7 +1,7 @@
 """Whether a model's decoder blocks are compiled, and which errors are the compiler's.
 
 A compiler may be missing (a C++ compiler on the CPU, Triton or ptxas on CUDA) or fail on code that
-runs eagerly. A block at which it fails runs eagerly, and so do all blocks from then on.
+runs eagerly. All blocks run eagerly from then on.
 """
 
 import torch
@@ -22,12 +22,12 @@ class Compiling:
         """`asked` is Config.compile_blocks: None compiles on CUDA, but not float64 models."""
         self.asked: bool | None = asked
         self.failure: str | None = None
-        """The compiler's error, in one line, once it has failed: blocks then run eagerly."""
+        """The compiler's error, in one line, once it has failed."""
         self.announced: bool = False
         """Whether the first compilation was announced."""
 
     def reason_for_eager(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Why blocks on this device and of this dtype run eagerly; None where they are compiled."""
+        """Why blocks on this device and of this dtype run eagerly; None if they are compiled."""
         if self.asked is False:
             return "compile_blocks is False"
         if self.failure is not None:
@@ -37,14 +37,11 @@ class Compiling:
         if device.type != "cuda":
             return "by default they are compiled on CUDA alone (Config.compile_blocks)"
         if dtype == torch.float64:
-            return (
-                "the model is float64, and torch's compiler fails at gradients of float64 norms on "
-                "CUDA"
-            )
+            return "the model is float64: the compiler fails at gradients of its norms on CUDA"
         return None
 
     def give_up(self, error: Exception) -> bool:
-        """Run blocks eagerly from now on if `error` is the compiler's; whether it is."""
+        """Run blocks eagerly from now on if `error` is the compiler's; returns whether it is."""
         if not f"{type(error).__module__}.".startswith(COMPILERS):
             return False
         self.failure = one_line(error)

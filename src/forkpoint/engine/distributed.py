@@ -1,9 +1,10 @@
 """Parts of a model that ranks hold: each library's holder, and their composite.
 
 A holder is one library's hold of the model on several ranks: fully_shard, DistributedDataParallel,
-or modules split over ranks. Several hold one model together. The engine talks to the composite.
+or modules split over ranks. Several may hold one model. The engine talks to the composite.
 """
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from forkpoint.config import Gather
 from forkpoint.engine.changes import Changes
-from forkpoint.parallel.ranks import DataRanks, SingleProcess
+from forkpoint.parallel.ranks import DataRanks
 from forkpoint.parallel.topology import Relation, Topology
 
 
@@ -27,8 +28,9 @@ def local(tensor: Tensor) -> Tensor:
         return tensor.to_local()
 
 
-class ModelHolder:
-    """The holder of a model, as the engine uses it. The methods of this class do nothing.
+class Holder:
+    """One library's hold of a model on several ranks. The methods of this class do nothing: they
+    serve a model that this process alone holds.
 
     The step tells holders when to reduce gradients, which is once.
     """
@@ -39,7 +41,17 @@ class ModelHolder:
     listens: bool = False
     """As in `Topology`, each of this holder."""
     param_dtypes: frozenset[torch.dtype] = frozenset()
-    """Dtypes that parameters are cast to for forwards; empty where they are used as they are."""
+    """Dtypes that parameters are cast to for forwards; empty if they are used as they are."""
+    relations: Mapping[Relation, tuple[int, ...]]
+    """By kind of parallelism, the ranks that it holds the model over."""
+    meshes: Sequence[DeviceMesh] = ()
+    """The device meshes that it is known to hold the model over."""
+    splits: Sequence[tuple[str, nn.Module, Any]] = ()
+    """Modules that each rank computes a part of: name, module, and how it is split."""
+    experts: Collection[nn.Module] = ()
+    """Modules whose experts lie on several ranks."""
+    ranks: DataRanks
+    """All ranks that step together; the composite sets it."""
 
     @property
     def gathered(self) -> bool:
@@ -48,10 +60,7 @@ class ModelHolder:
         return False
 
     def check(self, model: nn.Module, *, training: bool) -> None:
-        """The present settings have been shown exact.
-
-        Raises UnsupportedError.
-        """
+        """Raises UnsupportedError for settings that have not been shown exact."""
 
     def deferred_params(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
         """Those of the parameters whose gradients `reduce` completes after all backwards."""
@@ -59,7 +68,7 @@ class ModelHolder:
 
     def factor(self, *, mean: bool) -> float:
         """A factor for this rank's loss, with which gradients become the sum over ranks of those
-        of their losses; or with `mean` what the library makes of any other loss."""
+        of their losses; with `mean` what the library makes of any other loss."""
         return 1.0
 
     def use(self, gather: Gather, changes: Changes) -> None:
@@ -74,7 +83,7 @@ class ModelHolder:
         return 0
 
     def whole_parameters(self) -> Iterable[nn.Parameter]:
-        """Parameters that forwards use in place of those that optimizers have."""
+        """Parameters that forwards use instead of those that optimizers have."""
         return ()
 
     def enter(
@@ -82,8 +91,8 @@ class ModelHolder:
     ) -> None:
         """Reduce nothing until `last`, until the changes are undone.
 
-        Collective where weights are gathered for the step. Gradients that stock backwards have left
-        on the ranks are out of reach meanwhile.
+        Collective if weights are gathered for the step. Gradients that stock backwards have left
+        on the ranks are set aside meanwhile.
 
         Args:
             changes: undo it.
@@ -102,13 +111,13 @@ class ModelHolder:
 
     def reduce_earlier(self) -> None:
         """Once a step has succeeded, reduce what stock backwards before it have left on the ranks,
-        if the library's settings let it. Collective where there is any."""
+        if the library's settings let it. Collective if there is any."""
 
     def reduce(
         self, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter], *, mean: bool
     ) -> list[Tensor | None]:
         """Complete gradients of `deferred_params`: to sums (means) over ranks, one for each
-        parameter; None where no rank has one. Collective."""
+        parameter; None if no rank has one. Collective."""
         return list(gradients)
 
     def all_reduce(self, tensor: Tensor) -> None:
@@ -121,32 +130,10 @@ class ModelHolder:
         """A step has failed: drop what is left of it, and with `lost` what was there before it."""
 
 
-class LocalModel(ModelHolder):
-    """A model that this process alone holds: nothing is gathered, and nothing reduced."""
-
-    ranks: SingleProcess = SingleProcess()
-
-
-class Holder(ModelHolder):
-    """One library's hold of a model on several ranks."""
-
-    relations: Mapping[Relation, tuple[int, ...]]
-    """By kind of parallelism, the ranks that it holds the model over."""
-    meshes: Sequence[DeviceMesh] = ()
-    """The device meshes that it is known to hold the model over."""
-    splits: Sequence[tuple[str, nn.Module, Any]] = ()
-    """Modules that each rank computes a part of: name, module, and how it is split."""
-    experts: Collection[nn.Module] = ()
-    """Modules whose experts lie on several ranks."""
-    ranks: DataRanks
-    """All ranks that step together; the composite sets it."""
-
-
 class Distributed(Holder):
     """All holders of one model, and the topology that was read from them.
 
-    Each call goes to every holder in turn; sums of bytes, products of factors and unions are those
-    of all.
+    Calls go to every holder in turn; results are sums of bytes, products of factors and unions.
     """
 
     def __init__(self, holders: Sequence[Holder], topology: Topology, ranks: DataRanks) -> None:
@@ -162,9 +149,8 @@ class Distributed(Holder):
         self.splits: Sequence[tuple[str, nn.Module, Any]] = [
             split for holder in holders for split in holder.splits
         ]
-        self.param_dtypes: frozenset[torch.dtype] = frozenset().union(
-            *(holder.param_dtypes for holder in holders)
-        )
+        dtypes = (holder.param_dtypes for holder in holders)
+        self.param_dtypes: frozenset[torch.dtype] = frozenset().union(*dtypes)
         for holder in holders:
             holder.ranks = ranks
 
@@ -181,10 +167,7 @@ class Distributed(Holder):
         return [parameter for parameter in parameters if parameter in found]
 
     def factor(self, *, mean: bool) -> float:
-        product = 1.0
-        for holder in self.holders:
-            product *= holder.factor(mean=mean)
-        return product
+        return math.prod((holder.factor(mean=mean) for holder in self.holders), start=1.0)
 
     def use(self, gather: Gather, changes: Changes) -> None:
         assert gather == "microbatch" or self.gathers, "a holder's collectives lie within forwards"
@@ -243,6 +226,6 @@ class Distributed(Holder):
             holder.reset(lost=lost)
 
 
-def holder_of(group: Distributed | None) -> Distributed | LocalModel:
-    """The holder of a model: the composite on several ranks, or this process alone."""
-    return LocalModel() if group is None else group
+def holder_of(group: Distributed | None) -> Holder:
+    """The holder of a model: the composite on several ranks, or one that does nothing."""
+    return Holder() if group is None else group

@@ -1,6 +1,6 @@
-"""Passes of a step: scores, the loss, and forwards and backwards, with what ends them.
+"""Passes of a step: scores, the loss, forwards and backwards, and the end of the step.
 
-Each pass is run by the executor (engine/executor.py).
+The executor (engine/executor.py) runs each pass.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from forkpoint.config import Config
-from forkpoint.engine.distributed import ModelHolder, holder_of
+from forkpoint.engine.distributed import Holder, holder_of
 from forkpoint.engine.executor import Executor
 from forkpoint.engine.feature import Feature
 from forkpoint.engine.gradients import GradientGuard, GradientSums, twins
 from forkpoint.engine.host import HeadOutputs, Host
 from forkpoint.engine.microbatches import KernelOptions, MicrobatchInputs, prepare_microbatches
 from forkpoint.engine.objective import (
-    LossGradients,
     LossPart,
     MicrobatchLoss,
     MicrobatchLosses,
@@ -48,15 +47,15 @@ class PassResult:
     """Results of one or two passes over a plan of T tokens; entries not trained are 0."""
 
     loss: Tensor
-    """A scalar, over all ranks where it is theirs together."""
+    """A scalar, over all ranks if the loss is theirs together."""
     per_token: dict[str, Tensor]
-    """[T] by name: the output of the host's head, and "entropies" where they were asked for."""
+    """[T] by name: the output of the host's head, and "entropies" if they were asked for."""
     events: tuple[str, ...]
     phase_ms: dict[str, float]
     event_ms: tuple[float, ...]
     event_memory_bytes: tuple[int, ...] | None
     offload: OffloadStats | None = None
-    """Copies to the host's memory and back; None where the plan offloads nothing."""
+    """Copies to the host's memory and back; None if the plan offloads nothing."""
 
     def after(self, scored: "PassResult") -> "PassResult":
         """The result, with the events and times of a pass of scores before it."""
@@ -73,14 +72,13 @@ class PassResult:
 
 
 @dataclass(frozen=True, eq=False)
-class Prepared:
-    """A plan of a batch, with its microbatches as tensors."""
+class _Prepared:
+    """A plan of a batch, with the inputs of its microbatches."""
 
     transaction: Transaction
     plan: Plan
     batch: RolloutBatch
     inputs: list[MicrobatchInputs]
-    """By microbatch."""
 
 
 class Engine:
@@ -96,7 +94,7 @@ class Engine:
         routing: Routing | None = None,
         replay: RouteReplay | None = None,
         exchange: PromptExchange | None = None,
-        observers: tuple[Observer, ...] = (),
+        observer: Observer | None = None,
     ) -> None:
         """
         Args:
@@ -105,19 +103,19 @@ class Engine:
             staging: host memory for plans that offload microbatches.
             ranks: their agreement on this step; by default there are no others.
             routing: the statistics of routers that this step computes, if any.
-            replay: the experts that routers are held to; None where they choose.
+            replay: the experts that routers are forced to choose, if any.
             exchange: the prompts that ranks exchange in this step, if any.
-            observers: called with each event before it runs, for measurements.
+            observer: called with each event before it runs, for measurements.
         """
         self.host: Host = host
         self.config: Config = config
         self.staging: Staging | None = staging
         self.ranks: RankStep = ranks or SingleProcessStep()
-        self.holder: ModelHolder = holder_of(host.group)
+        self.holder: Holder = holder_of(host.group)
         self.routing: Routing | None = routing
         self.replay: RouteReplay | None = replay
-        self.observers: tuple[Observer, ...] = observers
-        self.features: tuple[Feature, ...] = tuple(f for f in (exchange, replay) if f is not None)
+        self.exchange: PromptExchange | None = exchange
+        self.observer: Observer | None = observer
         self._failure: BaseException | None = None
 
     # Calls
@@ -141,8 +139,7 @@ class Engine:
             plan: of the batch.
             batch: the rollouts.
             entropy: whether entropies are computed as well.
-            graph: whether forwards record a graph, as those of a step with backwards do; it is
-                dropped.
+            graph: whether forwards record a graph, as in a step with backwards; it is dropped.
             compiled: without it blocks run eagerly.
             program: the one that ranks have agreed on; by default the plan's.
         """
@@ -163,20 +160,49 @@ class Engine:
     ) -> PassResult:
         """Add the gradients of the batch's loss, times `scale`, to `.grad`.
 
-        Where the program has a pass of scores the log-probs (a critic's values) come first,
-        without a graph, then the loss's gradient by them, then the plan with these as weights.
-        Otherwise the loss is computed microbatch by microbatch, which `Plan.check_coupling` has
-        shown to be possible.
+        If the program has a pass of scores, log-probs (a critic's values) come first, without a
+        graph, then the loss's gradients by them, then the plan with these as weights. Otherwise the
+        loss is computed microbatch by microbatch, which `Plan.check_coupling` has shown possible.
         """
         views = LossViews(batch, denominators, self.host.device, self.host.loss_dtype)
         mark = transaction.changes.mark
         self._begin(transaction)
-        gradients = LossGradients(self.host, self.ranks, scale)
-        losses = MicrobatchLosses(self.host, self.config, loss, views, gradients)
+        losses = MicrobatchLosses(self.host, self.config, loss, views, self.ranks, scale)
         step = self._prepare(transaction, plan, batch)
-        two = plan.program.has_scores or bool(self.ranks.parts)
-        result = self._two_passes(step, losses) if two else self._one_pass(step, losses)
-        return self._ended(step, mark, result)
+        whole = plan.program.has_scores or bool(self.ranks.parts)
+        scored = None
+        if whole or plan.program.scores:
+            with torch.no_grad():
+                entropy = whole and loss.needs_entropy
+                scored = self._pass(step, plan.program.scores, entropy=entropy)
+        if self.routing is not None:
+            self.routing.gather(self.ranks)
+        value = torch.zeros((), dtype=self.host.loss_dtype, device=self.host.device)
+        if whole and scored is not None:
+            given = loss_inputs(self.ranks, scored.per_token, views, losses.shown(plan))
+            weights: dict[str, Tensor | None] = dict.fromkeys(given.per_token)
+            # The loss is 0 if all rollouts are left out.
+            if given.shown.any() or not len(given.shown):
+                with self._deferred_failure():
+                    part = losses.of_scores(given)
+                    value = part.value
+                    weights |= part.gradients
+            microbatch_loss = weighted(weights)
+        elif loss.decomposition == "token":
+            microbatch_loss = losses.by_tokens()
+        else:
+            microbatch_loss, of_untrained = losses.by_rollouts(plan, step.inputs)
+            with self._deferred_failure():
+                value = of_untrained()
+        result = self._pass(
+            step,
+            plan.program.training,
+            entropy=loss.needs_entropy,
+            microbatch_loss=microbatch_loss,
+            scale=losses.factor,
+        )
+        result = replace(result, loss=value if whole else result.loss + value)
+        return self._ended(step, mark, result if scored is None else result.after(scored))
 
     def backward(
         self,
@@ -188,17 +214,22 @@ class Engine:
     ) -> PassResult:
         """Add the gradients of sum(weight * value) over the batch's trained tokens to `.grad`.
 
+        This is the second half of a loss that is computed from the values of `score`: with the
+        loss's gradients by these values as weights the sum has the loss's gradient (chain rule).
+
         weights: [T] for each name that the head gives, None for those without a gradient. Entries
             of tokens that are not trained are not read.
         look: called with the head's values [T] before the step ends; its errors end the step.
-
-        This is the second half of a loss that is computed from the values of `score`: with the
-        loss's gradients by these values as weights the sum has the loss's gradient (chain rule).
         """
         mark = transaction.changes.mark
         self._begin(transaction)
         step = self._prepare(transaction, plan, batch)
-        result = self._weighted(step, weights)
+        result = self._pass(
+            step,
+            plan.program.training,
+            entropy="entropies" in weights,
+            microbatch_loss=weighted(weights),
+        )
         with self._deferred_failure():
             look(result.per_token[self.host.head])
         return self._ended(step, mark, result)
@@ -214,7 +245,7 @@ class Engine:
         guard = transaction.guard = GradientGuard(
             parameters,
             restore=self.config.restore_grads,
-            sums=GradientSums(deferred, wide=fp32) if deferred else None,
+            sums=GradientSums(deferred, fp32=fp32) if deferred else None,
             holder=self.holder,
         )
         if guard.sums is not None:
@@ -230,17 +261,17 @@ class Engine:
             note = None if self.routing is None else self.routing.outputs.note
             self.host.watch_routers(note, transaction.changes, self.replay)
 
-    def _prepare(self, transaction: Transaction, plan: Plan, batch: RolloutBatch) -> Prepared:
+    def _prepare(self, transaction: Transaction, plan: Plan, batch: RolloutBatch) -> _Prepared:
         uses_temperature = self.host.head == "logprobs"
         inputs = prepare_microbatches(
             plan, batch, self.host.device, uses_temperature=uses_temperature
         )
-        return Prepared(transaction, plan, batch, inputs)
+        return _Prepared(transaction, plan, batch, inputs)
 
-    def _ended(self, step: Prepared, mark: int, result: PassResult) -> PassResult:
+    def _ended(self, step: _Prepared, mark: int, result: PassResult) -> PassResult:
         """The result, with the loss of all ranks, once each has come to the end of its program.
 
-        The model is put back, `.grad` is completed, and gradients are reduced where the backwards
+        The model is put back, `.grad` is completed, and gradients are reduced if the backwards
         have not done so.
         """
         changes, guard = step.transaction.changes, step.transaction.guard
@@ -264,73 +295,9 @@ class Engine:
         guard.add_sums()
         return replace(result, loss=loss)
 
-    # Passes
-    # ------------------------------------------------------------
-
-    def _one_pass(self, step: Prepared, losses: MicrobatchLosses) -> PassResult:
-        """The plan, with the loss computed microbatch by microbatch."""
-        plan, loss = step.plan, losses.loss
-        before = None
-        if plan.program.scores:
-            with torch.no_grad():
-                before = self._pass(step, plan.program.scores, entropy=False)
-        if self.routing is not None:
-            self.routing.gather(self.ranks)
-        constant = torch.zeros((), dtype=self.host.loss_dtype, device=self.host.device)
-        if loss.decomposition == "token":
-            microbatch_loss = losses.by_tokens()
-        else:
-            microbatch_loss, of_untrained = losses.by_rollouts(plan, step.inputs)
-            with self._deferred_failure():
-                constant = of_untrained()
-        result = self._pass(
-            step,
-            plan.program.training,
-            entropy=loss.needs_entropy,
-            microbatch_loss=microbatch_loss,
-            scale=losses.gradients.factor,
-        )
-        result = result if before is None else result.after(before)
-        return replace(result, loss=result.loss + constant)
-
-    def _two_passes(self, step: Prepared, losses: MicrobatchLosses) -> PassResult:
-        """Scores, the loss of the whole batch, then the plan with its gradients as weights."""
-        program = step.plan.program.scores
-        with torch.no_grad():
-            scored = self._pass(step, program, entropy=losses.loss.needs_entropy)
-        if self.routing is not None:
-            self.routing.gather(self.ranks)
-        shown = losses.shown(step.plan)
-        given = loss_inputs(self.ranks, scored.per_token, losses.views, shown)
-        value = torch.zeros((), dtype=self.host.loss_dtype, device=self.host.device)
-        weights: dict[str, Tensor | None] = dict.fromkeys(given.per_token)
-        # The loss is 0 where all rollouts are left out.
-        if given.shown.any() or not len(given.shown):
-            with self._deferred_failure():
-                part = losses.of_scores(given)
-                value = part.value
-                weights |= part.gradients
-        result = self._weighted(step, weights, losses.gradients.factor)
-        return replace(result.after(scored), loss=value)
-
-    def _weighted(
-        self, step: Prepared, weights: Mapping[str, Tensor | None], scale: float = 1.0
-    ) -> PassResult:
-        """Forwards and backwards of sum(weight * value) over trained tokens.
-
-        scale: a factor on other losses' gradients, such as the routers'.
-        """
-        return self._pass(
-            step,
-            step.plan.program.training,
-            entropy="entropies" in weights,
-            microbatch_loss=weighted(weights),
-            scale=scale,
-        )
-
     def _pass(
         self,
-        step: Prepared,
+        step: _Prepared,
         instructions: Sequence[Instruction],
         *,
         entropy: bool,
@@ -338,21 +305,21 @@ class Engine:
         scale: float = 1.0,
         graph: bool = False,
     ) -> PassResult:
-        """Run the instructions of one pass; those with backwards need a loss."""
-        host, config, plan = self.host, self.config, step.plan
-        transaction = step.transaction
+        """Run the instructions of one pass; those with backwards need a loss.
+
+        `scale`: a factor on other losses' gradients, such as the routers'.
+        """
+        host, config, plan, transaction = self.host, self.config, step.plan, step.transaction
         mark = transaction.changes.mark
-        timing = Timing(plan, host.device, self.observers)
-        features: list[Feature] = [timing, *self.features]
+        timing = Timing(plan, host.device, self.observer)
         activations = None
         if microbatch_loss is not None:
             assert transaction.guard is not None
             missing = transaction.guard.missing_bytes
             activations = Activations(plan, step.inputs, host, self.staging, missing)
             transaction.changes.later(activations.close)
-            features.append(activations)
-        if self.routing is not None:
-            features.append(self.routing)
+        features: list[Feature | None] = [timing, self.exchange, self.replay]
+        features += [activations, self.routing]
         kernels = KernelOptions(
             attention=config.attention_kernel,
             recurrence=config.recurrence_kernel,
@@ -361,7 +328,8 @@ class Engine:
         )
         names = names_of(host.head, config, entropy)
         values = TokenValues(names, plan, step.batch, host.loss_dtype, host.device)
-        loss = Executor(transaction, host, plan, step.inputs, kernels, features).run(
+        used = [feature for feature in features if feature is not None]
+        loss = Executor(transaction, host, plan, step.inputs, kernels, used).run(
             instructions,
             values,
             entropy=entropy,
@@ -387,7 +355,7 @@ class Engine:
 
     @contextmanager
     def _deferred_failure(self) -> Iterator[None]:
-        """Keep an error of a loss until the program has ended, where other ranks run it as well.
+        """Keep an error of a loss until the program has ended, if other ranks run it as well.
 
         Its collectives would wait for this rank. Gradients are zeros from here on, and no rank
         keeps any.

@@ -1,6 +1,6 @@
 """Interface of a pass's features, such as offloading or counting of experts.
 
-The executor calls every feature of a step at the same moments and knows none of them by name.
+The executor calls all features of a step at the same moments and knows none of them by name.
 """
 
 from collections.abc import Callable
@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from forkpoint.engine.boundary import PrefixCache
 from forkpoint.engine.microbatches import MicrobatchInputs
+from forkpoint.engine.prefix_cache import PrefixCache
 from forkpoint.plan.program import Instruction
 
 Root = tuple[Tensor, Tensor]
@@ -21,8 +21,7 @@ Unpack = Callable[[Any], Tensor]
 class Feature:
     """A feature that does nothing. Subclasses override the methods that they need.
 
-    `inputs` are those of the instruction's microbatch; in an idle slot, of one token that trains on
-    nothing.
+    `inputs` are those of the instruction's microbatch; in an idle slot, of one untrained token.
     """
 
     def begin_pass(self, cache: PrefixCache) -> None:

@@ -1,4 +1,4 @@
-"""Gradients of a step: those from before it, float32 sums of its backwards, and their undoing."""
+"""Gradients of a step: those from before it, sums of its backwards, and their undoing."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
-from forkpoint.engine.distributed import LocalModel, ModelHolder, local
+from forkpoint.engine.distributed import Holder, local
 from forkpoint.engine.host import Host
 
 
@@ -16,8 +16,8 @@ def twins(
 ) -> list[nn.Parameter]:
     """Parameters of the same weights, which forwards use until the changes are undone.
 
-    A wrapper that waits for gradients of the model's own parameters (DistributedDataParallel) does
-    not see backwards that reach these.
+    DistributedDataParallel, which waits for gradients of the model's own parameters, does not see
+    backwards that reach these.
     """
     made = {parameter: nn.Parameter(parameter.detach()) for parameter in parameters}
     for module in model.modules():
@@ -29,16 +29,16 @@ def twins(
 
 
 class GradientSums:
-    """Sums of the gradients of each backward, in float32 at least where `wide`.
+    """Sums of the gradients of each backward, in float32 at least with `fp32`.
 
     Autograd adds into `.grad` in the parameter's dtype, which rounds each sum of many microbatches
-    to 8 bits in bfloat16. Where ranks add up their gradients, those from before the step must not
-    be among them. While this collects, `.grad` is empty.
+    to 8 bits in bfloat16. If ranks add up their gradients, those from before the step must not be
+    among them. While this collects, `.grad` is empty.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], *, wide: bool = True) -> None:
+    def __init__(self, parameters: list[nn.Parameter], *, fp32: bool = True) -> None:
         self.parameters = parameters
-        self.wide: bool = wide
+        self.fp32: bool = fp32
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._of_leaf: dict[Tensor, nn.Parameter] = {}
         self._dropped = False
@@ -90,7 +90,7 @@ class GradientSums:
         self._sums = {p: total for p, total in pairs if total is not None}
 
     def _dtype(self, tensor: Tensor) -> torch.dtype:
-        return torch.promote_types(tensor.dtype, torch.float32) if self.wide else tensor.dtype
+        return torch.promote_types(tensor.dtype, torch.float32) if self.fp32 else tensor.dtype
 
     def add_to_gradients(self) -> None:
         """Add each sum to its parameter's gradient, and drop it."""
@@ -112,7 +112,7 @@ class GradientGuard:
         *,
         restore: bool,
         sums: GradientSums | None = None,
-        holder: ModelHolder | None = None,
+        holder: Holder | None = None,
     ) -> None:
         """
         Args:
@@ -129,17 +129,13 @@ class GradientGuard:
             self.copies = [None if g is None else g.detach().clone() for g in self.before]
         self.touched: bool = False
         """Whether gradients may have been added to."""
-        self.holder: ModelHolder = holder or LocalModel()
+        self.holder: Holder = holder or Holder()
 
     def begin(self) -> None:
         """A backward is about to begin."""
-        # Of parameters that are summed apart no gradient is touched.
+        # It changes no `.grad` of a parameter whose gradients are summed.
         here = self.sums is None or len(self.sums.parameters) < len(self.parameters)
         self.touched = self.touched or (here and not self.holder.gathered)
-
-    def _added_in_place(self) -> list[nn.Parameter]:
-        summed = set() if self.sums is None else set(self.sums.parameters)
-        return [p for p in self.parameters if p not in summed]
 
     def add_sums(self) -> None:
         """Add all sums to `.grad`, after the last backward."""
@@ -162,7 +158,7 @@ class GradientGuard:
                 return
             zeros = torch.zeros_like(empty)
             reached = torch.autograd.grad(empty, self.parameters, zeros, allow_unused=True)
-        # Of shards all get zeros: the step's collectives cover no further forward.
+        # All shards get zeros: the step's collectives cover no further forward.
         for parameter, found in zip(self.parameters, reached, strict=True):
             if found is not None and parameter.grad is None:
                 self.touched = True
@@ -173,13 +169,14 @@ class GradientGuard:
         sums = 0 if self.sums is None else self.sums.missing_bytes()
         if self.holder.reduces:
             return sums + self.holder.missing_bytes()
-        missing = (local(p) for p in self._added_in_place() if p.grad is None)
+        summed = set() if self.sums is None else set(self.sums.parameters)
+        missing = (local(p) for p in self.parameters if p not in summed and p.grad is None)
         return sums + sum(p.numel() * p.element_size() for p in missing)
 
     def take_back(self) -> Literal["unchanged", "cleared"]:
         """Remove what the step has added; after an interrupt it can be repeated.
 
-        Where gradients were there before and no copy of them was kept, all are set to None.
+        If gradients were there before and no copy of them was kept, all are set to None.
         """
         lost = self.touched and self.copies is None and any(g is not None for g in self.before)
         self.holder.reset(lost=lost)

@@ -24,11 +24,10 @@ class HeadOutputs:
     """Outputs of one microbatch's forward."""
 
     per_token: Mapping[str, Tensor]
-    """float32 (float64 for a float64 model) [n], for the inputs' head places, by name: what the
-    host's `head` says, and "entropies" where they were asked for. Empty where the forward ended
-    before the head."""
+    """float32 (float64 for a float64 model) [n], for the inputs' head places, by name: the host's
+    `head`, and "entropies" if they were asked for. Empty if the forward ended before the head."""
     roots: tuple[Tensor, ...]
-    """Tensors that a backward starts from, with zero gradients, where no token is trained."""
+    """Tensors that a backward starts from, with zero gradients, if no token is trained."""
 
 
 # Routers
@@ -68,11 +67,11 @@ class RouterSet(Protocol):
     defines_loss: bool
     """Whether the family's own code has a load-balancing loss."""
     coefficient: float
-    """Coefficient of that loss where the configuration adds it to training's, else 0."""
+    """Coefficient of that loss if the configuration adds it to training's, else 0."""
 
     @property
     def chosen(self) -> int | None:
-        """How many experts a token is sent to, where routers say so."""
+        """How many experts a token is sent to, if routers say so."""
         ...
 
     @property
@@ -82,8 +81,8 @@ class RouterSet(Protocol):
 
     @property
     def biases(self) -> list[Tensor]:
-        """The bias [E] of each, which is added to scores for the choice alone; empty where the
-        family has no such biases."""
+        """The bias [E] of each, which is added to scores for the choice alone; empty if the family
+        has no such biases."""
         ...
 
 
@@ -95,15 +94,15 @@ class Settings(Protocol):
     """Settings that decide, besides weights, what a model computes, at one moment."""
 
     def changed(self, later: Any) -> str | None:
-        """The name of a setting that has changed; None where there is none."""
+        """The name of a setting that has changed; None if there is none."""
         ...
 
 
 class Host(Protocol):
     """A model that the engine can run microbatches through, forward and backward.
 
-    A microbatch's instruction, inputs and kernel options are immutable. The state alone changes:
-    the host reads ancestors from it and writes prefix cache to it.
+    A microbatch's instruction, inputs and kernel options are immutable. Only the view of the cache
+    changes: the host reads ancestors from it and writes prefix cache to it.
     """
 
     compiling: Compiling
@@ -116,12 +115,12 @@ class Host(Protocol):
 
     @property
     def group(self) -> Distributed | None:
-        """The holders of the model on several ranks; None where this rank alone has it."""
+        """The holders of the model on several ranks; None if this rank alone has it."""
         ...
 
     @property
     def topology(self) -> Topology:
-        """The ranks that hold the model, of which this may be the only one."""
+        """The ranks that hold the model, perhaps only this one."""
         ...
 
     @property
@@ -160,7 +159,7 @@ class Host(Protocol):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The dtype that a step computes in: the narrowest, where there are several."""
+        """The dtype that a step computes in: the narrowest, if there are several."""
         ...
 
     @property
@@ -175,7 +174,7 @@ class Host(Protocol):
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Those that are saved with the model; others are made of its configuration."""
+        """Buffers that are saved with the model; others are made of its configuration."""
         ...
 
     # Checks
@@ -199,39 +198,20 @@ class Host(Protocol):
     def check(self, batch: RolloutBatch, *, training: bool, routed: bool = False) -> int:
         """Refuse what has not been shown exact, in the model's present state and for this batch.
 
-        Args:
-            batch: the rollouts.
-            training: whether gradients are computed.
-            routed: whether the step has a router loss, so that the model's own is in it.
-
-        Returns the model's fingerprint.
+        `training`: whether gradients are computed. `routed`: whether the step has a router loss,
+        so that the model's own is in it. Returns the model's fingerprint.
         """
         ...
 
     # Stock forwards, for comparisons. Called while the model is not entered.
 
     def stock(self, ids_NL: Tensor) -> Tensor:
-        """Logits [N, L, V] (a critic's values [N, L, 1]) of the model's own forward.
-
-        ids_NL: int64.
-        """
+        """Logits [N, L, V] (a critic's values [N, L, 1]) of the model's own forward."""
         ...
 
     def allow_stock(self, changes: Changes) -> None:
         """Let `stock` work with any settings of the model, on this thread alone, until the changes
         are undone."""
-        ...
-
-    def watch_blocks(
-        self, see: Callable[[int, Tensor, MicrobatchInputs | None], None], changes: Changes
-    ) -> None:
-        """Show the outputs of blocks, until the changes are undone.
-
-        Args:
-            see: called with a block's index and its output, and with -1 and the first block's
-                input; and with the microbatch's inputs, which a stock forward has none of.
-            changes: undo it.
-        """
         ...
 
     def empty_outputs(self) -> Tensor:
@@ -271,12 +251,12 @@ class Host(Protocol):
     def backward(
         self, tensors: Sequence[Tensor], gradients: Sequence[Tensor], *, last: bool
     ) -> None:
-        """Run the backward of a microbatch from the tensors that its forward gave.
+        """Run the backward of a microbatch.
 
         Args:
-            tensors: its loss, or `HeadOutputs.roots`; none where nothing below is trained.
+            tensors: its loss, or `HeadOutputs.roots`; none if nothing below is trained.
             gradients: one for each of `tensors`.
-            last: whether it is the step's last backward. A host that reduces gradients over ranks
+            last: whether it is the step's last backward: a host that reduces gradients over ranks
                 does so in this one alone.
         """
         ...
@@ -288,6 +268,6 @@ class Host(Protocol):
         experts of `holder`.
 
         With `note`, forwards that count routing (`Instruction.counts_routing`) and end in the last
-        block end in its router, where it has one.
+        block end in its router, if it has one.
         """
         ...

@@ -17,8 +17,7 @@ from forkpoint.units import GIB, format_bytes, size_in_bytes
 _log = logging.getLogger("forkpoint")
 
 LOWERED = 0.75
-"""The part of a predicted peak that is tried next where it was too much."""
-
+"""After an out-of-memory error the budget becomes this part of the predicted peak."""
 DOES_NOT_FIT = (
     "no plan is predicted to fit: the one chosen needs %s, and %s are free for it "
     "(memory_budget='auto'). It runs all the same. Less is needed by fewer or shorter rollouts, by "
@@ -43,11 +42,24 @@ class MemoryBudgets:
     def of(self, host: Host, config: Config) -> int | None:
         """The budget that a configuration stands for, in bytes; None is no limit.
 
-        Of memory_budget "auto" it is measured on CUDA when first asked for, and the same from then
-        on, so that plans and bits do not change from step to step. Of several ranks it is the least
-        that any has, from their first step on.
+        With memory_budget "auto" it is measured on CUDA when first asked for, and kept, so that
+        plans and bits do not change from step to step. Of several ranks it is the least that any
+        has, from their first step on.
         """
-        own = self._own(host, config)
+        own = config.memory_budget_bytes
+        if config.memory_budget == AUTO and host.device.type == "cuda":
+            key = _key(config)
+            if key not in self._bytes:
+                holder = holder_of(host.group)
+                gather = "step" if config.gather == "step" else "microbatch"
+                besides = holder.held_bytes(gather) + holder.missing_bytes()
+                self._bytes[key] = measured_budget(
+                    host.device,
+                    [p for _, p in host.named_parameters()],
+                    config,
+                    besides_bytes=besides,
+                )
+            own = self._bytes[key]
         least = self._agreed.get((config.memory_budget, _key(config)))
         return own if least is None else least if own is None else min(own, least)
 
@@ -55,22 +67,8 @@ class MemoryBudgets:
         """Keep to the least budget of all ranks."""
         self._agreed[config.memory_budget, _key(config)] = least_bytes
 
-    def _own(self, host: Host, config: Config) -> int | None:
-        if config.memory_budget != AUTO or host.device.type != "cuda":
-            return config.memory_budget_bytes
-        key = _key(config)
-        if key not in self._bytes:
-            parameters = [p for _, p in host.named_parameters()]
-            holder = holder_of(host.group)
-            gather = "step" if config.gather == "step" else "microbatch"
-            besides = holder.held_bytes(gather) + holder.missing_bytes()
-            self._bytes[key] = measured_budget(
-                host.device, parameters, config, besides_bytes=besides
-            )
-        return self._bytes[key]
-
     def use(self, config: Config, size_bytes: int) -> None:
-        """Take this in place of what is measured. Raises ConfigError for no size."""
+        """Take this instead of what is measured. Raises ConfigError if it is no size."""
         found = size_in_bytes(size_bytes, "the memory budget")
         assert found is not None
         self._bytes[_key(config)] = found
@@ -86,12 +84,12 @@ class MemoryBudgets:
     def lower(self, host: Host, config: Config) -> bool:
         """After an out-of-memory error: set a lower budget, if there is one that may help.
 
-        Ranks plan together, so that none of them changes its budget by itself.
+        Ranks plan together, so none of several changes its budget by itself.
         """
         before = self.of(host, config)
-        ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
         if config.memory_budget != AUTO or before is None:
             return False
+        ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
         if ranks and torch.distributed.get_world_size() > 1:
             return False
         least = min(before, self._predicted or before)
@@ -127,11 +125,11 @@ def measured_budget(
 
     Args:
         device: the CUDA device.
-        parameters: those of all models that are trained there. Their gradients that do not exist
-            yet count, and the states of their optimizers that do not.
+        parameters: those of all models that are trained there. Their gradients and optimizer
+            states that do not exist yet count.
         config: its optimizer_bytes_per_parameter, grad_accumulation_dtype and restore_grads.
-        besides_bytes: what a step holds besides: whole weights and gradients of parameters of which
-            this device has a part.
+        besides_bytes: what a step holds besides: whole weights and gradients of parameters that
+            this device has a part of.
     """
     every = [p for p in parameters if p.requires_grad]
     trained = [local(p) for p in every]
@@ -156,8 +154,7 @@ def measured_budget(
 def _state_bytes(parameters: list[nn.Parameter], device: torch.device) -> int:
     """Bytes on the device that optimizers hold for these parameters."""
     wanted = {id(p) for p in parameters}
-    seen: set[int] = set()
-    total = 0
+    storages: dict[int, int] = {}
     # By type alone: objects may answer questions about their class with work of their own.
     optimizers = [x for x in gc.get_objects() if issubclass(type(x), torch.optim.Optimizer)]
     for optimizer in optimizers:
@@ -167,7 +164,5 @@ def _state_bytes(parameters: list[nn.Parameter], device: torch.device) -> int:
             for value in states.values():
                 if isinstance(value, torch.Tensor) and value.device == device:
                     storage = local(value).untyped_storage()
-                    if storage.data_ptr() not in seen:
-                        seen.add(storage.data_ptr())
-                        total += storage.nbytes()
-    return total
+                    storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())

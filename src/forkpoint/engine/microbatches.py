@@ -1,5 +1,4 @@
-"""A plan's microbatches as tensors: tokens, positions, attention tables, and what the head
-computes."""
+"""A plan's microbatches as tensors: tokens, positions, attention tables, and inputs of the head."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from forkpoint.device import on_device
-from forkpoint.engine.boundary import Capture, PrefixCache, RecurrentStates
+from forkpoint.engine.prefix_cache import Capture, PrefixCache, RecurrentStates
 from forkpoint.ops.attention import AttentionTable, CacheSlice
 from forkpoint.ops.recurrence import ConvolutionTable, StateTable
 from forkpoint.plan.entries import entries_of
@@ -33,18 +32,18 @@ class MicrobatchInputs:
 
     microbatch: Microbatch
     input_ids: Tensor
-    """int64 [1, T], or [B, L] for a padded microbatch."""
+    """int64 [1, T]"""
     position_ids: Tensor
-    """The same shape: positions along each token's path."""
+    """int64 [1, T]: positions along each token's path."""
     head_index: Tensor
-    """int64 [n]: places whose next token some rollout trains on, ascending; a place comes once for
-    each temperature at which it is trained."""
+    """int64 [n]: places whose next token some rollout trains on, ascending, each once for every
+    temperature at which it is trained."""
     head_labels: Tensor
     """int64 [n]"""
     head_temperatures: Tensor | None
-    """[n], or None where all are 1."""
+    """[n], or None if all are 1."""
     trained_tokens: IntArray
-    """Positions in the batch's flat tokens of what is trained in this microbatch, ascending."""
+    """The microbatch's trained tokens, as positions in the batch's flat tokens, ascending."""
     trained_entry: IntArray
     """For each of them, its entry among the n; rollouts of one temperature that share a trained
     token share it."""
@@ -65,10 +64,10 @@ class KernelOptions:
 
 
 class CacheView:
-    """The mutable part of a microbatch that runs: the prefix cache that it reads and writes, and
-    its tables, which are made when a layer first asks for them.
+    """The prefix cache as a microbatch that runs reads and writes it, and its tables, which are
+    made when a layer first asks for them.
 
-    A plain object: FSDP copies dataclasses that it meets in call arguments, and what is captured
+    A plain object: FSDP copies dataclasses that it meets in call arguments, and captured tensors
     would land in the copy.
     """
 
@@ -87,28 +86,21 @@ class CacheView:
         self._tables: dict[int, AttentionTable] = {}
         self._states: dict[int, RecurrentStates] = {}
         inside = set(microbatch.segments)
-        self._reads_cache = any(
-            parent >= 0 and parent not in inside
-            for parent in (int(plan.forest.parent[s]) for s in microbatch.segments)
-        )
+        parents = {int(plan.forest.parent[segment]) for segment in microbatch.segments}
+        self._reads_cache = any(parent >= 0 for parent in parents - inside)
 
     def table(self, window: int, device: torch.device) -> AttentionTable:
-        """The launches of layers with this window (0 sees all), built once and kept."""
+        """The launches of layers with this window (0 sees all), built once."""
         if window not in self._tables:
-            forest, cache_of = self._plan.forest, self._plan.cache_of
-            microbatch = self._microbatch
-            table = (
-                windowed_table(forest, microbatch, cache_of, window)
-                if window
-                else full_table(forest, microbatch, cache_of)
-            )
+            arguments = self._plan.forest, self._microbatch, self._plan.cache_of
+            table = windowed_table(*arguments, window) if window else full_table(*arguments)
             self._tables[window] = AttentionTable.from_numpy(
                 table.launches, table.cu, table.key_index, device=device
             )
         return self._tables[window]
 
     def ancestors(self, module: Hashable) -> CacheSlice | None:
-        """K and V of the microbatches around this one in an attention module; None where it reads
+        """K and V of the microbatches around this one in an attention module; None if it reads
         none."""
         if not self._reads_cache:
             return None
@@ -117,21 +109,15 @@ class CacheView:
         return CacheSlice(k, v, grad_k, grad_v)
 
     def states(self, width: int, device: torch.device) -> RecurrentStates:
-        """States and tables of layers that carry a state, with a convolution of `width`. They are
-        built once a microbatch."""
+        """States and tables of layers that carry a state, with a convolution of `width`, built
+        once."""
         if width not in self._states:
-            forest, microbatch, state_of = (
-                self._plan.forest,
-                self._microbatch,
-                self._plan.state_of,
-            )
+            arguments = self._plan.forest, self._microbatch, self._plan.state_of
             self._states[width] = RecurrentStates(
                 self.cache,
                 self.capture,
-                StateTable(state_layout(forest, microbatch, state_of), device=device),
-                ConvolutionTable(
-                    convolution_layout(forest, microbatch, state_of, width), device=device
-                ),
+                StateTable(state_layout(*arguments), device=device),
+                ConvolutionTable(convolution_layout(*arguments, width), device=device),
             )
         return self._states[width]
 
@@ -164,10 +150,7 @@ def prepare_microbatches(
     `uses_temperature`: whether the head's outputs depend on temperatures, as a critic's do not.
     """
     forest = plan.forest
-    first_token = forest.segment_tokens(batch.offsets)
-    edge_offsets = forest.edge_offsets
     token_edge = forest.token_edges(batch.offsets)
-
     entries = entries_of(forest.edges, token_edge, batch, uses_temperature=uses_temperature)
     trained = entries.trained
     temperature = np.ones(entries.numbers)
@@ -175,35 +158,35 @@ def prepare_microbatches(
     temperature[entries.of_trained] = batch.temperatures[rollout_of[trained]]
     label = np.zeros(entries.numbers, np.int64)
     label[entries.of_trained] = batch.token_ids[trained]
+    uses_temperature = uses_temperature and bool((batch.temperatures != 1.0).any())
     microbatch_of_edge = np.zeros(forest.edges, np.int64)
     # Among the entries of its microbatch.
     place_of_entry = np.full(entries.numbers, -1, np.int64)
     pending = []
+    first_token = forest.segment_tokens(batch.offsets)
     for microbatch in plan.microbatches:
-        ids, positions, edges = _places(plan, batch, microbatch, first_token, edge_offsets)
+        tokens, positions, edges = _places(plan, microbatch, first_token)
         microbatch_of_edge[edges[edges >= 0]] = microbatch.index
         places, numbers = entries.at(edges)
         place_of_entry[numbers] = np.arange(len(numbers))
-        pending.append((microbatch, ids, positions, places, numbers))
-
+        pending.append((microbatch, tokens, positions, places, numbers))
     microbatch_of_token = microbatch_of_edge[token_edge[trained]]
     by_microbatch = np.argsort(microbatch_of_token, kind="stable")
     bounds = np.searchsorted(
         microbatch_of_token[by_microbatch], np.arange(len(plan.microbatches) + 1)
     )
-    warm = uses_temperature and bool((batch.temperatures != 1.0).any())
-
     prepared = []
-    for microbatch, ids, positions, places, numbers in pending:
+    for microbatch, tokens, positions, places, numbers in pending:
         here = by_microbatch[bounds[microbatch.index] : bounds[microbatch.index + 1]]
+        temperatures = on_device(temperature[numbers], device) if uses_temperature else None
         prepared.append(
             MicrobatchInputs(
                 microbatch=microbatch,
-                input_ids=on_device(ids[None], device),
+                input_ids=on_device(batch.token_ids[tokens][None], device),
                 position_ids=on_device(positions[None], device),
                 head_index=on_device(places, device),
                 head_labels=on_device(label[numbers], device),
-                head_temperatures=on_device(temperature[numbers], device) if warm else None,
+                head_temperatures=temperatures,
                 trained_tokens=trained[here],
                 trained_entry=place_of_entry[entries.of_trained[here]],
             )
@@ -214,34 +197,27 @@ def prepare_microbatches(
 def microbatch_tokens(
     plan: Plan, batch: RolloutBatch, microbatch: Microbatch
 ) -> tuple[IntArray, NDArray[np.bool_]]:
-    """For each of a microbatch's places a token of the batch that it runs, and whether it is no
-    padding.
+    """For each place of a microbatch a token of the batch that it runs, and whether it is real.
 
     Returns int64 [T] positions in the batch's flat tokens, of one of the rollouts that share the
     token, and bool [T]. Padding repeats its segment's last token.
     """
-    first_token = plan.forest.segment_tokens(batch.offsets)
-    segment, step = token_steps(plan.forest, microbatch)
-    length = plan.forest.length[segment]
-    return first_token[segment] + np.minimum(step, length - 1), step < length
+    tokens, _, edges = _places(plan, microbatch, plan.forest.segment_tokens(batch.offsets))
+    return tokens, edges >= 0
 
 
 def _places(
-    plan: Plan,
-    batch: RolloutBatch,
-    microbatch: Microbatch,
-    first_token: IntArray,
-    edge_offsets: IntArray,
+    plan: Plan, microbatch: Microbatch, first_token: IntArray
 ) -> tuple[IntArray, IntArray, IntArray]:
-    """Token, position and edge of every place of a microbatch.
+    """Token (in the batch's flat tokens), position and edge of every place of a microbatch.
 
-    Padding repeats the segment's last token and position, and has edge -1: it follows what is real,
-    so nothing reads it. Positions that follow could lie beyond those
-    of every rollout, where the frequencies of some rotary embeddings change for all tokens.
+    Padding repeats its segment's last token and position, and has edge -1: nothing reads it.
+    Positions that went on could lie beyond those of every rollout, where the frequencies of some
+    rotary embeddings change for all tokens.
     """
     forest = plan.forest
     segment, step = token_steps(forest, microbatch)
     real = step < forest.length[segment]
     step = np.minimum(step, forest.length[segment] - 1)
-    edges = np.where(real, edge_offsets[segment] + step, -1)
-    return batch.token_ids[first_token[segment] + step], forest.start[segment] + step, edges
+    edges = np.where(real, forest.edge_offsets[segment] + step, -1)
+    return first_token[segment] + step, forest.start[segment] + step, edges

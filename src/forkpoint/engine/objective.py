@@ -1,7 +1,7 @@
 """The loss of a step: parts by microbatch, their gradients, and values per token.
 
-A loss is computed from copies of the head's values, and its backward runs at once. The gradients at
-the copies are where a microbatch's backward starts. A loss that reads other trainable tensors is
+A loss is computed from copies of the head's values, and its backward runs at once. A microbatch's
+backward starts from the gradients at these copies. A loss that reads other trainable tensors is
 refused: no gradient would reach them.
 """
 
@@ -30,9 +30,6 @@ from forkpoint.plan.runs import labels_run
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.tree.forest import IntArray
 
-PerTokenLoss = Callable[[Mapping[str, Tensor]], Tensor]
-"""Gives a scalar from values of the head by name."""
-
 
 @dataclass(frozen=True, eq=False)
 class LossPart:
@@ -46,7 +43,7 @@ class LossPart:
 
 
 MicrobatchLoss = Callable[[MicrobatchInputs, HeadOutputs], LossPart | None]
-"""Gives a microbatch's part of the loss; None where it has none."""
+"""Gives a microbatch's part of the loss; None if it has none."""
 
 
 # Values per token
@@ -72,7 +69,7 @@ class TokenValues:
         self.by_name: dict[str, Tensor] = {name: values.clone() for name in names}
 
     def collect(self, inputs: MicrobatchInputs, outputs: HeadOutputs) -> None:
-        """Take those of a microbatch."""
+        """Take the values of a microbatch."""
         if not len(inputs.trained_tokens):
             return
         device = inputs.input_ids.device
@@ -83,9 +80,9 @@ class TokenValues:
 
 
 def names_of(head: str, config: Config, entropy: bool) -> tuple[str, ...]:
-    """Names of a step's values per token; `head`: of those that a loss is computed from.
+    """Names of a step's values per token, the host's `head` first.
 
-    Raises ConfigError where a critic is asked for numbers of a distribution.
+    Raises ConfigError if a critic is asked for statistics of a distribution.
     """
     others = config.head_statistics
     if others and head == "values":
@@ -108,8 +105,7 @@ class LossInputs:
     shown: NDArray[np.bool_]
     """Rollouts that the loss is shown."""
     counts: bool = True
-    """Whether this rank's value of the loss counts. All ranks compute the same, of which one
-    counts."""
+    """Whether this rank's value of the loss counts: all ranks compute the same, and one counts."""
 
 
 def loss_inputs(
@@ -118,7 +114,7 @@ def loss_inputs(
     views: LossViews,
     shown: NDArray[np.bool_],
 ) -> LossInputs:
-    """This rank's scores or, where the step gathers rollouts, those of all ranks. Collective then.
+    """This rank's scores or, if the step gathers rollouts, those of all ranks. Collective then.
 
     Args:
         ranks: of the step.
@@ -130,50 +126,40 @@ def loss_inputs(
         return LossInputs(views, per_token, slice(None), shown)
     found = ranks.gather({name: x_T.cpu() for name, x_T in per_token.items()})
     # Ranks of one batch have the same scores, and are one part.
-    batches = ranks.ranks.batches
-    found = [found[batches.index(batch)] for batch in range(len(ranks.parts))]
+    batches, parts = ranks.ranks.batches, ranks.parts
+    found = [found[batches.index(batch)] for batch in range(len(parts))]
     index = batches[ranks.ranks.index]
-    begin = sum(part.logical_tokens for part in ranks.parts[:index])
-    joined = _joined(ranks.parts)
+    begin = sum(part.logical_tokens for part in parts[:index])
+    rollouts = [rollout for part in parts for rollout in part.rollouts]
+    if len({rollout.rollout_id for rollout in rollouts}) < len(rollouts):
+        # Names that occur on several ranks get the rank's number.
+        rollouts = [
+            replace(rollout, rollout_id=f"{rank}/{rollout.rollout_id}")
+            for rank, part in enumerate(parts)
+            for rollout in part.rollouts
+        ]
+    joined = RolloutBatch(rollouts)
     return LossInputs(
         LossViews(joined, views.denominators, views.device, views.dtype),
         {name: torch.cat([each[name] for each in found]).to(views.device) for name in per_token},
-        own=slice(begin, begin + ranks.parts[index].logical_tokens),
+        own=slice(begin, begin + parts[index].logical_tokens),
         # No rank leaves out rollouts that those of another may be coupled with.
         shown=np.ones(len(joined), bool),
         counts=index == 0,
     )
 
 
-def _joined(parts: tuple[RolloutBatch, ...]) -> RolloutBatch:
-    """The rollouts of all ranks. Names that occur on several ranks get the rank's number."""
-    names = [name for part in parts for name in part.rollout_ids]
-    if len(set(names)) == len(names):
-        return RolloutBatch([rollout for part in parts for rollout in part.rollouts])
-    return RolloutBatch(
-        [
-            replace(rollout, rollout_id=f"{rank}/{rollout.rollout_id}")
-            for rank, part in enumerate(parts)
-            for rollout in part.rollouts
-        ]
-    )
-
-
-# Gradients
+# The loss and its gradients
 # ------------------------------------------------------------
 
 
 def evaluate_loss(loss: Loss, outputs: LossOutputs, view: LossBatch, head: str) -> Tensor:
-    """The loss of these outputs.
+    """The loss of the head's outputs for the trained tokens of `view`, a part of the batch.
 
-    Args:
-        loss: of a step.
-        outputs: of the head, for the trained tokens of `view`.
-        view: a part of the batch.
-        head: the name of the outputs that a loss is computed from.
+    `head` names the outputs that a loss is computed from.
 
-    Raises ConfigError where it is no scalar, has no graph where the outputs have one, or reads what
-    is None.
+    Raises ConfigError if it is no scalar, has no graph although the outputs have one, or reads
+    what is None.
     """
     value = computed(loss, outputs, view)
     graph = torch.is_grad_enabled() and any(x.requires_grad for x in outputs.per_token.values())
@@ -194,54 +180,25 @@ def evaluate_loss(loss: Loss, outputs: LossOutputs, view: LossBatch, head: str) 
     return value
 
 
-class LossGradients:
-    """Computes parts of one step's loss, and their gradients."""
-
-    def __init__(self, host: Host, ranks: RankStep, scale: float) -> None:
-        """
-        Args:
-            host: the model.
-            ranks: of the step.
-            scale: a factor on every gradient, that of the caller.
-        """
-        self.factor: float = scale * holder_of(host.group).factor(mean=ranks.mean)
-
-    def of(self, loss: PerTokenLoss, per_token: Mapping[str, Tensor]) -> LossPart:
-        """Compute a part of the loss.
-
-        Args:
-            loss: gives a scalar, computed from copies of `per_token`.
-            per_token: by name, values of the head.
-
-        Raises UnsupportedError where the loss reads other trainable tensors.
-        """
-        copies = {n: x.detach().requires_grad_(x.requires_grad) for n, x in per_token.items()}
-        with torch.enable_grad():
-            value = loss(copies)
-        if not value.requires_grad:
-            return LossPart(value.detach(), {})
-        check_leaves(value, copies.values())
-        inputs = [x for x in copies.values() if x.requires_grad]
-        torch.autograd.backward(value, torch.full_like(value, self.factor), inputs=inputs)
-        found = {name: x.grad for name, x in copies.items() if x.grad is not None}
-        return LossPart(value.detach(), found)
-
-
-# Parts by microbatch
-# ------------------------------------------------------------
-
-
 class MicrobatchLosses:
     """One step's loss, for the views of the batch that a plan shows to it."""
 
     def __init__(
-        self, host: Host, config: Config, loss: Loss, views: LossViews, gradients: LossGradients
+        self,
+        host: Host,
+        config: Config,
+        loss: Loss,
+        views: LossViews,
+        ranks: RankStep,
+        scale: float,
     ) -> None:
+        """`scale`: the caller's factor on every gradient."""
         self.host = host
         self.config = config
         self.loss = loss
         self.views = views
-        self.gradients = gradients
+        self.factor: float = scale * holder_of(host.group).factor(mean=ranks.mean)
+        """On every gradient of the step."""
 
     def by_tokens(self) -> MicrobatchLoss:
         """Token-additive: each microbatch's trained tokens, once for every rollout through them."""
@@ -257,8 +214,8 @@ class MicrobatchLosses:
     def shown(self, plan: Plan) -> NDArray[np.bool_]:
         """Rollouts that the loss is shown: bool [N].
 
-        All but those of which the plan leaves out trained tokens, and those coupled with them,
-        whose terms the loss has declared to be 0.
+        All but those whose trained tokens the plan leaves out, and those coupled with them, whose
+        terms the loss has declared to be 0.
         """
         batch = self.views.batch
         coupling = self.loss.coupling(batch)
@@ -291,46 +248,61 @@ class MicrobatchLosses:
         every = np.concatenate([*trained_classes.values(), np.zeros(0, np.int64)])
         return of, partial(self._of_untrained, ~np.isin(coupling, every) & shown)
 
-    def _of_untrained(self, rollouts: np.ndarray) -> Tensor:
-        """The loss of rollouts (bool [N]) without trained tokens.
-
-        It is no function of log-probs.
-        """
+    def _of_untrained(self, rollouts: NDArray[np.bool_]) -> Tensor:
+        """The loss of rollouts (bool [N]) without trained tokens: no function of log-probs."""
         zero = torch.zeros((), dtype=self.host.loss_dtype, device=self.host.device)
         if not rollouts.any():
             return zero
         view, tokens = self.views.of_rollouts(rollouts)
         names = names_of(self.host.head, self.config, self.loss.needs_entropy)
         nothing = {name: zero.new_zeros(len(tokens)) for name in names}
-        part = self.gradients.of(lambda per_token: self._evaluated(per_token, view), nothing)
-        return part.value.to(zero.dtype)
+        return self._differentiated(lambda x: LossOutputs(**x), view, nothing).value.to(zero.dtype)
 
     def of_scores(self, given: LossInputs) -> LossPart:
         """The loss of the whole batch, and its gradients by this rank's values of each token."""
         view, tokens = given.views.of_rollouts(given.shown)
         at = on_device(tokens, self.host.device)
         scores = {name: x_T.detach().requires_grad_() for name, x_T in given.per_token.items()}
-
-        def loss(per_token: Mapping[str, Tensor]) -> Tensor:
-            return self._evaluated({name: x_T[at] for name, x_T in per_token.items()}, view)
-
-        part = self.gradients.of(loss, scores)
+        part = self._differentiated(
+            lambda found: LossOutputs(**{name: x_T[at] for name, x_T in found.items()}),
+            view,
+            scores,
+        )
         value = part.value if given.counts else torch.zeros_like(part.value)
         own = {name: gradient_T[given.own] for name, gradient_T in part.gradients.items()}
-        return replace(part, value=value, gradients=own)
+        return LossPart(value, own)
 
     def _part(
         self, entries: IntArray, view: LossBatch, per_token: Mapping[str, Tensor]
     ) -> LossPart:
         index = on_device(entries, self.host.device)
+        return self._differentiated(lambda copies: outputs_of(copies, index), view, per_token)
 
-        def loss(copies: Mapping[str, Tensor]) -> Tensor:
-            return evaluate_loss(self.loss, outputs_of(copies, index), view, self.host.head)
+    def _differentiated(
+        self,
+        outputs: Callable[[Mapping[str, Tensor]], LossOutputs],
+        view: LossBatch,
+        per_token: Mapping[str, Tensor],
+    ) -> LossPart:
+        """Compute a part of the loss, and its gradients.
 
-        return self.gradients.of(loss, per_token)
+        Args:
+            outputs: makes the loss's argument from copies of `per_token`.
+            view: the part of the batch.
+            per_token: by name, values of the head.
 
-    def _evaluated(self, per_token: Mapping[str, Tensor], view: LossBatch) -> Tensor:
-        return evaluate_loss(self.loss, LossOutputs(**per_token), view, self.host.head)
+        Raises UnsupportedError if the loss reads other trainable tensors.
+        """
+        copies = {n: x.detach().requires_grad_(x.requires_grad) for n, x in per_token.items()}
+        with torch.enable_grad():
+            value = evaluate_loss(self.loss, outputs(copies), view, self.host.head)
+        if not value.requires_grad:
+            return LossPart(value.detach(), {})
+        check_leaves(value, copies.values())
+        inputs = [x for x in copies.values() if x.requires_grad]
+        torch.autograd.backward(value, torch.full_like(value, self.factor), inputs=inputs)
+        found = {name: x.grad for name, x in copies.items() if x.grad is not None}
+        return LossPart(value.detach(), found)
 
 
 def weighted(weights: Mapping[str, Tensor | None]) -> MicrobatchLoss:

@@ -1,19 +1,18 @@
 """Activations of a microbatch between its forward and its backward: kept, offloaded or dropped.
 
-A microbatch that is recomputed has two forwards. The first is for its prefix cache alone: it ends
-with the last layer's, and its saved tensors are dropped as they come, rather than not recorded, so
-that both forwards run the same code (compiled for autograd, where blocks are compiled) and give the
-same bits. The second does not write to the prefix cache.
+A microbatch that is recomputed has two forwards. The first, for its prefix cache alone, drops saved
+tensors as they come, rather than not recording them: both forwards run the same code (compiled for
+autograd, if blocks are compiled) and give the same bits. The second does not write to the cache.
 
-An offloaded microbatch is copied to the host's memory through hooks on saved tensors. The unit is
-the storage: device memory is freed by storages, so views of one storage, and tensors saved twice,
-are copied once. The backward asks for them in nearly the reverse of the order in which they were
-last saved, so they are fetched in that order, at least two layers ahead of their use. The last time
-counts: the last layer is the first to ask for what all layers save (rotary tables).
+An offloaded microbatch is copied to host memory through hooks on saved tensors, by storage: views
+of one storage, and tensors saved twice, are copied once. The backward asks for storages in nearly
+the reverse of the order in which they were last saved, so they are fetched in that order, at least
+two layers ahead of their use. The last time counts: the last layer is the first to ask for what all
+layers save (rotary tables).
 
-Fetching begins during the backward before, once that has freed memory: when it begins, memory is
-fullest, with all of its microbatch's activations alive. No more is fetched ahead than it has freed
-and new gradients do not take, or two layers where these are more.
+Fetching begins during the backward before, once that has freed memory: memory is fullest when it
+begins. No more is fetched ahead than it has freed and new gradients do not take, or two layers if
+these are more.
 """
 
 import weakref
@@ -27,20 +26,19 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from forkpoint.engine.boundary import PrefixCache
 from forkpoint.engine.distributed import holder_of
 from forkpoint.engine.feature import Feature, Pack, Unpack
 from forkpoint.engine.host import Host
 from forkpoint.engine.microbatches import MicrobatchInputs
+from forkpoint.engine.prefix_cache import PrefixCache
 from forkpoint.engine.staging import Staging
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.program import BACKWARD, FORWARD, RECOMPUTE, Instruction
-from forkpoint.tree import Microbatch
 
 # Names of the autograd nodes through which autocast's linear layers see a weight.
 COPIES = frozenset({"ToCopyBackward0", "TBackward0", "TransposeBackward0"})
-# The two layers that a backward asked for last may be alive: one runs, the other gets its gradient.
 LAYERS_ALIVE = 2
+"""Layers of a running backward that may be alive: one runs, the other gets its gradient."""
 Stays = Callable[[Tensor], bool]
 """Tells tensors that others hold on the device anyway."""
 
@@ -72,31 +70,30 @@ def storage_id(tensor: Tensor) -> int:
 # ------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class _Stored:
     """A storage in host memory, and on the device again once it has been fetched."""
 
-    def __init__(self, host: Tensor, sent: Any) -> None:
-        self.host: Tensor = host
-        self.sent: Any = sent
-        self.index: int = -1
-        """Its position in the order in which storages were last saved, after the forward."""
-        self.device: Tensor | None = None
-        self.arrived: Any = None
+    host: Tensor
+    sent: Any
+    index: int = -1
+    """Its position in the order in which storages were last saved, after the forward."""
+    device: Tensor | None = None
+    arrived: Any = None
 
 
+@dataclass(eq=False)
 class _View:
     """Stand-in that autograd keeps for a tensor: which storage, and the view of it."""
 
-    def __init__(self, stored: _Stored, tensor: Tensor) -> None:
-        self.stored: _Stored = stored
-        self.dtype: torch.dtype = tensor.dtype
-        self.size: torch.Size = tensor.size()
-        self.stride: tuple[int, ...] = tensor.stride()
-        self.offset: int = int(tensor.storage_offset())
+    stored: _Stored
+    dtype: torch.dtype
+    view: tuple[int, torch.Size, tuple[int, ...]]
+    """Offset, size and stride."""
 
 
 class OffloadedMicrobatch:
-    """Packs what a microbatch's forward saves, and has it back in time for its backward."""
+    """Packs what a microbatch's forward saves, and fetches it in time for its backward."""
 
     def __init__(self, staging: Staging, stays: Stays, layers: int, stats: OffloadStats) -> None:
         """`layers`: of the model; a storage is fetched at least two of them ahead of its use."""
@@ -142,11 +139,18 @@ class OffloadedMicrobatch:
 
     def pack(self, tensor: Tensor) -> Tensor | _View:
         # What stays is detached: a node that saved its own output itself would keep itself alive.
-        if not self._movable(tensor):
+        transfers = self.staging.transfers
+        moves = (
+            type(tensor) is Tensor
+            and tensor.device == transfers.device
+            and tensor.layout is torch.strided
+            and tensor.untyped_storage().nbytes() >= max(1, transfers.least_bytes)
+            and not self.stays(tensor)
+        )
+        if not moves:
             return tensor.detach()
         storage = tensor.untyped_storage()
-        key = storage_id(tensor)
-        known = self._of.get(key)
+        known = self._of.get(storage_id(tensor))
         stored = known[1]() if known else None
         if stored is None:
             nbytes = storage.nbytes()
@@ -155,22 +159,14 @@ class OffloadedMicrobatch:
                 self.stats.left_bytes += nbytes
                 return tensor.detach()
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-            stored = _Stored(host, self.staging.transfers.out(whole, host))
-            self._of[key] = StorageWeakRef(storage), weakref.ref(stored)
+            stored = _Stored(host, transfers.out(whole, host))
+            self._of[storage_id(tensor)] = StorageWeakRef(storage), weakref.ref(stored)
             self.stats.out_bytes += nbytes
         reference = weakref.ref(stored)
         self._saved.pop(reference, None)
         self._saved[reference] = None
-        return _View(stored, tensor)
-
-    def _movable(self, tensor: Tensor) -> bool:
-        return (
-            type(tensor) is Tensor
-            and tensor.device == self.staging.transfers.device
-            and tensor.layout is torch.strided
-            and tensor.untyped_storage().nbytes() >= max(1, self.staging.transfers.least_bytes)
-            and not self.stays(tensor)
-        )
+        view = int(tensor.storage_offset()), tensor.size(), tensor.stride()
+        return _View(stored, tensor.dtype, view)
 
     def unpack(self, packed: Tensor | _View) -> Tensor:
         if isinstance(packed, Tensor):
@@ -183,9 +179,7 @@ class OffloadedMicrobatch:
         assert stored.device is not None
         self.staging.transfers.wait(stored.arrived)
         found = torch.empty(0, dtype=packed.dtype, device=stored.device.device)
-        return found.set_(
-            stored.device.untyped_storage(), packed.offset, packed.size, packed.stride
-        )
+        return found.set_(stored.device.untyped_storage(), *packed.view)
 
     def _fetch(self, stored: _Stored) -> None:
         stored.device, stored.arrived = self.staging.transfers.back(stored.host, stored.sent)
@@ -220,23 +214,21 @@ class OffloadedMicrobatch:
 # ------------------------------------------------------------
 
 
+@dataclass(eq=False, slots=True)
 class _Counted:
     """Stand-in that autograd keeps for a tensor, and its bytes until it is first asked for."""
 
-    __slots__ = ("nbytes", "packed")
-
-    def __init__(self, packed: Any, nbytes: int) -> None:
-        self.packed = packed
-        self.nbytes = nbytes
+    packed: Any
+    nbytes: int
 
 
 class FreedMemory:
     """Tells `then`, within the backward of a microbatch, how many bytes it has freed.
 
-    Autograd frees the saved tensors of a node once that node has run. So `then` is called from when
-    the backward has asked for half of what was saved, each time that more is free by a quarter of a
-    layer: the other half of the backward is time enough for a copy. A storage counts once, by the
-    first tensor of it that is saved, which the backward asks for last.
+    Autograd frees the saved tensors of a node once that node has run. `then` is called once the
+    backward has asked for half of what was saved, which leaves time enough for copies, and again
+    each time that more is free by a quarter of a layer. A storage counts once, by the first tensor
+    of it that is saved, which the backward asks for last.
     """
 
     def __init__(
@@ -249,7 +241,7 @@ class FreedMemory:
     ) -> None:
         """
         Args:
-            stays: tensors that a backward does not free.
+            stays: tells tensors that a backward does not free.
             then: gets the bytes.
             layers: of the model.
             ahead_bytes: of a microbatch that is offloaded itself, how far ahead of its use it is
@@ -292,11 +284,10 @@ class FreedMemory:
         return counting_pack, counting_unpack
 
     def _is_new(self, tensor: Tensor) -> bool:
-        key = storage_id(tensor)
-        known = self._seen.get(key)
+        known = self._seen.get(storage_id(tensor))
         if known is not None and not known.expired():
             return False
-        self._seen[key] = StorageWeakRef(tensor.untyped_storage())
+        self._seen[storage_id(tensor)] = StorageWeakRef(tensor.untyped_storage())
         return True
 
     def _asked(self, saved: _Counted) -> None:
@@ -337,11 +328,11 @@ class Activations(Feature):
             plan: of the step.
             prepared: its microbatches as tensors.
             host: the model.
-            staging: may be None where the plan offloads no microbatch.
+            staging: may be None if the plan offloads no microbatch.
             missing_bytes: gives the size of gradients that do not exist yet.
         """
-        self.microbatches: tuple[Microbatch, ...] = plan.microbatches
         self.layers: int = host.shape.layers
+        self._offloads = [each.activations == "offload" for each in plan.microbatches]
         self._follower = _followers(plan)
         self._cache: PrefixCache | None = None
         self._missing_bytes = missing_bytes
@@ -351,7 +342,7 @@ class Activations(Feature):
         """By microbatch: tells the microbatch whose backward comes next."""
         self.stats: OffloadStats | None = None
         self._held: frozenset[int] = frozenset()
-        if any(microbatch.activations == "offload" for microbatch in plan.microbatches):
+        if any(self._offloads):
             assert staging is not None, "a microbatch is offloaded, and there is nowhere to"
             self.stats = OffloadStats()
             tensors = [
@@ -384,12 +375,14 @@ class Activations(Feature):
         if instruction.idle:
             return None
         index = instruction.microbatch
-        offloaded = freed = None
-        recomputes = instruction.operation == RECOMPUTE
-        if self.microbatches[index].activations == "offload" and not recomputes:
+        offloaded = None
+        if self._offloads[index] and instruction.operation != RECOMPUTE:
             assert self._staging is not None and self.stats is not None
             offloaded = OffloadedMicrobatch(self._staging, self._stays, self.layers, self.stats)
             self._open[index] = offloaded
+        hooks: tuple[Pack, Unpack] | None = None
+        if offloaded is not None:
+            hooks = offloaded.pack, offloaded.unpack
         if index in self._follower:
             freed = self._freed[index] = FreedMemory(
                 self._stays,
@@ -397,10 +390,8 @@ class Activations(Feature):
                 layers=self.layers,
                 ahead_bytes=None if offloaded is None else lambda: offloaded.ahead_bytes,
             )
-        if offloaded is None:
-            return None if freed is None else freed.hooks()
-        hooks = offloaded.pack, offloaded.unpack
-        return hooks if freed is None else freed.hooks(*hooks)
+            hooks = freed.hooks() if hooks is None else freed.hooks(*hooks)
+        return hooks
 
     def after_forward(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
         if instruction.microbatch in self._open:

@@ -1,20 +1,19 @@
 """The exchange of prompts between ranks: their prefix caches once, and the gradients of these once.
 
-The rank that owns a prompt runs it as any microbatch that others read. What it leaves in the cache
-is copied into the caches of the other ranks, whose microbatches read it there as if it had been
-computed there. Their sums of gradients are added to the owner's, whose backward injects the whole.
+The rank that owns a prompt runs it as any microbatch that others read. Its prefix cache is copied
+into the caches of the other ranks, whose microbatches read it as if it had been computed there.
+Their sums of gradients are added to the owner's, whose backward injects the whole.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from forkpoint.engine.boundary import Key, PrefixCache
 from forkpoint.engine.feature import Feature
 from forkpoint.engine.microbatches import MicrobatchInputs
-from forkpoint.parallel.ranks import Phase
+from forkpoint.engine.prefix_cache import Key, PrefixCache
 from forkpoint.parallel.step import StepOfRanks
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.program import RETURN, SHARE, Instruction
@@ -22,8 +21,6 @@ from forkpoint.plan.shared_prompts import PlannedPrompt, SharedPrompt
 
 Layout = dict[tuple[str, str], tuple[bool, tuple[int, ...], torch.dtype]]
 """By the name of a module and of a tensor within it: as `PrefixCache.layout`."""
-Run = tuple[int, int]
-"""First place, and one past the last."""
 
 
 class PromptExchange(Feature):
@@ -75,50 +72,44 @@ class PromptExchange(Feature):
     def before(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
         """Exchange prefix caches, or their gradients. Collective.
 
-        Raises RankError where another rank has failed before it came to this.
+        Raises RankError if another rank has failed before it came to this.
         """
-        assert self._cache is not None
-        with torch.no_grad():
-            if instruction.operation == SHARE:
-                self._share(self._cache, self._device)
-            elif instruction.operation == RETURN:
-                self._return(self._cache, self._device)
-
-    def _share(self, cache: PrefixCache, device: torch.device) -> None:
-        given = self._named(cache) if self._sent else {}
-        found = self.step.gather({"layout": given})
-        self._layout = next((each["layout"] for each in found if each["layout"]), {})
-        group, before = self._begin(device)
-        for name in sorted(self._layout):
-            of_states, tail, dtype = self._layout[name]
-            like = torch.empty((0, *tail), dtype=dtype, device=device)
-            make = cache.state_buffers if of_states else cache.buffers
-            state, gradient = make(self._key(name), like)
-            for x, runs in self._moved(state, self._sent, self._received, of_states, group):
-                for (begin, end), part in _parts(x, runs):
-                    state[begin:end].copy_(part)
-                    if gradient is not None:
-                        gradient[begin:end].zero_()
-        self.step.ranks.phase = before
-
-    def _return(self, cache: PrefixCache, device: torch.device) -> None:
-        self.step.gather({})  # the others may have failed meanwhile
-        group, before = self._begin(device)
-        for name in sorted(self._layout):
-            of_states = self._layout[name][0]
-            _, gradient = cache.read(self._key(name))
-            assert gradient is not None
-            for x, runs in self._moved(gradient, self._received, self._sent, of_states, group):
-                for (begin, end), part in _parts(x, runs):
-                    gradient[begin:end] += part
-        self.step.ranks.phase = before
-
-    def _begin(self, device: torch.device) -> tuple[dist.ProcessGroup, Phase]:
-        """The group to send over, and the phase from before: from here on ranks wait for others
-        whatever happens."""
-        ranks = self.step.ranks
+        if not instruction.exchanges:
+            return
+        cache, ranks, shares = self._cache, self.step.ranks, instruction.operation == SHARE
+        assert cache is not None and (shares or instruction.operation == RETURN)
+        # Before the transfers, so that ranks that have failed meanwhile say so.
+        found = self.step.gather({"layout": self._named(cache) if shares and self._sent else {}})
+        if shares:
+            self._layout = next((each["layout"] for each in found if each["layout"]), {})
+        # From here on ranks wait for others whatever happens.
         before, ranks.phase = ranks.phase, "exchanging"
-        return ranks.group_of(device), before
+        group = ranks.group_of(self._device)
+        with torch.no_grad():
+            for name in sorted(self._layout):
+                self._transfer(cache, name, group, shares=shares)
+        ranks.phase = before
+
+    def _transfer(
+        self, cache: PrefixCache, name: tuple[str, str], group: dist.ProcessGroup, *, shares: bool
+    ) -> None:
+        """Exchange one tensor's prefix cache, or its gradients."""
+        of_states, tail, dtype = self._layout[name]
+        key: Key = self._modules[name[0]], name[1]
+        if shares:
+            like = torch.empty((0, *tail), dtype=dtype, device=self._device)
+            state, gradient = (cache.state_buffers if of_states else cache.buffers)(key, like)
+            runs, parts = self._moved(state, self._sent, self._received, of_states, group)
+            for (begin, end), part in zip(runs, parts, strict=True):
+                state[begin:end].copy_(part)
+                if gradient is not None:
+                    gradient[begin:end].zero_()
+            return
+        _, gradient = cache.read(key)
+        assert gradient is not None
+        runs, parts = self._moved(gradient, self._received, self._sent, of_states, group)
+        for (begin, end), part in zip(runs, parts, strict=True):
+            gradient[begin:end] += part
 
     def _moved(
         self,
@@ -127,74 +118,46 @@ class PromptExchange(Feature):
         received: Mapping[int, Sequence[int]],
         of_states: bool,
         group: dist.ProcessGroup,
-    ) -> list[tuple[Tensor, list[Run]]]:
-        """Send places of a buffer; return what arrives, with the places that it is of.
+    ) -> tuple[list[tuple[int, int]], list[Tensor]]:
+        """Send places of a buffer; returns runs of places, and what has arrived for each.
 
         `sent` and `received`: by rank, the numbers of prompts.
         """
+        peers = self.step.ranks.global_ranks
         operations: list[dist.P2POp] = []
-        arriving: list[tuple[Tensor, list[Run]]] = []
+        runs: list[tuple[int, int]] = []
+        parts: list[Tensor] = []
         for rank, numbers in sorted(sent.items()):
-            x = _taken(buffer, self._runs(numbers, of_states=of_states))
-            operations.append(self._operation(dist.isend, x, rank, group))
+            pieces = [buffer[begin:end] for begin, end in self._runs(numbers, of_states)]
+            x = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            operations.append(dist.P2POp(dist.isend, x, peers[rank], group))
         for rank, numbers in sorted(received.items()):
-            runs = self._runs(numbers, of_states=of_states)
-            x = _room(buffer, runs)
-            arriving.append((x, runs))
-            operations.append(self._operation(dist.irecv, x, rank, group))
-        _complete(operations)
-        return arriving
-
-    def _operation(
-        self, kind: object, x: Tensor, rank: int, group: dist.ProcessGroup
-    ) -> dist.P2POp:
-        return dist.P2POp(kind, x, self.step.ranks.global_ranks[rank], group)  # type: ignore[arg-type]
+            here = self._runs(numbers, of_states)
+            lengths = [end - begin for begin, end in here]
+            x = buffer.new_empty((sum(lengths), *buffer.shape[1:]))
+            runs += here
+            parts += x.split(lengths)
+            operations.append(dist.P2POp(dist.irecv, x, peers[rank], group))
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+        return runs, parts
 
     def _named(self, cache: PrefixCache) -> Layout:
         return {
             (self._names[id(module)], name): each for (module, name), each in cache.layout().items()
         }
 
-    def _key(self, name: tuple[str, str]) -> Key:
-        return self._modules[name[0]], name[1]
-
-    def _runs(self, numbers: Sequence[int], *, of_states: bool) -> list[Run]:
+    def _runs(self, numbers: Sequence[int], of_states: bool) -> list[tuple[int, int]]:
         """Places of these prompts in this rank's cache, in order, neighbours joined."""
-        found: list[Run] = []
-        for begin, end in self._places(numbers, of_states=of_states):
-            if found and found[-1][1] == begin:
-                found[-1] = (found[-1][0], end)
-            else:
-                found.append((begin, end))
-        return found
-
-    def _places(self, numbers: Sequence[int], *, of_states: bool) -> Iterator[Run]:
-        plan = self._plan
+        plan, found = self._plan, list[tuple[int, int]]()
         for number in numbers:
-            segments = self._segments[number]
-            if of_states:
-                place = plan.state_of[segments[-1]]
-                yield place, place + 1
-                continue
+            # The state of a prompt is that of its last segment.
+            segments = self._segments[number][-1 if of_states else 0 :]
             for segment in segments:
-                begin = plan.cache_of[segment]
-                yield begin, begin + int(plan.forest.length[segment])
-
-
-def _taken(buffer: Tensor, runs: list[Run]) -> Tensor:
-    """The places of a buffer back to back; a view where they are one run."""
-    parts = [buffer[begin:end] for begin, end in runs]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _room(buffer: Tensor, runs: list[Run]) -> Tensor:
-    return buffer.new_empty((sum(end - begin for begin, end in runs), *buffer.shape[1:]))
-
-
-def _parts(x: Tensor, runs: list[Run]) -> Iterator[tuple[Run, Tensor]]:
-    return zip(runs, x.split([end - begin for begin, end in runs]), strict=True)
-
-
-def _complete(operations: list[dist.P2POp]) -> None:
-    for work in dist.batch_isend_irecv(operations) if operations else ():
-        work.wait()
+                begin = plan.state_of[segment] if of_states else plan.cache_of[segment]
+                end = begin + (1 if of_states else int(plan.forest.length[segment]))
+                if found and found[-1][1] == begin:
+                    found[-1] = (found[-1][0], end)
+                else:
+                    found.append((begin, end))
+        return found

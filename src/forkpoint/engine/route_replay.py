@@ -1,11 +1,11 @@
 """Experts that routers are forced to choose: those of a batch, or those that another run chose.
 
-Where scores of experts are nearly equal, rounding decides which are chosen, and the gradient jumps.
+If scores of experts are nearly equal, rounding decides which are chosen, and the gradient jumps.
 So steps use the choices of the sampler (routing replay: arXiv 2510.11370), and `verify` and the
 self-check record the choices of one run and force the other runs to choose the same.
 
-Only the choice is forced. The weights of the chosen experts are computed from the live router's
-scores, by the model's own code, so that gradients reach the router.
+Only the choice is forced. The model's own code computes the weights of the chosen experts from the
+live router's scores, so that gradients reach the router.
 """
 
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ class ReplayedRoutes:
     decisions_L: Tensor
     """int64 [L]: choices that were forced."""
     elsewhere_L: Tensor
-    """int64 [L]: those among them for which the router itself would have chosen other experts."""
+    """int64 [L]: those for which the router itself would have chosen other experts."""
 
     @property
     def elsewhere(self) -> float:
@@ -50,10 +50,10 @@ class Routes:
     """
 
     keys_T: IntArray
-    """int64 [T], for each token of the batch the edge that reads it; -1 where none does."""
+    """int64 [T], for each token of the batch the edge that reads it; -1 if none does."""
     edges: int
     chosen: dict[int, Tensor] = field(default_factory=dict)
-    """By router, int16 [edges + 1, K]; -1 where the router chooses. The last row is that of no
+    """By router, int16 [edges + 1, K]; -1 if the router chooses. The last row is that of no
     edge."""
 
     @classmethod
@@ -64,8 +64,8 @@ class Routes:
         """
         tokens, offsets = batch.token_ids, batch.offsets
         if last_tokens:
-            # Each rollout goes on by a token that none has: the label of the edge that reads its
-            # last token.
+            # A token that no rollout has goes to the end of each: the label of the edge that reads
+            # its last token.
             tokens = np.insert(tokens, offsets[1:], int(tokens.max(initial=0)) + 1)
             offsets = offsets + np.arange(len(offsets))
         order = sort_rollouts(tokens, offsets, np.zeros(len(batch), np.int64))
@@ -117,7 +117,9 @@ class ForcedRoutes:
         self._decisions_L: Tensor = torch.zeros(layers, dtype=torch.int64, device=device)
         self._elsewhere_L: Tensor = torch.zeros_like(self._decisions_L)
         self._edge_n: Tensor | None = None
+        """int64 [n] of the tokens that run, -1 if the router chooses."""
         self._rollouts_n: Tensor | None = None
+        """int64 [n], how often each counts; None if they are not counted."""
         self._counted: set[int] = set()
 
     @property
@@ -136,12 +138,7 @@ class ForcedRoutes:
         self._force(edge_n, torch.ones_like(edge_n), first)
 
     def _force(self, edge_n: Tensor, rollouts_n: Tensor, counted_as: int | None) -> None:
-        """
-        Args:
-            edge_n: int64 [n], -1 where the router chooses.
-            rollouts_n: int64 [n], how often each counts.
-            counted_as: number that is counted once; None: these tokens are not counted.
-        """
+        """`counted_as`: a number that is counted once; None: these tokens are not counted."""
         self._edge_n = edge_n
         counts = counted_as is not None and counted_as not in self._counted
         self._rollouts_n = rollouts_n if counts else None
@@ -151,9 +148,9 @@ class ForcedRoutes:
     def choose(
         self, layer: int, name: str, scores_TE: Tensor, values_Tk: Tensor, own_Tk: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Values and indices [T, k] in place of those that the router of a layer has chosen.
+        """Values and indices [T, k] that replace those that the router of a layer has chosen.
 
-        Raises UnsupportedError where the router gets other tokens than the run has.
+        Raises UnsupportedError if the router gets other tokens than the run has.
         """
         edge_T = self._edge_n
         if edge_T is None:
@@ -209,16 +206,6 @@ class RouteReplay(ForcedRoutes, Feature):
         if instruction.idle:
             self._edge_n = None
             return
-        index = inputs.microbatch.index
-        counts = instruction.operation != BACKWARD and instruction.counts_routing
-        self._force(*self._of(inputs), index if counts else None)
-
-    def after_forward(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
-        self._rollouts_n = None
-
-    def _of(self, inputs: MicrobatchInputs) -> tuple[Tensor, Tensor]:
-        """By position of the microbatch: the edge, int64 [T], -1 for padding; and how many rollouts
-        go through it, int64 [T]."""
         microbatch = inputs.microbatch
         if microbatch.index not in self._positions:
             token_T, real_T = microbatch_tokens(self._plan, self._batch, microbatch)
@@ -228,4 +215,8 @@ class RouteReplay(ForcedRoutes, Feature):
                 on_device(edge_T, self._device),
                 on_device(self._plan.forest.multiplicity[segment_T], self._device),
             )
-        return self._positions[microbatch.index]
+        counts = instruction.operation != BACKWARD and instruction.counts_routing
+        self._force(*self._positions[microbatch.index], microbatch.index if counts else None)
+
+    def after_forward(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
+        self._rollouts_n = None

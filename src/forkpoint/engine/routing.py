@@ -1,10 +1,10 @@
 """Statistics of routers over the rollouts of a batch, while a plan runs each of their tokens once.
 
-Choices of a segment's tokens are counted once, whichever pass runs them first; a token of N
+Choices of a segment's tokens are counted once, in whichever pass runs them first; a token of N
 rollouts is then counted N times, as ordinary training would. A load-balancing loss is a sum over
-experts of a count times a sum of probabilities. Counts have no gradient, so once they are known
-each token contributes a linear part of its own: its probabilities times weights that depend on its
-segment alone. A microbatch's backward starts from the sum of these parts.
+experts of a count times a sum of probabilities. Counts have no gradient. So once they are known,
+each token contributes a linear part: its probabilities times weights that depend on its segment
+alone. A microbatch's backward starts from the sum of these parts.
 """
 
 import threading
@@ -36,16 +36,15 @@ class ExpertCounts:
     rollouts: int
     forest: Forest
     of_ranks: RouterEnd | None = None
-    """Those of all ranks, where the model has several."""
+    """Counts of all ranks, if the model has several."""
 
     @property
     def logical_LE(self) -> Tensor:
         """int64 [L, E]: a token counts once for every rollout through it, of all ranks."""
-        if self.of_ranks is not None:
-            return self.of_ranks.logical_LE.to(self.by_segment_LSE.device)
         counts = self.by_segment_LSE
-        times = on_device(self.forest.multiplicity, counts.device)
-        return (counts * times[:, None]).sum(1)
+        if self.of_ranks is not None:
+            return self.of_ranks.logical_LE.to(counts.device)
+        return (counts * on_device(self.forest.multiplicity, counts.device)[:, None]).sum(1)
 
     @property
     def computed_LE(self) -> Tensor:
@@ -110,7 +109,7 @@ class RouterOutputs:
     def end(self) -> None:
         """The forward has ended.
 
-        Raises UnsupportedError where some router has not run.
+        Raises UnsupportedError if some router has not run.
         """
         self._thread = None
         if len(self.by_layer) != self._layers:
@@ -152,14 +151,12 @@ class Routing(Feature):
             layers: how many routers the model has.
             experts: among how many each chooses.
             terms: of the loss.
-            of_ranks: the statistics of all ranks; None where this one is alone.
+            of_ranks: the statistics of all ranks; None if this one is alone.
         """
         self.plan = plan
         self.terms = terms
         self.of_ranks = of_ranks
         self.outputs: RouterOutputs = RouterOutputs(layers)
-        self.weight: Tensor | None = None
-        """A factor on the gradients: that of what is computed from the loss, by the loss."""
         self.sums: bool = False
         """Whether passes without backwards compute the loss."""
         self.loss: Tensor = torch.zeros((), dtype=dtype, device=device)
@@ -194,7 +191,7 @@ class Routing(Feature):
         self._mean_over: int = self._statistics if of_ranks is None else of_ranks.statistics
         """Statistics that the loss is the mean of."""
         self._summed_PE: Tensor | None = None
-        """Counts of all ranks, where the step needs these."""
+        """Counts of all ranks, if the step needs these."""
 
     def counts(self, end: RouterEnd | None = None) -> ExpertCounts:
         """Of all that has run, here or, with `end`, on all ranks."""
@@ -202,9 +199,9 @@ class Routing(Feature):
         return ExpertCounts(counts, self.plan.rollouts, self.plan.forest, end)
 
     def gather(self, ranks: RankStep) -> None:
-        """Add up the counts of all ranks, where the step needs these. Collective.
+        """Add up the counts of all ranks, if the step needs these. Collective.
 
-        Called when scores have run, where a pass of scores comes first.
+        Called when scores have run, if a pass of scores comes first.
         """
         if self.of_ranks is None or not self.of_ranks.gathers:
             return
@@ -217,7 +214,7 @@ class Routing(Feature):
     def ending(self, value: float | None = None) -> RouterEnd:
         """This rank's part of the statistics at the end of the step.
 
-        `value`: its part of the loss, where no backward has added that up.
+        `value`: its part of the loss, if no backward has added that up.
         """
         counts = self.counts()
         logical_LE, computed_LE = counts.logical_LE.cpu(), counts.computed_LE.cpu()
@@ -271,38 +268,23 @@ class Routing(Feature):
     # ------------------------------------------------------------
 
     def root(self, instruction: Instruction, inputs: MicrobatchInputs, scale: float) -> Root | None:
-        """The microbatch's part of the loss, and the gradient there. None where it has none."""
+        """The microbatch's part of the loss, and the gradient there. None if it has none."""
         found = self.outputs.take()
         terms, scores = self.terms, instruction.operation == SCORE
         if scores or not instruction.counts_routing or not (terms.load_balancing or terms.z):
             return None
         weights_SE, z_S = self._linear_weights()
         segment_T = self._segments(inputs)
+        weights_TE, z_T = weights_SE[segment_T], z_S[segment_T]
         term = torch.zeros((), dtype=self._dtype, device=self._device)
-        weights_TE = weights_SE[segment_T] if terms.load_balancing else None
-        z_T = z_S[segment_T] if terms.z else None
         for logits_TE in found:
             x = logits_TE.to(self._dtype)
-            if weights_TE is not None:
+            if terms.load_balancing:
                 term = term + (x.softmax(-1) * weights_TE).sum()
-            if z_T is not None:
+            if terms.z:
                 term = term + (x.logsumexp(-1).square() * z_T).sum()
         self.loss = self.loss + term.detach()
-        if not term.requires_grad:
-            return None
-        gradient = torch.full_like(term, scale)
-        return term, gradient if self.weight is None else gradient * self.weight
-
-    def again(self, weight: Tensor) -> "Routing":
-        """The same statistics, for backwards of a loss that was computed from `value`; `weight` is
-        its gradient by it."""
-        layers, _, experts = self._counts_LSE.shape
-        found = Routing(
-            self.plan, self._device, self._dtype, layers=layers, experts=experts, terms=self.terms
-        )
-        found._weights = self._linear_weights()
-        found.weight = weight
-        return found
+        return (term, torch.full_like(term, scale)) if term.requires_grad else None
 
     def value(self) -> Tensor:
         """The loss, from a pass without backwards."""
@@ -314,14 +296,13 @@ class Routing(Feature):
         """By segment, and a last row of zeros for padding: weights of each probability [S + 1, E],
         and of each squared logsumexp [S + 1].
 
-        Weights of statistics of which some microbatch has not run are not final yet; no microbatch
-        that has run holds their tokens.
+        They are not final for statistics that take in microbatches which have not run; no
+        microbatch that has run holds tokens of these.
         """
         if self._weights is not None:
             return self._weights
         counts_PE = self._counts_of_parts()
         rows_P = on_device(self._tokens_of_part * self._layers, self._device).to(torch.float64)
-        # Of the mean over statistics.
         each_P = 1 / (rows_P * self._mean_over)
         experts = counts_PE.shape[1]
         lb_PE = self.terms.load_balancing * experts * counts_PE * (each_P / rows_P)[:, None]
@@ -350,7 +331,7 @@ class Routing(Feature):
         return found.index_add_(0, self._part, by_segment_SE[self._segment])
 
     def _counts_of_parts(self) -> Tensor:
-        """float64 [P, E], over all layers, and over ranks where a statistic is taken over them."""
+        """float64 [P, E], over all layers, and over ranks if a statistic is taken over them."""
         given = self.terms.given
         if given is None:
             found = self._own_counts() if self._summed_PE is None else self._summed_PE
@@ -363,6 +344,7 @@ class Routing(Feature):
         return found.index_add_(0, on_device(self.terms.parts, self._device), given.sum(1)).double()
 
     def _check_given(self, given: Tensor) -> None:
+        """Raises ConfigError if the counts given are none of this batch and scope."""
         layers, _, experts = self._counts_LSE.shape
         forest, rollouts = self.plan.forest, self.plan.rollouts
         joins = self.of_ranks is not None and self.of_ranks.tokens is not None
@@ -375,12 +357,11 @@ class Routing(Feature):
                 "scores.expert_counts for a scope of the batch, and scores.rollout_expert_counts "
                 "for any other."
             )
+        tokens = self._tokens_of_part
         if given.dim() == 3:
             tokens = np.zeros(rollouts, np.int64)
             ends = forest.leaf >= 0
             tokens[ends] = (forest.start + forest.length)[forest.leaf[ends]]
-        else:
-            tokens = self._tokens_of_part
         found_NL = given.sum(-1).reshape(-1, layers).cpu().numpy()
         wrong = np.argwhere(found_NL != tokens[:, None] * self._chosen)
         if len(wrong):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 ALIGNMENT_BYTES = 512
-# Torch hands out pinned memory in powers of two. Chunks of that size waste none of it, and pinning
+# Torch allocates pinned memory in powers of two. Chunks of that size waste none of it, and pinning
 # one takes a fraction of a second, once.
 CHUNK_BYTES = 1 << 30
 # Not used by prefetches: the allocator's rounding, and workspaces of the running backward.
@@ -56,9 +56,9 @@ class PlainTransfers:
 class StreamTransfers(PlainTransfers):
     """CUDA: a side stream for each direction, ordered against the computation by events.
 
-    Device memory for a copy back is allocated on the stream that computes, so that it reuses memory
-    of other microbatches' activations. The copy begins when the computation has got to where it was
-    asked for; so callers ask a layer ahead.
+    Device memory for a copy back is allocated on the computation's stream, so that it reuses memory
+    of other microbatches' activations. The copy begins when the computation has reached the
+    request; so callers ask a layer ahead.
     """
 
     def __init__(self, device: torch.device, *, margin_bytes: int = MARGIN_BYTES) -> None:
@@ -174,23 +174,18 @@ class Frame:
 
     def take(self, nbytes: int) -> Tensor | None:
         """uint8 [nbytes], or None beyond the limit."""
-        if nbytes > self._staging.transfers.chunk_bytes:
-            buffer = self._new(nbytes)
-            return None if buffer is None else buffer[:nbytes]
-        if self._filling is None or self._offset + nbytes > len(self._filling):
-            buffer = self._new(nbytes)
+        alone = nbytes > self._staging.transfers.chunk_bytes
+        if alone or self._filling is None or self._offset + nbytes > len(self._filling):
+            buffer = self._staging.buffer(nbytes)
             if buffer is None:
                 return None
+            self.buffers.append(buffer)
+            if alone:
+                return buffer[:nbytes]
             self._filling, self._offset = buffer, 0
         begin = self._offset
         self._offset += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return self._filling[begin : begin + nbytes]
-
-    def _new(self, nbytes: int) -> Tensor | None:
-        buffer = self._staging.buffer(nbytes)
-        if buffer is not None:
-            self.buffers.append(buffer)
-        return buffer
 
 
 def staging_for(device: torch.device, *, limit_bytes: int | None = None) -> Staging:

@@ -36,11 +36,11 @@ Observer = Callable[[Event], None]
 class Timing(Feature):
     """Events of a pass, and the time of each; on CUDA by events that are read at the end."""
 
-    def __init__(self, plan: Plan, device: torch.device, observers: tuple[Observer, ...]) -> None:
-        """`observers` are called with each event before it runs."""
+    def __init__(self, plan: Plan, device: torch.device, observer: Observer | None) -> None:
+        """`observer` is called with each event before it runs."""
         self.events: list[str] = []
         self._plan = plan
-        self._observers = observers
+        self._observer = observer
         self._cuda = device.type == "cuda"
         self._device = device
         self._phases: list[str] = []
@@ -50,11 +50,15 @@ class Timing(Feature):
 
     def before(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
         self._mark()
-        self._phases.append(_phase_of(instruction, inputs))
+        if instruction.exchanges:
+            phase = PREFIX_FORWARD if instruction.operation == SHARE else PREFIX_BACKWARD
+        else:
+            phase = phase_of_microbatch(instruction.operation, inputs.microbatch)
+        self._phases.append(phase)
         text = self._plan.event(instruction)
         self.events.append(text)
-        for observe in self._observers:
-            observe(Event(instruction.operation, instruction.microbatch, text))
+        if self._observer is not None:
+            self._observer(Event(instruction.operation, instruction.microbatch, text))
 
     def end(self) -> None:
         """The last instruction has run."""
@@ -87,9 +91,3 @@ class Timing(Feature):
     def allocated_bytes(self) -> tuple[int, ...] | None:
         """Bytes that CUDA held allocated after each event; None on the CPU."""
         return tuple(self._held_bytes[1:]) if self._cuda else None
-
-
-def _phase_of(instruction: Instruction, inputs: MicrobatchInputs) -> str:
-    if instruction.exchanges:
-        return PREFIX_FORWARD if instruction.operation == SHARE else PREFIX_BACKWARD
-    return phase_of_microbatch(instruction.operation, inputs.microbatch)

@@ -1,8 +1,8 @@
 """A call of a policy happens as a whole or not at all, whenever an exception ends it.
 
-The moment at which it happens is one assignment: `StepOutcome.gradients` becomes "added". An
-exception that leaves `Transaction.run` before it finds gradients, model and thread as they were;
-one that leaves it after it finds the whole gradient, and has a note that says so.
+The point of success is one assignment: `StepOutcome.gradients` becomes "added". An exception that
+leaves `Transaction.run` before it finds gradients, model and thread as they were. One that leaves
+it later finds the whole gradient, and has a note that says so.
 """
 
 import contextlib
@@ -34,10 +34,9 @@ ADDED = (
     "and the step must not be repeated."
 )
 NOTES = {"unchanged": UNCHANGED, "cleared": CLEARED, "added": ADDED}
-# How often something is undone that exceptions keep ending. Interrupts end it once or twice; an
-# error of ours, or a failed device, ends it every time.
 ATTEMPTS = 100
-
+"""How often an undoing that exceptions end is repeated. Interrupts end it once or twice; an error
+of ours, or a failed device, ends it every time."""
 
 # Functions of these files hold generators, which an exception may leave suspended.
 _HOLDERS = frozenset({contextlib.__file__, checkpoint.__file__})
@@ -47,8 +46,8 @@ _BOTH = (torch.autocast_increment_nesting, torch.autocast_decrement_nesting)
 class ThreadState:
     """Grad mode, autocast, hooks on saved tensors and the CUDA stream of this thread.
 
-    Context managers of torch change them. These are written in Python, so an exception that arrives
-    while one is entered or left may leave the change in place.
+    torch's context managers change them in Python: an exception that arrives while one is entered
+    or left may leave the change in place.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -81,12 +80,22 @@ class ThreadState:
         torch.set_grad_enabled(self._grad)
 
 
+def _autocast_nesting() -> int:
+    """How many autocasts are open."""
+    # There is no function that only tells. One call in C runs both, so nothing comes in between.
+    return tuple(map(operator.call, _BOTH))[1]
+
+
+def _top_hooks() -> object:
+    """The innermost pair of hooks on saved tensors, or None."""
+    return _autograd._top_saved_tensors_default_hooks(True)
+
+
 def close_generators(error: BaseException, before: BaseException | None) -> None:
     """End the generators of context managers and checkpoints that an exception left suspended.
 
-    Otherwise they end with the traceback, at any later time: until then their changes (torch's
-    checkpoint sets hooks on saved tensors) are in force, and then they change the state of the code
-    that runs.
+    Otherwise their changes (torch's checkpoint sets hooks on saved tensors) stay in force until
+    the traceback is gone, and ending then changes the state of other code.
 
     before: the exception that was being handled when the step began, if any; its frames are not
         the step's.
@@ -101,17 +110,6 @@ def close_generators(error: BaseException, before: BaseException | None) -> None
                 with contextlib.suppress(RuntimeError):
                     frame.clear()
         found = found.__context__
-
-
-def _autocast_nesting() -> int:
-    """How many autocasts are open."""
-    # There is no function that only tells. One call in C runs both, so nothing comes in between.
-    return tuple(map(operator.call, _BOTH))[1]
-
-
-def _top_hooks() -> object:
-    """The innermost pair of hooks on saved tensors, or None."""
-    return _autograd._top_saved_tensors_default_hooks(True)
 
 
 class StepOutcome:
@@ -133,8 +131,8 @@ class StepOutcome:
 class Transaction:
     """Changes of one call to model, gradients and thread: undone together if the call fails.
 
-    It begins when it is made. `run` commits it where its work returns, which ends every change for
-    the time of the call and keeps the gradients, and rolls it back where anything is raised.
+    It begins when it is made. `run` commits it when its work returns, which ends every change for
+    the time of the call and keeps the gradients, and rolls it back if anything is raised.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -160,7 +158,7 @@ class Transaction:
         return self.outcome
 
     def run(self, work: Callable[["Transaction"], T]) -> T:
-        """Call `work` with this transaction, by which it makes its changes; gives its result.
+        """Call `work` with this transaction, by which it makes its changes; returns its result.
 
         If it raises, everything is rolled back first. An interrupt may end that as well, at any
         bytecode. Hence three levels that do the same: an interrupt ends one of them.
@@ -189,7 +187,7 @@ class Transaction:
         """Undo everything unless the call has succeeded, and let `error` say which of the two.
 
         Exceptions that arrive meanwhile do not end this. One that is no `Exception`, such as
-        KeyboardInterrupt, is raised at the end, in the place of `error`, which is its context.
+        KeyboardInterrupt, is raised at the end instead of `error`, which is its context.
         """
         interrupts: list[BaseException] = []
         try:
@@ -209,10 +207,10 @@ class Transaction:
             interrupts.clear()  # their tracebacks hold this frame
 
     def _undo_everything(self, error: BaseException, interrupts: list[BaseException]) -> None:
-        """Put back each thing by itself; what cannot be put back is a note on `error`."""
+        """Undo each change by itself; what cannot be undone is a note on `error`."""
 
         def done(action: Callable[[], object]) -> bool:
-            """Repeat an action, which can be repeated, until nothing ends it before its end."""
+            """Repeat an action until nothing ends it before its end."""
             for _ in range(ATTEMPTS):
                 try:
                     action()

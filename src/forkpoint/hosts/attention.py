@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from forkpoint.engine.boundary import capture_prefix
+from forkpoint.engine.prefix_cache import capture_prefix
 from forkpoint.hosts.calls import CallContext
 from forkpoint.hosts.early_exit import EarlyExit
 from forkpoint.ops.attention import shared_attention

@@ -5,10 +5,9 @@ then computes log-probs or values of chosen places instead of logits of all. Att
 by the library's entry. Everything else is the model's own code, and all is put back after.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ from forkpoint.hosts.compiled import CompiledBlocks
 from forkpoint.hosts.early_exit import end_in_last_block
 from forkpoint.hosts.entry import Entry, Library, WatchedRouters
 from forkpoint.hosts.fingerprint import Computation, Fingerprint
-from forkpoint.hosts.modules import add_hook, cache_module_walks, every_module, every_parameter
+from forkpoint.hosts.modules import cache_module_walks, every_module, every_parameter
 from forkpoint.hosts.topology import held_by_ranks, unwrapped
 from forkpoint.hosts.wrappers import ForwardWrappers, autocasts_of, entered, set_forward, uncompiled
 from forkpoint.losses.outputs import Head
@@ -385,32 +384,3 @@ class ModelHost:
         with Changes() as changes:
             self.entry.set_stock_attention(changes)
             return self.stock(token)[:, :0]
-
-    def watch_blocks(
-        self,
-        see: Callable[[int, Tensor, MicrobatchInputs | None], None],
-        changes: Changes,
-    ) -> None:
-        """Show what runs through the blocks, until the changes are undone.
-
-        Args:
-            see: called with a block's index and its output, and with -1 and the first block's
-                input; and with the microbatch's inputs, which a stock forward has none of.
-            changes: undo it.
-        """
-
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            seen(-1, args[0] if args else kwargs["hidden_states"], kwargs)
-
-        def after(index: int, _: nn.Module, __: Any, kwargs: dict[str, Any], output: Any) -> None:
-            seen(index, output if isinstance(output, Tensor) else output[0], kwargs)
-
-        def seen(index: int, x: Tensor, kwargs: dict[str, Any]) -> None:
-            context = self.entry.context_of(kwargs)
-            see(index, x, None if context is None else context.inputs)
-
-        first = self.blocks[0]
-        add_hook(changes, first._forward_pre_hooks, before, first._forward_pre_hooks_with_kwargs)
-        for index, block in enumerate(self.blocks):
-            hooks = block._forward_hooks
-            add_hook(changes, hooks, partial(after, index), block._forward_hooks_with_kwargs)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,9 +44,6 @@ class SingleProcessStep:
         if error is not None:
             raise error
 
-    def any_rank(self, own: bool) -> bool:
-        return own
-
     def may_be_missed(self, error: Exception) -> None:
         pass
 
@@ -82,8 +79,6 @@ class StepOfRanks:
     """Of all ranks, once the step has ended, where it takes statistics of routers."""
     defers_failures: ClassVar[bool] = True
     """Whether errors of a loss wait until the program has ended: other ranks run it as well."""
-    _met: bool = False
-    """Whether all ranks have run the forwards of the sample."""
 
     def trains(self, own: bool) -> bool:
         """Whether any rank trains on any token; `own`: whether this one does."""
@@ -92,31 +87,19 @@ class StepOfRanks:
     def may_be_missed(self, error: Exception) -> None:
         """The sample has failed here. Unless it did on all ranks, others may wait in collectives
         of its forwards."""
-        if not self._met:
-            self.ranks.may_be_missed(error)
+        self.ranks.may_be_missed(error)
 
     def same(self, error: Exception | None) -> None:
-        """Raise `error`, or RankError where another rank has one, before the step. Collective."""
-        self._before(Ending(None if error is None else described(error), digest=self.digest), error)
-
-    def any_rank(self, own: bool) -> bool:
-        """Whether `own` is true on any rank, before the step, once the forwards of the sample have
-        run. Collective; raises as `same`."""
-        found = any(each["own"] for each in self._before({"own": own}, None))
-        self._met = True
-        return found
-
-    def _before(self, value: Any, error: Exception | None) -> list[Any]:
-        """The values of all ranks. A rank that has failed gives its error, whatever the others
-        give."""
+        """Raise `error`, or RankError if another rank has one, before the step. Collective."""
         ranks = self.ranks
+        own = Ending(None if error is None else described(error), digest=self.digest)
         try:
-            found = ranks.exchange(value)
+            found = ranks.exchange(own)
         except RuntimeError:  # of the backend: the others have ended
             if error is not None:
                 raise error from None
             raise
-        errors = [each.error if isinstance(each, Ending) else None for each in found]
+        errors = [each.error for each in found]
         ranks.phase = "joined" if errors == [None] * len(errors) else "told"
         if error is not None:
             raise error
@@ -126,7 +109,6 @@ class StepOfRanks:
                     f"rank {rank} failed before this step, so no rank runs it: {text} The step "
                     "can be repeated on all ranks once that is mended."
                 )
-        return found
 
     def gather(self, values: Mapping[str, T]) -> list[Mapping[str, T]]:
         """The values of all ranks, by index, within the step. Collective.

@@ -1,10 +1,15 @@
-"""The second stage of a step: ranks agree on it, by one exchange over CPUs or a few."""
+"""The second stage of a step: ranks agree on it, by one exchange over CPUs or a few.
 
-from dataclasses import replace
+A rank proposes its plan with what the plan costs in both ways to hold sharded weights
+(`Config.gather`). If ranks have prompts in common, each plans once more, for their exchange.
+"""
 
-from forkpoint.engine.distributed import Distributed
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from forkpoint.engine.distributed import Distributed, holder_of
 from forkpoint.engine.prompt_exchange import PromptExchange
-from forkpoint.errors import ForkpointError
+from forkpoint.errors import ForkpointError, PlanError
 from forkpoint.losses.base import Loss, is_own
 from forkpoint.parallel.agreement import (
     Agreement,
@@ -19,19 +24,43 @@ from forkpoint.parallel.agreement import (
 from forkpoint.parallel.copies import contents_of
 from forkpoint.parallel.step import SingleProcessStep
 from forkpoint.plan import Plan
+from forkpoint.plan.gathering import ExchangeOffer, LinkSizes, RankCosts, costs_of_rank
 from forkpoint.plan.program import Program
+from forkpoint.plan.shared_prompts import (
+    PlannedPrompt,
+    PromptOfBatch,
+    SharedPrompt,
+    cannot_exchange,
+    planned_prompts,
+    prompts_of,
+    shared_prompts,
+    worth_pricing,
+)
 from forkpoint.rollouts.batch import RolloutBatch
-from forkpoint.step.plan import check_and_plan
-from forkpoint.step.rank_plans import ExchangePlans, RankPlanOptions
+from forkpoint.step.plan import check_and_plan, plan_within
 from forkpoint.step.request import AgreedStep, LocalStep, StepPolicy
 from forkpoint.step.self_check import sample_of
+from forkpoint.units import format_bytes
+
+
+@dataclass(frozen=True)
+class RankPlans:
+    """This rank's plans for one set of exchanged prompts."""
+
+    lockstep: Plan
+    """For weights that are gathered for each microbatch."""
+    once: Plan | None
+    """For weights that are gathered once a step; None if there is none."""
+    costs: RankCosts
+    prompts: tuple[PlannedPrompt, ...] = ()
+    """Exchanged prompts of this rank."""
 
 
 def agree(policy: StepPolicy, local: LocalStep) -> AgreedStep:
     """Agree on a step with the other ranks; in one process it runs as it was planned.
 
     Collective. On ranks this runs within `run_on_ranks`, which tells them of an error here. Raises
-    RankError where another rank cannot run the step.
+    RankError if another rank cannot run the step.
     """
     group = policy.host.group
     if group is not None:
@@ -50,10 +79,9 @@ def _agree_with_others(policy: StepPolicy, group: Distributed, local: LocalStep)
     ranks, budgets = group.ranks, policy.model_state.budgets
     gather = policy.config.gather if group.gathers else "microbatch" if group.lockstep else ""
     while True:
-        options = RankPlanOptions(policy, local)
-        own = options.prompts_of_rank()
-        proposal, once = _proposal(options, group, gather)
-        proposal = replace(proposal, prompts={name: each.edges for name, each in own.items()})
+        own = _prompts_of_rank(policy, local)
+        plans = _priced(policy, local, local.plan, scores=local.request.scores)
+        proposal = _proposal(policy, group, local, plans, own, gather)
         proposals = ranks.exchange(proposal)
         least = least_budget(proposals)
         if least is None:
@@ -62,13 +90,13 @@ def _agree_with_others(policy: StepPolicy, group: Distributed, local: LocalStep)
         ranks.phase = "apart"
         budgets.agree(policy.config, least)
         local = check_and_plan(policy, local.request)
-    shared, plans = options.common(proposals), None
+    shared, exchanging = _common_prompts(policy, proposals), None
     if shared:
         # The others come to this exchange once more, with the plans for it.
         ranks.phase = "apart"
         scored = any(each.program.scores for each in proposals)
-        exchanged, plans = options.exchanged(shared, own, ranks.index, scores=scored)
-        proposals = ranks.exchange(replace(proposal, exchanged=exchanged))
+        offer, exchanging = _exchanging(policy, local, shared, own, ranks.index, scores=scored)
+        proposals = ranks.exchange(replace(proposal, exchanged=offer))
     ranks.phase = "joined"
     try:
         agreement = agreed(
@@ -83,98 +111,43 @@ def _agree_with_others(policy: StepPolicy, group: Distributed, local: LocalStep)
     except ForkpointError:  # the same on all ranks
         ranks.phase = "told"
         raise
-    return _agreed_step(options, group, agreement, once, plans)
-
-
-def _is_sample_due(policy: StepPolicy, local: LocalStep) -> bool:
-    """Whether the model is to be compared with its stock forward before this step."""
-    request = local.request
-    return request.sampled and policy.model_state.checks.is_due(
-        policy.host, policy.config, local.fingerprint, training=request.training
-    )
-
-
-def _proposal(
-    options: RankPlanOptions, group: Distributed, gather: GatherOption
-) -> tuple[Proposal, Plan | None]:
-    """Proposal of this rank to the others, and its plan for weights that are gathered once."""
-    policy, local = options.policy, options.local
-    request, batch, plan, loss = local.request, local.batch, local.plan, local.loss
-    call = f"{local.call}, gather={gather!r}" if gather else local.call
-    call = f"{call}, split={policy.config.split!r}" if request.exchanges else call
-    due = _is_sample_due(policy, local)
-    share = local.routers.share() if local.routers else None
-    gathers = loss is not None and loss.across_ranks
-    held, once = options.held(plan, scores=request.scores)
-    proposal = Proposal(
-        call,
-        program=_program(plan, request.scores, gathers or (share is not None and share.gathers)),
-        costs=tuple(float(m.tokens) for m in plan.microbatches),
-        held=held,
-        budget_bytes=policy.model_state.budgets.of(policy.host, policy.config),
-        trains=plan.num_loss_entries > 0,
-        trained_tokens=batch.trained_tokens,
-        rollouts=len(batch),
-        groups=group_digests(batch),
-        couples=_coupling(loss, batch),
-        gathered=batch if gathers else None,
-        statistics=share,
-        sample=sample_of(batch) if due and len(batch) else None,
-    )
-    if group.topology.shares_batches:
-        proposal = replace(proposal, contents=contents_of(batch, (plan,), local.factors))
-    return proposal, once
-
-
-def _coupling(loss: Loss | None, batch: RolloutBatch) -> Coupling:
-    """Rollouts that must be on one rank, because the loss needs them together."""
-    if loss is None or is_own(loss) or loss.decomposition != "joint" or loss.across_ranks:
-        return ""
-    return coupled(loss.coupling(batch), batch)
+    if agreement.prompts:
+        assert exchanging is not None
+        plans = exchanging
+    return _agreed_step(policy, group, local, agreement, plans)
 
 
 def _agreed_step(
-    options: RankPlanOptions,
+    policy: StepPolicy,
     group: Distributed,
+    local: LocalStep,
     agreement: Agreement,
-    once: Plan | None,
-    plans: ExchangePlans | None,
+    plans: RankPlans,
 ) -> AgreedStep:
-    """The step of this rank: the plan for how weights are held and which prompts are exchanged.
-
-    Args:
-        options: of this rank.
-        group: what holds the model.
-        agreement: of the ranks.
-        once: the plan for weights that are gathered once.
-        plans: those for exchanged prompts.
-    """
-    policy, local = options.policy, options.local
-    host, request = policy.host, local.request
+    """The step of this rank: its plan for how weights are held and which prompts are exchanged."""
+    host, scores = policy.host, local.request.scores
     gathering, splitting = agreement.gathering, agreement.splitting
-    plan, program = local.plan, agreement.program
-    if agreement.prompts:
-        assert plans is not None
-        plan, once = plans.lockstep, plans.once
+    plan, program = plans.lockstep, agreement.program
     if gathering is not None and group.gathers:
         if gathering.gather == "step":
-            plan = once or plan
+            plan = plans.once or plan
             program = plan.program
             if not agreement.prompts:
                 statistics = agreement.statistics
                 gathers = statistics is not None and statistics.gathers
-                program = _program(plan, request.scores, gathers or bool(agreement.parts))
+                program = _program(plan, scores, gathers or bool(agreement.parts))
         plan = replace(plan, gather=gathering.gather, gather_reason=gathering.reason)
     if splitting is not None:
         plan = replace(plan, split=splitting.split, split_reason=splitting.reason)
     step = agreement.step(group.ranks, mean=local.averages)
     exchange = None
-    if plans is not None and agreement.prompts:
-        prompts = agreement.prompts
-        exchange = PromptExchange(step, prompts, plans.prompts, plan, host.model, host.device)
+    if agreement.prompts:
+        exchange = PromptExchange(
+            step, agreement.prompts, plans.prompts, plan, host.model, host.device
+        )
     return AgreedStep(
         local=local,
-        plan=plan if request.scores else replace(plan, program=program),
+        plan=plan if scores else replace(plan, program=program),
         program=program,
         ranks=step,
         sample=agreement.sample,
@@ -185,8 +158,200 @@ def _agreed_step(
     )
 
 
+# Proposals
+# ------------------------------------------------------------
+
+
+def _proposal(
+    policy: StepPolicy,
+    group: Distributed,
+    local: LocalStep,
+    plans: RankPlans,
+    own: Mapping[str, PromptOfBatch],
+    gather: GatherOption,
+) -> Proposal:
+    """Proposal of this rank to the others. `own`: prompts that it can exchange."""
+    request, batch, plan, loss = local.request, local.batch, local.plan, local.loss
+    call = f"{local.call}, gather={gather!r}" if gather else local.call
+    call = f"{call}, split={policy.config.split!r}" if request.exchanges else call
+    share = local.routers.share() if local.routers else None
+    gathers = loss is not None and loss.across_ranks
+    shares_batches = group.topology.shares_batches
+    return Proposal(
+        call,
+        program=_program(plan, request.scores, gathers or (share is not None and share.gathers)),
+        costs=tuple(float(m.tokens) for m in plan.microbatches),
+        held=plans.costs,
+        budget_bytes=policy.model_state.budgets.of(policy.host, policy.config),
+        trains=plan.num_loss_entries > 0,
+        trained_tokens=batch.trained_tokens,
+        rollouts=len(batch),
+        groups=group_digests(batch),
+        couples=_coupling(loss, batch),
+        gathered=batch if gathers else None,
+        statistics=share,
+        sample=sample_of(batch) if _is_sample_due(policy, local) and len(batch) else None,
+        prompts={name: each.edges for name, each in own.items()},
+        contents=contents_of(batch, (plan,), local.factors) if shares_batches else None,
+    )
+
+
+def _is_sample_due(policy: StepPolicy, local: LocalStep) -> bool:
+    """Whether the model is to be compared with its stock forward before this step."""
+    request = local.request
+    return request.sampled and policy.model_state.checks.is_due(
+        policy.host, policy.config, local.fingerprint, training=request.training
+    )
+
+
+def _coupling(loss: Loss | None, batch: RolloutBatch) -> Coupling:
+    """Rollouts that must be on one rank, because the loss needs them together."""
+    if loss is None or is_own(loss) or loss.decomposition != "joint" or loss.across_ranks:
+        return ""
+    return coupled(loss.coupling(batch), batch)
+
+
 def _program(plan: Plan, scores: bool, gathers: bool) -> Program:
     """Instructions that a rank runs: `scores` alone, or with those first that a loss `gathers`."""
     if scores:
         return plan.score_program
     return plan.with_program(scores=True).program if gathers else plan.program
+
+
+# Plans in both ways to hold weights
+# ------------------------------------------------------------
+
+
+def _priced(
+    policy: StepPolicy,
+    local: LocalStep,
+    plan: Plan,
+    prompts: tuple[PlannedPrompt, ...] = (),
+    *,
+    scores: bool,
+) -> RankPlans:
+    """A plan, the one for weights that are gathered once a step, and what both cost."""
+    once, why_not = plan, ""
+    if policy.host.topology.gathers:
+        once, why_not = _plan_once(policy, local, plan, prompts)
+    calibration = policy.model_state.calibration(policy.host, policy.config)
+    costs = costs_of_rank(plan, once, calibration, scores=scores, why_not=why_not)
+    return RankPlans(plan, once, costs, prompts)
+
+
+def _plan_once(
+    policy: StepPolicy, local: LocalStep, plan: Plan, prompts: tuple[PlannedPrompt, ...]
+) -> tuple[Plan | None, str]:
+    """The plan for weights that are gathered once, or None and why there is none.
+
+    Whole weights count against the memory budget, unless the configuration asks for them.
+    """
+    if policy.config.gather == "step":
+        return plan, ""
+    if policy.config.gather == "microbatch":
+        return None, "as asked"
+    holder = holder_of(policy.host.group)
+    weights = holder.held_bytes("step") - holder.held_bytes("microbatch")
+    budget, peak = plan.memory_budget_bytes, plan.predicted_peak_bytes
+    if budget is None or peak is None or peak + weights <= budget:
+        return plan, ""
+    why_not = (
+        f"whole weights ({format_bytes(weights)} more) do not fit the memory budget of "
+        f"{format_bytes(budget)}"
+    )
+    # A plan of the caller's is not replaced.
+    if local.request.plan is not None or budget <= weights:
+        return None, why_not
+    try:
+        found = _replan(policy, local, budget - weights, prompts)
+    except PlanError:
+        return None, why_not
+    return (found, "") if found.fits else (None, why_not)
+
+
+def _replan(
+    policy: StepPolicy,
+    local: LocalStep,
+    budget_bytes: int | None,
+    prompts: tuple[PlannedPrompt, ...],
+) -> Plan:
+    return plan_within(
+        policy, local.batch, local.loss, budget_bytes, local.router_demand, prompts=prompts or None
+    )
+
+
+# Prompts of several ranks
+# ------------------------------------------------------------
+
+
+def _prompts_of_rank(policy: StepPolicy, local: LocalStep) -> dict[str, PromptOfBatch]:
+    """By digest, the prompts of this rank that it can exchange, if other ranks have them."""
+    able = local.request.exchanges and local.request.plan is None
+    # Digests of prompts do not tell routes apart.
+    able = able and local.batch.routed_experts is None
+    if not able or policy.host.topology.shares_batches:
+        return {}
+    if policy.config.split == "replicate" or cannot_exchange(policy.config):
+        return {}
+    return prompts_of(local.batch, local.plan.run_lengths)
+
+
+def _common_prompts(policy: StepPolicy, proposals: Sequence[Proposal]) -> tuple[SharedPrompt, ...]:
+    """Prompts of several ranks that are to be priced, the same on all; none if ranks do not make
+    the same call, which is refused."""
+    if any(p.error is not None for p in proposals) or len({p.call for p in proposals}) > 1:
+        return ()
+    tokens = [sum(proposal.costs) for proposal in proposals]
+    found = shared_prompts([proposal.prompts for proposal in proposals], tokens)
+    asked = policy.config.split == "exchange"
+    return found if asked or worth_pricing(found, tokens) else ()
+
+
+def _exchanging(
+    policy: StepPolicy,
+    local: LocalStep,
+    shared: tuple[SharedPrompt, ...],
+    own: Mapping[str, PromptOfBatch],
+    index: int,
+    *,
+    scores: bool,
+) -> tuple[ExchangeOffer | str, RankPlans | None]:
+    """This rank's part of a step in which prompts are exchanged, or why it has none.
+
+    Args:
+        policy: of this rank.
+        local: its step, with the plan in which it runs all of its rollouts' tokens.
+        shared: all prompts of the step.
+        own: this rank's.
+        index: this rank's.
+        scores: whether a pass of scores comes first on all ranks.
+    """
+    if local.request.plan is not None:
+        return "its plan was given", None
+    plan = local.plan
+    prompts = planned_prompts(shared, own, index)
+    if prompts:
+        budget = policy.model_state.budgets.of(policy.host, policy.config)
+        try:
+            plan = _replan(policy, local, budget, prompts)
+        except PlanError as error:
+            return str(error), None
+        if not plan.fits:
+            return "their prefix caches do not fit the memory budget", None
+    found = _priced(policy, local, plan, prompts, scores=False)
+    scores = scores or any(each.program.has_scores for each in (plan, found.once or plan))
+
+    def exchanging(plan: Plan) -> Plan:
+        return replace(plan, split="exchange").with_program(scores=scores)
+
+    lockstep = exchanging(plan)
+    once = None if found.once is None else exchanging(found.once)
+    calibration = policy.model_state.calibration(policy.host, policy.config)
+    costs = costs_of_rank(lockstep, once, calibration, why_not=found.costs.why_not)
+    offer = ExchangeOffer(
+        lockstep.program,
+        tuple(float(m.tokens) for m in plan.microbatches),
+        costs,
+        LinkSizes.of(plan.shape),
+    )
+    return offer, RankPlans(lockstep, once, costs, prompts)

@@ -2,7 +2,7 @@
 
 The forward scores the batch without a graph. The backward runs the plan, forwards and backwards,
 with the gradients that arrive as weights of the log-probs: by the chain rule sum(weight * log-prob)
-has the gradient of whatever was computed from them.
+has the gradient of the loss that was computed from them.
 
 The plan runs at the end of the backward that asks for it, when everything else in it is done. A
 stock loss of the same model may be another term of that backward, and fully_shard and
@@ -22,7 +22,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from forkpoint.device import on_device
 from forkpoint.engine.host import Settings
-from forkpoint.engine.routing import Routing
 from forkpoint.errors import UnsupportedError
 from forkpoint.plan import Plan
 from forkpoint.rollouts.batch import RolloutBatch
@@ -31,15 +30,13 @@ from forkpoint.step.weight_changes import Weights
 GivenWeights = dict[str, Tensor | None]
 """Gradients of a loss by name of the values that it was computed from."""
 PUT_OFF = 2
-"""How often the plan is put off at the end of a backward, behind what is queued there until then:
+"""How often the plan is put off at the end of a backward, behind the calls queued there until then:
 fully_shard and DistributedDataParallel finish from such a queue, the latter (static_graph) from a
 call that queues another."""
 BESIDE = (
     "forkpoint: what else the loss of this backward was computed from has its gradients in .grad "
     "already; only those of policy.logprobs are meant here."
 )
-
-
 MOST = {torch.bfloat16: 0.5, torch.float16: 0.1}
 """By dtype of computation: the most that rounding makes of the difference of two runs' values (root
 mean square)."""
@@ -58,42 +55,34 @@ class FirstHalf:
     """The narrowest that the model computes in."""
     settings: Settings
     weights: Weights
-    routing: Routing | None = None
-    """Statistics of routers, where a router loss was computed."""
     done: bool = False
     """Whether a backward has begun to run."""
 
-    def check_settings(self, now: Settings) -> None:
-        """Raises UnsupportedError where the model computes something else than it did."""
-        changed = self.settings.changed(now)
-        if changed is not None:
+    def check_unused(self) -> None:
+        """Raises UnsupportedError if a backward ran already."""
+        if self.done:
             raise UnsupportedError(
-                f"the model has changed between policy.logprobs and its backward ({changed}), so "
-                "that the gradients would belong to other log-probs. Call loss.backward() before "
-                "adapters, modules or settings change, or policy.logprobs again."
+                "the backward of policy.logprobs ran already, and its gradients are in .grad. A "
+                "second one would count them twice: add the losses, or call policy.logprobs again."
             )
 
-    def check_weights(self) -> None:
-        """Raises UnsupportedError where weights have changed since."""
-        changed = self.weights.changed()
-        if changed is not None:
+    def check_unchanged(self, settings: Settings) -> None:
+        """Raises UnsupportedError if settings or weights of the model have changed since."""
+        setting, weight = self.settings.changed(settings), self.weights.changed()
+        if setting is not None or weight is not None:
+            what = f"the model has changed ({setting})"
+            if setting is None:
+                what = f"weights have changed ({weight})"
             raise UnsupportedError(
-                f"weights have changed between policy.logprobs and its backward ({changed}), so "
-                "that the gradients would belong to other log-probs. Call loss.backward() before "
-                "weights change, or policy.logprobs again."
-            )
-        frozen = self.weights.frozen_or_freed()
-        if frozen is not None:
-            raise UnsupportedError(
-                "parameters were frozen or unfrozen between policy.logprobs and its backward "
-                f"({frozen}). Call loss.backward() before that, or policy.logprobs again."
+                f"{what} between policy.logprobs and its backward, so that the gradients would "
+                "belong to other log-probs. Call loss.backward() first, or policy.logprobs again."
             )
 
     def check_values(self, now_T: Tensor) -> None:
-        """Raises UnsupportedError where the second run gives other values than the first.
+        """Raises UnsupportedError if the second run gives other values than the first.
 
-        Both run one plan, so that they differ by less than two plans do. This finds what nothing
-        counts, such as writes to `parameter.data`.
+        Both run one plan, so that they differ by less than two plans do. This finds changes that
+        nothing counts, such as writes to `parameter.data`.
         """
         trained = on_device(np.flatnonzero(self.batch.loss_mask), now_T.device)
         difference = (now_T - self.values_T)[trained].double()
@@ -117,7 +106,6 @@ class Pending:
     def __init__(
         self,
         names: tuple[str, ...],
-        weights: Weights,
         first: FirstHalf,
         run: Callable[[GivenWeights], None],
         *,
@@ -126,7 +114,6 @@ class Pending:
         """
         Args:
             names: of the values that gradients arrive at.
-            weights: of the model, as they were when the values were computed.
             first: the forward.
             run: adds the gradients of the weighted sum to `.grad`, once it has checked that nothing
                 has changed since.
@@ -134,7 +121,7 @@ class Pending:
                 though without a gradient, for that of its last stock forward.
         """
         self.names = names
-        parameters = [p for _, p in weights.parameters if p.requires_grad]
+        parameters = [p for _, p in first.weights.parameters if p.requires_grad]
         # These let the values require a gradient. By the parameters themselves a backward that was
         # asked for gradients of some comes here as well, and is refused.
         self.leaves: list[Tensor] = (
@@ -152,7 +139,7 @@ class Pending:
     def backward(self, gradients: tuple[Tensor | None, ...]) -> None:
         """Run the plan with the gradients as weights, at the end of the backward that calls this.
 
-        Raises UnsupportedError where this is not the one ordinary backward of these values: for
+        Raises UnsupportedError unless this is the one ordinary backward of these values: for
         torch.autograd.grad, create_graph, a second backward, or weights that have changed.
         """
         if torch.is_grad_enabled():
@@ -168,16 +155,8 @@ class Pending:
                 "backward(inputs=...)), and the backward of policy.logprobs adds to .grad of all "
                 "of them. Call loss.backward(), and read .grad."
             )
-        self._check()
+        self._first.check_unused()
         self._put_off(dict(zip(self.names, gradients, strict=True)), PUT_OFF)
-
-    def _check(self) -> None:
-        """Raises UnsupportedError where the plan ran already."""
-        if self._first.done:
-            raise UnsupportedError(
-                "the backward of policy.logprobs ran already, and its gradients are in .grad. A "
-                "second one would count them twice: add the losses, or call policy.logprobs again."
-            )
 
     def _put_off(self, given: GivenWeights, times: int) -> None:
         """Run the plan when all that is queued for the end of this backward has run."""
@@ -192,7 +171,7 @@ class Pending:
         engine.queue_callback(later)
 
     def _run_last(self, given: GivenWeights) -> None:
-        self._check()
+        self._first.check_unused()
         enabled, dtype, cache = self._autocast
         # Backwards run outside of the caller's autocast, on CUDA in another thread.
         autocast = torch.autocast(self._device, dtype, enabled=enabled, cache_enabled=cache)

@@ -23,14 +23,12 @@ from forkpoint.step.request import (
     ScoreRequest,
     StepPolicy,
     TrainRequest,
-    demand_of,
 )
 from forkpoint.step.router_steps import (
     RouterWork,
     check_averaged,
     check_routed_experts,
     describe_routers,
-    has_several_batches,
     router_work,
 )
 from forkpoint.tree.forest import IntArray
@@ -41,95 +39,71 @@ def check_and_plan(policy: StepPolicy, request: Request) -> LocalStep:
 
     Raises as `Policy.forward_backward` for whatever keeps this rank from running it.
     """
+    if isinstance(request, BackwardRequest):
+        return _check_backward(policy, request)
+    host, batch = policy.host, as_batch(request.batch)
+    check_batch(host, batch)
+    gives_gradients = request.training and (request.scores or request.announced)
+    if gives_gradients and not policy.model_state.checked_reduction:
+        # Before the first gradients: who reduces them over ranks.
+        check_reduced(host.model, host.group)
+        policy.model_state.checked_reduction = True
+    loss, scale, counts = None, 1.0, None
     if isinstance(request, TrainRequest):
-        return _check_training(policy, request)
-    if isinstance(request, ScoreRequest):
-        return _check_scores(policy, request)
-    assert isinstance(request, BackwardRequest)
-    return _check_backward(policy, request)
-
-
-def _check_training(policy: StepPolicy, request: TrainRequest) -> LocalStep:
-    host, batch = policy.host, as_batch(request.batch)
-    check_batch(host, batch)
-    if request.announced:
-        _check_reduction(policy)
-    loss = as_loss(request.loss)
-    loss.check_head(host.head)
-    if len(batch):
-        loss.check(batch)
+        loss, counts = as_loss(request.loss), request.router_counts
+        loss.check_head(host.head)
+        if len(batch):
+            loss.check(batch)
     check_range(batch, host.loss_dtype)
     check_routed_experts(host, batch)
-    router, counts = request.router, request.router_counts
-    fingerprint = host.check(batch, training=True, routed=router is not None)
-    check_denominators(request.denominators)
-    scale = finite("scale", request.scale)
-    work = router_work(host, batch, router, counts, expert_counts=request.expert_counts)
-    if work and router is not None:
-        check_averaged(host.group, loss)
-    call = f"forward_backward of {describe_loss(loss)}, denominators={request.denominators}"
-    return LocalStep(
-        request=request,
-        batch=batch,
-        plan=_plan(policy, request, batch, loss, work),
-        call=call + describe_routers(router, counts, expert_counts=request.expert_counts),
-        fingerprint=fingerprint,
-        loss=loss,
-        scale=scale,
-        routers=work,
-        factors=(scale,),
-    )
-
-
-def _check_scores(policy: StepPolicy, request: ScoreRequest) -> LocalStep:
-    host, batch = policy.host, as_batch(request.batch)
-    check_batch(host, batch)
-    if request.training:
-        _check_reduction(policy)
-    check_range(batch, host.loss_dtype)
-    check_routed_experts(host, batch)
-    if request.entropy and host.head == "values":
+    if isinstance(request, ScoreRequest) and request.entropy and host.head == "values":
         raise UnsupportedError(
             "entropies were asked for, but the model is a critic, which gives values; ask "
             "the policy for them, or leave entropy=True out."
         )
     router = request.router
     fingerprint = host.check(batch, training=request.training, routed=router is not None)
-    settings = host.settings() if request.training else None
-    if request.returns_router_loss and has_several_batches(host.group):
-        raise UnsupportedError(
-            "policy.logprobs was given router= on several ranks, where a loss computed "
-            "from it is each rank's own and the router loss is of all their rollouts. Give "
-            "router= to policy.forward_backward."
-        )
-    work = router_work(host, batch, router, expert_counts=request.expert_counts)
-    call = f"{'logprobs' if request.training else 'score'}, entropy={request.entropy}"
+    if isinstance(request, TrainRequest):
+        check_denominators(request.denominators)
+        scale = finite("scale", request.scale)
+    work = router_work(host, batch, router, counts, expert_counts=request.expert_counts)
+    if work and router is not None and loss is not None:
+        check_averaged(host.group, loss)
     return LocalStep(
         request=request,
         batch=batch,
-        plan=_plan(policy, request, batch, None, work),
-        call=call + describe_routers(router, expert_counts=request.expert_counts),
+        plan=_plan(policy, request, batch, loss, work),
+        call=_describe(request, loss)
+        + describe_routers(router, counts, expert_counts=request.expert_counts),
         fingerprint=fingerprint,
+        loss=loss,
+        scale=scale,
         routers=work,
-        settings=settings,
+        settings=host.settings() if request.scores and request.training else None,
+        factors=() if request.scores else (scale,),
     )
 
 
 def _check_backward(policy: StepPolicy, request: BackwardRequest) -> LocalStep:
     host, first, weights = policy.host, request.first, request.weights
-    first.check_settings(host.settings())
-    first.check_weights()
-    fingerprint = host.check(first.batch, training=True, routed=first.routing is not None)
+    first.check_unchanged(host.settings())
+    fingerprint = host.check(first.batch, training=True)
     first.done = True
-    given = (*weights.values(), request.router_weight)
     return LocalStep(
         request=request,
         batch=first.batch,
         plan=first.plan,
         call=f"backward of logprobs, entropies {'entropies' in weights}",
         fingerprint=fingerprint,
-        factors=tuple(0.0 if w is None else float(w.double().norm()) for w in given),
+        factors=tuple(0.0 if w is None else float(w.double().norm()) for w in weights.values()),
     )
+
+
+def _describe(request: Request, loss: Loss | None) -> str:
+    if isinstance(request, ScoreRequest):
+        return f"{'logprobs' if request.training else 'score'}, entropy={request.entropy}"
+    assert isinstance(request, TrainRequest) and loss is not None
+    return f"forward_backward of {describe_loss(loss)}, denominators={request.denominators}"
 
 
 # Plans
@@ -209,7 +183,7 @@ def _plan(
     work: RouterWork | None,
 ) -> Plan:
     """The plan of a request: a new one, or the one that the caller gave, if it is right."""
-    plan, demand = request.plan, demand_of(work, request)
+    plan, demand = request.plan, None if work is None else work.demand(scored=request.scores)
     if plan is None:
         return plan_batch(policy, batch, loss, demand)
     if not isinstance(plan, Plan):
@@ -279,7 +253,7 @@ def describe_loss(loss: Loss) -> str:
 
 
 def check_config(host: Host, config: Config) -> None:
-    """Raises ConfigError where a configuration does not fit what holds the model on ranks."""
+    """Raises ConfigError if a configuration does not fit what holds the model on ranks."""
     topology, on_ranks = host.topology, host.group is not None
     if config.gather != "auto" and not topology.reduces:
         raise ConfigError(
@@ -292,12 +266,9 @@ def check_config(host: Host, config: Config) -> None:
             "collectives lie within forwards, so ranks run in lockstep. Leave the option out."
         )
     if config.split == "exchange" and (not on_ranks or topology.shares_batches):
-        why = (
-            "transformers has split the model over ranks, of which each has a part of every prefix "
-            "cache"
-            if on_ranks
-            else "this rank trains its model alone"
-        )
+        why = "this rank trains its model alone"
+        if on_ranks:
+            why = "transformers has split the model: each rank has a part of every prefix cache"
         raise ConfigError(
             f"split is 'exchange', and {why}. Leave the option out; prompts are exchanged by "
             "ranks of fully_shard and DistributedDataParallel."
@@ -308,10 +279,3 @@ def check_config(host: Host, config: Config) -> None:
             "which adds up gradients itself, in its reduce_dtype. Leave the option out and "
             "shard with mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)."
         )
-
-
-def _check_reduction(policy: StepPolicy) -> None:
-    """Look at who reduces gradients over ranks, before the first of them."""
-    if not policy.model_state.checked_reduction:
-        check_reduced(policy.host.model, policy.host.group)
-        policy.model_state.checked_reduction = True

@@ -51,7 +51,7 @@ class Request:
     scores: ClassVar[bool] = False
     """Whether forwards alone run."""
     sampled: ClassVar[bool] = True
-    """Whether the model is compared with its stock forward on a sample, where that is due."""
+    """Whether the model is compared with its stock forward on a sample, if that is due."""
     announced: ClassVar[bool] = True
     """Whether `Policy.last_step` and notes on exceptions tell what became of the gradients."""
 
@@ -101,9 +101,6 @@ class ScoreRequest(Request):
     announced: ClassVar[bool] = False
 
     entropy: bool = False
-    returns_router_loss: bool = False
-    """Whether the value of the router loss is returned beside log-probs, for losses of the
-    caller's."""
 
 
 class LogprobsRequest(ScoreRequest):
@@ -114,15 +111,13 @@ class LogprobsRequest(ScoreRequest):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BackwardRequest(Request):
-    """The backward of a call of `logprobs`, of which `batch` and `plan` are."""
+    """The backward of a call of `logprobs`, with its batch and plan."""
 
     sampled: ClassVar[bool] = False
 
     first: FirstHalf
     weights: Mapping[str, Tensor | None]
     """Gradients by name of the values, [T] each."""
-    router_weight: Tensor | None = None
-    """The gradient of the router loss, a scalar."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -140,19 +135,19 @@ class LocalStep:
     scale: float = 1.0
     routers: RouterWork | None = None
     settings: Settings | None = None
-    """Of the model; only where a backward may follow."""
+    """Of the model; only if a backward may follow."""
     factors: tuple[float, ...] = ()
     """Numbers that must agree between ranks with the same batch, up to rounding."""
 
     @property
     def averages(self) -> bool:
-        """Whether gradients are averaged over ranks, each of which has a loss by itself."""
+        """Whether gradients are averaged over ranks: each has a loss by itself."""
         return self.loss is None or is_own(self.loss)
 
     @property
     def router_demand(self) -> RouterDemand | None:
         """The demands of router statistics on the plan."""
-        return demand_of(self.routers, self.request)
+        return None if self.routers is None else self.routers.demand(scored=self.request.scores)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -165,16 +160,11 @@ class AgreedStep:
     """The instructions that run."""
     ranks: RankStep
     sample: RolloutBatch | None
-    """Rollouts to compare the model on; None where that is not due."""
+    """Rollouts to compare the model on; None if that is not due."""
     denominators: Denominators | None = None
-    """Counts of all ranks' rollouts, where they share a loss; None: this rank's are taken."""
+    """Counts of all ranks' rollouts, if they share a loss; None: this rank's are taken."""
     statistics: StatisticsOfRanks | None = None
     """Of routers, over all ranks."""
     exchange: PromptExchange | None = None
     gather: Gather | None = None
     """How sharded weights are held."""
-
-
-def demand_of(routers: RouterWork | None, request: Request) -> RouterDemand | None:
-    """The demands of a request's router statistics on its plan."""
-    return None if routers is None else routers.demand(scored=request.scores)

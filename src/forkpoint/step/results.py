@@ -22,31 +22,31 @@ _log = logging.getLogger("forkpoint")
 
 
 class WithExperts:
-    """Reads how often the experts of a mixture were chosen."""
+    """Reads how often the experts of a mixture were chosen. None unless it was asked for."""
 
     experts: ExpertCounts | None
 
     @property
     def expert_counts(self) -> Tensor | None:
         """int64 [layers, experts], of the layers that have a router, in their order: a token of N
-        rollouts counts N times, whatever runs once or again. None unless it was asked for."""
+        rollouts counts N times, whatever runs once or again."""
         return None if self.experts is None else self.experts.logical_LE
 
     @property
     def computed_expert_counts(self) -> Tensor | None:
         """int64 [layers, experts], the load that experts really had in one pass: each token counts
-        as often as the plan runs it. None unless counts were asked for."""
+        as often as the plan runs it."""
         return None if self.experts is None else self.experts.computed_LE
 
     @property
     def rollout_expert_counts(self) -> Tensor | None:
-        """int64 [rollouts, layers, experts]; None unless counts were asked for."""
+        """int64 [rollouts, layers, experts]."""
         return None if self.experts is None else self.experts.by_rollout_NLE
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Scores(PerToken, WithExperts):
-    """`logprobs`, and `entropies` where asked for, or a critic's `values`, flat over the batch.
+    """`logprobs`, and `entropies` if asked for, or a critic's `values`, flat over the batch.
 
     All are float32 (float64 for a float64 model) [T] on the model's device; entry i belongs to
     token i, and entries outside the loss mask are 0. The value of token i is that of the tokens
@@ -57,12 +57,12 @@ class Scores(PerToken, WithExperts):
     plan: Plan
     events: tuple[str, ...]
     router_loss: float | None = None
-    """Of `router=`, with its coefficients; None where there was none."""
+    """Of `router=`, with its coefficients; None if there was none."""
     own_router_loss: float | None = None
     """The part of it that is of this rank's rollouts: those of all ranks add up to it."""
     experts: ExpertCounts | None = None
     routes: ReplayedRoutes | None = None
-    """Where the rollouts have `routed_experts`: for how many routers would have chosen others."""
+    """If the rollouts have `routed_experts`: for how many routers would have chosen others."""
 
     def __repr__(self) -> str:
         return f"Scores({' and '.join(self.per_token)}, {_plan_text(self.plan)})"
@@ -93,15 +93,15 @@ class StepStats(PerToken, WithExperts):
     """CUDA's peak of allocated bytes since it was last reset; None on the CPU."""
     per_token: Mapping[str, Tensor]
     """[T] by name; entries outside the loss mask are 0. Those of rollouts that the loss declares to
-    be zero are NaN where the step has left them out: see `Config.all_logprobs`."""
+    be zero are NaN if the step has left them out: see `Config.all_logprobs`."""
     offload: OffloadStats | None = None
-    """Copies to the host's memory and back; None where the plan offloads nothing."""
+    """Copies to the host's memory and back; None if the plan offloads nothing."""
     router_loss: float | None = None
     """Of `router=`, with its coefficients and without the step's scale; `loss` is without it. None
-    where the step had none."""
+    if the step had none."""
     experts: ExpertCounts | None = None
     routes: ReplayedRoutes | None = None
-    """Where the rollouts have `routed_experts`: for how many routers would have chosen others."""
+    """If the rollouts have `routed_experts`: for how many routers would have chosen others."""
 
     def __repr__(self) -> str:
         parts = [f"loss={self.loss:.6g}"]
@@ -116,8 +116,7 @@ class StepStats(PerToken, WithExperts):
 
 
 def _plan_text(plan: Plan) -> str:
-    count = len(plan.microbatches)
-    away = plan.left_out.tokens
+    count, away = len(plan.microbatches), plan.left_out.tokens
     return (
         f"computed {plan.computed_tokens:,} of {plan.logical_tokens:,} tokens "
         + f"({away:,} without gradient left out) " * bool(away)

@@ -29,8 +29,6 @@ class RouterWork:
 
     router: RouterLoss
     terms: RouterTerms
-    has_loss: bool
-    """Whether the call has a router loss; else experts are counted alone."""
     tokens: IntArray
     """int64 [N], those of each rollout that count."""
     on_ranks: bool = False
@@ -41,8 +39,13 @@ class RouterWork:
         """Whether one statistic is taken over the rollouts of all ranks."""
         return self.on_ranks and self.router.scope == "batch"
 
+    @property
+    def has_loss(self) -> bool:
+        """Whether a loss is computed; else experts are counted alone."""
+        return bool(self.terms.load_balancing or self.terms.z)
+
     def share(self) -> StatisticsShare | None:
-        """This rank's part of the statistics of all ranks; None where it is alone."""
+        """This rank's part of the statistics of all ranks; None if it is alone."""
         if not self.on_ranks:
             return None
         given = self.terms.given
@@ -50,42 +53,28 @@ class RouterWork:
             joins=self.joins,
             gathers=self.joins and given is None and bool(self.terms.load_balancing),
             tokens=int(self.tokens.sum()),
-            statistics=len(np.unique(self.terms.parts)) if self._is_loss else 0,
+            statistics=len(np.unique(self.terms.parts)) if self.has_loss else 0,
             counts="" if given is None else _digest(given.detach().cpu().numpy()),
             parts=_digest(self.terms.parts),
         )
 
-    @property
-    def _is_loss(self) -> bool:
-        return bool(self.terms.load_balancing or self.terms.z)
-
-    def check_tokens(self) -> None:
-        """Raises RolloutError where a statistic of this rank's own has no tokens."""
-        if self._is_loss and not self.joins:
-            _check_tokens(self.terms.parts, self.tokens)
-
     def demand(self, *, scored: bool = False) -> RouterDemand:
-        """Its demands on a plan. `scored`: where a pass of scores comes before it in any case."""
+        """Its demands on a plan. `scored`: a pass of scores comes before it in any case."""
         known = scored or self.terms.given is not None or not self.terms.load_balancing
         parts = None if known else self.terms.parts
         return RouterDemand(self.router.last_token, parts, over_ranks=self.joins)
 
     def check_plan(self, plan: Plan, *, scored: bool = False) -> None:
-        """Refuse a plan that was not made for it.
-
-        Raises:
-            PlanError: other tokens run than count, or counts that the loss needs first do not
-                come first.
-        """
+        """Raises PlanError if the plan was not made for it: other tokens run than count, or the
+        counts that the loss needs do not come first."""
         if plan.last_tokens is not self.router.last_token:
             raise PlanError(
                 f"this plan {'runs' if plan.last_tokens else 'does not run'} rollouts' last "
                 f"tokens, and last_token of the router loss is {self.router.last_token}. Make the "
                 "plan for it: policy.plan(batch, loss, router=...)."
             )
-        if plan.program.has_scores:
-            return
-        if self.demand(scored=scored).spans(plan.forest, plan.microbatches):
+        spans = self.demand(scored=scored).spans(plan.forest, plan.microbatches)
+        if spans and not plan.program.has_scores:
             raise PlanError(
                 "this plan has one pass, and the router loss takes its counts over rollouts of "
                 "several microbatches, so that it needs a pass of scores first. Make the plan for "
@@ -95,7 +84,7 @@ class RouterWork:
     def routing(self, plan: Plan, host: Host, of_ranks: StatisticsOfRanks | None = None) -> Routing:
         """Counts of experts, and the loss, of the plan that is to run.
 
-        `of_ranks`: the statistics of all ranks; None where this one is alone.
+        `of_ranks`: the statistics of all ranks; None if this one is alone.
         """
         routers = host.routers
         return Routing(
@@ -134,13 +123,13 @@ def router_work(
     *,
     expert_counts: bool = False,
 ) -> RouterWork | None:
-    """The work that a call asks of the routers of a supported model; None where it asks none.
+    """The work that a call asks of the routers of a supported model; None if it asks none.
 
     Args:
         host: the model.
         batch: the rollouts.
         router: the loss, if any.
-        counts: of experts, where they are known beforehand.
+        counts: of experts, if they are known beforehand.
         expert_counts: whether experts are counted, also without a loss.
 
     Raises:
@@ -161,13 +150,12 @@ def router_work(
         )
     if router is None and not expert_counts:
         return None
-    routers = host.routers
     _check_has_routers(host, "router= or expert_counts= were given")
     asked = router or RouterLoss(load_balancing=0.0, z=0.0)
     known = asked.load_balancing
-    load_balancing = routers.coefficient if known is None else float(known)
+    load_balancing = host.routers.coefficient if known is None else float(known)
     z = float(asked.z or 0.0)
-    if (load_balancing or z) and not routers.defines_loss:
+    if (load_balancing or z) and not host.routers.defines_loss:
         raise UnsupportedError(
             f"the router loss has load_balancing={load_balancing} and z={z}, and transformers "
             "defines no router loss for this model. Leave router= out; expert_counts=True counts "
@@ -176,8 +164,15 @@ def router_work(
         )
     terms = RouterTerms(load_balancing, z, asked.parts(batch), counts)
     tokens = np.maximum(batch.lengths - (not asked.last_token), 0).astype(np.int64)
-    work = RouterWork(asked, terms, router is not None, tokens, on_ranks=host.group is not None)
-    work.check_tokens()
+    work = RouterWork(asked, terms, tokens, on_ranks=host.group is not None)
+    empty = np.flatnonzero(np.bincount(terms.parts, weights=tokens) == 0)
+    if work.has_loss and not work.joins and len(empty):
+        rollout = int(np.flatnonzero(terms.parts == empty[0])[0])
+        raise RolloutError(
+            f"the router loss takes a statistic over rollout {rollout} alone or with others like "
+            "it, and none of their tokens counts: a rollout of one token without its last. Leave "
+            "the rollout out, or use RouterLoss(last_token=True)."
+        )
     return work
 
 
@@ -190,17 +185,10 @@ def _check_has_routers(host: Host, given: str) -> None:
         )
 
 
-def has_several_batches(group: Distributed | None) -> bool:
-    """Whether ranks have rollouts of their own; those that hold one copy of a model have not."""
-    return group is not None and len(group.ranks.group_leaders) > 1
-
-
 def check_averaged(group: Distributed | None, loss: object) -> None:
-    """Refuse a router loss beside one whose gradients are averaged over ranks.
-
-    Raises UnsupportedError.
-    """
-    if has_several_batches(group) and is_own(loss):
+    """Raises UnsupportedError for a router loss beside a loss whose gradients are averaged over
+    ranks with several batches."""
+    if group is not None and len(group.ranks.group_leaders) > 1 and is_own(loss):
         raise UnsupportedError(
             "router= was given with a loss that is a function, on several ranks. Gradients of a "
             "function are averaged over the ranks, and those of a router loss are of all their "
@@ -208,20 +196,8 @@ def check_averaged(group: Distributed | None, loss: object) -> None:
         )
 
 
-def _check_tokens(parts: IntArray, tokens: IntArray) -> None:
-    """parts: [N], the statistic that each rollout is part of. tokens: [N], those that count."""
-    empty = np.flatnonzero(np.bincount(parts, weights=tokens) == 0)
-    if len(empty):
-        rollout = int(np.flatnonzero(parts == empty[0])[0])
-        raise RolloutError(
-            f"the router loss takes a statistic over rollout {rollout} alone or with others like "
-            "it, and none of their tokens counts: a rollout of one token without its last. Leave "
-            "the rollout out, or use RouterLoss(last_token=True)."
-        )
-
-
 def check_routed_experts(host: Host, batch: RolloutBatch) -> None:
-    """Refuse experts that the model's routers cannot be held to.
+    """Refuse experts that the model's routers cannot be forced to choose.
 
     Raises:
         RolloutError: they are those of another model.
@@ -256,7 +232,7 @@ def check_routed_experts(host: Host, batch: RolloutBatch) -> None:
 
 
 def route_replay(host: Host, plan: Plan, batch: RolloutBatch) -> RouteReplay | None:
-    """The experts that a step's routers are held to; None where the batch has none."""
+    """The experts that a step's routers are forced to choose; None if the batch has none."""
     if batch.routed_experts is None:
         return None
     routes = Routes.given(plan, batch, host.device)
@@ -265,9 +241,8 @@ def route_replay(host: Host, plan: Plan, batch: RolloutBatch) -> RouteReplay | N
 
 def move_biases(host: Host, counts: object, rate: float, *, centered: bool) -> None:
     """The work of `Policy.update_router_biases`."""
-    routers = host.routers
-    biases = routers.biases
-    if not biases or len(biases) != routers.layers:
+    biases = host.routers.biases
+    if not biases or len(biases) != host.routers.layers:
         raise UnsupportedError(
             "the model's routers have no bias that balances their load, as those of DeepSeek-V3 "
             "and GLM-4-MoE have. Balance this model by router=forkpoint.losses.RouterLoss(...)."
@@ -280,10 +255,7 @@ def move_biases(host: Host, counts: object, rate: float, *, centered: bool) -> N
             "stats.expert_counts is."
         )
     with torch.no_grad():
-        moves = []
-        for bias, counts_E in zip(biases, counts, strict=True):
-            wide_E = counts_E.to(bias.device, torch.float64)
-            move = rate * (wide_E.mean() - wide_E).sign()
-            moves.append((bias, move - move.mean() if centered else move))
-        for bias, move in moves:
-            bias += move.to(bias.dtype)
+        wide = [c_E.to(b_E.device, torch.float64) for b_E, c_E in zip(biases, counts, strict=True)]
+        moves = [rate * (counts_E.mean() - counts_E).sign() for counts_E in wide]
+        for bias_E, move_E in zip(biases, moves, strict=True):
+            bias_E += (move_E - move_E.mean() if centered else move_E).to(bias_E.dtype)

@@ -4,16 +4,13 @@
 
 `perform` is that path, the same for `forward_backward`, `score`, `logprobs`, the backward of
 `logprobs`, and for the steps that `verify` compares. Stages are functions, and values between them
-are frozen (step/request.py). Every other change, of the model, of gradients or of the thread, goes
-through one transaction (engine/transaction.py).
+are frozen (step/request.py). Changes of the model, of gradients and of the thread go through one
+transaction (engine/transaction.py).
 
 - `check_and_plan` (step/plan.py): refuses what has not been shown exact, and plans the batch.
 - `agree` (step/agree.py): one exchange with the other ranks; nothing in one process.
-- `execute`: the self-check on a sample, where that is due, then the engine's passes.
+- `execute`: the self-check on a sample, if that is due, then the engine's passes.
 - `finish`: one function for each kind of result. It waits for the device, whose errors it raises.
-
-`attempt` runs the path in a transaction, together with the other ranks. `run` repeats an attempt of
-one process that has run out of memory.
 """
 
 from collections.abc import Callable
@@ -50,8 +47,6 @@ from forkpoint.step.router_steps import route_replay
 from forkpoint.step.weight_changes import Weights
 
 T = TypeVar("T")
-ROUTER = "router_loss"
-"""The name of a router loss among the values that gradients are computed by."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,18 +57,18 @@ class Executed:
     routing: Routing | None
     replay: RouteReplay | None
     own_router_loss: float | None = None
-    """This rank's part of the router loss, where no backward has computed it."""
+    """This rank's part of the router loss, if no backward has computed it."""
 
 
 Finish = Callable[[StepPolicy, AgreedStep, Executed], T]
-"""Makes the result of a step of what its passes have computed."""
+"""Makes the result of a step from what its passes have computed."""
 
 
 def run(policy: StepPolicy, request: Request, finish: Finish[T]) -> T:
     """Run a request, and once more with a lower memory budget if memory runs out.
 
-    A plan of the caller's has no other budget. Nothing is repeated where earlier gradients were
-    lost, or where several ranks would have to do so together.
+    A plan of the caller's has no other budget. Nothing is repeated if earlier gradients were
+    lost, or if several ranks would have to do so together.
     """
     before = policy.last_step
     try:
@@ -119,7 +114,7 @@ def perform(policy: StepPolicy, request: Request, finish: Finish[T], transaction
 
 
 def execute(policy: StepPolicy, agreed: AgreedStep, transaction: Transaction) -> Executed:
-    """Compare the model on a sample, where that is due, and run the passes of the step."""
+    """Compare the model on a sample, if that is due, and run the passes of the step."""
     _check_sample(policy, agreed, transaction)
     host, local, plan = policy.host, agreed.local, agreed.plan
     request, batch = local.request, local.batch
@@ -128,22 +123,19 @@ def execute(policy: StepPolicy, agreed: AgreedStep, transaction: Transaction) ->
     routing = None
     if local.routers is not None:
         routing = local.routers.routing(plan, host, agreed.statistics)
-    if isinstance(request, BackwardRequest):
-        first, weight = request.first.routing, request.router_weight
-        routing = None if first is None or weight is None else first.again(weight)
-    scores = isinstance(request, ScoreRequest)
+    if isinstance(request, ScoreRequest):
+        engine = Engine(host, policy.config, routing=routing, replay=replay)
+        return _score(engine, agreed, request, transaction)
     engine = Engine(
         host,
         policy.config,
-        None if scores else policy.model_state.staging_of(plan, host, policy.config),
-        ranks=None if scores else agreed.ranks,
+        policy.model_state.staging_of(plan, host, policy.config),
+        ranks=agreed.ranks,
         routing=routing,
         replay=replay,
         exchange=agreed.exchange,
-        observers=() if policy.observer is None or scores else (policy.observer,),
+        observer=policy.observer,
     )
-    if isinstance(request, ScoreRequest):
-        return _score(engine, agreed, request, transaction)
     if isinstance(request, BackwardRequest):
         look = request.first.check_values
         result = engine.backward(transaction, plan, batch, request.weights, look)
@@ -178,34 +170,32 @@ def _score(
 
 
 def _check_sample(policy: StepPolicy, agreed: AgreedStep, transaction: Transaction) -> None:
-    """Compare the model with its stock forward on a sample, where that is due. Collective.
+    """Compare the model with its stock forward on a sample, if that is due. Collective.
 
-    After it weights are held as was agreed.
+    Afterwards weights are held as was agreed.
     """
-    holder = holder_of(policy.host.group)
+    holder, local = holder_of(policy.host.group), agreed.local
     if agreed.sample is not None:
+        error: ForkpointError | None = None
         try:
-            policy.model_state.checks.run(
+            error = policy.model_state.checks.run(
                 transaction,
                 policy.host,
                 policy.config,
                 agreed.sample,
-                agreed.local.fingerprint,
-                training=agreed.local.request.training,
-                on_any_rank=agreed.ranks.any_rank,
+                local.fingerprint,
+                training=local.request.training,
             )
         except RankError:  # of another rank, of which all know
             raise
-        except ForkpointError as error:
+        except ForkpointError as caught:
             if holder.lockstep:
                 # It came within the forwards. If it did on this rank alone, the others wait in
                 # collectives of these, and do not come to the exchange below.
-                agreed.ranks.may_be_missed(error)
-            holder.reshard()
-            agreed.ranks.same(error)
-            raise
+                agreed.ranks.may_be_missed(caught)
+            error = caught
         holder.reshard()
-        agreed.ranks.same(None)
+        agreed.ranks.same(error)
     if agreed.gather is not None:
         holder.use(agreed.gather, transaction.changes)
 
@@ -266,7 +256,7 @@ def finish_scores(policy: StepPolicy, agreed: AgreedStep, executed: Executed) ->
 
 
 def logprobs(policy: StepPolicy, request: ScoreRequest) -> tuple[Tensor, ...]:
-    """Log-probs [T] (entropies, the router loss) of a batch; for a `LogprobsRequest` with a graph.
+    """Log-probs [T] (and entropies) of a batch; for a `LogprobsRequest` with a graph.
 
     The backward runs the plan again, at the end of the backward that asks for it.
     """
@@ -274,39 +264,28 @@ def logprobs(policy: StepPolicy, request: ScoreRequest) -> tuple[Tensor, ...]:
     host, per_token = policy.host, executed.passes.per_token
     names = (host.head, "entropies") if request.entropy else (host.head,)
     values = tuple(per_token[name] for name in names)
-    if executed.routing is not None:
-        names, values = (*names, ROUTER), (*values, executed.routing.value())
-    if not isinstance(request, LogprobsRequest):
+    settings = agreed.local.settings
+    if not isinstance(request, LogprobsRequest) or settings is None:
         return values
-    local = agreed.local
-    assert local.settings is not None
-    weights = Weights(host.named_parameters(), host.named_buffers())
     first = FirstHalf(
-        local.batch,
+        agreed.local.batch,
         agreed.plan,
         # A copy: callers may write to the values that are returned.
         per_token[host.head].clone(),
         host.compute_dtype,
-        local.settings,
-        weights,
-        executed.routing,
+        settings,
+        Weights(host.named_parameters(), host.named_buffers()),
     )
-    backward = partial(_backward, policy, first)
-    pending = Pending(names, weights, first, backward, listens=host.topology.listens)
+
+    def backward(weights: GivenWeights) -> None:
+        run(
+            policy,
+            BackwardRequest(batch=first.batch, plan=first.plan, first=first, weights=weights),
+            _finish_backward,
+        )
+
+    pending = Pending(names, first, backward, listens=host.topology.listens)
     return Differentiable.apply(pending, len(values), *values, *pending.leaves)
-
-
-def _backward(policy: StepPolicy, first: FirstHalf, given: GivenWeights) -> None:
-    """Add the gradients of the values of `first`, times the weights given by name, to `.grad`."""
-    weights = {name: weight for name, weight in given.items() if name != ROUTER}
-    request = BackwardRequest(
-        batch=first.batch,
-        plan=first.plan,
-        first=first,
-        weights=weights,
-        router_weight=given.get(ROUTER),
-    )
-    run(policy, request, _finish_backward)
 
 
 def _finish_backward(policy: StepPolicy, agreed: AgreedStep, executed: Executed) -> None:

@@ -9,9 +9,8 @@ embeddings that are off by a rounding.
 
 import random
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ from forkpoint.config import Config
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.engine import Engine
 from forkpoint.engine.host import FoundRouter, Host
-from forkpoint.engine.microbatches import MicrobatchInputs, microbatch_tokens
 from forkpoint.engine.route_replay import RouteReplay, Routes
 from forkpoint.engine.transaction import Transaction
 from forkpoint.errors import ForkpointError, UnsupportedError
@@ -31,7 +29,6 @@ from forkpoint.hosts.routers import force_routers
 from forkpoint.plan import Plan, make_plan
 from forkpoint.rollouts.batch import Rollout, RolloutBatch, short
 from forkpoint.step.weight_changes import OptimizerSteps
-from forkpoint.tree.forest import IntArray
 
 WIDTH_TOKENS = 160
 """The longest sequence of a sample."""
@@ -43,10 +40,10 @@ NOISE_FACTOR = 10.0
 """A difference may be this many times what one rounding of the embeddings does. Of 34 families with
 random weights in four dtypes, 4 to 36 layers deep, the largest ratio seen is 3.9, most are 1."""
 FLOOR_ROUNDINGS = 0.5
-"""Roundings, in the dtype that the model computes in, of a value's own size that are allowed in any
+"""Roundings, in the dtype that the model computes in, of a value's size that are allowed in any
 case."""
 FLOOR_VALUE_ROUNDINGS = 4.0
-"""The same in the dtype of the values, to which each of the two runs rounds them a few times. Of a
+"""The same in the dtype of the values, to which each of the two runs rounds them a few times. In a
 sample of few tokens all of these may fall on one side while the rounded embeddings move nothing."""
 CEILING_ROUNDINGS = 1e4
 """Roundings that are never allowed: what moves values by more is no rounding."""
@@ -60,6 +57,8 @@ ELSEWHERE_FACTOR = 3.0
 class SampleComparison:
     """Differences on a sample, in the units of the model's values (nats for log-probs)."""
 
+    head: str
+    """Name of the values."""
     difference: float
     """Root mean square of the values here less the stock model's."""
     largest: float
@@ -78,6 +77,37 @@ class SampleComparison:
     tokens: int
     where: str
     """The token of the largest difference, with both values."""
+
+    def fault(self) -> UnsupportedError | None:
+        """Why steps are refused: the two differ, or the stock model does not agree with itself."""
+        sample = f"on a sample of {self.tokens} tokens"
+        if self.repeated > self.allowed:
+            return UnsupportedError(
+                f"the model does not agree with itself: {sample} its {self.head} differ by "
+                f"{self.repeated:.3g} (root mean square) between sequences run one at a time and "
+                f"all at once, where rounding in {self.dtype} explains at most {self.allowed:.3g}. "
+                "It draws random numbers, or mixes the sequences of a batch, so a shared token has "
+                "no one value. Remove what does that (a hook, a random module), or call "
+                "model.eval()."
+            )
+        if self.elsewhere > self.allowed_elsewhere:
+            return UnsupportedError(
+                f"{sample} the model by itself sends {self.elsewhere:.2%} of them to other experts "
+                "than forkpoint does, where rounding explains at most "
+                f"{self.allowed_elsewhere:.2%}. Something changes what its routers compute, such "
+                "as a patched function or a hook. Undo it. If the difference is meant to be, "
+                "Config(self_check=False) turns this check off."
+            )
+        if not self.difference <= self.allowed:  # NaN as well
+            return UnsupportedError(
+                f"{sample} forkpoint's {self.head} are not the model's own: they differ by "
+                f"{self.difference:.3g} (root mean square), where rounding in {self.dtype} "
+                f"explains at most {self.allowed:.3g}, and by {self.largest:.3g} at {self.where}. "
+                "Something changes what the model computes that forkpoint does not run, or runs "
+                "differently, such as a patched function, a hook or a changed module. Undo it. "
+                "If the difference is meant to be, Config(self_check=False) turns this check off."
+            )
+        return None
 
 
 class SampleChecks:
@@ -100,17 +130,19 @@ class SampleChecks:
         fingerprint: int,
         *,
         training: bool,
-        on_any_rank: Callable[[bool], bool],
-    ) -> None:
-        """Compare the model on a sample of a batch, and remember that it has agreed.
+    ) -> UnsupportedError | None:
+        """Compare the model on a sample of a batch; returns the fault, or remembers that there is
+        none.
 
-        Raises as `self_check`, whose arguments are given.
+        Raises as `self_check`, with the same arguments.
         """
         state, version = self._state(host, config, fingerprint, training=training)
-        self_check(transaction, host, config, batch, training=training, on_any_rank=on_any_rank)
-        self._agreed[state] = [*self._agreed.get(state, []), version]
-        while len(self._agreed) > MOST_STATES:
-            self._agreed.pop(next(iter(self._agreed)))
+        fault = self_check(transaction, host, config, batch, training=training).fault()
+        if fault is None:
+            self._agreed[state] = [*self._agreed.get(state, []), version]
+            while len(self._agreed) > MOST_STATES:
+                self._agreed.pop(next(iter(self._agreed)))
+        return fault
 
     def is_due(self, host: Host, config: Config, fingerprint: int, *, training: bool) -> bool:
         """Whether the model is to be compared on this rank."""
@@ -139,64 +171,25 @@ class SampleChecks:
 
 
 def self_check(
-    transaction: Transaction,
-    host: Host,
-    config: Config,
-    batch: RolloutBatch,
-    *,
-    training: bool,
-    on_any_rank: Callable[[bool], bool] = bool,
+    transaction: Transaction, host: Host, config: Config, batch: RolloutBatch, *, training: bool
 ) -> SampleComparison:
-    """Compare forkpoint with the stock model on a sample of a batch.
+    """Compare a sample's values by forkpoint with those of the stock model.
 
     Args:
-        transaction: the one whose `run` calls this; what is changed meanwhile is undone.
+        transaction: of the step, for which the model is prepared and not entered.
         host: the model.
-        config: its kernels are used.
+        config: its kernels are those of the step.
         batch: the sample's tokens are taken from it.
         training: whether forwards record a graph, as those of a step do.
-        on_any_rank: tells the other ranks whether this one differs, and gives whether any does:
-            forwards that look for the place may be collective. By default there are no others.
 
-    Raises UnsupportedError where the two part, or where the stock model does not agree with itself.
-    The message names the largest difference and the layer. Random generators are left as they were.
+    Raises UnsupportedError if one of the two fails. Random generators are left as they were.
     """
     mark = transaction.changes.mark
     comparison = StockComparison(transaction, host, config, sample_of(batch), training)
     keep_random_state(host.device, transaction.changes)
     # Microbatches come first: a stock forward may renew what a hook derives from parameters,
     # such as the weight of a head under weight normalisation, and so hide that these do not.
-    shared = comparison.shared()
-    found = comparison.compared(shared)
-    differs = not found.difference <= found.allowed  # NaN as well
-    parting = comparison.parting() if on_any_rank(differs) else ""
-    if found.repeated > found.allowed:
-        raise UnsupportedError(
-            f"the model does not agree with itself: on a sample of {found.tokens} tokens its "
-            f"{host.head} differ by {found.repeated:.3g} (root mean square) between sequences "
-            f"run one at a time and all at once, where rounding in {found.dtype} explains at "
-            f"most {found.allowed:.3g}. It draws random numbers, or mixes the sequences of a "
-            "batch, so a shared token has no one value. Remove what does that (a hook, a "
-            "random module), or call model.eval()."
-        )
-    if found.elsewhere > found.allowed_elsewhere:
-        raise UnsupportedError(
-            f"on a sample of {found.tokens} tokens the model by itself sends {found.elsewhere:.2%} "
-            "of them to other experts than forkpoint does, where rounding explains at most "
-            f"{found.allowed_elsewhere:.2%}. Something changes what its routers compute, such as a "
-            "patched function or a hook. Undo it. If the difference is meant to be, "
-            "Config(self_check=False) turns this check off."
-        )
-    if differs:
-        raise UnsupportedError(
-            f"on a sample of {found.tokens} tokens forkpoint's {host.head} are not the "
-            f"model's own: they differ by {found.difference:.3g} (root mean square), where "
-            f"rounding in {found.dtype} explains at most {found.allowed:.3g}, and by "
-            f"{found.largest:.3g} at {found.where}. Outputs part at {parting}. "
-            "Something changes what the model computes that forkpoint does not run, or runs "
-            "differently, such as a patched function, a hook or a changed module. Undo it. "
-            "If the difference is meant to be, Config(self_check=False) turns this check off."
-        )
+    found = comparison.compared(comparison.shared())
     transaction.changes.undo(mark)
     return found
 
@@ -208,19 +201,19 @@ def sample_of(batch: RolloutBatch) -> RolloutBatch:
     prompts do; all others are.
     """
     longest = int(np.argmax(batch.lengths))
-    trunk = batch.token_ids[batch.offsets[longest] : batch.offsets[longest + 1]]
-    width = min(len(trunk), WIDTH_TOKENS)
+    shared_prompt = batch.token_ids[batch.offsets[longest] : batch.offsets[longest + 1]]
+    width = min(len(shared_prompt), WIDTH_TOKENS)
     if width < LEAST_TOKENS:
-        trunk, width = np.resize(trunk, LEAST_TOKENS), LEAST_TOKENS
+        shared_prompt, width = np.resize(shared_prompt, LEAST_TOKENS), LEAST_TOKENS
     known = np.unique(batch.token_ids)
     # A text of one token only: with 0 and 1 there are two.
     known = known if len(known) > 1 else np.array([0, 1])
-    sequences = [trunk[:width]]
+    sequences = [shared_prompt[:width]]
     for fork, donor in ((width * 3 // 4, -1), (width // 2, 0)):
         tail = np.resize(batch.token_ids[:: -1 if donor else 1], width - fork)
-        if tail[0] == trunk[fork]:
-            tail[0] = known[known != trunk[fork]][0]
-        sequences.append(np.concatenate([trunk[:fork], tail]))
+        if tail[0] == shared_prompt[fork]:
+            tail[0] = known[known != shared_prompt[fork]][0]
+        sequences.append(np.concatenate([shared_prompt[:fork], tail]))
     mask = np.arange(width) > width // 2
     return RolloutBatch(Rollout(ids, mask, 0.0) for ids in sequences)
 
@@ -230,7 +223,7 @@ def sample_of(batch: RolloutBatch) -> RolloutBatch:
 
 
 class StockComparison:
-    """Runs of one sample: n sequences of W tokens, values [n, W] of which the first is 0."""
+    """Runs of one sample: n sequences of W tokens, values [n, W] with zeros first."""
 
     def __init__(
         self,
@@ -270,9 +263,10 @@ class StockComparison:
         self.run: RouteReplay | None = None
 
     def routed(self, *, record: bool = False) -> RouteReplay | None:
-        """The experts of the first run, which records them; None where they cannot be forced.
+        """The experts of the first run, which records them; None if they cannot be forced.
 
-        Unless it records them, the stock model is held to them until the changes are undone.
+        Unless it records them, the stock model is forced to choose them until the changes are
+        undone.
         """
         if self.routes is None:
             return None
@@ -300,7 +294,7 @@ class StockComparison:
                 self.sample,
                 entropy=False,
                 graph=self.training,
-                # Routers that are held would be compiled anew, layer by layer, for the sample.
+                # Routers that are forced would be compiled anew, layer by layer, for the sample.
                 compiled=run is None,
             )
         except (ForkpointError, torch.OutOfMemoryError):
@@ -323,8 +317,7 @@ class StockComparison:
         """Values by the model's own forward, of sequences from the sample's token `begin` on."""
         dtype = self.host.loss_dtype
         if self.run is not None:
-            tokens: IntArray = np.arange(begin, begin + ids_NW.numel())
-            self.run.at(tokens)
+            self.run.at(np.arange(begin, begin + ids_NW.numel()))
         with torch.no_grad():
             logits = self.host.stock(ids_NW)
         if self.host.head == "values":
@@ -336,17 +329,12 @@ class StockComparison:
         ]
         return nn.functional.pad(torch.stack(logprobs), (1, 0))
 
-    def alone(self) -> Tensor:
-        """Values by the model's own forward, one sequence at a time."""
-        width = self.ids_NW.shape[1]
-        values = [self.stock(ids_W[None], i * width) for i, ids_W in enumerate(self.ids_NW)]
-        return torch.cat(values)
-
     def compared(self, shared: Tensor) -> SampleComparison:
         """Differences between `shared`, the stock model, and runs of the stock model."""
-        mark = self.changes.mark
+        mark, width = self.changes.mark, self.ids_NW.shape[1]
         runs = [self.routed()]
-        stock = self.alone()
+        alone = [self.stock(ids_W[None], i * width) for i, ids_W in enumerate(self.ids_NW)]
+        stock = torch.cat(alone)
         self.changes.undo(mark)
         together = self._held_stock()
         # With the same random numbers as the run before: what they do is no rounding.
@@ -354,7 +342,7 @@ class StockComparison:
         runs.append(self.run)
         elsewhere = [run.routes.elsewhere if run else 0.0 for run in runs]
         finite = stock.isfinite() & together.isfinite() & rounded.isfinite()
-        # Where the model itself overflows there is nothing to compare.
+        # If the model itself overflows there is nothing to compare.
         there = self.trained_NW & finite
         if not bool(there.any()):
             there = self.trained_NW
@@ -366,8 +354,9 @@ class StockComparison:
         allowed = max(NOISE_FACTOR * noise, floor)
         difference = torch.where(there, (shared - stock).abs(), 0)
         difference = difference.nan_to_num(torch.inf, torch.inf)
-        sequence, token = divmod(int(difference.argmax()), self.ids_NW.shape[1])
+        sequence, token = divmod(int(difference.argmax()), width)
         return SampleComparison(
+            head=self.host.head,
             difference=_rms(difference[there]),
             largest=float(difference.max()),
             noise=noise,
@@ -391,48 +380,6 @@ class StockComparison:
         found = self.stock(self.ids_NW)
         self.changes.undo(mark)
         return found
-
-    def parting(self) -> str:
-        """The first place in the decoder whose outputs differ by more than rounding."""
-        flat: dict[int, Tensor] = {}
-        here: dict[int, Tensor] = {}
-        noisy: dict[int, Tensor] = {}
-
-        def store(found: dict[int, Tensor], block: int, x: Tensor, _: object) -> None:
-            found[block] = x.detach().flatten(0, 1).double()
-
-        def place(
-            found: dict[int, Tensor], block: int, x: Tensor, inputs: MicrobatchInputs | None
-        ) -> None:
-            assert inputs is not None
-            tokens, real = microbatch_tokens(self.plan, self.sample, inputs.microbatch)
-            x_TC = x.detach().flatten(0, 1).double()
-            all_TC = found.setdefault(
-                block, x_TC.new_full((self.ids_NW.numel(), x_TC.shape[1]), torch.nan)
-            )
-            places = torch.as_tensor(real, device=x_TC.device)
-            all_TC[torch.as_tensor(tokens[real], device=x_TC.device)] = x_TC[places]
-
-        blocks, mark = self.host.blocks, self.changes.mark
-        self.host.watch_blocks(partial(place, here), self.changes)
-        self.shared()
-        self.changes.undo(mark)
-        for found, rounded in ((flat, False), (noisy, True)):
-            self.host.watch_blocks(partial(store, found), self.changes)
-            self._held_stock(rounded=rounded)
-            self.changes.undo(mark)
-        for block in sorted(here):
-            known = ~here[block].isnan().any(-1)
-            size, rounding = _rms(flat[block]), _rms(noisy[block] - flat[block])
-            apart = _rms((here[block] - flat[block])[known])
-            if not apart <= max(NOISE_FACTOR * rounding, self.eps * size):
-                if block < 0:
-                    return "the input of the first layer (the embeddings)"
-                return (
-                    f"layer {block} of {len(blocks)} (counted from 0), whose output differs by "
-                    f"{apart / (size or 1):.3g} of its size"
-                )
-        return "the head: all layers' outputs agree"
 
 
 def _rms(values: Tensor) -> float:

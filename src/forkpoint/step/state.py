@@ -29,23 +29,21 @@ class ModelState:
 
     def calibration(self, host: Host, config: Config) -> Calibration | None:
         """The calibration that the configuration names, else that of this device and model."""
-        # Where the compiler has failed, prices of compiled blocks still choose plans.
+        # If the compiler has failed, prices of compiled blocks still choose plans.
         compiled = host.compiles or host.compiling.failure is not None
-        given = config.calibration
-        if given is not None:
-            found = Calibration.load(Path(given))
-            found.check_device(device_name(host.device), compiled=compiled)
+        device = device_name(host.device)
+        if config.calibration is not None:
+            found = Calibration.load(Path(config.calibration))
+            found.check_device(device, compiled=compiled)
             return found
         if self.found is None:
-            device = device_name(host.device)
             self.found = (find_calibration(device, host.shape, compiled=compiled),)
         return self.found[0]
 
     def staging_of(self, plan: Plan, host: Host, config: Config) -> Staging | None:
-        """Host memory for a plan's offloaded microbatches; None where it has none."""
+        """Host memory for a plan's offloaded microbatches; None if it has none."""
         if not any(microbatch.activations == "offload" for microbatch in plan.microbatches):
             return None
-        if self.staging is None:
-            self.staging = staging_for(host.device)
+        self.staging = self.staging or staging_for(host.device)
         self.staging.limit_bytes = config.host_memory_bytes
         return self.staging

@@ -13,27 +13,24 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 class OptimizerSteps:
     """The number of steps that optimizers have taken on some parameters since this was made.
 
-    torch counts changes of a tensor in `_version`, but for those of its fused optimizers, which
+    torch counts changes of a tensor in `_version`, but not those of its fused optimizers, which
     transformers' trainers use by default.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.count: int = 0
-        # The parameters outlive this: whoever asks holds them.
-        self._known = {id(p) for p in parameters}
+        # The parameters outlive this: callers hold them.
+        known = {id(p) for p in parameters}
         counter = weakref.ref(self)
 
         def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             steps = counter()
             if steps is not None:
-                steps._stepped(optimizer)
+                held = (p for group in optimizer.param_groups for p in group["params"])
+                steps.count += any(id(p) in known for p in held)
 
         handle = register_optimizer_step_post_hook(stepped)
         weakref.finalize(self, handle.remove)
-
-    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        held = (p for group in optimizer.param_groups for p in group["params"])
-        self.count += any(id(p) in self._known for p in held)
 
 
 class Weights:
@@ -46,27 +43,19 @@ class Weights:
         self.parameters: list[tuple[str, nn.Parameter]] = list(parameters)
         self._steps = OptimizerSteps(p for _, p in self.parameters)
         self._trained = [p.requires_grad for _, p in self.parameters]
-        self._buffers = list(buffers)
-        self._places = [_place(p) for _, p in self.parameters]
-        self._buffer_places = [_place(x) for _, x in self._buffers]
+        self._all = [*self.parameters, *((f"the buffer {name}", x) for name, x in buffers)]
+        self._places = [_place(x) for _, x in self._all]
 
     def changed(self) -> str | None:
-        """A weight that is another now, and how it was changed; None where none is known to be.
+        """A weight that is another now, and how it was changed; None if none is known to be.
 
-        A write to `tensor.data` in place is not among what torch counts.
+        torch does not count writes to `tensor.data` in place.
         """
         if self._steps.count:
             return "an optimizer has taken a step"
-        for (name, p), place in zip(self.parameters, self._places, strict=True):
-            if _place(p) != place:
-                return f"{name} was written to or has other data"
-        for (name, x), place in zip(self._buffers, self._buffer_places, strict=True):
+        for (name, x), place in zip(self._all, self._places, strict=True):
             if _place(x) != place:
-                return f"the buffer {name} was written to or has other data"
-        return None
-
-    def frozen_or_freed(self) -> str | None:
-        """A parameter that requires gradients now and did not then, or the reverse."""
+                return f"{name} was written to or has other data"
         for (name, p), trained in zip(self.parameters, self._trained, strict=True):
             if p.requires_grad is not trained:
                 return f"{name} {'does not require' if trained else 'requires'} gradients now"

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from forkpoint.apps.calibrate.clock import Clock
 from forkpoint.config import Config
-from forkpoint.engine.boundary import PrefixCache
 from forkpoint.engine.microbatches import (
     CacheView,
     KernelOptions,
@@ -16,6 +15,7 @@ from forkpoint.engine.microbatches import (
     prepare_microbatches,
 )
 from forkpoint.engine.offload import storage_id
+from forkpoint.engine.prefix_cache import PrefixCache
 from forkpoint.hosts.host import ModelHost
 from forkpoint.plan import make_plan
 from forkpoint.rollouts.batch import Rollout, RolloutBatch

@@ -1,18 +1,14 @@
 """Prefix cache: what later microbatches need of earlier ones, captured, read, and injected.
 
 A layer names any tensors whose first dimension is the microbatch's tokens (K and V in attention).
-In a microbatch's forward they are copied into the cache; microbatches below read them there as
-constants and add their gradients in float32; in the microbatch's own backward the sums join the
-gradients that arrive from within the microbatch.
-
-The injection is at the capture, inside the one backward call of the microbatch. So the sum is
-rounded to the tensor's dtype once, activation checkpointing needs no care, and a microbatch is
-rooted only in its loss or, without trained tokens, in its top output with a zero gradient.
+A microbatch's forward copies them into the cache. Microbatches below read them as constants and add
+their gradients to the cache, in float32. The microbatch's backward adds these sums to the gradients
+that arrive from within the microbatch, at the capture: the sum is rounded to the tensor's dtype
+once, and activation checkpointing needs no care.
 
 Recurrent layers have one state for the end of each segment, and the last inputs of a convolution.
-They go the same way. A final state is often read by no token of its own microbatch, so its gradient
-is added where the layer's output is: `RecurrentStates.keep` returns the output, and its backward
-adds the sums to the states.
+They go the same way. Often no token of its own microbatch reads a final state, so its gradient is
+added at the layer's output (`RecurrentStates.keep`).
 """
 
 from collections.abc import Hashable
@@ -27,7 +23,7 @@ from forkpoint.ops.dtypes import accumulate_dtype
 from forkpoint.ops.recurrence import ConvolutionTable, StateTable
 
 Key = tuple[Hashable, str]
-"""The module that marks prefix cache, and a name for the tensor within it."""
+"""The module that captures, and a name for the tensor within it."""
 
 
 class PrefixCache:
@@ -37,10 +33,10 @@ class PrefixCache:
     """
 
     def __init__(self, tokens: int, *, gradients: bool, cache_states: int = 0) -> None:
-        """`tokens` for tokens, `cache_states` for the ends of segments."""
+        """`tokens` and `cache_states`: entries of tokens, and of the ends of segments."""
         self.tokens: int = tokens
         self.cache_states: int = cache_states
-        self.gradients = gradients
+        self.gradients: bool = gradients
         self._state: dict[Key, Tensor] = {}
         self._gradient: dict[Key, Tensor] = {}
         self._of_states: set[Key] = set()
@@ -66,12 +62,11 @@ class PrefixCache:
             shape = (tokens, *like.shape[1:])
             self._state[key] = torch.empty(shape, dtype=like.dtype, device=like.device)
             if self.gradients:
-                self._gradient[key] = torch.empty(
-                    shape, dtype=accumulate_dtype(like.dtype), device=like.device
-                )
+                wide = accumulate_dtype(like.dtype)
+                self._gradient[key] = torch.empty(shape, dtype=wide, device=like.device)
         state = self._state[key]
         assert state.dtype == like.dtype and state.shape[1:] == like.shape[1:], (
-            f"boundary {key} is {state.dtype} {tuple(state.shape[1:])} in one microbatch and "
+            f"{key} is {state.dtype} {tuple(state.shape[1:])} in one microbatch and "
             f"{like.dtype} {tuple(like.shape[1:])} in another"
         )
         return state, self._gradient.get(key)
@@ -80,8 +75,8 @@ class PrefixCache:
         """State and gradient buffer as a microbatch below reads them.
 
         Microbatches write disjoint tokens of one buffer between another microbatch's forward and
-        backward. `.data` gives each reader a version counter of its own, so that autograd does not
-        mistake those writes for changes of what the reader saved.
+        backward. `.data` has a version counter of its own for each reader, so that autograd does
+        not take these writes for changes of what the reader saved.
         """
         gradient = self._gradient.get(key)
         return self._state[key].data, None if gradient is None else gradient.data
@@ -97,18 +92,18 @@ class Capture:
     """Which tokens of a microbatch are prefix cache, and where they go in the cache."""
 
     def __init__(self, cache: PrefixCache, runs: list[tuple[int, int, int]]) -> None:
-        """`runs` are (first place, one past the last, first cache slot)."""
+        """`runs` are (first position, one past the last, first entry of the cache)."""
         self.cache = cache
         self.runs = runs
         self.open = True
-        """False after the microbatch's forward: recomputation must not write what children have
+        """False after the microbatch's forward: a recomputation must not write what children have
         read."""
         self._taken: set[Key] = set()
 
     def takes(self, key: Key) -> bool:
         """Whether a tensor is to be captured now: in the microbatch's forward, once for each key.
 
-        Raises UnsupportedError where a module runs a second time in one forward.
+        Raises UnsupportedError if a module runs a second time in one forward.
         """
         if not self.open:
             return False
@@ -123,7 +118,7 @@ class Capture:
 
 
 def capture_prefix(x_T: Tensor, key: Key, capture: Capture | None) -> Tensor:
-    """Mark a tensor of a microbatch as prefix cache; use what is returned in its place.
+    """Capture a tensor of a microbatch; callers continue with the tensor that is returned.
 
     Args:
         x_T: [T, ...], one entry for each token of the microbatch.
@@ -145,8 +140,7 @@ def capture_prefix(x_T: Tensor, key: Key, capture: Capture | None) -> Tensor:
 
 
 class _Inject(torch.autograd.Function):
-    """The identity, whose backward adds the gradients that other microbatches have left in the
-    cache."""
+    """The identity, whose backward adds the gradients that other microbatches left in the cache."""
 
     @staticmethod
     def forward(
@@ -168,9 +162,7 @@ class _Inject(torch.autograd.Function):
             return total.to(grad_T.dtype), None, None
         total = grad_T.clone()
         for begin, end, at in ctx.runs:
-            total[begin:end] = (ctx.gradient[at : at + end - begin] + grad_T[begin:end]).to(
-                grad_T.dtype
-            )
+            total[begin:end] = ctx.gradient[at : at + end - begin] + grad_T[begin:end]
         return total, None, None
 
 
@@ -179,7 +171,7 @@ class _Inject(torch.autograd.Function):
 
 
 class RecurrentStates:
-    """A microbatch's tables for layers that carry a state, with the cache around them."""
+    """A microbatch's tables for layers that carry a state, and the cache around it."""
 
     def __init__(
         self,
@@ -194,9 +186,9 @@ class RecurrentStates:
         self.windows: ConvolutionTable = windows
 
     def initial(self, key: Key, *made_with: Tensor) -> Tensor | None:
-        """[S, ...] what the segments of the first level start from; None where all are zero.
+        """[S, ...] states that segments of the first level start from; None if all are zero.
 
-        `made_with` is what the state above was made with, of this microbatch: where none of it
+        `made_with`: the tensors of this microbatch that later states are made with. If none of them
             requires gradients, the state needs none.
         """
         if self.table.reading is None:
@@ -214,34 +206,29 @@ class RecurrentStates:
         return state.flatten(0, 1), None if gradient is None else gradient.flatten(0, 1)
 
     def keep(self, output_T: Tensor, states: dict[Key, Tensor | None]) -> Tensor:
-        """Capture the states that other microbatches start from; use what is returned as the
-        output.
+        """Capture the states that other microbatches start from; returns the output to use.
 
         `states` are [K, ...], in the order of the table's `kept_index`.
         """
-        if self.capture is None or not len(self.table.kept_index):
+        places = self.table.kept_index
+        if self.capture is None or not len(places):
             return output_T
         for key, state_K in states.items():
-            assert state_K is not None and len(state_K) == len(self.table.kept_index)
-            output_T = _keep(output_T, state_K, key, self.capture, self.table.kept_index)
+            assert state_K is not None and len(state_K) == len(places)
+            state, gradient = self.capture.cache.state_buffers(key, state_K)
+            if self.capture.takes(key):
+                with torch.no_grad():
+                    state.index_copy_(0, places, state_K)
+                    if gradient is not None:
+                        gradient.index_fill_(0, places, 0)
+            if gradient is not None and state_K.requires_grad:
+                output_T = _Join.apply(output_T, state_K, gradient, places)  # type: ignore[assignment]
         return output_T
-
-
-def _keep(output_T: Tensor, state_K: Tensor, key: Key, capture: Capture, places: Tensor) -> Tensor:
-    state, gradient = capture.cache.state_buffers(key, state_K)
-    if capture.takes(key):
-        with torch.no_grad():
-            state.index_copy_(0, places, state_K)
-            if gradient is not None:
-                gradient.index_fill_(0, places, 0)
-    if gradient is None or not state_K.requires_grad:
-        return output_T
-    return _Join.apply(output_T, state_K, gradient, places)  # type: ignore[return-value]
 
 
 class _Join(torch.autograd.Function):
-    """The identity of an output, whose backward hands a state what other microbatches left for
-    it."""
+    """The identity of an output, whose backward gives a state the gradients that other
+    microbatches left for it."""
 
     @staticmethod
     def forward(
