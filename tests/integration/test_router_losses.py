@@ -252,10 +252,7 @@ def test_the_loss_without_gradients(config: Config) -> None:
     wanted, policy = ordinary(model, PARTS).router_loss, wrap(model, config)
     with lifted_upcasts(model):
         scores = policy.score(BATCH, router=router)
-        with torch.no_grad():
-            *_, loss = policy.logprobs(BATCH, router=router)
     assert scores.router_loss == pytest.approx(wanted, rel=BAR)
-    assert float(loss) == pytest.approx(wanted, rel=BAR)
     assert policy.score(BATCH, expert_counts=True).router_loss is None
 
 
@@ -436,51 +433,6 @@ def test_prefixes_end_in_the_router_of_the_last_block() -> None:
     policy.forward_backward(batch, GRPO(), router=RouterLoss(1.0))
     forwards = sum(not event.startswith("backward") for event in plan.events())
     assert len(ran) == forwards - 2  # the prefix's score and its forward
-
-
-# Log-probs ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", slow_besides(["recompute"], MODES))
-def test_logprobs_give_the_router_loss_as_well(mode: str) -> None:
-    model, policy = tiny(), with_options(wrap(tiny()), MODES[mode])
-    scope, last_token = ACCOUNTS[list(MODES).index(mode) % len(ACCOUNTS)]
-    router = RouterLoss(LOAD_BALANCING, Z, scope=scope, last_token=last_token)
-    wanted = ordinary(model, scope, last_token=last_token)
-    mask = torch.tensor(BATCH.loss_mask)
-    advantages = torch.tensor(BATCH.advantages)
-    model.zero_grad()
-    with lifted_upcasts(model):
-        logprobs, router_loss = policy.logprobs(BATCH, router=router)
-        ratio = (logprobs - logprobs.detach()).exp()
-        loss = -(ratio * advantages)[mask].sum() / mask.sum()
-        (loss + router_loss).backward()
-    assert abs(float(router_loss.detach()) - wanted.router_loss) < BAR
-    assert gradient_error(model, wanted.gradients) < BAR
-    model.zero_grad()
-
-
-def test_the_router_loss_of_logprobs_alone_and_squared() -> None:
-    model, policy = tiny(), wrap(tiny(), ACROSS)
-    with lifted_upcasts(model):
-        model.zero_grad()
-        _, value = policy.logprobs(BATCH, router=RouterLoss(LOAD_BALANCING, Z))
-        value.backward()
-        alone = {n: p.grad for n, p in model.named_parameters()}
-        model.zero_grad()
-        _, _, value = policy.logprobs(BATCH, entropy=True, router=RouterLoss(LOAD_BALANCING, Z))
-        value.square().backward()
-        twice = {n: None if g is None else 2 * float(value.detach()) * g for n, g in alone.items()}
-        assert gradient_error(model, twice) < BAR
-        model.zero_grad()
-        # Not used: as without.
-        logprobs, _ = policy.logprobs(BATCH, router=RouterLoss(LOAD_BALANCING, Z))
-        logprobs.sum().backward()
-        unused = {n: p.grad for n, p in model.named_parameters()}
-        model.zero_grad()
-        policy.logprobs(BATCH).sum().backward()
-        assert gradient_error(model, unused) < BAR
-    model.zero_grad()
 
 
 def test_scale_multiplies_its_gradients_and_not_its_value() -> None:

@@ -216,10 +216,7 @@ def refused(router: RouterLoss, kind: str) -> list[str]:
     said = []
     for _ in range(2):
         try:
-            if kind == "logprobs":
-                policy.logprobs(batch, router=router)
-            else:
-                policy.forward_backward(batch, loss, router=router, router_counts=counts)
+            policy.forward_backward(batch, loss, router=router, router_counts=counts)
         except forkpoint.errors.ForkpointError as error:
             said.append(f"{type(error).__name__}: {error}")
     assert all(p.grad is None for p in policy.host.model.parameters())
@@ -231,7 +228,6 @@ def refused(router: RouterLoss, kind: str) -> list[str]:
     [
         ("counts", "ConfigError: router_counts of ranks 0 and 1 differ"),
         ("function", "UnsupportedError: router= was given with a loss that is a function"),
-        ("logprobs", "UnsupportedError: policy.logprobs was given router= on several ranks"),
     ],
 )
 def test_what_is_refused_on_ranks(kind: str, text: str) -> None:

@@ -72,22 +72,6 @@ class Case:
         return Routed(rollouts=split.rollouts, scope=self.scope, last_token=self.last_token)
 
 
-@dataclass(frozen=True)
-class Losses:
-    """Results of a step that is no `forward_backward`."""
-
-    loss: float
-    router_loss: float
-
-
-def through_logprobs(policy: forkpoint.Policy, batch: RolloutBatch, router: RouterLoss) -> Losses:
-    logprobs, aside = policy.logprobs(batch, router=router)
-    weights = torch.as_tensor(batch.advantages * batch.loss_mask)
-    loss = (weights * logprobs).sum() ** 2
-    (loss + 3 * aside + aside**2).backward()
-    return Losses(float(loss.detach()), float(aside.detach()))
-
-
 def through_function(policy: forkpoint.Policy, batch: RolloutBatch, router: RouterLoss) -> Any:
     def own(outputs: Any, given: Any) -> torch.Tensor:
         return -given.trained(outputs.logprobs * given.advantages).mean()
@@ -126,15 +110,14 @@ def compared(folder: Path, case: Case) -> dict[str, Any]:
     here = value.rollout_expert_counts[begin : begin + len(batch)]
     gates = [f"{router.name}.weight" for router in Routers(other, other).found]
     assert len(gates) > 1 and stats.router_loss and wanted.router_loss and value.router_loss
-    of_step: Any = scored if case.through is through_logprobs else stats
     return {
         "error": distance(leaves, expected, names),
         "routers": distance({n: leaves[n] for n in gates}, {n: expected[n] for n in gates}, gates),
         "loss": abs(stats.loss - wanted.loss),
         "router loss": abs(stats.router_loss - wanted.router_loss),
         "scored": abs(scored.router_loss - value.router_loss),
-        "counts": torch.equal(of_step.expert_counts, value.expert_counts),
-        "own counts": torch.equal(of_step.rollout_expert_counts, here),
+        "counts": torch.equal(stats.expert_counts, value.expert_counts),
+        "own counts": torch.equal(stats.rollout_expert_counts, here),
     }
 
 
@@ -156,11 +139,6 @@ CASES: dict[str, tuple[int, Case]] = {
     "tensor and expert, recomputed": (
         2,
         Case(mixture(TP2_EP2, config=replace(DEEP, activations="recompute"))),
-    ),
-    "tensor and expert, log-probs": (2, Case(mixture(TP2_EP2), through=through_logprobs)),
-    "tensor, log-probs, rollout": (
-        2,
-        Case(mixture(TP2), through=through_logprobs, scope="rollout"),
     ),
     "tensor and expert, a function": (2, Case(mixture(TP2_EP2), through=through_function)),
     "data and expert": (2, Case(mixture(FSDP2_EP2))),
@@ -309,19 +287,15 @@ def test_ranks_of_one_copy_take_the_same_statistics(tmp_path: Path) -> None:
             assert scope.startswith(text) and "different lists of rollouts" in scope
 
 
-def refused_of_data_ranks(folder: Path, split: Split) -> list[str]:
+def refused_of_data_ranks(folder: Path, split: Split) -> str:
     policy = forkpoint.wrap(load(folder, split, **split.options), split.config)
     batch = RolloutBatch(split.rollouts[data_rank(split)])
     router = RouterLoss(**COEFFICIENTS)
-    return [
-        said(lambda: policy.logprobs(batch, router=router)),
-        said(lambda: through_function(policy, batch, router)),
-    ]
+    return said(lambda: through_function(policy, batch, router))
 
 
 @pytest.mark.slow
 def test_losses_of_their_own_are_refused_of_data_ranks(tmp_path: Path) -> None:
     split = mixture(FSDP2_EP2)
-    for logprobs, function in run_ranks(2, refused_of_data_ranks, split.save(tmp_path), split):
-        assert logprobs.startswith("UnsupportedError: policy.logprobs was given router= on several")
+    for function in run_ranks(2, refused_of_data_ranks, split.save(tmp_path), split):
         assert function.startswith("UnsupportedError: router= was given with a loss that is a func")
