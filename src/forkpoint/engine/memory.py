@@ -46,22 +46,24 @@ class MemoryBudgets:
         plans and bits do not change from step to step. Of several ranks it is the least that any
         has, from their first step on.
         """
-        own = config.memory_budget_bytes
-        if config.memory_budget == AUTO and host.device.type == "cuda":
-            key = _key(config)
-            if key not in self._bytes:
-                holder = holder_of(host.group)
-                gather = "step" if config.gather == "step" else "microbatch"
-                besides = holder.held_bytes(gather) + holder.missing_bytes()
-                self._bytes[key] = measured_budget(
-                    host.device,
-                    [p for _, p in host.named_parameters()],
-                    config,
-                    besides_bytes=besides,
-                )
-            own = self._bytes[key]
+        own = self._own(host, config)
         least = self._agreed.get((config.memory_budget, _key(config)))
         return own if least is None else least if own is None else min(own, least)
+
+    def _own(self, host: Host, config: Config) -> int | None:
+        """The budget of this rank alone."""
+        if config.memory_budget != AUTO or host.device.type != "cuda":
+            return config.memory_budget_bytes
+        key = _key(config)
+        if key not in self._bytes:
+            parameters = [p for _, p in host.named_parameters()]
+            holder = holder_of(host.group)
+            gather = "step" if config.gather == "step" else "microbatch"
+            besides = holder.held_bytes(gather) + holder.missing_bytes()
+            self._bytes[key] = measured_budget(
+                host.device, parameters, config, besides_bytes=besides
+            )
+        return self._bytes[key]
 
     def agree(self, config: Config, least_bytes: int) -> None:
         """Keep to the least budget of all ranks."""
