@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from forkpoint.apps.cli.options import Flag
@@ -81,17 +82,14 @@ def list_kernels(
     import torch
 
     found: list[dict[str, Any]] = []
-    for device in devices:
-        for name in DTYPES:
-            where = torch.device(device), getattr(torch, name), HEAD_DIM, HEAD_DIM
-            taken = False
-            for kernel in kernels:
-                refusal = kernel.refusal(*where, deterministic=False, **asked)
-                auto = refusal is None and not taken
-                taken = taken or auto
-                values = (device, name, kernel.name, auto, refusal)
-                keys = ("device", "dtype", "kernel", "auto", "refusal")
-                found.append(dict(zip(keys, values, strict=True)))
+    for device, dtype in product(devices, DTYPES):
+        where = torch.device(device), getattr(torch, dtype), HEAD_DIM, HEAD_DIM
+        taken = False
+        for kernel in kernels:
+            refusal = kernel.refusal(*where, deterministic=False, **asked)
+            row = {"device": device, "dtype": dtype, "kernel": kernel.name, "refusal": refusal}
+            found.append({**row, "auto": refusal is None and not taken})
+            taken = taken or refusal is None
     return found
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,7 +27,7 @@ from forkpoint.apps.cli.ranks import Ranks
 from forkpoint.config import Config
 from forkpoint.errors import ForkpointError
 from forkpoint.parallel.placement.place import check_ranks
-from forkpoint.plan import Estimate, ModelShape, Totals, make_plan
+from forkpoint.plan import Estimate, Totals, make_plan
 from forkpoint.plan import Plan as MadePlan
 from forkpoint.plan.device_memory import DeviceMemory
 from forkpoint.plan.pricing.calibration import Calibration
@@ -36,6 +35,7 @@ from forkpoint.plan.runs import run_lengths
 from forkpoint.plan.shared_prompts import PlannedPrompt
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.traces import RolloutFile
+from forkpoint.tree.forest import IntArray
 
 if TYPE_CHECKING:
     from forkpoint.losses import Loss
@@ -101,19 +101,36 @@ class Plan:
         source = self.reading.open(self.file, self.limit)
         estimate, totals, first = Estimate(shape), Totals(), None
         with out.waiting("planning"):
-            loss = self.objective.make()
-            ranks = self._ranks(shape, calibration, loss)
-            for batch in self._batches(source):
-                make = partial(
-                    self._plan,
-                    loss=loss,
-                    rewarded=source.rewarded,
-                    number=totals.batches,
-                    shape=shape,
+            loss, ranks = self.objective.make(), None
+            if self.ranks is not None:
+                check_ranks(self.ranks)
+                # Losses of pairs need both rollouts on one rank.
+                pairs = loss.decomposition == "joint"
+                ranks = Ranks(self.ranks, shape, calibration, config, whole_groups=pairs)
+
+            def make(
+                batch: RolloutBatch, *, prompts: tuple[PlannedPrompt, ...] | None = None
+            ) -> MadePlan:
+                return make_plan(
+                    batch,
+                    shape,
+                    config,
+                    coupling=None if loss.decomposition == "token" else loss.coupling(batch),
                     calibration=calibration,
-                    device=device,
+                    measured_budget_bytes=None if device is None else device.budget_bytes,
+                    prompts=prompts,
+                    runs=self._edges_to_run(batch, loss, source),
                 )
-                plan = make(batch)
+
+            for batch in self._batches(source):
+                try:
+                    if shape is not None:
+                        batch.check_vocabulary(shape.vocab)
+                    plan = make(batch)
+                except ForkpointError as error:
+                    if not totals.batches:
+                        raise
+                    raise type(error)(f"{self.file}, batch {totals.batches}: {error}") from None
                 estimate.add(batch, plan.run_lengths)
                 totals.add(plan)
                 first = first or plan
@@ -139,52 +156,14 @@ class Plan:
             return recorded_batches(source)
         return batches_of(source, self.batch_rollouts)
 
-    def _ranks(
-        self, shape: ModelShape | None, calibration: Calibration | None, loss: "Loss"
-    ) -> Ranks | None:
-        if self.ranks is None:
-            return None
-        check_ranks(self.ranks)
-        # Losses of pairs need both rollouts on one rank.
-        return Ranks(self.ranks, shape, calibration, self.config, loss.decomposition == "joint")
-
-    def _plan(
-        self,
-        batch: RolloutBatch,
-        *,
-        loss: "Loss",
-        rewarded: bool,
-        number: int,
-        shape: ModelShape | None,
-        calibration: Calibration | None,
-        device: DeviceMemory | None,
-        prompts: tuple[PlannedPrompt, ...] | None = None,
-    ) -> MadePlan:
-        """The plan of a batch; errors of batches that are not the first say which it is.
-
-        `rewarded`: whether rollouts have rewards in the place of advantages, so that it is not
-        known which give no gradient.
-        """
+    def _edges_to_run(self, batch: RolloutBatch, loss: "Loss", source: RolloutFile) -> IntArray:
+        """How many edges of each rollout run: int64 [N]."""
         from forkpoint.losses.zeros import zero_rollouts
 
-        everything = rewarded or self.config.all_logprobs
-        try:
-            if shape is not None:
-                batch.check_vocabulary(shape.vocab)
-            return make_plan(
-                batch,
-                shape,
-                self.config,
-                coupling=None if loss.decomposition == "token" else loss.coupling(batch),
-                calibration=calibration,
-                measured_budget_bytes=None if device is None else device.budget_bytes,
-                prompts=prompts,
-                runs=run_lengths(batch, None if everything else zero_rollouts(loss, batch)),
-            )
-        except ForkpointError as error:
-            if not number:
-                raise
-            raise type(error)(f"{self.file}, batch {number}: {error}") from None
+        # With rewards in the place of advantages it is not known which give no gradient.
+        if source.rewarded or self.config.all_logprobs:
+            return run_lengths(batch)
+        return run_lengths(batch, zero_rollouts(loss, batch))
 
     def _result(self, plan: MadePlan, totals: Totals, estimate: Estimate) -> dict[str, Any]:
         return {

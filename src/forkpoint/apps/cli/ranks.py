@@ -30,18 +30,17 @@ class MakePlan(Protocol):
 
 @dataclass
 class Sums:
-    """Sums over batches of one placement. Costs are of the plans, in their unit."""
+    """Sums over batches of one placement. Costs are those of plans, in their unit."""
 
     step: float = 0.0
-    """Cost of a step whose ranks wait for each other in every forward and backward."""
+    """A step whose ranks wait for each other in every forward and backward."""
     mean: float = 0.0
-    """Cost that a rank has on average without waiting."""
+    """A rank's cost on average without waiting."""
     exchanged: float = 0.0
-    """Cost of the step in which ranks exchange the prompts that several of them have."""
+    """The step in which ranks exchange the prompts that several of them have."""
     tokens: int = 0
     groups_split: int = 0
     prompts: int = 0
-    """How many prompts would be exchanged."""
 
 
 @dataclass

@@ -17,8 +17,6 @@ from forkpoint.errors import ConfigError
 from forkpoint.units import format_bytes
 
 MAX_NAME_CHARACTERS = 100
-SAME = 0.005
-"""Speeds this close to each other read 1.00x."""
 LEAST_STEPS = 20
 """Fewer steps say nothing about a trend."""
 NORM_BARS = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
@@ -79,10 +77,9 @@ def replay_chapter(run: Run) -> Chapter:
 def model_name(model: Mapping[str, Any]) -> str:
     """Such as "a llama (2 layers)"."""
     config = model["config"] or {}
-    layers, name = config.get("num_hidden_layers"), config.get("model_type")
-    name = name if isinstance(name, str) and name else model["kind"]
+    layers, name = config.get("num_hidden_layers"), config.get("model_type") or model["kind"]
     sizes = f" ({layers:,} layers)" if type(layers) is int else ""
-    return f"a {abbreviate(name, MAX_NAME_CHARACTERS)}{sizes}"
+    return f"a {abbreviate(str(name), MAX_NAME_CHARACTERS)}{sizes}"
 
 
 # Answers
@@ -149,14 +146,12 @@ def speed_tile(speedup: float | None, bound: float) -> Tile:
     if speedup is None:
         how = "Counted in FLOPs. Dense, which is ordinary training, was not run."
         return Tile(value=f"at most {bound:.2f}x", label="faster than dense", remark=how)
-    same = abs(speedup - 1) < SAME
-    faster = f"{speedup:.2f}x faster" if speedup > 1 else f"{1 / speedup:.2f}x slower"
     limit = f"; counted bound {bound:.2f}x" if speedup > bound else f", of at most {bound:.2f}x"
     return Tile(
-        value="as fast" if same else faster,
-        label=("as dense" if same else "than dense") + limit,
+        value=f"{speedup:.2f}x faster" if speedup >= 1 else f"{1 / speedup:.2f}x slower",
+        label="than dense" + limit,
         remark="Measured over all steps, the first with its warm-up included.",
-        state="plain" if same else "good" if speedup > 1 else "bad",
+        state="good" if speedup >= 1 else "bad",
     )
 
 
@@ -288,36 +283,20 @@ def loss_figure(steps: Sequence[ReplayStep]) -> Figure:
 
 def steps_figure(steps: Sequence[ReplayStep]) -> Figure:
     """The table of steps."""
-    rows: list[dict[str, Any]] = []
+    columns = ["step", "tokens given", "tokens run", "bound", "shared (ms)", "loss", "norm"]
+    if steps[0].dense is not None:
+        columns += ["dense (ms)", "speed-up", "dense loss", "dense norm", "mean difference"]
+        columns += ["rms", "largest", "dense since the start (rms)"]
+    rows: list[list[Any]] = []
     for step in steps:
         shared, dense, apart = step.shared, step.dense, step.difference
-        row = {
-            "step": step.step,
-            "tokens given": step.logical_tokens,
-            "tokens run": shared.computed_tokens,
-            "bound": step.bound,
-            "shared (ms)": shared.ms,
-            "loss": shared.loss,
-            "norm": shared.gradient_norm,
-        }
+        row = [step.step, step.logical_tokens, shared.computed_tokens, step.bound, shared.ms]
+        row += [shared.loss, shared.gradient_norm]
         if dense is not None and apart is not None:
-            row |= {
-                "dense (ms)": dense.ms,
-                "speed-up": dense.ms / shared.ms,
-                "dense loss": dense.loss,
-                "dense norm": dense.gradient_norm,
-                "mean difference": apart.mean,
-                "rms": apart.rms,
-                "largest": apart.max,
-                "dense since the start (rms)": apart.rms_change,
-            }
+            row += [dense.ms, dense.ms / shared.ms, dense.loss, dense.gradient_norm]
+            row += [apart.mean, apart.rms, apart.max, apart.rms_change]
         rows.append(row)
-    return Figure(
-        name="steps",
-        title="Steps",
-        columns=list(rows[0]),
-        rows=[list(row.values()) for row in rows],
-    )
+    return Figure(name="steps", title="Steps", columns=columns, rows=rows)
 
 
 def environment_figure(manifest: Mapping[str, Any]) -> Figure:
