@@ -56,8 +56,6 @@ RANK_REPLAYS = (
         message="baseline is 'dense', which trains a copy of the model, and torchrun has started "
         "several ranks, whose shards are not copied. Leave --baseline out, or run without "
         "torchrun.",
-        means="fully_shard's models have no copies.",
-        remedy="Replay without a baseline there, and with one on a model of fewer layers.",
         argv=(*REPLAY, "--baseline", "dense"),
         prepare=on_ranks,
     ),
@@ -66,8 +64,6 @@ RANK_REPLAYS = (
         error=ConfigError,
         message="the ranks replay different things: steps is '4' on rank 0 and '5' on rank 1. "
         "Start every rank with the same file, model and options.",
-        means="A step takes rollouts of one batch on all ranks.",
-        remedy="Give all ranks the same arguments, as torchrun does.",
         call=different,
     ),
     Kind(
@@ -76,8 +72,6 @@ RANK_REPLAYS = (
         message="a rank of this replay has died or ended: look at the output of the other ranks. "
         "Start all of them again, with --resume if there is a folder. The collective's error: "
         "RuntimeError: [third_party/gloo/pair.cc:534] Connection closed by peer",
-        means="Ranks wait for one another between steps too.",
-        remedy="Mend what ended that rank, and resume.",
         call=died,
     ),
     Kind(
@@ -85,8 +79,6 @@ RANK_REPLAYS = (
         error=ConfigError,
         message=f"{SAVED} is no whole checkpoint: it has no state.json. Begin anew in another "
         "folder.",
-        means="The file says which files belong to the checkpoint, with their SHA-256.",
-        remedy="Take a copy of the folder as the replay left it, or replay again.",
         call=saved(None),
     ),
     Kind(
@@ -94,8 +86,6 @@ RANK_REPLAYS = (
         error=ConfigError,
         message=f"{SAVED}/state.json has schema 99, and this forkpoint reads 2. Use the "
         "forkpoint that wrote it, or replay again.",
-        means="Another version may mean something else by what it says.",
-        remedy="Resume with the version that wrote it.",
         call=saved({"schema": 99}),
     ),
     Kind(
@@ -103,8 +93,6 @@ RANK_REPLAYS = (
         error=ConfigError,
         message=f"{SAVED}/state.json: step is missing; it has to be there. The file is not as "
         "forkpoint wrote it: take the folder as it was written, or replay again.",
-        means="A checkpoint is put back whole or not at all, so all of it is checked before.",
-        remedy="Begin anew in another folder.",
         call=saved({"schema": 2}),
     ),
 )

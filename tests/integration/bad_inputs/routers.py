@@ -31,11 +31,9 @@ def router_kind(
     call: Callable[[], object],
     *,
     message: str,
-    means: str,
-    remedy: str,
     error: type[ForkpointError] = ConfigError,
 ) -> Kind:
-    return Kind(name=name, error=error, message=message, means=means, remedy=remedy, call=call)
+    return Kind(name=name, error=error, message=message, call=call)
 
 
 def trained(
@@ -73,46 +71,34 @@ ROUTERS = (
         message="the configuration has output_router_logits=True, so that ordinary training adds a "
         "load-balancing loss, and the step has none. Give "
         "router=forkpoint.losses.RouterLoss(), or set output_router_logits to False.",
-        means="Ordinary training of this model would add a loss of its routers.",
-        remedy="RouterLoss() takes the model's own coefficient.",
         error=UnsupportedError,
     ),
     router_kind(
         "A router loss of another type",
         trained(0.01),
         message="router is 0.01 of type float; it takes a forkpoint.losses.RouterLoss, or None.",
-        means="A coefficient does not say over which tokens statistics are taken.",
-        remedy="RouterLoss(load_balancing=0.01).",
     ),
     router_kind(
         "A coefficient of a router loss that is no number",
         lambda: RouterLoss(load_balancing=float("nan")),
         message="load_balancing of RouterLoss is nan; it takes a finite number, or None.",
-        means="It multiplies the loss.",
-        remedy="None takes the model's own.",
     ),
     router_kind(
         "A scope that there is none of",
         lambda: RouterLoss(scope="group"),  # type: ignore[arg-type]
         message='scope of RouterLoss is \'group\'; it takes "rollout", "batch", or a list of '
         "lists of rollout indices.",
-        means="It says over which tokens one statistic is taken.",
-        remedy="Give groups as lists of the indices of their rollouts.",
     ),
     router_kind(
         "Last tokens that neither count nor do not",
         lambda: RouterLoss(last_token=1),  # type: ignore[arg-type]
         message="last_token of RouterLoss is 1; it takes True or False.",
-        means="It says whether rollouts' last tokens count.",
-        remedy="True, unless the training that is replaced runs rollouts without them.",
     ),
     router_kind(
         "A scope that lacks rollouts",
         trained(RouterLoss(0.1, scope=[[0], [1, 1]])),
         message="scope of RouterLoss has 2 lists of 3 rollout indices in all, and the batch has "
         "rollouts 0 to 2; give each of them in one list, and no empty list.",
-        means="Each rollout's tokens belong to one statistic.",
-        remedy="Indices are positions in the batch, from 0.",
     ),
     router_kind(
         "A statistic of no tokens",
@@ -123,8 +109,6 @@ ROUTERS = (
         message="the router loss takes a statistic over rollout 3 alone or with others like it, "
         "and none of their tokens counts: a rollout of one token without its last. Leave the "
         "rollout out, or use RouterLoss(last_token=True).",
-        means="A mean over no tokens has no value.",
-        remedy="Leave rollouts of one token out.",
         error=RolloutError,
     ),
     router_kind(
@@ -133,8 +117,6 @@ ROUTERS = (
         message="router= or expert_counts= were given, and the model has no routers that "
         "transformers records logits of: it is no mixture of experts, or one that only a later "
         "transformers knows by its routers. Leave them out, or update transformers.",
-        means="The model has no experts.",
-        remedy="Leave router and expert_counts out.",
         error=UnsupportedError,
     ),
     router_kind(
@@ -144,8 +126,6 @@ ROUTERS = (
         "router loss for this model. Leave router= out; expert_counts=True counts its experts, and "
         "families that balance by a bias, such as DeepSeek-V3 and GLM-4-MoE, take "
         "policy.update_router_biases(stats.expert_counts, rate=...) after a step.",
-        means="There is no formula in transformers to be exact to.",
-        remedy="policy.update_router_biases(stats.expert_counts, rate=...) balances these models.",
         error=UnsupportedError,
     ),
     router_kind(
@@ -153,8 +133,6 @@ ROUTERS = (
         trained(None, router_counts=torch.zeros(2, 8, dtype=torch.int64)),
         message="router_counts are given, and there is no router loss; give the tensor "
         "scores.expert_counts together with router=forkpoint.losses.RouterLoss(...).",
-        means="They would be ignored.",
-        remedy="Give router as well, or leave them out.",
     ),
     router_kind(
         "Counts of another shape",
@@ -162,24 +140,18 @@ ROUTERS = (
         message="router_counts are torch.int64 of shape (2, 8), and the model and the scope take "
         "int64 of (3, 2, 8). Give scores.expert_counts for a scope of the batch, and "
         "scores.rollout_expert_counts for any other.",
-        means="Counts of the batch do not say what each rollout's are.",
-        remedy="scores.rollout_expert_counts serves every scope.",
     ),
     router_kind(
         "Counts of other tokens",
         trained(RouterLoss(0.1), router_counts=torch.ones(2, 8).long()),
         message="router_counts have 8 choices in layer 0, and the tokens that count make 36. Take "
         "the counts of the same batch, from policy.score with the same router=.",
-        means="They were counted over another batch, or with another last_token.",
-        remedy="policy.score(batch, router=router) with the loss of the step.",
     ),
     router_kind(
         "A plan without last tokens",
         with_plan(None, RouterLoss(0.1)),
         message="this plan does not run rollouts' last tokens, and last_token of the router loss "
         "is True. Make the plan for it: policy.plan(batch, loss, router=...).",
-        means="The plan leaves out tokens that the statistics count.",
-        remedy="Give policy.plan the router loss.",
         error=PlanError,
     ),
     router_kind(
@@ -188,8 +160,6 @@ ROUTERS = (
         message="this plan has one pass, and the router loss takes its counts over rollouts of "
         "several microbatches, so that it needs a pass of scores first. Make the plan for it: "
         "policy.plan(batch, loss, router=...), or give router_counts.",
-        means="Counts have to be known before the first backward.",
-        remedy="Give policy.plan the router loss.",
         error=PlanError,
     ),
     router_kind(
@@ -198,8 +168,6 @@ ROUTERS = (
         message="the model's routers have no bias that balances their load, as those of "
         "DeepSeek-V3 and GLM-4-MoE have. Balance this model by "
         "router=forkpoint.losses.RouterLoss(...).",
-        means="The family balances its load by a loss.",
-        remedy="Give forward_backward a router loss.",
         error=UnsupportedError,
     ),
     router_kind(
@@ -207,8 +175,6 @@ ROUTERS = (
         lambda: mixture("deepseek_v3").update_router_biases(torch.ones(2, 8), rate=0.001),
         message="expert_counts are (2, 8); the model takes a tensor of shape (1, 8), as "
         "stats.expert_counts is.",
-        means="There is a row for each layer that has a router.",
-        remedy="Give stats.expert_counts.",
     ),
     router_kind(
         "Routes of another model",
@@ -216,8 +182,6 @@ ROUTERS = (
         message="routed_experts have 1 layers with 2 experts a token, and the model has 2 layers "
         "with a router, which send a token to 2 experts. Give one entry for each of these layers, "
         "in their order; layers without experts have none.",
-        means="The sampler ran another model, or left layers out.",
-        remedy="Give the routes of this model.",
         error=RolloutError,
     ),
     router_kind(
@@ -225,8 +189,6 @@ ROUTERS = (
         lambda: mixture().score(RolloutBatch([routed(ROUTES + 7)])),
         message="routed_experts have expert 8, and the model's routers choose among 8, from 0. "
         "Give the routes of this model.",
-        means="The sampler ran a model of more experts.",
-        remedy="Give the routes of this model.",
         error=RolloutError,
     ),
     router_kind(
@@ -235,8 +197,6 @@ ROUTERS = (
         message="the rollouts have routed_experts, and the model has no routers that transformers "
         "records logits of: it is no mixture of experts, or one that only a later transformers "
         "knows by its routers. Leave them out, or update transformers.",
-        means="The model has no experts.",
-        remedy="dataclasses.replace(rollout, routed_experts=None).",
         error=UnsupportedError,
     ),
     router_kind(
@@ -245,8 +205,6 @@ ROUTERS = (
         message="the rollouts have routed_experts, and verify compares with a stock model, which "
         "cannot be held to them. Verify the batch without: "
         "dataclasses.replace(rollout, routed_experts=None).",
-        means="The stock model would route by itself.",
-        remedy="Verify the rollouts without their routes.",
         error=UnsupportedError,
     ),
 )

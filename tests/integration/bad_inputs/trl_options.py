@@ -165,9 +165,6 @@ TRL = (
         message="GRPOConfig has activation_offloading=True, which forkpoint's GRPOTrainer does not "
         "take: activations are offloaded by forkpoint itself: pass forkpoint=Config("
         "activations='offload').",
-        means="Before training starts. Other options are refused likewise; "
-        "[trl.md](trl.md#options) has them.",
-        remedy="Do as the message says, or use TRL's own trainer.",
     ),
     Kind(
         name="Images in TRL",
@@ -175,8 +172,6 @@ TRL = (
         call=with_images,
         message="GRPOTrainer was given images or a processor for them, which forkpoint does not "
         "compute yet: train a language model on text.",
-        means="Log-probs of text that follows images have not been shown exact.",
-        remedy="Use TRL's own trainer.",
     ),
     Kind(
         name="An option of TRL that forkpoint does not know",
@@ -185,9 +180,6 @@ TRL = (
         message="NewerConfig has invented=0.5, an option that forkpoint's GRPOTrainer has not been "
         "compared with. Leave it out, or install a TRL that has been tested: pip install "
         "'trl<1.17'.",
-        means="A later TRL has options that no comparison was made with. At its default an option "
-        "is let pass, and so is one of a configuration class of your own.",
-        remedy="Do as the message says.",
     ),
     Kind(
         name="A TRL whose log-probs are others",
@@ -198,9 +190,6 @@ TRL = (
         "square of 2 tokens), where rounding in float32 explains 4.77e-07; of one token TRL's is "
         "-1 and forkpoint's, at temperature 0.9, -2. TRL 1.17.0 is installed; 1.15 and 1.16 are "
         "tested. Config(self_check=False) turns this comparison off.",
-        means="Before a training's first step one or two rows are compared. A later TRL may divide "
-        "logits by something else, and a model whose results depend on padding differs, too.",
-        remedy="Install a TRL that has been tested, or use TRL's own trainer.",
     ),
     Kind(
         name="Micro-batches in TRL whose backwards have different factors",
@@ -209,8 +198,6 @@ TRL = (
         message="the backwards of one optimizer step's micro-batches have multiplied their losses "
         "by different factors, 0, 2. Let a compute_loss of your own class do it, and train with "
         "shared_trainer(YourClass).",
-        means="Losses of TRL's own code are computed together, with one factor for all.",
-        remedy="Do as the message says: a loss of your own code has a factor for each micro-batch.",
     ),
     Kind(
         name="An optimizer step in TRL before its gradients",
@@ -219,8 +206,6 @@ TRL = (
         message="the optimizer steps, and the gradients of 2 micro-batches have not been computed: "
         "this is done in the backward of an optimizer step's last micro-batch, and that had none. "
         "Call backward for each, of loss * 0 where it is to be left out.",
-        means="A training_step has left the last micro-batch out.",
-        remedy="Do as the message says.",
     ),
     Kind(
         name="A compute_loss in TRL that is replaced within an optimizer step",
@@ -228,8 +213,6 @@ TRL = (
         call=replaced,
         message="the trainer's compute_loss was replaced between the micro-batches of an optimizer "
         "step. Replace it between optimizer steps.",
-        means="Losses of TRL's own code and others are computed at different times.",
-        remedy="Do as the message says.",
     ),
     Kind(
         name="A backward of a loss in TRL with a graph",
@@ -238,8 +221,6 @@ TRL = (
         message="the backward of a loss was asked for a graph of its own (create_graph), and "
         "gradients of gradients are not computed. Call loss.backward() without create_graph, or "
         "use TRL's own trainer.",
-        means="The loss has no graph of the model.",
-        remedy="Do as the message says.",
     ),
     Kind(
         name="Gradients of a loss in TRL by some tensors",
@@ -249,8 +230,6 @@ TRL = (
         "backward(inputs=...)), and the backward of a loss adds to .grad of all trainable "
         "parameters. Call loss.backward(), and read .grad after the optimizer step's last "
         "micro-batch.",
-        means="Gradients are computed when the last micro-batch's backward is done.",
-        remedy="Do as the message says.",
     ),
     Kind(
         name="A second backward of a loss in TRL",
@@ -258,8 +237,6 @@ TRL = (
         call=arrived(again),
         message="the backward of this loss ran already, and its gradients are in .grad. A second "
         "one would count them twice: add the losses, or call compute_loss again.",
-        means="The step of the loss has run.",
-        remedy="Do as the message says.",
     ),
     Kind(
         name="Weights that change within an optimizer step of TRL",
@@ -268,8 +245,6 @@ TRL = (
         message="weights have changed between compute_loss and the last backward of its optimizer "
         "step (another optimizer step, or loaded weights), so that the gradients would belong to "
         "another loss. Change weights between optimizer steps.",
-        means="Gradients are computed when all micro-batches are there.",
-        remedy="Do as the message says.",
     ),
     Kind(
         name="A term of parameters in a loss of TRL, on several ranks",
@@ -279,8 +254,6 @@ TRL = (
         "optimizer step, such as those of a term of parameters in the loss. On several ranks they "
         "would not be reduced as those of log-probs are. Leave the term out, or train in one "
         "process.",
-        means="In one process such a term is exact.",
-        remedy="Do as the message says.",
     ),
     Kind(
         name="Load-balancing losses in TRL with different factors",
@@ -289,8 +262,6 @@ TRL = (
         message="the loss gives the load-balancing losses of one optimizer step's micro-batches "
         "different factors, 0.25, 0.5, and a step takes one. Give all micro-batches the same "
         "weight, or set router_aux_loss_coef=0.0.",
-        means="A step adds the mean over its micro-batches.",
-        remedy="Do as the message says.",
     ),
     Kind(
         name="A loss in TRL that writes into a large tensor",
@@ -298,9 +269,6 @@ TRL = (
         call=written,
         message="the loss writes into the trainer's window, a tensor of 2,097,152 bytes, which is "
         "too large to be put back when the loss is computed again. Assign a new tensor to it.",
-        means="Losses of TRL's own code may be computed several times, and what they have written "
-        "is put back. Tensors above 1 MiB are not copied for it.",
-        remedy="Do as the message says.",
     ),
     Kind(
         name="A trainer of TRL that does not share",
@@ -311,8 +279,6 @@ TRL = (
         "one. KTO, whose second forward has other rows, and the experimental asynchronous GRPO, "
         "which packs its rows itself, are not supported yet; nor is anything else. Use these "
         "trainers as they are.",
-        means="`shared_trainer` takes classes whose loss asks the model for log-probs as those do.",
-        remedy="Use TRL's own trainer.",
     ),
     Kind(
         name="Options of forkpoint that are no Config",
@@ -320,16 +286,12 @@ TRL = (
         call=lambda: _SharedTrainer(forkpoint={"sharing": "tree"}),  # type: ignore[arg-type]
         message="forkpoint is {'sharing': 'tree'} of type dict; it takes a forkpoint.Config, such "
         "as Config(sharing='tree'), or None.",
-        means="A misspelt option would be silent otherwise.",
-        remedy="Give a Config.",
     ),
     Kind(
         name="A keep_groups that is neither True nor False",
         error=ConfigError,
         call=lambda: _SharedTrainer(keep_groups="yes"),  # type: ignore[arg-type]
         message="keep_groups is 'yes'; allowed are True, False, None.",
-        means="None is False, with a warning where that costs sharing.",
-        remedy="Give one of them.",
     ),
     Kind(
         name="A loss in TRL that gives its model more than text",
@@ -338,8 +300,6 @@ TRL = (
         message="the trainer gives its model position_ids, which forkpoint's trainers do not take: "
         "input_ids, attention_mask and labels are allowed. Rows without padding are not "
         "supported: set padding_free=False.",
-        means="What is computed depends on it.",
-        remedy="Do as the message says.",
     ),
     Kind(
         name="A loss in TRL of other tokens than the model's",
@@ -347,8 +307,6 @@ TRL = (
         call=called(labels=torch.tensor([[5, 8, 9]])),
         message="the trainer's labels are other tokens than its input_ids; log-probs of the tokens "
         "themselves are what forkpoint computes. Use a loss of these.",
-        means="Shared tokens are scored by what follows them in each rollout.",
-        remedy="Use a loss of the tokens themselves.",
     ),
     Kind(
         name="An empty prompt in TRL",
@@ -357,8 +315,6 @@ TRL = (
         message="a row has a trained token and no token before it: its prompt is empty, so that "
         "TRL predicts the token from padding. Give every prompt at least one token, such as the "
         "tokenizer's bos_token.",
-        means="What padding predicts is no property of the rollout.",
-        remedy="Let prompts begin with a token.",
     ),
     Kind(
         name="A loss in TRL that calls its model for something else",
@@ -367,7 +323,5 @@ TRL = (
         message="the trainer's loss calls its model for something else than log-probs (arguments "
         "input_ids), which forkpoint does not compute in a training step. Use a loss of log-probs "
         "and entropies, or the trainer of TRL itself.",
-        means="Shared steps compute log-probs, entropies and numbers of their distributions.",
-        remedy="Use TRL's own trainer for such a loss.",
     ),
 )

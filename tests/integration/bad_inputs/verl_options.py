@@ -42,8 +42,6 @@ VERL = (
         message="actor_rollout_ref.actor.strategy (or actor_rollout_ref.ref.strategy) is 'fsdp'; "
         "forkpoint's engine takes 'fsdp2'. Set it to fsdp2, for every role, or leave out "
         "VERL_ENGINE_VENDOR=forkpoint to run verl's own engine.",
-        means="verl's default is FSDP1. Without the refusal its own engine would run unnoticed.",
-        remedy="Set the strategy of actor, ref and critic to fsdp2.",
     ),
     Kind(
         name="Sequences that verl splits over ranks",
@@ -52,8 +50,6 @@ VERL = (
         message="actor_rollout_ref.actor.ulysses_sequence_parallel_size is 2; forkpoint's engine "
         "takes 1. Sequences are not split over ranks yet. Rollouts that share tokens need less "
         "memory than whole rows do. Without VERL_ENGINE_VENDOR=forkpoint verl's own engine runs.",
-        means="Other options are refused likewise; [verl.md](verl.md#refused) has them.",
-        remedy="Do as the message says, or run verl's own engine.",
     ),
     Kind(
         name="No file of options for verl",
@@ -62,8 +58,6 @@ VERL = (
         message="FORKPOINT_VERL_CONFIG is 'forkpoint.toml', which cannot be read (No such file or "
         "directory). It takes the path of a TOML file that every worker can read; without the "
         "variable the defaults hold.",
-        means="Workers look for it on their own node, from their own folder.",
-        remedy="Give an absolute path on a disk that all nodes have.",
     ),
     Kind(
         name="A key that the file of options for verl does not have",
@@ -72,8 +66,6 @@ VERL = (
         prepare=file_of_options('sharing = "tree"'),
         message="forkpoint.toml: sharing is not known; allowed are config, decomposition. "
         "docs/verl.md says what each does.",
-        means="Options of forkpoint.Config are in the table config.",
-        remedy="Put [config] above it.",
     ),
     Kind(
         name="A value that the file of options for verl does not take",
@@ -82,7 +74,5 @@ VERL = (
         prepare=file_of_options('[config]\nsharing = "all"'),
         message="forkpoint.toml, table [config]: sharing is 'all'; allowed are 'auto', 'none', "
         "'group', 'tree'.",
-        means="The table has the options of forkpoint.Config.",
-        remedy="Give one of the values.",
     ),
 )
