@@ -1,6 +1,5 @@
 """Versions of TRL that do not exist yet: another head, another loss, other state, other options."""
 
-import dataclasses
 import logging
 from collections import defaultdict, deque
 from pathlib import Path
@@ -177,29 +176,6 @@ def test_everything_plain_is_put_back() -> None:
     big += 1
     with pytest.raises(UnsupportedError, match="trainer's big, a tensor of 4,194,304 bytes"):
         kept.restore()
-
-
-def _config(module: str) -> type:
-    made = dataclasses.make_dataclass(
-        "GRPOConfig",
-        [("invented", float, 0.0), ("listed", list, dataclasses.field(default_factory=list))],
-        bases=(trl.GRPOConfig,),
-    )
-    made.__module__ = module
-    return made
-
-
-def test_an_option_that_only_a_newer_version_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(setups.CONFIGS, "grpo", _config("trl.trainer.grpo_config"))
-    setups.trainer("grpo", OURS["grpo"], tmp_path)
-    for name, value in (("invented", 0.5), ("listed", [1])):
-        with pytest.raises(UnsupportedError, match=rf"has {name}=.*trl<1\.17"):
-            setups.trainer("grpo", OURS["grpo"], tmp_path, **{name: value})
-    # A user's own configuration may have options of its own.
-    monkeypatch.setitem(setups.CONFIGS, "grpo", _config(__name__))
-    setups.trainer("grpo", OURS["grpo"], tmp_path, invented=0.5)
 
 
 @pytest.mark.parametrize(

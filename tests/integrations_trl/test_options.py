@@ -16,14 +16,9 @@ from forkpoint import Config
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.integrations.trl import shared_trainer
 from forkpoint.integrations.trl.losses import check_routers
-from forkpoint.integrations.trl.options import check_options, check_trainer, unknown
+from forkpoint.integrations.trl.options import check_options, check_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.mark.parametrize("config", [trl.GRPOConfig, trl.RLOOConfig, trl.DPOConfig])
-def test_every_option_of_the_tested_versions_is_known(config: type) -> None:
-    assert unknown(config) == []
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,16 +10,13 @@ import torch
 from torch import nn
 
 from bad_inputs.kind import Kind
-from forkpoint import Config, wrap
+from forkpoint import wrap
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.integrations.trl import heads, shared_trainer
 from forkpoint.integrations.trl.arrivals import Arrivals
 from forkpoint.integrations.trl.calls import CaptureProxy, HeadAnswer, PackedRows, Rows
-from forkpoint.integrations.trl.losses import one_factor
-from forkpoint.integrations.trl.options import check_known, check_options, check_trainer
-from forkpoint.integrations.trl.sharing import Call, MicroBatch, Sharing
+from forkpoint.integrations.trl.options import check_options, check_trainer
 from forkpoint.integrations.trl.trainers import _SharedTrainer
-from forkpoint.integrations.trl.undo import LossState
 from forkpoint.testing import tiny_model
 
 
@@ -39,16 +34,6 @@ class GRPOTrainer(SimpleNamespace):
     aux_loss_enabled: bool = False
     accelerator: Any = SimpleNamespace(num_processes=2)
     model: Any = torch.nn.Identity()
-
-
-@dataclass
-class NewerConfig:
-    """A configuration of a later TRL."""
-
-    invented: float = 0.0
-
-
-NewerConfig.__module__ = "trl.trainer.grpo_config"
 
 
 def checked(**options: Any) -> Callable[[], object]:
@@ -71,60 +56,10 @@ def arrived(then: Callable[[Arrivals, torch.Tensor, nn.Parameter], object]) -> C
     return call
 
 
-def again(arrivals: Arrivals, loss: torch.Tensor, _: nn.Parameter) -> None:
-    arrivals.used = True
-    loss.backward()
-
-
 def changed(arrivals: Arrivals, _: torch.Tensor, parameter: nn.Parameter) -> None:
     with torch.no_grad():
         parameter.mul_(2)
     arrivals.check_weights()
-
-
-def added(arrivals: Arrivals, _: torch.Tensor, parameter: nn.Parameter) -> None:
-    parameter.square().backward()
-    arrivals.check_gradients()
-
-
-def sharing() -> Sharing:
-    return Sharing(GRPOTrainer(args=GRPOConfig()), Config())
-
-
-def factors() -> object:
-    made = [
-        SimpleNamespace(arrivals=SimpleNamespace(gradients=[torch.tensor(x)])) for x in (0.0, 2.0)
-    ]
-    return sharing()._finish_batches(made)  # type: ignore[arg-type]
-
-
-def unfinished() -> object:
-    found = sharing()
-    found._window = [SimpleNamespace(), SimpleNamespace()]  # type: ignore[list-item]
-    return found.check_finished()
-
-
-def replaced() -> object:
-    found = sharing()
-    nothing = SimpleNamespace(check_weights=lambda: None)
-    rows = Rows(torch.zeros(1, 2), torch.ones(1, 2), torch.ones(1, 2))
-    model: Any = tiny_model("llama")
-    some: Any = None
-    call = Call(model=model, rows=rows, syncs=False, steps=1)
-    micro_batch = MicroBatch(
-        model=model, rows=rows, syncs=False, steps=1, compute=some, inputs=some, num_items=some
-    )
-    found._window = [call, micro_batch]
-    for one in found._window:
-        one.arrivals = nothing  # type: ignore[assignment]
-    return found._finish(lambda: nullcontext())
-
-
-def written() -> object:
-    trainer = SimpleNamespace(window=torch.zeros(1 << 19))
-    state = LossState(trainer)
-    trainer.window += 1
-    return state.restore()
 
 
 def newer_trl(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,14 +109,6 @@ TRL = (
         "compute yet: train a language model on text.",
     ),
     Kind(
-        name="An option of TRL that forkpoint does not know",
-        error=UnsupportedError,
-        call=lambda: check_known(GRPOTrainer, NewerConfig(invented=0.5)),
-        message="NewerConfig has invented=0.5, an option that forkpoint's GRPOTrainer has not been "
-        "compared with. Leave it out, or install a TRL that has been tested: pip install "
-        "'trl<1.17'.",
-    ),
-    Kind(
         name="A TRL whose log-probs are others",
         error=UnsupportedError,
         prepare=newer_trl,
@@ -192,29 +119,6 @@ TRL = (
         "tested. Config(self_check=False) turns this comparison off.",
     ),
     Kind(
-        name="Micro-batches in TRL whose backwards have different factors",
-        error=UnsupportedError,
-        call=factors,
-        message="the backwards of one optimizer step's micro-batches have multiplied their losses "
-        "by different factors, 0, 2. Let a compute_loss of your own class do it, and train with "
-        "shared_trainer(YourClass).",
-    ),
-    Kind(
-        name="An optimizer step in TRL before its gradients",
-        error=UnsupportedError,
-        call=unfinished,
-        message="the optimizer steps, and the gradients of 2 micro-batches have not been computed: "
-        "this is done in the backward of an optimizer step's last micro-batch, and that had none. "
-        "Call backward for each, of loss * 0 where it is to be left out.",
-    ),
-    Kind(
-        name="A compute_loss in TRL that is replaced within an optimizer step",
-        error=UnsupportedError,
-        call=replaced,
-        message="the trainer's compute_loss was replaced between the micro-batches of an optimizer "
-        "step. Replace it between optimizer steps.",
-    ),
-    Kind(
         name="A backward of a loss in TRL with a graph",
         error=UnsupportedError,
         call=arrived(lambda _, loss, __: loss.backward(create_graph=True)),
@@ -223,52 +127,12 @@ TRL = (
         "use TRL's own trainer.",
     ),
     Kind(
-        name="Gradients of a loss in TRL by some tensors",
-        error=UnsupportedError,
-        call=arrived(lambda _, loss, parameter: torch.autograd.grad(loss, parameter)),
-        message="gradients of some tensors were asked for (torch.autograd.grad, or "
-        "backward(inputs=...)), and the backward of a loss adds to .grad of all trainable "
-        "parameters. Call loss.backward(), and read .grad after the optimizer step's last "
-        "micro-batch.",
-    ),
-    Kind(
-        name="A second backward of a loss in TRL",
-        error=UnsupportedError,
-        call=arrived(again),
-        message="the backward of this loss ran already, and its gradients are in .grad. A second "
-        "one would count them twice: add the losses, or call compute_loss again.",
-    ),
-    Kind(
         name="Weights that change within an optimizer step of TRL",
         error=UnsupportedError,
         call=arrived(changed),
         message="weights have changed between compute_loss and the last backward of its optimizer "
         "step (another optimizer step, or loaded weights), so that the gradients would belong to "
         "another loss. Change weights between optimizer steps.",
-    ),
-    Kind(
-        name="A term of parameters in a loss of TRL, on several ranks",
-        error=UnsupportedError,
-        call=arrived(added),
-        message="gradients have been added between compute_loss and the last backward of its "
-        "optimizer step, such as those of a term of parameters in the loss. On several ranks they "
-        "would not be reduced as those of log-probs are. Leave the term out, or train in one "
-        "process.",
-    ),
-    Kind(
-        name="Load-balancing losses in TRL with different factors",
-        error=UnsupportedError,
-        call=lambda: one_factor([torch.tensor(0.5), torch.tensor(0.25)]),
-        message="the loss gives the load-balancing losses of one optimizer step's micro-batches "
-        "different factors, 0.25, 0.5, and a step takes one. Give all micro-batches the same "
-        "weight, or set router_aux_loss_coef=0.0.",
-    ),
-    Kind(
-        name="A loss in TRL that writes into a large tensor",
-        error=UnsupportedError,
-        call=written,
-        message="the loss writes into the trainer's window, a tensor of 2,097,152 bytes, which is "
-        "too large to be put back when the loss is computed again. Assign a new tensor to it.",
     ),
     Kind(
         name="A trainer of TRL that does not share",
@@ -286,20 +150,6 @@ TRL = (
         call=lambda: _SharedTrainer(forkpoint={"sharing": "tree"}),  # type: ignore[arg-type]
         message="forkpoint is {'sharing': 'tree'} of type dict; it takes a forkpoint.Config, such "
         "as Config(sharing='tree'), or None.",
-    ),
-    Kind(
-        name="A keep_groups that is neither True nor False",
-        error=ConfigError,
-        call=lambda: _SharedTrainer(keep_groups="yes"),  # type: ignore[arg-type]
-        message="keep_groups is 'yes'; allowed are True, False, None.",
-    ),
-    Kind(
-        name="A loss in TRL that gives its model more than text",
-        error=UnsupportedError,
-        call=called(position_ids=torch.tensor([[0, 1, 2]])),
-        message="the trainer gives its model position_ids, which forkpoint's trainers do not take: "
-        "input_ids, attention_mask and labels are allowed. Rows without padding are not "
-        "supported: set padding_free=False.",
     ),
     Kind(
         name="A loss in TRL of other tokens than the model's",

@@ -15,91 +15,79 @@ ROLES = {
 """By role: what the keys of its own options begin with, those of its engine, and its model's."""
 
 
-def _enabled(config: Any, name: str) -> bool:
-    table = config.get(name, None)
-    return table is not None and bool(table.get("enable", table.get("enabled", False)))
+def _is_half(dtype: object) -> bool:
+    return str(dtype).removeprefix("torch.") in ("fp16", "float16", "half")
 
 
-def _dtype(engine: Any, _: Any) -> str:
-    given = (engine.get("mixed_precision", None) or {}).get("param_dtype", "bf16")
-    return "fp16" if str(given).removeprefix("torch.") in ("fp16", "float16", "half") else "bf16"
-
-
-Found = Callable[[Any, Any], object]
-REFUSALS: tuple[tuple[str, Found, tuple[object, ...], str], ...] = (
+REFUSALS: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     (
         "{role}ulysses_sequence_parallel_size",
-        lambda engine, model: engine.get("ulysses_sequence_parallel_size", 1),
-        (1,),
+        lambda size: size != 1,
+        "1",
         "Sequences are not split over ranks yet. Rollouts that share tokens need less memory than "
         "whole rows do.",
     ),
     (
         "{model}use_fused_kernels",
-        lambda engine, model: model.get("use_fused_kernels", False),
-        (False,),
+        bool,
+        "false",
         "It replaces the forward of the model's class; forkpoint's head keeps no logits either.",
     ),
     (
         "{model}use_liger",
-        lambda engine, model: model.get("use_liger", False),
-        (False,),
+        bool,
+        "false",
         "It replaces the model's modules. Decoder blocks are compiled on CUDA.",
     ),
     (
         "{model}enable_activation_offload",
-        lambda engine, model: model.get("enable_activation_offload", False),
-        (False,),
+        bool,
+        "false",
         "It wraps the forwards of blocks for one forward and one backward; [config] activations = "
         '"offload" in forkpoint\'s own file offloads too.',
     ),
     (
         "{model}tiled_mlp.enabled",
-        lambda engine, model: _enabled(model, "tiled_mlp"),
-        (False,),
+        bool,
+        "false",
         'It replaces the forward of the model\'s MLPs; [config] checkpointing = "selective" '
         "recomputes them.",
     ),
     (
         "{model}mtp.enable_train",
-        lambda engine, model: bool(model.mtp.enable_train),
-        (False,),
+        bool,
+        "false",
         "Layers that predict several tokens are not trained.",
     ),
-    (
-        "{engine}qat.enable",
-        lambda engine, model: _enabled(engine, "qat"),
-        (False,),
-        "Quantized weights have not been shown exact.",
-    ),
+    ("{engine}qat.enable", bool, "false", "Quantized weights have not been shown exact."),
     (
         "{role}pad_to_length",
-        lambda engine, model: engine.get("pad_to_length", False),
-        (False,),
+        bool,
+        "false",
         "forkpoint packs its own microbatches, so that padding to a length would do nothing.",
     ),
     (
         "{engine}offload_policy",
-        lambda engine, model: engine.get("offload_policy", False),
-        (False,),
+        bool,
+        "false",
         "Parameters that stay on the CPU during a step have not been shown exact; param_offload "
         "and optimizer_offload keep them there between steps.",
     ),
     (
         "{engine}mixed_precision.param_dtype",
-        _dtype,
-        ("bf16", "fp32"),
+        _is_half,
+        "bf16 or fp32",
         "verl scales losses for float16, which has not been shown.",
     ),
     (
         "{engine}router_replay.mode",
-        lambda engine, model: engine.router_replay.mode,
-        ("disabled",),
+        lambda mode: mode != "disabled",
+        "disabled",
         "Experts are chosen by the router in each forward.",
     ),
 )
 """By option: its key as verl has it, with `{role}`, `{engine}` and `{model}` for the beginnings of
-a role's; its value; the values that are taken; the reason, and what does the same."""
+a role's; whether a value is refused; what is taken; the reason, and what does the same."""
 
 
 def check_options(engine: Any, model: Any) -> None:
@@ -110,15 +98,16 @@ def check_options(engine: Any, model: Any) -> None:
     Raises UnsupportedError, which names verl's key.
     """
     critic = model.get("model_type", "language_model") == "value_model"
-    role = "critic" if critic else "ref" if engine.forward_only else "actor"
-    own, engines, models = ROLES[role]
-    for key, found, allowed, reason in REFUSALS:
-        value = found(engine, model)
-        if value not in allowed:
+    own, engines, models = ROLES["critic" if critic else "ref" if engine.forward_only else "actor"]
+    for key, refuses, takes, reason in REFUSALS:
+        value: Any = model if key.startswith("{model}") else engine
+        for name in key.partition("}")[2].split("."):
+            value = None if value is None else value.get(name, None)
+        if value is not None and refuses(value):
             name = key.format(role=own, engine=own + engines, model=models)
+            text = str(value).lower() if isinstance(value, bool) else short(value)
             raise UnsupportedError(
-                f"{name} is {_text(value)}; forkpoint's engine takes "
-                f"{' or '.join(map(str, allowed)).lower()}. {reason} Without "
+                f"{name} is {text}; forkpoint's engine takes {takes}. {reason} Without "
                 "VERL_ENGINE_VENDOR=forkpoint verl's own engine runs."
             )
 
@@ -182,7 +171,3 @@ def check_batch(data: Any, get: Callable[..., Any], *, scores: bool) -> None:
             f"a mini-batch has pad_mode {short(mode)}; forkpoint's engine takes no_padding. Set "
             "data.pad_mode=no_padding."
         )
-
-
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else short(value)
