@@ -42,7 +42,7 @@ def test_rows_of_a_prompt_stand_together_in_the_order_in_which_prompts_came() ->
         assert firsts == sorted(firsts, key=prompts.index)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_as_few_groups_are_split_as_there_is_room_for(seed: int) -> None:
     rng = random.Random(seed)
     ranks = rng.choice([2, 3, 4])
