@@ -77,10 +77,6 @@ def vector(outputs: Any, batch: Any) -> Any:
     return outputs.logprobs
 
 
-def nothing(outputs: Any, batch: Any) -> Any:
-    summed(outputs, batch)
-
-
 def learned(outputs: Any, batch: Any) -> Any:
     return torch.ones(2, requires_grad=True).sum() * batch.total(outputs.logprobs, "token")
 
@@ -155,54 +151,6 @@ LOSSES = (
         argv=("replay", "ok.jsonl", "--model", "ok.json", "--loss", "grpo,beta=0.04"),
     ),
     loss_kind(
-        "A clip below 0",
-        lambda: losses.GRPO(clip=-0.1),
-        message="clip is -0.1; it takes a number of at least 0.",
-    ),
-    loss_kind(
-        "A dual clip of at most 1",
-        lambda: losses.GRPO(dual_clip=1),
-        message="dual_clip is 1; it takes a number above 1, such as 3, or None. At 1 no token of a "
-        "negative advantage would be trained on-policy.",
-    ),
-    loss_kind(
-        "An infinite KL coefficient",
-        lambda: losses.GRPO(kl=float("inf")),
-        message="kl is inf; it takes a finite number of at least 0.",
-    ),
-    loss_kind(
-        "A KL estimator that there is none of",
-        lambda: losses.GRPO(kl_estimator="k4"),  # type: ignore[arg-type]
-        message="kl_estimator is 'k4'; allowed are 'k1', 'k2', 'k3'.",
-    ),
-    loss_kind(
-        "A normalisation that there is none of",
-        lambda: losses.GRPO(normalize="mean"),  # type: ignore[arg-type]
-        message="normalize is 'mean'; allowed are 'token', 'rollout'.",
-    ),
-    loss_kind(
-        "No length to divide by",
-        lambda: losses.DrGRPO(max_tokens=0),
-        message="max_tokens is 0; it takes a finite number above 0.",
-    ),
-    loss_kind(
-        "A beta of 0",
-        lambda: losses.DPO(beta=0),
-        message="beta is 0; it takes a finite number above 0.",
-    ),
-    loss_kind(
-        "A label smoothing of a half",
-        lambda: losses.DPO(label_smoothing=0.5),
-        message="label_smoothing is 0.5; it takes a number below 0.5. At 0.5 a pair says nothing, "
-        "above it the other rollout is preferred.",
-    ),
-    loss_kind(
-        "A label smoothing that has no use",
-        lambda: losses.DPO(variant="ipo", label_smoothing=0.1),
-        message="label_smoothing is 0.1, but the variant 'ipo' has none; allowed are 'sigmoid' and "
-        "'robust', or a label_smoothing of 0.",
-    ),
-    loss_kind(
         "A class in place of a loss",
         trained(losses.GRPO),
         message="The loss is the class GRPO; pass an instance, GRPO().",
@@ -235,12 +183,6 @@ LOSSES = (
         trained(vector),
         message="the loss vector returned torch.float64 of shape (184,); it must return a "
         "floating-point scalar tensor, computed from outputs.logprobs.",
-    ),
-    loss_kind(
-        "A loss that returns nothing",
-        trained(nothing),
-        message="the loss nothing returned None; it must return a floating-point scalar tensor, "
-        "computed from outputs.logprobs.",
     ),
     loss_kind(
         "A loss without a graph",
