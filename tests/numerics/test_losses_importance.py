@@ -131,7 +131,7 @@ def test_batches_that_do_not_fit():
     sampler_T[position] = math.nan
     rollout = int(np.searchsorted(batch.offsets, position, side="right")) - 1
     token = position - batch.offsets[rollout]
-    problem = f"Rollout 'r{rollout}': sampler_logprobs is nan at its token {token}, which is trai"
+    problem = f"Rollout 'r{rollout}', token {token}: sampler_logprobs is nan"
     with pytest.raises(RolloutError, match=problem):
         importance_weights(batch, sampler_T)
 
@@ -139,7 +139,9 @@ def test_batches_that_do_not_fit():
 def test_probabilities_are_no_log_probs():
     batch = RolloutBatch([Rollout([1, 2, 3], [0, 1, 1], 1.0, [0, -1.0, -2.0], rollout_id="a")])
     for probabilities in ([1.0, 0.25, 0.01], [1.0, 0.01, 0.25], [0.0, 1.0, 2.0]):
-        with pytest.raises(RolloutError, match=r"'a': sampler_logprobs is .* Give log-probs"):
+        with pytest.raises(
+            RolloutError, match=r"'a', token [12]: sampler_logprobs is .* Give log-probs"
+        ):
             importance_weights(batch, probabilities)
     # Untrained entries are not read, and rounding to 16 bits may lift a log-prob above 0.
     assert importance_weights(batch, [9.0, 0.125, -2.0]).tolist() == [1, math.exp(-1.125), 1]

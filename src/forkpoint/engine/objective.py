@@ -21,8 +21,7 @@ from forkpoint.engine.host import HeadOutputs, Host
 from forkpoint.engine.microbatches import MicrobatchInputs
 from forkpoint.errors import ConfigError
 from forkpoint.losses.base import Loss, LossBatch, LossOutputs
-from forkpoint.losses.leaves import check_leaves
-from forkpoint.losses.missing import computed
+from forkpoint.losses.evaluate import check_leaves, computed
 from forkpoint.losses.views import LossViews, outputs_of
 from forkpoint.parallel.step import RankStep, SingleProcessStep
 from forkpoint.plan.plan import Plan

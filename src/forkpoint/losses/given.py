@@ -9,7 +9,7 @@ from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.fields import host_values, short
 
 
-def as_floats(name: str, given: ArrayLike | Tensor) -> NDArray[np.float64]:
+def _as_floats(name: str, given: ArrayLike | Tensor) -> NDArray[np.float64]:
     """A list, an array or a tensor (any device, floating dtype and strides) as float64.
 
     None in a list becomes NaN. Raises RolloutError, naming `name`, for anything else.
@@ -24,7 +24,34 @@ def as_floats(name: str, given: ArrayLike | Tensor) -> NDArray[np.float64]:
         ) from None
 
 
-def place_of(batch: RolloutBatch, position: int) -> tuple[str, int]:
-    """The rollout_id at a position of the batch's flat tokens, and the token's number in it."""
+def token_numbers(
+    batch: RolloutBatch, name: str, given: ArrayLike | Tensor, lengths: tuple[int, ...]
+) -> NDArray[np.float64]:
+    """The numbers as float64 of one of the lengths, finite where tokens are trained."""
+    array = _as_floats(name, given)
+    if array.ndim != 1 or len(array) not in lengths:
+        wanted = f"{batch.logical_tokens} tokens"
+        if len(lengths) > 1:
+            wanted = f"{len(batch)} rollouts and {wanted}; it takes one number per rollout, or"
+        else:
+            wanted += "; it takes"
+        raise RolloutError(
+            f"{name} has the shape {array.shape}, and the batch has {wanted} one number per token, "
+            "of all rollouts one after another."
+        )
+    per_token = len(array) == batch.logical_tokens
+    refused = ~np.isfinite(array) & (batch.loss_mask if per_token else True)
+    if refused.any():
+        position = int(refused.argmax())
+        where = (
+            place_of(batch, position) if per_token else f"Rollout {batch.rollout_ids[position]!r}"
+        )
+        raise RolloutError(f"{where}: {name} is {array[position]}; it takes finite numbers.")
+    return array
+
+
+def place_of(batch: RolloutBatch, position: int) -> str:
+    """The rollout and the token at a position of the batch's flat tokens, for messages."""
     rollout = int(np.searchsorted(batch.offsets, position, side="right")) - 1
-    return batch.rollout_ids[rollout], position - int(batch.offsets[rollout])
+    token = position - int(batch.offsets[rollout])
+    return f"Rollout {batch.rollout_ids[rollout]!r}, token {token}"

@@ -9,9 +9,9 @@ from torch import Tensor
 from forkpoint.errors import ConfigError, RolloutError
 from forkpoint.losses.arguments import explains_arguments_of
 from forkpoint.losses.base import check_choice, check_number
-from forkpoint.losses.given import as_floats, place_of
+from forkpoint.losses.given import place_of, token_numbers
 from forkpoint.rollouts.batch import RolloutBatch
-from forkpoint.rollouts.rollout import LARGEST_LOGPROB
+from forkpoint.rollouts.rollout import LARGEST_LOGPROB, LOGPROBS_ARE_NEGATIVE
 
 
 @explains_arguments_of
@@ -59,32 +59,14 @@ def importance_weights(
             "importance_weights needs old_logprobs, but the rollouts have none. Give every Rollout "
             "its old_logprobs; policy.score(batch) computes them under the model to be trained."
         )
-    sampler_T = as_floats("sampler_logprobs", sampler_logprobs)
-    if sampler_T.shape != batch.old_logprobs.shape:
-        raise RolloutError(
-            f"sampler_logprobs has the shape {sampler_T.shape}, and the batch has "
-            f"{len(batch.token_ids)} tokens; it takes one number per token, of all rollouts one "
-            "after another."
-        )
+    sampler_T = token_numbers(batch, "sampler_logprobs", sampler_logprobs, (batch.logical_tokens,))
     mask = batch.loss_mask
-    refused = mask & ~np.isfinite(sampler_T)
-    if refused.any():
-        position = int(refused.argmax())
-        rollout_id, token = place_of(batch, position)
-        raise RolloutError(
-            f"Rollout {rollout_id!r}: sampler_logprobs is {sampler_T[position]} at its token "
-            f"{token}, which is trained; it takes finite numbers. Where the sampler gave none, put "
-            "the old log-prob for a ratio of 1."
-        )
     above = mask & (sampler_T > LARGEST_LOGPROB)
     if above.any():
         position = int(above.argmax())
-        rollout_id, token = place_of(batch, position)
         raise RolloutError(
-            f"Rollout {rollout_id!r}: sampler_logprobs is {sampler_T[position]} at its token "
-            f"{token}, and old_logprobs is {batch.old_logprobs[position]}; the logarithm of a "
-            f"probability is at most 0, and rounding to 16 bits adds at most {LARGEST_LOGPROB}. "
-            "Give log-probs rather than probabilities or their negatives."
+            f"{place_of(batch, position)}: sampler_logprobs is {sampler_T[position]}, and "
+            f"old_logprobs is {batch.old_logprobs[position]}; {LOGPROBS_ARE_NEGATIVE}"
         )
     log_ratios_T = np.where(mask, batch.old_logprobs - np.where(mask, sampler_T, 0), 0)
     if level == "sequence":

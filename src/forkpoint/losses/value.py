@@ -19,7 +19,7 @@ from forkpoint.losses.base import (
     check_choice,
     check_number,
 )
-from forkpoint.losses.given import as_floats, place_of
+from forkpoint.losses.given import place_of, token_numbers
 from forkpoint.losses.outputs import Head
 from forkpoint.rollouts.batch import RolloutBatch
 
@@ -122,8 +122,8 @@ def gae(
     counts = np.bincount(rollout, minlength=len(batch))
     step = np.arange(len(trained)) - np.repeat(np.cumsum(counts) - counts, counts)
 
-    values_T = _flat(batch, "values", values, (batch.logical_tokens,))
-    rewards_T = _flat(batch, "rewards", rewards, (len(batch), batch.logical_tokens))
+    values_T = token_numbers(batch, "values", values, (batch.logical_tokens,))
+    rewards_T = token_numbers(batch, "rewards", rewards, (len(batch), batch.logical_tokens))
     if len(rewards_T) != batch.logical_tokens:
         last = step == counts[rollout] - 1
         per_rollout, rewards_T = rewards_T, np.zeros(batch.logical_tokens)
@@ -132,9 +132,9 @@ def gae(
     if lost.any():
         position = int(lost.argmax())
         raise RolloutError(
-            f"{_place(batch, position)} has the reward {rewards_T[position]}, but is not trained, "
-            "so that no advantage would hold it. Give it to a trained token, such as the one "
-            "before it."
+            f"{place_of(batch, position)} has the reward {rewards_T[position]}, but is not "
+            "trained, so that no advantage would hold it. Give it to a trained token, such as the "
+            "one before it."
         )
 
     # Actions of rollouts in rows, one column a step; the columns after the last are 0.
@@ -149,32 +149,3 @@ def gae(
     advantages_T[trained] = advantages_NS[rollout, step]
     returns_T[trained] = advantages_T[trained] + values_T[trained]
     return Estimates(advantages_T, returns_T)
-
-
-def _flat(
-    batch: RolloutBatch, name: str, given: ArrayLike | Tensor, lengths: tuple[int, ...]
-) -> NDArray[np.float64]:
-    """The numbers as float64 of one of the lengths, finite where tokens are trained."""
-    array = as_floats(name, given)
-    if array.ndim != 1 or len(array) not in lengths:
-        wanted = f"{batch.logical_tokens} tokens"
-        if len(lengths) > 1:
-            wanted = f"{len(batch)} rollouts and {wanted}; it takes one number per rollout, or"
-        else:
-            wanted += "; it takes"
-        raise RolloutError(
-            f"{name} has the shape {array.shape}, and the batch has {wanted} one number per token, "
-            "of all rollouts one after another."
-        )
-    per_token = len(array) == batch.logical_tokens
-    refused = ~np.isfinite(array) & (batch.loss_mask if per_token else True)
-    if refused.any():
-        position = int(refused.argmax())
-        where = _place(batch, position) if per_token else f"Rollout {batch.rollout_ids[position]!r}"
-        raise RolloutError(f"{where}: {name} is {array[position]}; it takes finite numbers.")
-    return array
-
-
-def _place(batch: RolloutBatch, position: int) -> str:
-    rollout_id, token = place_of(batch, position)
-    return f"Rollout {rollout_id!r}, token {token}"

@@ -20,8 +20,7 @@ from forkpoint.engine.routing import RouterOutputs, RouterTerms
 from forkpoint.hosts.libraries import Stock, stock_of
 from forkpoint.hosts.routers import record_routers
 from forkpoint.losses.base import Denominators, Loss, LossOutputs
-from forkpoint.losses.leaves import check_leaves
-from forkpoint.losses.missing import computed
+from forkpoint.losses.evaluate import check_leaves, computed
 from forkpoint.losses.views import LossViews, batch_denominators
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.tree.forest import IntArray

@@ -268,7 +268,7 @@ LOSSES = (
         lambda: losses.importance_weights(
             RolloutBatch([Rollout([1, 2], [0, 1], 1.0, [0, -1.5])]), [1.0, 0.25]
         ),
-        message="Rollout '0': sampler_logprobs is 0.25 at its token 1, and old_logprobs is -1.5; "
+        message="Rollout '0', token 1: sampler_logprobs is 0.25, and old_logprobs is -1.5; "
         "the logarithm of a probability is at most 0, and rounding to 16 bits adds at most 0.125. "
         "Give log-probs rather than probabilities or their negatives.",
         error=RolloutError,
