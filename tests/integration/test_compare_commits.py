@@ -31,38 +31,29 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Any:
     return SimpleNamespace(cases=compare_cases, commits=compare_commits, side=compare_side)
 
 
-@pytest.mark.parametrize(
-    ("table", "of"),
-    [
-        ("ACCEPTANCE", test_acceptance.CONFIGS),
-        ("NESTED", test_activations.NESTED),
-        ("HYBRID", test_hybrid.CONFIGS),
-        ("CRITIC", test_critics.CONFIGS),
-    ],
-)
-def test_options_are_those_of_the_tests(scripts: Any, table: str, of: tuple[Config, ...]) -> None:
-    assert tuple(Config(**options) for options in getattr(scripts.cases, table)) == tuple(of)
-
-
-@pytest.mark.parametrize(
-    ("made", "of"),
-    [
-        (lambda cases: cases.scenario(apart=False), acceptance_batch()),
-        (lambda cases: cases.forked(), forked_batch()),
-        (lambda cases: cases.pairs(), paired_batch()),
-    ],
-)
-def test_batches_are_those_of_the_tests(scripts: Any, made: Any, of: RolloutBatch) -> None:
-    batch = RolloutBatch([Rollout(**fields) for fields in made(scripts.cases)])
-    first = {rollout.rollout_id for rollout in of if rollout.temperature != 1}
-    assert batch.rollout_ids == of.rollout_ids
-    for mine, other in zip(batch, of, strict=True):
-        same = np.array(mine.token_ids) == np.array(other.token_ids)
-        # Warm rollouts begin with another token where nothing is to be shared with the others.
-        assert same[1:].all() and (same[0] or mine.rollout_id in first)
-        assert (mine.loss_mask == other.loss_mask).all()
-        assert np.array_equal(mine.advantage, other.advantage)
-        assert (mine.temperature, mine.group_id) == (other.temperature, other.group_id)
+def test_options_and_batches_are_those_of_the_tests(scripts: Any) -> None:
+    for table, of in {
+        "ACCEPTANCE": test_acceptance.CONFIGS,
+        "NESTED": test_activations.NESTED,
+        "HYBRID": test_hybrid.CONFIGS,
+        "CRITIC": test_critics.CONFIGS,
+    }.items():
+        options = getattr(scripts.cases, table)
+        assert tuple(Config(**given) for given in options) == tuple(of), table
+    for made, of in (
+        (scripts.cases.scenario(apart=False), acceptance_batch()),
+        (scripts.cases.forked(), forked_batch()),
+        (scripts.cases.pairs(), paired_batch()),
+    ):
+        batch = RolloutBatch([Rollout(**fields) for fields in made])
+        assert batch.rollout_ids == of.rollout_ids
+        for mine, other in zip(batch, of, strict=True):
+            same = np.array(mine.token_ids) == np.array(other.token_ids)
+            # Warm rollouts begin with another token where nothing is to be shared with the others.
+            assert same[1:].all() and (same[0] or other.temperature != 1)
+            assert (mine.loss_mask == other.loss_mask).all()
+            assert np.array_equal(mine.advantage, other.advantage)
+            assert (mine.temperature, mine.group_id) == (other.temperature, other.group_id)
 
 
 def test_every_case_is_named_once(scripts: Any) -> None:

@@ -7,7 +7,7 @@ import math
 import random
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import json_mutations
 from forkpoint import ConfigError
 from forkpoint.apps.cli import main
 from forkpoint.apps.replay.folder import MANIFEST, ROWS
-from forkpoint.apps.replay.records import ReplayStep, read_step
+from forkpoint.apps.replay.records import ReplayStep
 from forkpoint.apps.report.page import MAX_TABLE_ROWS, Chapter, Figure, render_page
 from forkpoint.apps.report.replay import (
     Run,
@@ -47,11 +47,6 @@ def without_dense(made: list[ReplayStep]) -> list[ReplayStep]:
 
 
 # Replays ------------------------------------------------------------------------------------------
-
-
-def test_rows_come_back_from_json() -> None:
-    for step in steps([1e-9, 2e-9], event_memory_bytes=(4, 5)):
-        assert read_step(json.loads(json.dumps(asdict(step))), "") == step
 
 
 def test_a_replay_that_still_runs(tmp_path: Path) -> None:
