@@ -8,20 +8,16 @@ Options of models, losses, plans and kernels are combined in pairs (see pairwise
 from dataclasses import replace
 from itertools import product
 
-import numpy as np
 import pytest
 import torch
-from scenarios import CHAIN, LOSSES, TIGHT, acceptance_batch, paired_batch
+from scenarios import CHAIN, LOSSES, TIGHT
 from steps import with_options
 from yardstick import Variant, gradient_faults, label, measure, step_faults, truth, value_faults
 
-from forkpoint import Config, Plan, PlanError, wrap
+from forkpoint import Config, wrap
 from forkpoint.config import Boundary, Sharing
 from forkpoint.losses import GRPO, GSPO, Denominators
-from forkpoint.losses.base import as_loss
-from forkpoint.plan import make_plan
 from forkpoint.testing import ReadOnlyHook, lifted_upcasts
-from forkpoint.tree import Microbatch
 from lanes import slow_besides, slow_besides_every
 from pairwise import pairwise
 
@@ -40,8 +36,6 @@ CONFIGS: tuple[Config, ...] = (
     Config(max_microbatch_tokens=CHAIN),
 )
 VARIANTS = [Variant(*v) for v in product(("llama", "qwen3"), (None, 7), (False, True))]
-CHECKPOINTED = [replace(variant, checkpointed=True) for variant in VARIANTS]
-
 Steps = dict[tuple[Variant, str], list[Config]]
 
 
@@ -232,107 +226,3 @@ def test_stats_say_what_ran() -> None:
 
 
 # What follows keeps the scenario honest: it must hold everything that it is said to hold.
-
-
-def external_parents(plan: Plan, microbatch: Microbatch) -> set[int]:
-    """The segments of other microbatches right above a microbatch's own."""
-    return {int(plan.forest.parent[s]) for s in microbatch.segments} - {-1, *microbatch.segments}
-
-
-def nesting(plan: Plan) -> int:
-    """How many microbatches are open at once, at most."""
-    steps = [1 if event.startswith("forward") else -1 for event in plan.events()]
-    return int(np.cumsum(steps).max())
-
-
-def test_the_batch_has_every_feature() -> None:
-    batch = acceptance_batch()
-    tokens = {r.rollout_id: (r.temperature, *r.token_ids.tolist()) for r in batch}
-    trained = {r.rollout_id: int(r.loss_mask.sum()) for r in batch}
-    sizes = sorted(len(members) for members in batch.groups())
-    assert sizes[0] == 1 and len([size for size in sizes if size > 1]) == 2
-    assert len(set(batch.temperatures.tolist())) == 2
-    assert tokens["warm-0"][1:] == tokens["twin-0"][1:] and tokens["warm-0"] != tokens["twin-0"]
-    assert tokens["twin-0"] == tokens["twin-1"] and trained["twin-0"] and trained["twin-1"]
-    prefix = tokens["prefix"]
-    assert tokens["deep-a"][: len(prefix)] == prefix and len(tokens["deep-a"]) > len(prefix)
-    assert batch.lengths.min() == 1 and trained["token"] == 0
-    assert trained["masked"] == 0 and len(tokens["masked"]) > 2
-    # Two groups share their first tokens, so that a tree holds both; the third is alone.
-    shared = sum(a == b for a, b in zip(tokens["deep-a"], tokens["beta-0"], strict=False)) - 1
-    assert shared >= 2 and tokens["gamma"][1] != tokens["deep-a"][1]
-
-    for sharing in ("group", "tree"):
-        forest = make_plan(batch, config=Config(sharing=sharing, boundary="within")).forest
-        assert forest.depth.max() >= 3
-        owners: dict[int, list[int]] = {}
-        for token, edge in enumerate(forest.token_edges(batch.offsets).tolist()):
-            owners.setdefault(edge, []).append(token)
-        del owners[-1]
-        masks = [batch.loss_mask[tokens] for tokens in owners.values()]
-        assert any(mask.any() and not mask.all() for mask in masks)
-        temperatures = np.repeat(batch.temperatures, batch.lengths)
-        trained_at = [
-            set(temperatures[t][mask]) for t, mask in zip(owners.values(), masks, strict=True)
-        ]
-        assert any(len(found) == 2 for found in trained_at)
-        together = [t for t, mask in zip(owners.values(), masks, strict=True) if mask.sum() > 2]
-        assert any(len(set(batch.advantages[tokens])) > 2 for tokens in together)
-    assert any(np.ndim(rollout.advantage) for rollout in batch)
-
-
-def test_the_plans_have_every_feature() -> None:
-    batch = acceptance_batch()
-    plans = {config: make_plan(batch, config=config) for config in CONFIGS}
-    assert {(p.sharing, p.boundary) for c, p in plans.items() if c.sharing != "auto"} == set(EVERY)
-    for sharing in SHARINGS:
-        config = Config(sharing=sharing, boundary="within", max_microbatch_tokens=CHAIN)
-        with pytest.raises(PlanError, match="cannot be cut"):
-            make_plan(batch, config=config)
-
-    tree = plans[Config(sharing="tree", boundary="across")]
-    mixed = plans[Config(sharing="tree", boundary="mixed", max_microbatch_tokens=TIGHT)]
-    assert any(len(external_parents(tree, microbatch)) >= 2 for microbatch in tree.microbatches)
-    groups = [
-        {int(batch.group_index[o]) for s in r.segments for o in tree.forest.owners(s)}
-        for r in tree.microbatches
-    ]
-    assert any(len(found) >= 2 for found in groups)
-    assert any(external_parents(mixed, microbatch) for microbatch in mixed.microbatches)
-    assert any(
-        set(mixed.forest.parent[list(microbatch.segments)]) & set(microbatch.segments)
-        for microbatch in mixed.microbatches
-    )
-
-    for sharing in SHARINGS:
-        plan = plans[Config(sharing=sharing, boundary="across", max_microbatch_tokens=CHAIN)]
-        forest = plan.forest
-        microbatch_of = {
-            segment: microbatch.index
-            for microbatch in plan.microbatches
-            for segment in microbatch.segments
-        }
-        links = [
-            (parent, segment)
-            for segment, parent in enumerate(forest.parent.tolist())
-            if parent >= 0 and forest.multiplicity[parent] == forest.multiplicity[segment]
-        ]
-        assert any(microbatch_of[parent] != microbatch_of[segment] for parent, segment in links), (
-            "no chain"
-        )
-        if sharing != "none":
-            assert nesting(plan) > 3
-            assert any(len(microbatch.children) >= 2 for microbatch in plan.microbatches), (
-                "no parent with leaves"
-            )
-
-    assert plans[Config(max_microbatch_tokens=CHAIN)].sharing == "tree"
-
-
-@pytest.mark.parametrize("loss", ["gspo", "dpo", "coupled"])
-def test_coupled_rollouts_lie_in_one_microbatch_and_in_several(loss: str) -> None:
-    batch = paired_batch() if loss == "dpo" else acceptance_batch()
-    coupling = as_loss(LOSSES[loss]).coupling(batch)
-    plans = [make_plan(batch, config=config) for config in CONFIGS]
-    split = [plan.splits(batch, coupling) for plan in plans]
-    assert any(split) and not all(split)

@@ -1,7 +1,6 @@
 """Calls of a model while a step runs it, from other threads and from losses."""
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -203,23 +202,6 @@ def test_a_thread_that_entered_the_decoder_before_the_step() -> None:
     assert messages and model.model.config is config
 
 
-@pytest.mark.parametrize("family", slow_besides(["qwen3"], ["qwen3", "qwen3_moe"]))
-def test_calls_while_the_model_runs_a_sample(family: str) -> None:
-    """Before the first step the stock model runs, with hooks that round and hold experts."""
-    options = {"num_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
-    model: Any = small_model(family, **(options if family == "qwen3_moe" else {}))
-    messages, main = [], threading.get_ident()
-
-    def call(*_: Any) -> None:
-        if threading.get_ident() == main:
-            messages.append(refused(lambda: from_a_thread(lambda: model(IDS))))
-            messages.append(refused(lambda: from_a_thread(lambda: model.model(IDS))))
-
-    model.model.layers[0].register_forward_hook(ReadOnlyHook(call))
-    wrap(model, ACROSS).score(BATCH)
-    assert len(messages) > 20
-
-
 def test_two_threads_that_begin_steps() -> None:
     model = small_model("qwen3")
     policy = wrap(model, ACROSS)
@@ -247,36 +229,3 @@ def test_two_threads_that_begin_steps() -> None:
     policy.forward_backward(BATCH, losses.GRPO())
     found = gradients(model)
     assert all(g is None or torch.equal(g, found[n]) for n, g in wanted.items())  # type: ignore[arg-type]
-
-
-@pytest.mark.slow
-def test_a_thread_that_calls_the_model_all_the_time() -> None:
-    """Logits are the stock model's, or the call is refused."""
-    model = small_model("qwen3").eval()
-    policy = wrap(model, ACROSS)
-    with torch.no_grad():
-        wanted = model(input_ids=IDS, attention_mask=MASK).logits
-    ended, same, messages, others = threading.Event(), [], [], []
-
-    def call() -> None:
-        while not ended.is_set():
-            try:
-                with torch.no_grad():
-                    same.append(
-                        torch.equal(model(input_ids=IDS, attention_mask=MASK).logits, wanted)
-                    )
-            except ForkpointError as error:
-                messages.append(str(error))
-                time.sleep(1e-4)
-            except BaseException as error:
-                others.append(error)
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    for _ in range(40):
-        policy.score(BATCH)
-        policy.forward_backward(BATCH, losses.GRPO())
-        model(input_ids=IDS, attention_mask=MASK)
-    ended.set()
-    thread.join()
-    assert messages and same and all(same) and not others, (len(messages), len(same), others[:1])

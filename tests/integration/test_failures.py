@@ -8,7 +8,6 @@ in the loss, in autograd or between events. What must hold then is the same ever
 import functools
 import gc
 import weakref
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +35,6 @@ from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.hosts.compiled import CompiledBlocks
 from forkpoint.losses.base import LossBatch, LossOutputs
 from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
-from pairwise import pairwise
 
 pytestmark = pytest.mark.usefixtures("without_sample", "without_lists")
 
@@ -49,7 +47,7 @@ class ModelError(Exception):
     """An error that nothing in forkpoint or torch knows."""
 
 
-ERRORS = [torch.OutOfMemoryError, ModelError, KeyboardInterrupt]
+ERRORS: list[type[BaseException]] = [torch.OutOfMemoryError, ModelError, KeyboardInterrupt]
 
 # Events of the plan, in order; the first backward is that of leaf 3.
 EVENTS = (
@@ -220,35 +218,12 @@ def check_aftermath(
     clear_gradients(model)
 
 
-def began_before(event: str) -> bool:
-    """Whether some microbatch's backward began before, or with, an event."""
-    return EVENTS.index(event) >= EVENTS.index("backward leaf 3")
-
-
 GRADS = {
     "none": (ACROSS, False),
     "accumulated": (ACROSS, True),
     "restoring": (RESTORING, True),
     "summing": (SUMMING, True),
 }
-
-
-def everywhere(names: str, places: Sequence[tuple[Any, ...]]) -> pytest.MarkDecorator:
-    """Every error at every place, over every state of `.grad`, in pairs."""
-    rows = pairwise(places, tuple(GRADS), ERRORS)
-    return pytest.mark.parametrize(
-        (*names.split(), "config", "accumulated", "error"),
-        [
-            pytest.param(
-                *place,
-                *GRADS[grads],
-                error,
-                id=f"{place}-{grads}-{error.__name__}",
-                marks=[pytest.mark.slow] if number % 2 else [],
-            )
-            for number, (place, grads, error) in enumerate(rows)
-        ],
-    )
 
 
 def test_the_events_are_these(model: nn.Module) -> None:
@@ -259,122 +234,53 @@ def test_the_events_are_these(model: nn.Module) -> None:
     assert {stats.plan.microbatch_names[i] for i in leaves} == {"leaf 3", "leaf 6"}
 
 
-@everywhere("event", [(EVENTS[at],) for at in (0, 3, 8, 4, 5, 13)])
-def test_error_in_the_model(
-    model: nn.Module,
-    injector: Injector,
-    dense: Any,
-    event: str,
-    config: Any,
-    accumulated: bool,
-    error: Any,
-) -> None:
-    place = "forward" if event.startswith("forward") else "backward"
-    injector.arm(place, EVENTS.index(event), error)
-    began = began_before(event)
-    check_aftermath(
-        wrap(model, config),
-        injector,
-        losses.GRPO(kl=0.1),
-        began=began,
-        accumulated=accumulated,
-        dense=dense,
-    )
+OOM, MODEL, INTERRUPT = ERRORS
+FAILURES: list[tuple[str, int, bool, bool, str, type[BaseException]]] = [
+    # Place, event, whether the loss couples microbatches, whether a backward has begun.
+    ("forward", 0, False, False, "accumulated", OOM),
+    ("forward", 8, False, True, "restoring", MODEL),
+    ("backward", 4, False, True, "none", INTERRUPT),
+    ("backward", 5, False, True, "accumulated", MODEL),
+    ("backward", 13, False, True, "summing", OOM),
+    ("loss", 1, False, False, "summing", INTERRUPT),
+    ("loss", 8, False, True, "accumulated", OOM),
+    # The mark after the last event ends the pass.
+    ("between", 0, False, False, "restoring", INTERRUPT),
+    ("between", 5, False, True, "summing", MODEL),
+    ("between", 14, False, True, "accumulated", INTERRUPT),
+    # The pass of scores has the 7 forwards and a last mark.
+    ("forward", 6, True, False, "accumulated", INTERRUPT),
+    ("loss", 7, True, False, "restoring", OOM),
+    ("forward", 8, True, False, "summing", MODEL),
+    ("backward", 12, True, True, "restoring", OOM),
+    ("backward", 21, True, True, "accumulated", MODEL),
+]
 
 
-@everywhere("event", [(EVENTS[at],) for at in (1, 3, 8)])
-def test_error_in_the_loss(
-    model: nn.Module,
-    injector: Injector,
-    dense: Any,
-    event: str,
-    config: Any,
-    accumulated: bool,
-    error: Any,
-) -> None:
-    injector.arm("loss", EVENTS.index(event), error)
-    began = began_before(event)
-    check_aftermath(
-        wrap(model, config),
-        injector,
-        TokenLoss(injector),
-        began=began,
-        accumulated=accumulated,
-        dense=dense,
-    )
-
-
-# An error before the first backward touches nothing; the mark after the last event ends the pass.
-@everywhere("event began", [(0, False), (4, False), (5, True), (14, True)])
-def test_error_between_events(
-    model: nn.Module,
-    injector: Injector,
-    dense: Any,
-    event: int,
-    began: bool,
-    config: Any,
-    accumulated: bool,
-    error: Any,
-) -> None:
-    policy = wrap(model, config)
-    injector.arm("between", event, error)
-    check_aftermath(
-        policy,
-        injector,
-        losses.GRPO(kl=0.1),
-        began=began,
-        accumulated=accumulated,
-        dense=dense,
-        anything_ran=event > 0,
-    )
-
-
-@everywhere(
-    "place event began",
-    [
-        ("forward", 0, False),  # the pass that scores has the 7 forwards and a last mark
-        ("forward", 6, False),
-        ("loss", 7, False),
-        ("forward", 8, False),  # the pass with gradients
-        ("backward", 12, True),
-        ("backward", 21, True),
-    ],
-)
-def test_error_in_a_loss_that_couples_microbatches(
+@pytest.mark.parametrize(("place", "event", "couples", "began", "grads", "error"), FAILURES)
+def test_a_failed_step_leaves_nothing(
     model: nn.Module,
     injector: Injector,
     dense: Any,
     place: str,
     event: int,
+    couples: bool,
     began: bool,
-    config: Any,
-    accumulated: bool,
-    error: Any,
+    grads: str,
+    error: type[BaseException],
 ) -> None:
+    config, accumulated = GRADS[grads]
     injector.arm(place, event, error)
+    in_loss: Any = TokenLoss(injector) if place == "loss" else losses.GRPO(kl=0.1)
     check_aftermath(
         wrap(model, config),
         injector,
-        injector.loss,
+        injector.loss if couples else in_loss,
         began=began,
         accumulated=accumulated,
         dense=dense,
+        anything_ran=(place, event) != ("between", 0),
     )
-
-
-@pytest.mark.parametrize("error", ERRORS)
-def test_error_in_score(model: nn.Module, injector: Injector, error: Any) -> None:
-    policy = wrap(model, ACROSS)
-    wanted = policy.score(BATCH).logprobs
-    state = model_state(model)
-    injector.arm("forward", 3, error)
-    with pytest.raises(error, match="injected") as caught:
-        policy.score(BATCH)
-    assert model_state(model) == state
-    del caught
-    assert injector.alive
-    assert not injector.survivors()
-    assert torch.equal(policy.score(BATCH).logprobs, wanted)
 
 
 @pytest.mark.parametrize("error", ERRORS)
@@ -398,19 +304,6 @@ def test_error_while_activations_are_recomputed(
         dense=dense,
         frees_at_once=False,
     )
-
-
-def test_a_smaller_step_can_follow_within_the_except_clause(
-    model: nn.Module, injector: Injector
-) -> None:
-    policy = wrap(model, ACROSS)
-    injector.arm("backward", EVENTS.index("backward prefix 2"), torch.OutOfMemoryError)
-    smaller = policy.with_config(max_microbatch_tokens=6)
-    try:
-        policy.forward_backward(BATCH, losses.GRPO(kl=0.1))
-    except torch.OutOfMemoryError:
-        assert not injector.survivors()
-        assert step_error(model, BATCH, losses.GRPO(kl=0.1), policy=smaller) < 1e-10
 
 
 def test_a_step_can_follow_while_an_error_under_checkpointing_is_handled(

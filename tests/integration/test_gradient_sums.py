@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 from steps import ACROSS, clear_gradients, forked_batch, gradients
 from torch import Tensor, nn
@@ -14,7 +13,6 @@ from forkpoint.engine.gradients import GradientSums
 from forkpoint.losses import GRPO
 from forkpoint.losses.views import batch_denominators
 from forkpoint.testing import tiny_model
-from lanes import slow_besides
 
 BATCH = forked_batch()
 FLOAT32: Any = {"grad_accumulation_dtype": "float32"}
@@ -74,32 +72,3 @@ def test_a_step_is_the_rounded_sum_of_its_microbatches() -> None:
     # Rounding once is off by at most 2^-9 of each entry.
     assert max(errors["float32"]) <= 2**-9
     assert sum(errors["parameter"]) > 1.5 * sum(errors["float32"])
-
-
-@pytest.mark.usefixtures("graphs_alone")
-@pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns
-@pytest.mark.parametrize("name", slow_besides(CONFIGS.keys() - {"compiled"}, CONFIGS))
-def test_they_are_those_of_ordinary_sums(name: str) -> None:
-    """In float64, over two steps; into the tensors that are there, and none for what is frozen."""
-    model = tiny_model("qwen3")
-    frozen = model.get_parameter("model.layers.0.mlp.up_proj.weight")
-    frozen.requires_grad_(False)
-    config = CONFIGS[name]
-    for _ in range(2):
-        wrap(model, config).forward_backward(BATCH, GRPO())
-    wanted = {n: None if g is None else g.clone() for n, g in gradients(model).items()}
-    clear_gradients(model)
-    policy = wrap(model, replace(config, **FLOAT32))
-    policy.forward_backward(BATCH, GRPO())
-    objects = {n: p.grad for n, p in model.named_parameters()}
-    policy.forward_backward(BATCH, GRPO())
-    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
-    for parameter_name, parameter in model.named_parameters():
-        assert parameter.grad is objects[parameter_name]
-        if parameter is frozen:
-            assert parameter.grad is None
-            continue
-        assert parameter.grad is not None and parameter.grad.dtype == torch.float64
-        torch.testing.assert_close(
-            parameter.grad, wanted[parameter_name], rtol=1e-12, atol=1e-15, msg=parameter_name
-        )

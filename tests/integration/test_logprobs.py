@@ -49,22 +49,9 @@ def ppo_clip(lp: Tensor, _: Tensor) -> Tensor:
     return -torch.minimum(ratio * ADVANTAGE, ratio.clamp(0.8, 1.2) * ADVANTAGE).mean()
 
 
-def reinforce(lp: Tensor, _: Tensor) -> Tensor:
-    return -(lp[MASK] * ADVANTAGE).mean()
-
-
-def likelihood(lp: Tensor, _: Tensor) -> Tensor:
-    return -means(lp).mean()
-
-
 def dpo(lp: Tensor, _: Tensor) -> Tensor:
     margin = sums(lp) - sums(REFERENCE)
     return -F.logsigmoid(0.1 * (margin[::2] - margin[1::2])).mean()
-
-
-def ipo(lp: Tensor, _: Tensor) -> Tensor:
-    margin = means(lp) - means(REFERENCE)
-    return (margin[::2] - margin[1::2] - 5).square().mean()
 
 
 def kto(lp: Tensor, _: Tensor) -> Tensor:
@@ -74,25 +61,10 @@ def kto(lp: Tensor, _: Tensor) -> Tensor:
     return (1 - torch.sigmoid(0.1 * sign * (reward - anchor))).mean()
 
 
-def simpo(lp: Tensor, _: Tensor) -> Tensor:
-    score = 2 * means(lp)
-    return -F.logsigmoid(score[::2] - score[1::2] - 0.5).mean()
-
-
 def gspo(lp: Tensor, _: Tensor) -> Tensor:
     ratio = (means(lp) - means(OLD)).exp()
     weight = torch.zeros(len(BATCH), dtype=lp.dtype).index_add(0, OWNER[MASK], ADVANTAGE)
     return -torch.minimum(ratio * weight, ratio.clamp(0.9, 1.1) * weight).mean()
-
-
-def cispo(lp: Tensor, _: Tensor) -> Tensor:
-    weight = (lp - OLD)[MASK].exp().clamp(max=1.3).detach()
-    return -(weight * ADVANTAGE * lp[MASK]).mean()
-
-
-def distillation(lp: Tensor, _: Tensor) -> Tensor:
-    gap = (REFERENCE - lp)[MASK]
-    return (gap.exp() - gap - 1).mean()
 
 
 def entropy_bonus(lp: Tensor, entropies: Tensor) -> Tensor:
@@ -104,10 +76,7 @@ def listwise(lp: Tensor, entropies: Tensor) -> Tensor:
     return -means(lp).log_softmax(0)[0] + means(entropies).square().sum()
 
 
-LOSSES = [
-    *(ppo_clip, reinforce, likelihood, dpo, ipo, kto),
-    *(simpo, gspo, cispo, distillation, entropy_bonus, listwise),
-]
+LOSSES = [ppo_clip, dpo, kto, gspo, entropy_bonus, listwise]
 
 
 def stock_values(model: nn.Module, batch: RolloutBatch) -> tuple[Tensor, Tensor]:

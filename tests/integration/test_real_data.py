@@ -12,9 +12,7 @@ from yardstick import Truth, label, measure, own_logprobs, step_faults
 
 from forkpoint import Config, Rollout, RolloutBatch, load_rollouts, wrap
 from forkpoint.losses import GRPO, GSPO
-from forkpoint.losses.zeros import zero_rollouts
 from forkpoint.plan import make_plan
-from forkpoint.plan.runs import LeftOut, run_lengths
 from forkpoint.testing import lifted_upcasts, tiny_model
 from forkpoint.tree.forest import IntArray
 from lanes import slow_besides
@@ -53,23 +51,6 @@ def test_token_counts_of_whole_files(
         assert group.computed_tokens + by_group == once_by_group
         dense = make_plan(batch, config=Config(sharing="none", boundary=boundary))
         assert dense.computed_tokens == logical - len(batch)
-
-
-def test_conversations_without_gradient(shared_data: Find) -> None:
-    """14 of 25 tasks were solved in all trials or in none."""
-    batch = RolloutBatch(load_rollouts(shared_data("airline.jsonl")))
-    runs = run_lengths(batch, zero_rollouts(GRPO(), batch))
-    plan = make_plan(batch, config=Config(sharing="tree", boundary="mixed"), runs=runs)
-    assert plan.left_out == LeftOut(56, 14, rollout_tokens=208_159, tail_tokens=847)
-    assert plan.dense.tokens == 378_424 - 100 - plan.left_out.tokens
-    assert plan.computed_tokens == 113_644
-    few = batch.select(range(24))
-    zero = zero_rollouts(GRPO(), few)
-    some, every = (
-        make_plan(few, config=Config(sharing="tree", boundary="mixed"), runs=run_lengths(few, of))
-        for of in (zero, None)
-    )
-    assert (some.computed_tokens, every.computed_tokens) == (30_545, 78_923)
 
 
 def take(rollout: Rollout, tokens: IntArray) -> Rollout:
@@ -117,19 +98,6 @@ def check(model: PreTrainedModel, batch: RolloutBatch, loss: str) -> list[int]:
             microbatches.append(len(stats.plan.microbatches))
     assert not faults, "\n".join(faults)
     return microbatches
-
-
-@pytest.mark.parametrize("loss", slow_besides([], LOSSES))
-def test_agent_conversations(shared_data: Find, model: PreTrainedModel, loss: str) -> None:
-    groups = {"airline-0", "airline-5", "airline-15"}
-    batch = slice_of(shared_data("airline.jsonl"), groups, drop=(20, 1270), most=300)
-    forest = make_plan(batch, config=Config(sharing="tree", boundary="mixed")).forest
-    trained_edges = forest.token_edges(batch.offsets)[batch.loss_mask]
-    assert len(batch) == 12 and forest.depth.max() >= 4
-    assert np.bincount(trained_edges).max() >= 2, "no trained token is shared"
-    turns = [np.flatnonzero(np.diff(rollout.loss_mask.astype(int)) < 0) for rollout in batch]
-    assert min(map(len, turns)) >= 2, "no tool results between trained tokens"
-    assert min(check(model, batch, loss)[:2]) > 1
 
 
 @pytest.mark.parametrize("loss", slow_besides(["gspo"], LOSSES))

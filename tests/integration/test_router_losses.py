@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from bad_inputs.models import lora
 from experts import expert_model
 from router_losses import (
     VOCAB,
@@ -28,8 +27,6 @@ from forkpoint.engine.routing import ExpertCounts, Routing
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.losses import DPO, GRPO, GSPO, RouterLoss
 from forkpoint.losses.base import Loss
-from forkpoint.plan import make_plan
-from forkpoint.plan.routing import RouterDemand
 from forkpoint.testing import ReadOnlyHook, lifted_upcasts
 from lanes import slow_besides
 from versions import NOT_RECORDED, OLDER
@@ -129,19 +126,6 @@ def test_router_losses_equal_ordinary_training(family: str) -> None:
     assert not faults, "\n".join(faults)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("account", range(len(ACCOUNTS)), ids=str)
-def test_every_account_in_every_mode(account: int) -> None:
-    scope, last_token = ACCOUNTS[account]
-    wanted, policy = ordinary(tiny(), scope, last_token=last_token), wrap(tiny())
-    router = RouterLoss(LOAD_BALANCING, Z, scope=scope, last_token=last_token)
-    faults = {
-        mode: step_faults(with_options(policy, config), tiny(), wanted, router)
-        for mode, config in MODES.items()
-    }
-    assert not any(faults.values()), faults
-
-
 @pytest.mark.parametrize("loss", slow_besides([GSPO()], [GSPO(), DPO()]), ids=type)
 def test_with_losses_that_couple_rollouts(loss: Loss) -> None:
     batch = BATCH
@@ -170,11 +154,6 @@ def frozen_routers(model: PreTrainedModel) -> None:
         parameter.requires_grad_(not frozen)
 
 
-def one_router(model: PreTrainedModel) -> None:
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("layers.0" in name and "gate.weight" in name)
-
-
 def checkpointed(model: PreTrainedModel) -> None:
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
     enable = next(getattr(model, name) for name in names if hasattr(model, name))
@@ -191,7 +170,6 @@ def nothing(model: PreTrainedModel) -> None:
         [(checkpointed, {})],
         [
             (frozen_routers, {}),
-            (one_router, {}),
             (checkpointed, {}),
             (nothing, {"mlp_only_layers": [1]}),
             (nothing, {"mlp_only_layers": [0]}),
@@ -204,18 +182,6 @@ def test_models_in_other_states(
     model = routed_model("qwen3_moe", **sizes)
     change(model)
     wanted = ordinary(model)
-    assert not step_faults(wrap(model, ACROSS), model, wanted, RouterLoss(LOAD_BALANCING, Z))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft with newer transformers
-def test_adapters() -> None:
-    inner = routed_model("qwen3_moe")
-    model = lora(inner, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    wanted = ordinary(inner)
-    named = {f"base_model.model.{name}": g for name, g in wanted.gradients.items()}
-    assert any(g is not None for g in named.values())
-    wanted = replace(wanted, gradients=named)
     assert not step_faults(wrap(model, ACROSS), model, wanted, RouterLoss(LOAD_BALANCING, Z))
 
 
@@ -256,17 +222,6 @@ def test_the_loss_without_gradients(config: Config) -> None:
     assert policy.score(BATCH, expert_counts=True).router_loss is None
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns
-def test_compiled_blocks(graphs_alone: None) -> None:
-    model = routed_model("qwen3_moe")
-    policy = wrap(model, replace(ACROSS, compile_blocks=True))
-    wanted = ordinary(model)
-    for _ in range(2):
-        assert not step_faults(policy, model, wanted, RouterLoss(LOAD_BALANCING, Z))
-    assert policy.host.compiles
-
-
 # Counts -------------------------------------------------------------------------------------------
 
 
@@ -294,14 +249,14 @@ def test_counts_are_those_of_ordinary_training(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", slow_besides(["deepseek_v3"], BY_BIAS))
-def test_twenty_updates_of_biases_are_those_of_ordinary_training(family: str) -> None:
+def test_updates_of_biases_are_those_of_ordinary_training(family: str) -> None:
     models = [routed_model(family) for _ in range(2)]
     start = [router.clone() for router in biases_of(models[0])]
     ours, stock = models
     policy = wrap(ours, ACROSS)
     rounding = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in models]
     with lifted_upcasts(ours):
-        for seed in range(20):
+        for seed in range(6):
             batch = ragged_batch(seed)
             stats = policy.forward_backward(batch, GRPO(), expert_counts=True)
             rounding[0].step()
@@ -331,15 +286,6 @@ def test_twenty_updates_of_biases_are_those_of_ordinary_training(family: str) ->
 
 def biases_of(model: nn.Module) -> list[torch.Tensor]:
     return [b for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")]
-
-
-def test_counts_by_rollout() -> None:
-    scores = wrap(tiny(), ACROSS).score(BATCH, expert_counts=True)
-    assert scores.rollout_expert_counts is not None
-    for index in range(len(BATCH)):
-        alone = wrap(tiny()).score(RolloutBatch([BATCH[index]]), expert_counts=True)
-        assert alone.expert_counts is not None
-        assert torch.equal(scores.rollout_expert_counts[index], alone.expert_counts)
 
 
 def test_prefix_tokens_that_count_once_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -402,19 +348,6 @@ def test_statistics_of_one_microbatch_take_no_pass() -> None:
     assert not across.plan(BATCH, GRPO(), router=RouterLoss(0.0, z=1.0)).program.has_scores
 
 
-def test_last_tokens_are_planned_and_explained() -> None:
-    last = make_plan(BATCH, config=ACROSS, routers=RouterDemand(True))
-    without = make_plan(BATCH, config=ACROSS, routers=RouterDemand(False))
-    # Of seven rollouts two are equal, and share the last token's edge as well.
-    assert last.computed_tokens == without.computed_tokens + 6
-    assert last.dense.tokens == without.dense.tokens + 7
-    assert last.unique_tokens == without.unique_tokens
-    assert "last tokens run for routers, among those computed │ 6" in " ".join(
-        last.explain().split()
-    ).replace("  ", " ")
-    assert "last tokens" not in without.explain()
-
-
 def test_prefixes_end_in_the_router_of_the_last_block() -> None:
     model = routed_model("qwen3_moe")
     ran: list[int] = []
@@ -458,19 +391,6 @@ def test_the_model_s_own_coefficient() -> None:
         stats = wrap(tiny()).forward_backward(BATCH, GRPO(), router=RouterLoss())
     assert stats.router_loss == 0.0
     tiny().zero_grad()
-
-
-def test_float32_as_it_is() -> None:
-    model = routed_model("qwen3_moe").float()
-    wanted = ordinary_training(
-        model, BATCH, GRPO(), load_balancing=LOAD_BALANCING, z=Z, parts=[list(range(len(BATCH)))]
-    )
-    model.zero_grad()
-    stats = wrap(model, ACROSS).forward_backward(
-        BATCH, GRPO(), router=RouterLoss(LOAD_BALANCING, Z)
-    )
-    assert stats.router_loss == pytest.approx(wanted.router_loss, rel=2e-6)
-    assert gradient_error(model, wanted.gradients) < 1e-4
 
 
 def test_rollouts_of_one_token() -> None:

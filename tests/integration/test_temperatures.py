@@ -129,17 +129,6 @@ def test_scores_entropies_and_logprobs() -> None:
 # What runs ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.sharing}-{c.boundary}")
-def test_as_many_tokens_run_as_at_one_temperature(config: Config) -> None:
-    policy = wrap(MODELS["full"](), config)
-    batch = mixed_batch()
-    plan, one = policy.plan(batch), policy.plan(at_temperatures(batch, 1.0))
-    assert plan.computed_tokens == one.computed_tokens
-    assert [m.segments for m in plan.microbatches] == [m.segments for m in one.microbatches]
-    assert plan.dense == one.dense
-    assert (plan.num_loss_entries > one.num_loss_entries) == (config.sharing != "none")
-
-
 def inputs_of(batch: RolloutBatch, *, uses_temperature: bool = True) -> MicrobatchInputs:
     """The one microbatch of a batch."""
     plan = wrap(tiny_model("llama"), Config(sharing="group", boundary="within")).plan(batch)
@@ -179,18 +168,6 @@ def test_a_group_at_two_temperatures_runs_each_shared_token_once() -> None:
     assert first[:2] == second[:2] and third[0] == fourth[0] and not set(first) & set(third)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_one_temperature_has_one_entry_for_each_edge(temperature: float) -> None:
-    inputs = inputs_of(at_temperatures(forked_batch().select(range(6)), temperature))
-    places = inputs.head_index.tolist()
-    assert places == sorted(set(places))
-    if temperature == 1.0:
-        assert inputs.head_temperatures is None
-    else:
-        assert inputs.head_temperatures is not None
-        assert set(inputs.head_temperatures.tolist()) == {temperature}
-
-
 def test_a_critic_ignores_temperatures() -> None:
     """Values, steps and entries are those of one temperature, to the last bit."""
     model = critic()
@@ -211,27 +188,3 @@ def test_a_critic_ignores_temperatures() -> None:
     assert torch.equal(one.values, other.values) and one.loss == other.loss
     for name, gradient in of_one.items():
         assert gradient is not None and torch.equal(gradient, of_other[name]), name
-
-
-def test_a_trained_head_has_the_gradients_of_both_temperatures() -> None:
-    """The weight of the head alone: the sum over entries, by hand."""
-    model = tiny_model("llama", tie_word_embeddings=False)
-    model.requires_grad_(False)
-    model.lm_head.weight.requires_grad_(True)
-    batch = RolloutBatch(
-        Rollout([1, 2, 3], [0, 0, 1], 1.0, temperature=t, group_id="g") for t in (1.0, 0.25)
-    )
-    with lifted_upcasts(model):
-        hidden = model.model(input_ids=torch.tensor([[1, 2]])).last_hidden_state[0, -1].detach()
-        stats = wrap(model, Config(sharing="group", boundary="within")).forward_backward(
-            batch, losses.LogLikelihood(normalize="none")
-        )
-    assert (stats.computed_tokens, stats.plan.num_loss_entries) == (2, 2)
-    weight, grad = model.lm_head.weight.detach(), model.lm_head.weight.grad
-    expected = torch.zeros_like(weight)
-    for temperature in (1.0, 0.25):
-        share = (weight @ hidden / temperature).softmax(-1)
-        share[3] -= 1
-        expected += share[:, None] * hidden / temperature
-    assert grad is not None
-    assert float((grad - expected).norm() / expected.norm()) <= BAR

@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from processes import RankFailed, run_ranks
+from processes import run_ranks
 from scenarios_of_ranks import (
     BAR,
     DEEP,
@@ -41,7 +39,6 @@ from forkpoint.hosts.torch_dist.fully_sharded import FullySharded
 from forkpoint.losses import GRPO, GSPO
 from forkpoint.parallel import watch
 from lanes import slow_besides
-from strategies import batches
 
 NAMES = [name for name in SCENARIOS if name.startswith("fully_shard")]
 IN_CORE = ("fully_shard, a rank without rollouts", "fully_shard, accumulated", "fully_shard, LoRA")
@@ -56,23 +53,8 @@ def test_gradients_are_those_of_one_process(name: str) -> None:
         assert rank["tokens"][0] == rank["tokens"][1]
 
 
-def divided(model: Any) -> nn.Module:
-    model = sharded(model)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(3.0)
-    return model
-
-
 def in_hybrid_mesh(model: Any) -> nn.Module:
     return sharded(model, mesh=hybrid_mesh())
-
-
-@pytest.mark.slow
-def test_factors_that_users_set_are_kept() -> None:
-    for gather in ("step", "microbatch"):
-        for rank in run_ranks(2, compared, Scenario(wrap=divided, gather=gather)):  # type: ignore[arg-type]
-            assert rank["error"] < BAR, rank
 
 
 @pytest.mark.slow
@@ -86,47 +68,6 @@ def test_four_ranks_of_a_hybrid_mesh() -> None:
 
 # Random forests
 # ------------------------------------------------------------
-
-
-def drawn(count: int) -> list[tuple[RolloutBatch, RolloutBatch, Config]]:
-    """Batches of two ranks, and how both are planned."""
-    found = []
-    configs = st.builds(
-        Config,
-        sharing=st.sampled_from(("group", "tree")),
-        boundary=st.sampled_from(("mixed", "across")),
-        max_microbatch_tokens=st.integers(5, 40),
-        activations=st.sampled_from(("keep", "recompute")),
-    )
-    each = batches(max_rollouts=6, max_tokens=24)
-
-    @settings(max_examples=count, derandomize=True, database=None, deadline=None)
-    @given(case=st.tuples(each, each, configs))
-    def collect(case: tuple[RolloutBatch, RolloutBatch, Config]) -> None:
-        found.append(case)
-
-    collect()
-    return found
-
-
-def all_compared(cases: list[Any]) -> list[float]:
-    errors = []
-    for number, (*own, config) in enumerate(cases):
-        rollouts = tuple(
-            [replace(r, rollout_id=f"{rank}/{n}") for n, r in enumerate(batch.rollouts)]
-            for rank, batch in enumerate(own)
-        )
-        gather = ("step", "microbatch")[number % 2]
-        found = compared(Scenario(rollouts=rollouts, config=config, gather=gather))  # type: ignore[arg-type]
-        errors.append(max(found["error"], found["loss"]))
-    return errors
-
-
-@pytest.mark.parametrize("count", [6, pytest.param(30, marks=pytest.mark.slow)])
-def test_random_forests(count: int) -> None:
-    cases = drawn(count)
-    for errors in run_ranks(2, all_compared, cases, limit_s=40 + 5 * count):
-        assert len(errors) == len(cases) and max(errors) < BAR, errors
 
 
 # Collectives
@@ -183,52 +124,8 @@ def test_a_step_issues_no_collective_between_its_first_and_its_last() -> None:
         assert every["reduce"] == groups
 
 
-def not_reduced() -> dict[str, Any]:
-    """The negative control: a rank adds no zeros for gradients that others have."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("forkpoint.hosts.torch_dist.fully_sharded.set_zeros", lambda parameter: None)
-        return compared(replace(SCENARIOS["fully_shard, a rank without rollouts"], gather="step"))
-
-
-@pytest.mark.slow
-def test_without_zeros_for_missing_gradients_ranks_fail() -> None:
-    with pytest.raises(RankFailed):
-        run_ranks(2, not_reduced, limit_s=20)
-
-
 # Prefetching in lockstep
 # ------------------------------------------------------------
-
-
-def prefetched() -> tuple[list[int], list[int], list[list[Any]]]:
-    """Modules that blocks prefetch within a step, and after it; the user has set one of them."""
-    model: Any = sharded(model_of(Scenario()))
-    blocks = list(model.model.layers)
-    blocks[0].set_modules_to_forward_prefetch([blocks[1]])
-    kept = blocks[0]._get_fsdp_state()._states_to_forward_prefetch
-    policy = on_ranks(model, DEEP)
-    states = [block._get_fsdp_state() for block in blocks]
-    within: list[list[int]] = []
-
-    def look(_: str) -> None:
-        within.append([len(s._states_to_forward_prefetch) for s in states])
-        within.append([len(s._states_to_backward_prefetch) for s in states])
-
-    policy.observer = look
-    policy.forward_backward(RolloutBatch(UNEQUAL[dist.get_rank()]), GRPO())
-    assert states[0]._states_to_forward_prefetch is kept
-    after = [
-        [len(s._states_to_forward_prefetch), len(s._states_to_backward_prefetch)] for s in states
-    ]
-    return within[0], within[1], after
-
-
-def test_blocks_are_prefetched_in_both_directions_and_options_put_back() -> None:
-    for forward, backward, after in run_ranks(2, prefetched):
-        blocks = len(forward)
-        assert forward == [1] * (blocks - 1) + [0]
-        assert backward == [0] + [1] * (blocks - 1)
-        assert after == [[1, 0]] + [[0, 0]] * (blocks - 1)
 
 
 # Failures
@@ -335,20 +232,6 @@ def test_whole_weights_count_against_the_budget() -> None:
     found = run_ranks(2, chosen, (nbytes // 4, nbytes // 4), DEEP)
     assert {rank[0] for rank in found} == {"microbatch"}
     assert all("whole weights" in rank[1] and "memory budget" in rank[1] for rank in found)
-
-
-def asked_differently() -> str:
-    policy = on_ranks(
-        sharded(model_of(Scenario())), DEEP, "step" if dist.get_rank() else "microbatch"
-    )
-    with pytest.raises(RankError) as caught:
-        policy.forward_backward(RolloutBatch(UNEQUAL[dist.get_rank()]), GRPO())
-    return str(caught.value)
-
-
-def test_ranks_that_ask_for_different_ways_are_refused() -> None:
-    for said in run_ranks(2, asked_differently):
-        assert "do not call the same" in said and "gather='step'" in said
 
 
 def test_a_model_that_is_whole_is_not_gathered() -> None:

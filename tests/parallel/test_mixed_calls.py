@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from mixed_calls import MixedCalls, mixed, own_function, stock
+from mixed_calls import MixedCalls, mixed, stock
 from processes import run_ranks
 from scenarios_of_ranks import BAR, EMPTY, Scenario, hybrid_mesh, replicated, sharded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from forkpoint.engine.timing import Event
@@ -129,22 +129,6 @@ def test_four_ranks_of_a_hybrid_mesh(work: Any) -> None:
         assert max(errors.values()) < BAR, errors
 
 
-def in_another_dtype(gather: Any) -> float:
-    """Gradients that are not reduced lie beside the parameters where these have another dtype."""
-
-    def wrap(model: Any) -> nn.Module:
-        return sharded(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
-
-    calls = MixedCalls(Scenario(wrap=wrap, gather=gather))
-    return calls.run(["unsynced", "stock", "fails", "score", "synced", "stock"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("gather", ["microbatch", "step"])
-def test_unreduced_gradients_of_another_dtype_are_kept(gather: str) -> None:
-    assert max(run_ranks(2, in_another_dtype, gather)) < 1e-6
-
-
 def lost() -> tuple[float, list[str]]:
     """A step that cannot put accumulated gradients back leaves none, unreduced ones neither."""
     calls = MixedCalls(Scenario())
@@ -215,43 +199,6 @@ def test_a_plan_that_fails_leaves_the_stock_term(wrap: Any) -> None:
         assert "what else the loss" in notes
 
 
-def after_a_failed_stock_backward() -> str:
-    calls = MixedCalls(Scenario())
-    calls.run(["score"])
-    norm = calls.inner.model.layers[1].mlp.down_proj
-    handle = norm.register_full_backward_hook(lambda *_: 1 / 0)
-    value = stock(calls.model, calls.rank)
-    with pytest.raises(ZeroDivisionError):
-        value.backward()
-    handle.remove()
-    with pytest.raises(UnsupportedError) as caught:
-        calls.run(["function"])
-    return str(caught.value)
-
-
-@pytest.mark.slow
-def test_a_stock_backward_that_failed_is_noticed() -> None:
-    for said in run_ranks(2, after_a_failed_stock_backward):
-        assert "a stock backward of the model is under way or has failed" in said
-
-
-def whole_groups(call: str) -> int:
-    """The most groups of weights that are whole when an operation of a step begins."""
-    calls = MixedCalls(Scenario())
-    modules = [m for m in calls.inner.modules() if isinstance(m, FSDPModule)]
-    groups = [group for module in modules for group in groups_of(module)]
-    seen = []
-    calls.policy.observer = lambda _: seen.append(sum(group.is_unsharded for group in groups))
-    calls.run([call])
-    return max(seen)
-
-
-@pytest.mark.slow
-def test_weights_are_sharded_after_forwards_within_a_backward() -> None:
-    for call in ("function", "logprobs"):
-        assert run_ranks(2, whole_groups, call) == [1, 1]
-
-
 def refused_beside_stock() -> tuple[str, bool]:
     calls = MixedCalls(Scenario(wrap=replicated))
     value = calls._own()
@@ -268,17 +215,3 @@ def refused_beside_stock() -> tuple[str, bool]:
 def test_a_second_backward_is_refused() -> None:
     for said, same in run_ranks(2, refused_beside_stock):
         assert "ran already" in said and same
-
-
-def verified_meanwhile() -> tuple[str, float]:
-    """A stock backward after verify, whose own dense training is none of DDP's."""
-    calls = MixedCalls(Scenario(wrap=static))
-    calls.run(["stock", "forward"])
-    report = calls.policy.verify(calls._batch, own_function)
-    return report.verdict, calls.run(["backward", "stock"])
-
-
-@pytest.mark.slow
-def test_verify_leaves_the_reducer_alone() -> None:
-    for verdict, error in run_ranks(2, verified_meanwhile):
-        assert verdict == "passed" and error < BAR

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import forkpoint
 from forkpoint import Config, Rollout, RolloutBatch
 from forkpoint.engine.prompt_exchange import PromptExchange
-from forkpoint.errors import PlanError, RankError
+from forkpoint.errors import RankError
 from forkpoint.losses import GRPO, GSPO, Loss, ValueLoss
 from forkpoint.parallel import watch
 from forkpoint.testing import ReadOnlyHook, tiny_model
@@ -274,53 +274,3 @@ def test_what_ranks_choose() -> None:
     assert one[1][0] == "replicate" and "faster than exchanging prompts" in one[1][1]
     assert one[2] == one[3] == ("", "")
     assert one[4][0] == "replicate" and "cannot exchange prompts" in one[4][1]
-
-
-def without_price(*_: Any) -> float:
-    return 0.0
-
-
-@pytest.mark.slow
-def test_what_ranks_choose_where_the_link_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forkpoint.parallel.agreement.link_cost", without_price)
-    groups = [group(n, 4, 700, 9) for n in range(2)]
-    (one,), _ = run_ranks(2, chosen, [Config()], replicated, dealt(groups, 2), GRPO())
-    assert one[0] == "exchange" and "faster than replicating prompts" in one[1]
-
-
-def nothing_else_changes(gather: Any) -> list[str]:
-    """Scores and log-probs of ranks that exchange prompts in their steps."""
-    policy = on_ranks(sharded(model_of(of())), MIXED, gather)
-    batch = RolloutBatch(TWO[dist.get_rank()])
-    events = list(policy.score(batch).events)
-    logprobs = policy.logprobs(batch)
-    logprobs.sum().backward()
-    stats = policy.forward_backward(batch, GRPO())
-    with pytest.raises(PlanError, match="of a step in which ranks exchanged"):
-        policy.forward_backward(batch, GRPO(), plan=stats.plan)
-    assert policy.forward_backward(batch, GRPO(), plan=policy.plan(batch)).plan.split == ""
-    return events
-
-
-@pytest.mark.slow
-def test_other_calls_replicate() -> None:
-    for events in run_ranks(2, nothing_else_changes, "step"):
-        assert not any("prompts" in event for event in events)
-
-
-def one_gives_its_plan() -> tuple[str, str]:
-    rank = dist.get_rank()
-    policy = forkpoint.wrap(replicated(model_of(of())), MIXED)
-    batch = RolloutBatch(TWO[rank] if rank < 2 else group(7, 3, 12, 9))
-    plan = policy.plan(batch) if rank == 2 else None
-    found = policy.forward_backward(batch, GRPO(), plan=plan).plan
-    return found.split, found.split_reason
-
-
-@pytest.mark.slow
-def test_ranks_replicate_where_one_gives_its_plan() -> None:
-    for split, reason in run_ranks(3, one_gives_its_plan):
-        assert (split, reason) == (
-            "replicate",
-            "rank 2 cannot exchange prompts: its plan was given",
-        )

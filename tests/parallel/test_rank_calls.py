@@ -29,7 +29,6 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
 
 import forkpoint
 from forkpoint import Config, RolloutBatch
@@ -194,27 +193,6 @@ def in_bfloat16(gather: Any) -> tuple[float, float]:
     exact = forkpoint.wrap(made(torch.float64), DEEP)
     exact.forward_backward(whole, GRPO())
     return apart(ranks, exact), apart(narrow, exact)
-
-
-def with_outputs_in_bfloat16() -> list[bool]:
-    """Whether log-probs and gradients are the same bits with output_dtype and without it."""
-    found = []
-    for output_dtype in (None, torch.bfloat16):
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=output_dtype)
-        model = sharded(Scenario().make().float(), mp_policy=policy)
-        ranks = forkpoint.wrap(model, DEEP)
-        stats = ranks.forward_backward(RolloutBatch(UNEQUAL[dist.get_rank()]), GRPO())
-        assert model._get_fsdp_state()._mp_policy == policy  # type: ignore[operator]
-        grads = [p.grad.full_tensor() for p in model.parameters() if isinstance(p.grad, DTensor)]
-        found.append([stats.logprobs, *grads])
-    logprobs_T = found[0][0]
-    wide = not torch.equal(logprobs_T, logprobs_T.to(torch.bfloat16).to(logprobs_T.dtype))
-    return [wide, *(torch.equal(a, b) for a, b in zip(*found, strict=True))]
-
-
-def test_outputs_in_the_dtype_of_parameters_leave_log_probs_as_they_are() -> None:
-    for rank in run_ranks(2, with_outputs_in_bfloat16):
-        assert len(rank) > 10 and all(rank)
 
 
 @pytest.mark.parametrize("gather", slow_besides(["microbatch"], ["microbatch", "step"]))
@@ -397,12 +375,6 @@ def test_what_is_not_exact_is_refused_with_a_remedy() -> None:
         assert "reduce_dtype=torch.float32" in wide_sums
 
 
-def test_a_batch_without_rollouts_is_refused_alone() -> None:
-    policy = forkpoint.wrap(model_of(Scenario()))
-    with pytest.raises(RolloutError, match="There are no rollouts"):
-        policy.forward_backward(RolloutBatch([]), GRPO())
-
-
 # Losses that couple rollouts of several ranks
 # ------------------------------------------------------------
 
@@ -421,11 +393,6 @@ class Spread(Loss):
         by_group = groups.index_add(0, batch.group_index, means_n)
         entropy = batch.rollout_mean(outputs.entropies).logsumexp(0)
         return means_n.var() + by_group.logsumexp(0) - 0.1 * entropy + means_n.sum() ** 2
-
-
-class FailingSpread(Spread):
-    def __call__(self, outputs: Any, batch: Any) -> Tensor:
-        raise ValueError("no spread today")
 
 
 def spread_over_ranks(wrap: Any, parts: Any, config: Config) -> tuple[float, float, float]:
@@ -456,43 +423,3 @@ def test_log_probs_are_gathered_for_losses_that_ask(wrap: str, parts: str, bound
     config = DEEP if boundary == "across" else Config(boundary="within")
     for found in run_ranks(2, spread_over_ranks, WRAPS[wrap], rollouts, config):
         assert max(found) < BAR
-
-
-def failing_spread(wrap: Any) -> tuple[list[str], float]:
-    policy, alone = policies(wrap)
-    batch = RolloutBatch(UNEQUAL[dist.get_rank()])
-    found = []
-    try:
-        policy.forward_backward(batch, FailingSpread())
-    except (ValueError, RankError) as error:
-        found.append(f"{type(error).__name__}: {error}")
-    assert all(p.grad is None for p in policy.host.model.parameters())
-    with lifted_upcasts(policy.host.model), lifted_upcasts(alone.host.model):
-        policy.forward_backward(batch, Spread())
-        alone.forward_backward(RolloutBatch([r for part in UNEQUAL for r in part]), Spread())
-    return found, apart(policy, alone)
-
-
-@sharded_first
-def test_a_gathering_loss_that_raises_ends_the_step_on_all_ranks(wrap: Any) -> None:
-    for errors, error in run_ranks(2, failing_spread, wrap):
-        assert errors == ["ValueError: no spread today"]
-        assert error < BAR
-
-
-def coupling_refused(loss: Loss) -> str:
-    policy, _ = policies(sharded)
-    try:
-        policy.forward_backward(RolloutBatch(SPLIT[dist.get_rank()]), loss)
-    except ConfigError as error:
-        return str(error)
-    return "nothing"
-
-
-class StayingSpread(Spread):
-    across_ranks = False
-
-
-def test_losses_that_couple_ranks_and_do_not_gather_are_refused() -> None:
-    for text in run_ranks(2, coupling_refused, StayingSpread()):
-        assert "across_ranks = True" in text

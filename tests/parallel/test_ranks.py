@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from processes import RankFailed, run_ranks
+from processes import run_ranks
 from scenarios_of_ranks import (
     BAR,
     DEEP,
@@ -202,11 +202,3 @@ def test_four_ranks_of_a_hybrid_mesh(loss: Any) -> None:
     for rank in run_ranks(4, compared, Scenario(wrap=wrap, rollouts=rollouts, loss=loss)):
         assert rank["error"] < BAR, rank
         assert rank["loss"] < BAR
-
-
-@pytest.mark.slow
-def test_without_alignment_two_ranks_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: each rank runs its own program."""
-    monkeypatch.setattr("forkpoint.parallel.agreement.align", lambda programs, costs: programs)
-    with pytest.raises(RankFailed):
-        run_ranks(2, compared, Scenario(), limit_s=25)

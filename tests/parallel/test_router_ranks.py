@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from processes import RankFailed, run_ranks
+from processes import run_ranks
 from scenarios_of_ranks import (
     BAR,
     DEEP,
@@ -233,18 +233,6 @@ def refused(router: RouterLoss, kind: str) -> list[str]:
 def test_what_is_refused_on_ranks(kind: str, text: str) -> None:
     for said in run_ranks(2, refused, RouterLoss(**COEFFICIENTS), kind):
         assert len(said) == 2 and all(each.startswith(text) for each in said), said
-
-
-def different(rank_scopes: tuple[Any, Any]) -> None:
-    policy = on_ranks(replicated(mixture()), DEEP)
-    rank = dist.get_rank()
-    router = RouterLoss(scope=rank_scopes[rank], **COEFFICIENTS)
-    policy.forward_backward(RolloutBatch(UNEQUAL[rank]), GRPO(), router=router)
-
-
-def test_ranks_have_one_router_loss() -> None:
-    with pytest.raises(RankFailed, match="the ranks do not call the same"):
-        run_ranks(2, different, ("batch", "rollout"))
 
 
 def updated(steps: int) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from processes import run_ranks
 from scenarios_of_ranks import BAR, DEEP, UNEQUAL, distance, gradients
-from split_models import MOE, Split, compared, load
+from split_models import MOE, Split, load
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 import forkpoint
 from forkpoint import RolloutBatch
 from forkpoint.errors import ForkpointError
-from forkpoint.hosts.transformers.tensor_parallel import TensorSplit
 from forkpoint.losses import GRPO, Loss
 from versions import needs_splits
 
@@ -139,15 +138,6 @@ def test_a_failed_step_puts_back_all_gradients_or_none(tmp_path: Path) -> None:
         assert found == ("unchanged", "cleared", 0.0)
 
 
-def test_sums_in_every_backward_are_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: transformers sums gradients of replicated norms in each backward."""
-    monkeypatch.setattr(TensorSplit, "enter", lambda self, changes, blocks, whole: None)
-    monkeypatch.setattr(TensorSplit, "deferred_params", lambda self, parameters: [])
-    for rank in run_ranks(2, compared, SPLIT.save(tmp_path), SPLIT):
-        assert rank["error"] > 1e-3
-        assert rank["scores"] < BAR
-
-
 def refused_models(folder: Path) -> dict[str, str]:
     def attempt(**options: Any) -> Callable[[], object]:
         given = {"tp_size": 2, **options}
@@ -197,17 +187,6 @@ def test_what_is_not_exact_is_refused_by_name(tmp_path: Path) -> None:
         assert "without names" in found["nameless mesh"]
         assert not found["same mesh"] and not found["whole head"]
         assert "SequenceParallel" in found["sequence"]
-
-
-def too_few_heads(folder: Path, split: Split) -> str:
-    return raised(lambda: forkpoint.wrap(load(folder, split, tp_size=2), DEEP))
-
-
-@pytest.mark.slow
-def test_parts_of_heads_are_refused(tmp_path: Path) -> None:
-    split = Split(sizes={"num_key_value_heads": 1})
-    for found in run_ranks(2, too_few_heads, split.save(tmp_path), split):
-        assert "1 key-value heads, which are split over 2 ranks" in found
 
 
 def local_plans(folder: Path, split: Split) -> list[int]:

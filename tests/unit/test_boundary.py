@@ -41,11 +41,6 @@ def test_gradients_are_summed_at_least_in_float32(dtype: torch.dtype, wide: torc
     assert state.shape == gradient.shape == (8, 2, 3)
 
 
-def test_a_microbatch_that_nobody_reads_is_left_alone() -> None:
-    x = microbatch()
-    assert capture_prefix(x, KEY, None) is x
-
-
 def test_capture_fills_its_places_and_no_others() -> None:
     cache, x = PrefixCache(8, gradients=True), microbatch()
     state, gradient = buffers_of(cache, x)
@@ -59,16 +54,6 @@ def test_capture_fills_its_places_and_no_others() -> None:
     assert torch.equal(state, expected)
     assert torch.equal(gradient, zeroed)
     assert not state.requires_grad and not gradient.requires_grad
-
-
-def test_layers_and_names_have_buffers_of_their_own() -> None:
-    cache, x = PrefixCache(6, gradients=True), microbatch()
-    whole = Capture(cache, [(0, 6, 0)])
-    capture_prefix(x, (0, "k"), whole)
-    capture_prefix(2 * x, (0, "v"), whole)
-    capture_prefix(3 * x, (1, "k"), whole)
-    for factor, key in ((1, (0, "k")), (2, (0, "v")), (3, (1, "k"))):
-        assert torch.equal(cache.read(key)[0], factor * x)
 
 
 @pytest.mark.parametrize("runs", [RUNS, [(0, 6, 2)], [(0, 2, 6), (2, 6, 0)]])
@@ -166,13 +151,3 @@ def test_second_derivatives_are_refused() -> None:
     (first,) = torch.autograd.grad((kept**3).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first.sum().backward()
-
-
-@pytest.mark.parametrize(
-    "other", [microbatch(dtype=torch.float32), torch.zeros(6, 2, 4)], ids=["dtype", "shape"]
-)
-def test_microbatches_that_disagree_on_a_boundary_are_a_bug(other: Tensor) -> None:
-    cache = PrefixCache(8, gradients=True)
-    cache.buffers(KEY, microbatch())
-    with pytest.raises(AssertionError, match="in one microbatch and"):
-        cache.buffers(KEY, other)

@@ -20,13 +20,6 @@ def test_shape_dtype_and_values_are_the_array_s(values: np.ndarray) -> None:
     np.testing.assert_array_equal(found.numpy(), values, strict=True)
 
 
-def test_another_dtype_is_rounded_to_once() -> None:
-    found = on_device(np.array([0.1, 1e-3]), CPU, torch.float32)
-    assert found.dtype == torch.float32
-    assert found.tolist() == np.float32([0.1, 1e-3]).tolist()
-    assert on_device(np.zeros(0), CPU, torch.int64).dtype == torch.int64
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 # torch says once of a process that this mode does not detect everything.
