@@ -29,7 +29,7 @@ help:  ## this list
 demo: $(ready)  ## a GRPO loop on the CPU, every gradient dense and shared; plot in demo-output/
 	@$(bin)/forkpoint demo
 
-test: $(ready)  ## every kind of test that needs no GPU: 6 minutes on two cores
+test: $(ready)  ## every kind of test that needs no GPU: 4 minutes on two cores
 	@$(pytest) -m "$(no_gpu) and not slow and not examples" -n $(WORKERS) --dist worksteal
 
 test-slow: $(ready)  ## what make test leaves out: endurance, compilers, more cases; 8 minutes

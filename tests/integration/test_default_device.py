@@ -33,8 +33,7 @@ CASES += [
 ]
 
 
-KEPT = [case for case in CASES if case[1] == "across" and case[0] != "gemma3_text"]
-KEPT += [("llama", "offload")]
+KEPT = [("llama", "across"), ("llama", "offload")]
 
 
 @pytest.mark.parametrize(("family", "name"), slow_besides(KEPT, CASES))

@@ -242,7 +242,9 @@ def ten_thousand() -> Paths:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "parts"), [(None, False), (2_000, True)], ids=["one microbatch", "several"]
+    ("tokens", "parts"),
+    [pytest.param(None, False, marks=pytest.mark.slow), (2_000, True)],
+    ids=["one microbatch", "several"],
 )
 def test_ten_thousand_rollouts_on_512_ranks(
     ten_thousand: Paths, tokens: int | None, parts: bool
