@@ -11,9 +11,8 @@ from torch import Tensor
 from forkpoint.errors import ConfigError
 from forkpoint.ops.attention import AttentionTable, Kernel, Launch
 from forkpoint.ops.attention.kernel import Asked, Options
-from forkpoint.ops.attention.operator import attend, attend_backward
+from forkpoint.ops.attention.operator import Reading, attend, attend_backward
 from forkpoint.ops.attention.registry import launch_kernel
-from forkpoint.ops.attention.table import read_launches
 from forkpoint.plan.packing import breadth_or_depth
 from forkpoint.plan.pricing.cost import ATTENTION_BACKWARD, visible_pairs
 from forkpoint.tree import Microbatch, full_table
@@ -150,22 +149,18 @@ class Inputs:
         )
 
     def forward(self, kernel: str) -> tuple[Tensor, Tensor]:
-        return attend(*self._arguments(kernel))
+        return attend(self.q, self.k, self.v, None, self._reading(kernel))
 
     def backward(self, kernel: str, o: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
-        q, k, v, *rest = self._arguments(kernel)
-        wanted = (True, True, True, False)
-        arguments: tuple[Any, ...] = (self.do, q, k, v, o, lse, *rest, *wanted)
-        return attend_backward(*arguments)
+        wants = (True, True, True, False)
+        tensors = (self.do, self.q, self.k, self.v, o, lse)
+        return attend_backward(*tensors, None, self._reading(kernel), wants)
 
-    def _arguments(self, kernel: str) -> tuple[Any, ...]:
-        t = self.table
-        table = (t.launches, t.cu_cpu, t.cu_device, t.own_gather, t.cache_gather)
-        nothing = [None] * 5  # of an cache, and no sinks
-        return self.q, self.k, self.v, *nothing, *table, self.scale, 0.0, 0, kernel, False
+    def _reading(self, kernel: str) -> Reading:
+        return Reading(self.table, None, Options(self.scale), kernel)
 
     def launches(self) -> list[Launch]:
-        return read_launches(self.table.launches, self.table.cu_cpu, self.table.cu_device)
+        return self.table.calls
 
     def stock_calls(
         self, kernel: str, o: Tensor, lse: Tensor

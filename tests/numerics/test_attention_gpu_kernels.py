@@ -27,8 +27,7 @@ from attention_cases import (
 from torch import Tensor
 
 from forkpoint.errors import UnsupportedError
-from forkpoint.ops.attention import AttentionTable, CacheSlice, fa4, registry, shared_attention
-from forkpoint.ops.attention.table import read_launches
+from forkpoint.ops.attention import fa4, registry
 
 BF16, FP16 = torch.bfloat16, torch.float16
 GPU = [
@@ -85,7 +84,7 @@ for prefix in PREFIXES:
 def test_boundary_grid(device: str, kernel: str, prefix: int, dtype: torch.dtype) -> None:
     for place, counts in {"microbatch": [18, 9], "cache": [9, 9], "siblings": [9, 1]}.items():
         forest = grid_forest(prefix, place)
-        assert forest.table().launches[:, -1].tolist() == counts
+        assert [call.count for call in forest.table().calls] == counts
         check(make_case(device, kernel, forest, dtype=dtype))
 
 
@@ -123,7 +122,7 @@ def test_boundary_grid_in_long_tiles(
         for place in ("microbatch", "cache", "siblings"):
             case = make_case(device, kernel, grid_forest(prefix, place), dtype=dtype, heads=heads)
             x, table = case.inputs(), case.forest.table(0, device)
-            first = read_launches(table.launches, table.cu_cpu, table.cu_device)[0]
+            first = table.calls[0]
             assert fa4._tile(x.q, x.v, first, 0.0, 0) == fa4.LONG_TILE_OPTIONS
             check(case)
 
@@ -266,38 +265,6 @@ def test_runs_repeat_bit_by_bit_and_wait_for_no_device(
                 torch.cuda.set_sync_debug_mode("default")
         for again in others:
             assert all(torch.equal(again[name], first[name]) for name in first)
-
-
-@pytest.mark.parametrize(("device", "kernel"), kernels("auto", on_cpu=()))
-@pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns
-def test_changing_lengths_do_not_recompile(device: str, kernel: str) -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(attend_block, fullgraph=True, dynamic=True)
-    forests = (make_forest([-1, 0, 0], [9, 4, 8], [0]), CACHED, RAGGED["groups below the cache"])
-    for at, forest in enumerate((*forests, RAGGED["groups of one"], grid_forest(63, "siblings"))):
-        case = make_case(device, kernel, forest)
-        with torch._dynamo.config.patch(error_on_recompile=at >= 2):
-            found = outcome_of(compiled, case)
-        for ours, expected in zip(found, outcome_of(attend_block, case), strict=True):
-            error = (ours.double() - expected.double()).norm()
-            assert error <= 4 * torch.finfo(BF16).eps * expected.double().norm()
-
-
-def attend_block(qkv: Tensor, gain: Tensor, table: AttentionTable, cache: CacheSlice) -> Tensor:
-    q, k, v = (qkv * gain).split([8, 2, 2], dim=1)
-    o, _ = shared_attention(q, k, v, table=table, cache=cache, scale=0.1)
-    return o.flatten(1).sin()
-
-
-def outcome_of(call: Callable, case: Case) -> list[Any]:
-    x = case.inputs()
-    cache = x.cache()
-    assert cache is not None
-    qkv = torch.cat([x.q, x.k, x.v], dim=1).detach().requires_grad_()
-    gain = torch.ones(case.dims[0], dtype=BF16, device=case.device, requires_grad=True)
-    out = call(qkv, gain, case.forest.table(0, case.device), cache)
-    out.sum().backward()
-    return [out.detach(), qkv.grad, gain.grad, cache.grad_k, cache.grad_v]
 
 
 SUMS = [

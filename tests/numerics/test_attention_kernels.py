@@ -22,7 +22,6 @@ from forkpoint.ops.attention import (
     shared_attention,
 )
 from forkpoint.ops.attention.kernel import Asked, Options
-from forkpoint.ops.attention.table import read_launches
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 PLAIN = Options(0.4)
@@ -37,7 +36,7 @@ def one_launch(lengths: list[tuple[int, int]], causal: bool) -> Launch:
         [1, causal, 0, total, 0, k[-1], np.diff(q).max(), np.diff(k).max(), 2, 3 + count, count],
     ]
     table = AttentionTable.from_numpy(np.array(rows), np.array([0, total, *q, *k]))
-    return read_launches(table.launches, table.cu_cpu, table.cu_device)[1]
+    return table.calls[1]
 
 
 def random_qkv(launch: Launch, heads: int = 4, groups: int = 2, dtype=torch.float64):

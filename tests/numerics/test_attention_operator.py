@@ -1,8 +1,6 @@
 """The operator inside autograd, checkpointing, autocast and compilation."""
 
 import dataclasses
-import shutil
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,10 +10,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from forkpoint.errors import UnsupportedError
-from forkpoint.ops.attention import AttentionTable, CacheSlice, registry, shared_attention
+from forkpoint.ops.attention import CacheSlice, registry, shared_attention
 from forkpoint.ops.attention.merge import Part, merge
 from forkpoint.ops.attention.source import RowSum, Source
-from forkpoint.ops.attention.table import read_launches
 
 FOREST = make_forest([-1, 0, 0, 2], [5, 7, 3, 6], external=[0])
 CASE = Case(FOREST, sinks=True)
@@ -95,7 +92,7 @@ def test_a_microbatch_whose_launches_leave_keys_out_gets_zeros_for_them() -> Non
     """No planner makes such a microbatch, but a gradient is never uninitialised memory."""
     x = dataclasses.replace(CASE, sinks=False).inputs()
     table = FOREST.table()
-    table.launches = table.launches[1:2]  # the rectangle below the root alone
+    table.calls = table.calls[1:2]  # the rectangle below the root alone
     o, _ = shared_attention(x.q, x.k, x.v, table=table, cache=x.cache(), scale=CASE.scale)
     o.backward(x.do)
     assert x.k.grad is not None and not x.k.grad.any()
@@ -124,8 +121,7 @@ def test_gathered_parts_in_16_bit_are_summed_in_float32(deterministic: bool) -> 
     assert total.result()[:, 0, 0].tolist() == [7, 0, 260]
     cache_grad = torch.full((2, 1, 1), 0.5)
     source = Source(like, like[:2], None, torch.tensor([[0, 1, 5], [1, 1, 0]]), cache_grad)
-    table = FOREST.table(4)
-    (launch,) = read_launches(table.launches, table.cu_cpu, table.cu_device)
+    (launch,) = FOREST.table(4).calls
     source.add_grad(launch, part, False, deterministic)
     assert cache_grad[:, 0, 0].tolist() == [7.5, 257.5]
 
@@ -231,88 +227,3 @@ def test_autocast_outside_changes_nothing_inside(kernel: str) -> None:
         assert cache is not None and x.sinks is not None
         results.append([o.detach(), x.q.grad, x.k.grad, x.v.grad, cache.grad_k, x.sinks.grad])
     torch.testing.assert_close(*results, rtol=0, atol=0)
-
-
-def test_opcheck() -> None:
-    x, table = dataclasses.replace(CASE, dtype=torch.bfloat16).inputs(), FOREST.table(4)
-    cache = x.cache()
-    assert cache is not None and x.cache_k is not None
-    for buffer in (cache.k, cache.v):
-        buffer.nan_to_num_(0)
-    tables = (table.launches, table.cu_cpu, table.cu_device, table.own_gather, table.cache_gather)
-    rest = (cache.k, cache.v, cache.grad_k, cache.grad_v)
-    options = (x.sinks, *tables, CASE.scale, 0.0, 4, "auto", False)
-    forward = torch.ops.forkpoint.shared_attention.default
-    torch.library.opcheck(forward, (x.q, x.k, x.v, *rest, *options), atol=1e-2, rtol=1e-2)
-    q, k, v = (a.detach() for a in (x.q, x.k, x.v))
-    options = (x.sinks.detach() if x.sinks is not None else None, *options[1:])
-    o, lse = forward(q, k, v, *rest, *options)
-    backward = torch.ops.forkpoint.shared_attention_backward.default
-    for wanted in ((True, True, True, True), (False, True, False, False)):
-        torch.library.opcheck(backward, (x.do, q, k, v, o, lse, *rest, *options, *wanted))
-
-
-class Context:
-    """Call arguments that an engine hands a layer."""
-
-    def __init__(self, table: AttentionTable, cache: CacheSlice, window: int) -> None:
-        self.table = table
-        self.cache = cache
-        self.window = window
-
-
-def layer(x: Tensor, weight: Tensor, sinks: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-    q, k, v = (x @ weight).view(len(x), 8, 8).split([4, 2, 2], dim=1)
-    o, lse = shared_attention(
-        q,
-        k,
-        v,
-        table=context.table,
-        cache=context.cache,
-        sinks=sinks,
-        scale=CASE.scale,
-        window=context.window,
-    )
-    return o.flatten(1).sin(), lse
-
-
-def layer_gradients(call: Callable, case: Case) -> list[Tensor | None]:
-    """Of a layer whose cache is slices of one buffer, written elsewhere before the backward."""
-    x = case.inputs()
-    assert x.cache_k is not None and x.cache_v is not None and x.sinks is not None
-    n = len(x.cache_k)
-    buffer = torch.zeros(4, n + 9, 2, 8)
-    buffer[0, :n], buffer[1, :n] = x.cache_k.detach(), x.cache_v.detach()
-    buffer.nan_to_num_(0)
-    context = Context(case.forest.table(case.window), CacheSlice(*buffer[:, :n]), case.window)
-    torch.manual_seed(1)
-    hidden, weight = (
-        torch.randn(*shape, requires_grad=True) for shape in ((case.forest.tokens, 6), (6, 64))
-    )
-    out, lse = call(hidden, weight, x.sinks, context)
-    assert not lse.requires_grad
-    buffer[:, n:] = 7
-    out.square().sum().backward()
-    return [out.detach(), lse, hidden.grad, weight.grad, x.sinks.grad, buffer]
-
-
-INDUCTOR = [
-    pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler"),
-]
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch, about itself
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=INDUCTOR)])
-def test_compiled_equals_eager_and_other_lengths_compile_nothing_anew(backend: str) -> None:
-    """From the second microbatch on sizes and offsets are symbols."""
-    other = make_forest([-1, 0, 0, 2, 2], [9, 4, 8, 2, 1], external=[0])
-    deeper = make_forest([-1, 0, 0, 2, 2, 4], [11, 4, 8, 3, 2, 6], external=[0])
-    for window in (0, 4):
-        torch._dynamo.reset()
-        compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
-        for at, forest in enumerate((FOREST, other, deeper)):
-            case = Case(forest, dtype=torch.float32, sinks=True, window=window)
-            with torch._dynamo.config.patch(error_on_recompile=at >= 2):
-                found = layer_gradients(compiled, case)
-            torch.testing.assert_close(found, layer_gradients(layer, case), rtol=1e-4, atol=1e-4)

@@ -125,8 +125,19 @@ def capture_prefix(x_T: Tensor, key: Key, capture: Capture | None) -> Tensor:
         key: the module that calls, and the name of the tensor within it.
         capture: None in microbatches that no other microbatch reads.
     """
-    if capture is None:
+    gradient = write_prefix(x_T, key, capture)
+    if capture is None or gradient is None or not x_T.requires_grad:
         return x_T
+    return _Inject.apply(x_T, gradient, capture.runs)
+
+
+def write_prefix(x_T: Tensor, key: Key, capture: Capture | None) -> Tensor | None:
+    """Copy a tensor of a microbatch into the cache; returns the buffer of its gradient.
+
+    Arguments as in `capture_prefix`. A recomputation copies nothing.
+    """
+    if capture is None:
+        return None
     state, gradient = capture.cache.buffers(key, x_T)
     if capture.takes(key):
         with torch.no_grad():
@@ -134,9 +145,18 @@ def capture_prefix(x_T: Tensor, key: Key, capture: Capture | None) -> Tensor:
                 state[at : at + end - begin].copy_(x_T[begin:end])
                 if gradient is not None:
                     gradient[at : at + end - begin].zero_()
-    if gradient is None or not x_T.requires_grad:
-        return x_T
-    return _Inject.apply(x_T, gradient, capture.runs)
+    return gradient
+
+
+def add_captured(grad_T: Tensor, gradient: Tensor, runs: list[tuple[int, int, int]]) -> Tensor:
+    """A gradient plus what other microbatches left for it in the cache, rounded once."""
+    if len(runs) == 1 and runs[0][:2] == (0, len(grad_T)):
+        at = runs[0][2]
+        return (gradient[at : at + len(grad_T)] + grad_T).to(grad_T.dtype)
+    total = grad_T.clone()
+    for begin, end, at in runs:
+        total[begin:end] = gradient[at : at + end - begin] + grad_T[begin:end]
+    return total
 
 
 class _Inject(torch.autograd.Function):
@@ -155,15 +175,7 @@ class _Inject(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor, None, None]:
-        (grad_T,) = grad_outputs
-        if len(ctx.runs) == 1 and ctx.runs[0][:2] == (0, len(grad_T)):
-            at = ctx.runs[0][2]
-            total = ctx.gradient[at : at + len(grad_T)] + grad_T
-            return total.to(grad_T.dtype), None, None
-        total = grad_T.clone()
-        for begin, end, at in ctx.runs:
-            total[begin:end] = ctx.gradient[at : at + end - begin] + grad_T[begin:end]
-        return total, None, None
+        return add_captured(grad_outputs[0], ctx.gradient, ctx.runs), None, None
 
 
 # States at the ends of segments

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from forkpoint.engine.prefix_cache import capture_prefix
 from forkpoint.hosts.calls import CallContext
+from forkpoint.hosts.compiled_attention import index_of, layer_attention
 from forkpoint.hosts.early_exit import EarlyExit
 from forkpoint.ops.attention import shared_attention
 
@@ -36,10 +37,18 @@ def attend(
         softcap: a bound of the scores, by tanh; 0 is none.
         sinks: [H], a score of each head that takes weight and gives no value.
 
+    In compiled code it is one operator, which finds the microbatch by itself.
+
     Raises EarlyExit where the microbatch ends in this layer.
     """
     batch, length, _, dim = q_BLHD.shape
+    factor = dim**-0.5 if scale is None else scale
     q_THD, k_TKD, v_TKE = (x.flatten(0, 1) for x in _autocast(q_BLHD, k_BLKD, v_BLKE))
+    if torch.compiler.is_compiling():
+        o_THE, _, _ = layer_attention(
+            q_THD, k_TKD, v_TKE, sinks, index_of(layer), factor, softcap, window
+        )
+        return o_THE.view(batch, length, *o_THE.shape[1:])
     k_TKD = capture_prefix(k_TKD, (layer, "k"), context.state.capture)
     v_TKE = capture_prefix(v_TKE, (layer, "v"), context.state.capture)
     if layer in context.ends_in:
@@ -51,7 +60,7 @@ def attend(
         table=context.state.table(window, q_BLHD.device),
         cache=context.state.ancestors(layer),
         sinks=sinks,
-        scale=dim**-0.5 if scale is None else scale,
+        scale=factor,
         softcap=softcap,
         window=window,
         kernel=context.kernels.attention,

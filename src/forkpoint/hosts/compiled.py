@@ -12,6 +12,8 @@ from torch.torch_version import TorchVersion
 
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.compiling import WARNING, Compiling
+from forkpoint.hosts.calls import CallContext
+from forkpoint.hosts.compiled_attention import BlockCall, forget_calls, number_modules
 from forkpoint.hosts.wrappers import set_forward
 
 _log = logging.getLogger("forkpoint")
@@ -26,19 +28,27 @@ ANNOUNCEMENT = (
 class CompiledBlocks:
     """torch.compile of each block of a decoder, for any length of microbatch.
 
-    Attention and recurrences are left out of the compiled code: each is one operator whatever
-    compiles around it, and its tables change from microbatch to microbatch. All blocks run the same
-    few graphs, compiled at their first microbatch and for lengths that vary from then on.
+    Attention is one operator within the compiled code; recurrences are left out of it, for their
+    tables change from microbatch to microbatch. All blocks run the same few graphs, compiled for
+    lengths that vary. The last block runs eagerly where a microbatch ends in it.
 
     Blocks that the model checkpoints are compiled within the checkpoint. Newer versions of
     transformers have it in a block's own forward; compiled as a whole, such a block would run
     eagerly, for compilation gives up where it meets a checkpoint around what is left out.
     """
 
-    def __init__(self, blocks: nn.ModuleList, compiling: Compiling) -> None:
+    def __init__(
+        self,
+        blocks: nn.ModuleList,
+        compiling: Compiling,
+        context_of: Callable[[dict[str, Any]], CallContext | None],
+    ) -> None:
+        """`context_of`: the microbatch of a call, by its keyword arguments."""
         self.blocks = blocks
         self.compiling = compiling
         self._compiled: dict[nn.Module, Callable] = {}
+        self._context_of = context_of
+        self._handles: list[int] = []
 
     def enter(self, changes: Changes) -> None:
         """Let the blocks' forwards be the compiled ones, until the changes are undone.
@@ -57,12 +67,14 @@ class CompiledBlocks:
         functorch: Any = importlib.import_module("torch._functorch.config")
         changes.later(setattr, functorch, lazily, getattr(functorch, lazily))
         setattr(functorch, lazily, True)
+        forget_calls(self._handles, changes)
         for block in self.blocks:
             covered = set_forward(block)
+            modules = number_modules(block, changes)
             own = covered.own if covered else block.forward
             if block not in self._compiled:
                 self._compiled[block] = torch.compile(own, dynamic=True, options=_options())
-            forward = partial(self._or_eagerly, self._compiled[block], own)
+            forward = partial(self._or_eagerly, self._compiled[block], own, modules)
             if covered:
                 forward = covered.around(forward)
             if vars(block).get("gradient_checkpointing", False) and block.training:
@@ -71,11 +83,20 @@ class CompiledBlocks:
             changes.replace_forward(block, forward)
 
     def _or_eagerly(
-        self, compiled: Callable[..., Any], own: Callable[..., Any], *args: Any, **kwargs: Any
+        self,
+        compiled: Callable[..., Any],
+        own: Callable[..., Any],
+        modules: tuple[nn.Module, ...],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
+        context = self._context_of(kwargs)
+        if context is None or modules[0] in context.ends_in:
+            return own(*args, **kwargs)
         if self.compiling.failure is None:
             try:
-                return compiled(*args, **kwargs)
+                with BlockCall(context, modules, self._handles):
+                    return compiled(*args, **kwargs)
             except Exception as error:
                 if not self.compiling.give_up(error):
                     raise

@@ -99,7 +99,7 @@ class ModelHost:
                 "shown exact where transformers splits them over ranks. Leave compile_blocks out."
             )
         self.compiling: Compiling = Compiling(False if splits else compile_blocks)
-        self._blocks = CompiledBlocks(self.entry.blocks, self.compiling)
+        self._blocks = CompiledBlocks(self.entry.blocks, self.compiling, self.entry.context_of)
         self._recomputes = False
         self._changes: Changes | None = None
         """Of the step that runs; a microbatch's own are undone at its end."""

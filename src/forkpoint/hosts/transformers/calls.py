@@ -6,7 +6,6 @@ The microbatch travels in a keyword argument, which every layer passes on.
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -61,15 +60,11 @@ def forkpoint_attention(
     query [B, H, L, D], key [B, K, L, D], value [B, K, L, E] hold the microbatch's tokens; the
     result is [B, L, H, E].
 
-    In a compiled block this much is compiled. Compiled code wants gradients of what it gives
-    contiguous in the order of dimensions that it gave. Attention's come as [B, L, H, D], so heads
-    are put last on this side; on the other each gradient would be copied.
     """
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return _attend(module, q, k, v, attention_mask, *args, **kwargs)
 
 
-@torch.compiler.disable()
 def _attend(
     module: nn.Module,
     q_BLHD: Tensor,
@@ -84,7 +79,6 @@ def _attend(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The same, not compiled: context and tables are others at every microbatch."""
     context = taken_context(module, "its attention function", kwargs)
     if attention_mask is not None or dropout:
         found = "a mask" if attention_mask is not None else f"dropout {dropout}"

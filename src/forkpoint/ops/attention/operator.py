@@ -1,5 +1,4 @@
-"""The attention of a microbatch as torch operators: forward, backward, and what compilers see of
-them.
+"""The attention of a microbatch: its forward and its exact backward.
 
 A query sees its own segment causally and every ancestor whole. That is one causal call over the
 microbatch's segments and one unmasked call for each further level of ancestors; the partial results
@@ -8,24 +7,23 @@ besides, each call's stock backward, given the merged O and LSE, returns its par
 gradients.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from forkpoint.errors import UnsupportedError
 from forkpoint.ops.attention.kernel import Asked, Kernel, Options
 from forkpoint.ops.attention.merge import Part, merge
 from forkpoint.ops.attention.registry import launch_kernel
 from forkpoint.ops.attention.source import RowSum, Source
-from forkpoint.ops.attention.table import AttentionTable, CacheSlice, Launch, read_launches
-from forkpoint.ops.dtypes import accumulate_dtype
+from forkpoint.ops.attention.table import AttentionTable, CacheSlice
 from forkpoint.tree import FROM_CACHE, FROM_GATHER, FROM_OWN
 
 
+@torch.compiler.disable()
 def shared_attention(
     q_THD: Tensor,
     k_TKD: Tensor,
@@ -60,71 +58,36 @@ def shared_attention(
     Raises UnsupportedError where the kernel cannot serve; AssertionError for inputs that contradict
     one another or the table.
     """
-    cache_tensors = (None, None, None, None)
-    if cache is not None:
-        cache_tensors = (cache.k, cache.v, cache.grad_k, cache.grad_v)
-    function = _forward_op if _observed() else _Direct.apply
-    return function(
-        q_THD,
-        k_TKD,
-        v_TKE,
-        *cache_tensors,
-        sinks,
-        table.launches,
-        table.cu_cpu,
-        table.cu_device,
-        table.own_gather,
-        table.cache_gather,
-        scale,
-        softcap,
-        window,
-        kernel,
-        deterministic,
+    options = Options(scale, softcap, window, deterministic)
+    return _SharedAttention.apply(  # type: ignore[return-value]
+        q_THD, k_TKD, v_TKE, sinks, Reading(table, cache, options, kernel)
     )
 
 
-def _observed() -> bool:
-    """Whether somebody wants to see an operator: a compiler, a fake or a dispatch mode.
+class Reading(NamedTuple):
+    """What attention reads besides tensors of its microbatch, and how: see `shared_attention`."""
 
-    Otherwise autograd calls the same functions directly. Through torch's dispatcher an operator
-    with so many arguments takes longer on the host than a small attention on the device.
-    """
-    return torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
+    table: AttentionTable
+    cache: CacheSlice | None
+    options: Options
+    kernel: str
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cache_k: Tensor | None,
-    cache_v: Tensor | None,
-    cache_grad_k: Tensor | None,
-    cache_grad_v: Tensor | None,
-    sinks: Tensor | None,
-    launches: Tensor,
-    cu_cpu: Tensor,
-    cu_device: Tensor,
-    own_gather: Tensor | None,
-    cache_gather: Tensor | None,
-    scale: float,
-    softcap: float,
-    window: int,
-    kernel: str,
-    deterministic: bool,
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, reading: Reading
 ) -> tuple[Tensor, Tensor]:
-    """Forward of the operator, arguments as in `shared_attention`; gives o and lse."""
-    calls = read_launches(launches, cu_cpu, cu_device)
-    cached = 0 if cache_k is None else len(cache_k)
-    _check(q, k, v, calls, cached, own_gather is not None, window)
-    options = Options(scale, softcap, window, deterministic)
-    kernels = _select(q, v, calls, kernel, options)
+    """The forward: o and lse."""
+    table, cache, options, _ = reading
+    _check(q, k, v, reading)
+    kernels = _select(q, v, reading)
 
     q = _dense_last(q)
-    keys = Source(k, cache_k, own_gather, cache_gather)
-    values = Source(v, cache_v, own_gather, cache_gather)
+    gathers = (table.own_gather, table.cache_gather)
+    keys = Source(k, cache and cache.k, *gathers)
+    values = Source(v, cache and cache.v, *gathers)
     parts = []
     with _without_autocast(q):
-        for chosen, launch in zip(kernels, calls, strict=True):
+        for chosen, launch in zip(kernels, table.calls, strict=True):
             o_THE, lse_HT = chosen.forward(
                 q[launch.q_begin : launch.q_end],
                 _dense_last(keys.read(launch)),
@@ -136,10 +99,11 @@ def attend(
         return merge(parts, sinks, q.dtype)
 
 
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, calls: list[Launch], cached: int, gathers: bool, window: int
-) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, reading: Reading) -> None:
     """Raise AssertionError where tensors and launches contradict one another; never a sync."""
+    calls, window = reading.table.calls, reading.options.window
+    cached = 0 if reading.cache is None else len(reading.cache.k)
+    gathers = reading.table.own_gather is not None
     assert q.ndim == 3 and len(q) == len(k) == len(v) == calls[0].q_end, "one token, one query"
     assert q.shape[2] == k.shape[2] and q.shape[1] % k.shape[1] == 0, (q.shape, k.shape)
     assert k.shape[1] == v.shape[1] and q.dtype == k.dtype == v.dtype, (k.shape, v.shape)
@@ -162,41 +126,26 @@ def attend_backward(
     v: Tensor,
     o: Tensor,
     lse: Tensor,
-    cache_k: Tensor | None,
-    cache_v: Tensor | None,
-    cache_grad_k: Tensor | None,
-    cache_grad_v: Tensor | None,
     sinks: Tensor | None,
-    launches: Tensor,
-    cu_cpu: Tensor,
-    cu_device: Tensor,
-    own_gather: Tensor | None,
-    cache_gather: Tensor | None,
-    scale: float,
-    softcap: float,
-    window: int,
-    kernel: str,
-    deterministic: bool,
-    wants_q: bool,
-    wants_k: bool,
-    wants_v: bool,
-    wants_sinks: bool,
+    reading: Reading,
+    wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Its gradients by q, k, v and sinks, each empty unless wanted; the cache's are added to."""
-    calls = read_launches(launches, cu_cpu, cu_device)
-    options = Options(scale, softcap, window, deterministic)
-    kernels = _select(q, v, calls, kernel, options)
+    """The gradients by q, k, v and sinks, each empty unless wanted; the cache's are added to."""
+    table, cache, options, _ = reading
+    wants_q, wants_k, wants_v, wants_sinks = wants
+    kernels = _select(q, v, reading)
 
     do, q = do.contiguous(), _dense_last(q)
-    keys = Source(k, cache_k, own_gather, cache_gather, cache_grad_k)
-    values = Source(v, cache_v, own_gather, cache_gather, cache_grad_v)
+    gathers = (table.own_gather, table.cache_gather)
+    keys = Source(k, cache and cache.k, *gathers, cache and cache.grad_k)
+    values = Source(v, cache and cache.v, *gathers, cache and cache.grad_v)
     dq_sum = RowSum(q)
     with _without_autocast(q):
-        for chosen, launch in zip(kernels, calls, strict=True):
+        for chosen, launch in zip(kernels, table.calls, strict=True):
             if not (
                 wants_q
                 or (launch.source != FROM_CACHE and (wants_k or wants_v))
-                or (launch.source != FROM_OWN and cache_grad_k is not None)
+                or (launch.source != FROM_OWN and cache is not None and cache.grad_k is not None)
             ):
                 continue
             queries = slice(launch.q_begin, launch.q_end)
@@ -212,8 +161,8 @@ def attend_backward(
             )
             if wants_q:
                 dq_sum.add(dq, launch.q_begin)
-            keys.add_grad(launch, dk, wants_k, deterministic)
-            values.add_grad(launch, dv, wants_v, deterministic)
+            keys.add_grad(launch, dk, wants_k, options.deterministic)
+            values.add_grad(launch, dv, wants_v, options.deterministic)
         # An operator returns tensors, not None: what is not wanted is an empty one.
         return (
             dq_sum.result() if wants_q else q.new_empty(0),
@@ -233,62 +182,18 @@ def _sinks_gradient(do_THE: Tensor, o_THE: Tensor, lse_HT: Tensor, sinks_H: Tens
     return -(share_HT * delta_HT).sum(-1).to(sinks_H.dtype)
 
 
-_forward_op = torch.library.custom_op("forkpoint::shared_attention", attend, mutates_args=())
-_backward_op = torch.library.custom_op(
-    "forkpoint::shared_attention_backward",
-    attend_backward,
-    mutates_args=("cache_grad_k", "cache_grad_v"),
-)
-
-
-@_forward_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    tokens, heads, _dim = q.shape
-    o_THE = q.new_empty(tokens, heads, v.shape[2])
-    return o_THE, q.new_empty(heads, tokens, dtype=accumulate_dtype(q.dtype))
-
-
-@_backward_op.register_fake
-def _(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    sinks, wanted = rest[6], rest[-4:]
-    return tuple(
-        x.new_empty(x.shape) if wants else q.new_empty(0)
-        for x, wants in zip((q, k, v, sinks), wanted, strict=True)
-    )
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *cache, sinks = inputs[:8]
-    o_THE, lse_HT = output
-    ctx.mark_non_differentiable(lse_HT)
-    ctx.save_for_backward(q, k, v, o_THE, lse_HT, sinks)
-    # Not saved for backward: autograd would take a write to any slice of the cache for an error,
-    # and offloading would take the cache for an activation of this microbatch.
-    ctx.cache = cache
-    ctx.rest = inputs[8:]
-
-
-def _backward(
-    ctx: Any, do_THE: Tensor, _: Tensor | None, function: Callable = _backward_op
-) -> tuple[Tensor | None, ...]:
-    q, k, v, o_THE, lse_HT, sinks = ctx.saved_tensors
-    wanted = [ctx.needs_input_grad[at] for at in (0, 1, 2, 7)]
-    found = function(do_THE, q, k, v, o_THE, lse_HT, *ctx.cache, sinks, *ctx.rest, *wanted)
-    dq, dk, dv, dsinks = (x if wants else None for x, wants in zip(found, wanted, strict=True))
-    return dq, dk, dv, None, None, None, None, dsinks, *([None] * len(ctx.rest))
-
-
-_forward_op.register_autograd(_backward, setup_context=_setup_context)
-
-
-class _Direct(torch.autograd.Function):
-    """The operator without torch's dispatcher."""
-
+class _SharedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-        output = attend(*inputs)
-        _setup_context(ctx, inputs, output)
-        return output
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, reading: Reading
+    ) -> tuple[Tensor, Tensor]:
+        o_THE, lse_HT = attend(q, k, v, sinks, reading)
+        ctx.mark_non_differentiable(lse_HT)
+        ctx.save_for_backward(q, k, v, o_THE, lse_HT, sinks)
+        # Not saved for backward: autograd would take a write to any slice of the cache for an
+        # error, and offloading would take the cache for an activation of this microbatch.
+        ctx.reading = reading
+        return o_THE, lse_HT
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -299,17 +204,18 @@ class _Direct(torch.autograd.Function):
                 "shared attention has no second derivative, and its backward was called with "
                 "create_graph=True; call it without."
             )
-        do_THE, _ = grad_outputs
-        return _backward(ctx, do_THE, None, attend_backward)
+        wants = ctx.needs_input_grad[:4]
+        q, k, v, o_THE, lse_HT, sinks = ctx.saved_tensors
+        do_THE = grad_outputs[0]
+        found = attend_backward(do_THE, q, k, v, o_THE, lse_HT, sinks, ctx.reading, wants)
+        return *(x if wanted else None for x, wanted in zip(found, wants, strict=True)), None
 
 
-def _select(
-    q: Tensor, v: Tensor, launches: list[Launch], kernel: str, options: Options
-) -> list[Kernel]:
+def _select(q: Tensor, v: Tensor, reading: Reading) -> list[Kernel]:
     """The kernel of each launch, the same in forward and backward."""
     grouped = q.shape[1] != v.shape[1]
-    asked = Asked(q.device, q.dtype, q.shape[2], v.shape[2], *options[1:], grouped)
-    return [launch_kernel(kernel, launch, asked) for launch in launches]
+    asked = Asked(q.device, q.dtype, q.shape[2], v.shape[2], *reading.options[1:], grouped)
+    return [launch_kernel(reading.kernel, launch, asked) for launch in reading.table.calls]
 
 
 def _without_autocast(x: Tensor) -> AbstractContextManager:

@@ -1,9 +1,7 @@
 """Inputs of one microbatch's attention: its launches, and prefix cache of other microbatches.
 
-Built once a microbatch and used by all of its layers and passes. Plain objects of tensors, no
-dataclasses: FSDP copies dataclasses that it meets in call arguments, and Python numbers that change
-from microbatch to microbatch would recompile a compiled layer. That is why the launches are a
-tensor on the CPU, which is read without a device sync.
+Built once a microbatch and used by all of its layers and passes. Plain objects, no dataclasses:
+FSDP copies dataclasses that it meets in call arguments.
 """
 
 from collections.abc import Iterator
@@ -55,27 +53,22 @@ class Launch:
 
 
 class AttentionTable:
-    """The launches of one microbatch as tensors; build it with `from_numpy`.
+    """The launches of one microbatch; build it with `from_numpy`.
 
-    launches [n, 11] int64 on the CPU; cu_cpu and cu_device, the same int32 cumulative lengths on
-    the CPU and on the device (one tensor where these are the same). own_gather and cache_gather are
-    None but in windowed layers: int64 [2, *] on the device, positions among the gathered keys above
-    the places of the microbatch, or of the cache, that they are read from.
+    own_gather and cache_gather are None but in windowed layers: int64 [2, *] on the device,
+    positions among the gathered keys above the places of the microbatch, or of the cache, that they
+    are read from.
     """
 
     def __init__(
         self,
-        launches: Tensor,
-        cu_cpu: Tensor,
-        cu_device: Tensor,
+        calls: list[Launch],
         own_gather: Tensor | None = None,
         cache_gather: Tensor | None = None,
     ) -> None:
-        self.launches = launches
-        self.cu_cpu = cu_cpu
-        self.cu_device = cu_device
-        self.own_gather = own_gather
-        self.cache_gather = cache_gather
+        self.calls: list[Launch] = calls
+        self.own_gather: Tensor | None = own_gather
+        self.cache_gather: Tensor | None = cache_gather
 
     @classmethod
     def from_numpy(
@@ -111,13 +104,8 @@ class AttentionTable:
                 cache_gather = to_device(
                     torch.from_numpy(np.stack([other, -1 - key_index[other]])), device
                 )
-        return cls(
-            torch.tensor(launches, dtype=torch.int64, device="cpu"),
-            cu_cpu,
-            to_device(cu_cpu, device),
-            own_gather,
-            cache_gather,
-        )
+        calls = _read_launches(launches, cu_cpu, to_device(cu_cpu, device))
+        return cls(calls, own_gather, cache_gather)
 
 
 class CacheSlice:
@@ -128,8 +116,8 @@ class CacheSlice:
     shapes: the backward adds the gradients of k and v into them, in place.
 
     Usually slices of larger buffers, whose other slices are written between a microbatch's forward
-    and backward. What is kept are aliases that look like tensors of their own (see `_alone`); they
-    are to be made outside of compiled code, which breaks its graph there or, in one graph, refuses.
+    and backward.
+
     Raises AssertionError for a k or v that requires gradients.
     """
 
@@ -139,24 +127,14 @@ class CacheSlice:
         assert not (k.requires_grad or v.requires_grad), (
             "an cache is constant: detach it, and let its gradients go to grad_k and grad_v"
         )
-        self.k: Tensor = _alone(k)
-        self.v: Tensor = _alone(v)
-        self.grad_k: Tensor | None = None if grad_k is None else _alone(grad_k)
-        self.grad_v: Tensor | None = None if grad_v is None else _alone(grad_v)
+        self.k: Tensor = k
+        self.v: Tensor = v
+        self.grad_k: Tensor | None = grad_k
+        self.grad_v: Tensor | None = grad_v
 
 
-def _alone(x: Tensor) -> Tensor:
-    """The same memory, with a version counter and a storage of its own that begins with it.
-
-    Autograd, in compiled layers, would take writes to other slices of one buffer for an error. And
-    inductor (torch 2.13) loses what an operator adds into two slices of one storage where their
-    offsets are symbolic: it clones the second one from a wrong place.
-    """
-    return torch.from_dlpack(x)
-
-
-def read_launches(launches: Tensor, cu_cpu: Tensor, cu_device: Tensor) -> list[Launch]:
-    """The launches of a table, with views of its cumulative lengths; no copy and no sync."""
+def _read_launches(launches: np.ndarray, cu_cpu: Tensor, cu_device: Tensor) -> list[Launch]:
+    """The launches of a planner's table, with views of its cumulative lengths."""
     found = []
     for launch in launches.tolist():
         source, causal, q_begin, q_end, k_begin, k_end, max_q, max_k, q_at, k_at, count = launch

@@ -1,0 +1,175 @@
+"""Attention in compiled decoder blocks: one operator, so that a block is one graph.
+
+One compiled graph serves all layers and microbatches, so its operator has neither tables nor prefix
+cache among its arguments. Its forward finds them by the block that its thread runs, and gives a
+handle by which its backward finds them. The forward also captures keys and values, and the backward
+also adds what other microbatches left for them, so that no other operator has side effects.
+"""
+
+import threading
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forkpoint.engine.changes import Changes
+from forkpoint.engine.prefix_cache import Capture, add_captured, write_prefix
+from forkpoint.hosts.calls import CallContext
+from forkpoint.ops.attention.kernel import Options
+from forkpoint.ops.attention.operator import Reading, attend, attend_backward
+from forkpoint.ops.dtypes import accumulate_dtype
+
+
+class LayerCall:
+    """Attention of one layer in one microbatch: what its operator reads and writes."""
+
+    def __init__(
+        self, context: CallContext, layer: nn.Module, k_TKD: Tensor, v_TKE: Tensor, options: Options
+    ) -> None:
+        """Captures keys and values."""
+        state = context.state
+        self.capture: Capture | None = state.capture
+        self.gradients: tuple[Tensor | None, ...] = (
+            write_prefix(k_TKD, (layer, "k"), state.capture),
+            write_prefix(v_TKE, (layer, "v"), state.capture),
+        )
+        table = state.table(options.window, k_TKD.device)
+        cache = state.ancestors(layer)
+        self.reading: Reading = Reading(table, cache, options, context.kernels.attention)
+
+    def injected(self, grad_T: Tensor, number: int) -> Tensor:
+        """A gradient of the keys (0) or values (1) with what other microbatches left for it."""
+        gradient = self.gradients[number]
+        if self.capture is None or gradient is None:
+            return grad_T
+        return add_captured(grad_T, gradient, self.capture.runs)
+
+
+_calls: dict[int, LayerCall] = {}
+"""Calls of steps that run, by handle."""
+_handles = count()
+_INDEX = "_forkpoint_index"
+_thread = threading.local()
+"""Per thread: "block", the call of a compiled block that it runs."""
+
+
+class BlockCall:
+    """One call of a compiled block; a context manager that tells attention where it is."""
+
+    def __init__(
+        self, context: CallContext, modules: Sequence[nn.Module], handles: list[int]
+    ) -> None:
+        """`modules`: of the block, by their index; `handles` gets those of the call's layers."""
+        self.context: CallContext = context
+        self.modules: Sequence[nn.Module] = modules
+        self.handles: list[int] = handles
+
+    def __enter__(self) -> None:
+        _thread.block = self
+
+    def __exit__(self, *_: object) -> None:
+        del _thread.block
+
+
+def number_modules(block: nn.Module, changes: Changes) -> tuple[nn.Module, ...]:
+    """A block's modules, each with its index until the changes are undone.
+
+    Compiled code has the index as a constant, which is the same in all blocks of one kind.
+    """
+    modules = tuple(block.modules())
+    for index, module in enumerate(modules):
+        changes.set(vars(module), _INDEX, index)
+    return modules
+
+
+def index_of(layer: nn.Module) -> int:
+    return getattr(layer, _INDEX)
+
+
+def forget_calls(handles: list[int], changes: Changes) -> None:
+    """Forget the calls of a step when its changes are undone."""
+
+    def forget() -> None:
+        while handles:
+            _calls.pop(handles.pop(), None)
+
+    changes.later(forget)
+
+
+@torch.library.custom_op("forkpoint::layer_attention", mutates_args=())
+def layer_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    index: int,
+    scale: float,
+    softcap: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention of a module of the block that runs: o [T, H, E], lse [H, T], and its handle."""
+    block: BlockCall = _thread.block
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    options = Options(scale, softcap, window, deterministic)
+    call = LayerCall(block.context, block.modules[index], k, v, options)
+    handle = next(_handles)
+    _calls[handle] = call
+    block.handles.append(handle)
+    o_THE, lse_HT = attend(q, k, v, sinks, call.reading)
+    return o_THE, lse_HT, torch.tensor(handle, device="cpu")
+
+
+@torch.library.custom_op("forkpoint::layer_attention_backward", mutates_args=())
+def layer_attention_backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None,
+    handle: Tensor,
+    wants: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Its gradients by q, k, v and sinks, each empty unless wanted."""
+    call = _calls[int(handle)]
+    dq, dk, dv, dsinks = attend_backward(do, q, k, v, o, lse, sinks, call.reading, wants)
+    dk = call.injected(dk, 0) if wants[1] else dk
+    dv = call.injected(dv, 1) if wants[2] else dv
+    return dq, dk, dv, dsinks
+
+
+@layer_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, heads, _dim = q.shape
+    o_THE = q.new_empty(tokens, heads, v.shape[2])
+    lse_HT = q.new_empty(heads, tokens, dtype=accumulate_dtype(q.dtype))
+    return o_THE, lse_HT, torch.empty((), dtype=torch.int64, device="cpu")
+
+
+@layer_attention_backward.register_fake
+def _(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    sinks, wants = rest[2], rest[-1]
+    return tuple(
+        x.new_empty(x.shape) if wanted else q.new_empty(0)
+        for x, wanted in zip((q, k, v, sinks), wants, strict=True)
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, sinks = inputs[:4]
+    o_THE, lse_HT, handle = output
+    ctx.mark_non_differentiable(lse_HT, handle)
+    ctx.save_for_backward(q, k, v, o_THE, lse_HT, sinks, handle)
+
+
+def _backward(ctx: Any, do_THE: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    wants = [bool(wanted) for wanted in ctx.needs_input_grad[:4]]
+    found = layer_attention_backward(do_THE, *ctx.saved_tensors, wants)
+    gradients = (x if wanted else None for x, wanted in zip(found, wants, strict=True))
+    return *gradients, *([None] * 4)  # index, scale, softcap, window
+
+
+layer_attention.register_autograd(_backward, setup_context=_setup_context)
