@@ -151,19 +151,6 @@ def test_other_calls_fall_back(
 
 
 @pytest.mark.slow
-def test_a_failure_behind_attention_fails_one_step(
-    model: nn.Module, dense: Any, monkeypatch: pytest.MonkeyPatch, log: Callable[[], list[str]]
-) -> None:
-    """Prefix cache of the block was captured, which happens once; the next step runs eagerly."""
-    policy = wrap(model, replace(COMPILED, self_check=False))
-    failing(monkeypatch, backward=False, after=1)
-    with pytest.raises(UnsupportedError, match="ran twice in one forward"):
-        policy.forward_backward(BATCH, LOSS)
-    assert all(p.grad is None for p in model.parameters()) and len(log()) == 1
-    check_exact(policy, dense, accumulated=False)
-
-
-@pytest.mark.slow
 def test_a_missing_compiler(
     model: nn.Module,
     dense: Any,

@@ -65,7 +65,7 @@ def shared_attention(
 
 
 class Reading(NamedTuple):
-    """What attention reads besides tensors of its microbatch, and how: see `shared_attention`."""
+    """Tables, prefix cache and options of an attention: see `shared_attention`."""
 
     table: AttentionTable
     cache: CacheSlice | None
