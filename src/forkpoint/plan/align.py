@@ -9,12 +9,10 @@ token forward and a zero gradient backward.
 
 Slots keep the order and the nesting of each rank's microbatches: a microbatch is inside another one
 if and only if its slot is inside the other's slot. There may be further slots in between, which the
-rank idles, and slots around a microbatch that has no parent. An idle slot has no prefix cache and
-reads none, so it changes nothing for the rank's microbatches.
+rank idles, and slots around a microbatch that has no parent.
 """
 
 from collections.abc import Sequence
-from math import isfinite
 from typing import NamedTuple
 
 import numpy as np
@@ -26,15 +24,13 @@ from forkpoint.plan.program import (
     BLOCKS,
     ENDS,
     FORWARD,
-    HEAD,
     IDLE,
     RECOMPUTE,
     SCORE,
-    SHARE,
     Instruction,
     Program,
 )
-from forkpoint.plan.shared_prompts import around_and_inside
+from forkpoint.plan.shared_prompts import around_and_inside, split_at_exchanges
 
 NO_PARENT = -1
 SLOT_COST = 0.1
@@ -65,17 +61,14 @@ def align(
     """Give the programs of all ranks one common shape, with idle instructions where one has
     nothing to do.
 
-    Where ranks exchange prompts, forwards of these meet one another, whatever ranks own them, then
+    Where ranks exchange prompts, forwards of these meet one another, whichever ranks own them, then
     all ranks exchange, and the rest of the programs is aligned by itself.
 
-    All results have the same number of instructions. At each position they agree in the pass, the
-    operation, the slot, how far a forward goes, whether it records, and whether it is the last
-    backward. They differ in the microbatch. Each rank's instructions keep their order and their
-    nesting. If any rank needs a pass of scores all have one, if any rank computes a slot again all
-    do, and a forward goes as far as any rank needs in its slot: ranks that gather weights of the
-    head or of the last block then all do so.
-
-    The result depends on the arguments alone, and is the same in every process.
+    All results have the same number of instructions. At each position they agree in all but the
+    microbatch. Each rank's instructions keep their order and their nesting. If any rank needs a
+    pass of scores all have one, if any rank computes a slot again all do, and a forward goes as far
+    as any rank needs in its slot: ranks that gather weights of the head or of the last block then
+    all do so. The result depends on the arguments alone, and is the same in every process.
 
     Args:
         programs: by rank; those of `Plan.program`, which begin forwards in any order that nests.
@@ -83,42 +76,23 @@ def align(
             Microbatches of similar costs then share slots. None: all equal.
 
     Raises:
-        PlanError: there is no rank, a program is not properly nested, or a cost is negative or not
-            finite.
+        PlanError: there is no rank, or a program is not properly nested.
     """
     if not programs:
         raise PlanError("there are no programs to align; give one of each rank, if only empty.")
     if not any(program.exchanges for program in programs):
         return _align(programs, costs)
-    parts = [_around_and_inside(program) for program in programs]
+    parts = [split_at_exchanges(program) for program in programs]
     around, inside = (_align(part, costs) for part in zip(*parts, strict=True))
     scored = any(program.scores for program in programs)
-    return tuple(_exchanging(*each, scored) for each in zip(around, inside, strict=True))
-
-
-def _around_and_inside(program: Program) -> tuple[Program, Program]:
-    """Parts of a program: what runs around the exchanges (prompts that are sent), and the rest."""
-    around: list[Instruction] = []
-    inside: list[Instruction] = []
-    for instructions in (program.scores, program.training):
-        part = around
-        for instruction in instructions:
-            if instruction.exchanges:
-                part = inside if instruction.operation == SHARE else around
-            else:
-                part.append(instruction)
-    return Program(tuple(around)), Program(tuple(inside))
-
-
-def _exchanging(around: Program, inside: Program, scored: bool) -> Program:
-    """The program that `_around_and_inside` takes apart; `scored`: whether it has scores."""
-    slots = 1 + max((i.slot for i in around.training), default=-1)
-    operations = [i.operation == FORWARD for i in around.training]
-    if operations != sorted(operations, reverse=True):
-        raise PlanError("programs whose prompts do not lie around one another cannot be aligned")
-    later = [i._replace(slot=i.slot + len(around.scores)) for i in inside.scores]
-    later += [i._replace(slot=i.slot + slots) for i in inside.training]
-    return around_and_inside(around, Program(tuple(later)), scores=scored)
+    slots = 1 + max((i.slot for i in around[0].training), default=-1)
+    scores = len(around[0].scores)
+    found = []
+    for one, other in zip(around, inside, strict=True):
+        later = [i._replace(slot=i.slot + scores) for i in other.scores]
+        later += [i._replace(slot=i.slot + slots) for i in other.training]
+        found.append(around_and_inside(one, Program(tuple(later)), scores=scored))
+    return tuple(found)
 
 
 def _align(
@@ -128,38 +102,52 @@ def _align(
     nodes = [nodes_of(program) for program in programs]
     shapes = [tuple(node.parent for node in own) for own in nodes]
     parents, slots_of = common_forest(shapes, _costs(nodes, costs))
-    slots = [slots_of[shape] for shape in shapes]
     again, ends = [False] * len(parents), [0] * len(parents)
-    for own, own_slots in zip(nodes, slots, strict=True):
-        for node, slot in zip(own, own_slots, strict=True):
+    for own, shape in zip(nodes, shapes, strict=True):
+        for node, slot in zip(own, slots_of[shape], strict=True):
             again[slot] |= node.recomputed
             ends[slot] = max(ends[slot], node.ends)
+    score_ends: list[int] = []
+    for program in programs:
+        own_ends = [ENDS.index(i.ends_at) for i in program.scores]
+        score_ends += [0] * (len(own_ends) - len(score_ends))
+        score_ends[: len(own_ends)] = map(max, own_ends, score_ends)
     # Where no rank leaves the last block early, the host cannot: idle ranks go through it as well.
-    early = not any(i.ends_at == BLOCKS for program in programs for i in program.instructions)
-    scores = _idle_scores(programs)
-    first = ENDS[0] if early else BLOCKS
-    training = _idle_training(parents, again, ends, first=first, number=int(len(scores) > 0))
+    late = any(i.ends_at == BLOCKS for program in programs for i in program.instructions)
+    scores = [
+        Instruction(0, SCORE, slot, IDLE, ENDS[end], keeps_graph=False)
+        for slot, end in enumerate(score_ends)
+    ]
+    number = int(len(scores) > 0)
+    training: list[Instruction] = []
+    opened: list[int] = []
+    for slot, parent in enumerate((*parents, NO_PARENT)):
+        while opened and opened[-1] != parent:
+            closed = opened.pop()
+            if again[closed]:
+                training.append(Instruction(number, RECOMPUTE, closed, IDLE, ENDS[ends[closed]]))
+            training.append(Instruction(number, BACKWARD, closed, IDLE))
+        if slot < len(parents):
+            end = (BLOCKS if late else ENDS[0]) if again[slot] else ENDS[ends[slot]]
+            training.append(
+                Instruction(number, FORWARD, slot, IDLE, end, keeps_graph=not again[slot])
+            )
+            opened.append(slot)
+    if training:
+        training[-1] = training[-1]._replace(last_backward=True)
     found: list[Program] = []
-    # Ranks of one shape mostly have one program, which need not be made again.
-    made: dict[object, Program] = {}
-    for program, own, own_slots in zip(programs, nodes, slots, strict=True):
-        scored = tuple(i.microbatch for i in program.scores)
-        own_microbatches = tuple(node.microbatch for node in own)
-        key = own_slots, own_microbatches, scored
-        if key not in made:
-            in_slot = dict(zip(own_slots, own_microbatches, strict=True))
-            filled = [i._replace(microbatch=m) for i, m in zip(scores, scored, strict=False)]
-            filled += scores[len(scored) :]
-            filled += [
-                i._replace(microbatch=in_slot[i.slot]) if i.slot in in_slot else i for i in training
-            ]
-            made[key] = Program(tuple(filled))
-        found.append(made[key])
+    for program, own, shape in zip(programs, nodes, shapes, strict=True):
+        own_scores = [i.microbatch for i in program.scores]
+        filled = [i._replace(microbatch=m) for i, m in zip(scores, own_scores, strict=False)]
+        filled += scores[len(own_scores) :]
+        in_slot = dict(zip(slots_of[shape], (node.microbatch for node in own), strict=True))
+        filled += [i._replace(microbatch=in_slot.get(i.slot, IDLE)) for i in training]
+        found.append(Program(tuple(filled)))
     return tuple(found)
 
 
 def nodes_of(program: Program) -> list[Node]:
-    """How the microbatches of a program's forwards and backwards are nested, in O(n).
+    """How the microbatches of a program's forwards and backwards are nested.
 
     Raises:
         PlanError: a backward does not follow what ran inside of its microbatch.
@@ -171,13 +159,12 @@ def nodes_of(program: Program) -> list[Node]:
             parent = opened[-1][1] if opened else NO_PARENT
             opened.append((slot, len(found)))
             found.append(Node(parent, microbatch, False, ENDS.index(ends)))
-            continue
-        if operation not in (RECOMPUTE, BACKWARD) or not opened or opened[-1][0] != slot:
+        elif not opened or opened[-1][0] != slot:
             raise PlanError(
                 f"instruction {at} is the {operation} of slot {slot}, which is not the innermost "
                 "open one.\nGive each forward one backward, in reverse order of the forwards."
             )
-        if operation == BACKWARD:
+        elif operation == BACKWARD:
             opened.pop()
         else:
             node = opened[-1][1]
@@ -194,64 +181,17 @@ def _costs(
     nodes: Sequence[list[Node]], costs: Sequence[Sequence[float]] | None
 ) -> list[list[float]]:
     """By rank, by node: its cost as a part of the costliest microbatch's."""
-    if costs is None:
-        own = [[float(node.microbatch != IDLE) for node in of_rank] for of_rank in nodes]
-    else:
+    own = [[float(node.microbatch != IDLE) for node in of_rank] for of_rank in nodes]
+    if costs is not None:
         own = [
             [0.0 if node.microbatch == IDLE else cost[node.microbatch] for node in of_rank]
             for of_rank, cost in zip(nodes, costs, strict=True)
         ]
-    largest = max((cost for of_rank in own for cost in of_rank), default=0.0)
-    if not all(isfinite(cost) and cost >= 0 for of_rank in own for cost in of_rank):
-        raise PlanError(
-            "a microbatch's cost is negative or not finite; give numbers of at least 0."
-        )
+    largest = max((cost for of_rank in own for cost in of_rank), default=0.0) or 1.0
     return [
-        [cost / (largest or 1.0) * (AGAIN if node.recomputed else 1.0) for cost, node in pairs]
+        [cost / largest * (AGAIN if node.recomputed else 1.0) for cost, node in pairs]
         for pairs in (zip(*both, strict=True) for both in zip(own, nodes, strict=True))
     ]
-
-
-def _idle_scores(programs: Sequence[Program]) -> list[Instruction]:
-    """The pass of scores of a rank without microbatches: as long as that of the rank with most."""
-    ends: list[int] = []
-    for program in programs:
-        own = [ENDS.index(i.ends_at) for i in program.scores]
-        ends += [0] * (len(own) - len(ends))
-        ends[: len(own)] = map(max, own, ends)
-    return [
-        Instruction(0, SCORE, slot, IDLE, ENDS[end], keeps_graph=False)
-        for slot, end in enumerate(ends)
-    ]
-
-
-def _idle_training(
-    parents: Sequence[int], again: Sequence[bool], ends: Sequence[int], *, first: str, number: int
-) -> list[Instruction]:
-    """Forwards and backwards of a rank without microbatches.
-
-    Args:
-        parents: by slot.
-        again: by slot, whether it is recomputed.
-        ends: by slot, how far the forward that records goes, as a position in ENDS.
-        first: how far a forward goes that is repeated.
-        number: of the pass.
-    """
-    found: list[Instruction] = []
-    opened: list[int] = []
-    for slot, parent in enumerate((*parents, NO_PARENT)):
-        while opened and opened[-1] != parent:
-            closed = opened.pop()
-            if again[closed]:
-                found.append(Instruction(number, RECOMPUTE, closed, IDLE, ENDS[ends[closed]]))
-            found.append(Instruction(number, BACKWARD, closed, IDLE, HEAD))
-        if slot < len(parents):
-            end = first if again[slot] else ENDS[ends[slot]]
-            found.append(Instruction(number, FORWARD, slot, IDLE, end, keeps_graph=not again[slot]))
-            opened.append(slot)
-    if found:
-        found[-1] = found[-1]._replace(last_backward=True)
-    return found
 
 
 # The common forest

@@ -1,27 +1,39 @@
-"""Builds one combination of sharing and boundary for a batch, with microbatches that fit the
-limits."""
+"""Plans of one combination of sharing and boundary, with microbatches that fit the limits.
 
+Many combinations and lengths of microbatches come to the same microbatches; these are priced once.
+"""
+
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
 from forkpoint.config import AUTO, Config
 from forkpoint.errors import PlanError
 from forkpoint.plan.capabilities import Capabilities
+from forkpoint.plan.entries import entries_of
 from forkpoint.plan.packing import (
     microbatches_across,
     microbatches_mixed,
     microbatches_of_whole_paths,
 )
 from forkpoint.plan.plan import Plan, fingerprint
-from forkpoint.plan.predict import drop_activations, keep_logits, microbatches_to_drop
+from forkpoint.plan.predict import (
+    drop_activations,
+    keep_logits,
+    microbatches_to_drop,
+    peak_bytes,
+    plan_cost,
+)
+from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.pricing.cost import ModelShape, Work, dense_work, forest_work
-from forkpoint.plan.pricing.meters import EFFICIENT_TOKENS, Meter
-from forkpoint.plan.pricing.prices import Prices
+from forkpoint.plan.pricing.meters import EFFICIENT_TOKENS, Meter, meter_of
 from forkpoint.plan.program import Program
+from forkpoint.plan.routing import RouterDemand
 from forkpoint.plan.runs import LeftOut, labels_run, run_lengths, sort_running
-from forkpoint.plan.shared_prompts import PlannedPrompt, classes_of, cut_below
+from forkpoint.plan.shared_prompts import PlannedPrompt
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.tree.forest import Forest, IntArray, SortedRollouts, build_forest
 from forkpoint.units import exactly
@@ -53,115 +65,133 @@ LONGER_IS_WORTH = 0.01
 LEAST_MICROBATCH_TOKENS = 64
 
 
+@dataclass(eq=False)
 class Builder:
-    """Builds plans of one batch; what they have in common is done once."""
+    """Builds plans of one batch; what they have in common is done once.
 
-    def __init__(
-        self,
-        prices: Prices,
-        config: Config,
-        capabilities: Capabilities | None = None,
-        measured_budget: int | None = None,
-        prompts: tuple[PlannedPrompt, ...] | None = None,
-        runs: IntArray | None = None,
-    ) -> None:
-        """`measured_budget`: the bytes that a memory_budget of "auto" stands for, if any.
-        `prompts`: of a step whose ranks exchange them; None where ranks do not, or there is one.
-        `runs`: as `make_plan` takes it."""
-        batch, shape, calibration = prices.batch, prices.shape, prices.calibration
-        self.batch: RolloutBatch = batch
-        self.capabilities: Capabilities = capabilities or Capabilities()
-        self.shape: ModelShape | None = shape
-        self.config: Config = config
-        self.prices: Prices = prices
-        if calibration is not None:
-            if shape is None:
+    The fields are the arguments of `make_plan`.
+    """
+
+    batch: RolloutBatch
+    shape: ModelShape | None = None
+    config: Config = field(default_factory=Config)
+    coupling: IntArray | None = None
+    calibration: Calibration | None = None
+    capabilities: Capabilities = field(default_factory=Capabilities)
+    measured_budget_bytes: int | None = None
+    uses_temperature: bool = True
+    routers: RouterDemand | None = None
+    prompts: tuple[PlannedPrompt, ...] | None = None
+    runs: IntArray | None = None
+    _orders: dict[str, SortedRollouts] = field(default_factory=dict)
+    _forests: dict[str, Forest] = field(default_factory=dict)
+    _built: dict[tuple[str, str], Plan] = field(default_factory=dict)
+    _num_loss_entries: dict[object, IntArray] = field(default_factory=dict)
+    _meters: dict[object, Meter] = field(default_factory=dict)
+    _costs: dict[object, tuple[float, int | None]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.calibration is not None:
+            if self.shape is None:
                 raise PlanError(
-                    f"a calibration is given ({calibration.describe()}), but without a model shape "
-                    "plans are priced in tokens; name the model, or give no calibration."
+                    f"a calibration is given ({self.calibration.describe()}), but without a model "
+                    "shape plans are priced in tokens; name the model, or give no calibration."
                 )
-            calibration.check_shape(shape)
-        if config.memory_budget_bytes is not None and shape is None:
+            self.calibration.check_shape(self.shape)
+        given = self.config.memory_budget_bytes
+        if given is not None and self.shape is None:
             raise PlanError(
-                f"memory_budget is {exactly(config.memory_budget_bytes)}, but without a model "
-                "shape bytes cannot be predicted; name the model, or limit max_microbatch_tokens "
-                "instead."
+                f"memory_budget is {exactly(given)}, but without a model shape bytes cannot be "
+                "predicted; name the model, or limit max_microbatch_tokens instead."
             )
-        self.soft: bool = config.memory_budget == AUTO
+        self.soft: bool = self.config.memory_budget == AUTO
         """Whether plans beyond the budget are made where nothing fits."""
-        self.budget: int | None = config.memory_budget_bytes
-        if self.soft and shape is not None:
-            self.budget = measured_budget
-        self.fingerprint: str = fingerprint(batch)
-        self._forests: dict[str, Forest] = {}
-        self.windows: tuple[int, ...] = shape.windows if shape else ()
-        self.last_tokens: bool = prices.routers is not None and prices.routers.last_tokens
-        if runs is None:
-            runs = run_lengths(batch, whole=True, last_tokens=self.last_tokens)
-        self.runs: IntArray = runs
-        self.left_out: LeftOut = LeftOut.of(batch, runs)
-        trained = int((batch.loss_mask & labels_run(batch.offsets, runs)).sum())
-        self.dense_work: Work = dense_work(runs, trained, self.windows)
-        self.prompts: tuple[PlannedPrompt, ...] = prompts or ()
-        self.exchanges: bool = prompts is not None
-        every = sort_running(batch, run_lengths(batch, whole=True))
-        firsts = np.unique(batch.token_ids[batch.offsets[:-1]])
+        self.budget: int | None = given
+        if self.soft and self.shape is not None:
+            self.budget = self.measured_budget_bytes
+        self.last_tokens: bool = self.routers is not None and self.routers.last_tokens
+        if self.runs is None:
+            self.runs = run_lengths(self.batch, whole=True, last_tokens=self.last_tokens)
+        self.left_out: LeftOut = LeftOut.of(self.batch, self.runs)
+        every = sort_running(self.batch, run_lengths(self.batch, whole=True))
+        firsts = np.unique(self.batch.token_ids[self.batch.offsets[:-1]])
         self.unique_tokens: int = int(every.new_edges.sum()) + len(firsts)
         running = every
         if self.last_tokens or self.left_out.tokens:
-            running = sort_running(batch, runs, last_tokens=self.last_tokens)
-        one_class = np.zeros(len(batch), np.int64)
-        self.tree_order: SortedRollouts = running.grouped(classes_of(self.prompts, one_class))
+            running = sort_running(self.batch, self.runs, last_tokens=self.last_tokens)
+        self.tree_order: SortedRollouts = running.grouped(
+            self._classes(np.zeros(len(self.batch), np.int64))
+        )
         self.longest: int = int(self.tree_order.edges.max(initial=1))
-        self.orders: dict[str, SortedRollouts] = {"tree": self.tree_order}
         # Then sharing within groups is sharing over the batch.
-        self.one_group: bool = len(np.unique(batch.group_index)) == 1
-        self._built: dict[tuple[str, str], Plan] = {}
+        self.one_group: bool = len(np.unique(self.batch.group_index)) == 1
 
-    def order(self, sharing: str) -> SortedRollouts:
-        sharing = self._as(sharing)
-        if sharing not in self.orders:
-            if sharing == "none":
-                every = np.ones(len(self.tree_order.rollouts), bool)
-                self.orders[sharing] = self.tree_order.cut(every)
-            else:
-                classes = classes_of(self.prompts, self.batch.group_index)
-                self.orders[sharing] = self.tree_order.grouped(classes)
-        return self.orders[sharing]
+    @cached_property
+    def dense_work(self) -> Work:
+        """Work of nobody sharing."""
+        assert self.runs is not None
+        runs = labels_run(self.batch.offsets, self.runs)
+        return dense_work(self.runs, int((self.batch.loss_mask & runs).sum()), self._windows)
 
-    def forest(self, sharing: str) -> Forest:
-        """The forest of an order that is cut nowhere: the same whatever the microbatches'
-        lengths."""
-        sharing = self._as(sharing)
-        if sharing not in self._forests:
-            forest = build_forest(self.order(sharing), len(self.batch))
-            self._forests[sharing] = cut_below(forest, self.prompts)
-        return self._forests[sharing]
+    @property
+    def _windows(self) -> tuple[int, ...]:
+        return self.shape.windows if self.shape else ()
+
+    def _classes(self, classes: IntArray) -> IntArray:
+        """[N] which rollouts may share: those of an exchanged prompt with each other alone."""
+        found = classes.copy()
+        for prompt in self.prompts or ():
+            found[list(prompt.rollouts)] = -1 - prompt.number
+        return found
 
     def _as(self, sharing: str) -> str:
         """The sharing that comes to the same for this batch."""
         return "tree" if sharing == "group" and self.one_group else sharing
 
+    def _order(self, sharing: str) -> SortedRollouts:
+        if sharing not in self._orders:
+            order = self.tree_order
+            if sharing == "none":
+                order = order.cut(np.ones(len(order.rollouts), bool))
+            elif sharing == "group":
+                order = order.grouped(self._classes(self.batch.group_index))
+            self._orders[sharing] = order
+        return self._orders[sharing]
+
+    def _forest(self, sharing: str) -> Forest:
+        """The forest of an order that is cut nowhere but where prompts end: the same whatever the
+        microbatches' lengths."""
+        if sharing not in self._forests:
+            forest = build_forest(self._order(sharing), len(self.batch))
+            # Rollouts of a prompt share no token with others, so its first segment is a root.
+            ends = {p.segments(forest)[-1]: p.edges for p in self.prompts or ()}
+            self._forests[sharing] = forest.split(ends)
+        return self._forests[sharing]
+
+    # Plans within the limits
+    # ------------------------------------------------------------
+
     def build(self, sharing: str, boundary: str) -> Plan:
         """One combination within the limits of the configuration, with its price."""
         combination = self._as(sharing), boundary
         if combination not in self._built:
-            self._built[combination] = self._fitting(sharing, boundary)
+            self._built[combination] = self._fitting(*combination)
         return replace(self._built[combination], sharing=sharing)
 
     def _fitting(self, sharing: str, boundary: str) -> Plan:
-        if self.config.max_leaf_tokens is not None and boundary != "across":
+        config = self.config
+        if config.max_leaf_tokens is not None and boundary != "across":
             raise PlanError(
-                f"max_leaf_tokens is {self.config.max_leaf_tokens}, which is about "
-                f"microbatches below "
+                f"max_leaf_tokens is {config.max_leaf_tokens}, which is about microbatches below "
                 f"others, and boundary is {boundary!r}; use boundary='across', or limit all "
                 "microbatches by max_microbatch_tokens."
             )
-        given = self.config.max_microbatch_tokens
+        given = config.max_microbatch_tokens
         tokens = given or max(DEFAULT_MICROBATCH_TOKENS, self.longest)
+        policies = self._policies()
         if self.budget is None:
-            plan = self._build(sharing, boundary, tokens, self._policies()[0])
-            return self._priced(plan, self.prices.meter(plan))
+            plan = self._build(sharing, boundary, tokens, policies[0])
+            return self._priced(plan, self._meter(plan))
         # A budget that was given is to be used, one that was measured to be kept to.
         if not given and not self.soft:
             every = int(self.tree_order.new_edges.sum())
@@ -170,14 +200,12 @@ class Builder:
         least = self.longest if boundary == "within" else LEAST_MICROBATCH_TOKENS
         found: list[Plan] = []
         tried: list[Plan] = []
-        search = self._soft_ways if self.soft else self._ways
-        policies = self._policies()
         for policy in policies:
             # Shorter microbatches than fill a device are for the policy that keeps least.
             shortest = least if policy == policies[-1] else max(least, min(tokens, FILLING_TOKENS))
-            ways = list(search(sharing, boundary, policy, tokens, shortest))
+            ways = list(self._ways(sharing, boundary, policy, tokens, shortest))
             tried += ways
-            fitting = [way for way in ways if _peak(way) <= self.budget]
+            fitting = [way for way in ways if peak_of(way) <= self.budget]
             if not fitting:
                 continue
             # In order of their microbatches' lengths, the longest first.
@@ -189,12 +217,14 @@ class Builder:
         if found:
             return min(found, key=_cost_of_many)
         if self.soft:
-            unlimited = [self.prices.priced(p, self.prices.meter(p)) for p in _least(tried)]
+            unlimited = [
+                self._with_price(plan, self._meter(plan)) for plan in _near_the_least(tried)
+            ]
             return min(unlimited, key=_cost_of_many)
-        plan = min(tried, key=_size)
+        plan = min(tried, key=lambda plan: (peak_of(plan), plan.max_microbatch_tokens))
         raise PlanError(
             f"microbatches of {plan.max_microbatch_tokens} tokens are predicted to need "
-            f"{exactly(_peak(plan))} and memory_budget is {exactly(self.budget)}; raise the "
+            f"{exactly(peak_of(plan))} and memory_budget is {exactly(self.budget)}; raise the "
             f"budget, or {self._remedy(boundary, plan.max_microbatch_tokens)}."
         )
 
@@ -210,63 +240,55 @@ class Builder:
     def _ways(
         self, sharing: str, boundary: str, policy: str, tokens: int, least: int
     ) -> Iterator[Plan]:
-        """Plans of shorter and shorter microbatches, until shorter ones pay for nothing; what is
-        beyond the budget among them."""
+        """Plans of shorter and shorter microbatches, what is beyond the budget among them.
+
+        With a budget that was measured they end with the first that fits, in few steps: every step
+        of a training run is planned so. With one that was given they go on until shorter ones pay
+        for nothing.
+        """
         assert self.budget is not None
         found = False
         shorter = 0
         while True:
             plan = self._build(sharing, boundary, tokens, policy)
-            meter = self.prices.meter(plan)
+            meter = self._meter(plan)
             plan = self._priced(plan, meter)
+            ways = self._fitted(plan, meter)
+            yield from ways
+            needed = min(map(peak_of, ways))
+            if self.config.max_microbatch_tokens or tokens <= least:
+                return
+            if self.soft:
+                if needed <= self.budget:
+                    return
+                longest = max(microbatch.tokens for microbatch in plan.microbatches)
+                # Were all of it activations of the longest microbatch, this would fit.
+                tokens = max(least, min(tokens * 3 // 4, longest * self.budget // needed))
+                continue
+            found |= needed <= self.budget
             few = len(plan.microbatches) <= FEW_MICROBATCHES
-            for way in self._fitted(plan, meter, self.budget):
-                found |= _peak(way) <= self.budget
-                yield way
             # Microbatches a little shorter than what fits may divide the work more evenly. Where
             # there are many it makes no difference, and where they are too short to fill a device
             # they do not pay for what they let be kept.
-            if _peak(plan) <= self.budget:
+            if peak_of(plan) <= self.budget:
                 shorter += 1
                 if shorter > SHORTER_TRIED or not few:
                     return
             elif found and tokens <= EFFICIENT_TOKENS:
                 return
-            if self.config.max_microbatch_tokens or tokens <= least:
-                return
+            next_tokens = tokens * (7 if few else 6) // 8
             # No shorter plan fits before its longest microbatch alone does.
             longest = max(plan.microbatches, key=meter.kept_bytes, default=None)
             kept = 0 if longest is None else meter.kept_bytes(longest)
-            next_tokens = tokens * (7 if few else 6) // 8
             if longest is not None and not found and kept > self.budget:
                 next_tokens = min(next_tokens, int(longest.tokens * self.budget / kept) + 1)
             tokens = max(least, next_tokens)
 
-    def _soft_ways(
-        self, sharing: str, boundary: str, policy: str, tokens: int, least: int
-    ) -> Iterator[Plan]:
-        """Plans of shorter and shorter microbatches until one fits, in few steps: every step of a
-        training run is planned so."""
-        assert self.budget is not None
-        while True:
-            plan = self._build(sharing, boundary, tokens, policy)
-            meter = self.prices.meter(plan)
-            ways = self._fitted(self._priced(plan, meter), meter, self.budget)
-            yield from ways
-            needed = min(_peak(way) for way in ways)
-            if needed <= self.budget or tokens <= least or self.config.max_microbatch_tokens:
-                return
-            longest = max(microbatch.tokens for microbatch in plan.microbatches)
-            # Were all of it activations of the longest microbatch, this would fit.
-            tokens = max(least, min(tokens * 3 // 4, longest * self.budget // needed))
-
     def _remedy(self, boundary: str, tokens: int) -> str:
         """A remedy that may help where microbatches of so many tokens are too much."""
         config, shape = self.config, self.shape
-        least = self.longest if boundary == "within" else LEAST_MICROBATCH_TOKENS
-        if config.max_microbatch_tokens is not None and tokens > max(
-            least, LEAST_MICROBATCH_TOKENS
-        ):
+        least = max(LEAST_MICROBATCH_TOKENS, self.longest if boundary == "within" else 0)
+        if config.max_microbatch_tokens is not None and tokens > least:
             return "lower max_microbatch_tokens"
         if boundary == "within":
             return "use boundary='across', which cuts rollouts into chains of microbatches"
@@ -277,50 +299,92 @@ class Builder:
             return "checkpoint activations"
         return "take fewer rollouts at a time"
 
-    def _fitted(self, plan: Plan, meter: Meter, budget: int) -> list[Plan]:
+    def _fitted(self, plan: Plan, meter: Meter) -> list[Plan]:
         """The plan as it is and, where activations is auto, with microbatches not kept so that it
         fits."""
-        if self.config.activations != "auto" or _peak(plan) <= budget:
+        assert self.budget is not None and self.shape is not None
+        if self.config.activations != "auto" or peak_of(plan) <= self.budget:
             return [plan]
-        ways = ["recompute"]
         # Without a measured bandwidth a copy has no price.
-        if meter.copy(1, out=True) is not None:
-            ways.append("offload")
-        assert self.shape is not None
-        microbatches = microbatches_to_drop(plan, meter, self.shape, budget)
-        return [self._priced(drop_activations(plan, microbatches, way), meter) for way in ways]
+        priced = meter.copy(1, out=True) is not None
+        microbatches = microbatches_to_drop(plan, meter, self.shape, self.budget)
+        return [
+            self._priced(drop_activations(plan, microbatches, way), meter)
+            for way in ("recompute", *(["offload"] if priced else []))
+        ]
+
+    # Prices
+    # ------------------------------------------------------------
+
+    def _meter(self, plan: Plan) -> Meter:
+        """Prices of the microbatches of a plan, and of those that differ from it only in what is
+        kept."""
+        key = _key_of_microbatches(plan)
+        if key not in self._meters:
+            self._meters[key] = meter_of(plan, self.calibration)
+        return self._meters[key]
 
     def _priced(self, plan: Plan, meter: Meter) -> Plan:
-        """With its price, and with logits kept as the configuration says."""
+        """With its price within the budget, and with logits kept as the configuration says."""
         if self.config.head_logits == "auto" and self.budget is not None and not self.soft:
             assert plan.shape is not None
             plan = keep_logits(plan, meter, plan.shape, self.budget)
-        return self.prices.priced(plan, meter, self.budget)
+        return self._with_price(plan, meter, self.budget)
+
+    def _with_price(self, plan: Plan, meter: Meter, budget: int | None = None) -> Plan:
+        """With its cost and its peak; the cost is inf if the peak exceeds the budget."""
+        kept = tuple((m.activations, m.keeps_logits, m.checkpointing) for m in plan.microbatches)
+        key = budget, _key_of_microbatches(plan), kept
+        if key not in self._costs:
+            peak = None if self.shape is None else peak_bytes(plan, meter, self.shape)
+            fits = budget is None or peak is None or peak <= budget
+            self._costs[key] = plan_cost(plan, meter) if fits else math.inf, peak
+        cost, peak = self._costs[key]
+        return replace(
+            plan,
+            cost=cost,
+            cost_unit=meter.unit,
+            predicted_ms=cost if self.calibration else None,
+            predicted_peak_bytes=peak,
+            rests_on=self.calibration.describe() if self.calibration else "",
+        )
+
+    def _entries_of_segments(self, forest: Forest) -> IntArray:
+        """[S] how many entries the head computes for each segment's edges."""
+        key = _key_of_forest(forest)
+        if key not in self._num_loss_entries:
+            edges = forest.token_edges(self.batch.offsets)
+            entries = entries_of(
+                forest.edges, edges, self.batch, uses_temperature=self.uses_temperature
+            )
+            self._num_loss_entries[key] = entries.of_segments(forest)
+        return self._num_loss_entries[key]
 
     def _build(self, sharing: str, boundary: str, tokens: int, policy: str) -> Plan:
-        order, limit = self.order(sharing), self.config.max_leaf_tokens
+        config = self.config
         if boundary == "within":
+            order = self._order(sharing)
             forest, microbatches = microbatches_of_whole_paths(order, len(self.batch), tokens)
         elif boundary == "mixed":
-            forest, microbatches = microbatches_mixed(self.forest(sharing), tokens, self.prompts)
+            prompts = self.prompts or ()
+            forest, microbatches = microbatches_mixed(self._forest(sharing), tokens, prompts)
         else:
-            forest, microbatches = microbatches_across(self.forest(sharing), tokens, limit)
-        labelled_S = self.prices.num_loss_entries(forest)
+            limit = config.max_leaf_tokens
+            forest, microbatches = microbatches_across(self._forest(sharing), tokens, limit)
+        entries_S = self._entries_of_segments(forest)
+        asked = "keep" if config.activations == "auto" else config.activations
         microbatches = [
             replace(
                 microbatch,
                 checkpointing=policy,
-                keeps_logits=self.config.head_logits == "keep" and not microbatch.children,
-                activations=(
-                    self.config.activations
-                    if microbatch.children and self.config.activations != "auto"
-                    else "keep"
-                ),
-                num_loss_entries=int(labelled_S[list(microbatch.segments)].sum()),
+                keeps_logits=config.head_logits == "keep" and not microbatch.children,
+                activations=asked if microbatch.children else "keep",
+                num_loss_entries=int(entries_S[list(microbatch.segments)].sum()),
             )
             for microbatch in microbatches
         ]
-        num_loss_entries = int(labelled_S.sum())
+        num_loss_entries = int(entries_S.sum())
+        received = [s for m in microbatches if m.shared_prompt == "received" for s in m.segments]
         plan = Plan(
             sharing=sharing,
             boundary=boundary,
@@ -334,31 +398,37 @@ class Builder:
             logical_tokens=int(self.batch.offsets[-1]),
             unique_tokens=self.unique_tokens,
             left_out=self.left_out,
-            counts_first=False,
             last_tokens=self.last_tokens,
             num_loss_entries=num_loss_entries,
             dense=self.dense_work,
-            shared=forest_work(
-                forest,
-                num_loss_entries,
-                self.windows,
-                [s for m in microbatches if m.shared_prompt == "received" for s in m.segments],
-            ),
-            split="exchange" if self.exchanges else "",
-            fingerprint=self.fingerprint,
+            shared=forest_work(forest, num_loss_entries, self._windows, received),
+            split="" if self.prompts is None else "exchange",
+            fingerprint=fingerprint(self.batch),
             capabilities=self.capabilities,
             memory_budget_bytes=self.budget,
             shape=self.shape,
         )
-        counts_first = self.prices.counts_first(plan)
-        return replace(plan, counts_first=counts_first).with_program(
-            scores=counts_first or self.prices.splits(plan)
-        )
+        routers, coupling = self.routers, self.coupling
+        counts_first = routers is not None and routers.spans(forest, plan.microbatches)
+        scores = coupling is not None and plan.splits(self.batch, coupling)
+        plan = replace(plan, counts_first=counts_first)
+        return plan.with_program(scores=counts_first or scores)
 
 
 def cost_with_preference(plan: Plan) -> float:
     """Its cost, and KEEPING_IS_WORTH besides where some microbatch is not kept."""
     return plan.cost * (1 if _keeps_all(plan) else 1 + KEEPING_IS_WORTH)
+
+
+def least_memory(plans: Sequence[Plan]) -> Plan:
+    """Of plans that do not fit the budget, the cheapest of those that need least."""
+    return min(_near_the_least(plans), key=_cost_of_many)
+
+
+def _near_the_least(plans: Sequence[Plan]) -> list[Plan]:
+    """Those that need least, or little more: the very least may take many times as long."""
+    most = min(map(peak_of, plans)) * NEAR_THE_LEAST
+    return [plan for plan in plans if peak_of(plan) <= most]
 
 
 def _keeps_all(plan: Plan) -> bool:
@@ -379,21 +449,20 @@ def _cost_of_many(plan: Plan) -> float:
     return cost * (1 + GRADIENT_TOKENS * len(plan.microbatches) / max(1, 3 * plan.computed_tokens))
 
 
-def _least(plans: Sequence[Plan]) -> list[Plan]:
-    """Those that need least, or little more: the very least may take many times as long."""
-    most = min(map(_peak, plans)) * NEAR_THE_LEAST
-    return [plan for plan in plans if _peak(plan) <= most]
-
-
-def least_memory(plans: Sequence[Plan]) -> Plan:
-    """Of plans that do not fit the budget, the cheapest of those that need least."""
-    return min(_least(plans), key=_cost_of_many)
-
-
-def _size(plan: Plan) -> tuple[int, int]:
-    return _peak(plan), plan.max_microbatch_tokens
-
-
-def _peak(plan: Plan) -> int:
+def peak_of(plan: Plan) -> int:
+    """The predicted peak of a plan that has one."""
     assert plan.predicted_peak_bytes is not None
     return plan.predicted_peak_bytes
+
+
+def _key_of_forest(forest: Forest) -> object:
+    """The same for forests of one batch with the same segments."""
+    columns = (forest.parent, forest.start, forest.length, forest.owner_begin, forest.leaf)
+    return tuple(column.tobytes() for column in columns)
+
+
+def _key_of_microbatches(plan: Plan) -> object:
+    """The same for plans with the same microbatches over the same segments, wherever activations
+    are."""
+    microbatches = tuple((m.parent, m.segments, m.cache_begin) for m in plan.microbatches)
+    return _key_of_forest(plan.forest), microbatches

@@ -19,17 +19,17 @@ from forkpoint.plan.cache import allocate_cache
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.pricing.cost import ModelShape, Work, bound_of
 from forkpoint.plan.program import (
-    BACKWARD,
     FORWARD,
     SHARE,
     Instruction,
     Program,
     check_order,
+    mark_last_backward,
     score_program,
     step_program,
     waits_for,
 )
-from forkpoint.plan.routing import lie_apart, paths
+from forkpoint.plan.routing import paths, span_microbatches
 from forkpoint.plan.runs import LeftOut
 from forkpoint.plan.shared_prompts import exchanging
 from forkpoint.rollouts.batch import RolloutBatch, short
@@ -203,17 +203,12 @@ class Plan:
 
         An order that keeps to them computes the same: see `reordered`.
         """
-        forest = self.forest
-        of = {segment: m.index for m in self.microbatches for segment in m.segments}
-        parents = [
-            frozenset(
-                of[int(forest.parent[segment])]
-                for segment in microbatch.segments
-                if forest.parent[segment] >= 0
-            )
-            - {microbatch.index}
-            for microbatch in self.microbatches
+        microbatch_of = {segment: m.index for m in self.microbatches for segment in m.segments}
+        above = [
+            {int(self.forest.parent[s]) for s in m.segments} - {-1, *m.segments}
+            for m in self.microbatches
         ]
+        parents = [frozenset(microbatch_of[s] for s in segments) for segments in above]
         return waits_for(self.program, self.microbatches, parents)
 
     def reordered(self, order: Sequence[int]) -> Self:
@@ -230,13 +225,10 @@ class Plan:
         """
         check_order(self.waits_for(), order)
         chosen = [i for at in order for i in self.program.units[at]]
-        backwards = [at for at, i in enumerate(chosen) if i.operation == BACKWARD]
-        for at in backwards:
-            chosen[at] = chosen[at]._replace(last_backward=at == backwards[-1])
         forwards = (i.microbatch for i in chosen if i.operation in (FORWARD, SHARE))
         position = {microbatch: at for at, microbatch in enumerate(forwards)}
         scores = sorted(self.program.scores, key=lambda score: position[score.microbatch])
-        found = self._in_order(Program((*scores, *chosen)))
+        found = self._in_order(mark_last_backward((*scores, *chosen)))
         return replace(found, predicted_ms=None, predicted_peak_bytes=None)
 
     def check_batch(self, batch: RolloutBatch) -> None:
@@ -276,10 +268,10 @@ class Plan:
             )
 
     def check_host(self, capabilities: Capabilities) -> None:
-        """Refuse a host that cannot do what this plan asks for.
+        """Refuse a host that cannot leave the last block early, where this plan does.
 
         Raises:
-            PlanError: the plan leaves the last block early and the host does not.
+            PlanError: it cannot.
         """
         if self.capabilities.leaves_early and not capabilities.leaves_early:
             raise PlanError(
@@ -317,7 +309,9 @@ class Plan:
         end = np.minimum(begin + forest.length[segments], offsets[rollouts + 1])
         before = np.concatenate([[0], np.cumsum(batch.loss_mask, dtype=np.int64)])
         trained = before[end] > before[np.minimum(begin, end)]
-        return lie_apart(coupling[rollouts[trained]], segments[trained], forest, self.microbatches)
+        return span_microbatches(
+            coupling[rollouts[trained]], segments[trained], forest, self.microbatches
+        )
 
     def with_microbatches(self, microbatches: Iterable[Microbatch]) -> Self:
         """The plan with other microbatches, and their program in the order of one device."""
@@ -372,24 +366,13 @@ def fingerprint(batch: RolloutBatch) -> str:
     """A digest of everything that decides which rollouts may share and which entries the head
     computes."""
     if batch not in _fingerprints:
-        _fingerprints[batch] = _fingerprint(batch)
+        digest = hashlib.blake2b(digest_size=8)
+        for name in ("token_ids", "offsets", "loss_mask", "group_index", "temperatures"):
+            digest.update(np.ascontiguousarray(getattr(batch, name)).tobytes())
+        if batch.route_index is not None:
+            digest.update(b"routes" + batch.route_index.tobytes())
+        _fingerprints[batch] = digest.hexdigest()
     return _fingerprints[batch]
-
-
-def _fingerprint(batch: RolloutBatch) -> str:
-    digest = hashlib.blake2b(digest_size=8)
-    for array in (
-        batch.token_ids,
-        batch.offsets,
-        batch.loss_mask,
-        batch.group_index,
-        batch.temperatures,
-    ):
-        digest.update(np.ascontiguousarray(array).tobytes())
-    if batch.route_index is not None:
-        digest.update(b"routes")
-        digest.update(batch.route_index.tobytes())
-    return digest.hexdigest()
 
 
 # A description as text
@@ -474,47 +457,42 @@ def _candidates(plan: Plan) -> Table:
     costs = {(c.sharing, c.boundary): c.cost for c in plan.candidates}
     chosen = plan.sharing, plan.boundary
     dense = min((c for (sharing, _), c in costs.items() if sharing == "none" and c), default=None)
-    table = Table(title="looked at")
     figure = "cost against the plan" if dense is None else "predicted speed-up"
+    table = Table(title="looked at")
     for name in ("sharing", "boundary", figure, "remark"):
         table.add_column(name, justify="right" if name == figure else "left")
     for candidate in plan.candidates:
-        combination = candidate.sharing, candidate.boundary
-        remark = "chosen" if combination == chosen else candidate.refused or ""
+        combination, cost = (candidate.sharing, candidate.boundary), candidate.cost
         value = "-"
-        if candidate.cost and dense is not None:
-            value = f"{dense / candidate.cost:.3f}x"
-        elif candidate.cost and (of := costs.get(chosen)):
-            value = f"{candidate.cost / of:.3f}"
+        if cost and dense is not None:
+            value = f"{dense / cost:.3f}x"
+        elif cost and (of := costs.get(chosen)):
+            value = f"{cost / of:.3f}"
+        remark = "chosen" if combination == chosen else candidate.refused or ""
         table.add_row(*combination, value, remark)
     return table
 
 
 def _microbatches(plan: Plan) -> Table:
-    table = Table(title="microbatches in visiting order")
-    policies = {microbatch.checkpointing for microbatch in plan.microbatches} - {"none"}
-    if policies:
-        table.title = f"{table.title}, checkpointing: {', '.join(policies)}"
-    if keeping := sum(microbatch.keeps_logits for microbatch in plan.microbatches):
-        table.title = f"{table.title}, logits kept in {keeping:,}"
+    title = "microbatches in visiting order"
+    if policies := {m.checkpointing for m in plan.microbatches} - {"none"}:
+        title += f", checkpointing: {', '.join(policies)}"
+    if keeping := sum(m.keeps_logits for m in plan.microbatches):
+        title += f", logits kept in {keeping:,}"
+    table = Table(title=title)
+    moved = any(m.activations != "keep" for m in plan.microbatches)
     text = ("microbatch", "reads", "activations")
     names = ["microbatch", "reads", "segments", "tokens", "prefix cache"]
-    moved = any(microbatch.activations != "keep" for microbatch in plan.microbatches)
     for name in (*names, *(["activations"] if moved else [])):
         table.add_column(name, justify="left" if name in text else "right")
     for microbatch in plan.microbatches[:MOST_ROWS]:
-        kept = sum(
-            int(plan.forest.length[s])
-            for s, begin in zip(microbatch.segments, microbatch.cache_begin, strict=True)
-            if begin >= 0
-        )
-        parent = plan.microbatch_names[microbatch.parent] if microbatch.parent >= 0 else "-"
+        kept = plan.forest.length[[s for s in microbatch.segments if s in plan.cache_of]]
         table.add_row(
             plan.microbatch_names[microbatch.index],
-            parent,
+            plan.microbatch_names[microbatch.parent] if microbatch.parent >= 0 else "-",
             f"{len(microbatch.segments):,}",
             f"{microbatch.tokens:,}",
-            f"{kept:,}",
+            f"{kept.sum():,}",
             *([microbatch.activations if microbatch.children else "-"] if moved else []),
         )
     if len(plan.microbatches) > MOST_ROWS:
@@ -523,31 +501,20 @@ def _microbatches(plan: Plan) -> Table:
 
 
 def _tree(plan: Plan) -> Tree | Text:
+    """The first segments, as a tree."""
     forest = plan.forest
     if len(forest) == 0:
-        if plan.left_out.rollouts:
-            return Text("no edges: no rollout gives a gradient")
-        return Text("no edges: every rollout is one token long")
-    microbatch_of = {
-        segment: microbatch.index
-        for microbatch in plan.microbatches
-        for segment in microbatch.segments
-    }
+        why = "no rollout gives a gradient" if plan.left_out.rollouts else "rollouts are one token"
+        return Text(f"no edges: {why}")
+    microbatch_of = {s: m.index for m in plan.microbatches for s in m.segments}
     top = Tree("segments: tokens x rollouts through them, and their microbatch")
     nodes: dict[int, Tree] = {-1: top}
-    multiplicity = forest.multiplicity
-    depth = forest.depth
-    for segment in range(len(forest)):
-        if depth[segment] >= MOST_LEVELS or len(nodes) > MOST_SEGMENTS:
-            continue
-        label = (
-            f"{int(forest.length[segment]):,} x {int(multiplicity[segment])}  "
-            f"{plan.microbatch_names[microbatch_of[segment]]}"
-        )
-        above = int(forest.parent[segment])
-        if above in nodes:
-            nodes[segment] = nodes[above].add(label)
-    hidden = len(forest) - (len(nodes) - 1)
-    if hidden:
+    depth, multiplicity = forest.depth, forest.multiplicity
+    for segment, parent in enumerate(forest.parent.tolist()[:MOST_SEGMENTS]):
+        if depth[segment] < MOST_LEVELS:
+            name = plan.microbatch_names[microbatch_of[segment]]
+            label = f"{int(forest.length[segment]):,} x {int(multiplicity[segment])}  {name}"
+            nodes[segment] = nodes[parent].add(label)
+    if hidden := len(forest) - (len(nodes) - 1):
         top.add(f"and {hidden:,} segments more")
     return top

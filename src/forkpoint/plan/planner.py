@@ -12,7 +12,6 @@ from forkpoint.plan.plan import Candidate, Plan
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.pricing.meters import NOISE
-from forkpoint.plan.pricing.prices import Prices
 from forkpoint.plan.routing import RouterDemand
 from forkpoint.plan.shared_prompts import PlannedPrompt
 from forkpoint.rollouts.batch import RolloutBatch
@@ -73,10 +72,19 @@ def make_plan(
         calibration = Calibration.load(Path(config.calibration))
     if capabilities is None:
         capabilities = Capabilities(leaves_early=shape is None or not shape.checkpointed)
-    prices = Prices(
-        batch, shape, coupling, calibration, uses_temperature=uses_temperature, routers=routers
+    builder = Builder(
+        batch,
+        shape,
+        config,
+        coupling,
+        calibration,
+        capabilities,
+        measured_budget_bytes,
+        uses_temperature,
+        routers,
+        prompts,
+        runs,
     )
-    builder = Builder(prices, config, capabilities, measured_budget_bytes, prompts, runs)
     sharings = SHARINGS if config.sharing == "auto" else (config.sharing,)
     boundaries = BOUNDARIES if config.boundary == "auto" else (config.boundary,)
     if prompts:
@@ -90,7 +98,13 @@ def make_plan(
             except PlanError as error:
                 candidates.append(Candidate(sharing, boundary, None, str(error)))
                 continue
-            refused = None if plan.fits else _beyond(plan)
+            refused = None
+            if not plan.fits:
+                peak, budget = plan.predicted_peak_bytes or 0, plan.memory_budget_bytes or 0
+                refused = (
+                    f"it is predicted to need {format_bytes(peak)} and the budget is "
+                    f"{format_bytes(budget)}"
+                )
             candidates.append(Candidate(sharing, boundary, plan.cost, refused))
             plans.append(plan)
     if not plans:
@@ -100,13 +114,6 @@ def make_plan(
     plan = _chosen(fitting) if fitting else least_memory(plans)
     dense = min((p.cost for p in plans if p.sharing == "none"), default=None)
     return replace(plan, candidates=tuple(candidates), reason=_reason(plan, dense, config))
-
-
-def _beyond(plan: Plan) -> str:
-    return (
-        f"it is predicted to need {format_bytes(plan.predicted_peak_bytes or 0)} and the budget is "
-        f"{format_bytes(plan.memory_budget_bytes or 0)}"
-    )
 
 
 def _chosen(plans: list[Plan]) -> Plan:

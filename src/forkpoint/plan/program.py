@@ -110,16 +110,16 @@ class Program:
         """The instructions of the pass of scores; empty where there is none."""
         return tuple(i for i in self.instructions if _scores(i))
 
+    @cached_property
+    def training(self) -> tuple[Instruction, ...]:
+        """The instructions of the pass of forwards and backwards."""
+        return tuple(i for i in self.instructions if not _scores(i))
+
     @property
     def has_scores(self) -> bool:
         """Whether the loss is computed from scores of this rank's microbatches. Scores that are all
         idle serve other ranks."""
         return any(not i.idle for i in self.scores)
-
-    @cached_property
-    def training(self) -> tuple[Instruction, ...]:
-        """The instructions of the pass of forwards and backwards."""
-        return tuple(i for i in self.instructions if not _scores(i))
 
     @property
     def exchanges(self) -> bool:
@@ -127,20 +127,19 @@ class Program:
         return any(i.exchanges for i in self.instructions)
 
 
-def last_backward_marked(instructions: Iterable[Instruction]) -> tuple[Instruction, ...]:
-    """The instructions, with the last backward among them, and no other, as the step's last."""
-    found = [i._replace(last_backward=False) for i in instructions]
-    for at in reversed(range(len(found))):
-        if found[at].operation == BACKWARD:
-            found[at] = found[at]._replace(last_backward=True)
-            break
-    return tuple(found)
-
-
 def _scores(instruction: Instruction) -> bool:
     """Whether an instruction belongs to the pass of scores, whose exchange records nothing."""
     operation = instruction.operation
     return operation == SCORE or (operation == SHARE and not instruction.keeps_graph)
+
+
+def mark_last_backward(instructions: Iterable[Instruction]) -> Program:
+    """The program of these instructions, in which the last backward is the step's last."""
+    found = [i._replace(last_backward=False) for i in instructions]
+    last = max((at for at, i in enumerate(found) if i.operation == BACKWARD), default=None)
+    if last is not None:
+        found[last] = found[last]._replace(last_backward=True)
+    return Program(tuple(found))
 
 
 def phase_of(operation: str, microbatch: Microbatch) -> str:
@@ -162,16 +161,15 @@ def step_program(
         leaves_early: whether the host can leave the last block early (`Capabilities`).
     """
     first = score_program(microbatches, leaves_early=leaves_early).instructions if scores else ()
+    number = int(scores)
     found: list[Instruction] = []
-    number = 1 if scores else 0
     opened: list[int] = []
 
     def close(until: int) -> None:
         while opened and opened[-1] != until:
             index = opened.pop()
-            microbatch = microbatches[index]
-            if microbatch.activations == "recompute":
-                ends = _ends(microbatch, leaves_early)
+            if microbatches[index].activations == "recompute":
+                ends = _ends(microbatches[index], leaves_early)
                 found.append(Instruction(number, RECOMPUTE, index, index, ends))
             found.append(Instruction(number, BACKWARD, index, index))
 
@@ -222,40 +220,30 @@ def waits_for(
         parents: by microbatch, the microbatches that hold parents of its segments.
     """
     units = [unit[-1] for unit in program.units]
-    in_slot = {(i.operation, i.slot): at for at, i in enumerate(units)}
-    of = {(i.operation, i.microbatch): at for at, i in enumerate(units) if not i.idle}
-    share, returned = in_slot.get((SHARE, 0)), in_slot.get((RETURN, 0))
+    forward_in = {i.slot: at for at, i in enumerate(units) if i.operation == FORWARD}
+    forwards = {i.microbatch: at for at, i in enumerate(units) if i.operation == FORWARD}
+    backwards = {i.microbatch: at for at, i in enumerate(units) if i.operation == BACKWARD}
+    shares = [at for at, i in enumerate(units) if i.operation == SHARE]
+    returns = [at for at, i in enumerate(units) if i.operation == RETURN]
     received = {m.index for m in microbatches if m.shared_prompt == "received"}
     prompts = {m.index for m in microbatches if m.shared_prompt}
-    children: list[set[int]] = [set() for _ in microbatches]
-    for index, above in enumerate(parents):
-        for parent in above:
-            children[parent].add(index)
-    found: list[set[int]] = []
-    for operation, slot, microbatch in ((i.operation, i.slot, i.microbatch) for i in units):
-        waits: set[int] = set()
+    found: list[list[int]] = []
+    for operation, slot, index in ((i.operation, i.slot, i.microbatch) for i in units):
+        waits: list[int] = []
         if operation == SHARE:
-            waits = {
-                at for (o, m), at in of.items() if o == FORWARD and microbatches[m].shared_prompt
-            }
+            waits = [at for m, at in forwards.items() if m in prompts]
         elif operation == RETURN:
-            waits = {
-                at
-                for (o, m), at in of.items()
-                if o == BACKWARD and not microbatches[m].shared_prompt
-            }
+            waits = [at for m, at in backwards.items() if m != IDLE and m not in prompts]
+        elif operation == FORWARD and index != IDLE:
+            waits = [forwards[p] for p in parents[index] if p not in received]
+            waits += [] if index in prompts else shares
         elif operation == BACKWARD:
-            waits = {in_slot[FORWARD, slot]}
-        if microbatch != IDLE and operation == BACKWARD:
-            waits |= {of[BACKWARD, child] for child in children[microbatch]}
-            if microbatch in prompts and returned is not None:
-                waits.add(returned)
-        elif microbatch != IDLE:
-            waits |= {of[FORWARD, p] for p in parents[microbatch] if p not in received}
-            if microbatch not in prompts and share is not None:
-                waits.add(share)
+            waits = [forward_in[slot]]
+            if index != IDLE:
+                waits += [backwards[m.index] for m in microbatches if index in parents[m.index]]
+                waits += returns if index in prompts else []
         found.append(waits)
-    return tuple(tuple(sorted(waits)) for waits in found)
+    return tuple(tuple(sorted(set(waits))) for waits in found)
 
 
 def check_order(waits: Sequence[Iterable[int]], order: Sequence[int]) -> None:

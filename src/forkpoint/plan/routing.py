@@ -33,10 +33,10 @@ class RouterDemand:
         if self.over_ranks:
             return len(microbatches) > 0
         rollouts, segments = paths(forest)
-        return lie_apart(self.parts[rollouts], segments, forest, microbatches)
+        return span_microbatches(self.parts[rollouts], segments, forest, microbatches)
 
 
-def lie_apart(
+def span_microbatches(
     classes: IntArray, segments: IntArray, forest: Forest, microbatches: tuple[Microbatch, ...]
 ) -> bool:
     """Whether segments of one class lie in several microbatches.

@@ -21,7 +21,7 @@ from forkpoint.plan.program import (
     SHARE,
     Instruction,
     Program,
-    last_backward_marked,
+    mark_last_backward,
 )
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.tree import Microbatch
@@ -78,15 +78,6 @@ class PlannedPrompt:
 # ------------------------------------------------------------
 
 
-def cannot_exchange(config: Config) -> str:
-    """The option that keeps a rank from exchanging prompts; empty where none does."""
-    if config.sharing == "none":
-        return "sharing is 'none'"
-    if config.boundary not in (AUTO, "mixed"):
-        return f"boundary is {config.boundary!r}"
-    return ""
-
-
 def prompts_of(batch: RolloutBatch, runs: IntArray) -> dict[str, PromptOfBatch]:
     """By digest of its tokens, what the rollouts of each group share before any trained token.
 
@@ -116,11 +107,7 @@ def untrained_prefix(
 ) -> int:
     """How many first tokens all of these rollouts share before any of them trains on one.
 
-    Args:
-        token_ids: [T], those of the batch back to back.
-        offsets: [N + 1].
-        mask: [T], what is trained.
-        rollouts: positions in the batch, at least one.
+    token_ids, mask [T] and offsets [N + 1] are those of the batch, whose positions `rollouts` has.
     """
     first = int(rollouts[0])
     own = token_ids[offsets[first] : offsets[first + 1]]
@@ -128,12 +115,9 @@ def untrained_prefix(
     for rollout in rollouts.tolist():
         begin, end = int(offsets[rollout]), int(offsets[rollout + 1])
         shared = min(shared, end - begin)
-        for differs in (
-            mask[begin : begin + shared],
-            token_ids[begin : begin + shared] != own[:shared],
-        ):
-            if differs[:shared].any():
-                shared = min(shared, int(differs[:shared].argmax()))
+        here = slice(begin, begin + shared)
+        differs = mask[here] | (token_ids[here] != own[:shared])
+        shared = int(np.append(differs, True).argmax())
     return shared
 
 
@@ -181,35 +165,17 @@ def planned_prompts(
 ) -> tuple[PlannedPrompt, ...]:
     """Those of the prompts that this rank has, as its plan takes them."""
     return tuple(
-        PlannedPrompt(
-            number, prompt.edges, own[prompt.digest].rollouts, received=prompt.owner != index
-        )
-        for number, prompt in enumerate(prompts)
-        if index in prompt.ranks
+        PlannedPrompt(number, p.edges, own[p.digest].rollouts, received=p.owner != index)
+        for number, p in enumerate(prompts)
+        if index in p.ranks
     )
 
 
-# In the plan of one rank
-# ------------------------------------------------------------
-
-
-def cut_below(forest: Forest, prompts: tuple[PlannedPrompt, ...]) -> Forest:
-    """The forest with its trees cut where prompts end.
-
-    The rollouts of a prompt share no token with others, so its first segment is a root.
-    """
-    return forest.split({prompt.segments(forest)[-1]: prompt.edges for prompt in prompts})
-
-
-def classes_of(prompts: tuple[PlannedPrompt, ...], classes: IntArray) -> IntArray:
-    """int64 [N] which rollouts may share: those of a prompt with each other alone.
-
-    classes: int64 [N], none negative, which may otherwise share.
-    """
-    found = classes.copy()
-    for prompt in prompts:
-        found[list(prompt.rollouts)] = -1 - prompt.number
-    return found
+def cannot_exchange(config: Config) -> str:
+    """The option that keeps a rank from exchanging prompts; empty where none does."""
+    if config.sharing == "none":
+        return "sharing is 'none'"
+    return "" if config.boundary in (AUTO, "mixed") else f"boundary is {config.boundary!r}"
 
 
 # Programs that meet
@@ -229,10 +195,9 @@ def exchanging(program: Program, microbatches: Sequence[Microbatch], *, scores: 
         scores: whether a pass of scores comes first on any rank.
     """
     prompts = {m.index: m.shared_prompt for m in microbatches if m.shared_prompt}
-    own = [i for i in program.instructions if prompts.get(i.microbatch) != "received"]
-    around = Program(tuple(i for i in own if i.microbatch in prompts))
-    inside = Program(tuple(i for i in own if i.microbatch not in prompts))
-    return around_and_inside(around, inside, scores=scores)
+    around = [i for i in program.instructions if prompts.get(i.microbatch) == "sent"]
+    inside = [i for i in program.instructions if i.microbatch not in prompts]
+    return around_and_inside(Program(tuple(around)), Program(tuple(inside)), scores=scores)
 
 
 def around_and_inside(around: Program, inside: Program, *, scores: bool) -> Program:
@@ -247,11 +212,25 @@ def around_and_inside(around: Program, inside: Program, *, scores: bool) -> Prog
     share = Instruction(number, SHARE, 0, IDLE)
     found: list[Instruction] = []
     if scores:
-        recorded_not = share._replace(pass_index=0, keeps_graph=False)
-        found += [*around.scores, recorded_not, *inside.scores]
+        unrecorded = share._replace(pass_index=0, keeps_graph=False)
+        found += [*around.scores, unrecorded, *inside.scores]
     opening = [i for i in around.training if i.operation == FORWARD]
     closing = [i for i in around.training if i.operation != FORWARD]
     back = share._replace(operation=RETURN)
     training = [*opening, share, *inside.training, back, *closing]
     found += [i._replace(pass_index=number) for i in training]
-    return Program(last_backward_marked(found))
+    return mark_last_backward(found)
+
+
+def split_at_exchanges(program: Program) -> tuple[Program, Program]:
+    """The parts that `around_and_inside` has put together: around the exchanges, and inside."""
+    parts: tuple[list[Instruction], list[Instruction]] = [], []
+    for instructions in (program.scores, program.training):
+        inside = False
+        for instruction in instructions:
+            if instruction.exchanges:
+                inside = instruction.operation == SHARE
+            else:
+                parts[inside].append(instruction)
+    around, rest = (Program(tuple(part)) for part in parts)
+    return around, rest
