@@ -15,13 +15,12 @@ from forkpoint.plan.builder import Builder
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.predict import peak_bytes, plan_cost
 from forkpoint.plan.pricing.meters import CountedMeter
-from pairwise import FULL
 from plan_shapes import SHAPE
 from strategies import batches
 
 
 @pytest.mark.slow
-@settings(max_examples=75 if FULL else 60, derandomize=True, deadline=None)
+@settings(max_examples=60, derandomize=True, deadline=None)
 @given(
     batch=batches(),
     share=st.floats(0.3, 1.2),
