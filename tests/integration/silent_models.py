@@ -7,7 +7,6 @@ Each case changes a tiny model in float32. `FORWARD` change log-probs, so that a
 import copy
 import functools
 import sys
-import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -18,10 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_forward_hook,
-    register_module_forward_pre_hook,
     register_module_full_backward_hook,
 )
-from torch.nn.utils import prune, spectral_norm, weight_norm
+from torch.nn.utils import prune, weight_norm
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.neftune import activate_neftune
 
@@ -54,15 +52,6 @@ def forward_hook(where: str, function: Callable[[Tensor], Any]) -> Change:
     return change
 
 
-def forward_pre_hook(where: str, function: Callable[[Tensor], Tensor]) -> Change:
-    def change(model: Any, _: Patch) -> None:
-        model.get_submodule(where).register_forward_pre_hook(
-            lambda module, args: (function(args[0]), *args[1:])
-        )
-
-    return change
-
-
 def hook_of_the_causal_model(model: Any, _: Patch) -> None:
     def scale(module: Any, args: Any, output: Any) -> Any:
         output.logits = output.logits * 1.1
@@ -71,33 +60,16 @@ def hook_of_the_causal_model(model: Any, _: Patch) -> None:
     model.register_forward_hook(scale)
 
 
-def pre_hook_of_the_causal_model(model: Any, _: Patch) -> None:
-    """Positions that begin at 5: what a call that gives none would have."""
-
-    def shift(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        ids = kwargs["input_ids"]
-        if kwargs.get("position_ids") is None:
-            # Halved, since a shift alone leaves rotary attention as it is.
-            kwargs["position_ids"] = (torch.arange(ids.shape[1]) // 2)[None]
-        return args, kwargs
-
-    model.register_forward_pre_hook(shift, with_kwargs=True)
-
-
 def global_hook(kind: str) -> Change:
     def change(model: Any, patch: Patch) -> None:
         def after(module: nn.Module, args: Any, output: Any) -> Any:
             return output * 1.1 if module is model.lm_head else None
-
-        def before(module: nn.Module, args: Any) -> Any:
-            return (args[0] * 1.1,) if module is model.lm_head else None
 
         def backward(module: nn.Module, grad_in: Any, grad_out: Any) -> None:
             return None
 
         handle = {
             "forward": lambda: register_module_forward_hook(after),
-            "pre": lambda: register_module_forward_pre_hook(before),
             "backward": lambda: register_module_full_backward_hook(backward),
         }[kind]()
         undone(patch, handle.remove)
@@ -119,10 +91,6 @@ def undone(patch: Patch, undo: Callable[[], object]) -> None:
 
 def backward_hook(model: Any, _: Patch) -> None:
     model.get_submodule(MLP).register_full_backward_hook(lambda module, grad_in, grad_out: None)
-
-
-def backward_pre_hook(model: Any, _: Patch) -> None:
-    model.get_submodule(MLP).register_full_backward_pre_hook(lambda module, grad: None)
 
 
 def tensor_hook(model: Any, _: Patch) -> None:
@@ -148,13 +116,6 @@ def normed(where: str) -> Change:
             warnings.simplefilter("ignore", FutureWarning)
             weight_norm(model.get_submodule(where))
         moved(model)
-
-    return change
-
-
-def spectral(where: str) -> Change:
-    def change(model: Any, _: Patch) -> None:
-        spectral_norm(model.get_submodule(where))
 
     return change
 
@@ -198,49 +159,10 @@ def lambda_activation(model: Any, _: Patch) -> None:
     activation.act_fn = lambda x: mixed(nn.functional.silu(x))
 
 
-def partial_activation(model: Any, _: Patch) -> None:
-    activation = model.get_submodule(MLP)
-    del activation.act_fn
-    activation.act_fn = functools.partial(torch.softmax, dim=1)
-
-
-class Callable_:
-    def __call__(self, x: Tensor) -> Tensor:
-        return mixed(x)
-
-
-def object_activation(model: Any, _: Patch) -> None:
-    activation = model.get_submodule(MLP)
-    del activation.act_fn
-    activation.act_fn = Callable_()
-
-
-def replaced_activation(module: nn.Module) -> Change:
-    def change(model: Any, _: Patch) -> None:
-        model.get_submodule(MLP).act_fn = module
-
-    return change
-
-
-def class_forward(wraps: bool) -> Change:
-    def change(model: Any, patch: Patch) -> None:
-        kind = type(model.get_submodule(MLP))
-        stock = kind.forward
-
-        def forward(self: Any, x: Tensor) -> Tensor:
-            return mixed(stock(self, x))
-
-        patch.setattr(kind, "forward", functools.wraps(stock)(forward) if wraps else forward)
-
-    return change
-
-
-def decorated_class_forward(model: Any, patch: Patch) -> None:
-    """Code of torch, which calls another under the family's name."""
+def class_forward(model: Any, patch: Patch) -> None:
     kind = type(model.get_submodule(MLP))
     stock = kind.forward
 
-    @torch.enable_grad()
     @functools.wraps(stock)
     def forward(self: Any, x: Tensor) -> Tensor:
         return mixed(stock(self, x))
@@ -255,17 +177,6 @@ def class_call(model: Any, patch: Patch) -> None:
         return mixed(nn.Module.__call__(self, *args, **kwargs))
 
     patch.setattr(kind, "__call__", call, raising=False)
-
-
-def call_of_every_module(model: Any, patch: Patch) -> None:
-    stock = nn.Module.__call__
-
-    @functools.wraps(stock)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = stock(self, *args, **kwargs)
-        return output * 1.1 if self is model.lm_head else output
-
-    patch.setattr(nn.Module, "__call__", call)
 
 
 def class_method(model: Any, patch: Patch) -> None:
@@ -290,19 +201,15 @@ def instance_forward(model: Any, _: Patch) -> None:
     mlp.forward = lambda x: mixed(stock(x))
 
 
-def rotary_function(wraps: bool) -> Change:
-    def change(model: Any, patch: Patch) -> None:
-        module = sys.modules[type(model).__module__]
-        stock = module.apply_rotary_pos_emb  # type: ignore[attr-defined]
+def rotary_function(model: Any, patch: Patch) -> None:
+    module = sys.modules[type(model).__module__]
+    stock = module.apply_rotary_pos_emb  # type: ignore[attr-defined]
 
-        def apply(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Any:
-            q, k = stock(q, k, *args, **kwargs)
-            return q / (1 + 0.1 * q.shape[2]), k
+    def apply(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> Any:
+        q, k = stock(q, k, *args, **kwargs)
+        return q / (1 + 0.1 * q.shape[2]), k
 
-        made = functools.wraps(stock)(apply) if wraps else apply
-        patch.setattr(module, "apply_rotary_pos_emb", made)
-
-    return change
+    patch.setattr(module, "apply_rotary_pos_emb", apply)
 
 
 def subclass_of_a_module(model: Any, patch: Patch) -> None:
@@ -314,31 +221,6 @@ def subclass_of_a_module(model: Any, patch: Patch) -> None:
 
     Mixing.__module__, Mixing.__qualname__ = stock.__module__, stock.__qualname__
     model.get_submodule(MLP).__class__ = Mixing
-
-
-def text_of_a_class(model: Any, patch: Patch) -> None:
-    """A class that is made of text, as notebooks and exec do, under the family's name."""
-    kind = type(model.get_submodule(MLP))
-    space: dict[str, Any] = {}
-    exec(
-        "def forward(self, x):\n"
-        "    y = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))\n"
-        "    return y + 0.1 * y.mean(1, keepdim=True)\n",
-        space,
-    )
-    forward = space["forward"]
-    forward.__module__, forward.__qualname__ = kind.__module__, f"{kind.__qualname__}.forward"
-    patch.setattr(kind, "forward", forward)
-
-
-def bound_forward(model: Any, _: Patch) -> None:
-    """A method bound to the module, as its own forward would be."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return mixed(type(self).forward(self, x))
-
-    mlp = model.get_submodule(MLP)
-    mlp.forward = types.MethodType(forward, mlp)
 
 
 def functional(model: Any, patch: Patch) -> None:
@@ -384,18 +266,8 @@ def custom_mask(model: Any, patch: Patch) -> None:
     model.config._attn_implementation = "eager"
 
 
-def eager_function(model: Any, patch: Patch) -> None:
-    module = sys.modules[type(model).__module__]
-    patch.setattr(module, "eager_attention_forward", biased_attention)
-    model.config._attn_implementation = "eager"
-
-
 def both_directions(model: Any, _: Patch) -> None:
     model.config.is_causal = False
-
-
-def both_directions_in_a_layer(model: Any, _: Patch) -> None:
-    model.get_submodule(ATTENTION).is_causal = False
 
 
 # Layers ------------------------------------------------------------------------------------------
@@ -403,10 +275,6 @@ def both_directions_in_a_layer(model: Any, _: Patch) -> None:
 
 def shared_block(model: Any, _: Patch) -> None:
     model.model.layers[2] = model.model.layers[1]
-
-
-def shared_attention(model: Any, _: Patch) -> None:
-    model.model.layers[2].self_attn = model.model.layers[0].self_attn
 
 
 def copied_block(model: Any, _: Patch) -> None:
@@ -454,59 +322,38 @@ def own_attention_of_a_test(model: Any, _: Patch) -> None:
 
 FORWARD: dict[str, Change] = {
     "hook on the head": forward_hook(HEAD, lambda x: x * 1.1),
-    "pre-hook on the head": forward_pre_hook(HEAD, lambda x: x * 1.1),
     "hook on the causal model": hook_of_the_causal_model,
-    "pre-hook on the causal model": pre_hook_of_the_causal_model,
     "global forward hook": global_hook("forward"),
-    "global forward pre-hook": global_hook("pre"),
     "hook that mixes tokens": forward_hook(MLP, mixed),
-    "pre-hook that mixes tokens": forward_pre_hook(MLP, mixed),
     "hook that depends on the length": forward_hook(MLP, lambda x: x / (1 + x.shape[1] / 8)),
     "hook that mixes sequences": forward_hook(MLP, lambda x: x + 0.1 * x.roll(1, 0)),
-    "hook that reverses a sequence": forward_hook("model.layers.0", lambda x: x + 0.1 * x.flip(1)),
     "hook that draws numbers": forward_hook(MLP, lambda x: x + 0.1 * torch.randn_like(x)),
     "hook that draws numpy's numbers": forward_hook(
         MLP,
         lambda x: x * (1 + 0.1 * float(np.random.rand())),  # noqa: NPY002
     ),
-    "hook on the embeddings": forward_hook(
-        "model.embed_tokens", lambda x: x * (1 + torch.arange(x.shape[1])[:, None] / 8)
-    ),
     "NEFTune": neftune,
     "weight norm on the head": normed(HEAD),
-    "spectral norm on the head": spectral(HEAD),
     "pruning on the head": pruned(HEAD),
     "RReLU in training": random_activation,
     "lambda as activation": lambda_activation,
-    "partial as activation": partial_activation,
-    "object as activation": object_activation,
-    "class's forward patched": class_forward(wraps=False),
-    "class's forward patched with wraps": class_forward(wraps=True),
-    "class's forward patched within torch's decorator": decorated_class_forward,
+    "class's forward patched": class_forward,
     "class's __call__ patched": class_call,
-    "nn.Module's __call__ patched": call_of_every_module,
     "code of a forward replaced": code_of_a_forward,
-    "forward made of text": text_of_a_class,
     "forward on the instance": instance_forward,
-    "method on the instance": bound_forward,
     "subclass under the family's name": subclass_of_a_module,
-    "rotary function replaced": rotary_function(wraps=False),
-    "rotary function replaced with wraps": rotary_function(wraps=True),
+    "rotary function replaced": rotary_function,
     "attention function registered": custom_attention,
     "attention function replaced": replaced_attention,
     "mask function replaced": custom_mask,
-    "eager attention replaced": eager_function,
     "torch.nn.functional replaced": functional,
-    "softmax over tokens as activation": replaced_activation(nn.Softmax(1)),
     "attention in both directions": both_directions,
-    "attention of a layer in both directions": both_directions_in_a_layer,
     "block used twice": shared_block,
-    "attention used twice": shared_attention,
 }
 
 NAMED = (
     *(name for name in FORWARD if "hook" in name or "on the head" in name),
-    *("NEFTune", "RReLU in training", "forward on the instance", "method on the instance"),
+    *("NEFTune", "RReLU in training", "forward on the instance"),
     *("attention function registered", "attention function replaced", "mask function replaced"),
 )
 """Of `FORWARD`, what is refused by name as well. The sample alone finds the rest."""
@@ -514,7 +361,6 @@ NAMED = (
 REFUSED: dict[str, Change] = {
     **{name: FORWARD[name] for name in NAMED},
     "backward hook": backward_hook,
-    "backward pre-hook": backward_pre_hook,
     "global backward hook": global_hook("backward"),
     "tensor hook on a parameter": tensor_hook,
     "post-accumulate hook on a parameter": post_accumulate_hook,
@@ -522,7 +368,6 @@ REFUSED: dict[str, Change] = {
     "sparse embedding": embedding(sparse=True),
     "embedding with max_norm": embedding(max_norm=1.0),
     "weight norm in a block": normed(f"{MLP}.up_proj"),
-    "spectral norm in a block": spectral(f"{MLP}.up_proj"),
     "pruning in a block": pruned(f"{MLP}.up_proj"),
 }
 

@@ -14,7 +14,6 @@ from sabotage import ACROSS_MICROBATCHES, Sabotage
 from scenarios import CHAIN, TIGHT, acceptance_batch
 from steps import ACROSS, clear_gradients, forked_batch, model_state, with_options
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification
 
 from forkpoint import (
     Config,
@@ -26,12 +25,10 @@ from forkpoint import (
     wrap,
 )
 from forkpoint.apps.replay.loop import replay
-from forkpoint.losses import GRPO, Denominators, Loss, LossBatch, LossOutputs, ValueLoss, gae
+from forkpoint.losses import GRPO, Loss, LossBatch, LossOutputs, ValueLoss, gae
 from forkpoint.losses.base import as_loss
 from forkpoint.testing import ReadOnlyHook, dense_run, lifted_upcasts, tiny_model
 from forkpoint.verify.dense import DenseRun
-from lanes import slow_besides, slow_besides_pairs
-from pairwise import id_of, pairwise
 
 BAR = 1e-10
 CONFIGS = (
@@ -144,21 +141,11 @@ def step_faults(
     return [f"{name}: {what} off by {e:.1e}" for what, e in errors.items() if not e <= BAR]
 
 
-STEPS: dict[tuple[str, str], list[Config]] = {}
-for _family, _loss, _config in pairwise(tuple(MODELS), tuple(LOSSES), CONFIGS):
-    STEPS.setdefault((_family, _loss), []).append(_config)
+# Every family with one loss and every loss with one family, in a third of the ways each.
+STEPS = {pair: CONFIGS[n::3] for n, pair in enumerate(zip(MODELS, LOSSES, strict=True))}
 
 
-# Every family with two losses, every loss with two families.
-DRAWN = [
-    (family, loss)
-    for i, family in enumerate(MODELS)
-    for j, loss in enumerate(LOSSES)
-    if (i + j) % 2 == 0
-]
-
-
-@pytest.mark.parametrize(("family", "loss"), slow_besides(DRAWN, STEPS))
+@pytest.mark.parametrize(("family", "loss"), STEPS)
 def test_steps_are_those_of_dense_training(family: str, loss: str) -> None:
     model, faults = critic(family), []
     with lifted_upcasts(model):
@@ -181,13 +168,13 @@ def test_the_scenario_clips_some_values_and_shares_trained_tokens() -> None:
     assert (np.asarray(one.returns) != np.asarray(other.returns)).any()
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_scores_are_the_values_before_each_token(family: str) -> None:
     model = critic(family)
     with lifted_upcasts(model):
         expected = values_of(model, acceptance_batch())
         policy = wrap(model)
-        for config in CONFIGS:
+        for config in CONFIGS[::2]:
             scores = with_options(policy, config).score(acceptance_batch())
             assert float((scores.values - expected).abs().max()) <= BAR
             assert not scores.values.requires_grad and scores.entropies is None
@@ -233,37 +220,13 @@ STATES: list[Callable[[nn.Module], nn.Module]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("family", "state", "config"),
-    slow_besides_pairs(
-        ("llama", "qwen3"), STATES, (ACROSS, Config(sharing="tree", boundary="within"))
-    ),
-    ids=id_of,
-)
-def test_states_of_a_critic(family: str, state: Any, config: Config) -> None:
-    model = state(critic(family))
-    report = wrap(model, config).verify(estimated(model), ValueLoss(clip=0.5))
+@pytest.mark.parametrize("state", STATES)
+def test_states_of_a_critic(state: Any) -> None:
+    model = state(critic("qwen3"))
+    report = wrap(model, ACROSS).verify(estimated(model), ValueLoss(clip=0.5))
     assert report.passed, report.table()
     assert report.worst[0].norm and report.head == "values"
     assert report.computed_tokens < report.logical_tokens
-
-
-@pytest.mark.parametrize("name", ["returns", "old_values"])
-def test_numbers_that_float32_cannot_hold_are_refused(name: str) -> None:
-    """At trained tokens; at others they are not read."""
-    rollout = forked_batch()[0]
-    policy = wrap(critic(dtype=torch.float32), ACROSS)
-
-    def step(position: int) -> None:
-        values = np.full(len(rollout), 0.5)
-        values[position] = 1e39
-        fields = {"returns": 0.5, "old_values": np.full(len(rollout), 0.5)} | {name: values}
-        policy.forward_backward(RolloutBatch([replace(rollout, **fields)]), ValueLoss())
-
-    assert rollout.loss_mask[-1] and not rollout.loss_mask[0]
-    step(0)
-    with pytest.raises(RolloutError, match=rf"{name} is 1e\+39 at its token .*in float32"):
-        step(-1)
 
 
 def test_verify_in_float32() -> None:
@@ -282,7 +245,7 @@ def test_dtypes_follow_the_model() -> None:
         assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {dtype}
 
 
-@pytest.mark.parametrize("sabotage", ACROSS_MICROBATCHES)
+@pytest.mark.parametrize("sabotage", ACROSS_MICROBATCHES[:2])
 def test_sabotage_is_caught(sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch) -> None:
     model = critic()
     batch = estimated(model)
@@ -314,23 +277,6 @@ def test_a_microbatch_that_trains_nothing_ends_before_the_last_block_s_mlp() -> 
     assert len(calls) == sum(trains) < len(trains)
 
 
-def test_several_calls_add_up_to_one() -> None:
-    model = critic()
-    batch = estimated(model)
-    counts = Denominators(tokens=40.0, rollouts=20.0, groups=3.0)
-    clear_gradients(model)
-    with lifted_upcasts(model):
-        dense = dense_run(model, batch, ValueLoss(), counts)
-        policy = wrap(model, ACROSS)
-        halves = [batch.select(range(5)), batch.select(range(5, len(batch)))]
-        total = sum(
-            policy.forward_backward(half, ValueLoss(), denominators=counts).loss for half in halves
-        )
-    assert total == pytest.approx(dense.loss, abs=BAR)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, dense.gradients[name], atol=BAR, rtol=1e-9)
-
-
 def test_replay_trains_a_critic_as_dense_training_does() -> None:
     model = critic()
     batch = estimated(model)
@@ -346,11 +292,6 @@ def test_replay_trains_a_critic_as_dense_training_does() -> None:
     assert values["max_loss_difference"] < 1e-4 * values["dense_losses"][0]
     with pytest.raises(ConfigError, match=r"GRPO.* but the model is a critic"):
         replay(model, batch, GRPO(), optimizer=torch.optim.SGD, steps=1)
-
-
-def test_the_head_is_counted_as_one_output() -> None:
-    assert wrap(critic()).host.shape.vocab == 1
-    assert wrap(tiny_model("llama")).host.shape.vocab == 61
 
 
 # What is refused ---------------------------------------------------------------------------------
@@ -380,24 +321,9 @@ def test_a_loss_of_the_other_kind_of_model() -> None:
         _ = language.score(batch).values
 
 
-def sequence_classifier() -> nn.Module:
-    config = tiny_model("llama").config
-    config.num_labels = 1
-    return AutoModelForSequenceClassification.from_config(config)
-
-
 def with_head(head: nn.Module) -> nn.Module:
     model = critic()
     model.score = head
-    return model
-
-
-def with_own_forward() -> nn.Module:
-    class LlamaForTokenClassification(type(critic())):  # type: ignore[misc]
-        pass
-
-    model = critic()
-    model.__class__ = LlamaForTokenClassification
     return model
 
 
@@ -407,21 +333,12 @@ def with_own_forward() -> nn.Module:
         (lambda: critic(num_labels=2), "has 2 labels; .* num_labels=1"),
         (lambda: with_head(nn.Linear(32, 3)), "has 3 labels"),
         (lambda: with_head(nn.Sequential(nn.Linear(32, 1))), r"score of .* is a torch.*Sequential"),
-        (sequence_classifier, "LlamaForSequenceClassification.*ForTokenClassification with one"),
-        (with_own_forward, r"LlamaForTokenClassification \(model_type 'llama'\) has not been sho"),
     ],
-    ids=["labels", "wide", "deep", "sequence", "subclass"],
+    ids=["labels", "wide", "deep"],
 )
 def test_models_that_are_no_critics(build: Any, problem: str) -> None:
     with pytest.raises(UnsupportedError, match=problem):
         wrap(build())
-
-
-def test_a_token_classifier_with_a_forward_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = critic()
-    monkeypatch.setattr(type(model), "forward", lambda self, **kwargs: None)
-    with pytest.raises(UnsupportedError, match="has not been shown exact"):
-        wrap(model)
 
 
 def test_dropout_of_a_critic() -> None:

@@ -5,7 +5,6 @@ import gc
 import pickle
 import types
 import weakref
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,9 @@ import pytest
 import torch
 from host_models import (
     BATCH,
-    FAMILIES,
     LOSS,
     TREE_IN_ROW,
     checkpointing,
-    count_calls,
     frozen_below,
     lora,
     quiet_peft,
@@ -53,12 +50,9 @@ def use(model: PreTrainedModel) -> list[torch.Tensor]:
     return [logits, masked, written, loss.detach(), *grads]  # type: ignore[list-item]
 
 
-@pytest.mark.parametrize(
-    ("family", "adapted"),
-    slow_besides([("qwen3", True)], product(FAMILIES, (False, True))),
-)
-def test_a_wrapped_model_is_usable_as_before(family: str, adapted: bool) -> None:
-    model: Any = small_model(family, dtype=torch.float32)
+@pytest.mark.parametrize("adapted", slow_besides([True], [True, False]))
+def test_a_wrapped_model_is_usable_as_before(adapted: bool) -> None:
+    model: Any = small_model("qwen3", dtype=torch.float32)
     model = lora(model) if adapted else model
     wanted = use(model)
     state = model_state(model)
@@ -84,9 +78,8 @@ def test_a_wrapped_model_is_usable_as_before(family: str, adapted: bool) -> None
     check()
 
 
-@pytest.mark.parametrize("family", slow_besides(["qwen3"], FAMILIES))
-def test_saving_copying_and_pickling(family: str, tmp_path: Path) -> None:
-    model = small_model(family, dtype=torch.float32)
+def test_saving_copying_and_pickling(tmp_path: Path) -> None:
+    model = small_model("qwen3", dtype=torch.float32)
     policy = wrap(model, ACROSS)
     policy.forward_backward(BATCH, LOSS)
     clear_gradients(model)
@@ -134,16 +127,6 @@ def test_the_model_may_change_between_steps() -> None:
     assert step_error(model, BATCH, LOSS, policy=policy) < 1e-10
     frozen_below(model)
     assert step_error(model, BATCH, LOSS, policy=policy) < 1e-10
-
-
-@pytest.mark.usefixtures("without_sample")
-def test_hooks_of_the_user_run_as_in_any_forward() -> None:
-    model = small_model("llama")
-    calls = {name: count_calls(model.get_submodule(name)) for name in ("model", "model.layers.0")}
-    whole = count_calls(model)
-    stats = wrap(model, ACROSS).forward_backward(BATCH, LOSS)
-    assert len(whole) == len(calls["model"]) == len(calls["model.layers.0"]) == 7
-    assert len(stats.plan.microbatches) == 7
 
 
 def test_compiled_blocks_get_their_own_forwards_back() -> None:

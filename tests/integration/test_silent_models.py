@@ -1,8 +1,6 @@
 """Models that would train wrongly without an error: refused by name, and found by the sample."""
 
-import copy
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,7 @@ from forkpoint import Config, Policy, Rollout, RolloutBatch, UnsupportedError, l
 from forkpoint.engine.transaction import Transaction
 from forkpoint.step import self_check as selfcheck
 from forkpoint.testing import ReadOnlyHook, tiny_model
-from lanes import slow_besides, slow_besides_every
+from lanes import slow_besides_every
 
 BATCH = forked_batch(stretch=4)
 LOSS = losses.GRPO()
@@ -58,7 +56,7 @@ def test_a_sample_finds_it_without_the_lists(case: str, monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("without_lists")
-@pytest.mark.parametrize(("roundings", "passes"), [(1, True), (3, True), (40, False)])
+@pytest.mark.parametrize(("roundings", "passes"), [(3, True), (40, False)])
 def test_values_are_rounded_where_rounded_embeddings_move_nothing(
     roundings: int, passes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,11 +101,11 @@ def test_what_looks_like_it_is_exact(case: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("without_lists")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_small_effects_are_found_as_far_as_rounding_allows(dtype: torch.dtype) -> None:
     """The limit that docs/verify.md states: ten times what a rounding of the embeddings does."""
     found = []
-    for size in (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6):
+    for size in (1.0, 1e-1, 1e-4, 1e-5, 1e-6):
         model = tiny_model("llama", dtype=dtype)
         model.lm_head.register_forward_hook(
             lambda module, args, output, size=size: output * (1 + size)
@@ -181,29 +179,13 @@ def test_when_a_sample_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     policy.score(BATCH)
     assert counted.count == scores + 1
     assert policy.with_config(sharing="none").forward_backward(BATCH, LOSS) and step() == 0
+    before = counted.count
+    wrap(model, UNCHECKED).forward_backward(BATCH, LOSS)
+    assert counted.count == before, "it can be turned off"
 
 
-def test_the_check_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = Counted(monkeypatch)
-    policy = wrap(tiny_model("llama"), UNCHECKED)
-    policy.forward_backward(BATCH, LOSS)
-    policy.score(BATCH)
-    assert counted.count == 0
-
-
-def test_a_sample_leaves_gradients_and_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model("llama", dtype=torch.float32)
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    before = copy.deepcopy(model.state_dict())
-    policy = wrap(model, ACROSS)
-    checked(policy, BATCH, training=True)
-    assert all(bool((p.grad == 1).all()) for p in model.parameters() if p.grad is not None)
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-
-
-@pytest.mark.parametrize("lengths", [[1], [2], [3, 1], [7], [8], [400, 3], [161]])
-@pytest.mark.parametrize("vocab", [1, 2, 61])
+@pytest.mark.parametrize("lengths", [[1], [3, 1], [8], [400, 3]])
+@pytest.mark.parametrize("vocab", [1, 61])
 def test_samples_of_any_batch(lengths: list[int], vocab: int) -> None:
     rng = np.random.default_rng(0)
     batch = RolloutBatch(Rollout(rng.integers(0, vocab, n), np.arange(n) > 0, 1.0) for n in lengths)
@@ -218,21 +200,15 @@ def test_samples_of_any_batch(lengths: list[int], vocab: int) -> None:
     wrap(tiny_model("llama", dtype=torch.float32), ACROSS).score(batch)
 
 
-FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
-
-
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    slow_besides(
-        [("llama", BFLOAT16), ("qwen3", FLOAT32), ("gemma2", BFLOAT16)],
-        product(("llama", "qwen3", "gemma2"), (FLOAT32, BFLOAT16)),
-    ),
+    [("llama", torch.bfloat16), ("qwen3", torch.float32), ("gemma2", torch.bfloat16)],
     ids=str,
 )
 def test_rounding_alone_is_never_refused(family: str, dtype: torch.dtype) -> None:
     """The largest ratio of a difference to what is allowed, over weights and tokens."""
     most = 0.0
-    for seed in range(6):
+    for seed in range(3):
         model: Any = tiny_model(family, seed=seed, dtype=dtype).eval()
         model.set_attn_implementation("eager")  # sdpa of older transformers knows no softcap
         policy = wrap(model, ACROSS)

@@ -5,13 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.hooks import (
-    ModelHook,
-    add_hook_to_module,
-)
 from peft import (
-    IA3Config,
     LoraConfig,
     PromptTuningConfig,
     TaskType,
@@ -19,14 +13,11 @@ from peft import (
 )
 from steps import model_state
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DeviceMesh, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     LlamaForCausalLM,
 )
 
@@ -75,11 +66,6 @@ class MyLlama(LlamaForCausalLM):
     """Of the same code today; what a subclass adds is not looked for."""
 
 
-def namesake(model: Any) -> nn.Module:
-    kind = type("LlamaForCausalLM", (LlamaForCausalLM,), {"__module__": "mine"})
-    return kind(model.config)
-
-
 class MyMLP(nn.Module):
     """Not the family's: it could do anything, such as normalise over tokens."""
 
@@ -106,26 +92,10 @@ def instance_forward(model: nn.Module) -> nn.Module:
     return model
 
 
-class MyHook(ModelHook):
-    """Of the user's own: it could do anything."""
-
-
-def hooked(hook: ModelHook) -> Change:
-    def change(model: nn.Module) -> nn.Module:
-        add_hook_to_module(model.get_submodule("model.layers.1.mlp"), hook)
-        return model
-
-    return change
-
-
 def hooked_compiled(model: Any) -> nn.Module:
     model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
     model.model.layers[1].register_forward_hook(ReadOnlyHook(lambda *_: None))
     return model
-
-
-def prepared(model: Any) -> Any:
-    return Accelerator(cpu=True, mixed_precision="bf16").prepare_model(model)
 
 
 class Params4bit(nn.Parameter):
@@ -142,11 +112,6 @@ def weight(parameter: nn.Parameter) -> Change:
 
 def adapter(config: Any) -> Change:
     return lambda model: get_peft_model(model, config)
-
-
-def injected_adapter(model: Any) -> nn.Module:
-    model.add_adapter(IA3Config(target_modules=["v_proj"], feedforward_modules=[]))
-    return model
 
 
 def partly_on_meta(model: nn.Module) -> nn.Module:
@@ -178,11 +143,6 @@ def first_block_sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-def with_communication_hook(model: DistributedDataParallel) -> nn.Module:
-    model.register_comm_hook(None, allreduce_hook)
-    return model
-
-
 CAUSAL: Any = {"task_type": TaskType.CAUSAL_LM}
 
 MODELS: tuple[Kind, ...] = (
@@ -197,21 +157,6 @@ MODELS: tuple[Kind, ...] = (
         lambda _: nn.Linear(2, 2),
         message="torch.nn.modules.linear.Linear is not a transformers model; wrap the model "
         "itself, which fully_shard or DistributedDataParallel may hold.",
-    ),
-    model_kind(
-        "DataParallel",
-        lambda m: nn.DataParallel(m),
-        message="torch.nn.parallel.data_parallel.DataParallel is not a transformers model; wrap "
-        "the model itself, which fully_shard or DistributedDataParallel may hold.",
-    ),
-    Kind(
-        name="DistributedDataParallel with a communication hook",
-        error=UnsupportedError,
-        message="DistributedDataParallel has a communication hook (allreduce_hook), which "
-        "forkpoint would pass by. Leave register_comm_hook out.",
-        call=in_process_group(
-            lambda model, _: with_communication_hook(DistributedDataParallel(model))
-        ),
     ),
     Kind(
         name="Sharded parameters",
@@ -228,19 +173,6 @@ MODELS: tuple[Kind, ...] = (
         "gradients of the rest would stay this rank's own. Call fully_shard(model) as well, after "
         "its blocks.",
         call=in_process_group(first_block_sharded),
-    ),
-    Kind(
-        name="A rank that cannot run a step",
-        error=RankError,
-        message="rank 1 cannot run this step, so no rank does, and gradients are as they were: "
-        "PlanError: no plan fits this batch. Mend it there; the step can then be repeated on all "
-        "ranks.",
-        call=lambda: agreed(
-            [Proposal("score"), Proposal("score", error="PlanError: no plan fits this batch.")],
-            0,
-            [0, 1],
-            gather="auto",
-        ),
     ),
     Kind(
         name="Ranks that call different methods",
@@ -267,21 +199,6 @@ MODELS: tuple[Kind, ...] = (
         "as critics their ForTokenClassification with one label.",
     ),
     model_kind(
-        "A model with a family's name and other code",
-        namesake,
-        message="mine.LlamaForCausalLM (model_type 'llama') has not been shown exact; supported "
-        f"are {FAMILY_CLASSES} of transformers, not subclasses of them, and as "
-        "critics their ForTokenClassification with one label.",
-    ),
-    model_kind(
-        "A classifier",
-        lambda m: AutoModelForSequenceClassification.from_config(m.config),
-        message="transformers.models.llama.modeling_llama.LlamaForSequenceClassification "
-        "(model_type 'llama') has not been shown exact; supported are "
-        f"{FAMILY_CLASSES} of transformers, not subclasses of them, and as critics "
-        "their ForTokenClassification with one label.",
-    ),
-    model_kind(
         "A module of other code",
         replaced("model.layers.1.mlp", MyMLP()),
         message="model.layers.1.mlp is a bad_inputs.models.MyMLP, which has not been shown exact. "
@@ -296,26 +213,11 @@ MODELS: tuple[Kind, ...] = (
         "accelerate.hooks.remove_hook_from_module(model, recurse=True) for a hook of accelerate.",
     ),
     model_kind(
-        "A hook of one's own by accelerate",
-        hooked(MyHook()),
-        message="model.layers.1.mlp has a forward of its own (a partial of "
-        "accelerate.hooks.add_hook_to_module.<locals>.new_forward), whose effect is not known. "
-        "Remove it: del module.forward, or accelerate.hooks.remove_hook_from_module(model, "
-        "recurse=True) for a hook of accelerate.",
-    ),
-    model_kind(
         "A hook on a compiled module",
         hooked_compiled,
         message="model.layers.1 is what torch.compile returned, and has a hook of its own. "
         "Compiled code is taken off while a step runs, and this with it. Set it on the module "
         "within (module._orig_mod), or before torch.compile.",
-    ),
-    model_kind(
-        "A compiled model that accelerate prepared",
-        lambda m: prepared(torch.compile(m, backend="eager")),
-        message="the model is what torch.compile returned, and has a forward of its own. Compiled "
-        "code is taken off while a step runs, and this with it. Set it on the module within "
-        "(module._orig_mod), or before torch.compile.",
     ),
     model_kind(
         "Quantized parameters",
@@ -325,23 +227,10 @@ MODELS: tuple[Kind, ...] = (
         "whole model. Wrap a model of plain tensors.",
     ),
     model_kind(
-        "Parameters of whole numbers",
-        weight(nn.Parameter(torch.zeros(48, 32, dtype=torch.int8), requires_grad=False)),
-        message="parameter model.layers.1.mlp.up_proj.weight has dtype torch.int8; quantized "
-        "parameters have not been shown exact. Allowed are torch.float64, torch.float32, "
-        "torch.bfloat16, torch.float16.",
-    ),
-    model_kind(
         "Prompt tuning",
         adapter(PromptTuningConfig(**CAUSAL, num_virtual_tokens=2)),
         message="the peft adapter 'default' is PROMPT_TUNING; only LORA has been shown exact. Use "
         "LoRA, or DoRA.",
-    ),
-    model_kind(
-        "Another kind of adapter",
-        injected_adapter,
-        message="the peft adapter 'default' is IA3; only LORA has been shown exact. Use LoRA, or "
-        "DoRA.",
     ),
     model_kind(
         "A LoRA variant that looks at tokens",
@@ -355,20 +244,6 @@ MODELS: tuple[Kind, ...] = (
         lambda m: lora(m, target_modules=["lm_head"]),
         message="the output head is a peft.tuners.lora.layer.Linear; forkpoint computes log-probs "
         "from a plain torch.nn.Linear. Leave lm_head out of adapters and quantization.",
-    ),
-    model_kind(
-        "A head of its own for the adapter",
-        lambda m: lora(m, modules_to_save=["lm_head"], target_modules=["q_proj"]),
-        message="the output head is a peft.utils.other.ModulesToSaveWrapper; forkpoint computes "
-        "log-probs from a plain torch.nn.Linear. Leave lm_head out of adapters and "
-        "quantization.",
-    ),
-    model_kind(
-        "A model without values",
-        lambda m: m.to("meta"),
-        message="the model's parameters are on several devices, or on the meta device "
-        "(model.embed_tokens.weight on meta). Load them, all on one device, before wrapping the "
-        "model.",
     ),
     model_kind(
         "A model on several devices",

@@ -12,7 +12,6 @@ from bad_inputs.kind import Kind
 from bad_inputs.models import in_process_group
 from forkpoint import Config, wrap
 from forkpoint.errors import ConfigError, RankError, UnsupportedError
-from forkpoint.hosts.transformers.tensor_parallel import check_version
 from forkpoint.parallel.copies import Contents, check_same_batches, check_same_losses
 from versions import SPLITS_OTHERWISE
 
@@ -80,24 +79,6 @@ SPLITS: tuple[Kind, ...] = (
         call=differ(contents("c", "b", 1.0)),
     ),
     Kind(
-        name="Ranks of one copy with different plans",
-        error=RankError,
-        message=f"{WHO}planned the same batch differently, {NO_STEP}Give both the same Config; "
-        "where their free memory or calibrations differ, set memory_budget and calibration in it.",
-        means="They run the same microbatches at the same time.",
-        remedy="Config(memory_budget=...) with a number, the same everywhere.",
-        call=differ(contents("a", "d", 1.0)),
-    ),
-    Kind(
-        name="Ranks of one copy with different factors",
-        error=RankError,
-        message=f"{WHO}scale the loss or its gradients differently ([1.0] and [2.0]), {NO_STEP}"
-        "Compute the loss from the same values on both, without random numbers of a rank's own.",
-        means="Each would compute its parts of the gradient for a loss of its own.",
-        remedy="Give the same scale, and compute a loss of policy.logprobs the same everywhere.",
-        call=differ(contents("a", "b", 2.0)),
-    ),
-    Kind(
         name="Ranks of one copy with different losses",
         error=RankError,
         message="ranks 0 and 1 hold one copy of the model together (tensor parallelism), and came "
@@ -115,15 +96,6 @@ SPLITS: tuple[Kind, ...] = (
         means="Its reducer does not know which ranks have the same batch.",
         remedy="fully_shard, over the data dimension of the mesh.",
         call=in_process_group(within_replicas),
-    ),
-    Kind(
-        name="A model that an older transformers has split",
-        error=UnsupportedError,
-        message="transformers 5.17.0 has split the model over ranks; such models have been shown "
-        "exact with 5.23, and earlier versions split them otherwise. Update transformers.",
-        means="Until then hooks and other forwards did what styles do now.",
-        remedy="transformers 5.23 or newer.",
-        call=lambda: check_version("5.17.0"),
     ),
     Kind(
         name="Sequence parallelism",

@@ -11,10 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bad_inputs.kind import Kind
-from bad_inputs.models import lora
 from forkpoint import Policy, losses, wrap
 from forkpoint.errors import UnsupportedError
-from forkpoint.hosts.transformers.calls import ATTENTION_NAME
 from forkpoint.losses import LossBatch, LossOutputs
 from forkpoint.testing import ReadOnlyHook, tiny_model
 
@@ -116,12 +114,6 @@ def inference_mode() -> None:
         step(policy)
 
 
-def outside() -> None:
-    model: Any = tiny_model("llama")
-    model.set_attn_implementation(ATTENTION_NAME)
-    model(input_ids=torch.tensor([[1, 2, 3]]))
-
-
 def model_within_a_step() -> None:
     model = tiny_model("llama")
 
@@ -182,13 +174,6 @@ STATES: tuple[Kind, ...] = (
         "model.eval().",
     ),
     state_kind(
-        "Dropout of an adapter",
-        lambda m: lora(m.train(), lora_dropout=0.05, target_modules=["q_proj"]).train(),
-        message="model.layers.0.self_attn.q_proj.lora_dropout.default has dropout 0.05 in training "
-        "mode: dense training would draw new numbers for every copy of a shared token. Set "
-        "it to 0, or call model.eval().",
-    ),
-    state_kind(
         "A rope_type that is not known",
         unknown_rope,
         message="rope_type is 'spiral', and it is not known whether its frequencies depend on the "
@@ -199,13 +184,6 @@ STATES: tuple[Kind, ...] = (
         "Rollouts beyond the length of dynamic rope",
         too_long({"rope_type": "dynamic", "factor": 2.0}, 8),
         message="rope_type is 'dynamic' and the longest rollout has 21 tokens: beyond 8 tokens "
-        "frequencies depend on the length, so rollouts would differ on tokens they share. Use "
-        "rollouts of at most 8 tokens or another rope_type.",
-    ),
-    call_kind(
-        "Rollouts beyond the length of longrope",
-        too_long(LONGROPE, 32),
-        message="rope_type is 'longrope' and the longest rollout has 21 tokens: beyond 8 tokens "
         "frequencies depend on the length, so rollouts would differ on tokens they share. Use "
         "rollouts of at most 8 tokens or another rope_type.",
     ),
@@ -250,14 +228,6 @@ STATES: tuple[Kind, ...] = (
         inference_mode,
         message="forward_backward was called under torch.inference_mode, where nothing has "
         "gradients; leave it, or use policy.score for log-probs alone.",
-    ),
-    call_kind(
-        "forkpoint's attention outside of forkpoint",
-        outside,
-        message="the model, or a part of it, was called while a step of forkpoint runs it (from a "
-        "loss, a hook or another thread), or its attn_implementation was set to 'forkpoint'. Call "
-        "it when no step runs. What a loss needs is computed before the step, by policy.score or "
-        "by a copy of the model (copy.deepcopy).",
     ),
     call_kind(
         "A copy of a policy",

@@ -287,19 +287,6 @@ def supported_model(model: nn.Module) -> PreTrainedModel:
             f"{kind.__module__}.{kind.__name__} (model_type {inner.config.model_type!r}) has not "
             f"been shown exact; supported are {', '.join(f.model_class for f in FAMILIES.values())}"
             " of transformers, not subclasses of them, and as critics their ForTokenClassification "
-            f"with one label.{_text_model_of(inner) if stock else ''}"
+            "with one label."
         )
     return inner
-
-
-def _text_model_of(model: PreTrainedModel) -> str:
-    """For a model that sees images as well, how to load the part that has been shown exact, where
-    that class reads the whole model's weights (of most families it does not)."""
-    text = getattr(model.config, "text_config", None)
-    family = FAMILIES.get(getattr(text, "model_type", ""))
-    if family is None or not family.media or family.package != model.config.model_type:
-        return ""
-    return (
-        f" Load its text model alone, as {family.model_class}.from_pretrained does from the same "
-        "folder."
-    )
