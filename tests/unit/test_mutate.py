@@ -1,6 +1,8 @@
 """The runner of seeded changes finds lines that have moved, and its areas have tests."""
 
+import dataclasses
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
@@ -53,3 +55,14 @@ def test_areas_have_files_and_tests() -> None:
     for area, patterns in mutate.AREAS.items():
         for pattern in (f"src/forkpoint/{area}*", *patterns):
             assert any(ROOT.glob(pattern)), f"{area}: {pattern}"
+
+
+def test_every_kept_change_names_lines_that_occur_once() -> None:
+    kept = json.loads((ROOT / "scripts" / "mutations.json").read_text(encoding="utf-8"))
+    for entry in kept:
+        change = mutate.Change(**entry)
+        path = ROOT / "src" / "forkpoint" / change.file
+        assert path.exists(), change
+        anywhere = dataclasses.replace(change, scope="")
+        places = list(mutate._places(path, change))
+        assert len(places) == 1 == len(list(mutate._places(path, anywhere))), change
