@@ -14,8 +14,7 @@ import pytest
 import dumps
 from forkpoint import Rollout
 from forkpoint.rollouts.formats import Format, detect
-from forkpoint.rollouts.formats.record import Record, RecordError
-from forkpoint.rollouts.formats.samples import samples
+from forkpoint.rollouts.formats.record import Record, RecordError, samples
 from lanes import slow_besides
 
 Make = Callable[[Sequence[Rollout]], dict[str, Any]]
@@ -131,7 +130,7 @@ def read(table: dict[str, Any], format: Format) -> None:
     """Reads what can be read of a table; what cannot has to say so, and where."""
     for record in samples("x.pt", table, format, None):
         try:
-            for rollout in format.rollouts(record):
+            for rollout, _ in format.rollouts(record):
                 assert isinstance(rollout, Rollout)
         except RecordError as error:
             assert str(error).startswith("x.pt")

@@ -28,19 +28,20 @@ class SchemaError(ValueError):
     """A value that the schema does not allow; the text is a clause without a full stop."""
 
 
-def parse_json(content: bytes | str) -> Any:
-    """The value of strict JSON, in UTF-8 if bytes: no NaN, no infinity, no key twice in an object.
+def parse_json(content: bytes | str, *, allow_nan: bool = False) -> Any:
+    """The value of strict JSON, in UTF-8 if bytes: no key twice in an object, no NaN, no infinity.
 
-    Raises SchemaError for anything else, and for what Python cannot hold (nesting too deep, whole
-    numbers of thousands of digits).
+    Raises SchemaError for anything else, and for values that Python cannot hold (nesting too deep,
+    integers of thousands of digits).
     """
     if not isinstance(content, bytes | str):
         raise SchemaError(f"not JSON (of type {type(content).__name__})")
     try:
+        text = content if isinstance(content, str) else content.decode("utf-8")
+        if allow_nan:
+            return json.loads(text, object_pairs_hook=_without_duplicates)
         return json.loads(
-            content if isinstance(content, str) else content.decode("utf-8"),
-            parse_constant=_refuse_constant,
-            object_pairs_hook=_without_duplicates,
+            text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant
         )
     except RecursionError:
         raise SchemaError("not JSON that can be read (nested too deep)") from None

@@ -1,11 +1,8 @@
 """Parquet files, row by row in batches, by pyarrow, which is imported when a file is read."""
 
-import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from forkpoint.errors import RolloutError
 from forkpoint.rollouts.batch import short
@@ -22,8 +19,8 @@ _VALUE_BYTES = 16
 def rows(path: Path, memory: MemoryLimit) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The rows of a file, each with its place.
 
-    Raises RolloutError, naming the file, where it cannot be read or declares row groups that take
-    more memory than is left, and ConfigError where pyarrow is missing.
+    Raises RolloutError, naming the file, if it cannot be read or declares row groups that take more
+    memory than is left, and ConfigError if pyarrow is missing.
     """
     import_extra("pyarrow", "parquet", f"{path} is a parquet file, which")
     from pyarrow.parquet import ParquetFile
@@ -32,14 +29,18 @@ def rows(path: Path, memory: MemoryLimit) -> Iterator[tuple[str, Mapping[str, An
     try:
         with ParquetFile(path, page_checksum_verification=True) as file:
             names = file.schema_arrow.names
-            _check_names(path, names)
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise RolloutError(
+                    f"{path} has the column {short(twice[0])} more than once. Write it with one "
+                    "column of each name."
+                )
             for number in range(file.num_row_groups):
-                needed = _declared_bytes(file.metadata.row_group(number))
-                memory.check(needed, f"row group {number}")
+                memory.check(
+                    _declared_bytes(file.metadata.row_group(number)), f"row group {number}"
+                )
                 for batch in file.iter_batches(_ROWS, [number], use_threads=False):
-                    memory.check(batch.nbytes, f"{len(batch)} rows of row group {number}")
-                    columns = [_values(column) for column in batch.columns]
-                    for values in zip(*columns, strict=True):
+                    memory.check(batch.nbytes, f"a part of row group {number}")
+                    for values in zip(*map(_values, batch.columns), strict=True):
                         yield f"{path}, row {row}", dict(zip(names, values, strict=True))
                         row += 1
     except (RolloutError, MemoryError):
@@ -51,17 +52,6 @@ def rows(path: Path, memory: MemoryLimit) -> Iterator[tuple[str, Mapping[str, An
         ) from None
 
 
-def _check_names(path: Path, names: list[str]) -> None:
-    if not names:
-        raise RolloutError(f"{path} has no columns. Look at what wrote it.")
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise RolloutError(
-            f"{path} has the column {short(twice)} more than once. Write it with one column of "
-            "each name."
-        )
-
-
 def _declared_bytes(group: Any) -> int:
     """Bytes of the columns of a row group once they are decoded, as its metadata declare them."""
     columns = [group.column(at) for at in range(group.num_columns)]
@@ -69,24 +59,13 @@ def _declared_bytes(group: Any) -> int:
 
 
 def _values(column: Any) -> list[Any]:
-    """The values of an Arrow array; numpy arrays where they are lists of numbers."""
+    """The values of an Arrow array; numpy arrays for lists of numbers."""
     from pyarrow import types
-    from pyarrow.compute import call_function
 
     kind = column.type
-    if not (types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)):
-        return column.to_pylist()
-    ends = np.cumsum(_array(call_function("list_value_length", [column]).fill_null(0))).tolist()
-    flat, item = column.flatten(), kind.value_type
-    numbers = types.is_integer(item) or types.is_floating(item) or types.is_boolean(item)
-    items = _array(flat) if numbers else _values(flat)
-    return [
-        None if lost else items[begin:end]
-        for (begin, end), lost in zip(
-            itertools.pairwise([0, *ends]), _array(column.is_null()).tolist(), strict=True
-        )
-    ]
-
-
-def _array(values: Any) -> np.ndarray[Any, Any]:
-    return values.to_numpy(zero_copy_only=False)
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        item = kind.value_type
+        if types.is_integer(item) or types.is_floating(item) or types.is_boolean(item):
+            cells = [cell.values for cell in column]
+            return [None if c is None else c.to_numpy(zero_copy_only=False) for c in cells]
+    return column.to_pylist()

@@ -1,225 +1,357 @@
-"""One sample of a trainer's dump, with errors that name file, record and field.
+"""Samples of a trainer's dump: their values by name, and the rollouts made of them.
 
-Imports no torch.
+Imports no torch. Values are those of any kind of file: numbers, text, lists and numpy arrays.
 """
 
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from forkpoint.errors import RolloutError
-from forkpoint.rollouts.batch import Rollout, short
-from forkpoint.rollouts.batch import group_of as group_of
+from forkpoint.rollouts.batch import Rollout, group_of, short
 from forkpoint.rollouts.fields import is_number, read_vector
 
-Array = NDArray[Any]
-_MOST_SHOWN = 80
-_MOST_KEYS = 1_000
-_MOST_NESTED = 4
+Tokenize = Callable[[str], list[int]]
+Made = tuple[Rollout, bool]
+"""A rollout, and whether its advantage is a reward for now."""
+SHARED = "meta_info"
+"""The key of a table under which its samples' common settings are."""
+_MEDIA = (
+    *("multi_modal_inputs", "multi_modal_data", "pixel_values", "image_grid_thw", "mm_kwargs"),
+    *("multimodal_inputs", "multimodal_train_inputs", "images", "mm_train_inputs"),
+)
 
 
 class RecordError(RolloutError):
-    """A record that cannot be read; another record of the same file may be."""
+    """A record that cannot be read; another record of the same file may be.
 
-    def __init__(self, where: str, field: str, message: str) -> None:
-        super().__init__(f"{where}: {message}")
+    field: the field of the record that is wrong, or "record" for all of it.
+    """
+
+    def __init__(self, message: str, field: str) -> None:
+        super().__init__(message)
         self.field = field
-        """Name of the fault's place: a field of the record, or "record" for all of it."""
-
-    @classmethod
-    def of(cls, error: RolloutError, field: str) -> "RecordError":
-        """The same message, as that of a record."""
-        made = cls("", field, "")
-        made.args = error.args
-        return made
-
-
-@dataclass(frozen=True)
-class WrongRows:
-    """Stands for a column that has not as many rows as the batch has samples."""
-
-    message: str
-
-
-class Row(Mapping[str, Any]):
-    """Values of one sample, and those that it shares with others, without a copy of these."""
-
-    def __init__(self, own: Mapping[str, Any], shared: Mapping[str, Any]) -> None:
-        self._own, self._shared = own, shared
-
-    def __getitem__(self, name: str) -> Any:
-        return self._own[name] if name in self._own else self._shared[name]
-
-    def __iter__(self) -> Iterator[str]:
-        yield from (name for name in self._shared if name not in self._own)
-        yield from self._own
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
 
 class Record:
-    """The values of one sample by the names that its trainer gives them.
+    """Values of one sample by the names that its trainer gives them.
 
-    where: names file and record in messages.
-    values: arrays and lists of one dimension, numbers, text.
-    tokenizer: makes ids of text, for formats that hold text.
-    rewarded: set where its rollout's advantage is a reward for now.
+    where: file and record, for messages.
+    values: arrays and lists of one dimension, numbers, text; a RecordError for a value that cannot
+        be assigned to the sample.
+    tokenize: makes ids of text, for formats that hold text.
     """
 
     def __init__(
-        self,
-        where: str,
-        values: Mapping[str, Any],
-        tokenizer: Callable[[str], list[int]] | None = None,
+        self, where: str, values: Mapping[str, Any], tokenize: Tokenize | None = None
     ) -> None:
         self.where: str = where
         self.values: Mapping[str, Any] = values
-        self.tokenizer: Callable[[str], list[int]] | None = tokenizer
-        self.rewarded = False
+        self.tokenize: Tokenize | None = tokenize
 
-    def has(self, name: str) -> bool:
-        """Whether there is a value that is not None.
-
-        Raises RecordError where it has not as many rows as there are samples.
-        """
-        value = self.values.get(name)
-        if isinstance(value, WrongRows):
-            raise self.fail(name, value.message)
-        return value is not None
+    def with_values(self, values: Mapping[str, Any], where: str = "") -> "Record":
+        """The same sample with other values of some names."""
+        return Record(self.where + where, ChainMap(dict(values), dict(self.values)), self.tokenize)
 
     def fail(self, field: str, message: str) -> RecordError:
-        return RecordError(self.where, field, message)
+        return RecordError(f"{self.where}: {message}", field)
 
-    def ids(self, name: str) -> NDArray[np.int64]:
-        """Token ids [n]; whether they are in range is for Rollout to say."""
-        array = self.row(name, "iu", "whole numbers of 64 bits")
-        beyond = array > np.iinfo(np.int64).max
-        if beyond.any():
-            at = int(beyond.argmax())
-            raise self.fail(name, f"{name}[{at}] is {array[at]}, which is more than int64 holds.")
-        return array.astype(np.int64)
+    def get(self, name: str) -> Any:
+        """The value, or None. Raises RecordError for one that cannot be assigned to the sample."""
+        value = self.values.get(name)
+        if isinstance(value, RecordError):
+            raise value
+        return value
 
-    def mask(self, name: str, length: int, of: str) -> NDArray[np.bool_]:
-        """0 and 1 or booleans [length], as many as there are of `of`."""
-        array = self.row(name, "biuf", "0 and 1")
-        self._check_length(name, array, length, of)
-        refused = (array != 0) & (array != 1)
-        if refused.any():
-            at = int(refused.argmax())
-            raise self.fail(name, f"{name}[{at}] is {short(array[at])}; it takes 0 and 1.")
-        return array.astype(np.bool_)
-
-    def floats(self, name: str, length: int, of: str) -> NDArray[np.float64] | None:
-        """Numbers [length], as many as there are of `of`, or None where there are none."""
-        if not self.has(name):
-            return None
-        array = self.row(name, "iuf", "numbers")
-        self._check_length(name, array, length, of)
-        with np.errstate(invalid="ignore", over="ignore"):  # signalling NaN; wider floats
-            return array.astype(np.float64)
-
-    def number(self, name: str) -> float | None:
-        """A finite number, or None where there is none; an array or list of one is its number."""
-        if not self.has(name):
-            return None
-        value: Any = self.values[name]
-        for _ in range(_MOST_NESTED):
-            if isinstance(value, np.ndarray) and value.size == 1:
-                value = value.reshape(()).item()
-            elif isinstance(value, list | tuple) and len(value) == 1:
-                value = value[0]
-        if isinstance(value, bool | np.bool_) or (
-            not isinstance(value, list | tuple) and is_number(value)
-        ):
-            number = float(value)
-            if np.isfinite(number):
-                return number
-        raise self.fail(name, f"{name} is {short(self.values[name])}; it takes one finite number.")
-
-    def per_token(self, name: str) -> bool:
-        """Whether there is a row of numbers, not one."""
-        if not self.has(name):
-            return False
-        value = self.values[name]
-        return value.ndim > 0 if isinstance(value, np.ndarray) else isinstance(value, list | tuple)
-
-    def length(self, name: str) -> int:
-        """How many entries a row has, 0 where there is none.
-
-        Raises RecordError where it is no row.
-        """
-        if not self.has(name):
-            return 0
-        value = self.values[name]
-        if isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim == 1):
-            return len(value)
-        raise self.fail(name, f"{name} is {short(value)}; it takes one row.")
+    def has(self, name: str) -> bool:
+        return self.get(name) is not None
 
     def first(self, *names: str) -> str:
-        """The first of the names that there is a value for; the first of all if there is none."""
+        """The first name that has a value; the first of all if none has."""
         return next((name for name in names if self.has(name)), names[0])
 
-    def text(self, name: str) -> str | None:
-        """Text or a whole number as text, or None where there is none."""
-        value: Any = self.values[name] if self.has(name) else None
-        if isinstance(value, np.ndarray) and value.size == 1:
-            value = value.reshape(()).item()
-        if isinstance(value, np.generic):
-            value = value.item()
-        if value is None or isinstance(value, str):
-            return value
-        if isinstance(value, int) and not isinstance(value, bool | np.ndarray):
-            digits = short(value)  # Python writes no number of thousands of digits: none is a name
-            if digits.lstrip("-").isdigit():
-                return digits
-        raise self.fail(name, f"{name} is {short(value)}; it takes text or a whole number.")
-
-    def refuse_media(self, *names: str) -> None:
-        """Raises RecordError where there are images and the like: rollouts here are tokens only."""
-        for name in names:
-            if not _is_nothing(self.values.get(name)):
-                raise self.fail(
-                    name,
-                    f"{name} holds media besides the tokens, and two rollouts with the same tokens "
-                    "and other media share nothing. Rollouts of text alone can be read.",
-                )
-
-    def row(self, name: str, kinds: str, what: str) -> Array:
-        """One row [n] of numbers; the only place where values of a record become arrays.
+    def row(self, name: str, kinds: str, what: str) -> NDArray[Any]:
+        """One row of numbers, [n].
 
         Args:
             name: the field.
             kinds: numpy's letters of the kinds that are allowed.
             what: the kinds in words.
 
-        Raises RecordError where the field is missing, is no row, or has other values.
+        Raises RecordError if the field is missing, is not one row, or has other values.
         """
         if not self.has(name):
-            keys = sorted(named(key) for key in islice(self.values, _MOST_KEYS))
+            keys = sorted(key for key in self.values if isinstance(key, str))
             raise self.fail(name, f"there is no {name}; the record has {short(keys)}.")
-        takes = f"it takes one row of {what}."
         try:
-            return read_vector(self.where, name, self.values[name], kinds, takes)
+            return read_vector(
+                self.where, name, self.values[name], kinds, f"it takes one row of {what}."
+            )
         except RolloutError as error:
-            raise RecordError.of(error, name) from None
+            raise RecordError(str(error), name) from None
 
-    def _check_length(self, name: str, array: Array, length: int, of: str) -> None:
+    def ids(self, name: str) -> NDArray[np.int64]:
+        """Token ids, int64 [n]; `Rollout` checks their range."""
+        array = self.row(name, "iu", "whole numbers of 64 bits")
+        if (beyond := array > np.iinfo(np.int64).max).any():
+            at = int(beyond.argmax())
+            raise self.fail(name, f"{name}[{at}] is {array[at]}, which is more than int64 holds.")
+        return array.astype(np.int64)
+
+    def mask(self, name: str, length: int, of: str) -> NDArray[np.bool_]:
+        """0 and 1 or booleans, as many as `of` has: bool [length]."""
+        array = self._as_long(name, self.row(name, "biuf", "0 and 1"), length, of)
+        if (refused := (array != 0) & (array != 1)).any():
+            at = int(refused.argmax())
+            raise self.fail(name, f"{name}[{at}] is {short(array[at])}; it takes 0 and 1.")
+        return array.astype(np.bool_)
+
+    def floats(self, name: str, length: int, of: str) -> NDArray[np.float64]:
+        """Numbers, as many as `of` has: float64 [length]."""
+        array = self._as_long(name, self.row(name, "iuf", "numbers"), length, of)
+        with np.errstate(invalid="ignore", over="ignore"):  # signalling NaN; wider floats
+            return array.astype(np.float64)
+
+    def _as_long(self, name: str, array: NDArray[Any], length: int, of: str) -> NDArray[Any]:
         if len(array) != length:
             raise self.fail(name, f"{name} has {len(array)} entries, but {of} has {length}.")
+        return array
+
+    def number(self, name: str) -> float | None:
+        """A finite number, or None; a list or array of one entry is its entry."""
+        value = self.get(name)
+        if value is None:
+            return None
+        while isinstance(value, list | tuple) and len(value) == 1:
+            value = value[0]
+        if isinstance(value, np.ndarray) and value.size == 1:
+            value = value.reshape(()).item()
+        single = not isinstance(value, list | tuple) and is_number(value)
+        if (single or isinstance(value, bool | np.bool_)) and np.isfinite(float(value)):
+            return float(value)
+        raise self.fail(name, f"{name} is {short(self.values[name])}; it takes one finite number.")
+
+    def count(self, name: str, most: int, of: str) -> int:
+        """A whole number from 0 to the number of tokens of `of`."""
+        found = self.number(name)
+        if found is None or found != int(found) or not 0 <= found <= most:
+            raise self.fail(
+                name,
+                f"{name} is {short(self.get(name))}; it takes a whole number up to the {most} "
+                f"entries of {of}.",
+            )
+        return int(found)
+
+    def text(self, name: str) -> str | None:
+        """Text, a whole number as text, or None."""
+        value = self.get(name)
+        if isinstance(value, np.ndarray) and value.size == 1:
+            value = value.reshape(()).item()
+        if isinstance(value, np.integer):
+            value = int(value)
+        if value is None or isinstance(value, str):
+            return value
+        if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 64:
+            return str(value)
+        raise self.fail(name, f"{name} is {short(value)}; it takes text or a whole number.")
 
 
-def named(name: Any) -> str:
-    """A key as messages show it."""
-    return name if isinstance(name, str) and len(name) <= _MOST_SHOWN else short(name)
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """A format by its name, the keys that tell it, and how a record of it becomes rollouts.
+
+    signatures: sets of keys; a record with all keys of one of them is of this format ...
+    without: ... unless it has one of these keys.
+    key: fields; the nesting of the first that is there tells a batch from one sample.
+    rollouts: the rollouts of one record, almost always one.
+    text: whether `key` is text, so that a list of texts is a batch.
+    notes: facts that a user of the rollouts has to know.
+    """
+
+    name: str
+    signatures: tuple[frozenset[str], ...]
+    without: frozenset[str] = frozenset()
+    key: tuple[str, ...]
+    rollouts: Callable[[Record], Iterator[Made]]
+    text: bool = False
+    notes: tuple[str, ...] = ()
+
+    def matches(self, keys: frozenset[str]) -> bool:
+        return any(s <= keys for s in self.signatures) and not self.without & keys
+
+
+def samples(
+    where: str, table: Mapping[str, Any], format: Format, tokenize: Tokenize | None
+) -> Iterator[Record]:
+    """The samples of a table, or the one sample that it is."""
+    settings = table.get(SHARED)
+    shared: dict[str, Any] = dict(settings) if isinstance(settings, Mapping) else {}
+    key = next((name for name in format.key if table.get(name) is not None), None)
+    if key is None or not _is_batch(table[key], text=format.text):
+        yield Record(where, {**shared, **table}, tokenize)
+        return
+    count = len(table[key])
+    columns: dict[str, Any] = {}
+    for name, value in table.items():
+        if not isinstance(value, list) and not (isinstance(value, np.ndarray) and value.ndim):
+            shared[name] = value
+        elif len(value) == count:
+            columns[name] = value
+        elif isinstance(value, list) and not value:
+            shared[name] = None  # a field that was never filled
+        else:  # an error if the format reads this field
+            message = f"{where}: {short(name)} has {len(value)} rows, but {key} has {count}."
+            shared[name] = RecordError(message, str(name))
+    for n in range(count):
+        row = {name: column[n] for name, column in columns.items()}
+        yield Record(f"{where}, row {n}", ChainMap(row, shared), tokenize)
+
+
+def _is_batch(value: Any, *, text: bool) -> bool:
+    """Whether it holds the values of many samples: rows of tokens, or a list of texts."""
+    if isinstance(value, np.ndarray) and value.ndim != 1:
+        return value.ndim > 1
+    if not isinstance(value, list | np.ndarray) or not len(value):
+        return False
+    return isinstance(value[0], str if text else list | tuple | np.ndarray)
+
+
+def make(
+    record: Record,
+    columns: Mapping[str, str | tuple[str, ...]],
+    *,
+    ids: NDArray[np.int64],
+    trained: NDArray[np.bool_],
+    names: tuple[str, str],
+    entries: tuple[str, int] | None = None,
+    prompt: int | None = None,
+    padding: tuple[tuple[str, NDArray[np.bool_]], ...] = (),
+    **given: Any,
+) -> Made:
+    """The rollout of a record: padding is removed, and entries are moved to their tokens.
+
+    Args:
+        record: the record.
+        columns: for fields of Rollout besides ids and mask, and for "reward", the column that has
+            it, or several in order of preference.
+        ids: all tokens, with padding: [W].
+        trained: the loss mask of the last tokens: [up to W].
+        names: columns of ids and of the loss mask, for messages.
+        entries: the column that columns per token are as long as, and its length; they are of the
+            last tokens of `ids`. None: all of `ids`.
+        prompt: the number of tokens of the prompt, with padding; None: those before the first
+            trained one.
+        padding: columns and masks, together [W], that are 0 at padding.
+        given: further fields of Rollout; None takes them from the record.
+
+    Raises RecordError for a value that no rollout has, media, and padding that is between tokens or
+    trained.
+    """
+    for name in _MEDIA:
+        if not _is_nothing(record.get(name)):
+            raise record.fail(
+                name,
+                f"{name} holds media besides the tokens, and two rollouts with the same tokens and "
+                "other media share nothing. Rollouts of text alone can be read.",
+            )
+    real = np.concatenate([m for _, m in padding]) if padding else np.ones(len(ids), np.bool_)
+    _check_padding(record, padding, real, trained, names[1])
+    sources = {"token_ids": names[0], "loss_mask": names[1]}
+    mask = _at_the_end(trained, len(ids))[real]
+    values: dict[str, Any] = {"token_ids": ids[real], "loss_mask": mask}
+    of, length = entries or (names[0], len(ids))
+    for field, candidates in columns.items():
+        name = record.first(*((candidates,) if isinstance(candidates, str) else candidates))
+        sources[field] = name
+        if field == "group_id":
+            values[field] = record.text(name)
+        elif field in ("advantage", "weights", "reward") and not _is_row(record.get(name), length):
+            values[field] = record.number(name)
+        elif record.has(name):
+            values[field] = _at_the_end(record.floats(name, length, of), len(ids))[real]
+    values |= {name: value for name, value in given.items() if value is not None}
+    if "old_values" not in values:  # without a critic trainers write the advantages as returns too
+        values.pop("returns", None)
+    for field in ("advantage", "weights", "returns"):
+        values[field] = _one_number(values.get(field), mask)
+    reward = values.pop("reward", None)
+    if rewarded := values["advantage"] is None:
+        wanted = sources.get("advantage", sources.get("reward", "advantage"))
+        if reward is None:
+            raise record.fail(wanted, f"there is no {wanted}, and no reward to make one of.")
+        if not np.isfinite(reward).all():
+            at = int(np.isfinite(reward).argmin())
+            raise record.fail(
+                sources["reward"],
+                f"{sources['reward']} is {reward[at]} at token {at}; it takes finite numbers.",
+            )
+        values["advantage"] = float(np.sum(reward))
+        values["extras"] = {"reward": values["advantage"]}
+    if "temperature" not in values and record.has("temperature"):
+        values["temperature"] = record.number("temperature")
+    if values.get("group_id") is None:
+        end = int(mask.argmax()) if mask.any() else len(mask)
+        end = end if prompt is None else int(real[:prompt].sum())
+        values["group_id"] = group_of(values["token_ids"][:end])
+    try:
+        return Rollout(**values), rewarded
+    except RolloutError as error:
+        field = field_of(error)
+        source = sources.get(field, field)
+        origin = "" if source == field else f" ({field} is the record's {source}.)"
+        raise RecordError(f"{record.where}: {error}{origin}", source) from None
+
+
+def _check_padding(
+    record: Record,
+    padding: tuple[tuple[str, NDArray[np.bool_]], ...],
+    real: NDArray[np.bool_],
+    trained: NDArray[np.bool_],
+    mask_name: str,
+) -> None:
+    tokens = np.flatnonzero(real)
+    if len(tokens) and tokens[-1] - tokens[0] + 1 != len(tokens):
+        at = int(tokens[0] + (~real[tokens[0] :]).argmax())
+        for name, part in padding:
+            if at < len(part):
+                raise record.fail(
+                    name, f"{name}[{at}] is 0 between tokens; padding lies at the ends only."
+                )
+            at -= len(part)
+    if (outside := trained & ~real[len(real) - len(trained) :]).any():
+        at = int(outside.argmax())
+        raise record.fail(mask_name, f"{mask_name}[{at}] is 1 where padding lies.")
+
+
+def _at_the_end(values: NDArray[Any], length: int) -> NDArray[Any]:
+    """[length] with zeros before the values."""
+    return np.concatenate([np.zeros(length - len(values), values.dtype), values])
+
+
+def _is_row(value: Any, length: int) -> bool:
+    """Whether there are numbers per token rather than one number, perhaps in a list."""
+    if isinstance(value, np.ndarray) and not value.ndim:
+        return False
+    is_listed = isinstance(value, list | tuple | np.ndarray)
+    return is_listed and (len(value) != 1 or length == 1)
+
+
+def _one_number(values: Any, mask: NDArray[np.bool_]) -> Any:
+    """Numbers per token as one number if all trained tokens have the same: no other is read."""
+    if not isinstance(values, np.ndarray) or not np.isfinite(values).all():
+        return values
+    used = values[mask]
+    if (used != used[:1]).any():
+        return values
+    return float(used[0]) if len(used) else 0.0
 
 
 def _is_nothing(value: Any) -> bool:
-    """None, what is empty, or holds None alone, as trainers write where there is only text."""
+    """None, an empty container, or one that holds None alone, as trainers write for text alone."""
     if isinstance(value, np.ndarray):
         if value.dtype != object:
             return not value.size
@@ -229,62 +361,6 @@ def _is_nothing(value: Any) -> bool:
     return value is None or (isinstance(value, list | tuple) and all(v is None for v in value))
 
 
-def unpadded(record: Record, name: str, mask: NDArray[np.bool_], side: str) -> slice:
-    """Where the tokens lie in a row that is padded, on the left or the right ("either" for both).
-
-    Raises RecordError where padding lies between tokens, or on the other side.
-    """
-    inside = np.flatnonzero(mask)
-    if not len(inside):
-        return slice(0, 0)
-    begin, end = int(inside[0]), int(inside[-1]) + 1
-    if end - begin != len(inside):
-        at = begin + int((~mask[begin:end]).argmax())
-        raise record.fail(name, f"{name}[{at}] is 0 between tokens; padding lies at the ends only.")
-    if side == "left" and end != len(mask):
-        raise record.fail(name, f"{name}[{end}] is 0 after tokens; prompts are padded on the left.")
-    if side == "right" and begin != 0:
-        raise record.fail(name, f"{name}[0] is 0 before tokens; responses are padded on the right.")
-    return slice(begin, end)
-
-
-def spread(values: Array | None, begin: int, length: int) -> Array | None:
-    """`values` from position `begin` of an array of `length`, with 0 elsewhere."""
-    if values is None:
-        return None
-    out = np.zeros(length, values.dtype)
-    out[begin : begin + len(values)] = values
-    return out
-
-
-def make(record: Record, names: Mapping[str, str], **values: Any) -> Rollout:
-    """The rollout of a record.
-
-    Args:
-        record: what it is made of.
-        names: for fields of Rollout, the field of the record that each was read from, where it has
-            another name.
-        values: the fields of Rollout. Numbers per token that are the same on all trained tokens
-            become one number: the others are never read.
-
-    Raises RecordError where Rollout refuses a value.
-    """
-    mask = values["loss_mask"]
-    for name in ("advantage", "weights", "returns"):
-        value = values.get(name)
-        if isinstance(value, np.ndarray) and value.shape == np.shape(mask):
-            trained = value[mask]
-            if np.isfinite(value).all() and (trained == trained[:1]).all():
-                values[name] = float(trained[0]) if len(trained) else 0.0
-    try:
-        return Rollout(**values)
-    except RolloutError as error:
-        field = field_of(error)
-        source = names.get(field, field)
-        origin = "" if source == field else f" ({field} is the record's {source}.)"
-        raise RecordError(record.where, source, f"{error}{origin}") from None
-
-
 def field_of(error: RolloutError) -> str:
-    """The field of Rollout that its refusal is about, "record" where it is about none."""
+    """The field of Rollout that its refusal names; "record" if it names none."""
     return next((name for name in Rollout.__slots__ if f": {name}" in str(error)), "record")

@@ -17,14 +17,12 @@ from forkpoint.errors import RolloutError
 from forkpoint.rollouts.batch import short
 from forkpoint.rollouts.fields import host_values
 from forkpoint.rollouts.formats.limits import TIMES_FILE, MemoryLimit
-from forkpoint.rollouts.formats.record import named
 
 ZIP_MAGIC = b"PK\x03\x04"
 RECIPE = (
-    "Load it with the trainer that wrote it, if you trust it, and torch.save plain values: "
-    "vars(experience) of OpenRLHF; of verl's DataProto {k: v.clone() for k, v in "
-    "data.batch.items()} | {k: v.tolist() for k, v in data.non_tensor_batch.items()} | "
-    "data.meta_info."
+    "If you trust it, load it with the trainer that wrote it and torch.save plain values, as "
+    "docs/rollouts.md shows: of OpenRLHF vars(experience); of verl the columns of data.batch, "
+    "data.non_tensor_batch as lists, and data.meta_info."
 )
 _AGAIN = "Copy or write the file again."
 _MOST_DEPTH = 64
@@ -41,10 +39,9 @@ def refuse_pickle(path: Path) -> RolloutError:
 def read_torch(path: Path, memory: MemoryLimit) -> Any:
     """The value that torch.save wrote: dicts, lists, numbers, text, and numpy arrays for tensors.
 
-    Arrays are views of the mapped file where it is an archive, as torch.save has written it since
-    1.6. Older files are loaded as a whole.
+    Arrays are views of the mapped file if it is an archive, as torch.save has written it since 1.6.
 
-    Raises RolloutError, naming the file, where it is damaged, holds what
+    Raises RolloutError, naming the file, if it is damaged, holds values that
     `torch.load(weights_only=True)` does not build, or has objects that take more memory than is
     left.
     """
@@ -57,18 +54,15 @@ def read_torch(path: Path, memory: MemoryLimit) -> Any:
         memory.check(TIMES_FILE * parsed_bytes, "the objects of the file")
         with warnings.catch_warnings(action="ignore"):  # of protocols, and of nested tensors
             value = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
-            return plain(value, str(path))
+            return _plain(value, str(path), {}, 0)
     except (RolloutError, MemoryError):
         raise
     except pickle.UnpicklingError as error:
-        named_code = re.search(r"GLOBAL (\S+)", str(error))
-        reason = (
-            f"it names {named_code[1]}"
-            if named_code
-            else _first(str(error).rpartition("WeightsUnpickler error:")[2])
-        )
+        names = re.search(r"GLOBAL (\S+)", str(error))
+        reason = _first(str(error).rpartition("WeightsUnpickler error:")[2])
         raise RolloutError(
-            f"{path} is not read by torch.load(weights_only=True): {reason}. {RECIPE}"
+            f"{path} is not read by torch.load(weights_only=True): "
+            f"{f'it names {names[1]}' if names else reason}. {RECIPE}"
         ) from None
     except Exception as error:  # of any kind where a file is damaged
         reason = f"{type(error).__name__}: {_first(str(error))}"
@@ -76,17 +70,16 @@ def read_torch(path: Path, memory: MemoryLimit) -> Any:
 
 
 def read_safetensors(path: Path) -> dict[str, Any]:
-    """The tensors of a safetensors file by name, as views of the mapped file where numpy has their
-    dtype.
+    """The arrays of a safetensors file by name, views of the mapped file if numpy has their dtype.
 
-    Raises RolloutError, naming the file, where it is damaged.
+    Raises RolloutError, naming the file, if it is damaged.
     """
     from safetensors import safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return plain(found, str(path))
+            return _plain(found, str(path), {}, 0)
     except (RolloutError, MemoryError):
         raise
     except Exception as error:  # of any kind where a file is damaged
@@ -96,25 +89,21 @@ def read_safetensors(path: Path) -> dict[str, Any]:
 
 
 def _check_archive(path: Path) -> int:
-    """Bytes of the pickle in an archive whose entries are stored as they are and have the right
-    checksums, neither of which torch checks."""
+    """Bytes of the pickle in an archive.
+
+    torch checks neither that entries are stored as they are nor their checksums.
+    """
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
-        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        pickles = [entry for entry in entries if entry.filename.endswith("/data.pkl")]
+        if not pickles or any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
             raise RolloutError(
-                f"{path} is an archive of compressed entries, and torch.save compresses none. "
-                "Write it with torch.save, and compress the whole file where it is kept."
+                f"{path} is a zip archive, but not as torch.save writes it: it holds "
+                f"{short([entry.filename for entry in entries])}. Write it with torch.save."
             )
-        names = [entry.filename for entry in entries]
-        if not any(name.endswith("/data.pkl") for name in names):
-            raise RolloutError(
-                f"{path} is a zip archive of something else than a torch file: it holds "
-                f"{short(names)}. Arrays are read from safetensors and from what torch.save writes."
-            )
-        damaged = archive.testzip()
-        if damaged is not None:
+        if (damaged := archive.testzip()) is not None:
             raise RolloutError(f"{path} is damaged: the checksum of {damaged} is wrong. {_AGAIN}")
-        return sum(entry.file_size for entry in entries if entry.filename.endswith("/data.pkl"))
+        return sum(entry.file_size for entry in pickles)
 
 
 def _first(message: str) -> str:
@@ -123,50 +112,38 @@ def _first(message: str) -> str:
     return line[:_MOST_REASON].rstrip(".")
 
 
-def plain(value: Any, where: str) -> Any:
+def _plain(value: Any, where: str, made: dict[int, Any], depth: int) -> Any:
     """A value with numpy arrays for its tensors, and lists of arrays for nested ones.
+
+    made: results by the ids of what they were made of, because a file may name one list many times.
 
     Raises RolloutError, naming the place, for tensors whose numbers cannot be read (sparse,
     quantized), and for lists and dicts that are nested more than 64 deep.
     """
-    return _Plain().made(value, where, 0)
+    import torch
 
-
-class _Plain:
-    """Values by the ids of what they were made of: a file may name one list many times."""
-
-    def __init__(self) -> None:
-        self._made: dict[int, Any] = {}
-
-    def made(self, value: Any, where: str, depth: int) -> Any:
-        import torch
-
-        if not isinstance(value, Mapping | list | tuple | torch.Tensor):
-            return value
-        if id(value) not in self._made:
-            self._made[id(value)] = self._new(value, where, depth)
-        return self._made[id(value)]
-
-    def _new(self, value: Any, where: str, depth: int) -> Any:
-        if depth > _MOST_DEPTH:
-            raise RolloutError(
-                f"{where}: lists or dicts are nested more than {_MOST_DEPTH} deep. Write each "
-                "rollout as one flat dict."
-            )
-        if isinstance(value, Mapping):
-            return {
-                key: self.made(item, f"{where}, {named(key)}", depth + 1)
-                for key, item in value.items()
-            }
-        if isinstance(value, list | tuple):
-            return [self.made(item, where, depth + 1) for item in value]
-        return _array(value, where)
+    if not isinstance(value, Mapping | list | tuple | torch.Tensor):
+        return value
+    if id(value) in made:
+        return made[id(value)]
+    if depth > _MOST_DEPTH:
+        raise RolloutError(f"{where}: lists or dicts are nested more than {_MOST_DEPTH} deep.")
+    if isinstance(value, torch.Tensor):
+        parts = value.unbind() if value.is_nested else None
+        found = _array(value, where) if parts is None else [_array(part, where) for part in parts]
+    elif isinstance(value, Mapping):
+        found = {
+            key: _plain(item, f"{where}, {key if isinstance(key, str) else short(key)}", made,
+                        depth + 1)
+            for key, item in value.items()
+        }  # fmt: skip
+    else:
+        found = [_plain(item, where, made, depth + 1) for item in value]
+    made[id(value)] = found
+    return found
 
 
 def _array(tensor: Any, where: str) -> Any:
-    """A tensor as an array; a nested one as a list of them."""
-    if tensor.is_nested:
-        return [_array(row, where) for row in tensor.unbind()]
     array = host_values(where, "the tensor", tensor)
     if array.dtype == np.bool_ and array.size and array.view(np.uint8).max() > 1:
         raise RolloutError(f"{where} has a boolean whose byte is neither 0 nor 1. {_AGAIN}")

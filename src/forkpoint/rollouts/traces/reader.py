@@ -1,4 +1,4 @@
-"""The one door to files of rollouts, whichever trainer wrote them. Imports no torch by itself."""
+"""Reading files of rollouts, whichever trainer wrote them. Imports no torch by itself."""
 
 import logging
 import os
@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -16,18 +16,15 @@ import numpy as np
 from forkpoint.errors import ConfigError, RolloutError
 from forkpoint.rollouts.batch import Rollout, short
 from forkpoint.rollouts.files import as_path
-from forkpoint.rollouts.formats import Format, detect, named, of_another_format
+from forkpoint.rollouts.formats import detect, format_named
 from forkpoint.rollouts.formats.containers import container_of, parts
 from forkpoint.rollouts.formats.limits import MemoryLimit
-from forkpoint.rollouts.formats.record import Record, RecordError
-from forkpoint.rollouts.formats.samples import samples
+from forkpoint.rollouts.formats.record import Made, RecordError, Tokenize, samples
 from forkpoint.rollouts.traces.trace import Trace, is_trace, refuse_part_of_trace
 from forkpoint.units import MemorySize, format_bytes, size_in_bytes
 
 OnError = Literal["raise", "skip"]
 MOST_MESSAGES = 10
-MOST_SKIPPED = 100_000
-"""Records that are left out at most before the first rollout."""
 _ID_BYTES = 256
 """Bytes for recognising a rollout_id again, besides its text."""
 _REWARDS = (
@@ -57,28 +54,25 @@ class Skipped:
         if len(self.messages) < MOST_MESSAGES:
             self.messages.append(str(error))
 
-    @property
-    def why(self) -> str:
-        """The fields that were wrong, each with how often it was."""
-        return ", ".join(f"{field} {count:,}" for field, count in self.fields.most_common())
-
     def __str__(self) -> str:
-        return f"{self.count:,} skipped ({self.why})"
+        why = ", ".join(f"{name} {count:,}" for name, count in self.fields.most_common())
+        return f"{self.count:,} skipped ({why})"
 
 
 class RolloutFile:
     """Rollouts of a file, one at a time, in bounded memory: made by `open_rollouts`.
 
-    Iterating reads the file; what follows is of the last iteration.
+    Iterating reads the file; `format` and the attributes after it are of the last iteration. A file
+    without advantages gives rewards as advantages when it is iterated.
 
     container: the kind of file, such as "parquet".
     format: the name of the format, None before the first record.
     skipped: records left out.
     notes: what has to be known of these rollouts, such as where advantages are from.
-    rewarded: whether some of the rollouts had no advantage, and have their reward in its place.
-    memory: the limit on memory, and what is held of it. A rollout is the caller's own once it is
-        given; one that counts towards the limit is charged with `memory.keep`, as `read` does.
-    trace: where the file is the folder of a trace, the trace as it was opened.
+    rewarded: whether some of the rollouts had no advantage, and have their reward instead.
+    memory: the limit on memory. Rollouts that the caller keeps are charged with `memory.keep`, as
+        `read` does.
+    trace: the trace as it was opened, if the file is the folder of one.
     """
 
     def __init__(
@@ -87,97 +81,85 @@ class RolloutFile:
         format: str | None,
         on_error: OnError,
         limit: int | None,
-        tokenizer: Callable[[str], list[int]] | None,
+        tokenize: Tokenize | None,
         memory_limit: int | None,
     ) -> None:
-        path = path if isinstance(path, Path) else _downloaded(path, self)
-        self.path: Path = path
-        self.container: str = "trace" if is_trace(path) else container_of(path)
+        self.path: Path = path if isinstance(path, Path) else _downloaded(path, self)
+        self.container: str = "trace" if is_trace(self.path) else container_of(self.path)
         if format is not None and (format == "trace") != (self.container == "trace"):
             raise ConfigError(
-                f"format is {short(format)}, and {path} is of the kind {self.container!r}; a trace "
-                "has the format 'trace', and nothing else has it."
+                f"format is {short(format)}, and {self.path} is of the kind {self.container!r}; a "
+                "trace has the format 'trace', and nothing else has it."
             )
         self.format = "trace" if self.container == "trace" else format
-        if self.container == "trace" and tokenizer is not None:
-            raise _no_text(path, "trace")
-        self.skipped = Skipped()
+        self.skipped: Skipped = Skipped()
         self.notes: tuple[str, ...] = ()
         self.rewarded: bool = False
-        self._asked, self._on_error, self._limit = format, on_error, limit
-        self._tokenizer = tokenizer
-        self._rewarded: set[int] | None = None
-        self.memory: MemoryLimit = MemoryLimit(path, memory_limit)
+        self._asked, self._on_error, self._limit = self.format, on_error, limit
+        self._tokenize = tokenize
+        self.memory: MemoryLimit = MemoryLimit(self.path, memory_limit)
         self.trace: Trace | None = None
         if self.container == "trace":
-            self._open_trace()
+            self._check_tokenizer(is_text=False)
+            self.trace = Trace(self.path, self.memory)
 
     def __iter__(self) -> Iterator[Rollout]:
-        """The rollouts. Where a file has no advantages, a rollout's is its reward here."""
-        try:
-            yield from self._limited()
-        except MemoryError:
-            raise RolloutError(
-                f"{self.path} takes more memory than there is for this process, though less than "
-                f"memory_limit, which is {format_bytes(self.memory.limit_bytes)}. Set it to what "
-                "there is (memory_limit=, --memory-limit), or read fewer rollouts (limit=, "
-                "--limit)."
-            ) from None
-
-    def _limited(self) -> Iterator[Rollout]:
-        self.format = self._asked
-        self.skipped: Skipped = Skipped()
-        self.notes, self.rewarded = (), False
-        self.memory.reset()
-        count = 0
-        for item in self._trace() if self.container == "trace" else self._items():
-            if isinstance(item, RecordError):
-                if self._on_error == "raise":
-                    raise item
-                self.skipped.add(item)
-                if not count and self.skipped.count == MOST_SKIPPED:
-                    break
-                continue
-            yield item
-            count += 1
-            if count == self._limit:
-                break
-        if self.skipped.count and count:
-            _log.warning("%s: %s; first: %s", self.path, self.skipped, self.skipped.messages[0])
-        if not count:
-            what = "it is empty or has only blank lines. Look at what wrote it."
-            if self.container == "trace":
-                what = "it has no whole batch yet. Wait for its recorder, or record again."
-            if self.skipped.count:
-                which = "all of its records"
-                if self.skipped.count == MOST_SKIPPED:
-                    which = f"its first {MOST_SKIPPED:,} records"
-                what = f"{which} were skipped, {self.skipped.why}; first: "
-                what += self.skipped.messages[0]
-            raise RolloutError(f"{self.path} holds no rollouts: {what}")
+        return (rollout for rollout, _ in self._made())
 
     def read(self) -> list[Rollout]:
-        """All rollouts; rewards are made advantages where the file has no advantages.
+        """All rollouts; rewards become advantages of their groups if there are no advantages.
 
-        They are charged to `memory`. Raises RolloutError where they take more than it has left.
+        They are charged to `memory`. Raises RolloutError if they take more than it has left.
         """
         rollouts: list[Rollout] = []
-        self._rewarded = set()
-        try:
-            for rollout in self:
-                self.memory.keep(rollout)
-                rollouts.append(rollout)
-            if self._rewarded:
-                self.notes = (*self.notes, _REWARDS)
-                _normalise(rollouts, self._rewarded)
-        finally:
-            self._rewarded = None
+        groups: dict[str | None, list[int]] = {}
+        for rollout, is_rewarded in self._made():
+            self.memory.keep(rollout)
+            if is_rewarded:
+                groups.setdefault(rollout.group_id, []).append(len(rollouts))
+            rollouts.append(rollout)
+        for members in groups.values():
+            rewards = np.array([rollouts[n].advantage for n in members])
+            spread = rewards.std() or 1.0
+            for n, advantage in zip(members, (rewards - rewards.mean()) / spread, strict=True):
+                rollouts[n] = replace(rollouts[n], advantage=float(advantage))
+        if groups:
+            self.notes = (*self.notes, _REWARDS)
         return rollouts
 
-    def _items(self) -> Iterator[Rollout | RecordError]:
-        format = named(self._asked) if self._asked else None
+    def _made(self) -> Iterator[Made]:
+        """The rollouts, up to the limit; records that cannot be read are refused or left out."""
+        self.format, self.skipped, self.notes, self.rewarded = self._asked, Skipped(), (), False
+        self.memory.held_bytes = count = 0
+        try:
+            for item in self._of_records() if self.trace is None else self._of_trace():
+                if isinstance(item, RecordError):
+                    if self._on_error == "raise":
+                        raise item
+                    self.skipped.add(item)
+                    continue
+                self.rewarded = self.rewarded or item[1]
+                yield item
+                count += 1
+                if count == self._limit:
+                    break
+        except MemoryError:
+            raise RolloutError(
+                f"{self.path} takes more memory than there is for this process, and memory_limit "
+                f"is {format_bytes(self.memory.limit_bytes)}. Set it to what there is "
+                "(memory_limit=, --memory-limit), or read fewer rollouts (limit=, --limit)."
+            ) from None
+        if not count:
+            what = "it is empty or has only blank lines. Look at what wrote it."
+            if self.skipped.count:
+                what = f"{self.skipped}; first: {self.skipped.messages[0]}"
+            raise RolloutError(f"{self.path} holds no rollouts: {what}")
+        if self.skipped.count:
+            _log.warning("%s: %s; first: %s", self.path, self.skipped, self.skipped.messages[0])
+
+    def _of_records(self) -> Iterator[Made | RecordError]:
+        format = format_named(self._asked) if self._asked else None
         seen: dict[str, str] = {}
-        count = 0
         for where, value in parts(self.path, self.container, self.memory):
             if isinstance(value, RecordError):
                 yield value
@@ -187,61 +169,50 @@ class RolloutFile:
                 try:
                     format = detect(value, where)
                 except RolloutError as error:
-                    if self._on_error == "raise":
-                        raise
-                    yield RecordError.of(error, "format")
+                    yield RecordError(str(error), "format")
                     continue
-            if self._tokenizer is not None and not format.text:
-                raise _no_text(self.path, format.name)
             self.format, self.notes = format.name, format.notes
-            for item in samples(where, value, format, self._tokenizer):
-                for made in _rollouts(item, format):
-                    if isinstance(made, Rollout):
-                        twice = self._seen_before(made, item.where, seen)
-                        if twice is not None:
-                            yield twice
-                            continue
-                        self.rewarded = self.rewarded or item.rewarded
-                        if item.rewarded and self._rewarded is not None:
-                            self._rewarded.add(count)
-                        count += 1
-                    elif self._asked:
-                        made = of_another_format(made, format, value)
-                    yield made
+            self._check_tokenizer(is_text=format.text)
+            for record in samples(where, value, format, self._tokenize):
+                try:
+                    for made in format.rollouts(record):
+                        self._check_new(made[0].rollout_id, record.where, seen)
+                        yield made
+                except RecordError as error:
+                    yield error
 
-    def _seen_before(
-        self, rollout: Rollout, where: str, seen: dict[str, str]
-    ) -> RecordError | None:
-        name = rollout.rollout_id
+    def _check_new(self, name: str | None, where: str, seen: dict[str, str]) -> None:
+        """Raises RecordError if a rollout_id was read before."""
         if name is None:
-            return None
+            return
         place = where.removeprefix(f"{self.path}, ")
-        if name not in seen:
-            self.memory.hold(_ID_BYTES + len(name) + len(place), "rollout_ids read so far")
-        first = seen.setdefault(name, place)
-        if first == place:
-            return None
-        return RecordError(
-            str(self.path),
-            "rollout_id",
-            f"rollout_id {short(name)} is on {first} and again on {place}; each rollout needs its "
-            "own. Rename one, or leave rollout_id out.",
-        )
+        if name in seen:
+            raise RecordError(
+                f"{self.path}: rollout_id {short(name)} is on {seen[name]} and again on {place}; "
+                "each rollout needs its own. Rename one, or leave rollout_id out.",
+                "rollout_id",
+            )
+        self.memory.hold(_ID_BYTES + len(name), "the rollout_ids")
+        seen[name] = place
 
-    def _open_trace(self) -> Trace:
+    def _of_trace(self) -> Iterator[Made]:
         self.trace = Trace(self.path, self.memory)
-        return self.trace
-
-    def _trace(self) -> Iterator[Rollout]:
-        self.format = "trace"
-        for step in self._open_trace():
+        for step in self.trace:
             for rollout in step.batch:
                 group = rollout.group_id
-                yield replace(
+                named = replace(
                     rollout,
                     rollout_id=f"{step.index}/{rollout.rollout_id}",
                     group_id=None if group is None else f"{step.index}/{group}",
                 )
+                yield named, False
+
+    def _check_tokenizer(self, *, is_text: bool) -> None:
+        if self._tokenize is not None and not is_text:
+            raise ConfigError(
+                f"{self.path} is of format {self.format!r}, which has token ids, and a tokenizer "
+                "is for files that hold text. Leave it out (tokenizer=, --tokenizer)."
+            )
 
 
 def open_rollouts(
@@ -250,7 +221,7 @@ def open_rollouts(
     format: str | None = None,
     on_error: OnError = "raise",
     limit: int | None = None,
-    tokenizer: str | os.PathLike[str] | Callable[[str], list[int]] | None = None,
+    tokenizer: str | os.PathLike[str] | Tokenize | None = None,
     memory_limit: MemorySize | None = None,
 ) -> RolloutFile:
     """The rollouts of a file, to be read one at a time; arguments and errors of `load_rollouts`."""
@@ -262,7 +233,7 @@ def open_rollouts(
     if on_error not in ("raise", "skip"):
         raise ConfigError(f"on_error is {short(on_error)}; allowed are 'raise', 'skip'.")
     if format not in (None, "trace"):
-        named(format)
+        format_named(format)
     memory_bytes = size_in_bytes(memory_limit)
     if tokenizer is not None and not callable(tokenizer):
         tokenizer = _tokenizer(Path(tokenizer))
@@ -276,7 +247,7 @@ def load_rollouts(
     format: str | None = None,
     on_error: OnError = "raise",
     limit: int | None = None,
-    tokenizer: str | os.PathLike[str] | Callable[[str], list[int]] | None = None,
+    tokenizer: str | os.PathLike[str] | Tokenize | None = None,
     memory_limit: MemorySize | None = None,
 ) -> list[Rollout]:
     """The rollouts of a file in their order.
@@ -296,12 +267,13 @@ def load_rollouts(
         memory_limit: the most memory for the rollouts and for one line, row group or batch that is
             read to make them, as a number of bytes or text such as "8GB". Sizes are estimated
             before anything is allocated; docs/security.md says what is not bounded. None takes
-            640 MiB, or 16 times what the file has on disk where that is more.
+            640 MiB, or 16 times what the file has on disk if that is more.
 
-    Raises RolloutError, naming the file, record and field, for anything that is not a rollout, for
-    a rollout_id that is there twice, for a file that is missing, empty, damaged, of no known
-    format, a pickle or a torch file that names code, and for one that takes more memory than the
-    limit; and ConfigError for arguments that are not allowed and for an extra that is missing.
+    Raises:
+        RolloutError: a record is not a rollout, or has the rollout_id of another; or the file is
+            missing, empty, damaged, of no known format, a pickle, a torch file that names code, or
+            takes more memory than the limit. The message names the file, record and field.
+        ConfigError: an argument is not allowed, or an extra is missing.
     """
     return open_rollouts(
         path,
@@ -323,46 +295,15 @@ def _downloaded(url: str, reader: RolloutFile) -> Path:
         files, remote = url_to_fs(url)
         copy = Path(folder) / Path(remote).name
         files.get_file(remote, str(copy))
-    except ImportError as error:
-        raise ConfigError(
-            f"{url} is read by fsspec with the package of its protocol, and one of them is not "
-            f"installed: {error}. Install it, or give the path of a local file."
-        ) from None
     except Exception as error:  # of any kind: each protocol raises its own
         raise RolloutError(
             f"{url} cannot be fetched: {type(error).__name__}: {short(str(error))}. Check the "
-            "address and your access, or give the path of a local file."
+            "address, your access and the package of its protocol, or give a local file."
         ) from None
     return copy
 
 
-def _rollouts(record: Record, format: Format) -> Iterator[Rollout | RecordError]:
-    try:
-        yield from format.rollouts(record)
-    except RecordError as error:
-        yield error
-
-
-def _normalise(rollouts: list[Rollout], which: set[int]) -> None:
-    groups: dict[str | None, list[int]] = {}
-    for n in sorted(which):
-        groups.setdefault(rollouts[n].group_id, []).append(n)
-    for members in groups.values():
-        rewards = np.array([rollouts[n].advantage for n in members])
-        spread = float(rewards.std())
-        for n, reward in zip(members, rewards.tolist(), strict=True):
-            advantage = (reward - float(rewards.mean())) / spread if spread > 0 else 0.0
-            rollouts[n] = replace(rollouts[n], advantage=advantage)
-
-
-def _no_text(path: Path, format: str) -> ConfigError:
-    return ConfigError(
-        f"{path} is of format {format!r}, which has token ids, and a tokenizer is for files that "
-        "hold text. Leave it out (tokenizer=, --tokenizer)."
-    )
-
-
-def _tokenizer(path: Path) -> Callable[[str], list[int]]:
+def _tokenizer(path: Path) -> Tokenize:
     from tokenizers import Tokenizer
 
     try:

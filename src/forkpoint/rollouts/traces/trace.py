@@ -255,7 +255,7 @@ class Trace:
                 raise SchemaError(f"file is {short(entry['file'])}, not {batch_name(index)}")
         except SchemaError as error:
             raise TraceError(f"{self._manifest}, line {number}: {error}. {AGAIN}") from None
-        self._memory.hold(tree_bytes(entry, self._memory.left_bytes), "the manifest")
+        self._memory.hold(tree_bytes(entry), "the manifest")
         self.entries.append(TraceEntry(index=index, checksum=checksum, **entry))
 
     def _take_header(self, values: Any) -> None:
@@ -268,7 +268,7 @@ class Trace:
                 " Read it with that version, or record again."
             )
         header = _HEADER(values, "")
-        self._memory.hold(tree_bytes(header, self._memory.left_bytes), "the manifest")
+        self._memory.hold(tree_bytes(header), "the manifest")
         self.forkpoint: str = header["forkpoint"]
         self.model_config: Mapping[str, Any] | None = header["model_config"]
         self.loss: Mapping[str, Any] | None = header["loss"]

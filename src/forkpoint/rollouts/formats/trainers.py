@@ -1,0 +1,447 @@
+"""Formats of trainers: the names of their columns, and the tokens that entries belong to.
+
+Each function makes the rollouts of one record, one sample or one packed row. Imports no torch.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forkpoint.errors import RolloutError
+from forkpoint.rollouts.batch import group_of, short
+from forkpoint.rollouts.files import REQUIRED, rollout_of
+from forkpoint.rollouts.formats.record import Format, Made, Record, RecordError, field_of, make
+
+NO_TEMPERATURE = (
+    "This format does not say the sampling temperature; 1 is taken. If it was another, log-probs "
+    "and gradients differ."
+)
+Rollouts = Iterator[Made]
+
+
+def _keys(*names: str) -> frozenset[str]:
+    return frozenset(names)
+
+
+# forkpoint --------------------------------------------------------------------------------------
+
+
+def _forkpoint(record: Record) -> Rollouts:
+    """The fields of Rollout."""
+    values = {name: _plain(record.get(name)) for name in record.values}
+    for name in ("group_id", "rollout_id"):
+        if isinstance(values.get(name), int):
+            values[name] = record.text(name)  # which refuses numbers of thousands of digits
+    try:
+        yield rollout_of(values), False
+    except RolloutError as error:
+        missing = [name for name in REQUIRED if name not in values]
+        field = missing[0] if missing else field_of(error)
+        raise RecordError(f"{record.where}: {error}", field) from None
+
+
+def _plain(value: Any) -> Any:
+    """A number or text as Python has it, and a copy of an array, which may be a mapped file."""
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    return value.item() if isinstance(value, np.generic) else value
+
+
+FORKPOINT = Format(
+    name="forkpoint",
+    signatures=(_keys("token_ids", "loss_mask"),),
+    key=("token_ids",),
+    rollouts=_forkpoint,
+)
+
+# verl -------------------------------------------------------------------------------------------
+
+
+def _verl(record: Record) -> Rollouts:
+    """DataProto: prompts padded on the left, responses on the right, entries of responses."""
+    prompts, responses = record.ids("prompts"), record.ids("responses")
+    ids, both = record.ids("input_ids"), np.concatenate([prompts, responses])
+    if len(ids) != len(both):
+        raise record.fail(
+            "input_ids",
+            f"input_ids has {len(ids)} entries, but prompts and responses have {len(prompts)} + "
+            f"{len(responses)}.",
+        )
+    attended = record.mask("attention_mask", len(ids), "input_ids")
+    if (differ := attended & (both != ids)).any():
+        at = int(differ.argmax())
+        raise record.fail(
+            "input_ids", f"input_ids[{at}] is {ids[at]}, but prompts and responses have {both[at]}."
+        )
+    if record.has("position_ids"):
+        positions = record.floats("position_ids", len(ids), "input_ids")
+        if (positions[attended] != np.arange(attended.sum())).any():
+            raise record.fail(
+                "position_ids", "position_ids do not count the tokens of attention_mask from 0."
+            )
+    # Before there was response_mask, turns of tools were in loss_mask, over prompt and response;
+    # without either verl trains all of the response.
+    mask = record.first("response_mask", "loss_mask", "attention_mask")
+    if mask == "response_mask":
+        trained = record.mask(mask, len(responses), "responses")
+    else:
+        trained = record.mask(mask, len(ids), "input_ids")[len(prompts) :]
+    yield make(
+        record,
+        {"advantage": "advantages", "old_logprobs": ("old_log_probs", "rollout_log_probs"),
+         "reference_logprobs": "ref_log_prob", "weights": "rollout_is_weights",
+         "returns": "returns", "old_values": "values", "group_id": "uid",
+         "reward": ("token_level_rewards", "token_level_scores", "rm_scores")},
+        ids=ids,
+        trained=trained,
+        names=("input_ids", mask),
+        entries=("responses", len(responses)),
+        prompt=len(prompts),
+        padding=(("attention_mask", attended),),
+    )  # fmt: skip
+
+
+def _verl_text(record: Record) -> Rollouts:
+    """A line of the text that is logged with rollout_data_dir: a tokenizer makes the ids."""
+    texts: list[str] = []
+    for name in ("input", "output"):
+        text = record.text(name)
+        if text is None:
+            raise record.fail(name, f"there is no {name}.")
+        texts.append(text)
+    if record.tokenize is None:
+        raise record.fail(
+            "input",
+            "the record holds text and no token ids. Give the model's tokenizer.json (tokenizer=, "
+            "--tokenizer) to tokenize the text again, which shows what sharing saves; for exact "
+            "work dump the DataProto, which has the ids.",
+        )
+    prompt, response = (record.tokenize(text) for text in texts)
+    yield make(
+        record,
+        {"reward": "score"},
+        ids=np.array(prompt + response, np.int64),
+        trained=np.ones(len(response), np.bool_),
+        names=("input", "output"),
+        group_id=record.text("uid") or group_of(texts[0]),
+    )
+
+
+VERL = Format(
+    name="verl",
+    signatures=(
+        _keys("prompts", "responses", "response_mask"),
+        _keys("prompts", "responses", "attention_mask"),
+    ),
+    key=("responses",),
+    rollouts=_verl,
+)
+VERL_TEXT = Format(
+    name="verl-text",
+    signatures=(_keys("input", "output", "score"),),
+    key=("input",),
+    rollouts=_verl_text,
+    text=True,
+    notes=(
+        "The file holds text: token ids were made again by the tokenizer given, without the "
+        "special tokens that verl leaves out of the text. Savings are near; losses are not exact.",
+        NO_TEMPERATURE,
+    ),
+)
+
+# TRL --------------------------------------------------------------------------------------------
+
+
+def _trl(record: Record) -> Rollouts:
+    """A batch of GRPOTrainer: no group id, rows shuffled, entries of completions."""
+    prompts, completions = record.ids("prompt_ids"), record.ids("completion_ids")
+    shown = record.mask("prompt_mask", len(prompts), "prompt_ids")
+    kept = record.mask("completion_mask", len(completions), "completion_ids")
+    trained = kept
+    if record.has("tool_mask"):
+        trained = kept & record.mask("tool_mask", len(completions), "completion_ids")
+    yield make(
+        record,
+        {"advantage": "advantages", "old_logprobs": "old_per_token_logps",
+         "reference_logprobs": "ref_per_token_logps", "weights": "importance_sampling_ratio"},
+        ids=np.concatenate([prompts, completions]),
+        trained=trained,
+        names=("completion_ids", "completion_mask"),
+        entries=("completion_ids", len(completions)),
+        prompt=len(prompts),
+        padding=(("prompt_mask", shown), ("completion_mask", kept)),
+    )  # fmt: skip
+
+
+def _trl_async(record: Record) -> Rollouts:
+    """A RolloutSample of AsyncGRPO: entries stand at their tokens."""
+    ids = record.ids("input_ids")
+    yield make(
+        record,
+        {"advantage": "advantage", "old_logprobs": "old_log_probs", "group_id": "group_id"},
+        ids=ids,
+        trained=record.mask("completion_mask", len(ids), "input_ids"),
+        names=("input_ids", "completion_mask"),
+    )
+
+
+TRL = Format(
+    name="trl",
+    signatures=(_keys("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"),),
+    without=_keys("completion_logprobs"),  # prime-rl's
+    key=("completion_ids",),
+    rollouts=_trl,
+    notes=(NO_TEMPERATURE,),
+)
+TRL_ASYNC = Format(
+    name="trl-async",
+    signatures=(_keys("input_ids", "completion_mask", "old_log_probs", "advantage"),),
+    key=("input_ids",),
+    rollouts=_trl_async,
+    notes=(NO_TEMPERATURE,),
+)
+
+# OpenRLHF ---------------------------------------------------------------------------------------
+
+
+def _openrlhf(record: Record) -> Rollouts:
+    """An Experience: the A entries of the action arrays belong to the last A tokens of the row."""
+    if record.has("loss_mask"):  # SkyRL's Experience has the same other names
+        raise record.fail(
+            "loss_mask",
+            "there is a loss_mask besides action_mask, which OpenRLHF's Experience has not. Leave "
+            "it out, or make action_mask of the two.",
+        )
+    ids, actions = record.ids("sequences"), record.row("action_mask", "biuf", "0 and 1")
+    if len(actions) > len(ids):
+        raise record.fail(
+            "action_mask", f"action_mask has {len(actions)} entries, but sequences has {len(ids)}."
+        )
+    yield make(
+        record,
+        {"advantage": "advantages", "reward": "rewards",
+         "old_logprobs": ("action_log_probs", "rollout_log_probs"),
+         "reference_logprobs": "base_action_log_probs", "returns": "returns",
+         "old_values": "values"},
+        ids=ids,
+        trained=record.mask("action_mask", len(actions), "action_mask"),
+        names=("sequences", "action_mask"),
+        entries=("action_mask", len(actions)),
+        padding=(("attention_mask", record.mask("attention_mask", len(ids), "sequences")),),
+    )  # fmt: skip
+
+
+OPENRLHF = Format(
+    name="openrlhf",
+    signatures=(_keys("sequences", "action_mask"),),
+    key=("sequences",),
+    rollouts=_openrlhf,
+    notes=(NO_TEMPERATURE,),
+)
+
+# NeMo RL ----------------------------------------------------------------------------------------
+
+
+def _nemo_rl(record: Record) -> Rollouts:
+    """Train data of GRPO or PPO: padded on the right to input_lengths, entries at their tokens.
+
+    `values` are shifted already: entry i is of the state in which token i was chosen.
+    """
+    name = record.first("input_ids", "token_ids")
+    ids = record.ids(name)
+    end = record.count("input_lengths", len(ids), name)
+    mask = record.first("token_mask", "token_loss_mask")
+    sample = record.first("sample_mask", "sample_loss_mask")
+    if (kept := record.number(sample)) not in (None, 0.0, 1.0):
+        raise record.fail(sample, f"{sample} is {kept}; it takes 0 and 1.")
+    trained = record.mask(mask, len(ids), name)
+    yield make(
+        record,
+        {"advantage": "advantages", "reward": "rewards",
+         "old_logprobs": ("prev_logprobs", "generation_logprobs"),
+         "reference_logprobs": "reference_policy_logprobs", "returns": "returns",
+         "old_values": "values"},
+        ids=ids,
+        trained=trained & (kept != 0.0),
+        names=(name, mask),
+        prompt=int(trained.argmax()) if trained.any() else len(ids),
+        padding=(("input_lengths", np.arange(len(ids)) < end),),
+    )  # fmt: skip
+
+
+NEMO_RL = Format(
+    name="nemo-rl",
+    signatures=(
+        _keys("input_ids", "input_lengths", "token_mask"),
+        _keys("token_ids", "input_lengths", "token_loss_mask"),
+    ),
+    key=("input_ids", "token_ids"),
+    rollouts=_nemo_rl,
+    notes=(NO_TEMPERATURE,),
+)
+
+# prime-rl ---------------------------------------------------------------------------------------
+
+PADDING_ID = 1
+"""Token that prime-rl pads microbatches with, whatever the tokenizer's own padding is."""
+
+
+def _prime_rl(record: Record) -> Rollouts:
+    """A sample, one of prompt and completion, or a packed microbatch."""
+    if record.has("inference_logprobs"):
+        yield from _microbatch(record)
+    elif record.has("completion_ids"):
+        parts = [record.ids("prompt_ids"), record.ids("completion_ids")]
+        masks = [record.mask("prompt_mask", len(parts[0]), "prompt_ids"),
+                 record.mask("completion_mask", len(parts[1]), "completion_ids")]  # fmt: skip
+        whole = {"completion_ids": np.concatenate(parts), "completion_mask": np.concatenate(masks)}
+        for name in ("completion_logprobs", "completion_temperatures"):
+            if record.has(name):
+                entries = record.floats(name, len(parts[1]), "completion_ids")
+                whole[name] = np.append(np.zeros(len(parts[0])), entries)
+        record = record.with_values(whole)
+        yield _prime_rl_sample(record, "completion_ids", "completion_mask", "completion_logprobs")
+    else:
+        yield _prime_rl_sample(record, "token_ids", "mask", "logprobs")
+
+
+def _prime_rl_sample(record: Record, name: str, mask: str, logprobs: str) -> Made:
+    """A sample whose entries all stand at their tokens."""
+    ids = record.ids(name)
+    trained = record.mask(mask, len(ids), name)
+    temperature = None
+    temperatures = record.first("temperatures", "completion_temperatures")
+    if record.has(temperatures) and trained.any():
+        used = record.floats(temperatures, len(ids), name)[trained]
+        if (other := used[used != used[0]]).size:
+            raise record.fail(
+                temperatures,
+                f"{temperatures} has {used[0]} and {other[0]} on trained tokens; a rollout has "
+                "one.",
+            )
+        temperature = float(used[0])
+    return make(
+        record,
+        {"advantage": ("advantages", "advantage"), "reward": "reward", "old_logprobs": logprobs,
+         "reference_logprobs": "ref_logprobs", "weights": "rl_weights", "group_id": "group_id"},
+        ids=ids,
+        trained=trained,
+        names=(name, mask),
+        temperature=temperature,
+    )  # fmt: skip
+
+
+def _microbatch(record: Record) -> Rollouts:
+    """Samples packed into one row: they begin where positions begin again at 0; padding ends it."""
+    ids, positions = record.ids("input_ids"), record.ids("position_ids")
+    if len(positions) != len(ids) or not len(ids) or positions[0] != 0:
+        raise record.fail(
+            "position_ids",
+            f"position_ids has {len(positions)} entries and begins with {short(positions[:1])}; it "
+            f"takes one for each of the {len(ids)} tokens, from 0.",
+        )
+    if (jumps := np.flatnonzero((np.diff(positions) != 1) & (positions[1:] != 0))).size:
+        at = int(jumps[0]) + 1
+        raise record.fail(
+            "position_ids",
+            f"position_ids[{at}] is {positions[at]} after {positions[at - 1]}; positions count on, "
+            "or begin again at 0.",
+        )
+    columns: dict[str, NDArray[Any]] = {"input_ids": ids}
+    columns["loss_mask"] = record.mask("loss_mask", len(ids), "input_ids")
+    for name in ("advantages", "inference_logprobs", "temperatures", "ref_logprobs", "rl_weights"):
+        if isinstance(record.get(name), list | tuple | np.ndarray):
+            columns[name] = record.floats(name, len(ids), "input_ids")
+    for begin, end in itertools.pairwise([*np.flatnonzero(positions == 0).tolist(), len(ids)]):
+        part = {name: value[begin:end] for name, value in columns.items()}
+        # What fills the row up: ids of 1, not trained, without log-probs, with positions from 0.
+        is_padding = begin and end == len(ids) and (part["input_ids"] == PADDING_ID).all()
+        if is_padding and not part["loss_mask"].any() and not part["inference_logprobs"].any():
+            return
+        sample = record.with_values(part, f", tokens {begin} to {end - 1}")
+        yield _prime_rl_sample(sample, "input_ids", "loss_mask", "inference_logprobs")
+
+
+PRIME_RL = Format(
+    name="prime-rl",
+    signatures=(
+        _keys("token_ids", "mask", "logprobs"),
+        _keys("prompt_ids", "completion_ids", "completion_mask", "completion_logprobs"),
+        _keys("input_ids", "loss_mask", "inference_logprobs", "position_ids"),
+    ),
+    key=("token_ids", "completion_ids", "input_ids"),
+    rollouts=_prime_rl,
+)
+
+# slime ------------------------------------------------------------------------------------------
+
+
+def _slime(record: Record) -> Rollouts:
+    """A Sample, or one of the train data: entries are of the response, at the end."""
+    ids = record.ids("tokens")
+    count = record.count(record.first("response_length", "response_lengths"), len(ids), "tokens")
+    mask = record.first("loss_mask", "loss_masks")
+    trained = np.ones(count, np.bool_)
+    if record.has(mask):
+        trained = record.mask(mask, count, "the response")
+    if record.get("remove_sample") is True:
+        trained = np.zeros(count, np.bool_)
+    yield make(
+        record,
+        # Rewards of train data are normalised already.
+        {"advantage": ("advantages", "rewards"), "reward": "reward",
+         "old_logprobs": ("log_probs", "rollout_log_probs"), "reference_logprobs": "ref_log_probs",
+         "returns": "returns", "old_values": "values", "group_id": "group_index"},
+        ids=ids,
+        trained=trained,
+        names=("tokens", mask),
+        entries=("the response", count),
+        prompt=len(ids) - count,
+    )  # fmt: skip
+
+
+SLIME = Format(
+    name="slime",
+    signatures=(_keys("tokens", "response_length"), _keys("tokens", "response_lengths")),
+    key=("tokens",),
+    rollouts=_slime,
+    notes=(NO_TEMPERATURE,),
+)
+
+# SkyRL ------------------------------------------------------------------------------------------
+
+
+def _skyrl(record: Record) -> Rollouts:
+    """A sample of a GeneratorOutput: entries are of the response."""
+    if record.number("is_last_step") == 0:
+        raise record.fail(
+            "is_last_step",
+            "is_last_step is false: the record is a step of a trajectory, whose reward stands at "
+            "its last step. Write each trajectory as one record.",
+        )
+    prompt, response = record.ids("prompt_token_ids"), record.ids("response_ids")
+    group = record.get("trajectory_ids")
+    if isinstance(group, Mapping):  # not if it is text of two ids
+        group = Record(record.where, group).text("instance_id")
+    yield make(
+        record,
+        {"reward": "rewards", "old_logprobs": "rollout_logprobs"},
+        ids=np.concatenate([prompt, response]),
+        trained=record.mask("loss_masks", len(response), "response_ids"),
+        names=("response_ids", "loss_masks"),
+        entries=("response_ids", len(response)),
+        prompt=len(prompt),
+        group_id=group if isinstance(record.get("trajectory_ids"), Mapping) else None,
+    )
+
+
+SKYRL = Format(
+    name="skyrl",
+    signatures=(_keys("prompt_token_ids", "response_ids", "loss_masks"),),
+    key=("response_ids",),
+    rollouts=_skyrl,
+    notes=(NO_TEMPERATURE,),
+)
