@@ -15,7 +15,6 @@ import pyarrow.parquet
 import torch
 from damaged_records import (
     COUNT,
-    OPENRLHF,
     TRL,
     VERL,
     cut,
@@ -26,7 +25,6 @@ from damaged_records import (
 
 import dumps
 from dumps import rows_of, tensors, truth, write_json, write_parquet, write_torch
-from forkpoint import ForkpointError
 
 
 class Bad:
@@ -166,21 +164,14 @@ FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
     "torch with a flipped token": (flip_token, ["x.pt is damaged", "checksum"]),
     "torch that runs code": (lambda f: write_torch(f / "x.pt", {"a": Bad(f / "ran")}),
                              ["x.pt is not read by", "it names exec", "torch.save"]),
-    "old torch that runs code": (lambda f: legacy(f, {"a": Bad(f / "ran")}), ["it names exec"]),
     "torch of arrays": (lambda f: write_torch(f / "x.pt", {"uid": np.array(["a"], object)}),
-                        ["it names numpy", ".tolist()"]),
-    "torch of an object": (lambda f: write_torch(f / "x.pt", {"a": ForkpointError("x")}),
-                           ["it names forkpoint.errors.ForkpointError", "vars("]),
-    "torch in a later protocol of pickle": (later_protocol, ["x.pt is not read by", "operand"]),
+                        ["it names numpy", "as lists"]),
     "a pickle": (lambda f: raw(f, "x.pkl", pickle.dumps([1, Bad(f / "ran")])),
-                 ["x.pkl is a pickle, which can run code", "DataProto", "torch.save"]),
-    "a pickle by another name": (lambda f: raw(f, "x.pt", pickle.dumps([1])), ["is a pickle"]),
+                 ["x.pkl is a pickle, which can run code", "verl", "torch.save"]),
     "a tensor larger than its storage": (lambda f: write_torch(f / "x.pt", {
         **tensors(TRL(truth())), "prompt_ids": huge_tensor((2**33, 2), (2, 1))}), ["again"]),
-    "torch that inflates": (inflating, ["x.pt is an archive of compressed"]),
+    "torch that inflates": (inflating, ["x.pt is a zip archive, but not as torch.save"]),
     "booleans that are none": (booleans, ["x.pt, completion_mask has a boolean whose byte"]),
-    "torch that is nested too deeply": (lambda f: write_torch(f / "x.pt", nested(70)),
-                                        ["nested more than 64 deep"]),
     "torch of a list that holds itself": (lambda f: write_torch(f / "x.pt", endless()),
                                           ["nested more than 64 deep"]),
     "a sparse tensor": (lambda f: write_torch(f / "x.pt", {
@@ -189,20 +180,16 @@ FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
     "safetensors of a shape that is not there": (
         lambda f: declaring(f, shape=[2**40]), ["x.safetensors", "invalid shape"]),
     "safetensors cut short": (lambda f: truncated(safe(f)), ["x.safetensors", "again"]),
-    "safetensors cut in the header": (lambda f: truncated(safe(f), 0.05), ["x.safetensors"]),
-    "safetensors with a flipped header": (lambda f: flipped(safe(f), 30), ["x.safetensors"]),
     "parquet cut short": (lambda f: truncated(parquet(f)), ["x.parquet", "again"]),
     "parquet with a column twice": (column_twice, ["x.parquet has the column 'token_ids' more"]),
-    "a device": (lambda _: Path(os.devnull), ["is a pipe or a device", "to a file first"]),
+    "a device": (lambda _: Path(os.devnull), ["is a pipe or a device"]),
     "parquet with a flipped page": (flip_page, ["x.parquet", "again"]),
     "gzip cut short": (lambda f: truncated(lines(f, ".gz")), ["cut short or damaged"]),
     "zstd cut short": (lambda f: truncated(lines(f, ".zst")), ["cut short or damaged"]),
     "rows of another number": (edited(TRL, shorter("advantages")),
-                               [f"advantages has {COUNT - 1} rows, but completion_ids has"]),
+                               [f"'advantages' has {COUNT - 1} rows, but completion_ids has"]),
     "log-probs of another width": (edited(VERL, cut("old_log_probs", 2)),
                                    ["old_log_probs has 4 entries, but responses has 6"]),
-    "action arrays longer than rows": (edited(OPENRLHF, lambda t: t.update(
-        action_mask=np.ones((COUNT, 99), bool))), ["action_mask has 99 entries, but sequences"]),
     "prompts and responses of another width": (edited(VERL, cut("input_ids")),
                                                ["input_ids has", "7 + 6"]),
     "no attention mask": (edited(VERL, without("attention_mask")), ["there is no attention_mask"]),
@@ -210,8 +197,6 @@ FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
     "no advantages": (edited(TRL, without("advantages")), ["there is no advantages"]),
     "ids of one dimension too many": (edited(TRL, lambda t: t.update(
         completion_ids=t["completion_ids"][..., None])), ["completion_ids has 2 dim"]),
-    "no rows": (edited(TRL, lambda t: t.update(
-        {k: v[:0] for k, v in t.items() if isinstance(v, np.ndarray)})), ["holds no rollouts"]),
     "positions that jump": (edited(dumps.prime_rl_microbatch, lambda t: t["position_ids"].put(
         2, 7)), ["position_ids[2] is 7 after 1"]),
     "a packed column too short": (edited(dumps.prime_rl_microbatch, lambda t: t.update(
@@ -220,17 +205,15 @@ FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
         lambda f: write_torch(f / "x.pt", {"batch": tensors(TRL(truth())), "meta_info": [2]}),
         ["x.pt: meta_info is [2]", "it takes a dict"]),
     "keys that are no text": (edited(VERL, lambda t: t.update({1: t.pop("attention_mask")})),
-                              ["there is no attention_mask; the record has ['1', 'advantages'"]),
+                              ["there is no attention_mask; the record has ['advantages'"]),
     "a signalling NaN": (edited(TRL, lambda t: t["old_per_token_logps"].view(np.uint32).fill(
         0x7FA00000)), ["x.pt, row 0: ", "old_logprobs[5] is nan"]),
-    "things that are no batch": (lambda f: write_torch(f / "x.pt", [1, 2]), ["item 0: is 1"]),
     "a tensor alone": (lambda f: write_torch(f / "x.pt", torch.ones(3)), ["a batch is a dict"]),
     "unknown keys": (lambda f: write_json(f / "x.jsonl", [{"text": "a"}]),
                      ["line 1 is of no format that is known", "['text']", "verl"]),
-    "not a torch file": (lambda f: raw(f, "x.pt", b"hello"), ["is no pt file"]),
-    "not a parquet file": (lambda f: raw(f, "x.parquet", b"hello"), ["is no parquet file"]),
-    "a transport file": (lambda f: raw(f, "rollouts.bin", b"\x94\x01"), ["msgspec.structs.asdict"]),
-    "not UTF-8": (lambda f: raw(f, "x.jsonl", b'{"token_ids": "\xe9"}'), ["not UTF-8"]),
+    "not a torch file": (lambda f: raw(f, "x.pt", b"hello"), ["is of no kind"]),
+    "not a parquet file": (lambda f: raw(f, "x.parquet", b"hello"), ["is of no kind"]),
+    "not UTF-8": (lambda f: raw(f, "x.jsonl", b'{"token_ids": "\xe9"}'), ["in UTF-8"]),
     "a rollout_id twice": (lambda f: write_parquet(f / "x.parquet", {
         **dumps.own(truth()), "rollout_id": ["a", *"abcdefgh"]}),
         ["rollout_id 'a' is on row 0 and again on row 1"]),

@@ -117,11 +117,11 @@ RECORDS: dict[str, tuple[Any, list[str], str]] = {
     "trained padding (OpenRLHF)": (edited(OPENRLHF, at("action_mask", -1, True)),
                                    ["action_mask[", "padding"], "action_mask"),
     "trained padding (NeMo RL)": (edited(NEMO, at("token_mask", -1, 1)),
-                                  ["token_mask[", "input_lengths"], "token_mask"),
+                                  ["token_mask[", "padding"], "token_mask"),
     "a hole in the prompt": (edited(TRL, at("prompt_mask", -2, 0)), ["0 between tokens"],
                              "prompt_mask"),
     "a response padded left": (edited(TRL, at("completion_mask", 0, 0)),
-                               ["padded on the right"], "completion_mask"),
+                               ["0 between tokens"], "completion_mask"),
     "a hole in the row": (edited(OPENRLHF, at("attention_mask", 1, 0)), ["0 between tokens"],
                           "attention_mask"),
     "a trained first token": (edited(PRIME, at("mask", 0, True)), ["loss_mask[0] is 1", "mask"],
@@ -157,7 +157,7 @@ RECORDS: dict[str, tuple[Any, list[str], str]] = {
     "positions that begin again": (edited(VERL, at("position_ids", -6, 0)), ["position_ids"],
                                    "position_ids"),
     "positions of three axes": (edited(VERL, lambda t: t.update(
-        position_ids=np.repeat(t["position_ids"][:, None], 3, 1))), ["several axes"],
+        position_ids=np.repeat(t["position_ids"][:, None], 3, 1))), ["position_ids has 2 dim"],
         "position_ids"),
     "a group that is no name": (edited(VERL, put("uid", 0.5)), ["uid is 0.5"], "uid"),
     "images": (edited(VERL, lambda t: t.update(multi_modal_inputs=np.array(
@@ -167,7 +167,7 @@ RECORDS: dict[str, tuple[Any, list[str], str]] = {
         loss_mask=[[1] * 12 if n == ROW else None for n in range(COUNT)])),
         ["there is a loss_mask besides action_mask"], "loss_mask"),
     "a reward of NaN among several": (edited(dumps.skyrl, put("rewards", [np.nan, *[1.0] * 4])),
-                                      ["rewards[0] is nan"], "rewards"),
+                                      ["rewards is nan at token"], "rewards"),
     "rewards for more tokens": (edited(dumps.skyrl, put("rewards", [0.0] * 99)),
                                 ["rewards has 99 entries, but response_ids has"], "rewards"),
     "a step of a trajectory": (edited(dumps.skyrl, whole("is_last_step", [

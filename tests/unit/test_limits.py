@@ -48,28 +48,14 @@ def write(folder: Path, content: bytes, name: str = "x.jsonl") -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("given", "count"),
-    [
-        *(("8GB", 8 * 10**9), ("8 GiB", 8 << 30), ("1.5g", 15 * 10**8), ("512MiB", 512 * MIB)),
-        *(("3 kb", 3000), ("1TB", 10**12), (1024, 1024), (" 7 ", 7), (None, None)),
-    ],
-)
-def test_sizes(given: Any, count: int | None) -> None:
-    assert size_in_bytes(given) == count
-
-
-@pytest.mark.parametrize("given", ["", "GB", "-1", "8XB", "1e9", 0, 1.5, True, "9" * 100, b"8GB"])
-def test_what_is_no_size(given: Any, tmp_path: Path) -> None:
-    path = write(tmp_path, GOOD)
-    with pytest.raises(ConfigError, match=r"memory_limit is .*; it takes a number of bytes"):
-        load_rollouts(path, memory_limit=given)
-
-
-def test_sizes_are_shown_alike() -> None:
-    assert [format_bytes(n) for n in (0, 1023, 1024, 5 << 20, 3 << 29)] == (
-        ["0 bytes", "1023 bytes", "1.0 KiB", "5.0 MiB", "1.5 GiB"]
-    )
+def test_sizes_are_read_and_shown(tmp_path: Path) -> None:
+    sizes = {"8GB": 8 * 10**9, "8 GiB": 8 << 30, "1.5g": 15 * 10**8, " 7 ": 7, 1024: 1024}
+    assert {size: size_in_bytes(size) for size in sizes} == sizes
+    for wrong in ("", "-1", "8XB", "1e9", 0, 1.5, True, "9" * 100, b"8GB"):
+        with pytest.raises(ConfigError, match=r"memory_limit is .*; it takes a number of bytes"):
+            load_rollouts(write(tmp_path, GOOD), memory_limit=wrong)  # type: ignore[arg-type]
+    shown = [format_bytes(n) for n in (0, 1023, 1024, 5 << 20, 3 << 29)]
+    assert shown == ["0 bytes", "1023 bytes", "1.0 KiB", "5.0 MiB", "1.5 GiB"]
     assert (exactly(1000), exactly(1097856)) == ("1000 bytes", "1.0 MiB (1,097,856 bytes)")
 
 
@@ -87,7 +73,7 @@ def test_holes_are_not_on_disk(tmp_path: Path) -> None:
         file.truncate(1 << 40)
     assert bytes_on_disk(path) <= MIB
     assert len(load_rollouts(path, limit=1)) == 1
-    with pytest.raises(RolloutError, match=r"line 2 .* needs .*memory_limit is 640.0 MiB"):
+    with pytest.raises(RolloutError, match=r"line 2 takes .*memory_limit is 640.0 MiB"):
         load_rollouts(path)
     (tmp_path / "other").write_bytes(bytes(MIB))
     assert MIB <= bytes_on_disk(tmp_path) <= 2 * MIB
@@ -96,31 +82,28 @@ def test_holes_are_not_on_disk(tmp_path: Path) -> None:
 def test_rollouts_that_are_kept_count(tmp_path: Path) -> None:
     """And those that are streamed do not."""
     path = write(tmp_path, b"".join(line([1, 2, n]) for n in range(50)))
-    own = bytes_of(Rollout([1, 2, 3], [0, 1, 1], 1.0), 10**9)
+    own = bytes_of(Rollout([1, 2, 3], [0, 1, 1], 1.0))
     limit = 30 * own
     reader = open_rollouts(path, memory_limit=limit)
     assert len(list(reader)) == 50 and reader.memory.held_bytes == 0
-    with pytest.raises(
-        RolloutError, match=f"besides the .* held, and memory_limit is {limit / 1024:.1f} KiB"
-    ):
+    with pytest.raises(RolloutError, match=f"are held, but memory_limit is {limit / 1024:.1f} KiB"):
         reader.read()
     assert len(list(reader)) == 50, "it can be read again"
     assert len(load_rollouts(path, limit=10, memory_limit=limit)) == 10
     costs = [reader.memory.keep(rollout) for rollout in load_rollouts(path, limit=3)]
     assert reader.memory.held_bytes == sum(costs) == 3 * own
-    reader.memory.let_go(sum(costs))
+    reader.memory.release(sum(costs))
     assert reader.memory.held_bytes == 0
 
 
 def test_a_line_is_as_long_as_there_is_room_for(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD + line([1] * 200_000))
-    with pytest.raises(RolloutError, match=r"line 2 .* needs .* memory_limit is 4.8 MiB, as given"):
-        load_rollouts(path, memory_limit="5MB")
+    for content in (path.read_bytes(), GOOD + b" " * 10**6):
+        with pytest.raises(RolloutError, match=r"line 2 takes .* memory_limit is 4.8 MiB, as give"):
+            load_rollouts(write(tmp_path, content), memory_limit="5MB")
+    path = write(tmp_path, GOOD + line([1] * 200_000))
     assert len(load_rollouts(path, memory_limit="5MB", limit=1)) == 1
     assert len(load_rollouts(path, memory_limit="30MB")[1]) == 200_000
-    blank = write(tmp_path, GOOD + b" " * 10**6)
-    with pytest.raises(RolloutError, match=r"line 2 .* needs"):
-        load_rollouts(blank, memory_limit="5MB")
 
 
 def test_a_row_group_is_as_large_as_there_is_room_for(tmp_path: Path) -> None:
@@ -129,27 +112,22 @@ def test_a_row_group_is_as_large_as_there_is_room_for(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
     assert path.stat().st_size < 10_000
-    with pytest.raises(RolloutError, match=r"row group 0 needs 30\.\d MiB, and memory_limit is"):
+    with pytest.raises(RolloutError, match=r"row group 0 takes 30\.\d MiB, but memory_limit is"):
         load_rollouts(path, memory_limit="8MB")
     assert len(load_rollouts(path)[0]) == 10**6
 
 
 @pytest.mark.parametrize("archive", [True, False])
-def test_objects_of_torch_files_take_room(archive: bool, tmp_path: Path) -> None:
+def test_torch_files_take_room(archive: bool, tmp_path: Path) -> None:
+    """Their objects, and a tensor that repeats its numbers: many rollouts in a small file."""
     path = tmp_path / "x.pt"
     samples = {"token_ids": [[1, 2]] * 10, "loss_mask": [[0, 1]] * 10, "advantage": [1.0] * 10}
     torch.save(samples | {"x": list(range(9999))}, path, _use_new_zipfile_serialization=archive)
-    with pytest.raises(RolloutError, match="the objects of the file need"):
+    with pytest.raises(RolloutError, match="the objects of the file takes"):
         load_rollouts(path, memory_limit="100kB")
-
-
-def test_a_tensor_that_repeats_its_numbers(tmp_path: Path) -> None:
-    """A million rollouts in a small file."""
-    ids = torch.ones(1, 2, dtype=torch.int64).expand(10**6, 2)
-    mask = torch.tensor([[0, 1]]).expand(10**6, 2)
-    table = {"token_ids": ids, "loss_mask": mask, "advantage": torch.ones(1).expand(10**6)}
-    path = tmp_path / "x.pt"
-    torch.save(table, path)
+    ids, mask = torch.ones(1, 2, dtype=torch.int64), torch.tensor([[0, 1]])
+    table = {"token_ids": ids.expand(10**6, 2), "loss_mask": mask.expand(10**6, 2)}
+    torch.save(table | {"advantage": torch.ones(1).expand(10**6)}, path)
     assert path.stat().st_size < 5000
     with pytest.raises(RolloutError, match=r"memory_limit is 976.6 KiB"):
         load_rollouts(path, memory_limit="1MB")
@@ -167,39 +145,35 @@ def test_lines_are_those_of_a_split(data: st.DataObject, tmp_path_factory: Any) 
 
 
 @pytest.mark.parametrize(
-    "content",
-    [
-        SKIPPABLE + zstandard.compress(GOOD),
-        zstandard.compress(b"") * 3 + zstandard.compress(GOOD[:9]) + SKIPPABLE
-        + zstandard.compress(GOOD[9:]),
-        gzip.compress(b"") + gzip.compress(GOOD) + bytes(100),
-    ],
-    ids=["skippable frame", "several zstd frames", "two gzip members"],
-)  # fmt: skip
-def test_frames_and_members(content: bytes, tmp_path: Path) -> None:
-    assert load_rollouts(write(tmp_path, content))[0].token_ids.tolist() == [1, 2, 3]
-
-
-@pytest.mark.parametrize(
     ("content", "said"),
     [
+        (SKIPPABLE + zstandard.compress(GOOD), ""),
+        (zstandard.compress(b"") * 3 + zstandard.compress(GOOD[:9]) + SKIPPABLE
+         + zstandard.compress(GOOD[9:]), ""),
+        (gzip.compress(b"") + gzip.compress(GOOD) + bytes(100), ""),
         (gzip.compress(GOOD) + b"\0\0x", "Not a gzipped file"),
+        (gzip.compress(GOOD)[:-1], "cut short or damaged"),
         (zstandard.compress(GOOD) + b"x", "cut short or damaged"),
-        (zstandard.compress(GOOD) + SKIPPABLE[:-1], "the last zstd frame has no end"),
-        (zstandard.compress(gzip.compress(GOOD)), "byte 2 is 0x8b.* compressed once with gzip"),
+        (zstandard.compress(GOOD)[:-1], "the last zstd frame has no end"),
+        (zstandard.compress(gzip.compress(GOOD)), "compressed once with gzip"),
     ],
-    ids=["gzip and rubbish", "zstd and rubbish", "frame without end", "gzip in zstd"],
-)
-def test_content_that_is_not_compressed_once(content: bytes, said: str, tmp_path: Path) -> None:
-    with pytest.raises(RolloutError, match=said):
-        load_rollouts(write(tmp_path, content))
+    ids=["skippable frame", "several frames", "two members", "gzip and rubbish", "gzip cut short",
+         "zstd and rubbish", "zstd cut short", "gzip in zstd"],
+)  # fmt: skip
+def test_frames_and_members(content: bytes, said: str, tmp_path: Path) -> None:
+    path = write(tmp_path, content)
+    if said:
+        with pytest.raises(RolloutError, match=said):
+            load_rollouts(path)
+    else:
+        assert load_rollouts(path)[0].token_ids.tolist() == [1, 2, 3]
 
 
 def test_a_wide_window_takes_a_limit(tmp_path: Path) -> None:
     wide = zstandard.ZstdCompressionParameters(window_log=29, compression_level=1)
     frame = zstandard.ZstdCompressor(compression_params=wide).compressobj()
     path = write(tmp_path, frame.compress(GOOD) + frame.flush())
-    with pytest.raises(RolloutError, match=r"too much memory .*windows up to 160.0 MiB"):
+    with pytest.raises(RolloutError, match=r"too much memory .*larger memory_limit"):
         load_rollouts(path)
     assert len(load_rollouts(path, memory_limit="2GiB")) == 1
 
@@ -214,7 +188,7 @@ def test_a_line_takes_at_most_16_times_its_bytes() -> None:
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    kept = bytes_of(Rollout(ids, [0] + [1] * (len(ids) - 1), 1.0, old_logprobs=[0.0] * len(ids)), 0)
+    kept = bytes_of(Rollout(ids, [0] + [1] * (len(ids) - 1), 1.0, old_logprobs=[0.0] * len(ids)))
     assert peak + len(content) + kept < TIMES_FILE * len(content)
 
 
@@ -222,10 +196,9 @@ def test_trees() -> None:
     shared = ["x" * 1000] * 10
     for _ in range(40):
         shared = [shared, shared]
-    assert tree_bytes(shared, 10**9) < 20_000, "what is shared counts once"
+    assert tree_bytes(shared) < 20_000, "what is shared counts once"
     many = json.loads("[" + "[]," * 10_000 + "[]]")
-    assert 10_000 * 56 < tree_bytes(many, 10**9) < 10_000 * 80
-    assert 500 < tree_bytes(many, 500) < 200_000, "counting goes on no further than it has to"
+    assert 10_000 * 56 < tree_bytes(many) < 10_000 * 80
 
 
 def test_memory_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,11 +210,3 @@ def test_memory_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("forkpoint.rollouts.formats.containers.parse_object", without)
     with pytest.raises(RolloutError, match="takes more memory than there is for this process"):
         load_rollouts(write(tmp_path, GOOD))
-
-
-def test_blank_lines_are_limited(tmp_path: Path) -> None:
-    """A small compressed file may hold any number of them."""
-    path = tmp_path / "blank.jsonl.gz"
-    path.write_bytes(gzip.compress(GOOD + b"\n" * 10**6))
-    with pytest.raises(RolloutError, match="its blank lines need"):
-        load_rollouts(path, memory_limit="5MB")

@@ -143,5 +143,5 @@ def test_a_cut_line_is_not_a_shorter_file(tmp_path: Path) -> None:
     path = lines(tmp_path, ".jsonl")
     content = path.read_bytes()
     path.write_bytes(content[:-40])
-    with pytest.raises(RolloutError, match=f"line {COUNT}, column"):
+    with pytest.raises(RolloutError, match=f"line {COUNT} is not JSON"):
         load_rollouts(path)

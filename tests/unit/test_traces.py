@@ -241,7 +241,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         f"{BATCH} has",
     ),
     "a count changed": (edit(2, tokens=79), "79 with|with 79"),
-    "more tokens than memory": (edit(2, tokens=2**45), "needs 4|needs more memory"),
+    "more tokens than memory": (edit(2, tokens=2**45), "takes 4|takes more memory"),
     "lines swapped": (reorder(0, 2, 1, 3), "line 2: file is 'batch-000001.safetensors', not"),
     "a line missing": (reorder(0, 2, 3), "line 2: file is"),
     "lines missing at the end": (reorder(0, 1), "lists 1 batches, and the folder has 3"),
@@ -356,7 +356,7 @@ def put(path: Path, content: bytes) -> None:
 def test_the_limit_on_memory(tmp_path: Path) -> None:
     path = recorded(tmp_path / "t", 2)
     assert len(list(open_trace(path, memory_limit="1MB"))) == 2
-    with pytest.raises(RolloutError, match=r"a batch needs .* memory_limit is 19\.5 KiB"):
+    with pytest.raises(RolloutError, match=r"a batch takes .* memory_limit is 19\.5 KiB"):
         open_trace(path, memory_limit="20KB").verify()
-    with pytest.raises(RolloutError, match="a line of the manifest needs"):
+    with pytest.raises(RolloutError, match="a line of the manifest takes"):
         open_trace(path, memory_limit=1024)

@@ -221,7 +221,7 @@ def batches_of(source: RolloutFile, count: int | None = None) -> Iterator[Rollou
             full = tokens >= 2 * BATCH_TOKENS or _group(rollout) != _group(held[-1])
         if full:
             yield RolloutBatch(held)
-            source.memory.let_go(cost)
+            source.memory.release(cost)
             held, tokens, cost = [], 0, 0
         cost += source.memory.keep(rollout)
         held.append(rollout)

@@ -4,12 +4,8 @@ from collections.abc import Iterable
 
 from forkpoint.errors import ConfigError, RolloutError
 from forkpoint.rollouts.batch import short
-from forkpoint.rollouts.formats import trainers
 from forkpoint.rollouts.formats.record import Format as Format
-
-FORMATS: dict[str, Format] = {
-    found.name: found for found in vars(trainers).values() if isinstance(found, Format)
-}
+from forkpoint.rollouts.formats.trainers import FORMATS as FORMATS
 
 
 def format_named(name: str) -> Format:
@@ -32,7 +28,7 @@ def detect(keys: Iterable[str], where: str) -> Format:
         names = " or ".join(format.name for format in fits)
         raise RolloutError(f"{where}: may be of format {names}. Say which (format=, --format).")
     if "token_ids" in found:
-        return trainers.FORKPOINT  # which says what is missing
+        return FORMATS["forkpoint"]  # which says what is missing
     raise RolloutError(
         f"{where} is of no format that is known; its keys are {short(sorted(found))}. Formats are "
         f"{', '.join(FORMATS)}. Rename the keys to token_ids, loss_mask, advantage, or name the "

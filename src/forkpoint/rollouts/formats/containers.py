@@ -37,10 +37,12 @@ def container_of(path: Path) -> str:
     if not path.is_file():
         what = "does not exist"
         if path.is_dir():
-            what = "is a directory, and holds no trace"
+            what = "is a directory"
         elif path.exists():
             what = "is a pipe or a device, and files are read more than once"
-        raise RolloutError(f"{path} {what}. Give the path of a file of rollouts, or of a trace.")
+        raise RolloutError(
+            f"{path} {what}. Give the path of a file of rollouts, or the folder of a trace."
+        )
     with path.open("rb") as file:
         head = file.read(64)
     length = int.from_bytes(head[:8], "little")

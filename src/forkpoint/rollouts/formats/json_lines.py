@@ -43,7 +43,7 @@ def json_lines(path: Path, memory: MemoryLimit) -> Iterator[tuple[int, bytes]]:
             memory.check(TIMES_FILE * size, f"line {number}")
             if part.endswith(b"\n"):
                 if (line := b"".join(parts)).strip():
-                    yield number, line
+                    yield number, line.removesuffix(b"\n")
                 number, parts, size = number + 1, [], 0
     if (line := b"".join(parts)).strip():
         yield number, line
@@ -76,7 +76,8 @@ def _zstd_pieces(path: Path, file: io.BufferedReader, memory: MemoryLimit) -> It
             try:
                 yield frame.decompress(piece)
             except zstandard.ZstdError as error:
-                raise _damaged(path, error) from None
+                reason = f"{error} (a larger memory_limit takes windows above {window} bytes)"
+                raise _damaged(path, reason) from None
             piece = frame.unused_data
             frame = None if frame.eof else frame
     if frame is not None:
@@ -84,10 +85,7 @@ def _zstd_pieces(path: Path, file: io.BufferedReader, memory: MemoryLimit) -> It
 
 
 def _damaged(path: Path, reason: object) -> RolloutError:
-    return RolloutError(
-        f"{path} is cut short or damaged, or needs a larger memory_limit: {reason}. Copy or write "
-        "the file again."
-    )
+    return RolloutError(f"{path} is cut short or damaged: {reason}. Copy or write the file again.")
 
 
 def parse_object(line: bytes, where: str) -> dict[str, Any]:
@@ -96,8 +94,8 @@ def parse_object(line: bytes, where: str) -> dict[str, Any]:
         record = parse_json(line, allow_nan=True)
     except SchemaError as error:
         raise RolloutError(
-            f"{where} is {error}. Each line holds one whole JSON object, in UTF-8; a file is "
-            "plain, or compressed once with gzip or zstd."
+            f"{where} is {error}. Each line holds one whole JSON object, in UTF-8, plain or "
+            "compressed once with gzip or zstd."
         ) from None
     if not isinstance(record, dict):
         listed = " Write the items of the list one a line." if isinstance(record, list) else ""

@@ -123,16 +123,17 @@ class Record:
 
     def number(self, name: str) -> float | None:
         """A finite number, or None; a list or array of one entry is its entry."""
-        value = self.get(name)
-        if value is None:
-            return None
+        value: Any = self.get(name)
         while isinstance(value, list | tuple) and len(value) == 1:
             value = value[0]
         if isinstance(value, np.ndarray) and value.size == 1:
             value = value.reshape(()).item()
-        single = not isinstance(value, list | tuple) and is_number(value)
-        if (single or isinstance(value, bool | np.bool_)) and np.isfinite(float(value)):
-            return float(value)
+        if value is None:
+            return None
+        if not isinstance(value, list | tuple):
+            is_flag = isinstance(value, bool | np.bool_)
+            if (is_flag or is_number(value)) and np.isfinite(float(value)):
+                return float(value)
         raise self.fail(name, f"{name} is {short(self.values[name])}; it takes one finite number.")
 
     def count(self, name: str, most: int, of: str) -> int:
@@ -204,8 +205,11 @@ def samples(
         elif isinstance(value, list) and not value:
             shared[name] = None  # a field that was never filled
         else:  # an error if the format reads this field
-            message = f"{where}: {short(name)} has {len(value)} rows, but {key} has {count}."
-            shared[name] = RecordError(message, str(name))
+            shared[name] = RecordError(
+                f"{where}: {short(name)} has {len(value)} rows, but {key} has {count}. Rows of "
+                "numbers are a batch; one rollout has one list of ids.",
+                str(name),
+            )
     for n in range(count):
         row = {name: column[n] for name, column in columns.items()}
         yield Record(f"{where}, row {n}", ChainMap(row, shared), tokenize)

@@ -1,10 +1,10 @@
 """Formats of trainers: the names of their columns, and the tokens that entries belong to.
 
-Each function makes the rollouts of one record, one sample or one packed row. Imports no torch.
+Each function makes the rollouts of one record: one sample, or one packed row. Imports no torch.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,16 +19,31 @@ NO_TEMPERATURE = (
     "This format does not say the sampling temperature; 1 is taken. If it was another, log-probs "
     "and gradients differ."
 )
+FORMATS: dict[str, Format] = {}
 Rollouts = Iterator[Made]
 
 
-def _keys(*names: str) -> frozenset[str]:
-    return frozenset(names)
+def _format(
+    name: str, *signatures: str, key: str, without: str = "", text: bool = False, notes: Any = ()
+) -> Callable[[Callable[[Record], Rollouts]], Callable[[Record], Rollouts]]:
+    """Registers a format: see `Format`. Keys are given as text with spaces between them."""
+
+    def register(rollouts: Callable[[Record], Rollouts]) -> Callable[[Record], Rollouts]:
+        FORMATS[name] = Format(
+            name=name,
+            signatures=tuple(frozenset(keys.split()) for keys in signatures),
+            without=frozenset(without.split()),
+            key=tuple(key.split()),
+            rollouts=rollouts,
+            text=text,
+            notes=notes,
+        )
+        return rollouts
+
+    return register
 
 
-# forkpoint --------------------------------------------------------------------------------------
-
-
+@_format("forkpoint", "token_ids loss_mask", key="token_ids")
 def _forkpoint(record: Record) -> Rollouts:
     """The fields of Rollout."""
     values = {name: _plain(record.get(name)) for name in record.values}
@@ -50,16 +65,12 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-FORKPOINT = Format(
-    name="forkpoint",
-    signatures=(_keys("token_ids", "loss_mask"),),
-    key=("token_ids",),
-    rollouts=_forkpoint,
+@_format(
+    "verl",
+    "prompts responses response_mask",
+    "prompts responses attention_mask",
+    key="responses",
 )
-
-# verl -------------------------------------------------------------------------------------------
-
-
 def _verl(record: Record) -> Rollouts:
     """DataProto: prompts padded on the left, responses on the right, entries of responses."""
     prompts, responses = record.ids("prompts"), record.ids("responses")
@@ -104,6 +115,17 @@ def _verl(record: Record) -> Rollouts:
     )  # fmt: skip
 
 
+@_format(
+    "verl-text",
+    "input output score",
+    key="input",
+    text=True,
+    notes=(
+        "The file holds text: token ids were made again by the tokenizer given, without the "
+        "special tokens that verl leaves out of the text. Savings are near; losses are not exact.",
+        NO_TEMPERATURE,
+    ),
+)
 def _verl_text(record: Record) -> Rollouts:
     """A line of the text that is logged with rollout_data_dir: a tokenizer makes the ids."""
     texts: list[str] = []
@@ -130,31 +152,13 @@ def _verl_text(record: Record) -> Rollouts:
     )
 
 
-VERL = Format(
-    name="verl",
-    signatures=(
-        _keys("prompts", "responses", "response_mask"),
-        _keys("prompts", "responses", "attention_mask"),
-    ),
-    key=("responses",),
-    rollouts=_verl,
+@_format(
+    "trl",
+    "prompt_ids prompt_mask completion_ids completion_mask",
+    without="completion_logprobs",  # prime-rl's
+    key="completion_ids",
+    notes=(NO_TEMPERATURE,),
 )
-VERL_TEXT = Format(
-    name="verl-text",
-    signatures=(_keys("input", "output", "score"),),
-    key=("input",),
-    rollouts=_verl_text,
-    text=True,
-    notes=(
-        "The file holds text: token ids were made again by the tokenizer given, without the "
-        "special tokens that verl leaves out of the text. Savings are near; losses are not exact.",
-        NO_TEMPERATURE,
-    ),
-)
-
-# TRL --------------------------------------------------------------------------------------------
-
-
 def _trl(record: Record) -> Rollouts:
     """A batch of GRPOTrainer: no group id, rows shuffled, entries of completions."""
     prompts, completions = record.ids("prompt_ids"), record.ids("completion_ids")
@@ -176,6 +180,12 @@ def _trl(record: Record) -> Rollouts:
     )  # fmt: skip
 
 
+@_format(
+    "trl-async",
+    "input_ids completion_mask old_log_probs advantage",
+    key="input_ids",
+    notes=(NO_TEMPERATURE,),
+)
 def _trl_async(record: Record) -> Rollouts:
     """A RolloutSample of AsyncGRPO: entries stand at their tokens."""
     ids = record.ids("input_ids")
@@ -188,25 +198,7 @@ def _trl_async(record: Record) -> Rollouts:
     )
 
 
-TRL = Format(
-    name="trl",
-    signatures=(_keys("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"),),
-    without=_keys("completion_logprobs"),  # prime-rl's
-    key=("completion_ids",),
-    rollouts=_trl,
-    notes=(NO_TEMPERATURE,),
-)
-TRL_ASYNC = Format(
-    name="trl-async",
-    signatures=(_keys("input_ids", "completion_mask", "old_log_probs", "advantage"),),
-    key=("input_ids",),
-    rollouts=_trl_async,
-    notes=(NO_TEMPERATURE,),
-)
-
-# OpenRLHF ---------------------------------------------------------------------------------------
-
-
+@_format("openrlhf", "sequences action_mask", key="sequences", notes=(NO_TEMPERATURE,))
 def _openrlhf(record: Record) -> Rollouts:
     """An Experience: the A entries of the action arrays belong to the last A tokens of the row."""
     if record.has("loss_mask"):  # SkyRL's Experience has the same other names
@@ -234,17 +226,13 @@ def _openrlhf(record: Record) -> Rollouts:
     )  # fmt: skip
 
 
-OPENRLHF = Format(
-    name="openrlhf",
-    signatures=(_keys("sequences", "action_mask"),),
-    key=("sequences",),
-    rollouts=_openrlhf,
+@_format(
+    "nemo-rl",
+    "input_ids input_lengths token_mask",
+    "token_ids input_lengths token_loss_mask",
+    key="input_ids token_ids",
     notes=(NO_TEMPERATURE,),
 )
-
-# NeMo RL ----------------------------------------------------------------------------------------
-
-
 def _nemo_rl(record: Record) -> Rollouts:
     """Train data of GRPO or PPO: padded on the right to input_lengths, entries at their tokens.
 
@@ -272,23 +260,13 @@ def _nemo_rl(record: Record) -> Rollouts:
     )  # fmt: skip
 
 
-NEMO_RL = Format(
-    name="nemo-rl",
-    signatures=(
-        _keys("input_ids", "input_lengths", "token_mask"),
-        _keys("token_ids", "input_lengths", "token_loss_mask"),
-    ),
-    key=("input_ids", "token_ids"),
-    rollouts=_nemo_rl,
-    notes=(NO_TEMPERATURE,),
+@_format(
+    "prime-rl",
+    "token_ids mask logprobs",
+    "prompt_ids completion_ids completion_mask completion_logprobs",
+    "input_ids loss_mask inference_logprobs position_ids",
+    key="token_ids completion_ids input_ids",
 )
-
-# prime-rl ---------------------------------------------------------------------------------------
-
-PADDING_ID = 1
-"""Token that prime-rl pads microbatches with, whatever the tokenizer's own padding is."""
-
-
 def _prime_rl(record: Record) -> Rollouts:
     """A sample, one of prompt and completion, or a packed microbatch."""
     if record.has("inference_logprobs"):
@@ -358,27 +336,20 @@ def _microbatch(record: Record) -> Rollouts:
     for begin, end in itertools.pairwise([*np.flatnonzero(positions == 0).tolist(), len(ids)]):
         part = {name: value[begin:end] for name, value in columns.items()}
         # What fills the row up: ids of 1, not trained, without log-probs, with positions from 0.
-        is_padding = begin and end == len(ids) and (part["input_ids"] == PADDING_ID).all()
+        is_padding = begin and end == len(ids) and (part["input_ids"] == 1).all()
         if is_padding and not part["loss_mask"].any() and not part["inference_logprobs"].any():
             return
         sample = record.with_values(part, f", tokens {begin} to {end - 1}")
         yield _prime_rl_sample(sample, "input_ids", "loss_mask", "inference_logprobs")
 
 
-PRIME_RL = Format(
-    name="prime-rl",
-    signatures=(
-        _keys("token_ids", "mask", "logprobs"),
-        _keys("prompt_ids", "completion_ids", "completion_mask", "completion_logprobs"),
-        _keys("input_ids", "loss_mask", "inference_logprobs", "position_ids"),
-    ),
-    key=("token_ids", "completion_ids", "input_ids"),
-    rollouts=_prime_rl,
+@_format(
+    "slime",
+    "tokens response_length",
+    "tokens response_lengths",
+    key="tokens",
+    notes=(NO_TEMPERATURE,),
 )
-
-# slime ------------------------------------------------------------------------------------------
-
-
 def _slime(record: Record) -> Rollouts:
     """A Sample, or one of the train data: entries are of the response, at the end."""
     ids = record.ids("tokens")
@@ -403,17 +374,12 @@ def _slime(record: Record) -> Rollouts:
     )  # fmt: skip
 
 
-SLIME = Format(
-    name="slime",
-    signatures=(_keys("tokens", "response_length"), _keys("tokens", "response_lengths")),
-    key=("tokens",),
-    rollouts=_slime,
+@_format(
+    "skyrl",
+    "prompt_token_ids response_ids loss_masks",
+    key="response_ids",
     notes=(NO_TEMPERATURE,),
 )
-
-# SkyRL ------------------------------------------------------------------------------------------
-
-
 def _skyrl(record: Record) -> Rollouts:
     """A sample of a GeneratorOutput: entries are of the response."""
     if record.number("is_last_step") == 0:
@@ -436,12 +402,3 @@ def _skyrl(record: Record) -> Rollouts:
         prompt=len(prompt),
         group_id=group if isinstance(record.get("trajectory_ids"), Mapping) else None,
     )
-
-
-SKYRL = Format(
-    name="skyrl",
-    signatures=(_keys("prompt_token_ids", "response_ids", "loss_masks"),),
-    key=("response_ids",),
-    rollouts=_skyrl,
-    notes=(NO_TEMPERATURE,),
-)
