@@ -158,8 +158,8 @@ class ForcedRoutes:
         if scores_TE.dim() != 2 or len(scores_TE) != len(edge_T):
             raise UnsupportedError(
                 f"the router {name} chooses by scores of shape {tuple(scores_TE.shape)}, and "
-                f"{len(edge_T)} tokens run, so that its experts cannot be forced. Leave "
-                "routed_experts out of the rollouts; call verify with hold_routes=False."
+                f"{len(edge_T)} tokens run, so that its experts cannot be forced. Call it when the "
+                "step has ended, or leave routed_experts out; verify takes hold_routes=False."
             )
         if layer not in self._routes.chosen:
             rows = self._routes.edges + 1

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.gradients import twins
+from forkpoint.engine.host import Host
 from forkpoint.engine.route_replay import ForcedRoutes, RouteReplay
 from forkpoint.engine.timing import Event
 from forkpoint.engine.transaction import Transaction
@@ -162,8 +163,8 @@ class Comparison:
         """`given`: denominators, by the caller."""
         self.policy, self.batch, self.loss = policy, batch, loss
         self.given, self.router, self.changes = given, router, changes
-        self.host = policy.host
-        self.comm = RankComm(self.host.group, loss)
+        self.host: Host = policy.host
+        self.comm: RankComm = RankComm(self.host.group, loss)
         self.host.prepare(changes)
         self.dtype: torch.dtype = self.host.compute_dtype
         self.reference_dtype: torch.dtype = (

@@ -14,6 +14,7 @@ from bad_inputs.rollouts import policy
 from forkpoint import Config, RolloutBatch, losses, wrap
 from forkpoint.errors import ConfigError, ForkpointError, PlanError, UnsupportedError
 from forkpoint.ops.attention import select_kernel
+from forkpoint.ops.attention.kernel import Asked
 from forkpoint.plan import make_plan
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.testing import tiny_model
@@ -50,16 +51,8 @@ def scored_with(family: str = "llama", **options: Any) -> Callable[[], object]:
 
 
 def asked(name: str = "auto", **changes: Any) -> Callable[[], object]:
-    given: dict[str, Any] = {
-        "device": torch.device("cpu"),
-        "dtype": torch.float32,
-        "head_dim": 32,
-        "value_dim": 32,
-        "softcap": 0.0,
-        "window": 0,
-        "deterministic": False,
-    }
-    return lambda: select_kernel(name, **(given | changes))
+    usual = Asked(torch.device("cpu"), torch.float32, 32, 32, 0.0, 0, deterministic=False)
+    return lambda: select_kernel(name, usual._replace(**changes))
 
 
 PLANS = (
