@@ -24,8 +24,6 @@ def changed_kind(
     change: Callable[[], object],
     *,
     message: str,
-    means: str,
-    remedy: str,
     argv: tuple[str, ...] = REPORT,
 ) -> Kind:
     def prepare(patch: pytest.MonkeyPatch) -> None:
@@ -36,8 +34,6 @@ def changed_kind(
         name=name,
         error=ConfigError,
         message=message,
-        means=means,
-        remedy=remedy,
         argv=argv,
         prepare=prepare,
     )
@@ -70,16 +66,11 @@ FOLDERS = (
         lambda: lines("rows.jsonl", lambda row: row["shared"].update(ms="fast")),
         message="out/rows.jsonl, line 1: shared.ms is 'fast'; it takes a number from 1e-09 to "
         f"1e+12. {CHANGED}",
-        means="Every field has a type and bounds, so that a report shows what a replay measured, "
-        "and runs nothing else.",
-        remedy="Take a copy of the folder as the replay left it, or replay again.",
     ),
     changed_kind(
         "A row without a field",
         lambda: lines("rows.jsonl", lambda row: row.pop("fingerprint")),
         message=f"out/rows.jsonl, line 1: fingerprint is missing; it has to be there. {CHANGED}",
-        means="What the row is of would not be known.",
-        remedy="Take a copy of the folder as the replay left it, or replay again.",
     ),
     changed_kind(
         "A row with a field that is not known",
@@ -87,39 +78,29 @@ FOLDERS = (
         message="out/rows.jsonl, line 1: energy_j is no field of this schema, which has step, "
         "fingerprint, lr, rollouts, logical_tokens, unique_tokens, left_out_tokens, dense_flops, "
         f"shared, dense, difference; a newer forkpoint may have written it. {CHANGED}",
-        means="It would be left out of the report, silently.",
-        remedy="Use the forkpoint that wrote the folder; its manifest.json says which.",
     ),
     changed_kind(
         "Rows that are out of order",
         lambda: lines("rows.jsonl", lambda row: row.update(step=3)),
         message=f"out/rows.jsonl, line 1: step is 3; here belongs step 1 of 1. {CHANGED}",
-        means="Lines are missing, doubled, or of several replays.",
-        remedy="Take a copy of the folder as the replay left it, or replay again.",
     ),
     changed_kind(
         "A line of a replay that is not JSON",
         lambda: Path("out/rows.jsonl").write_text("{'step': 1}\n"),
         message="out/rows.jsonl, line 1: this is not JSON (Expecting property name enclosed in "
         f"double quotes: line 1 column 2 (char 1)). {CHANGED}",
-        means="The file was edited, or damaged.",
-        remedy="Take a copy of the folder as the replay left it, or replay again.",
     ),
     changed_kind(
         "A manifest with another value",
         lambda: lines_of_manifest(lambda values: values["fixed"].update(steps=None)),
         message="out/manifest.json: fixed.steps is None; it takes a whole number from 1 to "
         f"2147483648. {CHANGED}",
-        means="The manifest says which replay this is.",
-        remedy="Take a copy of the folder as the replay left it, or replay again.",
     ),
     changed_kind(
         "A damaged checkpoint",
         lambda: (SAVED / "00000.safetensors").unlink(),
         message="out/checkpoint-00000001/00000.safetensors is missing. "
         "Begin anew in another folder.",
-        means="A file was removed or damaged since the replay wrote it.",
-        remedy="Take a copy of the folder as the replay left it, or replay again.",
         argv=RESUME,
     ),
     changed_kind(
@@ -127,8 +108,6 @@ FOLDERS = (
         linked,
         message="out/rows.jsonl is a link, and a replay would write to where it leads. Put the "
         "file itself there, or begin anew in another folder.",
-        means="Resuming cuts files off and appends to them, and this one lies elsewhere.",
-        remedy="Copy the file into the folder.",
         argv=RESUME,
     ),
 )

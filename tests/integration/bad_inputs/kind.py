@@ -30,10 +30,6 @@ class Kind:
     error: type[ForkpointError]
     message: str
     """The whole message, with the values of this case."""
-    means: str = ""
-    """Why it is refused, where the message does not say it."""
-    remedy: str = ""
-    """More on what to do than the message says."""
     call: Callable[[], object] | None = None
     """Call that raises it in the library."""
     argv: tuple[str, ...] = ()
@@ -64,8 +60,6 @@ def file_kind(
     content: str | bytes,
     *,
     message: str,
-    means: str,
-    remedy: str,
     file: str = "bad.jsonl",
 ) -> Kind:
     """A file of rollouts that neither `load_rollouts` nor `forkpoint plan` takes."""
@@ -74,8 +68,6 @@ def file_kind(
         name=name,
         error=RolloutError,
         message=message,
-        means=means,
-        remedy=remedy,
         prepare=lambda _: Path(file).write_bytes(data),
         call=lambda: load_rollouts(file),
         argv=("plan", file),

@@ -73,9 +73,6 @@ SPLITS: tuple[Kind, ...] = (
         message=f"{WHO}were given different batches, {NO_STEP}Give both the same rollouts, with "
         "the same advantages, log-probs and extras: one batch for each place in the data "
         "dimensions of the mesh.",
-        means="Each of these ranks has a part of every layer; of different tokens the parts do "
-        "not add up to anything.",
-        remedy="Load a batch by the rank's place in the data dimensions alone.",
         call=differ(contents("c", "b", 1.0)),
     ),
     Kind(
@@ -84,8 +81,6 @@ SPLITS: tuple[Kind, ...] = (
         message="ranks 0 and 1 hold one copy of the model together (tensor parallelism), and came "
         "to different losses (0.5 and 0.75), so no rank keeps its gradients. A loss there must not "
         "draw random numbers of a rank's own, nor depend on the rank.",
-        means="A function that is given as the loss is called on each of these ranks.",
-        remedy="Let it depend on its arguments alone, or seed its random numbers the same.",
         call=lambda: check_same_losses([0.5, 0.75], [0, 1], [0, 0]),
     ),
     Kind(
@@ -93,8 +88,6 @@ SPLITS: tuple[Kind, ...] = (
         error=UnsupportedError,
         message="DistributedDataParallel holds a model whose modules are split over ranks, which "
         "has not been shown exact. Use fully_shard for the data dimension.",
-        means="Its reducer does not know which ranks have the same batch.",
-        remedy="fully_shard, over the data dimension of the mesh.",
         call=in_process_group(within_replicas),
     ),
     Kind(
@@ -106,8 +99,6 @@ SPLITS: tuple[Kind, ...] = (
         "PackedColwiseParallel, MoeExpertsParallel, MlaKvAProjParallel, AllReduceParallel, "
         "LocalParamsParallel, TensorParallelLayer, EpDispatchExpertsParallel. Leave its rule out "
         "of tp_plan and ep_plan.",
-        means="transformers has the rule, and no plan of a model that uses it.",
-        remedy="Take the model's own plan: DistributedConfig(tp_size=...).",
         call=in_process_group(lambda model, mesh: split(model, mesh, "sequence_parallel")),
     ),
     Kind(
@@ -115,8 +106,6 @@ SPLITS: tuple[Kind, ...] = (
         error=UnsupportedError,
         message="the model is split into 2 pipeline stages (pp_size), which has not been shown "
         "exact. Load it with pp_size=1.",
-        means="A stage does not see the tokens that others run.",
-        remedy="Split the model by tp_size and fsdp_size.",
         call=in_process_group(in_stages),
     ),
     Kind(
@@ -124,8 +113,6 @@ SPLITS: tuple[Kind, ...] = (
         error=UnsupportedError,
         message="Config(compile_blocks=True) asks for compiled decoder blocks, which have not been "
         "shown exact where transformers splits them over ranks. Leave compile_blocks out.",
-        means="torch's compiler fails at the backward of forwards that transformers sets.",
-        remedy="Config(), with which such blocks run eagerly.",
         call=in_process_group(compiled),
     ),
     Kind(
@@ -133,8 +120,6 @@ SPLITS: tuple[Kind, ...] = (
         error=ConfigError,
         message="mesh is a DeviceMesh without names of its dimensions; it takes the DeviceMesh "
         "that the model was split over, made with mesh_dim_names.",
-        means="Its dimensions are compared with the model's by their names.",
-        remedy="init_device_mesh(..., mesh_dim_names=...), or leave mesh out.",
         call=in_process_group(with_nameless_mesh),
     ),
 )
