@@ -14,8 +14,6 @@ from forkpoint.apps.replay.folder import CHECKPOINT, ROWS, STATE, ReplayFolder
 from forkpoint.apps.replay.loop import replay
 from forkpoint.testing import tiny_model
 
-STEPS = 40
-
 
 def adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
@@ -27,7 +25,7 @@ def noisy(outputs: Any, batch: Any) -> torch.Tensor:
     return -(batch.trained(outputs.logprobs) * weights * batch.advantages).sum()
 
 
-def run(folder: Path, *, steps: int = STEPS, resume: bool = True, **changes: Any) -> None:
+def run(folder: Path, *, steps: int = 2, resume: bool = True, **changes: Any) -> None:
     """The replay of these tests, in whatever process calls it."""
     torch.manual_seed(3)
     options: dict[str, Any] = {

@@ -244,7 +244,7 @@ class FunctionLoss(Loss):
 
     def __repr__(self) -> str:
         """The function's name, without the address that its own repr has."""
-        return getattr(self.function, "__qualname__", repr(self.function))
+        return getattr(self.function, "__qualname__", type(self.function).__qualname__)
 
     def __call__(self, outputs: LossOutputs, batch: LossBatch) -> Tensor:
         return self.function(outputs, batch)

@@ -16,10 +16,11 @@ from forkpoint.rollouts.batch import RolloutBatch, short
 from forkpoint.rollouts.schema import SchemaError, number, record
 from forkpoint.rollouts.traces import Trace
 
-DIGESTED = (
+_DIGESTED = (
     *("token_ids", "offsets", "loss_mask", "advantages", "old_logprobs", "reference_logprobs"),
     *("weights", "returns", "old_values", "temperatures", "group_index", "routed_experts"),
 )
+"""All of a batch that a step's result depends on."""
 MOST_NUMBER = 1e30
 """Of a loss's options and a step's scale: torch makes float32 of them, which holds 3e38."""
 _DENOMINATORS = record({field.name: number(0) for field in fields(Denominators)})
@@ -75,24 +76,19 @@ class GroupBatches:
         yield self.batch
 
     def describe(self) -> dict[str, Any]:
+        digest = hashlib.blake2b(digest_size=16)
+        for name in _DIGESTED:
+            value = getattr(self.batch, name)
+            digest.update(name.encode())
+            if value is not None:
+                content = np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value
+                digest.update(content.tobytes())
         return {
             "rollouts": len(self.batch),
             "groups": len(self.groups),
             "groups_per_step": self.groups_per_step,
-            "digest": batch_digest(self.batch),
+            "digest": digest.hexdigest(),
         }
-
-
-def batch_digest(batch: RolloutBatch) -> str:
-    """A digest of everything of a batch that a step's result depends on."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name in DIGESTED:
-        value = getattr(batch, name)
-        digest.update(name.encode())
-        if value is not None:
-            content = np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value
-            digest.update(content.tobytes())
-    return digest.hexdigest()
 
 
 class TraceBatches:
@@ -138,10 +134,7 @@ class TraceBatches:
         return (self.at(step).batch for step in range(self.count))
 
     def describe(self) -> dict[str, Any]:
-        return {
-            "batches": self.count,
-            "digest": self.trace.entries[self.count - 1].checksum,
-        }
+        return {"batches": self.count, "digest": self.trace.entries[self.count - 1].checksum}
 
 
 def recorded_loss(trace: Trace) -> Loss | None:

@@ -72,8 +72,6 @@ class Checkpoints:
         self.ranks.first(lambda: self.folder.cut(len(steps)))
         return steps
 
-    # Writing
-
     def _write(self, path: Path) -> dict[str, Any]:
         """Write the tensors, and return what belongs beside them."""
         buffers = (pair for model, _ in self.sides.values() for pair in model.named_buffers())
@@ -82,20 +80,23 @@ class Checkpoints:
                 "buffers of the model differ between ranks, and a checkpoint holds one of each. "
                 "Replay without a folder, or on one rank."
             )
-        plain, on_cpu = {}, []
-        tensors = dict(self._of_models())
-        for key, parameter, value in self._of_optimizers():
-            if isinstance(value, Tensor):
-                tensors[key] = value
-                on_cpu += [key] if value.device.type == "cpu" != parameter.device.type else []
-            elif value is None or isinstance(value, bool | int | float | str):
-                plain[key] = value
-            else:
-                raise UnsupportedError(
-                    f"the optimizer keeps {key.rpartition('/')[2]} as {type(value).__name__}; "
-                    "checkpoints hold tensors, numbers and text. Replay without a folder, or with "
-                    "another optimizer."
-                )
+        plain, on_cpu, tensors = {}, [], self._of_models()
+        for side, (_, optimizer) in self.sides.items():
+            for index, parameter in enumerate(parameters_of(optimizer)):
+                for name, value in optimizer.state.get(parameter, {}).items():
+                    key = f"{side}/optimizer/{index}/{name}"
+                    if isinstance(value, Tensor):
+                        tensors[key] = value
+                        if value.device.type == "cpu" != parameter.device.type:
+                            on_cpu.append(key)
+                    elif value is None or isinstance(value, bool | int | float | str):
+                        plain[key] = value
+                    else:
+                        raise UnsupportedError(
+                            f"the optimizer keeps {name} as {type(value).__name__}; checkpoints "
+                            "hold tensors, numbers and text. Replay without a folder, or with "
+                            "another optimizer."
+                        )
         files = self._write_tensors(path, tensors)
         generators = self.ranks.exchange(_generators())
         return {"files": files, "plain": plain, "on_cpu": on_cpu, "generators": generators}
@@ -111,8 +112,7 @@ class Checkpoints:
             if self.ranks.index or error is not None:
                 continue
             held[key] = whole.to("cpu", copy=True).contiguous()
-            nbytes = sum(t.numel() * t.element_size() for t in held.values())
-            if nbytes >= _FILE_BYTES or number == len(tensors):
+            if sum(t.nbytes for t in held.values()) >= _FILE_BYTES or number == len(tensors):
                 file = path / f"{len(files):05d}.safetensors"
                 try:
                     save_file(held, file)
@@ -127,15 +127,10 @@ class Checkpoints:
             ) from error
         return files
 
-    # Reading
-
     def _check(self, path: Path, state: Mapping[str, Any]) -> None:
         """Compare names and shapes with the models', and set the random generators."""
-        expected = {key: list(tensor.shape) for key, tensor in self._of_models()}
-        found: dict[str, list[int]] = {}
-        for file in _files(path, state):
-            for key in file.keys():  # noqa: SIM118
-                found[key] = file.get_slice(key).get_shape()
+        expected = {key: list(tensor.shape) for key, tensor in self._of_models().items()}
+        found = {key: file.get_slice(key).get_shape() for file, key in _saved(path, state)}
         for key in (*(found.keys() - expected.keys()), *state["plain"]):
             self._parameter(path, key)
         for key, shape in expected.items():
@@ -155,18 +150,15 @@ class Checkpoints:
 
     @torch.no_grad()
     def _read(self, path: Path, state: Mapping[str, Any]) -> None:
-        models = dict(self._of_models())
-        for file in _files(path, state):
-            for key in file.keys():  # noqa: SIM118
-                value = file.get_tensor(key)
-                if key in models:
-                    models[key].copy_(_like(models[key], value))
-                    continue
-                states, name, parameter = self._parameter(path, key)
-                on_cpu = key in state["on_cpu"] or parameter.device.type == "cpu"
-                value = value if on_cpu else value.to(parameter.device)
-                same = value.shape == parameter.shape
-                states[name] = _like(parameter, value) if same else value
+        models = self._of_models()
+        for file, key in _saved(path, state):
+            value = file.get_tensor(key)
+            if key in models:
+                models[key].copy_(_like(models[key], value))
+                continue
+            states, name, parameter = self._parameter(path, key)
+            value = value if key in state["on_cpu"] else value.to(parameter.device)
+            states[name] = _like(parameter, value) if value.shape == parameter.shape else value
         for key, value in state["plain"].items():
             states, name, _ = self._parameter(path, key)
             states[name] = value
@@ -182,20 +174,14 @@ class Checkpoints:
                 return optimizer.state[parameter], found[3], parameter
         raise ConfigError(f"{path} has {short(key)}, which is no state of these models. {_AGAIN}")
 
-    # What is saved
-
-    def _of_models(self) -> Iterator[tuple[str, Tensor]]:
+    def _of_models(self) -> dict[str, Tensor]:
         """Tensors of the models that training may change; frozen parameters are in the digest."""
-        for side, (model, _) in self.sides.items():
-            trained = ((n, p) for n, p in model.named_parameters() if p.requires_grad)
-            for name, tensor in (*trained, *model.named_buffers()):
-                yield f"{side}/model/{name}", tensor.detach()
-
-    def _of_optimizers(self) -> Iterator[tuple[str, nn.Parameter, Any]]:
-        for side, (_, optimizer) in self.sides.items():
-            for index, parameter in enumerate(parameters_of(optimizer)):
-                for name, value in optimizer.state.get(parameter, {}).items():
-                    yield f"{side}/optimizer/{index}/{name}", parameter, value
+        return {
+            f"{side}/model/{name}": tensor.detach()
+            for side, (model, _) in self.sides.items()
+            for name, tensor in (*model.named_parameters(), *model.named_buffers())
+            if tensor.requires_grad or not isinstance(tensor, nn.Parameter)
+        }
 
 
 def _check_files(path: Path, expected: Mapping[str, str]) -> None:
@@ -216,12 +202,15 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _files(path: Path, state: Mapping[str, Any]) -> Iterator[Any]:
-    """The opened files of a checkpoint. Raises ConfigError for one that is not safetensors."""
+def _saved(path: Path, state: Mapping[str, Any]) -> Iterator[tuple[Any, str]]:
+    """The names of a checkpoint's tensors, each with the opened file that has it.
+
+    Raises ConfigError for a file that is not safetensors.
+    """
     for name in state["files"]:
         try:
             with safe_open(path / name, framework="pt") as file:
-                yield file
+                yield from ((file, key) for key in file.keys())  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{path} is no checkpoint ({error!r}). {_AGAIN}") from error
 

@@ -13,10 +13,9 @@ value. Nothing in the folder is executed.
 """
 
 import json
-import math
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from forkpoint.apps.replay.records import STEPS, ReplayStep, read_step
 from forkpoint.errors import ConfigError
 from forkpoint.rollouts.batch import short
 from forkpoint.rollouts.schema import (
+    Check,
     SchemaError,
     array,
     finite,
@@ -65,11 +65,8 @@ _FIXED = record(
     },
     others=tree,
 )
-_ABOUT = record(
-    {"file": text, "options": mapping(tree), "environment": mapping(tree)},
-    optional=("file", "options", "environment"),
-    others=tree,
-)
+_OF_ABOUT = {"file": text, "options": mapping(tree), "environment": mapping(tree)}
+_ABOUT = record(_OF_ABOUT, optional=_OF_ABOUT, others=tree)
 _MANIFEST = record({"schema": one_of(SCHEMA), "fixed": _FIXED, "about": _ABOUT})
 
 
@@ -105,7 +102,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{folder} holds no replay: it has no {MANIFEST}. Give the folder that "
             "forkpoint replay --output wrote."
         )
-    return _read(folder / MANIFEST, parse_json, _MANIFEST)
+    return _read(folder / MANIFEST, _MANIFEST)
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -114,24 +111,14 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{checkpoint} is no whole checkpoint: it has no {STATE}. Begin anew in another folder."
         )
-    return _read(checkpoint / STATE, _with_nan, _STATE)
+    return _read(checkpoint / STATE, _STATE, allow_nan=True)  # as an optimizer's state may hold
 
 
-def _with_nan(content: bytes) -> Any:
-    """The value of JSON that may hold NaN and infinities, as an optimizer's state may."""
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise SchemaError(f"not JSON ({error})") from None
-
-
-def _read(
-    path: Path, parse: Callable[[bytes], Any], check: Callable[[Any, str], Any]
-) -> dict[str, Any]:
+def _read(path: Path, check: Check, *, allow_nan: bool = False) -> dict[str, Any]:
     if path.stat().st_size > MOST_BYTES:
         raise ConfigError(f"{path} is larger than {MOST_BYTES} bytes. {CHANGED}")
     try:
-        values = parse(path.read_bytes())
+        values = parse_json(path.read_bytes(), allow_nan=allow_nan)
         found = values.get("schema") if isinstance(values, dict) else None
         if type(found) is not int or found != SCHEMA:
             raise ConfigError(
@@ -164,21 +151,21 @@ def read_steps(
                     )
                 break
             try:
-                steps.append(_checked(read_step(parse_json(line), ""), len(steps) + 1, manifest))
+                step = read_step(parse_json(line), "")
+                _check_step(step, len(steps) + 1, manifest["fixed"])
             except SchemaError as error:
                 raise _changed(f"{path}, line {len(steps) + 1}", error) from None
+            steps.append(step)
     return steps
 
 
-def _checked(step: ReplayStep, number: int, manifest: Mapping[str, Any]) -> ReplayStep:
-    steps, baseline = manifest["fixed"]["steps"], manifest["fixed"]["baseline"]
-    if step.step != number or number > steps:
-        raise SchemaError(f"step is {step.step}; here belongs step {number} of {steps}")
-    if {step.dense is not None, step.difference is not None} != {baseline}:
+def _check_step(step: ReplayStep, number: int, fixed: Mapping[str, Any]) -> None:
+    if step.step != number or number > fixed["steps"]:
+        raise SchemaError(f"step is {step.step}; here belongs step {number} of {fixed['steps']}")
+    if {step.dense is not None, step.difference is not None} != {fixed["baseline"]}:
         raise SchemaError(
-            f"dense or difference does not fit the replay, whose baseline is {baseline}"
+            f"dense or difference does not fit the replay, whose baseline is {fixed['baseline']}"
         )
-    return step
 
 
 def _changed(where: str, error: SchemaError) -> ConfigError:
@@ -230,39 +217,38 @@ class ReplayFolder:
                 f"another replay writes into {self.path}; a folder has one at a time. Wait until "
                 "that one ends or end its process, or give another folder."
             )
+        values = finite({"schema": SCHEMA, "fixed": fixed, "about": about})
+        content = json.dumps(values, indent=1, default=str)
         try:
-            return self._open(fixed, about)
+            if (self.path / MANIFEST).exists():
+                self._check_same(json.loads(content)["fixed"])
+                return True
+            others = sorted(e.name for e in self.path.iterdir() if not e.name.startswith("."))
+            if others:
+                raise ConfigError(
+                    f"{self.path} holds no replay, but {len(others)} other files, among them "
+                    f"{others[0]}. Give an empty or a new folder."
+                )
+            write_file(self.path / MANIFEST, content.encode())
+            return False
         except BaseException:
             self.close()
             raise
 
-    def _open(self, fixed: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
-        values = _named_numbers({"schema": SCHEMA, "fixed": fixed, "about": about})
-        content = json.dumps(values, indent=1, default=str)
-        if (self.path / MANIFEST).exists():
-            if not self.resume:
-                raise ConfigError(
-                    f"{self.path} holds a replay already. Add --resume to go on with it, or give "
-                    "another folder."
-                )
-            changed = differences(read_manifest(self.path)["fixed"], json.loads(content)["fixed"])
-            if changed:
-                more = f"\nand {len(changed) - MOST_NAMED} more" * (len(changed) > MOST_NAMED)
-                raise ConfigError(
-                    f"the replay in {self.path} was begun with other input:\n"
-                    + "\n".join(f"  {line}" for line in changed[:MOST_NAMED])
-                    + f"{more}\nResume with what it was begun with, or begin anew in another "
-                    "folder."
-                )
-            return True
-        others = sorted(e.name for e in self.path.iterdir() if not e.name.startswith("."))
-        if others:
+    def _check_same(self, fixed: Mapping[str, Any]) -> None:
+        if not self.resume:
             raise ConfigError(
-                f"{self.path} holds no replay, but {len(others)} other files, among them "
-                f"{others[0]}. Give an empty or a new folder."
+                f"{self.path} holds a replay already. Add --resume to go on with it, or give "
+                "another folder."
             )
-        write_file(self.path / MANIFEST, content.encode())
-        return False
+        changed = differences(read_manifest(self.path)["fixed"], fixed)
+        if changed:
+            more = f"\nand {len(changed) - MOST_NAMED} more" * (len(changed) > MOST_NAMED)
+            raise ConfigError(
+                f"the replay in {self.path} was begun with other input:\n"
+                + "\n".join(f"  {line}" for line in changed[:MOST_NAMED])
+                + f"{more}\nResume with what it was begun with, or begin anew in another folder."
+            )
 
     def close(self) -> None:
         """Let others open the folder; closing again does nothing."""
@@ -342,14 +328,3 @@ def differences(before: Any, now: Any, name: str = "") -> list[str]:
     if before == now:
         return []
     return [f"{name} was {short(before)} and is now {short(now)}"]
-
-
-def _named_numbers(value: Any) -> Any:
-    """The same tree with numbers that JSON lacks (NaN, infinities) as text."""
-    if isinstance(value, Mapping):
-        return {key: _named_numbers(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_named_numbers(entry) for entry in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value

@@ -124,21 +124,17 @@ def replay(
     if isinstance(batches, RolloutBatch):
         batches = GroupBatches(batches, groups_per_step)
     start = [_on_host(parameter) for parameter in model.parameters()] if baseline else []
-    configs = {"shared": config}
+    sides: dict[str, _Side] = {}
     if baseline:
         plain = replace(config, sharing="none", boundary="auto")
-        configs["dense"] = plain
-    sides = {
-        name: _Side(model if name == "shared" else copy.deepcopy(model), of, optimizer, router)
-        for name, of in reversed(configs.items())
-    }
-    shared = sides["shared"]
+        sides["dense"] = _Side(copy.deepcopy(model), plain, optimizer, router)
+    shared = sides["shared"] = _Side(model, config, optimizer, router)
     policy, host = shared.policy, shared.policy.host
     ranks = RankGroup(None if host.group is None else host.group.ranks)
     # All of it decides the results, and has to be the same on every rank and on resuming.
     fixed: dict[str, Any] = {
         "batches": batches.describe(),
-        "loss": _named(loss),
+        "loss": repr(loss),
         "schedule": schedule,
         "warmup_steps": warmup_steps,
         "max_grad_norm": max_grad_norm,
@@ -164,15 +160,12 @@ def replay(
         done: list[ReplayStep] = []
         checkpoints: Checkpoints | None = None
         if folder is not None:
+            fixed |= _facts(shared)
             # Plans are chosen by these, and another order of work rounds otherwise.
-            chosen_by = {
+            fixed["runs_on"] |= {
                 "calibration": policy.plan(batches.at(0).batch, loss, router=router).rests_on,
                 "memory_budget_bytes": policy.memory_budget_bytes,
             }
-            kind = type(shared.optimizer).__name__
-            fixed["model"] = _model_facts(shared)
-            fixed["optimizer"] = {"kind": kind, **shared.optimizer.defaults}
-            fixed["runs_on"] = {**_runs_on(host.device), **chosen_by}
             trained = {name: (side.model, side.optimizer) for name, side in sides.items()}
             checkpoints = Checkpoints(folder, trained, ranks)
             if ranks.first(lambda: folder.open(fixed, about or {})):
@@ -186,20 +179,19 @@ def replay(
             runs_all = config.all_logprobs or router is not None
             mine = placed(ranks, given.batch, policy, loss, runs_all=runs_all)
             factor = rate_factor(index, schedule, warmup_steps, steps)
-            order = list(sides.items()) if index % 2 == 0 else list(reversed(sides.items()))
+            order = sides if index % 2 == 0 else reversed(sides)
             inputs = replace(given, batch=mine)
-            ran = {name: side.step(inputs, loss, factor, max_grad_norm) for name, side in order}
+            ran = {n: sides[n].step(inputs, loss, factor, max_grad_norm) for n in order}
             apart = None
             if baseline:
                 apart = parameter_difference(shared.model, sides["dense"].model, start)
-            row = _row(index + 1, inputs.batch, ran, float(shared.optimizer.param_groups[0]["lr"]))
-            row = replace(_over_ranks(row, ranks), difference=apart)
+            lr = float(shared.optimizer.param_groups[0]["lr"])
+            row = _row(index + 1, inputs.batch, ran, lr, apart, ranks)
             done.append(row)
             if folder is not None and ranks.index == 0:
                 folder.add_row(asdict(row))
-            is_last = index + 1 == steps
-            is_due = checkpoint_every is not None and (index + 1) % checkpoint_every == 0
-            if checkpoints is not None and (is_last or is_due):
+            due = index + 1 == steps or (index + 1) % (checkpoint_every or steps) == 0
+            if checkpoints is not None and due:
                 checkpoints.save(index + 1)
             if on_step is not None:
                 on_step(row)
@@ -326,11 +318,17 @@ class _Clock:
 
 
 def _row(
-    step: int, batch: RolloutBatch, ran: Mapping[str, tuple[StepRecord, Plan]], lr: float
+    step: int,
+    batch: RolloutBatch,
+    ran: Mapping[str, tuple[StepRecord, Plan]],
+    lr: float,
+    difference: ParameterDifference | None,
+    ranks: RankGroup,
 ) -> ReplayStep:
+    """The row of a step: the first rank's, with the counts of all. Collective."""
     record, plan = ran["shared"]
     assert plan.shape is not None
-    return ReplayStep(
+    own = ReplayStep(
         step=step,
         fingerprint=plan.fingerprint,
         lr=lr,
@@ -341,13 +339,9 @@ def _row(
         dense_flops=plan.dense.step_flops(plan.shape),
         shared=record,
         dense=ran["dense"][0] if "dense" in ran else None,
-        difference=None,
+        difference=difference,
     )
-
-
-def _over_ranks(row: ReplayStep, ranks: RankGroup) -> ReplayStep:
-    """The first rank's row, with the counts of all. Collective."""
-    rows = ranks.exchange(row)
+    rows = ranks.exchange(own)
     names = ("rollouts", "logical_tokens", "unique_tokens", "left_out_tokens", "dense_flops")
     sums = {name: sum(getattr(other, name) for other in rows) for name in names}
     of_plan = ("microbatches", "computed_tokens", "flops")
@@ -401,33 +395,23 @@ def _gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
-def _model_facts(side: _Side) -> dict[str, Any]:
-    """Facts that must be the same for a replay to go on: sizes by name, and a digest."""
-    config: Any = getattr(side.model, "config", None)
+def _facts(side: _Side) -> dict[str, Any]:
+    """Facts of a model and where it runs that must be the same for a replay to go on."""
+    model, optimizer, device = side.model, side.optimizer, side.policy.host.device
+    config: Any = getattr(model, "config", None)
     return {
-        "kind": type(side.model).__name__,
-        "config": config.to_dict() if hasattr(config, "to_dict") else None,
-        "training": side.model.training,
-        "checkpointed": side.policy.host.shape.checkpointed,
-        "initial_parameters": digest_of(
-            (*side.model.named_parameters(), *side.model.named_buffers())
-        ),
-    }
-
-
-def _named(loss: Loss) -> str:
-    """A loss by its options; functions have no text that is the same in another process."""
-    function = getattr(loss, "function", None)
-    if function is not None:
-        return f"function {getattr(function, '__qualname__', type(function).__qualname__)}"
-    return repr(loss)
-
-
-def _runs_on(device: torch.device) -> dict[str, Any]:
-    """Settings that decide the last bit of a result, besides the numbers that go in."""
-    cuda = device.type == "cuda"
-    return {
-        "device": torch.cuda.get_device_name(device) if cuda else device.type,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
+        "model": {
+            "kind": type(model).__name__,
+            "config": config.to_dict() if hasattr(config, "to_dict") else None,
+            "training": model.training,
+            "checkpointed": side.policy.host.shape.checkpointed,
+            "initial_parameters": digest_of((*model.named_parameters(), *model.named_buffers())),
+        },
+        "optimizer": {"kind": type(optimizer).__name__, **optimizer.defaults},
+        # These decide the last bit of a result.
+        "runs_on": {
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+        },
     }

@@ -119,9 +119,6 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 def clip(parameters: list[nn.Parameter], most: float, norm: Tensor) -> None:
     """Scale gradients down to a norm, as torch does; `norm` is theirs over all ranks."""
-    if not any(isinstance(p.grad, DTensor) for p in parameters):
-        nn.utils.clip_grads_with_norm_(parameters, most, norm)
-        return
     factor = torch.clamp(most / (norm + 1e-6), max=1.0)
     for parameter in parameters:
         grad = parameter.grad
