@@ -93,7 +93,7 @@ def test_holders_compose() -> None:
     assert [id(p) for p in found] == [id(first), id(second)]
     assert group.factor(mean=False) == 9.0 and group.factor(mean=True) == 1.0
     assert group.missing_bytes() == 10 and not group.gathered
-    group.enter(cast(Any, None), [])
+    group.enter(cast(Any, None), [], ())
     assert [[id(p) for p in part.seen] for part in parts] == [[id(p) for p in whole]] * 2
     ones = [p.detach() * 0 + 1 for p in (first, second)]
     reduced = group.reduce([ones[0], ones[1], None], [first, second, other], mean=False)

@@ -1,8 +1,5 @@
-"""Parts of a model that ranks hold: each library's holder, and their composite.
-
-A holder is one library's hold of the model on several ranks: fully_shard, DistributedDataParallel,
-or modules split over ranks. Several may hold one model. The engine talks to the composite.
-"""
+"""Holders of a model on several ranks: fully_shard, DistributedDataParallel, or modules split over
+ranks. Several may hold one model; the engine talks to one holder of which these are parts."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -29,12 +26,16 @@ def local(tensor: Tensor) -> Tensor:
 
 
 class Holder:
-    """One library's hold of a model on several ranks. The methods of this class do nothing: they
-    serve a model that this process alone holds.
+    """One library's hold of a model on several ranks, or several of them.
+
+    Each method calls every part in turn; results are sums of bytes, products of factors and unions.
+    A library's holder has no parts, and overrides what it does. A holder without parts that
+    overrides nothing serves a model that this process alone holds.
 
     The step tells holders when to reduce gradients, which is once.
     """
 
+    parts: Sequence["Holder"] = ()
     lockstep: bool = False
     gathers: bool = False
     reduces: bool = False
@@ -51,40 +52,45 @@ class Holder:
     experts: Collection[nn.Module] = ()
     """Modules whose experts lie on several ranks."""
     ranks: DataRanks
-    """All ranks that step together; the composite sets it."""
+    """All ranks that step together."""
 
     @property
     def gathered(self) -> bool:
         """Whether weights are whole until the step ends: no collective is issued within it, and
         gradients stay on this rank until `reduce_held`."""
-        return False
+        return any(part.gathered for part in self.parts)
 
     def check(self, model: nn.Module, *, training: bool) -> None:
         """Raises UnsupportedError for settings that have not been shown exact."""
+        for part in self.parts:
+            part.check(model, training=training)
 
     def deferred_params(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
         """Those of the parameters whose gradients `reduce` completes after all backwards."""
-        return []
+        found = {p for part in self.parts for p in part.deferred_params(parameters)}
+        return [parameter for parameter in parameters if parameter in found]
 
     def factor(self, *, mean: bool) -> float:
         """A factor for this rank's loss, with which gradients become the sum over ranks of those
         of their losses; with `mean` what the library makes of any other loss."""
-        return 1.0
+        return math.prod((part.factor(mean=mean) for part in self.parts), start=1.0)
 
     def use(self, gather: Gather, changes: Changes) -> None:
         """Hold weights so, from the next `enter` until the changes are undone."""
+        for part in self.parts:
+            part.use(gather, changes)
 
     def held_bytes(self, gather: Gather) -> int:
         """Bytes of weights on this rank, besides its own part, that a step holds at most."""
-        return 0
+        return sum(part.held_bytes(gather) for part in self.parts)
 
     def missing_bytes(self) -> int:
         """Bytes of gradients of a step, besides those in `.grad`, that do not exist yet."""
-        return 0
+        return sum(part.missing_bytes() for part in self.parts)
 
     def whole_parameters(self) -> Iterable[nn.Parameter]:
         """Parameters that forwards use instead of those that optimizers have."""
-        return ()
+        return chain.from_iterable(part.whole_parameters() for part in self.parts)
 
     def enter(
         self, changes: Changes, blocks: Sequence[nn.Module], whole: Iterable[nn.Parameter]
@@ -99,45 +105,61 @@ class Holder:
             blocks: of the decoder, in their order.
             whole: `whole_parameters` of all holders.
         """
+        for part in self.parts:
+            part.enter(changes, blocks, [*whole, *self.whole_parameters()])
 
     def end_forward(self) -> None:
         """A forward of the step is over, perhaps within a backward of the user's (`logprobs`)."""
+        for part in self.parts:
+            part.end_forward()
 
     def last(self) -> None:
         """The next backward is the step's last one."""
+        for part in self.parts:
+            part.last()
 
     def reduce_held(self) -> None:
         """Reduce what a step's backwards have left on the ranks. Collective."""
+        for part in self.parts:
+            part.reduce_held()
 
     def reduce_earlier(self) -> None:
         """Once a step has succeeded, reduce what stock backwards before it have left on the ranks,
         if the library's settings let it. Collective if there is any."""
+        for part in self.parts:
+            part.reduce_earlier()
 
     def reduce(
         self, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter], *, mean: bool
     ) -> list[Tensor | None]:
         """Complete gradients of `deferred_params`: to sums (means) over ranks, one for each
         parameter; None if no rank has one. Collective."""
-        return list(gradients)
+        found = list(gradients)
+        for part in self.parts:
+            found = part.reduce(found, parameters, mean=mean)
+        return found
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Replace a whole tensor by the sum over the ranks with other batches. Collective."""
+        for part in self.parts:
+            part.all_reduce(tensor)
 
     def reshard(self) -> None:
         """Give every parameter the form in which the optimizer has it."""
+        for part in self.parts:
+            part.reshard()
 
     def reset(self, *, lost: bool) -> None:
         """A step has failed: drop what is left of it, and with `lost` what was there before it."""
+        for part in self.parts:
+            part.reset(lost=lost)
 
 
 class Distributed(Holder):
-    """All holders of one model, and the topology that was read from them.
-
-    Calls go to every holder in turn; results are sums of bytes, products of factors and unions.
-    """
+    """All holders of one model, and the topology that was read from them."""
 
     def __init__(self, holders: Sequence[Holder], topology: Topology, ranks: DataRanks) -> None:
-        self.holders: tuple[Holder, ...] = tuple(holders)
+        self.parts: Sequence[Holder] = tuple(holders)
         self.topology: Topology = topology
         self.ranks = ranks
         self.relations: Mapping[Relation, tuple[int, ...]] = topology.relations
@@ -145,87 +167,14 @@ class Distributed(Holder):
         self.gathers: bool = topology.gathers
         self.reduces: bool = topology.reduces
         self.listens: bool = topology.listens
-        self.meshes: Sequence[DeviceMesh] = [mesh for holder in holders for mesh in holder.meshes]
-        self.splits: Sequence[tuple[str, nn.Module, Any]] = [
-            split for holder in holders for split in holder.splits
-        ]
-        dtypes = (holder.param_dtypes for holder in holders)
-        self.param_dtypes: frozenset[torch.dtype] = frozenset().union(*dtypes)
+        self.splits: Sequence[tuple[str, nn.Module, Any]] = [x for h in holders for x in h.splits]
+        self.param_dtypes: frozenset[torch.dtype] = frozenset().union(
+            *(holder.param_dtypes for holder in holders)
+        )
         for holder in holders:
             holder.ranks = ranks
 
-    @property
-    def gathered(self) -> bool:
-        return any(holder.gathered for holder in self.holders)
-
-    def check(self, model: nn.Module, *, training: bool) -> None:
-        for holder in self.holders:
-            holder.check(model, training=training)
-
-    def deferred_params(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-        found = {p for holder in self.holders for p in holder.deferred_params(parameters)}
-        return [parameter for parameter in parameters if parameter in found]
-
-    def factor(self, *, mean: bool) -> float:
-        return math.prod((holder.factor(mean=mean) for holder in self.holders), start=1.0)
-
-    def use(self, gather: Gather, changes: Changes) -> None:
-        assert gather == "microbatch" or self.gathers, "a holder's collectives lie within forwards"
-        for holder in self.holders:
-            holder.use(gather, changes)
-
-    def held_bytes(self, gather: Gather) -> int:
-        return sum(holder.held_bytes(gather) for holder in self.holders)
-
-    def missing_bytes(self) -> int:
-        return sum(holder.missing_bytes() for holder in self.holders)
-
-    def whole_parameters(self) -> Iterable[nn.Parameter]:
-        return chain.from_iterable(holder.whole_parameters() for holder in self.holders)
-
-    def enter(
-        self, changes: Changes, blocks: Sequence[nn.Module], whole: Iterable[nn.Parameter] = ()
-    ) -> None:
-        for holder in self.holders:
-            holder.enter(changes, blocks, [*whole, *self.whole_parameters()])
-
-    def end_forward(self) -> None:
-        for holder in self.holders:
-            holder.end_forward()
-
-    def last(self) -> None:
-        for holder in self.holders:
-            holder.last()
-
-    def reduce_held(self) -> None:
-        for holder in self.holders:
-            holder.reduce_held()
-
-    def reduce_earlier(self) -> None:
-        for holder in self.holders:
-            holder.reduce_earlier()
-
-    def reduce(
-        self, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter], *, mean: bool
-    ) -> list[Tensor | None]:
-        found = list(gradients)
-        for holder in self.holders:
-            found = holder.reduce(found, parameters, mean=mean)
-        return found
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        for holder in self.holders:
-            holder.all_reduce(tensor)
-
-    def reshard(self) -> None:
-        for holder in self.holders:
-            holder.reshard()
-
-    def reset(self, *, lost: bool) -> None:
-        for holder in self.holders:
-            holder.reset(lost=lost)
-
 
 def holder_of(group: Distributed | None) -> Holder:
-    """The holder of a model: the composite on several ranks, or one that does nothing."""
+    """The holder of a model: that of several ranks, or one that does nothing."""
     return Holder() if group is None else group

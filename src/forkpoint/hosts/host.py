@@ -263,7 +263,7 @@ class ModelHost:
             changes.later(current.__exit__, None, None, None)
             current.__enter__()
         if self._group is not None:
-            self._group.enter(changes, list(self.blocks))
+            self._group.enter(changes, list(self.blocks), ())
             self.entry.head.enter(changes)
             refuse_calls((self.model, *self.blocks), changes)
         self.entry.attach(changes)
