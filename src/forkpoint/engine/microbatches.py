@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from forkpoint.device import on_device
@@ -165,8 +164,10 @@ def prepare_microbatches(
     pending = []
     first_token = forest.segment_tokens(batch.offsets)
     for microbatch in plan.microbatches:
-        tokens, positions, edges = _places(plan, microbatch, first_token)
-        microbatch_of_edge[edges[edges >= 0]] = microbatch.index
+        segment, step = token_steps(forest, microbatch)
+        tokens, positions = first_token[segment] + step, forest.start[segment] + step
+        edges = forest.edge_offsets[segment] + step
+        microbatch_of_edge[edges] = microbatch.index
         places, numbers = entries.at(edges)
         place_of_entry[numbers] = np.arange(len(numbers))
         pending.append((microbatch, tokens, positions, places, numbers))
@@ -194,30 +195,8 @@ def prepare_microbatches(
     return prepared
 
 
-def microbatch_tokens(
-    plan: Plan, batch: RolloutBatch, microbatch: Microbatch
-) -> tuple[IntArray, NDArray[np.bool_]]:
-    """For each place of a microbatch a token of the batch that it runs, and whether it is real.
-
-    Returns int64 [T] positions in the batch's flat tokens, of one of the rollouts that share the
-    token, and bool [T]. Padding repeats its segment's last token.
-    """
-    tokens, _, edges = _places(plan, microbatch, plan.forest.segment_tokens(batch.offsets))
-    return tokens, edges >= 0
-
-
-def _places(
-    plan: Plan, microbatch: Microbatch, first_token: IntArray
-) -> tuple[IntArray, IntArray, IntArray]:
-    """Token (in the batch's flat tokens), position and edge of every place of a microbatch.
-
-    Padding repeats its segment's last token and position, and has edge -1: nothing reads it.
-    Positions that went on could lie beyond those of every rollout, where the frequencies of some
-    rotary embeddings change for all tokens.
-    """
-    forest = plan.forest
-    segment, step = token_steps(forest, microbatch)
-    real = step < forest.length[segment]
-    step = np.minimum(step, forest.length[segment] - 1)
-    edges = np.where(real, forest.edge_offsets[segment] + step, -1)
-    return first_token[segment] + step, forest.start[segment] + step, edges
+def microbatch_tokens(plan: Plan, batch: RolloutBatch, microbatch: Microbatch) -> IntArray:
+    """int64 [T]: for each token of a microbatch its position in the batch's flat tokens, in one of
+    the rollouts that share it."""
+    segment, step = token_steps(plan.forest, microbatch)
+    return plan.forest.segment_tokens(batch.offsets)[segment] + step

@@ -208,11 +208,10 @@ class RouteReplay(ForcedRoutes, Feature):
             return
         microbatch = inputs.microbatch
         if microbatch.index not in self._positions:
-            token_T, real_T = microbatch_tokens(self._plan, self._batch, microbatch)
+            token_T = microbatch_tokens(self._plan, self._batch, microbatch)
             segment_T, _ = token_steps(self._plan.forest, microbatch)
-            edge_T = np.where(real_T, self._routes.keys_T[token_T], -1)
             self._positions[microbatch.index] = (
-                on_device(edge_T, self._device),
+                on_device(self._routes.keys_T[token_T], self._device),
                 on_device(self._plan.forest.multiplicity[segment_T], self._device),
             )
         counts = instruction.operation != BACKWARD and instruction.counts_routing

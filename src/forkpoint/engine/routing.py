@@ -163,8 +163,7 @@ class Routing(Feature):
         """Of the backwards that have begun."""
         self._layers = layers
         self._device, self._dtype = device, dtype
-        # The last row is padding's.
-        segments = len(plan.forest) + 1
+        segments = len(plan.forest)
         self._counts_LSE: Tensor = torch.zeros(
             (layers, segments, experts), dtype=torch.int64, device=device
         )
@@ -195,8 +194,7 @@ class Routing(Feature):
 
     def counts(self, end: RouterEnd | None = None) -> ExpertCounts:
         """Of all that has run, here or, with `end`, on all ranks."""
-        counts = self._counts_LSE[:, :-1]
-        return ExpertCounts(counts, self.plan.rollouts, self.plan.forest, end)
+        return ExpertCounts(self._counts_LSE, self.plan.rollouts, self.plan.forest, end)
 
     def gather(self, ranks: RankStep) -> None:
         """Add up the counts of all ranks, if the step needs these. Collective.
@@ -255,13 +253,11 @@ class Routing(Feature):
                 self._z_S.index_add_(0, segment_T, x.logsumexp(-1).square().double())
 
     def _segments(self, inputs: MicrobatchInputs) -> Tensor:
-        """int64 [T], the segment of each position; that after the last for padding."""
+        """int64 [T], the segment of each token."""
         index = inputs.microbatch.index
         if index not in self._segment_of:
-            forest = self.plan.forest
-            segment, step = token_steps(forest, inputs.microbatch)
-            found = np.where(step < forest.length[segment], segment, len(forest))
-            self._segment_of[index] = on_device(found, self._device)
+            segment, _ = token_steps(self.plan.forest, inputs.microbatch)
+            self._segment_of[index] = on_device(segment, self._device)
         return self._segment_of[index]
 
     # The loss
@@ -293,8 +289,7 @@ class Routing(Feature):
         return value.to(self._dtype)
 
     def _linear_weights(self) -> tuple[Tensor, Tensor]:
-        """By segment, and a last row of zeros for padding: weights of each probability [S + 1, E],
-        and of each squared logsumexp [S + 1].
+        """By segment: weights of each probability [S, E], and of each squared logsumexp [S].
 
         They are not final for statistics that take in microbatches which have not run; no
         microbatch that has run holds tokens of these.
@@ -316,10 +311,10 @@ class Routing(Feature):
         return found
 
     def _summed(self, values_PX: Tensor) -> Tensor:
-        """[S + 1, X], for each segment the sum over the rollouts through it, in a fixed order."""
+        """[S, X], for each segment the sum over the rollouts through it, in a fixed order."""
         if not len(self._part):
-            return values_PX.new_zeros(1, values_PX.shape[1])
-        lengths = np.append(self.plan.forest.multiplicity, 0)
+            return values_PX.new_zeros(0, values_PX.shape[1])
+        lengths = self.plan.forest.multiplicity
         return torch.segment_reduce(
             values_PX[self._part], "sum", lengths=on_device(lengths, self._device), initial=0.0
         )

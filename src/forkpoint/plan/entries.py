@@ -31,9 +31,9 @@ class Entries:
     def at(self, edges: IntArray) -> tuple[IntArray, IntArray]:
         """Places with entries, and the entries: int64 [m] each, by place, then by temperature.
 
-        edges: int64 [T], the edge of each place; -1 for padding.
+        edges: int64 [T], the edge of each place.
         """
-        counts = np.where(edges >= 0, self.count[edges], 0)
+        counts = self.count[edges]
         places = np.flatnonzero(counts)
         if self.first is None:
             return places, edges[places]
