@@ -13,8 +13,7 @@ from typing import Any, TypeVar, cast
 
 from forkpoint.errors import ArgumentError
 
-C = TypeVar("C", bound=type)
-F = TypeVar("F", bound=Callable[..., object])
+C = TypeVar("C", bound=Callable[..., Any])
 
 TAKES: dict[str, tuple[str, ...]] = {}
 """The arguments of every loss, by the name of its class."""
@@ -168,40 +167,33 @@ def check_arguments(name: str, takes: tuple[str, ...], given: Mapping[str, objec
         raise ArgumentError(" ".join(messages))
 
 
-def explains_arguments(loss: C) -> C:
-    """Class decorator for a loss, above `@dataclass`, whose signature stays.
+def explains_arguments(target: C) -> C:
+    """Decorator for a loss (above `@dataclass`) or a function, whose signature stays.
 
-    Its constructor raises ArgumentError for an argument that the loss does not have, with what is
-    meant where TRL or verl has one of that name; also for arguments without names, where it takes
-    them by name alone.
+    A call raises ArgumentError for an argument that it does not have, with what is meant where TRL
+    or verl has one of that name; also for arguments without names, where it takes them by name
+    alone.
     """
-    made: Callable[..., None] = loss.__init__
-    signature = inspect.signature(loss).parameters
-    takes = TAKES[loss.__name__] = tuple(signature)
-    by_name = all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in signature.values())
+    name, parameters = target.__name__, inspect.signature(target).parameters
+    takes = tuple(parameters)
+    by_name = all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in parameters.values())
+    is_loss = isinstance(target, type)
+    made: Callable[..., Any] = target.__init__ if is_loss else target
 
     @functools.wraps(made)
-    def __init__(self: object, *args: object, **kwargs: object) -> None:
-        if args and by_name:
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        given = args[is_loss:]  # a loss is given itself first
+        if given and by_name:
             raise ArgumentError(
-                f"{loss.__name__} takes arguments by name, and got {', '.join(map(repr, args))} "
-                f"without one. Write {loss.__name__}(name=value); its names are "
+                f"{name} takes arguments by name, and got {', '.join(map(repr, given))} "
+                f"without one. Write {name}(name=value); its names are "
                 f"{', '.join(takes) or 'none: it has no arguments'}."
             )
-        check_arguments(loss.__name__, takes, kwargs)
-        made(self, *args, **kwargs)
+        check_arguments(name, takes, kwargs)
+        return made(*args, **kwargs)
 
-    setattr(loss, "__init__", __init__)  # noqa: B010 - assigning to a method is a type error
-    return loss
-
-
-def explains_arguments_of(function: F) -> F:
-    """Decorator for a function of forkpoint.losses, as `explains_arguments` is for a loss."""
-    takes = tuple(inspect.signature(function).parameters)
-
-    @functools.wraps(function)
-    def checked(*args: Any, **kwargs: Any) -> object:
-        check_arguments(function.__name__, takes, kwargs)
-        return function(*args, **kwargs)
-
-    return cast(F, checked)
+    if not is_loss:
+        return cast(C, checked)
+    TAKES[name] = takes
+    setattr(target, "__init__", checked)  # noqa: B010 - assigning to a method is a type error
+    return cast(C, target)

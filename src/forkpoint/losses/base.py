@@ -115,6 +115,10 @@ class LossBatch:
         """`values_T` with 0 outside the loss mask, where then neither value nor gradient counts."""
         return torch.where(self.loss_mask, values_T, 0)
 
+    def to_tokens(self, values_n: Tensor) -> Tensor:
+        """For each token, the value of its rollout: [T]."""
+        return values_n.index_select(0, self.token_rollout)
+
     def rollout_sum(self, values_T: Tensor) -> Tensor:
         """The sum of each rollout's values: [n]."""
         return values_T.new_zeros(len(self.rollout_ids)).index_add(0, self.token_rollout, values_T)
@@ -137,12 +141,14 @@ class LossBatch:
             return terms_T.sum()
         if normalize == "token":
             return divide(terms_T.sum(), self.denominators.tokens)
-        terms_T = terms_T / self.rollout_tokens.clamp(min=1)[self.token_rollout]
+        terms_T = terms_T / self.to_tokens(self.rollout_tokens.clamp(min=1))
         return divide(terms_T.sum(), self.denominators.rollouts)
 
 
 class Loss:
     """A loss and how it decomposes. Subclass it, set what follows, and define `__call__`.
+
+    Every loss here raises ConfigError for arguments that are not allowed.
 
     decomposition: "token" if the loss of the batch is the sum over any split of its tokens into
         views, "rollout" if it is so over any split into whole rollouts, "joint" if coupled rollouts

@@ -35,15 +35,11 @@ class Distillation(Loss):
         it: what a token does to later ones is not counted.
     clip, clip_high: of the ratio, as in GRPO; the default is no clipping, which is what makes
         the estimate unbiased. For "reverse" only.
-    normalize: "token" is the sum of the terms over `denominators.tokens`; "rollout" is the mean
-        over `denominators.rollouts` of each rollout's mean over its trained tokens. Weights do not
-        enter a denominator.
+    normalize: the mean over `denominators.tokens` or `denominators.rollouts`, as in PolicyLoss.
 
     Needs reference_logprobs. The rollouts' advantages play no part; to have rewards besides, train
     a policy loss on advantages to which `reference_logprobs - old_logprobs` was added. Without
     old_logprobs the update is on-policy, as in PolicyLoss.
-
-    Raises ConfigError for arguments that are not allowed.
     """
 
     decomposition: ClassVar[Decomposition] = "token"

@@ -63,13 +63,12 @@ class PairLoss(Loss):
 class DPO(PairLoss):
     """Direct preference optimization (arXiv 2305.18290, eq. 7), joint over pairs.
 
-    A group is a pair; of its two rollouts the one with the larger advantage is chosen (c), the
-    other rejected (r). With sums over each rollout's trained tokens, a pair's margin is
+    With sums over the trained tokens of the chosen (c) and the rejected rollout (r), a pair's
+    margin is
 
         m = sum_c(logprob - reference) - sum_r(logprob - reference)
 
-    and the loss the sum of the pairs' terms over `denominators.groups`. Needs reference_logprobs;
-    weights of tokens are refused.
+    and the loss the sum of the pairs' terms over `denominators.groups`. Needs reference_logprobs.
 
     variant: the term.
         "sigmoid"  -log_sigmoid(beta * m), with label smoothing e
@@ -84,8 +83,6 @@ class DPO(PairLoss):
         "sigmoid" and "robust" only.
     length_normalized: whether means over the trained tokens take the place of the sums; with
         variant "ipo" this is what TRL does.
-
-    Raises ConfigError for arguments that are not allowed.
     """
 
     needs: tuple[str, ...] = field(init=False, repr=False, default=("reference_logprobs",))
@@ -134,19 +131,17 @@ class DPO(PairLoss):
 class SimPO(PairLoss):
     """Simple preference optimization (arXiv 2405.14734), joint over pairs, without a reference.
 
-    A group is a pair, as in DPO. With means over each rollout's trained tokens, its term is
+    With means over the trained tokens of the chosen (c) and the rejected rollout (r), a pair's
+    term is
 
         -log_sigmoid(beta * (mean_c(logprob) - mean_r(logprob)) - gamma)
 
-    and the loss the sum of the pairs' terms over `denominators.groups`. Weights of tokens are
-    refused.
+    and the loss the sum of the pairs' terms over `denominators.groups`.
 
     beta: the scale of the rewards; above 0.
     gamma: the margin by which the chosen reward should win, at least 0. The paper tunes it
         together with beta; the default is that of TRL, and of the authors' code, where it is
         0.25 * beta.
-
-    Raises ConfigError for arguments that are not allowed.
     """
 
     beta: float = 2.0

@@ -22,12 +22,8 @@ class LogLikelihood(Loss):
     supervised fine-tuning on trees: a shared trained token counts once for each rollout that trains
     it, as it does in ordinary fine-tuning.
 
-    normalize: "token" is the sum of the terms over `denominators.tokens`, the trained tokens of the
-        whole batch (the cross-entropy of ordinary fine-tuning); "rollout" is the mean over
-        `denominators.rollouts` of each rollout's mean over its trained tokens, 0 for a rollout
-        without any; "none" is the sum. Weights do not enter a denominator.
-
-    Raises ConfigError for a normalize that is not allowed.
+    normalize: the mean over `denominators.tokens` ("token": the cross-entropy of ordinary
+        fine-tuning) or `denominators.rollouts`, as in PolicyLoss; "none" is the sum.
     """
 
     decomposition: ClassVar[Decomposition] = "token"

@@ -1,6 +1,7 @@
-"""Parts that policy-gradient losses share: ratios, weights, KL, entropy, the mean."""
+"""Policy gradients: PPO's clipped surrogate and its kin, CISPO, SAPO, GSPO and GMPO."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -8,6 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from forkpoint.errors import ConfigError
+from forkpoint.losses.arguments import explains_arguments
 from forkpoint.losses.base import (
     Decomposition,
     Loss,
@@ -15,6 +18,7 @@ from forkpoint.losses.base import (
     LossOutputs,
     check_choice,
     check_number,
+    divide,
 )
 from forkpoint.rollouts.batch import RolloutBatch
 
@@ -50,8 +54,6 @@ class PolicyLoss(Loss):
     Without old_logprobs the update is on-policy: `old_logprob = logprob.detach()`, the ratio is 1
     and its gradient that of the log-prob. A log-ratio counts as at most 20 (a ratio of 5e8), so
     that no number overflows.
-
-    Raises ConfigError for arguments that are not allowed.
     """
 
     decomposition: ClassVar[Decomposition] = "token"
@@ -98,17 +100,23 @@ class PolicyLoss(Loss):
             terms_T = terms_T - self.entropy * outputs.entropies
         return self.reduce(terms_T, batch)
 
-    def where_zero(self, batch: RolloutBatch, zero_T: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """For `zero_rollouts`: where a token's objective is 0, or its weight, in all of a rollout.
+    def zero_without_advantage(
+        self, batch: RolloutBatch, *, of_rollout: bool = False
+    ) -> NDArray[np.bool_]:
+        """`zero_rollouts` of losses whose objective is 0 where the advantage is 0: bool [N].
 
-        None with a KL divergence or an entropy bonus. `zero_T` (bool [T]) says where a token's
-        objective is 0 and has a gradient of 0, whatever its log-prob.
+        `of_rollout`: whether a token's objective has the advantages of its whole rollout.
         """
         if self.kl or self.entropy:
             return np.zeros(len(batch), bool)
-        if batch.weights is not None:
-            zero_T = zero_T | (batch.weights == 0)
-        return batch.where_all_trained(zero_T)
+        no_advantage_T = batch.advantages == 0
+        if batch.weights is None:
+            return batch.where_all_trained(no_advantage_T)
+        no_weight_T = batch.weights == 0
+        if not of_rollout:
+            return batch.where_all_trained(no_advantage_T | no_weight_T)
+        found = batch.where_all_trained(no_advantage_T)
+        return found | batch.where_all_trained(no_weight_T)
 
 
 def log_ratios(logprobs_T: Tensor, batch: LossBatch) -> Tensor:
@@ -143,7 +151,7 @@ def clipped_surrogate(
 
     With dual_clip it is at least dual_clip * A where A is negative.
     """
-    clipped = ratios.clamp(1 - clip, 1 + (clip if clip_high is None else clip_high))
+    clipped = ratios.clamp(1 - clip, 1 + upper(clip, clip_high))
     surrogate = torch.minimum(ratios * advantages, clipped * advantages)
     if dual_clip is None:
         return surrogate
@@ -151,8 +159,287 @@ def clipped_surrogate(
     return torch.where(advantages < 0, bounded, surrogate)
 
 
+def upper(clip: float, clip_high: float | None) -> float:
+    return clip if clip_high is None else clip_high
+
+
 def check_clips(clip: float, clip_high: float | None) -> None:
     """Raises ConfigError unless both are numbers of at least 0, or infinite."""
     check_number("clip", clip, infinite=True)
     if clip_high is not None:
         check_number("clip_high", clip_high, infinite=True)
+
+
+@explains_arguments
+@dataclass(frozen=True, kw_only=True)
+class GRPO(PolicyLoss):
+    """The clipped policy gradient of GRPO (arXiv 2402.03300, eq. 3), token-additive.
+
+    With `r = exp(logprob - old_logprob)` and advantage A, a trained token's objective is
+
+        min(r * A, clamp(r, 1 - clip, 1 + clip_high) * A)
+
+    and its term `-w * objective + kl * KL - entropy * H`, as in PolicyLoss, where the other
+    arguments are described. The sum of the terms is divided by `denominators.tokens`;
+    `normalize="rollout"` is the mean of GRPO as first published.
+
+    clip, clip_high: how far the ratio may leave 1 downwards and upwards before its gradient ends;
+        clip_high None is clip (PPO, arXiv 1707.06347, eq. 7), larger is DAPO's clip-higher,
+        `math.inf` is no clipping.
+    dual_clip: None, or above 1: where A is negative the objective is at least dual_clip * A, so
+        that its gradient ends at that ratio too (dual-clip PPO, arXiv 1912.09729, eq. 5;
+        verl's clip_ratio_c, TRL's delta).
+    """
+
+    clip: float = 0.2
+    clip_high: float | None = None
+    dual_clip: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_clips(self.clip, self.clip_high)
+        if self.dual_clip is not None:
+            check_number("dual_clip", self.dual_clip, positive=True)
+            if self.dual_clip <= 1:
+                raise ConfigError(
+                    f"dual_clip is {self.dual_clip!r}; it takes a number above 1, such as 3, or "
+                    "None. At 1 no token of a negative advantage would be trained on-policy."
+                )
+
+    def objective(self, logprobs_T: Tensor, batch: LossBatch) -> Tensor:
+        return clipped_surrogate(
+            ratios(log_ratios(logprobs_T, batch)),
+            batch.trained(batch.advantages),
+            self.clip,
+            self.clip_high,
+            self.dual_clip,
+        )
+
+    zero_rollouts = PolicyLoss.zero_without_advantage
+
+
+@explains_arguments
+@dataclass(frozen=True, kw_only=True)
+class PPO(GRPO):
+    """The policy loss of PPO (arXiv 1707.06347, eq. 7), token-additive: GRPO's under its own name.
+
+    It wants one advantage per token, such as generalized advantage estimates over a critic's values
+    (`losses.gae`): give every Rollout its `advantage` as an array. The critic is a model of its
+    own, trained by `losses.ValueLoss`. The sum of the terms is divided by `denominators.tokens`,
+    unless normalize is "rollout".
+    """
+
+
+@explains_arguments
+@dataclass(frozen=True, kw_only=True)
+class DAPO(GRPO):
+    """DAPO's loss (arXiv 2503.14476, eq. 8): the token mean and clip-higher, token-additive.
+
+    It is GRPO(clip=0.2, clip_high=0.28): the sum over all trained tokens of the batch over
+    `denominators.tokens`. DAPO's dynamic sampling and its penalty for overlong responses are
+    matters of the rollouts and their advantages.
+    """
+
+    clip_high: float | None = 0.28
+    normalize: Literal["token", "rollout"] = field(init=False, repr=False, default="token")
+
+
+@explains_arguments
+@dataclass(frozen=True, kw_only=True)
+class BNPO(GRPO):
+    """TRL's loss type "bnpo", token-additive: the terms over the trained tokens of the batch.
+
+    TRL divides by the tokens of the batch that is at hand on one device, so that the loss depends
+    on how a step is cut. Here the batch at hand is what `denominators.tokens` counts. Counted over
+    the whole step, as by default, that is the token mean of GRPO and DAPO. To cut a step as TRL
+    does, give each call the counts of its own batch and 1 / (number of calls) as `scale`. The
+    normalisation of rewards in the paper of that name (arXiv 2506.02864) is one of advantages.
+    """
+
+    normalize: Literal["token", "rollout"] = field(init=False, repr=False, default="token")
+
+
+@explains_arguments
+@dataclass(frozen=True, kw_only=True)
+class DrGRPO(GRPO):
+    """Dr. GRPO (arXiv 2503.20783): one constant in place of lengths, token-additive.
+
+    The sum of the terms over `denominators.rollouts * max_tokens`: a token weighs the same in a
+    short response and in a long one, in a batch of short ones and of long ones. Its advantages are
+    rewards less the group's mean, not divided by their standard deviation.
+
+    max_tokens: the most tokens that a response may have; any constant does, it scales the loss.
+    """
+
+    max_tokens: int
+    normalize: Literal["token", "rollout"] = field(init=False, repr=False, default="rollout")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("max_tokens", self.max_tokens, positive=True)
+
+    def reduce(self, terms_T: Tensor, batch: LossBatch) -> Tensor:
+        total = batch.trained(terms_T).sum()
+        return divide(total, batch.denominators.rollouts * self.max_tokens)
+
+    zero_rollouts = PolicyLoss.zero_without_advantage
+
+
+@explains_arguments
+@dataclass(frozen=True, kw_only=True)
+class CISPO(PolicyLoss):
+    """Clipped importance-sampling-weight policy optimization (MiniMax-M1, arXiv 2506.13585, eq. 4
+    and 5), token-additive.
+
+    With `r = exp(logprob - old_logprob)` and advantage A, a trained token's objective is
+
+        clamp(r, 1 - clip, 1 + clip_high).detach() * A * logprob
+
+    so that no token loses its gradient, however far it is off-policy. The sum of the terms is
+    divided by `denominators.tokens`, unless normalize is "rollout". The other arguments are
+    described in PolicyLoss.
+
+    clip, clip_high: how far the weight may leave 1 downwards and upwards; `math.inf` is no bound,
+        and clip_high None is clip. The paper leaves the lower side unbounded and names no number
+        for the upper one; the default bounds weights by 5. TRL's epsilon_high is 1 + clip_high.
+    """
+
+    clip: float = math.inf
+    clip_high: float | None = 4.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_clips(self.clip, self.clip_high)
+
+    def objective(self, logprobs_T: Tensor, batch: LossBatch) -> Tensor:
+        weights_T = ratios(log_ratios(logprobs_T, batch).detach())
+        weights_T = weights_T.clamp(1 - self.clip, 1 + upper(self.clip, self.clip_high))
+        return weights_T * batch.trained(batch.advantages) * logprobs_T
+
+    zero_rollouts = PolicyLoss.zero_without_advantage
+
+
+@explains_arguments
+@dataclass(frozen=True, kw_only=True)
+class SAPO(PolicyLoss):
+    """Soft adaptive policy optimization (arXiv 2511.20347, eq. 5), token-additive.
+
+    With `r = exp(logprob - old_logprob)` and advantage A, a trained token's objective is
+
+        4 / tau * sigmoid(tau * (r - 1)) * A        tau = tau_pos if A > 0 else tau_neg
+
+    Its gradient is the policy gradient's at r = 1 and fades as the ratio leaves 1. The loss is the
+    mean over `denominators.rollouts` of each rollout's mean over its trained tokens, unless
+    normalize is "token". The other arguments are described in PolicyLoss.
+
+    tau_pos, tau_neg: how fast it fades, for positive advantages and for all others; above 0. The
+        defaults are the paper's.
+    """
+
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+    normalize: Literal["token", "rollout"] = "rollout"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("tau_pos", self.tau_pos, positive=True)
+        check_number("tau_neg", self.tau_neg, positive=True)
+
+    def objective(self, logprobs_T: Tensor, batch: LossBatch) -> Tensor:
+        advantages_T = batch.trained(batch.advantages)
+        tau_T = torch.full_like(advantages_T, self.tau_neg)
+        tau_T = tau_T.masked_fill(advantages_T > 0, self.tau_pos)
+        ratios_T = ratios(log_ratios(logprobs_T, batch))
+        return 4 / tau_T * torch.sigmoid(tau_T * (ratios_T - 1)) * advantages_T
+
+    zero_rollouts = PolicyLoss.zero_without_advantage
+
+
+@explains_arguments
+@dataclass(frozen=True, kw_only=True)
+class GSPO(PolicyLoss):
+    """Group sequence policy optimization (arXiv 2507.18071, eq. 5 and 7), rollout-additive.
+
+    With the means over the rollout's trained tokens
+
+        s = exp(mean(logprob - old_logprob))        A = mean(advantage)
+
+    the objective of each of its trained tokens is `min(s * A, clamp(s, 1 - clip, 1 + clip_high) *
+    A)`, and the loss the mean over `denominators.rollouts` of each rollout's mean over its trained
+    tokens, 0 for a rollout without any. The other arguments are described in PolicyLoss; a token's
+    weight multiplies its objective, and so the rollout's by the mean of its weights.
+
+    clip, clip_high: as in GRPO, but of a ratio per rollout and hence far smaller; the defaults are
+        the paper's (section 5.1). clip_high None is clip.
+    level: "sequence" is the above. "token" is GSPO-token (eq. 13 and 14): each token has its own
+        advantage, and the ratio `s.detach() * exp(logprob - logprob.detach())`, the rollout's as a
+        value with the token's own gradient. Both are the same where a rollout's advantages are.
+    """
+
+    decomposition: ClassVar[Decomposition] = "rollout"
+
+    clip: float = 3e-4
+    clip_high: float | None = 4e-4
+    level: Literal["sequence", "token"] = "sequence"
+    normalize: Literal["token", "rollout"] = field(init=False, repr=False, default="rollout")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_clips(self.clip, self.clip_high)
+        check_choice("level", self.level, ("sequence", "token"))
+
+    def objective(self, logprobs_T: Tensor, batch: LossBatch) -> Tensor:
+        log_ratios_T = batch.to_tokens(batch.rollout_mean(log_ratios(logprobs_T, batch)))
+        if self.level == "token":
+            log_ratios_T = log_ratios_T.detach() + (logprobs_T - logprobs_T.detach())
+            advantages_T = batch.trained(batch.advantages)
+        else:
+            advantages_T = batch.to_tokens(batch.rollout_mean(batch.advantages))
+        return clipped_surrogate(ratios(log_ratios_T), advantages_T, self.clip, self.clip_high)
+
+    def zero_rollouts(self, batch: RolloutBatch) -> NDArray[np.bool_]:
+        return self.zero_without_advantage(batch, of_rollout=self.level == "sequence")
+
+
+@explains_arguments
+@dataclass(frozen=True, kw_only=True)
+class GMPO(PolicyLoss):
+    """Geometric-mean policy optimization (arXiv 2507.20673, algorithm 1), rollout-additive.
+
+    With `d = logprob - old_logprob` of a trained token and means over the rollout's trained tokens
+
+        A = mean(advantage)        s = exp(mean(min(d, clip_high) if A > 0 else max(d, -clip)))
+
+    the objective of each of its trained tokens is `s * A`, and the loss the mean over
+    `denominators.rollouts` of each rollout's mean over its trained tokens, 0 for a rollout without
+    any. A token beyond its bound has no gradient; the other tokens of its rollout keep theirs. The
+    other arguments are described in PolicyLoss; a token's weight multiplies its objective, and so
+    the rollout's by the mean of its weights.
+
+    clip, clip_high: bounds of a token's log-ratio, below 0 for negative advantages and above 0 for
+        positive ones; ratios then lie above exp(-clip) or below exp(clip_high). At least 0, or
+        infinite; the default is the paper's. clip_high None is clip.
+    """
+
+    decomposition: ClassVar[Decomposition] = "rollout"
+
+    clip: float = 0.4
+    clip_high: float | None = None
+    normalize: Literal["token", "rollout"] = field(init=False, repr=False, default="rollout")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_clips(self.clip, self.clip_high)
+
+    def objective(self, logprobs_T: Tensor, batch: LossBatch) -> Tensor:
+        advantages_n = batch.rollout_mean(batch.advantages)
+        log_ratios_T = log_ratios(logprobs_T, batch)
+        clipped_T = torch.where(
+            batch.to_tokens(advantages_n) > 0,
+            log_ratios_T.clamp(max=upper(self.clip, self.clip_high)),
+            log_ratios_T.clamp(min=-self.clip),
+        )
+        return batch.to_tokens(ratios(batch.rollout_mean(clipped_T)) * advantages_n)
+
+    def zero_rollouts(self, batch: RolloutBatch) -> NDArray[np.bool_]:
+        return self.zero_without_advantage(batch, of_rollout=True)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeGuard
 
 import numpy as np
 
@@ -55,13 +55,10 @@ class RouterLoss:
             raise ConfigError(
                 f"last_token of RouterLoss is {short(self.last_token)}; it takes True or False."
             )
-        scope = self.scope
-        if scope in ("rollout", "batch"):
-            return
-        if isinstance(scope, str) or not isinstance(scope, Sequence) or not _are_indices(scope):
+        if self.scope not in ("rollout", "batch") and not _are_lists(self.scope):
             raise ConfigError(
-                f'scope of RouterLoss is {short(scope)}; it takes "rollout", "batch", or a list of '
-                "lists of rollout indices."
+                f'scope of RouterLoss is {short(self.scope)}; it takes "rollout", "batch", or a '
+                "list of lists of rollout indices."
             )
 
     def parts(self, batch: RolloutBatch) -> IntArray:
@@ -86,10 +83,12 @@ class RouterLoss:
         return parts
 
 
-def _are_indices(scope: Sequence[object]) -> bool:
-    return all(
-        isinstance(part, Sequence)
-        and not isinstance(part, str)
-        and all(isinstance(rollout, int | np.integer) for rollout in part)
+def _are_lists(scope: object) -> bool:
+    return _is_list(scope) and all(
+        _is_list(part) and all(isinstance(rollout, int | np.integer) for rollout in part)
         for part in scope
     )
+
+
+def _is_list(value: object) -> TypeGuard[Sequence[object]]:
+    return isinstance(value, Sequence) and not isinstance(value, str)

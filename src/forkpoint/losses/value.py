@@ -2,15 +2,12 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
-import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from forkpoint.errors import ConfigError, RolloutError
-from forkpoint.losses.arguments import explains_arguments, explains_arguments_of
+from forkpoint.losses.arguments import explains_arguments
 from forkpoint.losses.base import (
     Decomposition,
     Loss,
@@ -19,9 +16,7 @@ from forkpoint.losses.base import (
     check_choice,
     check_number,
 )
-from forkpoint.losses.given import place_of, token_numbers
 from forkpoint.losses.outputs import Head
-from forkpoint.rollouts.batch import RolloutBatch
 
 
 @explains_arguments
@@ -43,11 +38,7 @@ class ValueLoss(Loss):
 
     clip: how far a value may leave the old one before its gradient ends, above 0; `math.inf` is no
         clipping.
-    normalize: "token" is the sum of the terms over `denominators.tokens`, the trained tokens of the
-        whole batch; "rollout" is the mean over `denominators.rollouts` of each rollout's mean over
-        its trained tokens, 0 for a rollout without any.
-
-    Raises ConfigError for arguments that are not allowed.
+    normalize: the mean over `denominators.tokens` or `denominators.rollouts`, as in PolicyLoss.
     """
 
     decomposition: ClassVar[Decomposition] = "token"
@@ -74,78 +65,3 @@ class ValueLoss(Loss):
             clipped_T = values_T.clamp(old_T - self.clip, old_T + self.clip)
             terms_T = torch.maximum(terms_T, (clipped_T - returns_T).square())
         return batch.total(terms_T / 2, self.normalize)
-
-
-class Estimates(NamedTuple):
-    """Float64 [T] over a batch's tokens, 0 at those that are not trained."""
-
-    advantages: NDArray[np.float64]
-    returns: NDArray[np.float64]
-
-
-@explains_arguments_of
-def gae(
-    batch: RolloutBatch,
-    values: ArrayLike | Tensor,
-    rewards: ArrayLike | Tensor,
-    *,
-    gamma: float = 1.0,
-    lam: float = 1.0,
-) -> Estimates:
-    """Generalized advantage estimates (J. Schulman et al., arXiv 1506.02438, eq. 16) and returns.
-
-    The trained tokens of a rollout are its actions, one after another; what lies between them, such
-    as tool results, belongs to the states. Backwards over them, with V = 0 after the last,
-
-        delta_t     = reward_t + gamma * V_t+1 - V_t
-        advantage_t = delta_t + gamma * lam * advantage_t+1
-        return_t    = advantage_t + V_t
-
-    Rollouts are estimated each on its own: where they share a trained token, its value is the same
-    and its advantages and returns differ. Nothing is normalised.
-
-    values: [T] over the batch's tokens in their order, as `policy.score(batch).values` of a critic
-        gives them; entries outside the loss mask are ignored.
-    rewards: [N], one per rollout, which goes to its last trained token; or [T], one per token, 0 at
-        those that are not trained. The reward of a rollout without trained tokens is not used.
-    gamma, lam: discount and lambda, from 0 to 1.
-
-    Raises ConfigError for a gamma or lam that is not allowed, RolloutError where values or rewards
-    do not fit the batch.
-    """
-    for name, number in (("gamma", gamma), ("lam", lam)):
-        check_number(name, number)
-        if number > 1:
-            raise ConfigError(f"{name} is {number!r}; it takes a number from 0 to 1.")
-    trained = np.flatnonzero(batch.loss_mask)
-    rollout = np.repeat(np.arange(len(batch)), batch.lengths)[trained]
-    counts = np.bincount(rollout, minlength=len(batch))
-    step = np.arange(len(trained)) - np.repeat(np.cumsum(counts) - counts, counts)
-
-    values_T = token_numbers(batch, "values", values, (batch.logical_tokens,))
-    rewards_T = token_numbers(batch, "rewards", rewards, (len(batch), batch.logical_tokens))
-    if len(rewards_T) != batch.logical_tokens:
-        last = step == counts[rollout] - 1
-        per_rollout, rewards_T = rewards_T, np.zeros(batch.logical_tokens)
-        rewards_T[trained[last]] = per_rollout[rollout[last]]
-    lost = (rewards_T != 0) & ~batch.loss_mask
-    if lost.any():
-        position = int(lost.argmax())
-        raise RolloutError(
-            f"{place_of(batch, position)} has the reward {rewards_T[position]}, but is not "
-            "trained, so that no advantage would hold it. Give it to a trained token, such as the "
-            "one before it."
-        )
-
-    # Actions of rollouts in rows, one column a step; the columns after the last are 0.
-    shape = (len(batch), int(counts.max(initial=0)) + 1)
-    values_NS, rewards_NS = np.zeros(shape), np.zeros(shape)
-    values_NS[rollout, step], rewards_NS[rollout, step] = values_T[trained], rewards_T[trained]
-    advantages_NS = np.zeros(shape)
-    for s in range(shape[1] - 2, -1, -1):
-        delta_N = rewards_NS[:, s] + gamma * values_NS[:, s + 1] - values_NS[:, s]
-        advantages_NS[:, s] = delta_N + gamma * lam * advantages_NS[:, s + 1]
-    advantages_T, returns_T = np.zeros(batch.logical_tokens), np.zeros(batch.logical_tokens)
-    advantages_T[trained] = advantages_NS[rollout, step]
-    returns_T[trained] = advantages_T[trained] + values_T[trained]
-    return Estimates(advantages_T, returns_T)

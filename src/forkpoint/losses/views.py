@@ -9,7 +9,7 @@ from torch import Tensor
 
 from forkpoint.device import on_device
 from forkpoint.errors import RolloutError
-from forkpoint.losses.base import Denominators, LossBatch, LossOutputs
+from forkpoint.losses.base import SOURCES, Denominators, LossBatch, LossOutputs
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.tree.forest import IntArray
 
@@ -42,25 +42,19 @@ class LossViews:
         def floats(values: np.ndarray | None) -> Tensor | None:
             return None if values is None else self._tensor(values[tokens], self.dtype)
 
-        advantages = floats(batch.advantages)
-        assert advantages is not None
         return LossBatch(
             offsets=self._tensor(np.concatenate([[0], np.cumsum(counts)]), torch.int64),
             token_index=self._tensor(tokens, torch.int64),
             token_rollout=self._tensor(local, torch.int64),
             loss_mask=self._tensor(batch.loss_mask[tokens], torch.bool),
-            advantages=advantages,
-            old_logprobs=floats(batch.old_logprobs),
-            reference_logprobs=floats(batch.reference_logprobs),
-            weights=floats(batch.weights),
-            returns=floats(batch.returns),
-            old_values=floats(batch.old_values),
+            advantages=self._tensor(batch.advantages[tokens], self.dtype),
             rollout_tokens=self._tensor(self.trained_of[rollouts], self.dtype),
             rollout_index=self._tensor(rollouts, torch.int64),
             group_index=self._tensor(batch.group_index[rollouts], torch.int64),
             temperatures=self._tensor(batch.temperatures[rollouts], self.dtype),
             denominators=self.denominators,
             rollout_ids=tuple(batch.rollout_ids[r] for r in rollouts.tolist()),
+            **{name: floats(getattr(batch, name)) for name in SOURCES},
         )
 
     def of_rollouts(self, rollouts: np.ndarray) -> tuple[LossBatch, IntArray]:
@@ -88,17 +82,9 @@ def check_range(batch: RolloutBatch, dtype: torch.dtype) -> None:
     """
     most = torch.finfo(dtype).max
     kind = str(dtype).removeprefix("torch.")
-    fields = {
-        "advantage": batch.advantages,
-        "old_logprobs": batch.old_logprobs,
-        "reference_logprobs": batch.reference_logprobs,
-        "weights": batch.weights,
-        "returns": batch.returns,
-        "old_values": batch.old_values,
-    }
+    fields = {"advantage": batch.advantages} | {name: getattr(batch, name) for name in SOURCES}
     for name, values in fields.items():
-        beyond = np.zeros(0, bool) if values is None else batch.loss_mask & (abs(values) > most)
-        if values is not None and beyond.any():
+        if values is not None and (beyond := batch.loss_mask & (abs(values) > most)).any():
             token = int(beyond.argmax())
             rollout = int(np.searchsorted(batch.offsets, token, side="right")) - 1
             raise RolloutError(
