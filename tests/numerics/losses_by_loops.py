@@ -18,15 +18,14 @@ from forkpoint.losses import (
     GSPO,
     PPO,
     SAPO,
-    Denominators,
     Distillation,
     DrGRPO,
     LogLikelihood,
-    LossBatch,
     LossOutputs,
     SimPO,
     ValueLoss,
 )
+from forkpoint.losses.views import LossViews, batch_denominators
 from forkpoint.rollouts.batch import Rollout, RolloutBatch
 
 PER_TOKEN = (
@@ -90,49 +89,15 @@ def entropies_of(logprobs):
     return logprobs.square() + 0.3 * logprobs
 
 
-def make_denominators(batch):
-    return Denominators(
-        tokens=float(batch.loss_mask.sum()),
-        rollouts=float(len(batch.rollout_ids)),
-        groups=float(len(set(batch.group_index.tolist()))),
-    )
-
-
 def owners(batch):
-    return np.repeat(np.arange(len(batch.rollout_ids)), np.diff(batch.offsets))
+    return np.repeat(np.arange(len(batch)), batch.lengths)
 
 
 def make_view(batch, tokens=None, *, dtype=torch.float64, device="cpu", denominators=None):
     """The view of the given flat token positions (ascending), and those positions."""
     tokens = np.arange(len(batch.token_ids)) if tokens is None else np.asarray(tokens, np.int64)
-    owner = owners(batch)
-    rollouts, token_rollout = np.unique(owner[tokens], return_inverse=True)
-    counts = np.bincount(token_rollout, minlength=len(rollouts))
-    trained = np.bincount(owner, batch.loss_mask, minlength=len(batch.rollout_ids))
-
-    def floats(values):
-        return None if values is None else torch.tensor(values, dtype=dtype, device=device)
-
-    def whole(values):
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
-    columns = {
-        name: None if (values := getattr(batch, name)) is None else floats(values[tokens])
-        for name in PER_TOKEN
-    }
-    view = LossBatch(
-        offsets=whole(np.concatenate([[0], counts.cumsum()])),
-        token_index=whole(tokens),
-        token_rollout=whole(token_rollout),
-        loss_mask=torch.tensor(batch.loss_mask[tokens], device=device),
-        rollout_tokens=floats(trained[rollouts]),
-        rollout_index=whole(rollouts),
-        group_index=whole(batch.group_index[rollouts]),
-        temperatures=floats(batch.temperatures[rollouts]),
-        denominators=denominators or make_denominators(batch),
-        rollout_ids=tuple(batch.rollout_ids[n] for n in rollouts),
-        **columns,
-    )
+    counts = denominators or batch_denominators(batch)
+    view = LossViews(batch, counts, torch.device(device), dtype).of_tokens(tokens)
     return view, torch.tensor(tokens, device=device)
 
 

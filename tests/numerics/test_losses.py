@@ -1,7 +1,7 @@
 """Every loss against its formula in Python loops; additivity over views; what is refused."""
 
+import copy
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,10 +13,8 @@ from losses_by_loops import (
     PER_TOKEN,
     assert_equal,
     batch_for,
-    each_rollout,
     evaluate,
     make_batch,
-    make_denominators,
     make_logprobs,
     make_view,
     outputs_for,
@@ -31,8 +29,6 @@ from forkpoint.losses import (
     GRPO,
     GSPO,
     SAPO,
-    Denominators,
-    Distillation,
     DrGRPO,
     LogLikelihood,
     LossOutputs,
@@ -43,19 +39,9 @@ from forkpoint.losses import (
 from forkpoint.rollouts.batch import Rollout, RolloutBatch
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("without", [(), ("old_logprobs", "weights")], ids=["whole", "without"])
 @pytest.mark.parametrize(("loss", "by_loops"), CASES, ids=[str(loss) for loss, _ in CASES])
-def test_equals_its_formula(loss, by_loops, seed):
-    batch = batch_for(loss, seed)
-    logprobs_T = make_logprobs(batch, seed)
-    expected = by_loops(loss, batch, logprobs_T)
-    (expected_grad,) = torch.autograd.grad(expected, logprobs_T)
-    assert_equal(evaluate(loss, batch, logprobs_T), (expected.detach(), expected_grad))
-
-
-@pytest.mark.parametrize("without", [("old_logprobs",), ("weights",), ("old_logprobs", "weights")])
-@pytest.mark.parametrize(("loss", "by_loops"), CASES, ids=[str(loss) for loss, _ in CASES])
-def test_equals_its_formula_without_optional_fields(loss, by_loops, without):
+def test_equals_its_formula(loss, by_loops, without):
     batch = batch_for(loss, without=without)
     logprobs_T = make_logprobs(batch)
     expected = by_loops(loss, batch, logprobs_T)
@@ -69,13 +55,6 @@ def test_the_cases_clip_some_terms_on_both_sides_and_spare_others():
     assert (ratios < 0.8).any() and (ratios > 1.4).any() and (abs(ratios - 1) < 0.1).any()
 
 
-def test_on_policy_gradients_are_those_of_the_policy_gradient_theorem():
-    batch = make_batch(without=("old_logprobs", "weights"))
-    _, grad_T = evaluate(GRPO(), batch, make_logprobs(batch))
-    expected_T = -batch.advantages * batch.loss_mask / batch.loss_mask.sum()
-    assert_equal((grad_T,), (torch.tensor(expected_T),))
-
-
 def split(batch, rng, labels_N=None):
     """Tokens of three views, by token at random or by the rollouts' labels; one view is empty."""
     count = len(batch.token_ids)
@@ -83,12 +62,11 @@ def split(batch, rng, labels_N=None):
     return [np.flatnonzero(part_T == part) for part in (0, 3, 1, 2)]
 
 
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("loss", LOSSES, ids=str)
-def test_views_sum_to_the_batch(loss, seed):
-    batch = batch_for(loss, seed)
-    logprobs_T = make_logprobs(batch, seed)
-    rng = np.random.default_rng(seed)
+def test_views_sum_to_the_batch(loss):
+    batch = batch_for(loss)
+    logprobs_T = make_logprobs(batch)
+    rng = np.random.default_rng(0)
     labels_N = None if loss.decomposition == "token" else rng.integers(0, 3, 100)
     if labels_N is not None:
         labels_N = labels_N[loss.coupling(batch)]
@@ -112,8 +90,9 @@ def test_what_lies_outside_the_mask_does_not_exist(loss):
         for values in columns.values():
             if values is not None:
                 values[~batch.loss_mask] = poison
-        names = ("offsets", "loss_mask", "token_ids", "temperatures", "group_index", "rollout_ids")
-        poisoned = SimpleNamespace(**{name: getattr(batch, name) for name in names}, **columns)
+        poisoned = copy.copy(batch)
+        for name, values in columns.items():
+            object.__setattr__(poisoned, name, values)
         with torch.autograd.detect_anomaly():  # no NaN on the way either
             actual = evaluate(loss, poisoned, logprobs_T)
         assert_equal(actual, expected)
@@ -140,31 +119,6 @@ def test_a_batch_without_trained_tokens_is_zero_not_nan(loss):
     assert value == 0 and not grad_T.any()
 
 
-def test_a_rollout_without_trained_tokens_counts_as_one_rollout():
-    rollouts = [Rollout([1, 2], [0, 1], 1.0), Rollout([1, 2], [0, 0], 1.0)]
-    batch = RolloutBatch(rollouts)
-    logprobs_T = torch.tensor([0.0, -3.0, 0.0, 0.0], dtype=torch.float64, requires_grad=True)
-    value, _ = evaluate(LogLikelihood(normalize="rollout"), batch, logprobs_T)
-    assert value == 1.5
-    value, _ = evaluate(GSPO(), batch, logprobs_T)
-    assert value == -0.5
-
-
-def test_denominators_replace_the_counts_of_the_view():
-    batch = make_batch()
-    logprobs_T = make_logprobs(batch)
-    outputs = LossOutputs(logprobs=logprobs_T)
-    counts = make_denominators(batch)
-    double = Denominators(
-        tokens=2 * counts.tokens, rollouts=2 * counts.rollouts, groups=2 * counts.groups
-    )
-    for loss in (GRPO(), GRPO(normalize="rollout"), LogLikelihood(), GSPO()):
-        one, other = (
-            loss(outputs, make_view(batch, denominators=which)[0]) for which in (counts, double)
-        )
-        torch.testing.assert_close(one, 2 * other)
-
-
 @pytest.mark.parametrize("loss", LOSSES, ids=str)
 def test_float32_stays_float32(loss):
     batch = batch_for(loss)
@@ -173,17 +127,6 @@ def test_float32_stays_float32(loss):
     expected, expected_grad = evaluate(loss, batch, logprobs_T)
     torch.testing.assert_close(value.double(), expected, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(grad_T.double(), expected_grad, atol=1e-5, rtol=1e-4)
-
-
-def test_view_helpers():
-    batch = make_batch()
-    view, indices = make_view(batch)
-    values_T = torch.arange(len(indices), dtype=torch.float64) + 1
-    sums, means = view.rollout_sum(values_T), view.rollout_mean(values_T)
-    for n, trained in each_rollout(batch):
-        own = values_T[batch.offsets[n] : batch.offsets[n + 1]]
-        assert sums[n] == own.sum()
-        assert means[n] == (values_T[trained].mean() if trained else 0)
 
 
 class Names(TorchDispatchMode):
@@ -226,16 +169,6 @@ def test_cuda_without_syncs(loss):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert_equal((value.detach().cpu(), leaf_T.grad.cpu()), expected)
-
-
-@pytest.mark.parametrize(
-    "loss", [GRPO(kl=0.1), SAPO(kl=0.1), GSPO(kl=0.1), DPO(), Distillation()], ids=str
-)
-def test_missing_reference_logprobs_are_named(loss):
-    batch = make_batch(pairs=True, without=("reference_logprobs", "weights"))
-    with pytest.raises(RolloutError, match=r"needs reference_logprobs.*policy\.score") as error:
-        loss.check(batch)
-    assert repr(loss) in str(error.value)
 
 
 def test_only_what_is_needed_is_asked_for():
@@ -297,20 +230,6 @@ def test_outputs_that_a_model_does_not_give():
     assert LossOutputs(values=values_T).entropies is None
 
 
-def test_a_critic_has_no_entropies():
-    class WithEntropy(ValueLoss):
-        needs_entropy = True
-
-    with pytest.raises(ConfigError, match="is a loss of a causal language model's logprobs"):
-        WithEntropy().check_head("values")
-
-
-@pytest.mark.parametrize("loss", [DPO(), SimPO()], ids=str)
-def test_weights_without_a_use_are_refused(loss):
-    with pytest.raises(RolloutError, match=f"{type(loss).__name__} has no use"):
-        loss.check(make_batch(pairs=True))
-
-
 def pair(advantages=(1.0, 0.0), masks=([0, 1, 1], [0, 1, 1]), group_id="g"):
     return [
         Rollout([1, 2, 3], mask, advantage, reference_logprobs=[0, -1, -1], group_id=group_id)
@@ -364,60 +283,3 @@ def test_as_loss_keeps_a_loss_and_wraps_a_function():
     value, _ = evaluate(wrapped, batch, logprobs_T := make_logprobs(batch))
     expected = logprobs_T.detach() @ torch.tensor(batch.advantages)
     torch.testing.assert_close(value, expected)
-
-
-class LooksLikeALoss:
-    decomposition = "token"
-
-    def __call__(self, outputs, batch):
-        return outputs.logprobs.sum()
-
-
-@pytest.mark.parametrize(
-    ("loss", "problem"),
-    [
-        (3, "3 of type int"),
-        (LooksLikeALoss(), "subclasses Loss"),
-    ],
-)
-def test_as_loss_refuses(loss, problem):
-    with pytest.raises(ConfigError, match=problem):
-        as_loss(loss)
-
-
-@pytest.mark.parametrize(
-    ("build", "problem"),
-    [
-        (lambda: GRPO(clip="0.2"), "clip is '0.2'"),
-        (lambda: GRPO(clip=True), "clip is True"),
-        (lambda: GRPO(clip_high=math.nan), "clip_high is nan"),
-        (lambda: GRPO(normalize="none"), "normalize is 'none'; allowed are 'token', 'rollout'"),
-        (lambda: LogLikelihood(normalize="mean"), "'token', 'rollout', 'none'"),
-        (lambda: GSPO(clip=-1), "clip is -1"),
-        (lambda: GSPO(clip_high=-1), "clip_high is -1"),
-        (lambda: GRPO(kl=-1), "kl is -1; it takes a finite number of at least 0"),
-        (lambda: GRPO(entropy=-0.1), r"entropy is -0\.1; it takes a finite number of at least 0"),
-        (lambda: GRPO(dual_clip=0), "dual_clip is 0; it takes a finite number above 0"),
-        (lambda: CISPO(clip=-1), "clip is -1"),
-        (lambda: CISPO(clip_high=-1), "clip_high is -1"),
-        (lambda: CISPO(normalize="none"), "normalize is 'none'"),
-        (lambda: SAPO(tau_pos=0), "tau_pos is 0; it takes a finite number above 0"),
-        (lambda: SAPO(tau_neg=-1), "tau_neg is -1; it takes a finite number above 0"),
-        (lambda: GSPO(level="group"), "level is 'group'; allowed are 'sequence', 'token'"),
-        (lambda: GSPO(entropy=math.nan), "entropy is nan"),
-        (lambda: Distillation(direction="back"), "'back'; allowed are 'reverse', 'forward'"),
-        (lambda: Distillation(clip=-1), "clip is -1"),
-        (lambda: Distillation(direction="forward", clip=0.2), "no ratio to clip"),
-        (lambda: Distillation(direction="forward", clip_high=0.2), "no ratio to clip"),
-        (lambda: Distillation(normalize="none"), "normalize is 'none'"),
-        (lambda: DPO(variant="kto"), "variant is 'kto'; allowed are 'sigmoid', 'robust', 'hinge'"),
-        (lambda: DPO(label_smoothing=-1), "label_smoothing is -1"),
-        (lambda: ValueLoss(clip=0), "clip is 0; it takes a number above 0"),
-        (lambda: ValueLoss(normalize="none"), "normalize is 'none'; allowed are 'token', 'rollo"),
-        (lambda: SimPO(beta=0), "beta is 0"),
-        (lambda: SimPO(gamma=-1), "gamma is -1; it takes a finite number of at least 0"),
-    ],
-)
-def test_arguments_that_are_not_allowed(build, problem):
-    with pytest.raises(ConfigError, match=problem):
-        build()

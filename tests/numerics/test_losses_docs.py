@@ -5,9 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
-from losses_by_loops import batch_for, evaluate, make_denominators, make_logprobs
+from losses_by_loops import batch_for, evaluate, make_logprobs
 
 from forkpoint import losses
+from forkpoint.losses.views import batch_denominators
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "losses.md"
 HEADER = "| loss | decomposition | divided by | needs | weights | arguments |"
@@ -35,7 +36,7 @@ def divisors(cls):
     """Which denominators the loss is divided by, seen by doubling them one at a time."""
     loss = make(cls)
     batch = batch_for(loss)
-    counts = vars(make_denominators(batch))
+    counts = vars(batch_denominators(batch))
     logprobs_T = make_logprobs(batch)
     before, _ = evaluate(loss, batch, logprobs_T)
     found = []

@@ -48,13 +48,12 @@ def by_definition(batch, values, rewards, gamma, lam):
     return advantages
 
 
-@pytest.mark.parametrize("gamma", [1.0, 0.9, 0.0])
-@pytest.mark.parametrize("lam", [1.0, 0.95, 0.0])
-@pytest.mark.parametrize("seed", range(3))
-def test_equals_its_definition(gamma, lam, seed):
-    batch = make_batch(seed)
-    values, rewards = make_numbers(batch, seed)
-    found = gae(batch, values, rewards, gamma=gamma, lam=lam)
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.95), (0.0, 1.0), (1.0, 0.0)])
+def test_equals_its_definition(gamma, lam):
+    batch = make_batch()
+    values, rewards = make_numbers(batch)
+    options = {n: x for n, x in (("gamma", gamma), ("lam", lam)) if x != 1}  # 1 is the default
+    found = gae(batch, values, rewards, **options)
     expected = by_definition(batch, values, rewards, gamma, lam)
     np.testing.assert_allclose(found.advantages, expected, atol=1e-12)
     np.testing.assert_allclose(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from itertools import product
 
 import numpy as np
 import pytest
@@ -50,8 +51,11 @@ def test_equals_its_formula(mode, level, bounds):
 
 def test_the_same_probabilities_weigh_1():
     batch = make_batch()
-    for level in ("token", "sequence"):
-        assert (importance_weights(batch, batch.old_logprobs, level=level, floor=1.0) == 1).all()
+    for level, mode in product(("token", "sequence"), ("truncate", "mask")):  # at both bounds
+        found = importance_weights(
+            batch, batch.old_logprobs, mode=mode, level=level, cap=1.0, floor=1.0
+        )
+        assert (found == 1).all()
 
 
 def test_a_long_rollout_does_not_overflow():

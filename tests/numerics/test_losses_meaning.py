@@ -1,6 +1,5 @@
 """Promises of the losses beyond their formulas: which are the same, and what they estimate."""
 
-import dataclasses
 import math
 
 import numpy as np
@@ -9,13 +8,9 @@ import torch
 from losses_by_loops import (
     assert_equal,
     batch_for,
-    entropies_of,
     evaluate,
-    make_batch,
-    make_denominators,
     make_logprobs,
     make_view,
-    owners,
 )
 
 import forkpoint
@@ -30,7 +25,6 @@ from forkpoint.losses import (
     PPO,
     SAPO,
     SFT,
-    Denominators,
     Distillation,
     DrGRPO,
     LogLikelihood,
@@ -41,13 +35,6 @@ from forkpoint.losses.base import as_loss
 from forkpoint.losses.policy_loss import kl_terms
 from forkpoint.rollouts.batch import Rollout, RolloutBatch
 from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
-
-
-def constant_advantages(batch):
-    """The same rollouts, each with one advantage for all of its tokens."""
-    return RolloutBatch(
-        dataclasses.replace(rollout, advantage=float(n) - 3.5) for n, rollout in enumerate(batch)
-    )
 
 
 @pytest.mark.parametrize(
@@ -66,118 +53,6 @@ def test_names_of_one_loss(one, other):
     logprobs_T = make_logprobs(batch)
     assert_equal(evaluate(one, batch, logprobs_T), evaluate(other, batch, logprobs_T))
     assert SFT is LogLikelihood
-
-
-def test_bnpo_is_cut_as_trl_cuts_it_by_denominators_and_scale():
-    batch = make_batch(without=("weights",))
-    logprobs_T = make_logprobs(batch)
-    halves = [np.flatnonzero(owners(batch) < 4), np.flatnonzero(owners(batch) >= 4)]
-    expected = torch.zeros((), dtype=torch.float64)
-    actual = torch.zeros((), dtype=torch.float64)
-    for half in halves:
-        view, indices = make_view(batch, half)
-        own = Denominators(tokens=float(view.loss_mask.sum()), rollouts=4.0, groups=3.0)
-        view, _ = make_view(batch, half, denominators=own)
-        actual += BNPO()(LossOutputs(logprobs=logprobs_T[indices]), view).detach() / 2
-        terms = []
-        for t in half[batch.loss_mask[half]]:
-            ratio = float((logprobs_T[t].detach() - batch.old_logprobs[t]).exp())
-            advantage = batch.advantages[t]
-            terms.append(-min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage))
-        expected += sum(terms) / len(terms) / 2
-    assert_equal((actual,), (expected,))
-    whole, _ = evaluate(BNPO(), batch, logprobs_T)
-    assert abs(whole - expected) > 1e-3  # the cut matters, which is why it is not ours
-
-
-def test_dr_grpo_does_not_see_how_long_a_rollout_is():
-    rollouts = [Rollout([1] * (n + 1), [0] + [1] * n, 1.0) for n in (1, 5)]
-    batch = RolloutBatch(rollouts)
-    logprobs_T = torch.zeros(len(batch.token_ids), dtype=torch.float64, requires_grad=True)
-    _, grad_T = evaluate(DrGRPO(max_tokens=10), batch, logprobs_T)
-    assert grad_T[torch.tensor(batch.loss_mask)].tolist() == [-1 / 20] * 6
-    full = RolloutBatch([Rollout([1] * 5, [0] + [1] * 4, a, rollout_id=f"{a}") for a in (1.0, 2.0)])
-    logprobs_T = make_logprobs(full)
-    same = evaluate(DrGRPO(max_tokens=4), full, logprobs_T)
-    assert_equal(same, evaluate(GRPO(normalize="rollout"), full, logprobs_T))
-
-
-def test_gspo_token_is_gspo_where_a_rollout_has_one_advantage():
-    batch = constant_advantages(make_batch(without=("weights",)))
-    logprobs_T = make_logprobs(batch)
-    clips = {"clip": 0.05, "clip_high": 0.1}
-    one, other = (
-        evaluate(GSPO(**clips, level=level), batch, logprobs_T) for level in ("sequence", "token")
-    )
-    assert_equal(one, other)
-    uneven = make_batch(without=("weights",))
-    grads = [
-        evaluate(GSPO(**clips, level=level), uneven, make_logprobs(uneven))[1]
-        for level in ("sequence", "token")
-    ]
-    assert (grads[0] - grads[1]).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("loss", [CISPO(), GSPO(level="token"), SAPO(normalize="token"), DAPO()])
-def test_on_policy_every_policy_loss_is_the_policy_gradient(loss):
-    batch = make_batch(without=("old_logprobs", "weights"))
-    _, grad_T = evaluate(loss, batch, make_logprobs(batch))
-    expected_T = -batch.advantages * batch.loss_mask
-    if loss.normalize == "token":
-        expected_T = expected_T / batch.loss_mask.sum()
-    else:
-        trained = np.bincount(owners(batch), batch.loss_mask)
-        expected_T = expected_T / trained.clip(min=1)[owners(batch)] / len(trained)
-    assert_equal((grad_T,), (torch.tensor(expected_T),))
-
-
-def test_unclipped_cispo_has_the_gradient_of_the_unclipped_ratio():
-    batch = make_batch()
-    logprobs_T = make_logprobs(batch)
-    _, one = evaluate(CISPO(clip_high=math.inf), batch, logprobs_T)
-    _, other = evaluate(GRPO(clip=math.inf), batch, logprobs_T)
-    assert_equal((one,), (other,))
-
-
-def test_cispo_keeps_the_gradient_that_a_clip_takes():
-    batch = RolloutBatch([Rollout([1, 2], [0, 1], 1.0, old_logprobs=[0, -5.0])])
-    logprobs_T = torch.tensor([0.0, -1.0], dtype=torch.float64, requires_grad=True)
-    assert evaluate(GRPO(), batch, logprobs_T)[1].tolist() == [0, 0]
-    assert evaluate(CISPO(clip_high=4.0), batch, logprobs_T)[1].tolist() == [0, -5]
-
-
-def test_dual_clip_ends_the_gradient_of_bad_tokens_that_became_likely():
-    batch = RolloutBatch([Rollout([1, 2], [0, 1], -1.0, old_logprobs=[0, -5.0])])
-    logprobs_T = torch.tensor([0.0, -1.0], dtype=torch.float64, requires_grad=True)
-    value, grad_T = evaluate(GRPO(), batch, logprobs_T)
-    assert value == grad_T[1] == pytest.approx(math.exp(4))
-    value, grad_T = evaluate(GRPO(dual_clip=3), batch, logprobs_T)
-    assert value == 3 and not grad_T.any()
-
-
-def test_weights_are_those_of_the_policy_term_alone():
-    batch = make_batch()
-    unweighted = RolloutBatch(dataclasses.replace(r, weights=None) for r in batch)
-    none = RolloutBatch(dataclasses.replace(r, weights=0.0) for r in batch)
-    logprobs_T = make_logprobs(batch)
-    rest = {"kl": 0.3, "entropy": 0.2}
-    for make in (GRPO, CISPO, SAPO, GSPO):
-        value, grad_T = evaluate(make(**rest), unweighted, logprobs_T)
-        policy, policy_grad_T = evaluate(make(), unweighted, logprobs_T)
-        expected = (value - policy, grad_T - policy_grad_T)
-        assert expected[1].abs().max() > 1e-3
-        assert_equal(evaluate(make(**rest), none, logprobs_T), expected)
-
-
-def test_entropy_is_that_of_the_outputs():
-    batch = make_batch()
-    view, _ = make_view(batch)
-    logprobs_T = make_logprobs(batch).detach()
-    entropies_T = entropies_of(logprobs_T).requires_grad_()
-    value = GRPO(entropy=0.5)(LossOutputs(logprobs=logprobs_T, entropies=entropies_T), view)
-    (grad_T,) = torch.autograd.grad(value, entropies_T)
-    expected_T = -0.5 * torch.tensor(batch.loss_mask / batch.loss_mask.sum())
-    assert_equal((grad_T,), (expected_T,))
 
 
 # Expectations over a whole vocabulary, exactly ----------------------------------------------------
@@ -331,14 +206,3 @@ def test_shared_gradients_are_dense_ones(loss, boundary):
     assert norm > 1e-3
     for name, parameter in model.named_parameters():
         assert (parameter.grad - dense.gradients[name]).norm() < 1e-10 * norm, name
-
-
-def test_denominators_scale_each_loss_as_documented():
-    batch = make_batch()
-    counts = make_denominators(batch)
-    logprobs_T = make_logprobs(batch)
-    double = dataclasses.replace(counts, rollouts=2 * counts.rollouts)
-    for loss in (DrGRPO(max_tokens=4), SAPO(), GSPO(), Distillation(normalize="rollout")):
-        value, _ = evaluate(loss, batch, logprobs_T, denominators=counts)
-        half, _ = evaluate(loss, batch, logprobs_T, denominators=double)
-        assert_equal((value,), (2 * half,))

@@ -7,11 +7,12 @@ is ignored, or a default that is another number than is documented, fails here.
 import math
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from losses_by_loops import evaluate, make_view
+from losses_by_loops import evaluate
 
 from forkpoint.errors import ConfigError
 from forkpoint.losses import (
@@ -24,20 +25,14 @@ from forkpoint.losses import (
     GSPO,
     PPO,
     SAPO,
-    SFT,
     Denominators,
     Distillation,
     DrGRPO,
     LogLikelihood,
     Loss,
-    LossBatch,
     SimPO,
     ValueLoss,
-    as_loss,
-    gae,
-    importance_weights,
 )
-from forkpoint.losses.outputs import Head
 from forkpoint.rollouts.batch import Rollout, RolloutBatch
 
 LOGPROB = -8.0
@@ -75,18 +70,14 @@ def of_ratio(loss: Loss, ratio: float, advantage: float = 1.0) -> tuple[float, f
 # gradient ends, elsewhere it is that of r A: r A. (GRPO, arXiv 2402.03300, eq. 3; DAPO, arXiv
 # 2503.14476, eq. 8, with a larger upper bound; dual clip, arXiv 1912.09729, eq. 5.)
 
-GRPO_LIKE = [GRPO(), PPO(), BNPO()]
 CLIPPED = [
     # loss, ratio, advantage, ratio that counts, whether the gradient has ended
-    *((loss, 1.19, 2.0, 1.19, False) for loss in GRPO_LIKE),
-    *((loss, 1.21, 2.0, 1.2, True) for loss in GRPO_LIKE),
-    *((loss, 0.81, -2.0, 0.81, False) for loss in GRPO_LIKE),
-    *((loss, 0.79, -2.0, 0.8, True) for loss in GRPO_LIKE),
-    *((loss, 0.1, 2.0, 0.1, False) for loss in GRPO_LIKE),
-    *((loss, 9.0, -2.0, 9.0, False) for loss in GRPO_LIKE),
-    (GRPO(clip=0.3), 1.29, 2.0, 1.29, False),
-    (GRPO(clip=0.3), 1.31, 2.0, 1.3, True),
-    (GRPO(clip=0.3), 0.69, -2.0, 0.7, True),
+    *((loss, 1.21, 2.0, 1.2, True) for loss in (GRPO(), PPO(), BNPO())),
+    *((loss, 0.79, -2.0, 0.8, True) for loss in (GRPO(), PPO(), BNPO())),
+    (GRPO(), 1.19, 2.0, 1.19, False),
+    (GRPO(), 0.81, -2.0, 0.81, False),
+    (GRPO(), 0.1, 2.0, 0.1, False),
+    (GRPO(), 30.0, -2.0, 30.0, False),
     (GRPO(clip=0.3, clip_high=0.5), 1.49, 2.0, 1.49, False),
     (GRPO(clip=0.3, clip_high=0.5), 1.51, 2.0, 1.5, True),
     (GRPO(clip=0.3, clip_high=0.5), 0.69, -2.0, 0.7, True),
@@ -95,16 +86,10 @@ CLIPPED = [
     (DAPO(), 1.27, 2.0, 1.27, False),
     (DAPO(), 1.29, 2.0, 1.28, True),
     (DAPO(), 0.79, -2.0, 0.8, True),
-    (DAPO(clip=0.1, clip_high=0.4), 1.41, 2.0, 1.4, True),
-    (DAPO(clip=0.1, clip_high=0.4), 0.89, -2.0, 0.9, True),
     # Dual clip bounds the ratio of negative advantages alone.
     (GRPO(dual_clip=3.0), 2.99, -2.0, 2.99, False),
     (GRPO(dual_clip=3.0), 3.01, -2.0, 3.0, True),
-    (GRPO(dual_clip=5.0), 3.01, -2.0, 3.01, False),
-    (GRPO(dual_clip=5.0), 5.01, -2.0, 5.0, True),
     (GRPO(dual_clip=3.0, clip=INF), 8.0, 2.0, 8.0, False),
-    (GRPO(dual_clip=3.0), 0.79, -2.0, 0.8, True),
-    (GRPO(), 30.0, -2.0, 30.0, False),
 ]
 
 
@@ -126,19 +111,11 @@ def test_clips_of_the_surrogate(
     [
         (CISPO(), 4.9, 4.9),
         (CISPO(), 5.1, 5.0),
-        (CISPO(), 1000.0, 5.0),
         (CISPO(), 0.001, 0.001),
-        (CISPO(clip_high=4.0), 5.5, 5.0),
-        (CISPO(clip_high=5.0), 5.5, 5.5),
-        (CISPO(clip_high=5.0), 6.5, 6.0),
-        (CISPO(clip_high=0.28), 1.27, 1.27),
         (CISPO(clip_high=0.28), 1.3, 1.28),
         (CISPO(clip_high=INF), 1000.0, 1000.0),
         (CISPO(clip=0.2), 0.79, 0.8),
-        (CISPO(clip=0.2), 0.81, 0.81),
-        (CISPO(clip=0.2), 5.1, 5.0),
         (CISPO(clip=0.2, clip_high=None), 1.21, 1.2),
-        (CISPO(clip=0.3, clip_high=None), 1.21, 1.21),
         (CISPO(clip_high=None), 1000.0, 1000.0),
     ],
     ids=str,
@@ -183,14 +160,9 @@ def test_temperatures_of_sapo(loss: Loss, advantage: float, tau: float, ratio: f
     [
         (GSPO(), 1.00039, 2.0, 1.00039, False),
         (GSPO(), 1.00041, 2.0, 1.0004, True),
-        (GSPO(), 0.99971, -2.0, 0.99971, False),
         (GSPO(), 0.99969, -2.0, 0.9997, True),
         (GSPO(clip=0.1), 0.91, -2.0, 0.91, False),
-        (GSPO(clip=0.1), 0.89, -2.0, 0.9, True),
-        (GSPO(clip_high=0.2), 1.19, 2.0, 1.19, False),
-        (GSPO(clip_high=0.2), 1.21, 2.0, 1.2, True),
         (GSPO(clip=0.1, clip_high=None), 1.11, 2.0, 1.1, True),
-        (GSPO(clip=0.1, clip_high=None), 1.09, 2.0, 1.09, False),
     ],
     ids=str,
 )
@@ -205,13 +177,6 @@ def test_clips_of_gspo(
     assert -value == pytest.approx(counts * advantage)
     # Each token's share of the mean over the rollout.
     assert gradients == pytest.approx([0.0 if ended else -mean * advantage / 3] * 3)
-
-
-def test_levels_of_gspo() -> None:
-    """Eq. 13 and 14: with "token" each token has its own advantage; "sequence" takes their mean."""
-    own = Rollout([0] * 3, [0, 1, 1], [0.0, 1.0, 4.0], old_logprobs=[0, LOGPROB, LOGPROB])
-    assert value_and_gradients(GSPO(), [own])[1] == pytest.approx([-2.5 / 2] * 2)
-    assert value_and_gradients(GSPO(level="token"), [own])[1] == pytest.approx([-1 / 2, -4 / 2])
 
 
 # GMPO, arXiv 2507.20673, algorithm 1: log-ratios are bounded by 0.4 before their mean is taken.
@@ -248,27 +213,19 @@ ESTIMATES = {"k1": -X, "k2": X**2 / 2, "k3": math.exp(X) - X - 1}
 SLOPES = {"k1": 1.0, "k2": -X, "k3": 1 - math.exp(X)}
 
 
-@pytest.mark.parametrize("estimator", [None, "k1", "k2", "k3"])
 @pytest.mark.parametrize("kind", POLICY)
-def test_the_kl_term(kind: type[Loss], estimator: str | None) -> None:
-    """By k3 unless another is named, with the coefficient, and without the token's weight."""
+def test_the_kl_term_and_the_entropy_bonus(kind: type[Loss]) -> None:
+    """By k3 unless another is named, with the coefficient, and without the token's weight. The
+    tests' entropies are logprob**2 + 0.3 logprob."""
     one = [rollout(1, 0.0, reference_logprobs=[0, LOGPROB + X], weights=[1, 5.0])]
-    options = {} if estimator is None else {"kl_estimator": estimator}
-    for coefficient in (0.25, 3.0):
-        value, (gradient,) = value_and_gradients(kind(kl=coefficient, **options), one)  # type: ignore[call-arg]
-        assert value == pytest.approx(coefficient * ESTIMATES[estimator or "k3"])
-        assert gradient == pytest.approx(coefficient * SLOPES[estimator or "k3"])
-    assert value_and_gradients(kind(**options), one) == (0.0, [0.0])  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("kind", POLICY)
-def test_the_entropy_bonus(kind: type[Loss]) -> None:
-    """The tests' entropies are logprob**2 + 0.3 logprob."""
-    one = [rollout(1, 0.0, weights=[1, 5.0])]
-    for coefficient in (0.25, 3.0):
-        value, (gradient,) = value_and_gradients(kind(entropy=coefficient), one)  # type: ignore[call-arg]
-        assert value == pytest.approx(-coefficient * (LOGPROB**2 + 0.3 * LOGPROB))
-        assert gradient == pytest.approx(-coefficient * (2 * LOGPROB + 0.3))
+    for estimator in (None, *ESTIMATES):
+        options: dict[str, Any] = {} if estimator is None else {"kl_estimator": estimator}
+        value, (gradient,) = value_and_gradients(kind(kl=0.25, **options), one)
+        assert value == pytest.approx(0.25 * ESTIMATES[estimator or "k3"])
+        assert gradient == pytest.approx(0.25 * SLOPES[estimator or "k3"])
+    value, (gradient,) = value_and_gradients(kind(entropy=3.0), one)
+    assert value == pytest.approx(-3 * (LOGPROB**2 + 0.3 * LOGPROB))
+    assert gradient == pytest.approx(-3 * (2 * LOGPROB + 0.3))
     assert value_and_gradients(kind(), one) == (0.0, [0.0])
 
 
@@ -295,26 +252,6 @@ def test_means_of_policy_losses(loss: Loss, expected: list[float]) -> None:
     assert value_and_gradients(loss, uneven())[1] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("loss", "expected"),
-    [
-        *((loss, [-1 / 4] * 4) for loss in (SFT(), LogLikelihood(normalize="token"))),
-        (LogLikelihood(normalize="rollout"), [-1 / 3, *[-1 / 9] * 3]),
-        (LogLikelihood(normalize="none"), [-1.0] * 4),
-    ],
-    ids=str,
-)
-def test_means_of_log_likelihood(loss: Loss, expected: list[float]) -> None:
-    value, gradients = value_and_gradients(loss, uneven())
-    assert gradients == pytest.approx(expected)
-    assert value == pytest.approx(LOGPROB * sum(expected))
-
-
-def test_on_policy_without_old_logprobs() -> None:
-    assert of_ratio(GRPO(), 1.0, 2.0) == pytest.approx((2.0, 2.0))
-    assert value_and_gradients(GRPO(), [rollout(1, 2.0)]) == (-2.0, [-2.0])
-
-
 @pytest.mark.parametrize("loss", [GRPO(clip=INF), CISPO(clip_high=INF), Distillation()], ids=str)
 def test_log_ratios_count_as_at_most_20(loss: Loss) -> None:
     for log_ratio, counts in ((19.9, 19.9), (20.1, 20.0), (90.0, 20.0)):
@@ -329,251 +266,6 @@ def test_log_ratios_count_as_at_most_20(loss: Loss) -> None:
         far = rollout(1, 0.0, reference_logprobs=[0, -1.0])
         value, _ = value_and_gradients(GRPO(kl=1.0), [far], -1.0 - x)
         assert value == pytest.approx(math.exp(counts) - counts - 1)
-
-
-# Distillation: reverse KL by the policy gradient with the advantage reference - logprob, forward KL
-# by the teacher's own tokens.
-
-
-@pytest.mark.parametrize(
-    ("loss", "ratio", "counts", "ended"),
-    [
-        (Distillation(), 40.0, 40.0, False),
-        (Distillation(direction="reverse"), 0.01, 0.01, False),
-        (Distillation(clip=0.2), 1.19, 1.19, False),
-        (Distillation(clip=0.2), 1.21, 1.2, True),
-        (Distillation(clip=0.2, clip_high=0.5), 1.49, 1.49, False),
-        (Distillation(clip=0.2, clip_high=0.5), 1.51, 1.5, True),
-        (Distillation(clip_high=0.5), 1.51, 1.5, True),
-    ],
-    ids=str,
-)
-def test_clips_of_distillation(loss: Loss, ratio: float, counts: float, ended: bool) -> None:
-    one = rollout(
-        1,
-        9.0,
-        old_logprobs=[0, LOGPROB - math.log(ratio)],
-        reference_logprobs=[0, LOGPROB + X],
-        weights=[1, 2.0],
-    )
-    value, (gradient,) = value_and_gradients(loss, [one])
-    assert value == pytest.approx(-2 * counts * X)
-    assert gradient == pytest.approx(0.0 if ended else -2 * ratio * X)
-
-
-def test_the_lower_clip_of_distillation() -> None:
-    """It binds where the teacher finds the token less likely."""
-    for clip, counts in ((0.2, 0.8), (0.4, 0.7)):
-        one = rollout(
-            1, old_logprobs=[0, LOGPROB - math.log(0.7)], reference_logprobs=[0, LOGPROB - X]
-        )
-        value, (gradient,) = value_and_gradients(Distillation(clip=clip), [one])
-        assert value == pytest.approx(counts * X)
-        assert gradient == pytest.approx(0.0 if counts == 0.8 else 0.7 * X)
-
-
-@pytest.mark.parametrize(
-    ("loss", "expected"),
-    [
-        (Distillation(direction="forward"), [-1 / 4] * 4),
-        (Distillation(direction="forward", normalize="rollout"), [-1 / 3, *[-1 / 9] * 3]),
-        (Distillation(), [-X / 4] * 4),
-        (Distillation(normalize="rollout"), [-X / 3, *[-X / 9] * 3]),
-    ],
-    ids=str,
-)
-def test_directions_and_means_of_distillation(loss: Distillation, expected: list[float]) -> None:
-    given = [
-        rollout(1, reference_logprobs=[0, LOGPROB + X]),
-        rollout(3, reference_logprobs=[0, *[LOGPROB + X] * 3]),
-        Rollout([0, 0], [0, 0], 9.0, reference_logprobs=[0, 0]),
-    ]
-    value, gradients = value_and_gradients(loss, given)
-    assert gradients == pytest.approx(expected)
-    # Every token's term is X or -X; of three rollouts two have terms.
-    share = 1.0 if loss.normalize == "token" else 2 / 3
-    assert value == pytest.approx(X * share if loss.direction == "forward" else -X * share)
-
-
-# DPO, arXiv 2305.18290, eq. 7, and its variants; SimPO, arXiv 2405.14734, eq. 6.
-
-CHOSEN, REJECTED = [-0.3, -0.5], [-1.0, -0.2, -0.9, -0.4]
-REFERENCES = [-0.6, -0.7], [-0.9, -0.5, -0.3, -0.3]
-SUMS = sum(CHOSEN) - sum(REFERENCES[0]) - (sum(REJECTED) - sum(REFERENCES[1]))
-MEANS = (sum(CHOSEN) - sum(REFERENCES[0])) / 2 - (sum(REJECTED) - sum(REFERENCES[1])) / 4
-
-
-def log_sigmoid(x: float) -> float:
-    return -math.log(1 + math.exp(-x))
-
-
-def pair_value(loss: Loss, *, swapped: bool = False, far: float = 0.0) -> float:
-    """Of one pair; `far` is added to the chosen rollout's first log-prob."""
-    chosen = rollout(2, 1.0, reference_logprobs=[0, *REFERENCES[0]], group_id="g")
-    rejected = rollout(4, -1.0, reference_logprobs=[0, *REFERENCES[1]], group_id="g")
-    outputs = [[CHOSEN[0] + far, CHOSEN[1]], REJECTED]
-    if swapped:
-        return value_and_gradients(loss, [rejected, chosen], [*outputs[1], *outputs[0]])[0]
-    return value_and_gradients(loss, [chosen, rejected], [*outputs[0], *outputs[1]])[0]
-
-
-@pytest.mark.parametrize(
-    ("loss", "expected"),
-    [
-        (DPO(), -log_sigmoid(0.1 * SUMS)),
-        (DPO(beta=0.7), -log_sigmoid(0.7 * SUMS)),
-        (DPO(length_normalized=True), -log_sigmoid(0.1 * MEANS)),
-        # E. Mitchell, A note on DPO with noisy preferences, 2023, eq. 3.
-        (
-            DPO(beta=0.7, label_smoothing=0.1),
-            -0.9 * log_sigmoid(0.7 * SUMS) - 0.1 * log_sigmoid(-0.7 * SUMS),
-        ),
-        # arXiv 2403.00409.
-        (
-            DPO(beta=0.7, label_smoothing=0.1, variant="robust"),
-            (-0.9 * log_sigmoid(0.7 * SUMS) + 0.1 * log_sigmoid(-0.7 * SUMS)) / 0.8,
-        ),
-        # arXiv 2309.06657.
-        (DPO(beta=0.7, variant="hinge"), 1 - 0.7 * SUMS),
-        (DPO(beta=0.7, variant="hinge", length_normalized=True), 1 - 0.7 * MEANS),
-        # arXiv 2310.12036, eq. 17.
-        (DPO(variant="ipo"), (SUMS - 1 / 0.2) ** 2),
-        (DPO(beta=0.7, variant="ipo"), (SUMS - 1 / 1.4) ** 2),
-        (DPO(beta=0.7, variant="ipo", length_normalized=True), (MEANS - 1 / 1.4) ** 2),
-        (SimPO(), -log_sigmoid(2.0 * (-0.8 / 2 + 2.5 / 4) - 0.5)),
-        (SimPO(beta=3.0), -log_sigmoid(3.0 * (-0.8 / 2 + 2.5 / 4) - 0.5)),
-        (SimPO(gamma=1.5), -log_sigmoid(2.0 * (-0.8 / 2 + 2.5 / 4) - 1.5)),
-    ],
-    ids=str,
-)
-def test_variants_of_pairs(loss: Loss, expected: float) -> None:
-    assert abs(SUMS - MEANS) > 0.1
-    for swapped in (False, True):
-        assert pair_value(loss, swapped=swapped) == pytest.approx(expected)
-
-
-def test_the_hinge_ends() -> None:
-    far = 1 / 0.7 - SUMS
-    assert pair_value(DPO(beta=0.7, variant="hinge"), far=far - 0.1) == pytest.approx(0.07)
-    assert pair_value(DPO(beta=0.7, variant="hinge"), far=far + 0.1) == 0.0
-
-
-def test_pairs_are_averaged_over_groups() -> None:
-    references = {"reference_logprobs": [0, LOGPROB]}
-    given = [rollout(1, a, group_id=g, **references) for g in "abc" for a in (1.0, 0.0)]
-    for loss in (DPO(), SimPO(gamma=0.0)):
-        value, gradients = value_and_gradients(loss, given)
-        assert value == pytest.approx(math.log(2))
-        slope = 0.1 / 2 / 3 if isinstance(loss, DPO) else 2.0 / 2 / 3
-        assert gradients == pytest.approx([-slope, slope] * 3)
-
-
-# The critic: OpenAI's baselines (ppo2), max((v - R)**2, (clip(v, v_old -+ e) - R)**2) / 2.
-
-
-@pytest.mark.parametrize(
-    ("loss", "value", "target", "expected", "slope"),
-    [
-        # The old value is 1. Within the clip, both squares are one.
-        (ValueLoss(), 1.1, 3.0, 1.9**2 / 2, -1.9),
-        # Towards the return beyond the clip: the clipped square is the larger, without a gradient.
-        (ValueLoss(), 1.5, 3.0, 1.8**2 / 2, 0.0),
-        (ValueLoss(clip=0.4), 1.5, 3.0, 1.6**2 / 2, 0.0),
-        (ValueLoss(clip=0.6), 1.5, 3.0, 1.5**2 / 2, -1.5),
-        (ValueLoss(), 0.5, -3.0, 3.8**2 / 2, 0.0),
-        # Away from the return the unclipped square is the larger.
-        (ValueLoss(), 1.5, -3.0, 4.5**2 / 2, 4.5),
-        (ValueLoss(clip=INF), 1.5, 3.0, 1.5**2 / 2, -1.5),
-    ],
-    ids=str,
-)
-def test_the_clip_of_values(
-    loss: Loss, value: float, target: float, expected: float, slope: float
-) -> None:
-    old = {} if loss == ValueLoss(clip=INF) else {"old_values": [0, 1.0]}
-    found, (gradient,) = value_and_gradients(loss, [rollout(1, returns=target, **old)], value)
-    assert found == pytest.approx(expected)
-    assert gradient == pytest.approx(slope)
-
-
-@pytest.mark.parametrize(
-    ("loss", "expected"),
-    [(ValueLoss(), TOKEN), (ValueLoss(normalize="rollout"), ROLLOUT)],
-    ids=str,
-)
-def test_means_of_values(loss: Loss, expected: list[float]) -> None:
-    given = [
-        rollout(1, returns=-2.0, old_values=[0, 0]),
-        rollout(3, returns=-3.0, old_values=[0] * 4),
-        Rollout([0, 0], [0, 0], 9.0, returns=0.0, old_values=[0, 0]),
-    ]
-    value, gradients = value_and_gradients(loss, given, 0.0)
-    assert gradients == pytest.approx(expected)
-    assert value == pytest.approx((1.0 * expected[0] * 2 + 3 * expected[1] * 3) / 2)
-
-
-@pytest.mark.parametrize(
-    ("options", "gamma", "lam"),
-    [
-        ({}, 1.0, 1.0),
-        ({"gamma": 0.9}, 0.9, 1.0),
-        ({"lam": 0.8}, 1.0, 0.8),
-        ({"gamma": 0.9, "lam": 0.8}, 0.9, 0.8),
-    ],
-    ids=str,
-)
-def test_gamma_and_lambda(options: dict[str, float], gamma: float, lam: float) -> None:
-    """arXiv 1506.02438, eq. 16, three actions: A_0 = d_0 + g l d_1 + (g l)**2 d_2."""
-    batch = RolloutBatch([Rollout([1, 2, 3, 4, 5], [0, 1, 0, 1, 1], 0.0)])
-    found = gae(batch, [9, 0.5, 9, -1.0, 2.0], [0, 0.1, 0, 0.2, 3.0], **options)
-    deltas = [0.1 + gamma * -1.0 - 0.5, 0.2 + gamma * 2.0 + 1.0, 3.0 - 2.0]
-    decay = gamma * lam
-    first = deltas[0] + decay * deltas[1] + decay**2 * deltas[2]
-    expected = [0, first, 0, deltas[1] + decay * deltas[2], deltas[2]]
-    assert found.advantages.tolist() == pytest.approx(expected)
-    values = [0, 0.5, 0, -1.0, 2.0]
-    assert found.returns.tolist() == pytest.approx(np.add(expected, values).tolist())
-
-
-# Importance weights: truncated (F. Yao et al., 2025) or masked (IcePop, arXiv 2510.18855, with a
-# floor), by token or by the product over the rollout.
-
-RATIOS = [0.4, 1.9, 2.1, 2.6]
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, [0.4, 1.9, 2.0, 2.0]),
-        ({"cap": 2.5}, [0.4, 1.9, 2.1, 2.5]),
-        ({"cap": INF}, RATIOS),
-        ({"floor": 0.5}, [0.5, 1.9, 2.0, 2.0]),
-        ({"mode": "mask"}, [0.4, 1.9, 0, 0]),
-        ({"mode": "mask", "cap": 2.5}, [0.4, 1.9, 2.1, 0]),
-        ({"mode": "mask", "floor": 0.5, "cap": 5.0}, [0, 1.9, 2.1, 2.6]),
-        ({"level": "token"}, [0.4, 1.9, 2.0, 2.0]),
-        ({"level": "sequence", "cap": 5.0}, [math.prod(RATIOS)] * 4),
-        ({"level": "sequence"}, [2.0] * 4),
-        ({"level": "sequence", "mode": "mask"}, [0.0] * 4),
-        ({"level": "sequence", "mode": "mask", "cap": 4.2}, [math.prod(RATIOS)] * 4),
-    ],
-    ids=str,
-)
-def test_bounds_of_importance_weights(options: dict[str, object], expected: list[float]) -> None:
-    batch = RolloutBatch([rollout(4, old_logprobs=[0] + [LOGPROB] * 4)])
-    sampler = [math.nan, *(LOGPROB - np.log(RATIOS))]
-    found = importance_weights(batch, sampler, **options)  # type: ignore[arg-type]
-    assert found.tolist() == pytest.approx([1.0, *expected])
-
-
-@pytest.mark.parametrize("bound", [2.0, 0.5])
-def test_ratios_at_a_bound_are_kept(bound: float) -> None:
-    log = math.log(bound)
-    batch = RolloutBatch([rollout(1, old_logprobs=[0, min(log, 0)])])
-    ratio = float(np.exp(log))
-    options = {"cap": ratio} if bound > 1 else {"floor": ratio}
-    found = importance_weights(batch, [0.0, min(-log, 0)], mode="mask", **options)  # type: ignore[arg-type]
-    assert found[1] == ratio
 
 
 # What an option may be ---------------------------------------------------------------------------
@@ -675,72 +367,3 @@ def test_what_denominators_take(name: str) -> None:
     for value in (-1, INF, math.nan, "1"):
         with pytest.raises(ConfigError, match=rf"^denominators\.{name} is "):
             Denominators(**(counts | {name: value}))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("changes", "allowed"),
-    [
-        ({"gamma": 1.001}, {"gamma": 1}),
-        ({"gamma": -0.001}, {"gamma": 0}),
-        ({"lam": 1.001}, {"lam": 1}),
-        ({"lam": -0.001}, {"lam": 0}),
-    ],
-    ids=str,
-)
-def test_what_gae_takes(changes: dict[str, float], allowed: dict[str, float]) -> None:
-    batch = RolloutBatch([rollout(2)])
-    gae(batch, [0, 1, 2], [1.0], **allowed)
-    (name,) = changes
-    with pytest.raises(ConfigError, match=f"^{name} is "):
-        gae(batch, [0, 1, 2], [1.0], **changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "allowed"),
-    [
-        ({"cap": 0}, {"cap": 1e-3}),
-        ({"cap": math.nan}, {"cap": INF}),
-        ({"floor": -0.1}, {"floor": 0}),
-        ({"floor": INF}, {"floor": 2.0}),
-        ({"floor": 2.1}, {"floor": 2.1, "cap": 2.1}),
-        ({"mode": "clip"}, {"mode": "mask"}),
-        ({"level": "group"}, {"level": "sequence"}),
-    ],
-    ids=str,
-)
-def test_what_importance_weights_take(
-    changes: dict[str, object], allowed: dict[str, object]
-) -> None:
-    batch = RolloutBatch([rollout(1, old_logprobs=[0, LOGPROB])])
-    importance_weights(batch, [0, LOGPROB], **allowed)  # type: ignore[arg-type]
-    (name,) = changes
-    with pytest.raises(ConfigError, match=f"^{name} is "):
-        importance_weights(batch, [0, LOGPROB], **changes)  # type: ignore[arg-type]
-
-
-def test_a_function_is_a_loss_of_either_model() -> None:
-    loss = as_loss(lambda outputs, batch: outputs.logprobs.sum())
-    loss.check_head("logprobs")
-    loss.check_head("values")
-
-
-@pytest.mark.parametrize(
-    ("loss", "head", "wants"),
-    [
-        (GRPO(), "values", "a causal language model's logprobs"),
-        (ValueLoss(), "logprobs", "a critic's values"),
-    ],
-    ids=str,
-)
-def test_a_loss_of_another_model_says_which(loss: Loss, head: Head, wants: str) -> None:
-    with pytest.raises(ConfigError, match=f"is a loss of {wants}, but the model is"):
-        loss.check_head(head)
-
-
-def test_a_view_has_returns_and_old_values_only_where_the_batch_has() -> None:
-    view, _ = make_view(RolloutBatch([rollout(1)]))
-    fields = {name: value for name, value in vars(view).items() if value is not None}
-    again = LossBatch(
-        **{"old_logprobs": None, "reference_logprobs": None, "weights": None} | fields
-    )
-    assert again.returns is None and again.old_values is None
