@@ -13,8 +13,10 @@ import torch
 
 from forkpoint import __version__
 
-PACKAGES = ("torch", "transformers", "numpy", "triton", "flash-attn-4", "flash-linear-attention")
-OF_KERNELS = ("flash-attn-4", "fla-core", "tilelang")
+PACKAGES = (
+    *("torch", "transformers", "numpy", "triton"),
+    *("flash-attn-4", "flash-linear-attention", "fla-core", "tilelang"),
+)
 BENCHMARKS = "benchmarks"
 """The package of benchmarks in a checkout."""
 
@@ -23,8 +25,19 @@ def versions() -> dict[str, str | None]:
     """Versions of what decides the results and the speed; None for what is not installed."""
     found: dict[str, str | None] = {"forkpoint": __version__, "python": platform.python_version()}
     for package in PACKAGES:
-        found[package] = _version(package)
-    return {**found, "cuda": torch.version.cuda}
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    # That of the package leaves out for which CUDA torch was built, or that it was for none.
+    found["torch"] = str(torch.__version__)
+    cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
+    return {**found, "cuda": torch.version.cuda, "cudnn": None if cudnn is None else str(cudnn)}
+
+
+def measured_versions() -> dict[str, str]:
+    """The same of what is installed."""
+    return {name: version for name, version in versions().items() if version is not None}
 
 
 def devices() -> list[dict[str, Any]]:
@@ -44,18 +57,6 @@ def devices() -> list[dict[str, Any]]:
     return found
 
 
-def measured_versions() -> dict[str, str]:
-    """Versions of the installed packages that decide how fast a step is, and of Python."""
-    found = {"python": platform.python_version()}
-    for package in ("torch", "triton", "transformers", "numpy", *OF_KERNELS, "forkpoint"):
-        version = _version(package)
-        if version is not None:
-            found[package] = version
-    if torch.cuda.is_available():
-        found["cudnn"] = str(torch.backends.cudnn.version())
-    return found
-
-
 @cache
 def environment() -> dict[str, Any]:
     """Device, versions, commit and command of this process, as rows of measurements have them."""
@@ -70,16 +71,6 @@ def environment() -> dict[str, Any]:
         # Absolute paths say where files lie on a machine, so only names of files are recorded.
         "command": " ".join([*_program(), *(_named(word) for word in sys.argv[1:])]),
     }
-
-
-def _version(package: str) -> str | None:
-    if package == "torch":
-        # That of the package leaves out for which CUDA it was built, or that it was for none.
-        return str(torch.__version__)
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _program() -> list[str]:

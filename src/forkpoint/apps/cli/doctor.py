@@ -37,12 +37,9 @@ class Doctor:
             from forkpoint.ops.attention import KERNELS
             from forkpoint.ops.delta_rule import DELTA_KERNELS
 
-            found = {
-                "versions": versions(),
-                "devices": devices(),
-                "families": {name: family.model_class for name, family in FAMILIES.items()},
-            }
-            names = [entry["device"] for entry in devices()]
+            found = {"versions": versions(), "devices": devices()}
+            found["families"] = {n: family.model_class for n, family in FAMILIES.items()}
+            names = [entry["device"] for entry in found["devices"]]
             kernels = {
                 "kernels": list_kernels(KERNELS, names, softcap=0.0, window=0),
                 "delta_rule_kernels": list_kernels(DELTA_KERNELS, names),
@@ -127,13 +124,10 @@ def self_test(*, compile_blocks: bool) -> "tuple[VerifyReport, str | None]":
 
 
 def _rows(kernels: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    serves = {True: "serves; auto takes it", False: "serves"}
     return [
-        (
-            f"{kernel['device']} {kernel['dtype']}",
-            kernel["kernel"],
-            kernel["refusal"] or ("serves; auto takes it" if kernel["auto"] else "serves"),
-        )
-        for kernel in kernels
+        (f"{k['device']} {k['dtype']}", k["kernel"], k["refusal"] or serves[k["auto"]])
+        for k in kernels
     ]
 
 

@@ -109,7 +109,7 @@ class Plan:
                 ranks = Ranks(self.ranks, shape, calibration, config, whole_groups=pairs)
 
             def make(
-                batch: RolloutBatch, *, prompts: tuple[PlannedPrompt, ...] | None = None
+                batch: RolloutBatch, prompts: tuple[PlannedPrompt, ...] | None = None
             ) -> MadePlan:
                 return make_plan(
                     batch,

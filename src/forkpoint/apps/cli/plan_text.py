@@ -26,13 +26,8 @@ def answers(
 ) -> dict[str, str]:
     """Answers by their names, each a line.
 
-    Args:
-        plan: of one batch; all are planned with the same settings.
-        totals: over the plans of all batches.
-        groups: how many there are in all batches.
-        file: the rollouts.
-        model: as it was named; None where tokens alone are counted.
-        device: the device that is planned for, if one was given.
+    `plan` is that of one batch; all are planned with the same settings. `totals` and `groups` are
+    of all batches.
     """
     found = {
         "shares": _shares(totals),

@@ -1,8 +1,9 @@
 """Costs of a step on several ranks, for `forkpoint plan --ranks`. Imports no torch."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -19,13 +20,8 @@ from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.shared_prompts import PlannedPrompt, SharedPrompt, cannot_exchange
 from forkpoint.rollouts.batch import RolloutBatch
 
-
-class MakePlan(Protocol):
-    """Makes the plan of some rollouts; with `prompts`, of ranks that exchange them."""
-
-    def __call__(
-        self, batch: RolloutBatch, /, *, prompts: tuple[PlannedPrompt, ...] | None = None
-    ) -> Plan: ...
+MakePlan = Callable[[RolloutBatch, tuple[PlannedPrompt, ...] | None], Plan]
+"""Makes the plan of some rollouts; with prompts, of ranks that exchange them."""
 
 
 @dataclass
@@ -64,13 +60,7 @@ class Ranks:
     sums: dict[str, Sums] = field(default_factory=lambda: defaultdict(Sums))
 
     def add(self, batch: RolloutBatch, one_rank: Plan, make: MakePlan) -> None:
-        """Place one batch in each way, and predict the step.
-
-        Args:
-            batch: the rollouts.
-            one_rank: the plan of all of them on one rank.
-            make: makes the plan of a part of them.
-        """
+        """Place one batch in each way, and predict the step; `one_rank` is its plan on one."""
         groups, count = batch.group_index, self.ranks
         rates = Rates.of(self.shape, self.calibration)
         paths = Paths.of_batch(batch, one_rank.run_lengths)
@@ -95,12 +85,12 @@ class Ranks:
         for name, rank in placed.items():
             members = [np.flatnonzero(rank == number).tolist() for number in range(count)]
             parts = [batch.select(of) if of else None for of in members]
-            plans = [make(part) if part else None for part in parts]
+            plans = [make(part, None) if part else None for part in parts]
             step = exchanged = predict_step(plans, self.calibration)
             prompts: tuple[SharedPrompt, ...] = ()
             try:
                 if exchanges:
-                    others, prompts = exchange_plans(parts, plans, lambda b, t: make(b, prompts=t))
+                    others, prompts = exchange_plans(parts, plans, make)
                     exchanged = predict_step(others, self.calibration, prompts)
             except PlanError:  # prompts that do not fit are not exchanged
                 pass

@@ -141,7 +141,7 @@ class Replay:
         if recording.output is None and (recording.resume or recording.checkpoint_every):
             option = "resume" if recording.resume else "checkpoint_every"
             raise ConfigError(f"{option} needs a folder to keep things in; add --output DIR.")
-        trace = self._trace(out)
+        trace = self._trace(out) if is_trace(self.file) else None
         batch = None if trace else load_batch(self.file, self.limit, self.reading, out)
         with out.waiting("making the model"):
             from forkpoint.apps.cli.models import load_model, out_of_memory_explained
@@ -197,9 +197,7 @@ class Replay:
         return 0
 
     def _trace(self, out: Output) -> "Trace | None":
-        """The trace that the file is, if it is one; options that a trace has no use for raise."""
-        if not is_trace(self.file):
-            return None
+        """The trace that the file is; options that a trace has no use for raise."""
         given = options(self.reading)
         usual = options(Reading(memory_limit=self.reading.memory_limit))
         unused = [name for name, value in usual.items() if given[name] != value]
@@ -250,9 +248,9 @@ def show_report(out: Output, report: "ReplayReport") -> None:
     if values["dense_ms"] is not None:
         columns += ["dense loss", "dense ms", "speed-up"]
     rows = []
-    for number, step in enumerate(report.steps[:MOST_STEPS], start=1):
+    for step in report.steps[:MOST_STEPS]:
         one, other = step.shared, step.dense
-        row = [number, f"{step.logical_tokens:,}", f"{one.computed_tokens:,}"]
+        row = [len(rows) + 1, f"{step.logical_tokens:,}", f"{one.computed_tokens:,}"]
         row += [f"{one.loss:.6f}", f"{one.ms:,.0f}"]
         if other is not None:
             row += [f"{other.loss:.6f}", f"{other.ms:,.0f}", f"{other.ms / one.ms:.2f}x"]
@@ -263,27 +261,25 @@ def show_report(out: Output, report: "ReplayReport") -> None:
     out.show(_summary(values))
 
 
-def _summary(values: dict[str, Any]) -> str:
-    given, run = values["logical_tokens"], values["computed_tokens"]
-    left_out = f"; {values['left_out_tokens']:,} give no gradient and are left out"
+def _summary(v: dict[str, Any]) -> str:
+    """`v`: of ReplayReport.to_dict."""
+    left_out = f"; {v['left_out_tokens']:,} give no gradient and are left out"
     lines = [
-        f"tokens run: {run:,} of {given:,} given" + left_out * bool(values["left_out_tokens"]),
-        f"time, planning and optimizer included: shared {values['shared_ms']:,.0f} ms "
-        f"(median step {values['shared_median_ms']:,.0f})",
+        f"tokens run: {v['computed_tokens']:,} of {v['logical_tokens']:,} given"
+        + left_out * bool(v["left_out_tokens"]),
+        f"time, planning and optimizer included: shared {v['shared_ms']:,.0f} ms "
+        f"(median step {v['shared_median_ms']:,.0f})",
     ]
-    if values["dense_ms"] is None:
-        lines.append(f"counted bound on the speed-up over dense: {values['bound']:.2f}x")
+    if v["dense_ms"] is None:
+        lines.append(f"counted bound on the speed-up over dense: {v['bound']:.2f}x")
     else:
-        lines[1] += (
-            f", dense {values['dense_ms']:,.0f} ms (median step {values['dense_median_ms']:,.0f})"
-        )
+        lines[1] += f", dense {v['dense_ms']:,.0f} ms (median step {v['dense_median_ms']:,.0f})"
         lines += [
-            f"speed-up: {values['speedup']:.2f}x over all steps, median step "
-            f"{values['median_speedup']:.2f}x; counted bound {values['bound']:.2f}x",
-            f"losses differ by at most {values['max_loss_difference']:.1e}; parameters by at most "
-            f"{values['max_parameter_difference']:.1e} (rms "
-            f"{values['rms_parameter_difference']:.1e}, after moving by "
-            f"{values['rms_parameter_change']:.1e})",
+            f"speed-up: {v['speedup']:.2f}x over all steps, median step "
+            f"{v['median_speedup']:.2f}x; counted bound {v['bound']:.2f}x",
+            f"losses differ by at most {v['max_loss_difference']:.1e}; parameters by at most "
+            f"{v['max_parameter_difference']:.1e} (rms {v['rms_parameter_difference']:.1e}, after "
+            f"moving by {v['rms_parameter_change']:.1e})",
         ]
     lines.append(
         "The first step includes warm-up: compilation on CUDA, first kernel calls, optimizer state."

@@ -3,8 +3,9 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
+from forkpoint.apps.cli.options import DeviceName
 from forkpoint.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from forkpoint.plan.pricing.calibration import Link
 
 T = TypeVar("T")
-DeviceName = Literal["auto", "cpu", "cuda"]
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 

@@ -114,14 +114,14 @@ class Loop:
         began = time.perf_counter()
         task = self.task
         prompts = [make_prompt(task.prompt_tokens, self._random) for _ in range(task.groups)]
-        sampled = sample(
+        token_ids_GNR, logprobs_GNR = sample(
             self.model,
             torch.from_numpy(np.stack(prompts)),
             responses=task.rollouts_per_group,
             tokens=task.response_tokens,
             generator=self._generator,
         )
-        responses_GNR = sampled.token_ids_GNR.numpy()
+        responses_GNR = token_ids_GNR.numpy()
         rewards_GN = np.array(
             [[reward(p, r) for r in group] for p, group in zip(prompts, responses_GNR, strict=True)]
         )
@@ -141,7 +141,7 @@ class Loop:
         return Rollouts(
             batch=batch,
             rewards_GN=rewards_GN,
-            logprobs_GNR=sampled.logprobs_GNR,
+            logprobs_GNR=logprobs_GNR,
             prompt=prompts[0],
             response=responses_GNR[0, 0],
             ms=(time.perf_counter() - began) * 1e3,
@@ -170,11 +170,8 @@ class Loop:
         """Take both gradients from the same weights, and one optimizer step with the shared one."""
         batch = rollouts.batch
         shared_first = number % 2 == 0
-        policies = [self.dense, self.shared]
-        runs = {
-            policy: self._gradient(policy, batch)
-            for policy in (reversed(policies) if shared_first else policies)
-        }
+        policies = (self.shared, self.dense) if shared_first else (self.dense, self.shared)
+        runs = {policy: self._gradient(policy, batch) for policy in policies}
         _, dense_ms, expected = runs[self.dense]
         stats, shared_ms, gradients = runs[self.shared]
         norm, difference = _norm(expected), _norm(gradients, less=expected)
@@ -218,24 +215,24 @@ class Loop:
 
 def summary(steps: list[Step]) -> dict[str, Any]:
     """Sums over the steps, and their lists; ready for JSON."""
-    times = {
-        "sampling": [step.sampling_ms for step in steps],
-        "shared": [step.shared_ms for step in steps],
-        "dense": [step.dense_ms for step in steps],
-    }
+
+    def every(name: str) -> list[Any]:
+        return [getattr(step, name) for step in steps]
+
     values: dict[str, Any] = {
         "steps": len(steps),
-        "logical_tokens": sum(step.logical_tokens for step in steps),
-        "computed_tokens": sum(step.computed_tokens for step in steps),
-        "rewards": [step.reward for step in steps],
-        **rise([step.reward for step in steps]),
-        "max_gradient_difference": max(step.gradient_difference for step in steps),
-        "max_sampler_logprob_difference": max(step.sampler_logprob_difference for step in steps),
-        "bound": sum(step.dense_flops for step in steps) / sum(step.shared_flops for step in steps),
-        "speedup": sum(times["dense"]) / sum(times["shared"]),
+        "logical_tokens": sum(every("logical_tokens")),
+        "computed_tokens": sum(every("computed_tokens")),
+        "rewards": every("reward"),
+        **rise(every("reward")),
+        "max_gradient_difference": max(every("gradient_difference")),
+        "max_sampler_logprob_difference": max(every("sampler_logprob_difference")),
+        "bound": sum(every("dense_flops")) / sum(every("shared_flops")),
+        "speedup": sum(every("dense_ms")) / sum(every("shared_ms")),
         "median_speedup": statistics.median(step.dense_ms / step.shared_ms for step in steps),
     }
-    for name, ms in times.items():
+    for name in ("sampling", "shared", "dense"):
+        ms = every(f"{name}_ms")
         values[f"{name}_ms"] = sum(ms)
         values[f"{name}_median_ms"] = statistics.median(ms)
         values[f"{name}_step_ms"] = ms
@@ -251,16 +248,13 @@ def rise(rewards: list[float]) -> dict[str, Any]:
     """
     few = max(1, len(rewards) // 4)
     first, last = rewards[:few], rewards[-few:]
-    gain = statistics.fmean(last) - statistics.fmean(first)
+    means = statistics.fmean(first), statistics.fmean(last)
     rose = None
     if few > 1:
         error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / few)
-        rose = gain > STANDARD_ERRORS * error
-    return {
-        "first_quarter_reward": statistics.fmean(first),
-        "last_quarter_reward": statistics.fmean(last),
-        "reward_rose": rose,
-    }
+        rose = means[1] - means[0] > STANDARD_ERRORS * error
+    names = ("first_quarter_reward", "last_quarter_reward", "reward_rose")
+    return dict(zip(names, (*means, rose), strict=True))
 
 
 def _norm(gradients: list[Tensor | None], less: list[Tensor | None] | None = None) -> float:

@@ -1,21 +1,10 @@
 """Sampling the responses of groups: each prompt is read once, for all of its responses."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from forkpoint.errors import ConfigError
-
-
-@dataclass(frozen=True, eq=False)
-class Sampled:
-    """Responses to G prompts, N to each, R tokens long."""
-
-    token_ids_GNR: Tensor
-    logprobs_GNR: Tensor
-    """Log-probs with which the sampler drew each token, in the dtype of the model."""
 
 
 @torch.no_grad()
@@ -26,7 +15,7 @@ def sample(
     responses: int,
     tokens: int,
     generator: torch.Generator,
-) -> Sampled:
+) -> tuple[Tensor, Tensor]:
     """Draw responses token by token from the model's own distribution, at temperature 1.
 
     The prompts go through the model once; their keys and values are then repeated in the model's
@@ -38,6 +27,9 @@ def sample(
         responses: how many to each prompt.
         tokens: the length of every response.
         generator: the source of randomness, on the model's device.
+
+    Returns the token ids [G, N, R], and the log-probs with which each was drawn, in the dtype of
+    the model.
 
     Raises:
         ConfigError: the model's logits are not finite, so that there is nothing to draw from.
@@ -63,4 +55,4 @@ def sample(
             break
         logits_BV = model(input_ids=next_B1, past_key_values=cache, use_cache=True).logits[:, -1]
     shape = (len(prompt_ids_GP), responses, tokens)
-    return Sampled(torch.cat(drawn, 1).view(shape), torch.cat(logprobs, 1).view(shape))
+    return torch.cat(drawn, 1).view(shape), torch.cat(logprobs, 1).view(shape)

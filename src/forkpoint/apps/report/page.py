@@ -70,8 +70,7 @@ def check_page(path: Path) -> None:
 
 def write_page(path: Path, chapters: Sequence[Chapter]) -> int:
     """Write the page of these chapters, and return its bytes."""
-    content = render_page(chapters).encode("utf-8")
-    return path.write_bytes(content)
+    return path.write_bytes(render_page(chapters).encode("utf-8"))
 
 
 def render_page(chapters: Sequence[Chapter]) -> str:

@@ -82,10 +82,6 @@ def model_name(model: Mapping[str, Any]) -> str:
     return f"a {abbreviate(str(name), MAX_NAME_CHARACTERS)}{sizes}"
 
 
-# Answers
-# ------------------------------------------------------------
-
-
 def gradients_tile(steps: Sequence[ReplayStep], manifest: Mapping[str, Any]) -> Tile:
     """Whether the gradients of a replay are those of its baseline.
 
@@ -172,27 +168,25 @@ def tokens_tile(totals: Mapping[str, Any]) -> Tile:
 def memory_tiles(steps: Sequence[ReplayStep], budget: int | None) -> list[Tile]:
     """The largest peak, measured or else predicted, beside the budget that plans were made for;
     no tile where it is not known."""
-    measured = [step.shared.peak_memory_bytes for step in steps]
-    how, peaks = "Measured", [peak for peak in measured if peak is not None]
-    if not peaks:
-        predicted = [step.shared.predicted_peak_bytes for step in steps]
-        how, peaks = "Predicted", [peak for peak in predicted if peak is not None]
-    if not peaks:
+    names = {"Measured": "peak_memory_bytes", "Predicted": "predicted_peak_bytes"}
+    peaks = {
+        how: [peak for step in steps if (peak := getattr(step.shared, name)) is not None]
+        for how, name in names.items()
+    }
+    how = "Measured" if peaks["Measured"] else "Predicted"
+    if not peaks[how]:
         return []
+    most = max(peaks[how])
     of_budget = "" if budget is None else f", of a budget of {format_bytes(budget)}"
     return [
         Tile(
-            value=format_bytes(max(peaks)),
+            value=format_bytes(most),
             label=f"of memory at the peak{of_budget}",
             remark=f"{how}: activations and prefix cache at the worst moment. Weights, their "
             "gradients and the optimizer are added.",
-            state="plain" if budget is None or max(peaks) <= budget else "bad",
+            state="plain" if budget is None or most <= budget else "bad",
         )
     ]
-
-
-# Figures
-# ------------------------------------------------------------
 
 
 def _both(steps: Sequence[ReplayStep], name: str) -> dict[str, list[Any]]:
@@ -216,15 +210,12 @@ def speed_figure(steps: Sequence[ReplayStep]) -> Figure:
             "packed microbatches with the same head, kernels and loss. The first step includes "
             "warm-up."
         )
-    return Figure(
-        name="speed",
-        title="Speed-up against the bound",
-        caption=caption,
-        pictures=[
-            curves(x, "speed-up", lines, dots=True, log=True),
-            curves(x, "step, ms", times, dots=True, log=True),
-        ],
-    )
+    pictures = [
+        curves(x, "speed-up", lines, dots=True, log=True),
+        curves(x, "step, ms", times, dots=True, log=True),
+    ]
+    title = "Speed-up against the bound"
+    return Figure(name="speed", title=title, caption=caption, pictures=pictures)
 
 
 def drift_figures(steps: Sequence[ReplayStep]) -> list[Figure]:
@@ -247,38 +238,31 @@ def drift_figures(steps: Sequence[ReplayStep]) -> list[Figure]:
         "difference (largest)": [d.max for d in apart],
         "shared less dense (rms)": [d.rms for d in apart],
     }
-    return [
-        Figure(
-            name="drift",
-            title="Drift of the parameters",
-            caption="Parameters of the shared model less those of the dense model, over all "
-            f"elements, after each step. Rounding averages out; a bias would not. {verdict}",
-            pictures=[
-                curves(x, "mean difference", {"shared": [d.mean for d in apart]}, band=band),
-                curves(x, "difference", sizes, log=True),
-            ],
-        )
+    pictures = [
+        curves(x, "mean difference", {"shared": [d.mean for d in apart]}, band=band),
+        curves(x, "difference", sizes, log=True),
     ]
+    caption = (
+        "Parameters of the shared model less those of the dense model, over all elements, after "
+        f"each step. Rounding averages out; a bias would not. {verdict}"
+    )
+    title = "Drift of the parameters"
+    return [Figure(name="drift", title=title, caption=caption, pictures=pictures)]
 
 
 def loss_figure(steps: Sequence[ReplayStep]) -> Figure:
     """Losses and gradient norms, dense and shared, and how the losses differ."""
     x, losses = [step.step for step in steps], _both(steps, "loss")
-    pictures = [
-        curves(x, "loss", losses),
-        curves(x, "gradient norm", _both(steps, "gradient_norm")),
-    ]
+    lines = {"loss": losses, "gradient norm": _both(steps, "gradient_norm")}
     if "dense" in losses:
         apart = [s - d for s, d in zip(losses["shared"], losses["dense"], strict=True)]
-        pictures.append(curves(x, "loss difference", {"difference": apart}))
+        lines["loss difference"] = {"difference": apart}
     if any(step.shared.router_loss is not None for step in steps):
-        pictures.append(curves(x, "router loss", _both(steps, "router_loss")))
-    return Figure(
-        name="losses",
-        title="Losses and gradient norms",
-        caption="Of each step, before its update.",
-        pictures=pictures,
-    )
+        lines["router loss"] = _both(steps, "router_loss")
+    pictures = [curves(x, label, of) for label, of in lines.items()]
+    caption = "Of each step, before its update."
+    title = "Losses and gradient norms"
+    return Figure(name="losses", title=title, caption=caption, pictures=pictures)
 
 
 def steps_figure(steps: Sequence[ReplayStep]) -> Figure:
@@ -303,14 +287,13 @@ def environment_figure(manifest: Mapping[str, Any]) -> Figure:
     """The settings that decide the numbers, and where they came from."""
     about, fixed = manifest["about"], manifest["fixed"]
     model = {**(fixed["model"]["config"] or {}), **fixed["model"], "config": None}
-    rows: list[tuple[str, Any]] = []
+    rows: list[tuple[str, str]] = []
     for name, value in {**about, **fixed, "model": model, "options": None}.items():
         entries = value.items() if isinstance(value, dict) else [("", value)]
-        rows += [(f"{name}: {key}".removesuffix(": "), entry) for key, entry in entries]
+        named = ((f"{name}: {key}".removesuffix(": "), entry) for key, entry in entries)
+        rows += [(abbreviate(n), json_text(entry)) for n, entry in named if entry is not None]
+    caption = "A replay that is resumed with other settings is refused."
+    columns = ("name", "value")
     return Figure(
-        name="environment",
-        title="Environment",
-        caption="A replay that is resumed with other settings is refused.",
-        columns=("name", "value"),
-        rows=[(abbreviate(n), json_text(v)) for n, v in rows if v is not None],
+        name="environment", title="Environment", caption=caption, columns=columns, rows=rows
     )
