@@ -39,32 +39,24 @@ def sgd_loop(model: PreTrainedModel, seed: int = 0, lr: float = 1.0) -> Loop:
 # The sampler --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("dtype", "bar"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
-def test_the_samplers_logprobs_are_the_scores(dtype: torch.dtype, bar: float) -> None:
-    model = tiny_model("qwen3", dtype=dtype)
+def test_the_samplers_logprobs_are_the_scores() -> None:
+    model = tiny_model("qwen3")
     prompts = torch.randint(61, (3, 19), generator=torch.Generator().manual_seed(1))
     with lifted_upcasts(model):
-        sampled = sample(
+        ids_GNR, logprobs_GNR = sample(
             model, prompts, responses=4, tokens=9, generator=torch.Generator().manual_seed(2)
         )
-        assert sampled.token_ids_GNR.shape == sampled.logprobs_GNR.shape == (3, 4, 9)
+        assert ids_GNR.shape == logprobs_GNR.shape == (3, 4, 9)
         batch = RolloutBatch(
-            [
-                Rollout(
-                    token_ids=np.concatenate([prompt.numpy(), response.numpy()]),
-                    loss_mask=np.repeat([0, 1], [19, 9]),
-                    advantage=1.0,
-                    group_id=f"g{group}",
-                )
-                for group, prompt in enumerate(prompts)
-                for response in sampled.token_ids_GNR[group]
-            ]
+            Rollout([*prompt, *response], [0] * 19 + [1] * 9, 1.0, group_id=f"g{group}")
+            for group, prompt in enumerate(prompts.tolist())
+            for response in ids_GNR[group].tolist()
         )
         scores = wrap(model).score(batch).logprobs
     trained = scores[torch.from_numpy(batch.loss_mask.astype(bool))]
-    assert float((trained - sampled.logprobs_GNR.flatten()).abs().max()) < bar
-    assert sampled.logprobs_GNR.std() > 0.1, "all tokens are equally likely: nothing was compared"
-    responses = {tuple(r) for group in sampled.token_ids_GNR.tolist() for r in group}
+    assert float((trained - logprobs_GNR.flatten()).abs().max()) < 1e-10
+    assert logprobs_GNR.std() > 0.1, "all tokens are equally likely: nothing was compared"
+    responses = {tuple(r) for group in ids_GNR.tolist() for r in group}
     assert len(responses) == 12, "responses repeat"
 
 
@@ -75,10 +67,10 @@ def test_the_sampler_draws_from_the_models_distribution() -> None:
     with torch.no_grad():
         expected = model(input_ids=prompt).logits[0, -1].softmax(-1)
     count = 20_000
-    sampled = sample(
+    ids_GNR, _ = sample(
         model, prompt, responses=count, tokens=1, generator=torch.Generator().manual_seed(0)
     )
-    found = torch.bincount(sampled.token_ids_GNR.flatten(), minlength=61) / count
+    found = torch.bincount(ids_GNR.flatten(), minlength=61) / count
     error = (expected * (1 - expected) / count).sqrt()
     assert float(((found - expected).abs() / error).max()) < 5
     assert float(expected.max()) > 2 / 61, "the distribution is flat: any temperature would pass"
@@ -117,46 +109,33 @@ def test_rollouts_are_rewarded_by_the_rule_and_normalised_within_groups() -> Non
 
 
 @pytest.mark.parametrize("number", [1, 2], ids=["dense first", "shared first"])
-def test_a_step_applies_the_gradient_of_ordinary_training(number: int) -> None:
+def test_a_step_applies_the_gradient_of_ordinary_training(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shared one, and never the dense one, which is made twice as large in one case."""
     model = tiny_model("qwen3", **WORDS)
     with lifted_upcasts(model):
         loop = sgd_loop(model)
         rollouts = loop.rollouts()
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         expected = dense_run(model, rollouts.batch, loop.loss).gradients
+        right = loop.dense.forward_backward
+        twice = lambda *given: right(*given, scale=float(number))  # noqa: E731
+        monkeypatch.setattr(loop.dense, "forward_backward", twice)
         step = loop.step(number, rollouts)
     norm = float(torch.stack([g.norm() for g in expected.values() if g is not None]).norm())
-    assert step.gradient_norm == pytest.approx(norm, rel=1e-10) and norm > 0
+    assert step.gradient_norm == pytest.approx(number * norm, rel=1e-10) and norm > 0
     for name, parameter in model.named_parameters():
         gradient = expected[name]
         assert gradient is not None
         moved = before[name] - parameter.detach()
         assert float((moved - gradient).abs().max()) < 1e-10 * norm
         assert parameter.grad is None
-    assert 0 < step.gradient_difference < 1e-12
+    assert 0 < abs(step.gradient_difference - (number - 1) / 2) < 1e-12
     assert 0 < step.sampler_logprob_difference < 1e-10
     assert step.shared_first == (number == 2)
     assert (step.logical_tokens, step.reward) == (6 * 27, rollouts.rewards_GN.mean())
     assert step.computed_tokens < step.logical_tokens and step.dense_flops > step.shared_flops
-
-
-@pytest.mark.parametrize("number", [1, 2], ids=["dense first", "shared first"])
-def test_the_shared_gradient_is_the_one_applied(
-    number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a dense gradient that is made twice as large, to tell them apart."""
-    model = tiny_model("qwen3", **WORDS)
-    with lifted_upcasts(model):
-        loop = sgd_loop(model)
-        rollouts = loop.rollouts()
-        before = model.get_input_embeddings().weight.detach().clone()
-        expected = dense_run(model, rollouts.batch, loop.loss).gradients
-        right = loop.dense.forward_backward
-        monkeypatch.setattr(loop.dense, "forward_backward", lambda *args: right(*args, scale=2.0))
-        step = loop.step(number, rollouts)
-    moved = before - model.get_input_embeddings().weight.detach()
-    torch.testing.assert_close(moved, expected["model.embed_tokens.weight"])
-    assert step.gradient_difference == pytest.approx(0.5)
 
 
 def test_dense_takes_the_row_length_that_was_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,10 +166,7 @@ def test_what_it_writes_and_says(run: Callable[..., Any], tmp_path: Path) -> Non
     assert 0 < result["max_gradient_difference"] < 1e-5
     assert 0 < result["max_sampler_logprob_difference"] < 1e-4
     assert result["computed_tokens"] < result["logical_tokens"] == 3 * 8 * 53
-    assert (result["steps"], result["rollouts"], result["threads"]) == (
-        *(3, 24),
-        torch.get_num_threads(),
-    )
+    assert (result["steps"], result["rollouts"]) == (3, 24)
     assert result["bound"] > 1 and result["speedup"] > 0
     assert result["speedup"] == pytest.approx(result["dense_ms"] / result["shared_ms"])
     assert result["reward_rose"] is None and "too few to tell" in done.out
@@ -219,11 +195,10 @@ def test_the_same_seed_gives_the_same_run(run: Callable[..., Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
-def test_reward_rises(seed: int, shell: Shell, tmp_path: Path) -> None:
+def test_reward_rises(shell: Shell, tmp_path: Path) -> None:
     done = shell(
         *("demo", "--prompt-tokens", 64, "--response-tokens", 8, "--steps", 40),
-        *("--groups", 4, "--rollouts-per-group", 8, "--seed", seed, "--output", tmp_path),
+        *("--groups", 4, "--rollouts-per-group", 8, "--output", tmp_path),
     )
     result = done.result
     assert done.code == 0 and result["reward_rose"] is True and "it rose" in done.out
@@ -239,19 +214,10 @@ def test_no_rise_is_said(run: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "form", "failed"),
-    [
-        pytest.param(torch.float64, (), "agreement in float64", marks=pytest.mark.slow),
-        (torch.float32, (), "agreement in float32"),
-        (torch.float32, ("--json",), "{"),
-    ],
+    "dtype", [pytest.param(torch.float64, marks=pytest.mark.slow), torch.float32]
 )
 def test_a_wrong_gradient_fails_it(
-    dtype: torch.dtype,
-    form: tuple[str, ...],
-    failed: str,
-    run: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Shared gradients of one dtype are one part in a thousand too large."""
     right = Engine.forward_backward
@@ -261,30 +227,23 @@ def test_a_wrong_gradient_fails_it(
         return right(self, *args[:-1], args[-1] * (1.001 if shared else 1.0))
 
     monkeypatch.setattr(Engine, "forward_backward", wrong)
-    done = run("--steps", 2, *form)
+    done = run("--steps", 2)
     assert done.code == 1 and done.result["passed"] is False
-    lines = [line for line in done.out.splitlines() if "FAILED" in line]
-    assert all(line.startswith(failed) for line in lines) and len(lines) == (not form)
+    (line,) = [line for line in done.out.splitlines() if "FAILED" in line]
+    assert line.startswith(f"agreement in {str(dtype).removeprefix('torch.')}")
     apart = done.result["max_gradient_difference"]
     assert (apart > GRADIENT_BAR) == (dtype == torch.float32)
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("option", "value"),
     [
-        ("--rollouts-per-group", 1),
-        ("--lr", "nan"),
-        ("--output", "file"),
-        ("--output", "file/below"),
-        ("--output", "taken"),
+        *(("rollouts-per-group", 1), ("lr", "nan")),
+        *(("output", "file"), ("output", "file/below"), ("output", "taken")),
     ],
-    ids=lambda arguments: " ".join(map(str, arguments)),
 )
 def test_wrong_options_are_refused_before_anything_runs(
-    arguments: tuple[object, ...],
-    shell: Shell,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    option: str, value: object, shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def not_reached(*_: object) -> None:
         raise AssertionError("something ran")
@@ -293,9 +252,8 @@ def test_wrong_options_are_refused_before_anything_runs(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     (tmp_path / "taken" / "demo.png").mkdir(parents=True)
-    done = shell("demo", *arguments)
-    assert (done.code, done.out) == (2, "")
-    assert arguments[0] in done.err or "lr" in done.err
+    done = shell("demo", f"--{option}", value)
+    assert (done.code, done.out) == (2, "") and option in done.err
 
 
 def test_a_refused_or_broken_run_leaves_earlier_results(
