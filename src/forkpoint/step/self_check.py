@@ -245,9 +245,6 @@ class StockComparison:
             sample.loss_mask.reshape(ids.shape).copy(), device=host.device
         )
         self.dtype: torch.dtype = host.compute_dtype
-        # Norms of float64 models are computed in float32, as transformers writes them.
-        widest = torch.promote_types(self.dtype, torch.float32) == torch.float64
-        self.eps: float = torch.finfo(torch.float32 if widest else self.dtype).eps
         most = max(4, ids.shape[1] // 2)
         forced = Config(sharing="tree", boundary="across", max_microbatch_tokens=most)
         self.plan: Plan = make_plan(
@@ -347,21 +344,17 @@ class StockComparison:
         if not bool(there.any()):
             there = self.trained_NW
             stock, together, rounded, shared = (torch.zeros_like(x) for x in [stock] * 4)
-        noise = _rms((rounded - together)[there])
-        size = self.eps * max(1.0, _rms(stock[there]))
-        last = torch.finfo(self.host.loss_dtype).eps / self.eps
-        floor = max(FLOOR_ROUNDINGS, FLOOR_VALUE_ROUNDINGS * last) * size
-        allowed = max(NOISE_FACTOR * noise, floor)
+        noise = rms((rounded - together)[there])
         difference = torch.where(there, (shared - stock).abs(), 0)
         difference = difference.nan_to_num(torch.inf, torch.inf)
         sequence, token = divmod(int(difference.argmax()), width)
         return SampleComparison(
             head=self.host.head,
-            difference=_rms(difference[there]),
+            difference=rms(difference[there]),
             largest=float(difference.max()),
             noise=noise,
-            repeated=_rms((together - stock)[there]),
-            allowed=min(allowed, CEILING_ROUNDINGS * size),
+            repeated=rms((together - stock)[there]),
+            allowed=allowed_difference(self.host, noise, rms(stock[there])),
             elsewhere=elsewhere[0],
             allowed_elsewhere=ELSEWHERE + ELSEWHERE_FACTOR * elsewhere[1],
             dtype=str(self.dtype).removeprefix("torch."),
@@ -375,15 +368,35 @@ class StockComparison:
         mark = self.changes.mark
         keep_random_state(self.host.device, self.changes)
         if rounded:
-            round_embeddings(self.host, self.eps, self.changes)
+            round_embeddings(self.host, self.changes)
         self.routed()
         found = self.stock(self.ids_NW)
         self.changes.undo(mark)
         return found
 
 
-def _rms(values: Tensor) -> float:
+def rms(values: Tensor) -> float:
+    """The root of the mean square, in float64."""
     return float(values.double().square().mean().sqrt())
+
+
+def _rounding(host: Host) -> float:
+    """One rounding of the dtype that a model computes in."""
+    # Norms of float64 models are computed in float32, as transformers writes them.
+    widest = torch.promote_types(host.compute_dtype, torch.float32) == torch.float64
+    return torch.finfo(torch.float32 if widest else host.compute_dtype).eps
+
+
+def allowed_difference(host: Host, noise: float, size: float) -> float:
+    """The difference of values of this size that rounding explains, as root mean squares.
+
+    noise: what one rounding of the embeddings does.
+    """
+    eps = _rounding(host)
+    last = torch.finfo(host.loss_dtype).eps / eps
+    one = eps * max(1.0, size)
+    floor = max(FLOOR_ROUNDINGS, FLOOR_VALUE_ROUNDINGS * last) * one
+    return min(max(NOISE_FACTOR * noise, floor), CEILING_ROUNDINGS * one)
 
 
 def keep_random_state(device: torch.device, changes: Changes) -> None:
@@ -395,9 +408,9 @@ def keep_random_state(device: torch.device, changes: Changes) -> None:
         changes.later(torch.cuda.set_rng_state, torch.cuda.get_rng_state(device), device)
 
 
-def round_embeddings(host: Host, eps: float, changes: Changes) -> None:
-    """Let the embeddings be off by up to `eps` of their size, at random."""
-    generator = torch.Generator("cpu").manual_seed(0)
+def round_embeddings(host: Host, changes: Changes) -> None:
+    """Let the embeddings be off by up to one rounding of their size, at random."""
+    generator, eps = torch.Generator("cpu").manual_seed(0), _rounding(host)
     own = threading.get_ident()
 
     def off(_: nn.Module, __: Any, output: Tensor) -> Tensor:

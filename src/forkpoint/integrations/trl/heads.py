@@ -4,7 +4,6 @@ forkpoint computes the log-probs of TRL's fused head itself. What a head divides
 another in a later TRL, and no argument of the call would say so.
 """
 
-import math
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -16,13 +15,7 @@ from forkpoint.engine.changes import Changes
 from forkpoint.errors import UnsupportedError
 from forkpoint.integrations.trl.calls import IGNORED, HeadAnswer, Rows
 from forkpoint.policy import Policy
-from forkpoint.step.self_check import (
-    CEILING_ROUNDINGS,
-    FLOOR_ROUNDINGS,
-    FLOOR_VALUE_ROUNDINGS,
-    NOISE_FACTOR,
-    round_embeddings,
-)
+from forkpoint.step.self_check import NOISE_FACTOR, allowed_difference, rms, round_embeddings
 
 FIELDS = ("log_probs", "entropy", "log_sum_sq_probs")
 """Outputs of TRL's head that losses read."""
@@ -96,11 +89,8 @@ def _compared(
     at_one = ours if temperature == 1.0 else answered(rows, 1.0)
     theirs = _run(model, rows)
     host = policy.host
-    dtype = host.compute_dtype
-    widest = torch.promote_types(dtype, torch.float32) == torch.float64
-    eps = torch.finfo(torch.float32 if widest else dtype).eps
     with Changes() as changes:
-        round_embeddings(host, eps, changes)
+        round_embeddings(host, changes)
         rounded = _run(model, rows)
     there = (rows.scored & rows.present)[:, 1:]
     for name in FIELDS:
@@ -112,11 +102,9 @@ def _compared(
             continue
         if not (own_N.isfinite().all() and rounded_N.isfinite().all()):
             continue  # where the model itself overflows there is nothing to compare
-        noise, size = _rms(rounded_N - own_N), eps * max(1.0, _rms(own_N))
-        last = torch.finfo(host.loss_dtype).eps / eps
-        floor = max(FLOOR_ROUNDINGS, FLOOR_VALUE_ROUNDINGS * last) * size
-        allowed = min(max(NOISE_FACTOR * noise, floor), CEILING_ROUNDINGS * size)
-        differs = not _rms(here_N - own_N) <= allowed
+        noise, apart = rms(rounded_N - own_N), rms(here_N - own_N)
+        allowed = allowed_difference(host, noise, rms(own_N))
+        differs = not apart <= allowed
         if name == "log_probs" and not differs:
             # Rounding in 16 bits may hide a temperature; it does not point to another one.
             way_N = at_one.log_probs[there].double() - here_N
@@ -125,8 +113,8 @@ def _compared(
             worst = int((here_N - own_N).abs().nan_to_num(torch.inf).argmax())
             return (
                 f"TRL's own forward gives other {name} than forkpoint computes, by "
-                f"{_rms(here_N - own_N):.3g} (root mean square of {len(own_N)} tokens), where "
-                f"rounding in {str(dtype).removeprefix('torch.')} explains {allowed:.3g}; of one "
+                f"{apart:.3g} (root mean square of {len(own_N)} tokens), where rounding in "
+                f"{str(host.compute_dtype).removeprefix('torch.')} explains {allowed:.3g}; of one "
                 f"token TRL's is {float(own_N[worst]):.6g} and forkpoint's, at temperature "
                 f"{temperature}, {float(here_N[worst]):.6g}."
             )
@@ -152,7 +140,3 @@ def _run(model: nn.Module, rows: Rows) -> Any:
             labels=labels,
             fused_lm_head=True,
         )
-
-
-def _rms(values: Tensor) -> float:
-    return math.sqrt(float(values.square().mean()))

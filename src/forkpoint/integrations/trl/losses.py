@@ -11,6 +11,7 @@ On several ranks the gradients of TRL's losses are averaged over the ranks.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -93,7 +94,8 @@ class TokenTerms:
         if self._reference is not None:
             apart_T = self._reference[at_T] - logprobs_T
             kl_T = apart_T.exp() - apart_T - 1
-            terms_T = terms_T + trainer.beta * (kl_T * ratio_T if _corrects(args) else kl_T)
+            corrected_T = kl_T * ratio_T if args.use_bias_correction_kl else kl_T
+            terms_T = terms_T + trainer.beta * corrected_T
         # A factor of 0 must hide what is not finite, such as a ratio at a token of a tool.
         total = torch.where(factors_T != 0, terms_T * factors_T, 0).sum()
         if trainer._entropy_bonus_enabled:
@@ -112,19 +114,15 @@ class TokenTerms:
         scored_T = self._packed.flat([rows.scored for rows in self._packed.calls])
         logprobs_T = torch.where(scored_T, middle_T + 0.3 * noise_2T[0], 0).detach()
         entropies_T = noise_2T[1].abs()
+        whole = partial(self.total, at_T=torch.arange(count, device=device))
         found = []
-        for function in (theirs, self._whole):
+        for function in (theirs, whole):
             leaves = [x.clone().requires_grad_() for x in (logprobs_T, entropies_T)]
             value = function(*leaves)
             grads = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
             found.append(torch.cat(grads))
         error = (found[0] - found[1]).norm()
         return bool(error <= TOLERANCE * found[0].norm())
-
-    def _whole(self, logprobs_T: Tensor, entropies_T: Tensor) -> Tensor:
-        return self.total(
-            logprobs_T, entropies_T, torch.arange(len(logprobs_T), device=logprobs_T.device)
-        )
 
     def _optional(self, inputs: Sequence[dict[str, Any]], name: str) -> Tensor | None:
         """Per-token constants of completions; None where the micro-batches have none."""
@@ -145,10 +143,6 @@ class TokenTerms:
 def _column(values: Tensor) -> Tensor:
     """Advantages of rows or of tokens, as [B, 1] or [B, C]."""
     return values.unsqueeze(1) if values.dim() == 1 else values
-
-
-def _corrects(args: Any) -> bool:
-    return bool(args.use_bias_correction_kl)
 
 
 def _counted(trainer: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -59,11 +59,8 @@ REFUSED: dict[str, str] = {
 }
 """By option: why it is refused, and what to do; the end of a message."""
 FOUND: dict[str, Callable[[Any], bool]] = {
-    "activation_checkpointing_kwargs": _reentrant("activation_checkpointing_kwargs"),
-    "deepspeed": lambda args: any(
-        getattr(args, x, None) for x in ("deepspeed", "deepspeed_plugin")
-    ),
-    "gradient_checkpointing_kwargs": _reentrant("gradient_checkpointing_kwargs"),
+    **{name: _reentrant(name) for name in REFUSED if name.endswith("checkpointing_kwargs")},
+    "deepspeed": lambda args: any(getattr(args, x, 0) for x in ("deepspeed", "deepspeed_plugin")),
     "optim": _stepless,
 }
 """Whether a configuration has a value that is refused; of other options any that is true."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from importlib import import_module
 from typing import Any
 
@@ -120,7 +120,6 @@ class Sharing:
         self._steps = 0
         """Windows that have run."""
         self._warned = False
-        self._temperature: float | None = None
         self._heads = HeadChecks()
         self._policies: dict[tuple[int, type], tuple[nn.Module, Policy]] = {}
 
@@ -139,17 +138,11 @@ class Sharing:
             known = self._policies[key] = (model, wrap(model, self.config))
         return known[1]
 
-    @property
+    @cached_property
     def temperature(self) -> float:
-        """Of the head that TRL has fused: its sampling temperature, 1 in DPO."""
-        self.keep_temperature()
-        assert self._temperature is not None
-        return self._temperature
-
-    def keep_temperature(self) -> None:
-        """Read the temperature now, once: TRL reads it when it makes the head."""
-        if self._temperature is None:
-            self._temperature = float(getattr(self.trainer, "temperature", 1.0))
+        """Of the head that TRL has fused: its sampling temperature, 1 in DPO. TRL reads it once,
+        when it makes the head."""
+        return float(getattr(self.trainer, "temperature", 1.0))
 
     @property
     def _asks(self) -> bool:

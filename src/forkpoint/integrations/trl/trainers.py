@@ -69,7 +69,7 @@ class _SharedTrainer(Base):
         self.sharing = Sharing(self, replace(config, all_logprobs=True))
         self._grouping = Grouping(keep_groups)
         super().__init__(*args, **kwargs)
-        self.sharing.keep_temperature()
+        _ = self.sharing.temperature  # read once, as TRL does
         # TRL changes some of its arguments, and a subclass may have made them.
         check_options(type(self), self.args)
         if not any(self.args is value for value in given):

@@ -137,11 +137,10 @@ class SharedEngine:
             batch_num_tokens=trained.item(),
             dp_size=self.get_data_parallel_size(),
         )
-        entropy = self.gives == "log_probs" and bool(
-            names.get_non_tensor_data(data=data, key="calculate_entropy", default=False)
-        )
-        squares = self.gives == "log_probs" and bool(
-            names.get_non_tensor_data(data=data, key=SQUARES_ASKED, default=False)
+        entropy, squares = (
+            self.gives == "log_probs"
+            and bool(names.get_non_tensor_data(data=data, key=key, default=False))
+            for key in ("calculate_entropy", SQUARES_ASKED)
         )
         parts, indices = engines.prepare_micro_batches(
             data=data, dp_group=group, same_micro_num_in_dp=True
@@ -188,10 +187,7 @@ class SharedEngine:
         scores = policy.score(rows.batch, entropy="entropies" in outputs)
         self.last_plan = scores.plan
         if loss is not None:
-            results, _ = self._together(partial(loss.results, dict(scores.per_token)))
-            return [
-                {"model_output": r.outputs, "loss": r.loss, "metrics": r.metrics} for r in results
-            ]
+            return self._together(partial(loss.results, dict(scores.per_token)))[0]
         found = {verls: scores.per_token[name] for name, verls in outputs.items()}
         if squares:
             found[SQUARES] = scores.per_token[LOG_SQUARES].exp()
@@ -237,8 +233,7 @@ class SharedEngine:
             "given_tokens": float(stats.logical_tokens),
             "bound": float(stats.plan.bound),
         }
-        found = [{"model_output": r.outputs, "loss": r.loss, "metrics": r.metrics} for r in results]
-        return found, {PREFIX + name: [value] for name, value in metrics.items()}
+        return results, {PREFIX + name: [value] for name, value in metrics.items()}
 
     def _look_at_groups(self, rows: Rows, plan: Plan) -> None:
         """Warn once where one of the first mini-batches shares little."""
@@ -269,9 +264,8 @@ class SharedEngine:
         return found
 
     def _fill(self, loss: MiniBatchLoss, rows: Rows, data: Any) -> None:
-        name, key = (
-            ("logprobs", "old_log_probs") if self.gives == "log_probs" else ("values", "values")
-        )
+        critic = self.gives == "values"
+        name, key = ("values", "values") if critic else ("logprobs", "old_log_probs")
         if rows.responses is not None and key in data.keys():  # noqa: SIM118 - as in Rows
             loss.fill(name, rows.tokens(data[key]))
 
@@ -283,11 +277,11 @@ class SharedEngine:
 
     def _exchange(self, value: Any) -> list[Any]:
         """The values of all ranks. Collective."""
-        group = self.policy.host.group
-        if group is None:
+        if self.policy.host.group is None:
             return [value]
-        found = group.ranks.exchange(value)
-        group.ranks.phase = "told"  # no call of the policy is running
+        ranks = self.policy.host.group.ranks
+        found = ranks.exchange(value)
+        ranks.phase = "told"  # no call of the policy is running
         return found
 
     def _together(self, work: Callable[[], Any]) -> Any:
@@ -343,13 +337,12 @@ def refusing(strategy: str, model_type: str) -> type:
     return type("RefusingEngine", (base,), {"__init__": refuse})
 
 
-def language_model_engine() -> type:
-    """forkpoint's engine for language models, a subclass of verl's."""
-    base = import_module("verl.workers.engine.fsdp.transformer_impl").FSDPEngineWithLMHead
-    return type("ForkpointEngineWithLMHead", (SharedEngine, base), {"__module__": __name__})
-
-
-def value_model_engine() -> type:
-    """forkpoint's engine for critics, a subclass of verl's."""
-    base = import_module("verl.workers.engine.fsdp.transformer_impl").FSDPEngineWithValueHead
-    return type("ForkpointEngineWithValueHead", (SharedValueEngine, base), {"__module__": __name__})
+def engine_class(model_type: str) -> type:
+    """forkpoint's engine for language models or critics, a subclass of verl's."""
+    ours, head = {
+        "language_model": (SharedEngine, "EngineWithLMHead"),
+        "value_model": (SharedValueEngine, "EngineWithValueHead"),
+    }[model_type]
+    verls = import_module("verl.workers.engine.fsdp.transformer_impl")
+    base = getattr(verls, f"FSDP{head}")
+    return type(f"Forkpoint{head}", (ours, base), {"__module__": __name__})

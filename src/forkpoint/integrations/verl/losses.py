@@ -43,13 +43,8 @@ class MicroBatch:
     offsets: Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class LossResult:
-    """One micro-batch's loss, its metrics, and the outputs that they are of."""
-
-    loss: float
-    metrics: dict[str, Any]
-    outputs: dict[str, Tensor]
+Result = dict[str, Any]
+"""A micro-batch's loss, its metrics and the outputs that they are of, by verl's names."""
 
 
 class MiniBatchLoss:
@@ -65,15 +60,7 @@ class MiniBatchLoss:
         dp_group: Any,
         device: torch.device,
     ) -> None:
-        """
-        Args:
-            function: verl's.
-            micro_batches: as verl makes them.
-            rows: the mini-batch.
-            names: by our name of an output, verl's.
-            dp_group: passed on to the function.
-            device: of losses.
-        """
+        """`names`: by our name of an output, verl's. `dp_group` is passed on to the function."""
         self._function = function
         self._micro_batches = micro_batches
         self._rows = rows
@@ -87,7 +74,7 @@ class MiniBatchLoss:
             self._home[list(micro_batch.rows)] = number
         self._used = {name: torch.zeros(count, device=device) for name in names}
         """Gradients that a step has used, by token."""
-        self.whole: list[LossResult] | None = None
+        self.whole: list[Result] | None = None
         """Results of the last call, where it was of the whole mini-batch."""
 
     def fill(self, name: str, values_T: Tensor) -> None:
@@ -119,7 +106,7 @@ class MiniBatchLoss:
 
     def results(
         self, per_token: dict[str, Tensor], *, gradients: bool = False
-    ) -> tuple[list[LossResult], float]:
+    ) -> tuple[list[Result], float]:
         """Each micro-batch's loss and metrics, and how far the gradients by `per_token` are from
         those that the step has used, relative to their norm; 0 without `gradients`.
 
@@ -205,9 +192,9 @@ class MiniBatchLoss:
         return loss, metrics, outputs
 
 
-def _result(loss: Tensor, metrics: dict[str, Any], outputs: dict[str, Tensor]) -> LossResult:
+def _result(loss: Tensor, metrics: dict[str, Any], outputs: dict[str, Tensor]) -> Result:
     kept = {name: x.detach() for name, x in outputs.items()}
-    return LossResult(loss.detach().item(), metrics, kept)
+    return {"model_output": kept, "loss": loss.detach().item(), "metrics": metrics}
 
 
 def _slopes(loss: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:

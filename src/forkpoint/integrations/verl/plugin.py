@@ -19,16 +19,13 @@ def register() -> None:
     if (DEVICE, VENDOR) in registry._engines.get(MODEL_TYPES[0], {}).get("fsdp2", {}):
         return
     engines = import_module("forkpoint.integrations.verl.engine")
-    makers = (engines.language_model_engine, engines.value_model_engine)
-    for model_type, make in zip(MODEL_TYPES, makers, strict=True):
-        for strategy in STRATEGIES:
-            known = registry.register(
+    for model_type in MODEL_TYPES:
+        made = {name: engines.refusing(name, model_type) for name in STRATEGIES}
+        made["fsdp2"] = engines.engine_class(model_type)
+        for strategy, engine in made.items():
+            registry.register(
                 model_type=model_type, backend=strategy, device=DEVICE, vendor=VENDOR
-            )
-            known(engines.refusing(strategy, model_type))
-        registry.register(model_type=model_type, backend="fsdp2", device=DEVICE, vendor=VENDOR)(
-            make()
-        )
+            )(engine)
 
 
 def register_or_end() -> None:

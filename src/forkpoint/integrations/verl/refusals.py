@@ -15,79 +15,43 @@ ROLES = {
 """By role: what the keys of its own options begin with, those of its engine, and its model's."""
 
 
-def _is_half(dtype: object) -> bool:
-    return str(dtype).removeprefix("torch.") in ("fp16", "float16", "half")
-
-
-REFUSALS: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
-    (
-        "{role}ulysses_sequence_parallel_size",
+OFF = {
+    "{model}use_fused_kernels": "It replaces the forward of the model's class; forkpoint's head "
+    "keeps no logits either.",
+    "{model}use_liger": "It replaces the model's modules. Decoder blocks are compiled on CUDA.",
+    "{model}enable_activation_offload": "It wraps the forwards of blocks for one forward and one "
+    'backward; [config] activations = "offload" in forkpoint\'s own file offloads too.',
+    "{model}tiled_mlp.enabled": "It replaces the forward of the model's MLPs; [config] "
+    'checkpointing = "selective" recomputes them.',
+    "{model}mtp.enable_train": "Layers that predict several tokens are not trained.",
+    "{engine}qat.enable": "Quantized weights have not been shown exact.",
+    "{role}pad_to_length": "forkpoint packs its own microbatches, so that padding to a length "
+    "would do nothing.",
+    "{engine}offload_policy": "Parameters that stay on the CPU during a step have not been shown "
+    "exact; param_offload and optimizer_offload keep them there between steps.",
+}
+"""Options that must be off, by their keys as verl has them, and why; `{role}`, `{engine}` and
+`{model}` stand for the beginnings of a role's keys."""
+REFUSALS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
+    **{key: (bool, "false", reason) for key, reason in OFF.items()},
+    "{role}ulysses_sequence_parallel_size": (
         lambda size: size != 1,
         "1",
         "Sequences are not split over ranks yet. Rollouts that share tokens need less memory than "
         "whole rows do.",
     ),
-    (
-        "{model}use_fused_kernels",
-        bool,
-        "false",
-        "It replaces the forward of the model's class; forkpoint's head keeps no logits either.",
-    ),
-    (
-        "{model}use_liger",
-        bool,
-        "false",
-        "It replaces the model's modules. Decoder blocks are compiled on CUDA.",
-    ),
-    (
-        "{model}enable_activation_offload",
-        bool,
-        "false",
-        "It wraps the forwards of blocks for one forward and one backward; [config] activations = "
-        '"offload" in forkpoint\'s own file offloads too.',
-    ),
-    (
-        "{model}tiled_mlp.enabled",
-        bool,
-        "false",
-        'It replaces the forward of the model\'s MLPs; [config] checkpointing = "selective" '
-        "recomputes them.",
-    ),
-    (
-        "{model}mtp.enable_train",
-        bool,
-        "false",
-        "Layers that predict several tokens are not trained.",
-    ),
-    ("{engine}qat.enable", bool, "false", "Quantized weights have not been shown exact."),
-    (
-        "{role}pad_to_length",
-        bool,
-        "false",
-        "forkpoint packs its own microbatches, so that padding to a length would do nothing.",
-    ),
-    (
-        "{engine}offload_policy",
-        bool,
-        "false",
-        "Parameters that stay on the CPU during a step have not been shown exact; param_offload "
-        "and optimizer_offload keep them there between steps.",
-    ),
-    (
-        "{engine}mixed_precision.param_dtype",
-        _is_half,
+    "{engine}mixed_precision.param_dtype": (
+        lambda dtype: str(dtype).removeprefix("torch.") in ("fp16", "float16", "half"),
         "bf16 or fp32",
         "verl scales losses for float16, which has not been shown.",
     ),
-    (
-        "{engine}router_replay.mode",
+    "{engine}router_replay.mode": (
         lambda mode: mode != "disabled",
         "disabled",
         "Experts are chosen by the router in each forward.",
     ),
-)
-"""By option: its key as verl has it, with `{role}`, `{engine}` and `{model}` for the beginnings of
-a role's; whether a value is refused; what is taken; the reason, and what does the same."""
+}
+"""By option: whether a value is refused, what is taken, and why."""
 
 
 def check_options(engine: Any, model: Any) -> None:
@@ -99,7 +63,7 @@ def check_options(engine: Any, model: Any) -> None:
     """
     critic = model.get("model_type", "language_model") == "value_model"
     own, engines, models = ROLES["critic" if critic else "ref" if engine.forward_only else "actor"]
-    for key, refuses, takes, reason in REFUSALS:
+    for key, (refuses, takes, reason) in REFUSALS.items():
         value: Any = model if key.startswith("{model}") else engine
         for name in key.partition("}")[2].split("."):
             value = None if value is None else value.get(name, None)

@@ -52,7 +52,7 @@ class Rows:
                     "verl does itself."
                 )
             starts = offsets[1:] - counts
-            mask = _runs(starts, offsets[1:], len(ids))
+            mask = torch.arange(len(ids)) >= starts.repeat_interleave(lengths)
             responses = mask.nonzero().squeeze(1)
         else:
             mask = data["loss_mask"].values().cpu().bool()
@@ -73,13 +73,11 @@ class Rows:
         if values.is_nested:
             flat = values.values()
         else:
-            counts = torch.bincount(self._row_of(self.responses), minlength=len(self.offsets) - 1)
+            rows = torch.searchsorted(self.offsets, self.responses, right=True) - 1
+            counts = torch.bincount(rows, minlength=len(self.offsets) - 1)
             places = torch.arange(values.shape[1])
             flat = values[(places < counts[:, None]).to(values.device)]
         return found.index_put_((self.responses.to(values.device),), flat.float())
-
-    def _row_of(self, tokens: Tensor) -> Tensor:
-        return torch.searchsorted(self.offsets, tokens, right=True) - 1
 
     def shifted(self, rows: Sequence[int]) -> Tensor:
         """For the tokens of these rows, back to back, the place in [T] of the token after: int64.
@@ -87,13 +85,9 @@ class Rows:
         It is T after a row's last token.
         """
         end = int(self.offsets[-1])
-        parts = []
-        for row in rows:
-            begin, stop = int(self.offsets[row]), int(self.offsets[row + 1])
-            after = torch.arange(begin + 1, stop + 1)
-            after[-1] = end
-            parts.append(after)
-        return torch.cat(parts)
+        after = torch.arange(1, end + 1)
+        after[self.offsets[1:] - 1] = end
+        return torch.cat([after[self.offsets[row] : self.offsets[row + 1]] for row in rows])
 
 
 def jagged(values_T: Tensor, after: Tensor, offsets: Tensor) -> Tensor:
@@ -115,14 +109,6 @@ def response_lengths(data: Any) -> Tensor:
     if responses.is_nested:
         return responses.offsets().diff()
     return data["attention_mask"][:, prompts.shape[1] :].sum(1)
-
-
-def _runs(starts: Tensor, ends: Tensor, total: int) -> Tensor:
-    """True at the tokens of the runs: bool [total]."""
-    edges = torch.zeros(total + 1, dtype=torch.int64)
-    edges.index_add_(0, starts, torch.ones_like(starts))
-    edges.index_add_(0, ends, -torch.ones_like(ends))
-    return edges.cumsum(0)[:-1] > 0
 
 
 def _check_positions(position_ids: Tensor, offsets: Tensor) -> None:
