@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -79,15 +80,19 @@ class Rows:
             flat = values[(places < counts[:, None]).to(values.device)]
         return found.index_put_((self.responses.to(values.device),), flat.float())
 
+    @cached_property
+    def _after(self) -> Tensor:
+        end = int(self.offsets[-1])
+        after = torch.arange(1, end + 1)
+        after[self.offsets[1:] - 1] = end
+        return after
+
     def shifted(self, rows: Sequence[int]) -> Tensor:
         """For the tokens of these rows, back to back, the place in [T] of the token after: int64.
 
         It is T after a row's last token.
         """
-        end = int(self.offsets[-1])
-        after = torch.arange(1, end + 1)
-        after[self.offsets[1:] - 1] = end
-        return torch.cat([after[self.offsets[row] : self.offsets[row + 1]] for row in rows])
+        return torch.cat([self._after[self.offsets[r] : self.offsets[r + 1]] for r in rows])
 
 
 def jagged(values_T: Tensor, after: Tensor, offsets: Tensor) -> Tensor:
