@@ -11,8 +11,9 @@ import pytest
 from bad_inputs.kind import Kind
 from bad_inputs.traces import REPLAY
 from forkpoint.apps.replay.folder import STATE, read_state
-from forkpoint.apps.replay.ranks import RankGroup, check_same, lost_rank
+from forkpoint.apps.replay.ranks import check_same
 from forkpoint.errors import ConfigError, ForkpointError, RankError
+from forkpoint.parallel.group import RankGroup, lost_rank
 
 SAVED = Path("out/checkpoint-00000002")
 
@@ -69,8 +70,8 @@ RANK_REPLAYS = (
     Kind(
         name="A rank that has died in a replay",
         error=RankError,
-        message="a rank of this replay has died or ended: look at the output of the other ranks. "
-        "Start all of them again, with --resume if there is a folder. The collective's error: "
+        message="a rank has died or ended: look at the output of the other ranks. Start all of "
+        "them again, a replay that has a folder with --resume. The collective's error: "
         "RuntimeError: [third_party/gloo/pair.cc:534] Connection closed by peer",
         call=died,
     ),

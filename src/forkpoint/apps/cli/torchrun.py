@@ -45,28 +45,12 @@ def size() -> int:
 def from_the_first(work: Callable[[], T]) -> T:
     """Result of `work` in the first process, in all of them. Collective.
 
-    Raises its error there; ConfigError, with its text, in the others.
+    Raises its error there; RankError, with its text, in the others.
     """
-    if size() == 1:
-        return work()
-    import torch
-    import torch.distributed as dist
+    from forkpoint.parallel.group import RankGroup
+    from forkpoint.parallel.ranks import ranks_of
 
-    given: list[tuple[T | None, str]] = [(None, "")]
-    error = None
-    if rank() == 0:
-        try:
-            given = [(work(), "")]
-        except Exception as raised:  # any, since the others wait
-            error = raised
-            given = [(None, f"{type(raised).__name__}: {raised}")]
-    dist.broadcast_object_list(given, src=0, device=torch.device("cpu"))
-    if error is not None:
-        raise error
-    found, text = given[0]
-    if text:
-        raise ConfigError(f"rank 0 cannot measure, so no rank does: {text}")
-    return cast(T, found)
+    return RankGroup(ranks_of(tuple(range(size()))) if size() > 1 else None).first(work)
 
 
 def measured_link(device: DeviceName) -> "Link":

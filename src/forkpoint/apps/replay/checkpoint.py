@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from forkpoint.apps.replay.folder import ReplayFolder
-from forkpoint.apps.replay.ranks import RankGroup, full_tensor
+from forkpoint.apps.replay.ranks import full_tensor
 from forkpoint.apps.replay.records import ReplayStep
 from forkpoint.errors import ConfigError, UnsupportedError
+from forkpoint.parallel.group import RankGroup
 from forkpoint.parallel.step import described
 from forkpoint.rollouts.batch import short
 

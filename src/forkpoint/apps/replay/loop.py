@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from forkpoint.apps.replay.batches import Batches, GroupBatches, StepInput
 from forkpoint.apps.replay.checkpoint import Checkpoints, digest_of
 from forkpoint.apps.replay.folder import ReplayFolder
-from forkpoint.apps.replay.ranks import RankGroup, check_same, clip, full_tensor, placed
+from forkpoint.apps.replay.ranks import check_same, clip, full_tensor, placed
 from forkpoint.apps.replay.records import (
     ParameterDifference,
     ReplayReport,
@@ -31,6 +31,7 @@ from forkpoint.engine.memory import measured_budget
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.losses.base import Loss, LossFunction, as_loss
 from forkpoint.losses.router import RouterLoss
+from forkpoint.parallel.group import RankGroup
 from forkpoint.plan import Plan
 from forkpoint.policy import Policy
 from forkpoint.rollouts.batch import RolloutBatch

@@ -1,82 +1,17 @@
-"""The ranks of a replay: what they exchange, which rollouts each has, and sums over shards."""
+"""The ranks of a replay: what must be the same, which rollouts each has, and sums over shards."""
 
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from forkpoint.errors import ConfigError, ForkpointError, RankError
+from forkpoint.errors import ConfigError
 from forkpoint.losses.base import Loss
-from forkpoint.parallel.call import of_backend
+from forkpoint.parallel.group import RankGroup
 from forkpoint.parallel.placement import place
-from forkpoint.parallel.ranks import DataRanks
-from forkpoint.parallel.step import described
 from forkpoint.policy import Policy
 from forkpoint.rollouts.batch import RolloutBatch, short
-
-T = TypeVar("T")
-
-
-def lost_rank(error: BaseException) -> BaseException:
-    """The error to raise for one of a collective; other errors are returned as they are."""
-    if isinstance(error, ForkpointError) or not of_backend(error):
-        return error
-    return RankError(
-        "a rank of this replay has died or ended: look at the output of the other ranks. Start all "
-        f"of them again, with --resume if there is a folder. The collective's error: "
-        f"{described(error)}"
-    )
-
-
-class RankGroup:
-    """The ranks that replay one model together; by default this process alone.
-
-    The first rank writes the folder.
-    """
-
-    def __init__(self, ranks: DataRanks | None = None) -> None:
-        self._ranks = ranks
-        self.is_sharded: bool = ranks is not None
-        self.index: int = 0 if ranks is None else ranks.index
-        self.size: int = 1 if ranks is None else ranks.size
-        self.names: tuple[int, ...] = (0,) if ranks is None else ranks.global_ranks
-
-    def exchange(self, value: T) -> list[T]:
-        """The values of all ranks. Collective. Raises RankError if one has died or ended."""
-        if self._ranks is None:
-            return [value]
-        try:
-            return self._ranks.exchange(value)
-        except RuntimeError as error:
-            raise lost_rank(error) from error
-
-    def first(self, work: Callable[[], T]) -> T:
-        """Call `work` on the first rank, and return its value on all of them. Collective."""
-        value = self.each(work if self.index == 0 else lambda: None)
-        return self.exchange(value)[0]  # pyright: ignore[reportReturnType]
-
-    def each(self, work: Callable[[], T]) -> T:
-        """Call `work` on every rank. Collective.
-
-        If it fails on one rank, that rank raises the error and the others RankError, which names
-        the rank.
-        """
-        value, error = None, None
-        try:
-            value = work()
-        except (ForkpointError, OSError) as raised:
-            error = raised
-        except RuntimeError as raised:
-            raise lost_rank(raised) from raised
-        found = self.exchange(None if error is None else described(error))
-        if error is not None:
-            raise error
-        for rank, text in zip(self.names, found, strict=True):
-            if text is not None:
-                raise RankError(f"rank {rank} cannot go on with the replay: {text}")
-        return value  # pyright: ignore[reportReturnType]
 
 
 def check_same(ranks: RankGroup, replay: Mapping[str, object]) -> None:

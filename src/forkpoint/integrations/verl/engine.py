@@ -15,13 +15,14 @@ from typing import Any, cast
 
 import torch
 
-from forkpoint.errors import ConfigError, RankError
+from forkpoint.errors import ConfigError
 from forkpoint.integrations.verl.groups import LOOKED_AT, RankPart, sharing_message
 from forkpoint.integrations.verl.losses import ORDER, TOLERANCE, MicroBatch, MiniBatchLoss
 from forkpoint.integrations.verl.refusals import check_batch, check_options, check_strategy
 from forkpoint.integrations.verl.rows import Rows, jagged
 from forkpoint.integrations.verl.settings import Settings, load_settings
 from forkpoint.losses.base import Decomposition, FunctionLoss
+from forkpoint.parallel.group import RankGroup
 from forkpoint.plan import Plan
 from forkpoint.policy import Policy
 from forkpoint.wrapping import wrap
@@ -94,7 +95,7 @@ class SharedEngine:
             config = replace(config, optimizer_bytes_per_parameter=0)
         # What has not been shown exact is refused here, before the first step.
         self.policy = wrap(self.module, config)
-        found = {repr(settings) for settings in self._exchange(self.settings)}
+        found = {repr(settings) for settings in self._ranks.exchange(self.settings)}
         if len(found) > 1:
             raise ConfigError(
                 f"the workers have different options: {' and '.join(sorted(found))}. Let "
@@ -214,7 +215,7 @@ class SharedEngine:
         if decomposition != "joint":
             work = partial(loss.results, dict(stats.per_token), gradients=True)
             results, difference = self._together(work)
-            difference = max(self._exchange(difference))
+            difference = max(self._ranks.exchange(difference))
             if difference > DIFFERS:
                 for parameter in self.module.parameters():
                     parameter.grad = None
@@ -239,7 +240,7 @@ class SharedEngine:
         """Warn once where one of the first mini-batches shares little."""
         if not self._unseen:
             return
-        message = sharing_message(self._exchange(RankPart.of(rows.batch, plan)))
+        message = sharing_message(self._ranks.exchange(RankPart.of(rows.batch, plan)))
         self._unseen = 0 if message is not None else self._unseen - 1
         if message is not None and self.rank == 0:
             _log.warning("%s", message)
@@ -255,7 +256,7 @@ class SharedEngine:
             return "joint"
         if self._decided is not None and self._decided[:2] == (function, entropy):
             return self._decided[2]
-        votes = self._exchange(self._together(loss.decomposition))
+        votes = self._ranks.exchange(self._together(loss.decomposition))
         known = [vote for vote in votes if vote is not None]
         if not known:
             return "joint"  # the next step may tell
@@ -275,32 +276,14 @@ class SharedEngine:
             return nullcontext()
         return torch.autocast(device.type, self._autocast_dtype)
 
-    def _exchange(self, value: Any) -> list[Any]:
-        """The values of all ranks. Collective."""
-        if self.policy.host.group is None:
-            return [value]
-        ranks = self.policy.host.group.ranks
-        found = ranks.exchange(value)
-        ranks.phase = "told"  # no call of the policy is running
-        return found
+    @property
+    def _ranks(self) -> RankGroup:
+        group = self.policy.host.group
+        return RankGroup(None if group is None else group.ranks)
 
     def _together(self, work: Callable[[], Any]) -> Any:
         """The result of `work`, on all ranks; where it raises on one, all raise. Collective."""
-        error: Exception | None = None
-        value = None
-        try:
-            value = work()
-        except Exception as found:
-            error = found
-        texts = self._exchange(None if error is None else f"{type(error).__name__}: {error}")
-        if error is not None:
-            raise error
-        failed = [rank for rank, text in enumerate(texts) if text is not None]
-        if failed:
-            raise RankError(
-                f"rank {failed[0]} failed in this step, so no rank goes on: {texts[failed[0]]}"
-            )
-        return value
+        return self._ranks.each(work, tells=(Exception,))
 
 
 def _micro_batches(
