@@ -15,15 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from commands import VOCABULARY, Done, Shell, changed, made_up_rollouts, write_rollouts
+from commands import Done, Shell, changed, made_up_rollouts, write_rollouts
 
 import dumps
 import forkpoint
 from forkpoint import Config, ConfigError, Policy
 from forkpoint.apps.cli import main
 from forkpoint.apps.cli.app import FORKPOINT
-from forkpoint.apps.cli.models import load_model
-from forkpoint.apps.cli.options import Runtime
 from forkpoint.apps.cli.output import Output
 
 READING = {"--format", "--on-error", "--tokenizer", "--memory-limit"}
@@ -106,20 +104,13 @@ def test_wrong_arguments(arguments: list[str], said: tuple[str, ...], shell: She
         assert part in done.err
 
 
-def test_a_plan_needs_no_library_of_models(rollouts: Path) -> None:
+def test_what_is_imported(rollouts: Path) -> None:
+    """The library loads no app, and a plan no library of models."""
     code = (
-        f"import sys; from forkpoint.apps.cli import main; assert main(['plan', {str(rollouts)!r}])"
-        " == 0; assert not {'transformers', 'matplotlib', 'jinja2'} & set(sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-def test_the_library_loads_no_app() -> None:
-    code = (
-        "import sys, forkpoint; "
-        "found = {'forkpoint.apps', 'tyro', 'matplotlib', 'jinja2'} & set(sys.modules); "
-        "assert not found, found"
+        "import sys, forkpoint; drawing = {'matplotlib', 'jinja2'}; "
+        "assert not {'forkpoint.apps', 'tyro', *drawing} & set(sys.modules); "
+        f"from forkpoint.apps.cli import main; assert main(['plan', {str(rollouts)!r}]) == 0; "
+        "assert not {'transformers', *drawing} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -171,12 +162,6 @@ def test_commands_skip_and_say_so(shell: Shell, tmp_path: Path) -> None:
     assert done.code == 0 and done.result["rollouts"] == 9
     assert done.result["skipped"] == {"records": 2, "fields": {"token_ids": 1, "JSON": 1}}
     assert "2 skipped (token_ids 1, JSON 1); first: " in done.out
-
-
-def test_a_model_is_made_as_asked(config: Path) -> None:
-    model = load_model(config, Runtime(dtype="float64", seed=3))
-    assert model.config.vocab_size == VOCABULARY and model.training
-    assert next(model.parameters()).dtype == torch.float64
 
 
 # How they end: errors that no command expects are one line, an exit code, and no traceback ------

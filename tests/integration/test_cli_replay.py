@@ -216,12 +216,10 @@ def test_nothing_is_trained_when_a_later_group_is_refused() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        (),
         ("--sharing", "tree", "--boundary", "across", "--max-microbatch-tokens", 24),
-        ("--sharing", "none", "--gradient-checkpointing", "--optimizer", "sgd"),
-        ("--loss", "likelihood", "--groups-per-step", 3),
+        ("--gradient-checkpointing", "--optimizer", "sgd", "--groups-per-step", 3),
     ],
-    ids=lambda options: " ".join(map(str, options)) or "defaults",
+    ids=["across", "checkpointed"],
 )
 def test_losses_and_parameters_are_those_of_dense(
     options: tuple[object, ...], shell: Shell, rollouts: Path, config: Path
@@ -309,17 +307,17 @@ def test_a_folder_with_weights(shell: Shell, rollouts: Path, tmp_path: Path) -> 
     assert abs(random["shared_losses"][0] - expected[0]) > 0.1, "random weights must differ"
 
 
-def test_random_weights_follow_the_seed(config: Path) -> None:
+def test_options_reach_the_model(config: Path) -> None:
     first, again, other = (load_model(config, Runtime(seed=seed)) for seed in (1, 1, 2))
     for name, value in first.state_dict().items():
         assert torch.equal(value, again.state_dict()[name]), name
     weight = "model.layers.0.mlp.up_proj.weight"
     assert not torch.equal(first.state_dict()[weight], other.state_dict()[weight])
-
-
-def test_gradient_checkpointing_reaches_the_model(config: Path) -> None:
-    assert wrap(load_model(config, Runtime(gradient_checkpointing=True))).host.shape.checkpointed
-    assert not wrap(load_model(config, Runtime())).host.shape.checkpointed
+    assert first.training and next(first.parameters()).dtype == torch.float32
+    for checkpointed in (True, False):
+        model = load_model(config, Runtime(gradient_checkpointing=checkpointed, dtype="float64"))
+        assert next(model.parameters()).dtype == torch.float64
+        assert wrap(model).host.shape.checkpointed is checkpointed
 
 
 # Real rollouts ------------------------------------------------------------------------------------
