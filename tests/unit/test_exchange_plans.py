@@ -192,8 +192,8 @@ def test_the_link_is_priced_by_the_busiest_rank() -> None:
 
 
 def test_the_cheaper_is_chosen() -> None:
-    assert choose_split("auto", 10.0, 9.0).split == "exchange"
-    assert choose_split("auto", 10.0, 9.99).split == "replicate"
+    assert choose_split("auto", 10.0, 9.0).taken == "exchange"
+    assert choose_split("auto", 10.0, 9.99).taken == "replicate"
     assert "1.11x faster" in choose_split("auto", 10.0, 9.0).reason
     assert choose_split("exchange", 1.0, 9.0) == choose_split("exchange", 9.0, 1.0)
 

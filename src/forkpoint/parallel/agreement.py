@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from forkpoint.config import Gather, Split
 from forkpoint.errors import ConfigError, RankError
 from forkpoint.losses.base import Denominators
 from forkpoint.parallel.copies import Contents, check_same_batches
@@ -16,10 +17,8 @@ from forkpoint.parallel.statistics import StatisticsOfRanks, StatisticsShare, jo
 from forkpoint.parallel.step import StepOfRanks
 from forkpoint.plan.align import align
 from forkpoint.plan.gathering import (
-    ExchangeOffer,
-    Gathering,
-    RankCosts,
-    Splitting,
+    Choice,
+    Offer,
     choose_gathering,
     choose_split,
     link_cost,
@@ -43,11 +42,7 @@ class Proposal:
     """The call and all of its options that must be the same on every rank, as text."""
     error: str | None = None
     """Why this rank cannot run the step; then the rest is empty."""
-    program: Program = field(default_factory=Program)
-    costs: tuple[float, ...] = ()
-    """By microbatch: predicted."""
-    held: RankCosts | None = None
-    """Costs of both ways to hold weights; None where weights are not sharded."""
+    offer: Offer = field(default_factory=Offer)
     budget_bytes: int | None = None
     """The memory budget that the program was planned for; None is no limit."""
     trains: bool = False
@@ -67,7 +62,7 @@ class Proposal:
     """For the comparison with the stock model, where this rank wants it."""
     prompts: Mapping[str, int] = field(default_factory=dict)
     """By digest, the edges of what this rank would have another compute, or compute for others."""
-    exchanged: ExchangeOffer | str | None = None
+    exchanged: Offer | str | None = None
     """This rank's part of a step in which prompts are exchanged, or why it cannot run one; None
     before ranks have found that they have some in common."""
 
@@ -78,7 +73,7 @@ class Agreement:
 
     program: Program
     """This rank's, in the common shape; its own where weights are gathered once a step."""
-    gathering: Gathering | None
+    gathering: Choice[Gather] | None
     """How weights are held; None where they are not sharded."""
     counts: Denominators
     """Of all ranks' rollouts as one batch."""
@@ -89,7 +84,7 @@ class Agreement:
     sample: RolloutBatch | None
     parts: tuple[RolloutBatch, ...] = ()
     """By rank, its rollouts, where the loss is computed from those of all ranks."""
-    splitting: Splitting | None = None
+    splitting: Choice[Split] | None = None
     """Treatment of prompts that several ranks have; None where there are none."""
     prompts: tuple[SharedPrompt, ...] = ()
     """Those that ranks exchange."""
@@ -99,7 +94,7 @@ class Agreement:
     @property
     def lockstep(self) -> bool:
         """Whether all ranks run programs of one shape."""
-        return self.gathering is not None and self.gathering.gather == "microbatch"
+        return self.gathering is not None and self.gathering.taken == "microbatch"
 
     def step(self, ranks: DataRanks, *, mean: bool) -> StepOfRanks:
         """The step; with `mean` each rank's loss is its own."""
@@ -152,9 +147,7 @@ def agreed(
     if batches is not None:
         index = sorted(set(batches)).index(batches[index])
         proposals = [proposals[first] for first in group_leaders(batches)]
-    held = [proposal.held or RankCosts() for proposal in proposals]
-    programs, costs = [p.program for p in proposals], [p.costs for p in proposals]
-    schedule = _schedule(gather, names, held, programs, costs)
+    schedule = _schedule(gather, names, [proposal.offer for proposal in proposals])
     splitting = None
     if prompts:
         exchanging, splitting = _split(proposals, names, gather, split, prompts, schedule)
@@ -176,7 +169,7 @@ def agreed(
         sample=sample,
         parts=tuple(p.gathered for p in proposals if p.gathered is not None),
         splitting=splitting,
-        prompts=prompts if splitting is not None and splitting.split == "exchange" else (),
+        prompts=prompts if splitting is not None and splitting.taken == "exchange" else (),
         statistics=statistics,
     )
 
@@ -208,40 +201,21 @@ class _Schedule:
 
     programs: Sequence[Program]
     """By rank; of one common shape where ranks run in lockstep."""
-    aligned: Sequence[Program]
-    """Those of a common shape; empty where none are needed."""
-    gathering: Gathering | None
-    held: Sequence[RankCosts]
-
-    @property
-    def cost(self) -> float:
-        """The predicted cost of the step."""
-        return step_cost(self.gathering, self.aligned, self.held)
+    gathering: Choice[Gather] | None
+    cost: float
+    """The predicted cost of the step."""
 
 
-def _schedule(
-    gather: GatherOption,
-    names: Sequence[int],
-    held: Sequence[RankCosts],
-    programs: Sequence[Program],
-    costs: Sequence[Sequence[float]],
-) -> _Schedule:
-    """The schedule with the better way to hold weights.
-
-    Args:
-        gather: as in `agreed`.
-        names: by rank, its number in messages.
-        held: by rank, costs of both ways.
-        programs: by rank, where ranks do not wait for one another.
-        costs: by rank, by microbatch: predicted.
-    """
+def _schedule(gather: GatherOption, names: Sequence[int], offers: Sequence[Offer]) -> _Schedule:
+    """The schedule with the better way to hold weights; the arguments are those of `agreed`."""
+    programs, held = [offer.program for offer in offers], [offer.held for offer in offers]
     aligned: Sequence[Program] = ()
     if gather and gather != "step":
-        aligned = align(programs, costs)
+        aligned = align(programs, [offer.costs for offer in offers])
     gathering = choose_gathering(gather, aligned, held, names) if gather else None
-    if gathering is not None and gathering.gather == "microbatch":
-        programs = aligned
-    return _Schedule(programs, aligned, gathering, held)
+    cost = step_cost(gathering, aligned, held)
+    lockstep = gathering is not None and gathering.taken == "microbatch"
+    return _Schedule(aligned if lockstep else programs, gathering, cost)
 
 
 def _split(
@@ -251,26 +225,25 @@ def _split(
     asked: str,
     prompts: Sequence[SharedPrompt],
     replicated: _Schedule,
-) -> tuple[_Schedule | None, Splitting]:
+) -> tuple[_Schedule | None, Choice[Split]]:
     """Treatment of prompts, and the schedule where ranks exchange them.
 
     replicated: the schedule where every rank computes them itself.
     """
-    offers: list[ExchangeOffer] = []
+    offers: list[Offer] = []
     for rank, proposal in zip(names, proposals, strict=True):
-        if not isinstance(proposal.exchanged, ExchangeOffer):
+        if not isinstance(proposal.exchanged, Offer):
             reason = f"rank {rank} cannot exchange prompts: {proposal.exchanged}"
-            return None, Splitting("replicate", reason)
+            return None, Choice("replicate", reason)
         offers.append(proposal.exchanged)
     if len({bool(offer.program.scores) for offer in offers}) > 1:
         reason = "with prompts exchanged, the loss would need two passes on some ranks alone"
-        return None, Splitting("replicate", reason)
-    programs, costs = [offer.program for offer in offers], [offer.costs for offer in offers]
+        return None, Choice("replicate", reason)
+    schedule = _schedule(gather, names, offers)
     held = [offer.held for offer in offers]
-    schedule = _schedule(gather, names, held, programs, costs)
     link = link_cost([(t.edges, t.owner, t.ranks) for t in prompts], offers[0].link, held)
     splitting = choose_split(asked, replicated.cost, schedule.cost + link)
-    return (schedule if splitting.split == "exchange" else None), splitting
+    return (schedule if splitting.taken == "exchange" else None), splitting
 
 
 def _check_coupling(proposals: Sequence[Proposal]) -> None:

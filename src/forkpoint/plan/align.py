@@ -13,6 +13,7 @@ rank idles, and slots around a microbatch that has no parent.
 """
 
 from collections.abc import Sequence
+from itertools import chain, zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -22,13 +23,14 @@ from forkpoint.errors import PlanError
 from forkpoint.plan.program import (
     BACKWARD,
     BLOCKS,
+    BOUNDARY,
     ENDS,
     FORWARD,
     IDLE,
-    RECOMPUTE,
     SCORE,
     Instruction,
     Program,
+    nested_instructions,
 )
 from forkpoint.plan.shared_prompts import around_and_inside, split_at_exchanges
 
@@ -107,40 +109,25 @@ def _align(
         for node, slot in zip(own, slots_of[shape], strict=True):
             again[slot] |= node.recomputed
             ends[slot] = max(ends[slot], node.ends)
-    score_ends: list[int] = []
-    for program in programs:
-        own_ends = [ENDS.index(i.ends_at) for i in program.scores]
-        score_ends += [0] * (len(own_ends) - len(score_ends))
-        score_ends[: len(own_ends)] = map(max, own_ends, score_ends)
+    score_ends = [[ENDS.index(i.ends_at) for i in program.scores] for program in programs]
+    scores = [
+        Instruction(0, SCORE, slot, IDLE, ENDS[max(found)], keeps_graph=False)
+        for slot, found in enumerate(zip_longest(*score_ends, fillvalue=0))
+    ]
     # Where no rank leaves the last block early, the host cannot: idle ranks go through it as well.
     late = any(i.ends_at == BLOCKS for program in programs for i in program.instructions)
-    scores = [
-        Instruction(0, SCORE, slot, IDLE, ENDS[end], keeps_graph=False)
-        for slot, end in enumerate(score_ends)
-    ]
-    number = int(len(scores) > 0)
-    training: list[Instruction] = []
-    opened: list[int] = []
-    for slot, parent in enumerate((*parents, NO_PARENT)):
-        while opened and opened[-1] != parent:
-            closed = opened.pop()
-            if again[closed]:
-                training.append(Instruction(number, RECOMPUTE, closed, IDLE, ENDS[ends[closed]]))
-            training.append(Instruction(number, BACKWARD, closed, IDLE))
-        if slot < len(parents):
-            end = (BLOCKS if late else ENDS[0]) if again[slot] else ENDS[ends[slot]]
-            training.append(
-                Instruction(number, FORWARD, slot, IDLE, end, keeps_graph=not again[slot])
-            )
-            opened.append(slot)
-    if training:
-        training[-1] = training[-1]._replace(last_backward=True)
+    training = nested_instructions(
+        parents,
+        [ENDS[end] for end in ends],
+        again,
+        early=BLOCKS if late else BOUNDARY,
+        pass_index=int(len(scores) > 0),
+    )
     found: list[Program] = []
     for program, own, shape in zip(programs, nodes, shapes, strict=True):
-        own_scores = [i.microbatch for i in program.scores]
-        filled = [i._replace(microbatch=m) for i, m in zip(scores, own_scores, strict=False)]
-        filled += scores[len(own_scores) :]
+        score_of = {slot: i.microbatch for slot, i in enumerate(program.scores)}
         in_slot = dict(zip(slots_of[shape], (node.microbatch for node in own), strict=True))
+        filled = [i._replace(microbatch=score_of.get(i.slot, IDLE)) for i in scores]
         filled += [i._replace(microbatch=in_slot.get(i.slot, IDLE)) for i in training]
         found.append(Program(tuple(filled)))
     return tuple(found)
@@ -181,13 +168,14 @@ def _costs(
     nodes: Sequence[list[Node]], costs: Sequence[Sequence[float]] | None
 ) -> list[list[float]]:
     """By rank, by node: its cost as a part of the costliest microbatch's."""
-    own = [[float(node.microbatch != IDLE) for node in of_rank] for of_rank in nodes]
-    if costs is not None:
-        own = [
-            [0.0 if node.microbatch == IDLE else cost[node.microbatch] for node in of_rank]
-            for of_rank, cost in zip(nodes, costs, strict=True)
-        ]
-    largest = max((cost for of_rank in own for cost in of_rank), default=0.0) or 1.0
+
+    def cost_of(rank: int, node: Node) -> float:
+        if node.microbatch == IDLE:
+            return 0.0
+        return 1.0 if costs is None else costs[rank][node.microbatch]
+
+    own = [[cost_of(rank, node) for node in of_rank] for rank, of_rank in enumerate(nodes)]
+    largest = max(chain.from_iterable(own), default=0.0) or 1.0
     return [
         [cost / largest * (AGAIN if node.recomputed else 1.0) for cost, node in pairs]
         for pairs in (zip(*both, strict=True) for both in zip(own, nodes, strict=True))

@@ -7,9 +7,9 @@ ranks wait for one another at the end alone, and whole weights take memory.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Literal
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 from forkpoint.config import Gather, Split
 from forkpoint.plan.plan import Plan
@@ -18,6 +18,7 @@ from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.pricing.meters import EFFICIENT_TOKENS, NOISE, Meter, meter_of
 from forkpoint.plan.program import BACKWARD, HEAD, Instruction, Program
 
+T = TypeVar("T")
 GATHER_TOKENS = 2048
 """How many tokens' forward takes as long as gathering all weights once.
 
@@ -46,11 +47,10 @@ class RankCosts:
     """Of a measured link, in milliseconds as the costs are; None: the link's price is nominal."""
 
 
-@dataclass(frozen=True)
-class Gathering:
-    """How ranks hold weights in one step, and why."""
+class Choice(NamedTuple, Generic[T]):
+    """The choice of ranks between two ways, and why."""
 
-    gather: Gather
+    taken: T
     reason: str
 
 
@@ -59,7 +59,7 @@ def choose_gathering(
     aligned: Sequence[Program],
     costs: Sequence[RankCosts],
     names: Sequence[int] | None = None,
-) -> Gathering:
+) -> Choice[Gather]:
     """The way to hold weights that takes less time, of those that fit on every rank.
 
     Args:
@@ -71,22 +71,22 @@ def choose_gathering(
     It depends on the arguments alone, so that ranks that have exchanged them agree.
     """
     if asked != "auto":
-        return Gathering(asked, "as asked")
+        return Choice(asked, "as asked")
     for rank, cost in enumerate(costs):
         if cost.once is None:
             name = rank if names is None else names[rank]
-            return Gathering("microbatch", f"rank {name}: {cost.why_not}")
+            return Choice("microbatch", f"rank {name}: {cost.why_not}")
     lockstep, once, own = predicted(aligned, costs)
     idle = 1 - own / lockstep if lockstep else 0.0
     # Gathering for each microbatch takes less memory.
     if once < lockstep * (1 - NOISE):
-        return Gathering(
+        return Choice(
             "step",
             f"predicted {lockstep / once:.2f}x faster than lockstep, of which ranks would idle or "
             f"wait {idle:.0%}",
         )
     gain = once / lockstep if lockstep else 1.0
-    return Gathering(
+    return Choice(
         "microbatch",
         f"predicted {gain:.2f}x faster than gathered once a step; ranks idle or wait {idle:.0%}",
     )
@@ -211,25 +211,6 @@ def cost_of(plan: Plan, meter: Meter, instruction: Instruction) -> float:
 
 
 @dataclass(frozen=True)
-class Splitting:
-    """Treatment of prompts that several ranks have in one step, and why."""
-
-    split: Split
-    reason: str
-
-
-@dataclass(frozen=True)
-class ExchangeOffer:
-    """One rank's part of a step in which prompts are exchanged."""
-
-    program: Program
-    costs: tuple[float, ...]
-    """By microbatch: predicted."""
-    held: RankCosts
-    link: "LinkSizes"
-
-
-@dataclass(frozen=True)
 class LinkSizes:
     """Bytes of one model that prompts take on the link, and weights that its price is read from."""
 
@@ -259,13 +240,25 @@ class LinkSizes:
         )
 
 
+@dataclass(frozen=True)
+class Offer:
+    """One rank's part of a step with prompts exchanged, or with each rank computing its own."""
+
+    program: Program = field(default_factory=Program)
+    costs: tuple[float, ...] = ()
+    """By microbatch: predicted."""
+    held: RankCosts = field(default_factory=RankCosts)
+    """Costs of both ways to hold weights."""
+    link: LinkSizes = field(default_factory=LinkSizes)
+
+
 def step_cost(
-    gathering: Gathering | None, aligned: Sequence[Program], costs: Sequence[RankCosts]
+    gathering: Choice[Gather] | None, aligned: Sequence[Program], costs: Sequence[RankCosts]
 ) -> float:
     """Predicted cost of a step whose weights are held so; None: nothing is gathered."""
     if gathering is None:
         return apart_cost(costs)
-    if gathering.gather == "step":
+    if gathering.taken == "step":
         return apart_cost(costs) + 2 * gathering_cost(costs)
     return predicted(aligned, costs)[0]
 
@@ -299,12 +292,12 @@ def link_cost(
     return nominal_gathering_cost(costs) * most / sizes.weights
 
 
-def choose_split(asked: str, replicated: float, exchanged: float) -> Splitting:
+def choose_split(asked: str, replicated: float, exchanged: float) -> Choice[Split]:
     """Replication or exchange, of which the predicted costs are given, links included."""
     if asked == "exchange":
-        return Splitting("exchange", "as asked")
+        return Choice("exchange", "as asked")
     if exchanged < replicated * (1 - NOISE):
         ratio = replicated / exchanged if exchanged else 1.0
-        return Splitting("exchange", f"predicted {ratio:.2f}x faster than replicating prompts")
+        return Choice("exchange", f"predicted {ratio:.2f}x faster than replicating prompts")
     ratio = exchanged / replicated if replicated else 1.0
-    return Splitting("replicate", f"predicted {ratio:.2f}x faster than exchanging prompts")
+    return Choice("replicate", f"predicted {ratio:.2f}x faster than exchanging prompts")

@@ -161,29 +161,45 @@ def step_program(
         leaves_early: whether the host can leave the last block early (`Capabilities`).
     """
     first = score_program(microbatches, leaves_early=leaves_early).instructions if scores else ()
-    number = int(scores)
+    training = nested_instructions(
+        [m.parent for m in microbatches],
+        [_ends(m, leaves_early) for m in microbatches],
+        [m.activations == "recompute" for m in microbatches],
+        early=BOUNDARY if leaves_early else BLOCKS,
+        pass_index=int(scores),
+    )
+    return Program((*first, *training))
+
+
+def nested_instructions(
+    parents: Sequence[int],
+    ends: Sequence[str],
+    again: Sequence[bool],
+    *,
+    early: str,
+    pass_index: int,
+) -> list[Instruction]:
+    """Forwards and backwards of slots, each slot's children between its own two.
+
+    By slot, in order of forwards: the slot that it is inside of, or -1; how far the forward goes
+    that its backward belongs to; and whether that one is a RECOMPUTE, after a forward that goes as
+    far as `early`.
+    """
     found: list[Instruction] = []
     opened: list[int] = []
-
-    def close(until: int) -> None:
-        while opened and opened[-1] != until:
-            index = opened.pop()
-            if microbatches[index].activations == "recompute":
-                ends = _ends(microbatches[index], leaves_early)
-                found.append(Instruction(number, RECOMPUTE, index, index, ends))
-            found.append(Instruction(number, BACKWARD, index, index))
-
-    for microbatch in microbatches:
-        close(microbatch.parent)
-        again = microbatch.activations == "recompute"
-        ends = (BOUNDARY if leaves_early else BLOCKS) if again else _ends(microbatch, leaves_early)
-        index = microbatch.index
-        found.append(Instruction(number, FORWARD, index, index, ends, not again))
-        opened.append(index)
-    close(IDLE)
+    for slot, parent in enumerate((*parents, IDLE)):
+        while opened and opened[-1] != parent:
+            closed = opened.pop()
+            if again[closed]:
+                found.append(Instruction(pass_index, RECOMPUTE, closed, closed, ends[closed]))
+            found.append(Instruction(pass_index, BACKWARD, closed, closed))
+        if slot < len(parents):
+            end = early if again[slot] else ends[slot]
+            found.append(Instruction(pass_index, FORWARD, slot, slot, end, not again[slot]))
+            opened.append(slot)
     if found:
         found[-1] = found[-1]._replace(last_backward=True)
-    return Program((*first, *found))
+    return found
 
 
 def score_program(microbatches: Sequence[Microbatch], *, leaves_early: bool = True) -> Program:

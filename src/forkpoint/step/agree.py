@@ -24,7 +24,7 @@ from forkpoint.parallel.agreement import (
 from forkpoint.parallel.copies import contents_of
 from forkpoint.parallel.step import SingleProcessStep
 from forkpoint.plan import Plan
-from forkpoint.plan.gathering import ExchangeOffer, LinkSizes, RankCosts, costs_of_rank
+from forkpoint.plan.gathering import LinkSizes, Offer, RankCosts, costs_of_rank
 from forkpoint.plan.program import Program
 from forkpoint.plan.shared_prompts import (
     PlannedPrompt,
@@ -94,7 +94,7 @@ def _agree_with_others(policy: StepPolicy, group: Distributed, local: LocalStep)
     if shared:
         # The others come to this exchange once more, with the plans for it.
         ranks.phase = "apart"
-        scored = any(each.program.scores for each in proposals)
+        scored = any(each.offer.program.scores for each in proposals)
         offer, exchanging = _exchanging(policy, local, shared, own, ranks.index, scores=scored)
         proposals = ranks.exchange(replace(proposal, exchanged=offer))
     ranks.phase = "joined"
@@ -129,16 +129,16 @@ def _agreed_step(
     gathering, splitting = agreement.gathering, agreement.splitting
     plan, program = plans.lockstep, agreement.program
     if gathering is not None and group.gathers:
-        if gathering.gather == "step":
+        if gathering.taken == "step":
             plan = plans.once or plan
             program = plan.program
             if not agreement.prompts:
                 statistics = agreement.statistics
                 gathers = statistics is not None and statistics.gathers
                 program = _program(plan, scores, gathers or bool(agreement.parts))
-        plan = replace(plan, gather=gathering.gather, gather_reason=gathering.reason)
+        plan = replace(plan, gather=gathering.taken, gather_reason=gathering.reason)
     if splitting is not None:
-        plan = replace(plan, split=splitting.split, split_reason=splitting.reason)
+        plan = replace(plan, split=splitting.taken, split_reason=splitting.reason)
     step = agreement.step(group.ranks, mean=local.averages)
     exchange = None
     if agreement.prompts:
@@ -154,7 +154,7 @@ def _agreed_step(
         denominators=None if local.averages else agreement.counts,
         statistics=agreement.statistics,
         exchange=exchange,
-        gather=None if gathering is None else gathering.gather,
+        gather=None if gathering is None else gathering.taken,
     )
 
 
@@ -179,9 +179,11 @@ def _proposal(
     shares_batches = group.topology.shares_batches
     return Proposal(
         call,
-        program=_program(plan, request.scores, gathers or (share is not None and share.gathers)),
-        costs=tuple(float(m.tokens) for m in plan.microbatches),
-        held=plans.costs,
+        offer=Offer(
+            _program(plan, request.scores, gathers or (share is not None and share.gathers)),
+            tuple(float(m.tokens) for m in plan.microbatches),
+            plans.costs,
+        ),
         budget_bytes=policy.model_state.budgets.of(policy.host, policy.config),
         trains=plan.num_loss_entries > 0,
         trained_tokens=batch.trained_tokens,
@@ -301,7 +303,7 @@ def _common_prompts(policy: StepPolicy, proposals: Sequence[Proposal]) -> tuple[
     the same call, which is refused."""
     if any(p.error is not None for p in proposals) or len({p.call for p in proposals}) > 1:
         return ()
-    tokens = [sum(proposal.costs) for proposal in proposals]
+    tokens = [sum(proposal.offer.costs) for proposal in proposals]
     found = shared_prompts([proposal.prompts for proposal in proposals], tokens)
     asked = policy.config.split == "exchange"
     return found if asked or worth_pricing(found, tokens) else ()
@@ -315,7 +317,7 @@ def _exchanging(
     index: int,
     *,
     scores: bool,
-) -> tuple[ExchangeOffer | str, RankPlans | None]:
+) -> tuple[Offer | str, RankPlans | None]:
     """This rank's part of a step in which prompts are exchanged, or why it has none.
 
     Args:
@@ -348,7 +350,7 @@ def _exchanging(
     once = None if found.once is None else exchanging(found.once)
     calibration = policy.model_state.calibration(policy.host, policy.config)
     costs = costs_of_rank(lockstep, once, calibration, why_not=found.costs.why_not)
-    offer = ExchangeOffer(
+    offer = Offer(
         lockstep.program,
         tuple(float(m.tokens) for m in plan.microbatches),
         costs,

@@ -11,11 +11,9 @@ from dataclasses import dataclass, replace
 from forkpoint.plan import Plan
 from forkpoint.plan.align import align
 from forkpoint.plan.gathering import (
-    Gathering,
     LinkSizes,
     RankCosts,
     apart_cost,
-    choose_gathering,
     cost_of,
     costs_of_rank,
     link_cost,
@@ -44,9 +42,6 @@ class RanksStep:
     """Ranks wait for each other at the end alone: weights gathered once a step."""
     own: tuple[float, ...]
     """By rank: its own instructions."""
-    gathering: Gathering | None = None
-    """How ranks of fully_shard would hold weights, as far as all of them have room for both ways;
-    gathering has its price then, which `lockstep` and `once` do not count."""
 
     @property
     def mean(self) -> float:
@@ -98,13 +93,12 @@ def predict_step(
             if not instruction.idle:
                 slowest[at] = max(slowest[at], cost_of(plan, meter, instruction))
     shares = [costs_of_rank(plan, plan, calibration) if plan else RankCosts() for plan in plans]
-    gathering = choose_gathering("auto", aligned, shares)
     link = 0.0
     if prompts:
         sizes = LinkSizes.of(next(plan.shape for plan in plans if plan))
         link = link_cost([(t.edges, t.owner, t.ranks) for t in prompts], sizes, shares)
     once = apart_cost(shares)
-    return RanksStep(sum(slowest) + link, once + link, tuple(own), gathering)
+    return RanksStep(sum(slowest) + link, once + link, tuple(own))
 
 
 def exchange_plans(

@@ -36,8 +36,6 @@ class Rates:
     pair: Mapping[int, float]
     """For each window in use (0 is none): all layers of that window together."""
     label: float
-    unit: str
-    """FLOPs, ms or tokens."""
     unit_cost: float = 1.0
 
     @classmethod
@@ -54,7 +52,7 @@ class Rates:
                     f"a calibration is given ({calibration.describe()}), but without a model shape "
                     "rollouts are placed by tokens; name the model, or give no calibration."
                 )
-            return cls(1.0, {}, 0.0, "tokens")
+            return cls(1.0, {}, 0.0)
         layers = {window: shape.windows.count(window) for window in sorted(set(shape.windows))}
         if calibration is None:
             key = 2.0 * shape.heads * (shape.head_dim + shape.value_dim)
@@ -64,7 +62,6 @@ class Rates:
                 linear * shape.linear_parameters,
                 {window: pair * count for window, count in layers.items()},
                 linear * shape.hidden * shape.vocab,
-                "FLOPs",
             )
         calibration.check_shape(shape)
         size = TYPICAL_TOKENS
@@ -78,7 +75,7 @@ class Rates:
             * sum(1 / calibration.causal.rate(window or size, backward=b) for b in both)
             for window, count in layers.items()
         }
-        return cls((shape.layers * block + rest) / size, pair, head / size, "ms")
+        return cls((shape.layers * block + rest) / size, pair, head / size)
 
     def cost(self, edges: IntArray, labels: IntArray) -> IntArray:
         """[n] the cost of the first so many edges of paths, of which so many are labelled."""
