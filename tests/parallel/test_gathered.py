@@ -66,10 +66,6 @@ def test_four_ranks_of_a_hybrid_mesh() -> None:
         assert rank["gather"] == "step" and rank["error"] < BAR, rank
 
 
-# Random forests
-# ------------------------------------------------------------
-
-
 # Collectives
 # ------------------------------------------------------------
 
@@ -122,10 +118,6 @@ def test_a_step_issues_no_collective_between_its_first_and_its_last() -> None:
     for every, within, groups in run_ranks(2, collectives, "microbatch"):
         assert within["gather"] > groups  # they are counted
         assert every["reduce"] == groups
-
-
-# Prefetching in lockstep
-# ------------------------------------------------------------
 
 
 # Failures

@@ -55,11 +55,11 @@ def raises() -> None:
     raise MemoryError("of the test")
 
 
-def step_with(wrap: Any, when: Any, sampled: bool = False) -> tuple[str, float]:
+def step_with(wrap: Any, when: Any) -> tuple[str, float]:
     model = model_of(Scenario())
     model.failing = False  # type: ignore[assignment]
     fails_in(model, when)
-    policy = on_ranks(wrap(model), replace(DEEP, self_check=sampled))
+    policy = on_ranks(wrap(model), DEEP)
     own = RolloutBatch(UNEQUAL[dist.get_rank()])
     policy.forward_backward(own, GRPO())
     model.zero_grad()
@@ -90,69 +90,31 @@ def replicated(model: nn.Module) -> nn.Module:
     return replicated_model(model)
 
 
-def test_replicas_go_on_after_an_error_within_a_forward() -> None:
-    first, second = run_ranks(2, step_with, replicated, raises)
-    assert first[0].startswith("MemoryError: of the test")
-    assert "rank 0 failed in this step" in second[0] and "MemoryError" in second[0]
-    assert max(first[1], second[1]) < 1e-10
-
-
 def interrupts() -> None:
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(0.1)
 
 
-def test_replicas_go_on_after_an_interrupt() -> None:
-    first, second = run_ranks(2, step_with, replicated, interrupts)
-    assert first[0].startswith("KeyboardInterrupt")
-    assert "rank 0 failed in this step" in second[0] and "KeyboardInterrupt" in second[0]
-    assert max(first[1], second[1]) < 1e-10
-
-
 def test_replicas_go_on_after_an_error_in_the_sample() -> None:
-    first, second = run_ranks(2, step_with, replicated, raises, True)
+    first, second = run_ranks(2, step_with, replicated, raises)
     assert first[0].startswith("UnsupportedError") and "MemoryError" in first[0]
     assert "rank 0 failed before this step" in second[0] and "MemoryError" in second[0]
     assert max(first[1], second[1]) < 1e-10
 
 
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    ("when", "sampled"),
-    [
-        pytest.param(raises, False, id="error-step"),
-        pytest.param(raises, True, id="error-sample", marks=SLOW),
-        pytest.param(interrupts, False, id="interrupt-step", marks=SLOW),
-        pytest.param(interrupts, True, id="interrupt-sample", marks=SLOW),
-    ],
-)
-def test_shards_end_after_an_error_within_a_forward(
-    when: Any, sampled: bool, capfd: pytest.CaptureFixture[str]
+@pytest.mark.slow
+@pytest.mark.parametrize("when", [raises, interrupts])
+def test_shards_end_after_an_error_in_the_sample(
+    when: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(RankFailed) as failed:
-        run_ranks(2, step_with, sharded, when, sampled)
+        run_ranks(2, step_with, sharded, when)
     text = str(failed.value)
     assert f"rank 1: ended with exit status {watch.EXIT_CODE}" in text
     assert "killed after" not in text
     said = capfd.readouterr().err
     name = "MemoryError: of the test" if when is raises else "KeyboardInterrupt"
     assert "rank 1 ends" in said and f"rank 0: {name}" in said
-
-
-def killed() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-@pytest.mark.parametrize("wrap", [sharded, pytest.param(replicated, marks=SLOW)])
-def test_a_rank_that_is_killed_ends_the_others(wrap: Any) -> None:
-    begin = time.monotonic()
-    with pytest.raises(RankFailed) as failed:
-        run_ranks(2, step_with, wrap, killed)
-    text = str(failed.value)
-    assert "exit status -9" in text and "killed after" not in text
-    assert time.monotonic() - begin < 40
 
 
 # Moments that tests/fuzz/run_rank_failures.py draws, one of each kind
@@ -162,14 +124,18 @@ def test_a_rank_that_is_killed_ends_the_others(wrap: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "wrap"),
     [
-        ("memory", "DDP"),
+        ("forward", "DDP"),
+        ("forward", "fully_shard"),
         ("interrupt", "fully_shard"),
+        ("kill", "fully_shard"),
         *(
             pytest.param(kind, wrap, marks=pytest.mark.slow)
             for kind, wrap in (
                 ("loss", "fully_shard"),
                 ("backward", "fully_shard"),
                 ("memory", "fully_shard"),
+                ("memory", "DDP"),
+                ("interrupt", "DDP"),
                 ("score", "DDP"),
                 ("logprobs", "fully_shard"),
                 ("kill", "DDP"),

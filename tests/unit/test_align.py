@@ -138,13 +138,6 @@ def unit(found: Sequence[Shape]) -> list[list[float]]:
     return [[1.0] * len(shape) for shape in found]
 
 
-@settings(max_examples=30, derandomize=True, deadline=None)
-@given(shapes(), st.integers(1, 5))
-def test_ranks_of_one_shape_keep_it(shape: Shape, count: int) -> None:
-    parents, slots = common_forest([shape] * count, unit([shape] * count))
-    assert tuple(parents) == shape and slots == {shape: tuple(range(len(shape)))}
-
-
 def held(forest: Sequence[int], shape: Sequence[int], slots: Sequence[int]) -> bool:
     """Whether a shape lies in a forest: in order, and below what it is below."""
     node_of = {slot: node for node, slot in enumerate(slots)}

@@ -1,4 +1,7 @@
-"""The forest of shared segments, against sets of prefixes written out."""
+"""The forest of shared segments, against sets of prefixes written out.
+
+That each rollout is one path, and each edge there once: `test_plan_properties.py`.
+"""
 
 from collections import defaultdict
 
@@ -43,16 +46,6 @@ def owners_of_edges(lists: list[list[int]], classes: list[int]) -> dict[Edge, se
     return owners
 
 
-def edges_of_segment(
-    forest: Forest, segment: int, lists: list[list[int]], classes: list[int]
-) -> list[Edge]:
-    """The segment's edges, read off its first owner."""
-    rollout = int(forest.owners(segment)[0])
-    first = int(forest.start[segment])
-    ends = range(first + 2, first + int(forest.length[segment]) + 2)
-    return [(classes[rollout], tuple(lists[rollout][:end])) for end in ends]
-
-
 @EXAMPLES
 @given(classed_lists())
 def test_edges_of_last_tokens_are_those_of_a_token_that_ends_every_rollout(
@@ -75,45 +68,6 @@ def test_edges_of_last_tokens_are_those_of_a_token_that_ends_every_rollout(
         begin = int(offsets[rollout])
         own = with_end[begin + rollout : begin + rollout + len(ids)]
         assert np.array_equal(ends[begin : begin + len(ids)], own)
-
-
-@EXAMPLES
-@given(classed_lists(), st.integers(1, 50))
-def test_every_rollout_is_one_path_and_every_edge_is_there_once(
-    batch: tuple[list[list[int]], list[int]], max_tokens: int
-) -> None:
-    lists, classes = batch
-    tokens, offsets = ragged(lists)
-    owners = owners_of_edges(lists, classes)
-    whole = forest_of(lists, classes)
-    for forest in (whole, whole.chained(max_tokens)):
-        found = [
-            edge
-            for segment in range(len(forest))
-            for edge in edges_of_segment(forest, segment, lists, classes)
-        ]
-        assert len(found) == len(set(found)) == forest.edges == len(owners)
-        assert set(found) == set(owners)
-        for segment in range(len(forest)):
-            expected = owners[edges_of_segment(forest, segment, lists, classes)[0]]
-            for edge in edges_of_segment(forest, segment, lists, classes):
-                assert owners[edge] == expected
-            assert sorted(forest.owners(segment).tolist()) == sorted(expected)
-            assert forest.multiplicity[segment] == len(expected)
-
-        token_edges = forest.token_edges(offsets)
-        at = forest.segment_tokens(offsets)
-        for rollout, ids in enumerate(lists):
-            inputs, labels = [], []
-            for segment in forest.path(int(forest.leaf[rollout])):
-                assert forest.start[segment] == len(inputs)
-                length = int(forest.length[segment])
-                inputs += tokens[at[segment] : at[segment] + length].tolist()
-                labels += tokens[at[segment] + 1 : at[segment] + length + 1].tolist()
-            assert (inputs, labels) == (ids[:-1], ids[1:])
-            assert token_edges[offsets[rollout]] == -1
-            for position, edge in enumerate(token_edges[offsets[rollout] + 1 :][: len(ids) - 1]):
-                assert found[edge] == (classes[rollout], tuple(ids[: position + 2]))
 
 
 @EXAMPLES

@@ -1,4 +1,4 @@
-"""Decisions and refusals of the planner, who may share, and the literal schedule."""
+"""Decisions and refusals of the planner, and who may share."""
 
 import dataclasses
 from typing import Any
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from forkpoint import Config, ModelShape, PlanError, Rollout, RolloutBatch
 from forkpoint.plan import make_plan, planner
+from forkpoint.plan.builder import Builder
 from forkpoint.plan.predict import plan_cost
 from forkpoint.plan.pricing import meters
 from plan_shapes import SHAPE
@@ -218,54 +219,7 @@ def test_a_combination_that_does_not_fit_is_left_out_and_said_so() -> None:
     assert "rollout 0 has 1049 tokens" in " ".join(plan.explain(width=400).split())
 
 
-# What may share, and the schedule
-
-
-def test_sharing_by_group_and_by_tree() -> None:
-    lists = [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 6]]
-    batch = batch_of(lists, groups=["a", "b", "a"])
-    computed = {
-        sharing: make_plan(batch, config=Config(sharing=sharing)).computed_tokens
-        for sharing in ("none", "group", "tree")
-    }
-    assert computed == {"none": 9, "group": 4 + 3, "tree": 5}
-
-
-def test_the_events_of_three_levels() -> None:
-    # A system prompt over two prompts, each over two responses; microbatches of at most 4 tokens.
-    lists = [
-        [1, 1, 1, 1, 1, prompt, prompt, prompt, answer, answer]
-        for prompt in (2, 3)
-        for answer in (4, 5)
-    ]
-    batch = batch_of(lists)
-    plan = make_plan(
-        batch, config=Config(sharing="tree", boundary="across", max_microbatch_tokens=4)
-    )
-    assert plan.forest.length.tolist() == [4, 3, 2, 2, 3, 2, 2]
-    assert ", ".join(plan.events()) == (
-        "forward prefix 0, forward prefix 1, forward leaf 2, backward leaf 2, backward prefix 1, "
-        "forward prefix 3, forward leaf 4, backward leaf 4, backward prefix 3, backward prefix 0"
-    )
-    assert ", ".join(plan.events(backward=False)) == (
-        "score prefix 0, score prefix 1, score leaf 2, score prefix 3, score leaf 4"
-    )
-    # Both second prompts in one microbatch: their four responses are its two child microbatches.
-    wider = make_plan(
-        batch, config=Config(sharing="tree", boundary="across", max_microbatch_tokens=7)
-    )
-    assert ", ".join(wider.events()) == (
-        "forward prefix 0, forward prefix 1, forward leaf 2, backward leaf 2, forward leaf 3, "
-        "backward leaf 3, backward prefix 1, backward prefix 0"
-    )
-    assert [microbatch.tokens for microbatch in wider.microbatches] == [4, 6, 6, 2]
-    mixed = make_plan(
-        batch, config=Config(sharing="tree", boundary="mixed", max_microbatch_tokens=7)
-    )
-    assert ", ".join(mixed.events()) == (
-        "forward prefix 0, forward leaf 1, backward leaf 1, forward leaf 2, backward leaf 2, "
-        "backward prefix 0"
-    )
+# What may share, and what is split
 
 
 def test_rollouts_are_split_where_trained_tokens_lie_in_several_microbatches() -> None:
@@ -322,3 +276,17 @@ def test_auto_shares_from_the_length_on_where_it_pays(prompt: int, sharing: str)
     )
     plan = make_plan(batch, shape, Config(max_microbatch_tokens=20_000))
     assert plan.sharing == sharing, plan.explain()
+
+
+@settings(max_examples=30, derandomize=True, deadline=None)
+@given(batch=batches(), boundary=st.sampled_from(("within", "mixed", "across")))
+def test_one_group_is_shared_by_groups_as_by_tree(batch: RolloutBatch, boundary: Any) -> None:
+    together = RolloutBatch(dataclasses.replace(rollout, group_id="g") for rollout in batch)
+    config = Config(sharing="group", boundary=boundary)
+    # By groups as if there were more than one, which sorts and packs by itself.
+    with mock.patch.object(Builder, "_as", lambda _, sharing: sharing):
+        apart = make_plan(together, SHAPE, config)
+    plan = make_plan(together, SHAPE, config)
+    one, other = ([dataclasses.asdict(m) for m in p.microbatches] for p in (plan, apart))
+    assert one == other
+    assert plan.cost == apart.cost

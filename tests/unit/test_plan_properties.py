@@ -49,7 +49,6 @@ def check_plan(batch: RolloutBatch, config: Config, max_microbatch_tokens: int) 
     check_paths(plan, batch)
     check_counts(plan, batch)
     check_schedule(plan)
-    check_arena(plan, batch)
     json.dumps(plan.to_dict())
 
 
@@ -231,42 +230,3 @@ def check_schedule(plan: Plan) -> None:
     assert scored == [("score", index) for index in forwards]
     assert len(set(plan.events())) == len(plan.events()) == len(plan.program.instructions)
     check_program(plan)
-
-
-def check_arena(plan: Plan, batch: RolloutBatch) -> None:
-    """No two live slices overlap, and what a microbatch reads is there: same tokens, same path."""
-    most = 0
-    for backward in (True, False):
-        live: dict[int, int] = {}
-        content: dict[int, Prefix] = {}
-        program = plan.program if backward else plan.score_program
-        for _, operation, _, index, *_ in program.instructions:
-            microbatch = plan.microbatches[index]
-            slices = {
-                segment: range(begin, begin + int(plan.forest.length[segment]))
-                for segment, begin in zip(microbatch.segments, microbatch.cache_begin, strict=True)
-                if begin >= 0
-            }
-            if operation == "backward":
-                for places in slices.values():
-                    for place in places:
-                        assert live.pop(place) == index
-                continue
-            for segment in microbatch.segments:
-                for ancestor in plan.forest.path(segment):
-                    if ancestor not in microbatch.segments:
-                        begin = plan.cache_of[ancestor]
-                        state = [
-                            content.get(begin + i) for i in range(plan.forest.length[ancestor])
-                        ]
-                        assert state == prefixes_of(plan, batch, ancestor)
-            for segment, places in slices.items():
-                assert places.start >= 0
-                assert places.stop <= plan.cache_tokens
-                content |= zip(places, prefixes_of(plan, batch, segment), strict=True)
-                if backward:
-                    assert not live.keys() & set(places)
-                    live |= dict.fromkeys(places, index)
-                    most = max(most, len(live))
-        assert not live
-    assert most == plan.cache_tokens

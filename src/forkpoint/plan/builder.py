@@ -1,7 +1,4 @@
-"""Plans of one combination of sharing and boundary, with microbatches that fit the limits.
-
-Many combinations and lengths of microbatches come to the same microbatches; these are priced once.
-"""
+"""Plans of one combination of sharing and boundary, with microbatches that fit the limits."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -87,8 +84,6 @@ class Builder:
     _forests: dict[str, Forest] = field(default_factory=dict)
     _built: dict[tuple[str, str], Plan] = field(default_factory=dict)
     _num_loss_entries: dict[object, IntArray] = field(default_factory=dict)
-    _meters: dict[object, Meter] = field(default_factory=dict)
-    _costs: dict[object, tuple[float, int | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.calibration is not None:
@@ -191,7 +186,7 @@ class Builder:
         policies = self._policies()
         if self.budget is None:
             plan = self._build(sharing, boundary, tokens, policies[0])
-            return self._priced(plan, self._meter(plan))
+            return self._priced(plan, meter_of(plan, self.calibration))
         # A budget that was given is to be used, one that was measured to be kept to.
         if not given and not self.soft:
             every = int(self.tree_order.new_edges.sum())
@@ -218,7 +213,8 @@ class Builder:
             return min(found, key=_cost_of_many)
         if self.soft:
             unlimited = [
-                self._with_price(plan, self._meter(plan)) for plan in _near_the_least(tried)
+                self._with_price(plan, meter_of(plan, self.calibration))
+                for plan in _near_the_least(tried)
             ]
             return min(unlimited, key=_cost_of_many)
         plan = min(tried, key=lambda plan: (peak_of(plan), plan.max_microbatch_tokens))
@@ -251,7 +247,7 @@ class Builder:
         shorter = 0
         while True:
             plan = self._build(sharing, boundary, tokens, policy)
-            meter = self._meter(plan)
+            meter = meter_of(plan, self.calibration)
             plan = self._priced(plan, meter)
             ways = self._fitted(plan, meter)
             yield from ways
@@ -316,14 +312,6 @@ class Builder:
     # Prices
     # ------------------------------------------------------------
 
-    def _meter(self, plan: Plan) -> Meter:
-        """Prices of the microbatches of a plan, and of those that differ from it only in what is
-        kept."""
-        key = _key_of_microbatches(plan)
-        if key not in self._meters:
-            self._meters[key] = meter_of(plan, self.calibration)
-        return self._meters[key]
-
     def _priced(self, plan: Plan, meter: Meter) -> Plan:
         """With its price within the budget, and with logits kept as the configuration says."""
         if self.config.head_logits == "auto" and self.budget is not None and not self.soft:
@@ -333,13 +321,9 @@ class Builder:
 
     def _with_price(self, plan: Plan, meter: Meter, budget: int | None = None) -> Plan:
         """With its cost and its peak; the cost is inf if the peak exceeds the budget."""
-        kept = tuple((m.activations, m.keeps_logits, m.checkpointing) for m in plan.microbatches)
-        key = budget, _key_of_microbatches(plan), kept
-        if key not in self._costs:
-            peak = None if self.shape is None else peak_bytes(plan, meter, self.shape)
-            fits = budget is None or peak is None or peak <= budget
-            self._costs[key] = plan_cost(plan, meter) if fits else math.inf, peak
-        cost, peak = self._costs[key]
+        peak = None if self.shape is None else peak_bytes(plan, meter, self.shape)
+        fits = budget is None or peak is None or peak <= budget
+        cost = plan_cost(plan, meter) if fits else math.inf
         return replace(
             plan,
             cost=cost,
@@ -351,7 +335,8 @@ class Builder:
 
     def _entries_of_segments(self, forest: Forest) -> IntArray:
         """[S] how many entries the head computes for each segment's edges."""
-        key = _key_of_forest(forest)
+        columns = (forest.parent, forest.start, forest.length, forest.owner_begin, forest.leaf)
+        key = tuple(column.tobytes() for column in columns)
         if key not in self._num_loss_entries:
             edges = forest.token_edges(self.batch.offsets)
             entries = entries_of(
@@ -453,16 +438,3 @@ def peak_of(plan: Plan) -> int:
     """The predicted peak of a plan that has one."""
     assert plan.predicted_peak_bytes is not None
     return plan.predicted_peak_bytes
-
-
-def _key_of_forest(forest: Forest) -> object:
-    """The same for forests of one batch with the same segments."""
-    columns = (forest.parent, forest.start, forest.length, forest.owner_begin, forest.leaf)
-    return tuple(column.tobytes() for column in columns)
-
-
-def _key_of_microbatches(plan: Plan) -> object:
-    """The same for plans with the same microbatches over the same segments, wherever activations
-    are."""
-    microbatches = tuple((m.parent, m.segments, m.cache_begin) for m in plan.microbatches)
-    return _key_of_forest(plan.forest), microbatches
