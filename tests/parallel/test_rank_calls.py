@@ -31,7 +31,7 @@ from torch.distributed.fsdp import (
 )
 
 import forkpoint
-from forkpoint import Config, RolloutBatch
+from forkpoint import Config, Rollout, RolloutBatch
 from forkpoint.errors import ConfigError, RankError, RolloutError, UnsupportedError
 from forkpoint.losses import GRPO, GSPO, Denominators, Loss
 from forkpoint.testing import lifted_upcasts
@@ -47,6 +47,10 @@ sharded_first = pytest.mark.parametrize(
     ],
 )
 """DistributedDataParallel in the slow lane."""
+
+
+SPLIT = (group(2, 5, 30, 12)[:2], group(2, 5, 30, 12)[2:])
+"""A group on two ranks."""
 
 
 def own_loss(outputs: Any, batch: Any) -> Tensor:
@@ -121,51 +125,37 @@ def test_losses_of_logprobs_are_averaged(wrap: Any, rollouts: Any) -> None:
     assert max(run_ranks(2, through_logprobs, wrap, rollouts)) < BAR
 
 
-def through_function(wrap: Any) -> tuple[float, bool]:
+def other_losses(wrap: Any) -> dict[str, float]:
+    """How far off a function as a loss, denominators that are given, and a batch of zeros are."""
+    own = RolloutBatch(UNEQUAL[dist.get_rank()])
     policy, alone = policies(wrap)
-    stats = policy.forward_backward(RolloutBatch(UNEQUAL[dist.get_rank()]), own_loss)
-    losses = []
+    loss = policy.forward_backward(own, own_loss).loss
+    losses: list[float] = []
     mean_over_ranks(
         alone,
         lambda each, batch: losses.append(each.forward_backward(batch, own_loss).loss),
         UNEQUAL,
     )
-    return apart(policy, alone), abs(stats.loss - losses[dist.get_rank()]) < BAR
-
-
-@sharded_first
-def test_a_function_is_each_rank_s_own_loss(wrap: Any) -> None:
-    for error, same_loss in run_ranks(2, through_function, wrap):
-        assert error < BAR and same_loss
-
-
-def with_denominators(wrap: Any) -> float:
-    policy, alone = policies(wrap)
+    found = {"function": apart(policy, alone), "its loss": abs(loss - losses[dist.get_rank()])}
+    for each in (policy.host.model, alone.host.model):
+        each.zero_grad()
     given = Denominators(tokens=1000, rollouts=30, groups=4)
-    own = RolloutBatch(UNEQUAL[dist.get_rank()])
     policy.forward_backward(own, GRPO(), denominators=given, scale=0.5)
     whole = RolloutBatch([r for part in UNEQUAL for r in part])
     alone.forward_backward(whole, GRPO(), denominators=given, scale=0.5)
-    return apart(policy, alone)
+    found["denominators"] = apart(policy, alone)
+    policy.host.model.zero_grad()
+    policy.forward_backward(RolloutBatch([Rollout(list(range(9)), [0] * 9, 0.0)]), GRPO())
+    zeros = gradients(policy.host.model).values()
+    found["nothing trained"] = sum(1.0 if g is None else float(g.abs().sum()) for g in zeros)
+    return found
 
 
 @sharded_first
-def test_denominators_that_are_given_are_global(wrap: Any) -> None:
-    assert max(run_ranks(2, with_denominators, wrap)) < BAR
-
-
-def nothing_trained(wrap: Any) -> list[bool]:
-    rollouts = [forkpoint.Rollout(list(range(9)), [0] * 9, 0.0)]
-    policy, _ = policies(wrap)
-    policy.forward_backward(RolloutBatch(rollouts), GRPO())
-    found = gradients(policy.host.model).values()
-    return [g is not None and not bool(g.any()) for g in found]
-
-
-@sharded_first
-def test_a_step_that_trains_on_nothing_gives_zeros(wrap: Any) -> None:
-    for rank in run_ranks(2, nothing_trained, wrap):
-        assert all(rank)
+def test_losses_are_each_rank_s_own_or_of_all(wrap: Any) -> None:
+    for found in run_ranks(2, other_losses, wrap):
+        assert max(found.values()) < BAR, found
+        assert found["nothing trained"] == 0
 
 
 # Mixed precision
@@ -217,7 +207,7 @@ def bad_rollout(wrap: Any) -> tuple[str, bool, float]:
     policy, alone = policies(wrap)
     rollouts = UNEQUAL[dist.get_rank()]
     if dist.get_rank() == 1:
-        rollouts = [forkpoint.Rollout([1, 2, 10**6], [0, 1, 1], 1.0)]
+        rollouts = [Rollout([1, 2, 10**6], [0, 1, 1], 1.0)]
     found = raised(lambda: policy.forward_backward(RolloutBatch(rollouts), GRPO()))
     clean = all(p.grad is None for p in policy.host.model.parameters())
     policy.forward_backward(RolloutBatch(UNEQUAL[dist.get_rank()]), GRPO())
@@ -321,23 +311,17 @@ class OfAll(OfGroups):
         return 0 * batch.group_index
 
 
-def coupled_over_ranks(loss: Loss) -> str:
+def coupled_over_ranks(loss: Loss, parts: Any) -> str:
     policy, _ = policies(sharded)
-    rollouts = group(0, 4, 8, 5)[2 * dist.get_rank() :][:2]
-    return raised(lambda: policy.forward_backward(RolloutBatch(rollouts), loss))
+    return raised(lambda: policy.forward_backward(RolloutBatch(parts[dist.get_rank()]), loss))
 
 
-def test_losses_that_couple_rollouts_of_two_ranks_are_refused() -> None:
-    for found in run_ranks(2, coupled_over_ranks, OfGroups()):
-        assert "1 of the groups have rollouts on several ranks" in found
-    for found in run_ranks(2, all_coupled):
-        assert "couples rollouts of different groups" in found
-
-
-def all_coupled() -> str:
-    policy, _ = policies(sharded)
-    own = RolloutBatch(UNEQUAL[dist.get_rank()])
-    return raised(lambda: policy.forward_backward(own, OfAll()))
+@pytest.mark.parametrize("of_groups", [True, False])
+def test_losses_that_couple_rollouts_of_two_ranks_are_refused(of_groups: bool) -> None:
+    given = (OfGroups(), SPLIT) if of_groups else (OfAll(), UNEQUAL)
+    what = "1 of the groups" if of_groups else "couples rollouts of different groups"
+    for found in run_ranks(2, coupled_over_ranks, *given):
+        assert what in found
 
 
 def refused() -> list[str]:
@@ -404,10 +388,6 @@ def spread_over_ranks(wrap: Any, parts: Any, config: Config) -> tuple[float, flo
         wanted = alone.forward_backward(RolloutBatch([r for part in parts for r in part]), Spread())
     worst = float((stats.logprobs - stats.logprobs.clamp(max=0)).abs().sum())
     return apart(policy, alone), abs(stats.loss - wanted.loss), worst
-
-
-SPLIT = (group(2, 5, 30, 12)[:2], group(2, 5, 30, 12)[2:])
-"""A group on two ranks."""
 
 
 GATHERED = list(product(WRAPS, ("unequal", "empty", "split"), ("across", "within")))

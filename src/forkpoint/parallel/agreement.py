@@ -146,7 +146,8 @@ def agreed(
     statistics = joined([p.statistics for p in proposals], names, batches)
     if batches is not None:
         index = sorted(set(batches)).index(batches[index])
-        proposals = [proposals[first] for first in group_leaders(batches)]
+        firsts = group_leaders(batches)
+        proposals, names = [proposals[n] for n in firsts], [names[n] for n in firsts]
     schedule = _schedule(gather, names, [proposal.offer for proposal in proposals])
     splitting = None
     if prompts:

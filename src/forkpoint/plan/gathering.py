@@ -58,7 +58,7 @@ def choose_gathering(
     asked: Literal["auto", "microbatch", "step"],
     aligned: Sequence[Program],
     costs: Sequence[RankCosts],
-    names: Sequence[int] | None = None,
+    names: Sequence[int],
 ) -> Choice[Gather]:
     """The way to hold weights that takes less time, of those that fit on every rank.
 
@@ -66,15 +66,14 @@ def choose_gathering(
         asked: of the configuration, the same on all ranks.
         aligned: by rank, programs of one common shape; not read where `asked` is not "auto".
         costs: by rank.
-        names: by rank, its number in messages; by default its index.
+        names: by rank, its number in messages.
 
     It depends on the arguments alone, so that ranks that have exchanged them agree.
     """
     if asked != "auto":
         return Choice(asked, "as asked")
-    for rank, cost in enumerate(costs):
+    for name, cost in zip(names, costs, strict=True):
         if cost.once is None:
-            name = rank if names is None else names[rank]
             return Choice("microbatch", f"rank {name}: {cost.why_not}")
     lockstep, once, own = predicted(aligned, costs)
     idle = 1 - own / lockstep if lockstep else 0.0
