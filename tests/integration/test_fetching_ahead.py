@@ -6,25 +6,24 @@ would be waited for. Gradients are those of microbatches that are kept, bit for 
 """
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
-from steps import clear_gradients
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from forkpoint import Config, Rollout, RolloutBatch, losses, wrap
-from forkpoint.engine.offload import LAYERS_ALIVE, FreedMemory
+from forkpoint.engine.offload import LAYERS_ALIVE, SavedTensors
 from forkpoint.engine.staging import PlainTransfers, Staging
 from forkpoint.testing import tiny_model
-from lanes import slow_besides_pairs
+from lanes import slow_besides
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "without_sample", "without_lists")
 
 LAYERS = 12
 GROUP = Config(sharing="group", boundary="across", max_microbatch_tokens=24)
-POLICIES = ("none", "selective", "full")
 
 
 def waves_batch(prompt: int = 24, response: int = 10) -> RolloutBatch:
@@ -53,34 +52,32 @@ class Alive:
 
 
 @pytest.mark.parametrize(
-    ("exist", "checkpointing", "lengths"),
-    slow_besides_pairs(
-        [True, False],
-        ["none", "full"],
+    ("checkpointing", "lengths"),
+    slow_besides(
+        [("none", (64, 32)), ("full", (256, 16))],
         # Prompt and response: one prefix above two leaves, and a chain of prefixes.
-        [(64, 32), (256, 16)],
+        product(["none", "full"], [(64, 32), (256, 16)]),
     ),
 )
 def test_memory_gets_no_fuller_than_when_the_wave_s_backward_begins(
-    monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, int], checkpointing: str, exist: bool
+    monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, int], checkpointing: str
 ) -> None:
-    """With what is saved, what is fetched, and gradients; two layers of a microbatch may come on
-    top."""
+    """With what is saved and what is fetched; two layers of a microbatch may come on top."""
     prompt, response = lengths
     model, batch = tiny_model("llama", num_hidden_layers=LAYERS), waves_batch(prompt, response)
     config = replace(
         GROUP, activations="offload", checkpointing=checkpointing, max_microbatch_tokens=64
     )
-    policy, saved, fetched, new = wrap(model, config), Alive(), Alive(), FreedMemory._is_new
+    policy, saved, fetched, pack = wrap(model, config), Alive(), Alive(), SavedTensors.pack
     entries: list[tuple[str, int, int]] = []
 
     def note(what: str) -> None:
-        gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
-        entries.append((what, saved.nbytes() + fetched.nbytes() + gradients, fetched.nbytes()))
+        entries.append((what, saved.nbytes() + fetched.nbytes(), fetched.nbytes()))
 
-    def counted(freed: FreedMemory, tensor: Tensor) -> bool:
-        found = new(freed, tensor)
-        if found:
+    def counted(freed: SavedTensors, tensor: Tensor) -> object:
+        before = freed.saved_bytes
+        found = pack(freed, tensor)
+        if freed.saved_bytes > before:
             saved.add(tensor)
         return found
 
@@ -91,13 +88,9 @@ def test_memory_gets_no_fuller_than_when_the_wave_s_backward_begins(
             note("fetch")
             return found
 
-    monkeypatch.setattr(FreedMemory, "_is_new", counted)
+    monkeypatch.setattr(SavedTensors, "pack", counted)
     policy.model_state.staging = Staging(Counted(torch.device("cpu")))
     policy.observer = lambda event: note(event.text)
-    clear_gradients(model)
-    if exist:
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
     plan = policy.plan(batch)
     stats = policy.forward_backward(batch, losses.GRPO(), plan=plan)
     assert stats.offload is not None and stats.offload.on_demand == 0
@@ -117,13 +110,13 @@ def test_memory_gets_no_fuller_than_when_the_wave_s_backward_begins(
         elif what == "fetch":
             # Two layers are at work, and two of each of two microbatches are fetched in any case.
             assert held <= begins + layers_alive or of_fetched <= 3 * layers_alive
-    # Nor is room left unused where gradients take none of it.
+    # Nor is room left unused.
     ends = next(
         i
         for i, (what, *_) in enumerate(entries)
         if what == f"backward {plan.microbatch_names[parents[-1].index]}"
     )
-    if checkpointing == "none" and response > 8 and (exist or response == 32):
+    if checkpointing == "none":
         assert entries[ends][2] > 0.7 * stats.offload.out_bytes / len(parents)
 
 
@@ -147,11 +140,12 @@ class Twice(torch.autograd.Function):
 def test_storages_count_once_when_half_has_been_asked_for() -> None:
     told: list[tuple[int, int]] = []
     weight = torch.ones(1000, requires_grad=True)
-    freed = FreedMemory(
+    freed = SavedTensors(
         lambda x: x.shape == (1000,),
-        lambda free: told.append((freed.asked_bytes, free)),
+        10**9,
+        then=lambda free: told.append((freed.asked_bytes, free)),
     )
-    with torch.autograd.graph.saved_tensors_hooks(*freed.hooks()):
+    with torch.autograd.graph.saved_tensors_hooks(freed.pack, freed.unpack):
         x = weight[:40].clone()
         for _ in range(4):
             x = Twice.apply(x)
@@ -165,43 +159,30 @@ def test_storages_count_once_when_half_has_been_asked_for() -> None:
     assert weight.grad is not None and torch.isfinite(weight.grad).all()
 
 
-@pytest.mark.parametrize(
-    ("ahead", "grows", "first", "last"),
-    [(None, 0, 5, 10), (None, 4, 5, 10), (2, 0, 5, 10), (20, 0, 5, 10), (20, 20, 5, 10)],
-)
-def test_what_is_free_is_told_as_it_grows(
-    ahead: int | None, grows: int, first: int, last: int
-) -> None:
+def test_what_is_free_is_told_as_it_grows() -> None:
     """Ten layers that save a tensor each, of which two layers' may be alive still."""
     layers, size = 10, 400
     told: list[tuple[int, int]] = []
-    freed = FreedMemory(
+    freed = SavedTensors(
         lambda _: False,
-        lambda free: told.append((freed.asked_bytes // size, free // size)),
-        layers=layers,
-        ahead_bytes=None if ahead is None else lambda: ahead * size,
+        layers,
+        then=lambda free: told.append((freed.asked_bytes // size, free // size)),
     )
-    freed.new_gradient_bytes = grows * size
-    with torch.autograd.graph.saved_tensors_hooks(*freed.hooks()):
+    with torch.autograd.graph.saved_tensors_hooks(freed.pack, freed.unpack):
         x = torch.ones(100, requires_grad=True)
         y = x
         for _ in range(layers):
             y = y.exp()
     y.sum().backward()
-    # Of an offloaded microbatch what is at work is not among what is ahead.
-    has = layers - LAYERS_ALIVE if ahead is None else ahead
-    free = [has - (layers - asked) - grows for asked in range(layers + 1)]
-    assert (told[0][0], told[-1][0]) == (first, last if free[-1] > 0 else first)
-    assert all(found == max(0, free[asked]) for asked, found in told)
-    assert [asked for asked, _ in told] == sorted({asked for asked, _ in told})
+    assert told == [(asked, asked - LAYERS_ALIVE) for asked in range(5, layers + 1)]
 
 
 def test_counting_keeps_nothing_alive() -> None:
     """A node's own output that it saves is free when the graph is, with or without a backward."""
     x = torch.ones(10, requires_grad=True)
     for backward in (False, True):
-        freed = FreedMemory(lambda _: False, lambda _: None)
-        with torch.autograd.graph.saved_tensors_hooks(*freed.hooks()):
+        freed = SavedTensors(lambda _: False, 1, then=lambda _: None)
+        with torch.autograd.graph.saved_tensors_hooks(freed.pack, freed.unpack):
             y = (x * 2).exp()
         saved = StorageWeakRef(y.untyped_storage())
         if backward:

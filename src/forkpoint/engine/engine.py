@@ -314,9 +314,7 @@ class Engine:
         timing = Timing(plan, host.device, self.observer)
         activations = None
         if microbatch_loss is not None:
-            assert transaction.guard is not None
-            missing = transaction.guard.missing_bytes
-            activations = Activations(plan, step.inputs, host, self.staging, missing)
+            activations = Activations(plan, step.inputs, host, self.staging)
             transaction.changes.later(activations.close)
         features: list[Feature | None] = [timing, self.exchange, self.replay]
         features += [activations, self.routing]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
-from forkpoint.engine.distributed import Holder, local
+from forkpoint.engine.distributed import Holder
 from forkpoint.engine.host import Host
 
 
@@ -67,11 +67,6 @@ class GradientSums:
         """The step has failed: drop the sums, and do not bring back gradients from before."""
         self._dropped = True
         self._sums = {}
-
-    def missing_bytes(self) -> int:
-        """Bytes of the sums that do not exist yet."""
-        missing = (p for p in self.parameters if p not in self._sums)
-        return sum(p.numel() * self._dtype(p).itemsize for p in missing)
 
     def _take(self, leaf: nn.Parameter) -> None:
         gradient = leaf.grad
@@ -163,15 +158,6 @@ class GradientGuard:
             if found is not None and parameter.grad is None:
                 self.touched = True
                 parameter.grad = torch.zeros_like(parameter)
-
-    def missing_bytes(self) -> int:
-        """Bytes of the gradients, or of their sums, that do not exist yet."""
-        sums = 0 if self.sums is None else self.sums.missing_bytes()
-        if self.holder.reduces:
-            return sums + self.holder.missing_bytes()
-        summed = set() if self.sums is None else set(self.sums.parameters)
-        missing = (local(p) for p in self.parameters if p not in summed and p.grad is None)
-        return sums + sum(p.numel() * p.element_size() for p in missing)
 
     def take_back(self) -> Literal["unchanged", "cleared"]:
         """Remove what the step has added; after an interrupt it can be repeated.

@@ -11,14 +11,15 @@ two layers ahead of their use. The last time counts: the last layer is the first
 layers save (rotary tables).
 
 Fetching begins during the backward before, once that has freed memory: memory is fullest when it
-begins. No more is fetched ahead than it has freed and new gradients do not take, or two layers if
-these are more.
+begins. No more is fetched ahead than it has freed, or two layers if these are more. Gradients that
+a backward makes do not count: a memory budget leaves room for them.
 """
 
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -33,7 +34,7 @@ from forkpoint.engine.microbatches import MicrobatchInputs
 from forkpoint.engine.prefix_cache import PrefixCache
 from forkpoint.engine.staging import Staging
 from forkpoint.plan.plan import Plan
-from forkpoint.plan.program import BACKWARD, FORWARD, RECOMPUTE, Instruction
+from forkpoint.plan.program import BACKWARD, FORWARD, Instruction
 
 # Names of the autograd nodes through which autocast's linear layers see a weight.
 COPIES = frozenset({"ToCopyBackward0", "TBackward0", "TransposeBackward0"})
@@ -66,7 +67,7 @@ def storage_id(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-# One offloaded microbatch
+# Saved tensors of one microbatch
 # ------------------------------------------------------------
 
 
@@ -82,114 +83,173 @@ class _Stored:
     arrived: Any = None
 
 
-@dataclass(eq=False)
-class _View:
-    """Stand-in that autograd keeps for a tensor: which storage, and the view of it."""
+@dataclass(eq=False, slots=True)
+class _Saved:
+    """Stand-in that autograd keeps for a tensor."""
 
-    stored: _Stored
+    nbytes: int
+    """Of its storage if it is the first tensor of it that is saved, until it is asked for; else
+    0."""
+    where: Tensor | _Stored
+    """The tensor itself if it stays on the device."""
     dtype: torch.dtype
     view: tuple[int, torch.Size, tuple[int, ...]]
     """Offset, size and stride."""
 
 
-class OffloadedMicrobatch:
-    """Packs what a microbatch's forward saves, and fetches it in time for its backward."""
+class SavedTensors:
+    """Tensors that a microbatch's forward saves: moved to host memory or left on the device.
 
-    def __init__(self, staging: Staging, stays: Stays, layers: int, stats: OffloadStats) -> None:
-        """`layers`: of the model; a storage is fetched at least two of them ahead of its use."""
-        self.staging: Staging = staging
+    Autograd frees the saved tensors of a node once that node has run. `then` is called with the
+    bytes that the backward has freed, once it has asked for half of what was saved, which leaves
+    time enough for copies, and again each time that more is free by a quarter of a layer. A storage
+    counts once, by the first tensor of it that is saved, which the backward asks for last.
+    """
+
+    def __init__(
+        self,
+        stays: Stays,
+        layers: int,
+        *,
+        staging: Staging | None = None,
+        stats: OffloadStats | None = None,
+        then: Callable[[int], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            stays: tells tensors that are not moved, and not freed by the backward.
+            layers: of the model; a storage is fetched at least two of them ahead of its use.
+            staging: host memory; None leaves tensors where they are.
+            stats: counts copies.
+            then: is told of bytes that are free.
+        """
         self.stays: Stays = stays
         self.layers: int = layers
-        self.stats: OffloadStats = stats
-        self._frame = staging.begin()
+        self.staging: Staging | None = staging
+        self.stats: OffloadStats = stats or OffloadStats()
+        self.saved_bytes: int = 0
+        self.asked_bytes: int = 0
+        self._then = then
+        self._told: int | None = None
         # By storage. A weak reference keeps the address of a dead storage from being used again.
-        self._of: dict[int, tuple[StorageWeakRef, weakref.ref[_Stored]]] = {}
+        self._known: dict[int, tuple[StorageWeakRef, weakref.ref[_Stored] | None]] = {}
         # By when each was last saved: a dictionary keeps the order in which keys came in.
-        self._saved: dict[weakref.ref[_Stored], None] = {}
+        self._last: dict[weakref.ref[_Stored], None] = {}
         self._order: list[weakref.ref[_Stored]] = []
         self._begins: list[int] = [0]
         """Byte offsets of storages, were they laid end to end, and the end of all."""
         self._next = -1
         """The storage to fetch next; those behind it are on their way, or nobody needs them."""
-        self.ahead_bytes: int = 0
+        self._ahead_bytes = 0
         """How far ahead storages are fetched, once the forward is over."""
-        staging.transfers.begin_microbatch()
+        self._frame = None if staging is None else staging.begin()
+        if staging is not None:
+            staging.transfers.begin_microbatch()
 
     def end_forward(self) -> None:
         """The microbatch's forward is over: what it has saved last is fetched first."""
-        self._of.clear()
-        for reference in self._saved:
+        self._known.clear()
+        for reference in self._last:
             stored = reference()
             if stored is not None:
                 stored.index = len(self._order)
                 self._order.append(reference)
                 self._begins.append(self._begins[-1] + len(stored.host))
-        self._saved.clear()
+        self._last.clear()
         self._next = len(self._order) - 1
-        self.ahead_bytes = max(1, 2 * self._begins[-1] // self.layers)
+        self._ahead_bytes = max(1, LAYERS_ALIVE * self._begins[-1] // self.layers)
 
     def prefetch(self, free_bytes: int = 0) -> None:
         """Fetch what the backward will ask for first, before it begins: so much, or two layers."""
-        self.ahead_bytes = max(self.ahead_bytes, free_bytes)
+        self._ahead_bytes = max(self._ahead_bytes, free_bytes)
         self._fetch_ahead(len(self._order))
 
     def close(self) -> None:
         """The microbatch's backward is over: its host memory is free again."""
-        self.staging.end(self._frame)
+        if self.staging is not None and self._frame is not None:
+            self.staging.end(self._frame)
 
-    def pack(self, tensor: Tensor) -> Tensor | _View:
+    def pack(self, tensor: Tensor) -> Tensor | _Saved:
         # What stays is detached: a node that saved its own output itself would keep itself alive.
-        transfers = self.staging.transfers
-        moves = (
-            type(tensor) is Tensor
-            and tensor.device == transfers.device
-            and tensor.layout is torch.strided
-            and tensor.untyped_storage().nbytes() >= max(1, transfers.least_bytes)
-            and not self.stays(tensor)
-        )
-        if not moves:
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided or self.stays(tensor):
             return tensor.detach()
-        storage = tensor.untyped_storage()
-        known = self._of.get(storage_id(tensor))
-        stored = known[1]() if known else None
+        known = self._known.get(storage_id(tensor))
+        nbytes = 0 if known else tensor.untyped_storage().nbytes()
+        self.saved_bytes += nbytes
+        stored = known[1]() if known and known[1] else None
         if stored is None:
-            nbytes = storage.nbytes()
-            host = self._frame.take(nbytes)
-            if host is None:
-                self.stats.left_bytes += nbytes
-                return tensor.detach()
-            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-            stored = _Stored(host, transfers.out(whole, host))
-            self._of[storage_id(tensor)] = StorageWeakRef(storage), weakref.ref(stored)
-            self.stats.out_bytes += nbytes
-        reference = weakref.ref(stored)
-        self._saved.pop(reference, None)
-        self._saved[reference] = None
+            stored = self._move(tensor)
+            reference = None if stored is None else weakref.ref(stored)
+            storage = StorageWeakRef(tensor.untyped_storage())
+            self._known[storage_id(tensor)] = storage, reference
         view = int(tensor.storage_offset()), tensor.size(), tensor.stride()
-        return _View(stored, tensor.dtype, view)
+        if stored is None:
+            return _Saved(nbytes, tensor.detach(), tensor.dtype, view)
+        reference = weakref.ref(stored)
+        self._last.pop(reference, None)
+        self._last[reference] = None
+        return _Saved(nbytes, stored, tensor.dtype, view)
 
-    def unpack(self, packed: Tensor | _View) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        stored = packed.stored
+    def _move(self, tensor: Tensor) -> _Stored | None:
+        """Start copying a tensor's storage to the host; None if it stays on the device."""
+        if self.staging is None or self._frame is None:
+            return None
+        transfers, storage = self.staging.transfers, tensor.untyped_storage()
+        nbytes = storage.nbytes()
+        if tensor.device != transfers.device or nbytes < max(1, transfers.least_bytes):
+            return None
+        host = self._frame.take(nbytes)
+        if host is None:
+            self.stats.left_bytes += nbytes
+            return None
+        self.stats.out_bytes += nbytes
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        return _Stored(host, transfers.out(whole, host))
+
+    def unpack(self, saved: Tensor | _Saved) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        found = saved.where if isinstance(saved.where, Tensor) else self._back(saved, saved.where)
+        self._asked(saved)
+        return found
+
+    def _back(self, saved: _Saved, stored: _Stored) -> Tensor:
+        assert self.staging is not None
         if stored.device is None:
             self.stats.on_demand += 1
             self._fetch(stored)
         self._fetch_ahead(stored.index)
         assert stored.device is not None
         self.staging.transfers.wait(stored.arrived)
-        found = torch.empty(0, dtype=packed.dtype, device=stored.device.device)
-        return found.set_(stored.device.untyped_storage(), *packed.view)
+        found = torch.empty(0, dtype=saved.dtype, device=stored.device.device)
+        return found.set_(stored.device.untyped_storage(), *saved.view)
+
+    def _asked(self, saved: _Saved) -> None:
+        if self._then is None or not saved.nbytes:  # a node may ask several times
+            return
+        self.asked_bytes += saved.nbytes
+        saved.nbytes = 0
+        if 2 * self.asked_bytes < self.saved_bytes:
+            return
+        layer = self.saved_bytes // self.layers
+        # One that is offloaded itself has no more than what is fetched ahead.
+        had = self._ahead_bytes if self.staging else self.saved_bytes - LAYERS_ALIVE * layer
+        free = max(0, had - (self.saved_bytes - self.asked_bytes))
+        # Looking for room takes the host some time: not at each of a layer's tensors.
+        if self._told is None or free >= self._told + layer // 4:
+            self._told = free
+            self._then(free)
 
     def _fetch(self, stored: _Stored) -> None:
+        assert self.staging is not None
         stored.device, stored.arrived = self.staging.transfers.back(stored.host, stored.sent)
         self.stats.back_bytes += len(stored.host)
 
     def _fetch_ahead(self, index: int) -> None:
-        """Fetch storages below `index`, in reverse order, until `ahead_bytes` are on their way."""
+        """Fetch storages below `index`, in reverse order, until `_ahead_bytes` are on their way."""
         self._next = min(self._next, index - 1)
         wanted: list[_Stored] = []
-        ahead = self.ahead_bytes
+        ahead = self._ahead_bytes
         while self._next >= 0 and self._begins[index] - self._begins[self._next + 1] < ahead:
             stored = self._order[self._next]()
             if stored is not None and stored.device is None:
@@ -197,6 +257,7 @@ class OffloadedMicrobatch:
             self._next -= 1
         if not wanted:
             return
+        assert self.staging is not None
         room = self.staging.transfers.headroom_bytes()
         for stored in wanted:
             if room is not None:
@@ -210,104 +271,6 @@ class OffloadedMicrobatch:
             self._fetch(stored)
 
 
-# Memory that a backward frees
-# ------------------------------------------------------------
-
-
-@dataclass(eq=False, slots=True)
-class _Counted:
-    """Stand-in that autograd keeps for a tensor, and its bytes until it is first asked for."""
-
-    packed: Any
-    nbytes: int
-
-
-class FreedMemory:
-    """Tells `then`, within the backward of a microbatch, how many bytes it has freed.
-
-    Autograd frees the saved tensors of a node once that node has run. `then` is called once the
-    backward has asked for half of what was saved, which leaves time enough for copies, and again
-    each time that more is free by a quarter of a layer. A storage counts once, by the first tensor
-    of it that is saved, which the backward asks for last.
-    """
-
-    def __init__(
-        self,
-        stays: Stays,
-        then: Callable[[int], None],
-        *,
-        layers: int = 0,
-        ahead_bytes: Callable[[], int] | None = None,
-    ) -> None:
-        """
-        Args:
-            stays: tells tensors that a backward does not free.
-            then: gets the bytes.
-            layers: of the model.
-            ahead_bytes: of a microbatch that is offloaded itself, how far ahead of its use it is
-                fetched: it has no more than that on the device.
-        """
-        self.stays = stays
-        self.layers = layers
-        self.saved_bytes: int = 0
-        self.asked_bytes: int = 0
-        self.new_gradient_bytes: int = 0
-        """Bytes of gradients that the backward makes."""
-        self._then = then
-        self._ahead_bytes = ahead_bytes
-        self._told: int | None = None
-        self._seen: dict[int, StorageWeakRef] = {}
-
-    def hooks(
-        self, pack: Pack = Tensor.detach, unpack: Unpack = lambda tensor: tensor
-    ) -> tuple[Pack, Unpack]:
-        """Those hooks, counting; by default hooks that leave every tensor where it is.
-
-        These detach, since a node that saves its own output would otherwise keep itself alive.
-        """
-
-        def counting_pack(tensor: Tensor) -> Any:
-            plain = type(tensor) is Tensor and tensor.layout is torch.strided
-            if not plain or self.stays(tensor) or not self._is_new(tensor):
-                return pack(tensor)
-            nbytes = tensor.untyped_storage().nbytes()
-            self.saved_bytes += nbytes
-            return _Counted(pack(tensor), nbytes)
-
-        def counting_unpack(packed: Any) -> Tensor:
-            if not isinstance(packed, _Counted):
-                return unpack(packed)
-            found = unpack(packed.packed)
-            self._asked(packed)
-            return found
-
-        return counting_pack, counting_unpack
-
-    def _is_new(self, tensor: Tensor) -> bool:
-        known = self._seen.get(storage_id(tensor))
-        if known is not None and not known.expired():
-            return False
-        self._seen[storage_id(tensor)] = StorageWeakRef(tensor.untyped_storage())
-        return True
-
-    def _asked(self, saved: _Counted) -> None:
-        if not saved.nbytes:  # a node may ask for what it saved several times
-            return
-        self.asked_bytes += saved.nbytes
-        saved.nbytes = 0
-        if 2 * self.asked_bytes < self.saved_bytes:
-            return
-        layer = self.saved_bytes // self.layers if self.layers else 0
-        had = self.saved_bytes - LAYERS_ALIVE * layer
-        if self._ahead_bytes is not None:
-            had = self._ahead_bytes()
-        free = max(0, had - (self.saved_bytes - self.asked_bytes) - self.new_gradient_bytes)
-        # Looking for room takes the host some time: not at each of a layer's tensors.
-        if self._told is None or free >= self._told + layer // 4:
-            self._told = free
-            self._then(free)
-
-
 # The feature
 # ------------------------------------------------------------
 
@@ -316,33 +279,31 @@ class Activations(Feature):
     """Keeps, offloads or drops the activations of a pass with backwards."""
 
     def __init__(
-        self,
-        plan: Plan,
-        prepared: list[MicrobatchInputs],
-        host: Host,
-        staging: Staging | None,
-        missing_bytes: Callable[[], int],
+        self, plan: Plan, prepared: list[MicrobatchInputs], host: Host, staging: Staging | None
     ) -> None:
-        """
-        Args:
-            plan: of the step.
-            prepared: its microbatches as tensors.
-            host: the model.
-            staging: may be None if the plan offloads no microbatch.
-            missing_bytes: gives the size of gradients that do not exist yet.
-        """
-        self.layers: int = host.shape.layers
-        self._offloads = [each.activations == "offload" for each in plan.microbatches]
-        self._follower = _followers(plan)
+        """`staging` may be None if the plan offloads no microbatch."""
+        self._layers = host.shape.layers
+        # Ranks in lockstep may run one again that is to be offloaded.
+        self._offloads = {
+            i.microbatch
+            for i in plan.program.training
+            if i.operation == FORWARD
+            and i.keeps_graph
+            and not i.idle
+            and plan.microbatches[i.microbatch].activations == "offload"
+        }
+        self._follower: dict[int, int] = {
+            one.microbatch: after.microbatch
+            for one, after in pairwise(plan.program.training)
+            if one.operation == after.operation == BACKWARD and after.microbatch in self._offloads
+        }
+        """By microbatch: the offloaded microbatch whose backward comes next."""
         self._cache: PrefixCache | None = None
-        self._missing_bytes = missing_bytes
         self._staging = staging
-        self._open: dict[int, OffloadedMicrobatch] = {}
-        self._freed: dict[int, FreedMemory] = {}
-        """By microbatch: tells the microbatch whose backward comes next."""
+        self._open: dict[int, SavedTensors] = {}
         self.stats: OffloadStats | None = None
         self._held: frozenset[int] = frozenset()
-        if any(self._offloads):
+        if self._offloads:
             assert staging is not None, "a microbatch is offloaded, and there is nowhere to"
             self.stats = OffloadStats()
             tensors = [
@@ -362,7 +323,6 @@ class Activations(Feature):
             with suppress(RuntimeError):
                 self._staging.transfers.drain()
             self._open.clear()
-            self._freed.clear()
         self._staging.clear()
         self.stats.host_bytes = self._staging.held_bytes
 
@@ -372,26 +332,21 @@ class Activations(Feature):
     def saved_tensor_hooks(self, instruction: Instruction) -> tuple[Pack, Unpack] | None:
         if not instruction.keeps_graph:
             return _drop, _dropped
-        if instruction.idle:
-            return None
         index = instruction.microbatch
-        offloaded = None
-        if self._offloads[index] and instruction.operation != RECOMPUTE:
-            assert self._staging is not None and self.stats is not None
-            offloaded = OffloadedMicrobatch(self._staging, self._stays, self.layers, self.stats)
-            self._open[index] = offloaded
-        hooks: tuple[Pack, Unpack] | None = None
-        if offloaded is not None:
-            hooks = offloaded.pack, offloaded.unpack
-        if index in self._follower:
-            freed = self._freed[index] = FreedMemory(
-                self._stays,
-                self._open[self._follower[index]].prefetch,
-                layers=self.layers,
-                ahead_bytes=None if offloaded is None else lambda: offloaded.ahead_bytes,
-            )
-            hooks = freed.hooks() if hooks is None else freed.hooks(*hooks)
-        return hooks
+        offloads, follower = index in self._offloads, self._follower.get(index)
+        if instruction.idle or (not offloads and follower is None):
+            return None
+        saved = self._open[index] = SavedTensors(
+            self._stays,
+            self._layers,
+            staging=self._staging if offloads else None,
+            stats=self.stats,
+            then=None if follower is None else partial(self._prefetch, follower),
+        )
+        return saved.pack, saved.unpack
+
+    def _prefetch(self, microbatch: int, free_bytes: int) -> None:
+        self._open[microbatch].prefetch(free_bytes)
 
     def after_forward(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
         if instruction.microbatch in self._open:
@@ -406,40 +361,13 @@ class Activations(Feature):
 
     def before(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
         """Fetch ahead what the backward before has not: it may have freed too little."""
-        if instruction.operation != BACKWARD:
-            return
-        if instruction.microbatch in self._open:
+        if instruction.operation == BACKWARD and instruction.microbatch in self._open:
             self._open[instruction.microbatch].prefetch()
-        if instruction.microbatch in self._freed:
-            self._freed[instruction.microbatch].new_gradient_bytes = self._missing_bytes()
 
     def after_backward(self, instruction: Instruction) -> None:
-        self._freed.pop(instruction.microbatch, None)
-        offloaded = self._open.pop(instruction.microbatch, None)
-        if offloaded is not None:
-            offloaded.close()
-
-
-def _followers(plan: Plan) -> dict[int, int]:
-    """By microbatch: the offloaded microbatch whose backward comes next, if that was offloaded
-    before its own activations were recorded."""
-    recorded: dict[int, int] = {}
-    offloaded: set[int] = set()
-    for at, instruction in enumerate(plan.program.training):
-        if instruction.idle or instruction.operation == BACKWARD or not instruction.keeps_graph:
-            continue
-        recorded[instruction.microbatch] = at
-        kept = plan.microbatches[instruction.microbatch].activations
-        if kept == "offload" and instruction.operation == FORWARD:
-            offloaded.add(instruction.microbatch)
-    return {
-        one.microbatch: after.microbatch
-        for one, after in pairwise(plan.program.training)
-        if one.operation == after.operation == BACKWARD
-        and not one.idle
-        and after.microbatch in offloaded
-        and recorded[after.microbatch] < recorded[one.microbatch]
-    }
+        saved = self._open.pop(instruction.microbatch, None)
+        if saved is not None:
+            saved.close()
 
 
 def is_copy_of_leaf(tensor: Tensor) -> bool:
