@@ -17,7 +17,7 @@ from forkpoint.engine.executor import Executor
 from forkpoint.engine.feature import Feature
 from forkpoint.engine.gradients import GradientGuard, GradientSums, twins
 from forkpoint.engine.host import HeadOutputs, Host
-from forkpoint.engine.microbatches import KernelOptions, MicrobatchInputs, prepare_microbatches
+from forkpoint.engine.microbatches import MicrobatchInputs, prepare_microbatches
 from forkpoint.engine.objective import (
     LossPart,
     MicrobatchLoss,
@@ -318,16 +318,10 @@ class Engine:
             transaction.changes.later(activations.close)
         features: list[Feature | None] = [timing, self.exchange, self.replay]
         features += [activations, self.routing]
-        kernels = KernelOptions(
-            attention=config.attention_kernel,
-            recurrence=config.recurrence_kernel,
-            head_chunk_tokens=config.head_chunk_tokens,
-            head_statistics=config.head_statistics,
-        )
         names = names_of(host.head, config, entropy)
         values = TokenValues(names, plan, step.batch, host.loss_dtype, host.device)
         used = [feature for feature in features if feature is not None]
-        loss = Executor(transaction, host, plan, step.inputs, kernels, used).run(
+        loss = Executor(transaction, host, plan, step.inputs, config, used).run(
             instructions,
             values,
             entropy=entropy,

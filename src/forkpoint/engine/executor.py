@@ -18,7 +18,6 @@ from forkpoint.engine.feature import Feature, Root
 from forkpoint.engine.host import HeadOutputs, Host
 from forkpoint.engine.microbatches import (
     CacheView,
-    KernelOptions,
     MicrobatchInputs,
     prepare_microbatches,
 )
@@ -40,7 +39,7 @@ class Executor:
         host: Host,
         plan: Plan,
         prepared: Sequence[MicrobatchInputs],
-        kernels: KernelOptions,
+        config: Config,
         features: Iterable[Feature],
     ) -> None:
         """`prepared`: inputs by microbatch. `transaction` has a guard in a pass with backwards."""
@@ -48,7 +47,7 @@ class Executor:
         self.host = host
         self.plan = plan
         self.prepared = prepared
-        self.kernels = kernels
+        self.config = config
         self.features: tuple[Feature, ...] = tuple(features)
         self._roots: dict[int, list[Root]] = {}
         """By slot: the roots of its backward."""
@@ -118,7 +117,7 @@ class Executor:
     ) -> HeadOutputs:
         hooks = [h for f in self.features if (h := f.saved_tensor_hooks(instruction)) is not None]
         with saved_tensors_hooks(*hooks[0]) if hooks else nullcontext():
-            outputs = self.host.forward(instruction, inputs, view, self.kernels, entropy=entropy)
+            outputs = self.host.forward(instruction, inputs, view, self.config, entropy=entropy)
         view.end_forward()
         for feature in self.features:
             feature.after_forward(instruction, inputs)

@@ -7,10 +7,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from forkpoint.config import Config
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.compiling import Compiling
 from forkpoint.engine.distributed import Distributed
-from forkpoint.engine.microbatches import CacheView, KernelOptions, MicrobatchInputs
+from forkpoint.engine.microbatches import CacheView, MicrobatchInputs
 from forkpoint.losses.outputs import Head
 from forkpoint.parallel.topology import Topology
 from forkpoint.plan.capabilities import Capabilities
@@ -233,7 +234,7 @@ class Host(Protocol):
         instruction: Instruction,
         inputs: MicrobatchInputs,
         state: CacheView,
-        kernels: KernelOptions,
+        config: Config,
         *,
         entropy: bool = False,
     ) -> HeadOutputs:
@@ -243,7 +244,7 @@ class Host(Protocol):
             instruction: a score, a forward or a recompute.
             inputs: tokens, positions, and where the head is wanted.
             state: the prefix cache to read and write.
-            kernels: which kernels run.
+            config: which kernels run.
             entropy: whether the head gives entropies as well.
         """
         ...

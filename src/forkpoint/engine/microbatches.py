@@ -48,20 +48,6 @@ class MicrobatchInputs:
     token share it."""
 
 
-@dataclass(frozen=True)
-class KernelOptions:
-    """Which kernels a forward runs, and how."""
-
-    attention: str = "auto"
-    """`Config.attention_kernel`"""
-    recurrence: str = "auto"
-    """`Config.recurrence_kernel`"""
-    head_chunk_tokens: int = 1024
-    """Tokens whose logits exist at once."""
-    head_statistics: tuple[str, ...] = ()
-    """Names among `ops.head.STATISTICS` that the head gives besides."""
-
-
 class CacheView:
     """The prefix cache as a microbatch that runs reads and writes it, and its tables, which are
     made when a layer first asks for them.

@@ -63,7 +63,7 @@ def attend(
         scale=factor,
         softcap=softcap,
         window=window,
-        kernel=context.kernels.attention,
+        kernel=context.config.attention_kernel,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     return o_THE.view(batch, length, *o_THE.shape[1:])

@@ -13,8 +13,9 @@ from typing import Any, NoReturn
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from forkpoint.config import Config
 from forkpoint.engine.changes import Changes
-from forkpoint.engine.microbatches import CacheView, KernelOptions, MicrobatchInputs
+from forkpoint.engine.microbatches import CacheView, MicrobatchInputs
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.modules import add_hook
 from forkpoint.plan.program import Instruction
@@ -36,7 +37,7 @@ class CallContext:
         instruction: Instruction,
         inputs: MicrobatchInputs,
         state: CacheView,
-        kernels: KernelOptions,
+        config: Config,
         *,
         entropy: bool,
         ends_in: frozenset[Hashable],
@@ -45,7 +46,7 @@ class CallContext:
         self.instruction: Instruction = instruction
         self.inputs: MicrobatchInputs = inputs
         self.state: CacheView = state
-        self.kernels: KernelOptions = kernels
+        self.config: Config = config
         self.entropy: bool = entropy
         self.ends_in: frozenset[Hashable] = ends_in
 

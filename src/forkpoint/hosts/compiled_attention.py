@@ -37,7 +37,7 @@ class LayerCall:
         )
         table = state.table(options.window, k_TKD.device)
         cache = state.ancestors(layer)
-        self.reading: Reading = Reading(table, cache, options, context.kernels.attention)
+        self.reading: Reading = Reading(table, cache, options, context.config.attention_kernel)
 
     def injected(self, grad_T: Tensor, number: int) -> Tensor:
         """A gradient of the keys (0) or values (1) with what other microbatches left for it."""

@@ -112,9 +112,9 @@ class LogprobHead:
                 shard=shard,
                 temperature_T=inputs.head_temperatures,
                 entropy=context.entropy,
-                chunk_tokens=context.kernels.head_chunk_tokens,
+                chunk_tokens=context.config.head_chunk_tokens,
                 keep_logits=keeps,
-                statistics=context.kernels.head_statistics,
+                statistics=context.config.head_statistics,
                 **self.options(),
             )
 

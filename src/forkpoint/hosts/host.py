@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from forkpoint.config import Config
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.compiling import Compiling
 from forkpoint.engine.distributed import Distributed
 from forkpoint.engine.host import HeadOutputs, RouteHolder, RouterNote
-from forkpoint.engine.microbatches import CacheView, KernelOptions, MicrobatchInputs
+from forkpoint.engine.microbatches import CacheView, MicrobatchInputs
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts import refusals
 from forkpoint.hosts.calls import (
@@ -283,7 +284,7 @@ class ModelHost:
         instruction: Instruction,
         inputs: MicrobatchInputs,
         state: CacheView,
-        kernels: KernelOptions,
+        config: Config,
         *,
         entropy: bool = False,
     ) -> HeadOutputs:
@@ -309,7 +310,7 @@ class ModelHost:
             instruction,
             inputs,
             state,
-            kernels,
+            config,
             entropy=entropy,
             ends_in=frozenset(block.modules() if early and not at_router else ()),
         )

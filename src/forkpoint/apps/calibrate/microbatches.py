@@ -10,7 +10,6 @@ from forkpoint.apps.calibrate.clock import Clock
 from forkpoint.config import Config
 from forkpoint.engine.microbatches import (
     CacheView,
-    KernelOptions,
     MicrobatchInputs,
     prepare_microbatches,
 )
@@ -93,6 +92,7 @@ class Rows:
             boundary="within",
             max_microbatch_tokens=tokens,
             checkpointing=checkpointing,  # type: ignore[arg-type]
+            attention_kernel=self.kernel,
         )
         plan = make_plan(batch, host.shape, config)
         (inputs,) = prepare_microbatches(plan, batch, host.device)
@@ -100,7 +100,7 @@ class Rows:
 
         def run(inputs: MicrobatchInputs) -> Tensor:
             state = CacheView(plan, inputs.microbatch, PrefixCache(0, gradients=True))
-            outputs = host.forward(forward, inputs, state, KernelOptions(self.kernel))
+            outputs = host.forward(forward, inputs, state, config)
             return outputs.per_token["logprobs"]
 
         return inputs, run

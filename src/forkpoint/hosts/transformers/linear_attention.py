@@ -154,7 +154,7 @@ def _delta_rule(
         beta_TG,
         table=states.table,
         initial_SGDE=states.initial((module, "state"), v_TGE, g_TG, beta_TG),
-        kernel=context.kernels.recurrence,
+        kernel=context.config.recurrence_kernel,
     )
     return _kept(module, context, o_TGE, ends)
 
@@ -176,7 +176,7 @@ def _selective_scan(
         c_THD,
         table=states.table,
         initial_SGED=states.initial((module, "state"), x_TGE, a_TG),
-        kernel=context.kernels.recurrence,
+        kernel=context.config.recurrence_kernel,
     )
     return _kept(module, context, o_TGE, ends)
 
