@@ -206,6 +206,8 @@ def check_aftermath(
             assert parameter.grad is objects[name], name
             assert torch.equal(parameter.grad, values[name]), name
     assert model_state(model) == state
+    staging = policy.model_state.staging
+    assert staging is None or staging.used_bytes == 0, "host memory is in use after the step"
 
     del caught
     assert not injector.survivors(), "a microbatch's activations or the cache outlive the step"
@@ -223,6 +225,8 @@ GRADS = {
     "accumulated": (ACROSS, True),
     "restoring": (RESTORING, True),
     "summing": (SUMMING, True),
+    "offloading": (replace(ACROSS, activations="offload"), True),
+    "recomputing": (replace(ACROSS, activations="recompute"), True),
 }
 
 
@@ -244,6 +248,10 @@ FAILURES: list[tuple[str, int, bool, bool, str, type[BaseException]]] = [
     ("backward", 13, False, True, "summing", OOM),
     ("loss", 1, False, False, "summing", INTERRUPT),
     ("loss", 8, False, True, "accumulated", OOM),
+    ("forward", 1, False, False, "offloading", OOM),
+    ("backward", 5, False, True, "offloading", MODEL),
+    # The recomputation of prefix 2.
+    ("forward", 5, False, True, "recomputing", MODEL),
     # The mark after the last event ends the pass.
     ("between", 0, False, False, "restoring", INTERRUPT),
     ("between", 5, False, True, "summing", MODEL),

@@ -96,17 +96,8 @@ class Engine:
         exchange: PromptExchange | None = None,
         observer: Observer | None = None,
     ) -> None:
-        """
-        Args:
-            host: the model.
-            config: its kernels and how gradients are summed.
-            staging: host memory for plans that offload microbatches.
-            ranks: their agreement on this step; by default there are no others.
-            routing: the statistics of routers that this step computes, if any.
-            replay: the experts that routers are forced to choose, if any.
-            exchange: the prompts that ranks exchange in this step, if any.
-            observer: called with each event before it runs, for measurements.
-        """
+        """`staging`: host memory for plans that offload microbatches. `ranks`: by default there are
+        no others. `observer` is called with each event before it runs."""
         self.host: Host = host
         self.config: Config = config
         self.staging: Staging | None = staging
@@ -132,16 +123,11 @@ class Engine:
         compiled: bool = True,
         program: Program | None = None,
     ) -> PassResult:
-        """Outputs of the head for every trained token (and entropies).
+        """Outputs of the head for every trained token, and entropies if asked for.
 
-        Args:
-            transaction: the one whose `run` calls this, here and in `forward_backward`.
-            plan: of the batch.
-            batch: the rollouts.
-            entropy: whether entropies are computed as well.
-            graph: whether forwards record a graph, as in a step with backwards; it is dropped.
-            compiled: without it blocks run eagerly.
-            program: the one that ranks have agreed on; by default the plan's.
+        `transaction`: the one whose `run` calls this. `graph`: whether forwards record a graph, as
+        in a step with backwards; it is dropped. `program`: the one that ranks have agreed on; by
+        default the plan's.
         """
         self._enter(transaction, compiled=compiled)
         with torch.set_grad_enabled(graph):
@@ -316,8 +302,13 @@ class Engine:
         if microbatch_loss is not None:
             activations = Activations(plan, step.inputs, host, self.staging)
             transaction.changes.later(activations.close)
-        features: list[Feature | None] = [timing, self.exchange, self.replay]
-        features += [activations, self.routing]
+        features: list[Feature | None] = [
+            timing,
+            self.exchange,
+            self.replay,
+            activations,
+            self.routing,
+        ]
         names = names_of(host.head, config, entropy)
         values = TokenValues(names, plan, step.batch, host.loss_dtype, host.device)
         used = [feature for feature in features if feature is not None]

@@ -3,6 +3,9 @@
 A forward reads the prefix cache of the microbatches above and captures its own (plan/program.py). A
 backward starts from the microbatch's loss, and adds to the gradients of the prefix cache that its
 forward read. Features do the rest, such as offloading between the two (engine/feature.py).
+
+Stages of a pipeline, of which there are none yet, would receive and send around the two calls of
+the host, in `_forward` and `_backward`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -62,17 +65,10 @@ class Executor:
         scale: float = 1.0,
         graph: bool = False,
     ) -> Tensor:
-        """Run one pass.
+        """Run one pass, whose backwards need a `loss`; returns the sum of its microbatches' losses.
 
-        Args:
-            instructions: of the pass; backwards need a `loss`.
-            values: collects the head's values of each token.
-            entropy: whether the head gives entropies as well.
-            loss: of each microbatch.
-            scale: a factor on the gradients of features' roots.
-            graph: whether forwards record a graph in a pass without backwards; it is dropped.
-
-        Returns the sum of the microbatches' losses, a scalar.
+        `values` collects the head's values of each token. `scale`: a factor on the gradients of
+        features' roots. `graph`: whether forwards record a graph in a pass without backwards.
         """
         training = loss is not None
         plan = self.plan

@@ -109,13 +109,8 @@ class GradientGuard:
         sums: GradientSums | None = None,
         holder: Holder | None = None,
     ) -> None:
-        """
-        Args:
-            parameters: those that train.
-            restore: whether copies of earlier gradients are kept, to put back after a failure.
-            sums: of parameters whose gradients stay as they are until all backwards are done.
-            holder: of the model; by default this process alone.
-        """
+        """`restore`: whether copies of earlier gradients are kept, to put back after a failure.
+        `sums`: of parameters whose gradients stay as they are until all backwards are done."""
         self.parameters = parameters
         self.sums: GradientSums | None = sums
         self.before: list[Tensor | None] = [p.grad for p in parameters]

@@ -238,27 +238,19 @@ class Host(Protocol):
         *,
         entropy: bool = False,
     ) -> HeadOutputs:
-        """Run a microbatch as far as `instruction.ends_at` says.
+        """Run a microbatch as far as `instruction.ends_at` says, with the kernels of `config`.
 
-        Args:
-            instruction: a score, a forward or a recompute.
-            inputs: tokens, positions, and where the head is wanted.
-            state: the prefix cache to read and write.
-            config: which kernels run.
-            entropy: whether the head gives entropies as well.
+        `state`: the prefix cache to read and write. `entropy`: whether the head gives entropies.
         """
         ...
 
     def backward(
         self, tensors: Sequence[Tensor], gradients: Sequence[Tensor], *, last: bool
     ) -> None:
-        """Run the backward of a microbatch.
+        """Run the backward of a microbatch from `tensors`; there are none if nothing is trained.
 
-        Args:
-            tensors: its loss, or `HeadOutputs.roots`; none if nothing below is trained.
-            gradients: one for each of `tensors`.
-            last: whether it is the step's last backward: a host that reduces gradients over ranks
-                does so in this one alone.
+        `last`: whether it is the step's last backward: a host that reduces gradients over ranks
+        does so in this one alone.
         """
         ...
 

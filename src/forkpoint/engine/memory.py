@@ -125,13 +125,8 @@ def measured_budget(
 
     That is what is free, and what torch has cached, less what will be allocated besides.
 
-    Args:
-        device: the CUDA device.
-        parameters: those of all models that are trained there. Their gradients and optimizer
-            states that do not exist yet count.
-        config: its optimizer_bytes_per_parameter, grad_accumulation_dtype and restore_grads.
-        besides_bytes: what a step holds besides: whole weights and gradients of parameters that
-            this device has a part of.
+    Gradients and optimizer states of `parameters` that do not exist yet count, and `besides_bytes`:
+    whole weights and gradients of parameters that this device has a part of.
     """
     every = [p for p in parameters if p.requires_grad]
     trained = [local(p) for p in every]

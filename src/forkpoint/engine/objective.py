@@ -113,13 +113,9 @@ def loss_inputs(
     views: LossViews,
     shown: NDArray[np.bool_],
 ) -> LossInputs:
-    """This rank's scores or, if the step gathers rollouts, those of all ranks. Collective then.
+    """This rank's scores, [T] by name, or those of all ranks if the step gathers rollouts.
 
-    Args:
-        ranks: of the step.
-        per_token: [T] by name, this rank's scores.
-        views: of this rank's batch.
-        shown: bool [N], rollouts of this rank that the loss is shown.
+    Collective then. `shown`: bool [N], rollouts of this rank that the loss is shown.
     """
     if isinstance(ranks, SingleProcessStep) or not ranks.parts:
         return LossInputs(views, per_token, slice(None), shown)
@@ -283,14 +279,10 @@ class MicrobatchLosses:
         view: LossBatch,
         per_token: Mapping[str, Tensor],
     ) -> LossPart:
-        """Compute a part of the loss, and its gradients.
+        """Compute a part of the loss, and its gradients at `per_token`, the values of the head.
 
-        Args:
-            outputs: makes the loss's argument from copies of `per_token`.
-            view: the part of the batch.
-            per_token: by name, values of the head.
-
-        Raises UnsupportedError if the loss reads other trainable tensors.
+        `outputs` makes the loss's argument from copies of these. Raises UnsupportedError if the
+        loss reads other trainable tensors.
         """
         copies = {n: x.detach().requires_grad_(x.requires_grad) for n, x in per_token.items()}
         with torch.enable_grad():

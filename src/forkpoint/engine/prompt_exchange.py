@@ -35,15 +35,8 @@ class PromptExchange(Feature):
         model: nn.Module,
         device: torch.device,
     ) -> None:
-        """
-        Args:
-            step: of the ranks.
-            prompts: all of the step, the same on all ranks.
-            own: those that this rank has rollouts of.
-            plan: this rank's.
-            model: the same on all ranks, but for its weights.
-            device: of the model.
-        """
+        """`prompts`: all of the step, the same on all ranks. `own`: those of this rank's rollouts.
+        `plan`: this rank's."""
         self.step: StepOfRanks = step
         self._modules: dict[str, nn.Module] = dict(model.named_modules())
         self._names: dict[int, str] = {id(m): name for name, m in self._modules.items()}
@@ -119,10 +112,8 @@ class PromptExchange(Feature):
         of_states: bool,
         group: dist.ProcessGroup,
     ) -> tuple[list[tuple[int, int]], list[Tensor]]:
-        """Send places of a buffer; returns runs of places, and what has arrived for each.
-
-        `sent` and `received`: by rank, the numbers of prompts.
-        """
+        """Send places of a buffer to the ranks of `sent`; returns runs of places, and what has
+        arrived for each."""
         peers = self.step.ranks.global_ranks
         operations: list[dist.P2POp] = []
         runs: list[tuple[int, int]] = []

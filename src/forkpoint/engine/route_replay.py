@@ -104,13 +104,8 @@ class ForcedRoutes:
         *,
         record: bool = False,
     ) -> None:
-        """
-        Args:
-            routes: the experts.
-            layers: how many routers the model has.
-            device: where the model is.
-            record: whether choices that `routes` does not have are kept there.
-        """
+        """`layers`: how many routers the model has. `record`: whether choices that are not among
+        `routes` are kept there."""
         self._routes = routes
         self._record = record
         self._device = device

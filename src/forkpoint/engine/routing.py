@@ -143,16 +143,8 @@ class Routing(Feature):
         terms: RouterTerms,
         of_ranks: StatisticsOfRanks | None = None,
     ) -> None:
-        """
-        Args:
-            plan: that runs.
-            device: of the model.
-            dtype: of the loss.
-            layers: how many routers the model has.
-            experts: among how many each chooses.
-            terms: of the loss.
-            of_ranks: the statistics of all ranks; None if this one is alone.
-        """
+        """`dtype`: of the loss. `layers`: how many routers the model has. `of_ranks`: None if this
+        rank is alone."""
         self.plan = plan
         self.terms = terms
         self.of_ranks = of_ranks

@@ -188,7 +188,7 @@ class Frame:
         return self._filling[begin : begin + nbytes]
 
 
-def staging_for(device: torch.device, *, limit_bytes: int | None = None) -> Staging:
+def staging_for(device: torch.device) -> Staging:
     """Streams and pinned memory on CUDA, plain copies elsewhere."""
     kind = StreamTransfers if device.type == "cuda" else PlainTransfers
-    return Staging(kind(device), limit_bytes=limit_bytes)
+    return Staging(kind(device))

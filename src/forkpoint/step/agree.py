@@ -320,13 +320,8 @@ def _exchanging(
 ) -> tuple[Offer | str, RankPlans | None]:
     """This rank's part of a step in which prompts are exchanged, or why it has none.
 
-    Args:
-        policy: of this rank.
-        local: its step, with the plan in which it runs all of its rollouts' tokens.
-        shared: all prompts of the step.
-        own: this rank's.
-        index: this rank's.
-        scores: whether a pass of scores comes first on all ranks.
+    `shared`: all prompts of the step; `own`: those that this rank has. `scores`: whether a pass of
+    scores comes first on all ranks.
     """
     if local.request.plan is not None:
         return "its plan was given", None

@@ -133,15 +133,9 @@ def plan_within(
     *,
     prompts: tuple[PlannedPrompt, ...] | None = None,
 ) -> Plan:
-    """The plan of a batch within a memory budget.
+    """The plan of a batch within a budget for activations and prefix cache (None is no limit).
 
-    Args:
-        policy: its model and options.
-        batch: the rollouts.
-        loss: None for scores and log-probs.
-        budget_bytes: for activations and prefix cache; None is no limit.
-        routers: demands of router statistics.
-        prompts: prompts that ranks exchange.
+    `loss` is None for scores and log-probs. `prompts`: those that ranks exchange.
     """
     host, config = policy.host, policy.config
     loss = None if loss is None else as_loss(loss)

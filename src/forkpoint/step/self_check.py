@@ -173,16 +173,10 @@ class SampleChecks:
 def self_check(
     transaction: Transaction, host: Host, config: Config, batch: RolloutBatch, *, training: bool
 ) -> SampleComparison:
-    """Compare a sample's values by forkpoint with those of the stock model.
+    """Compare values of a sample, cut from `batch`, by forkpoint with those of the stock model.
 
-    Args:
-        transaction: of the step, for which the model is prepared and not entered.
-        host: the model.
-        config: its kernels are those of the step.
-        batch: the sample's tokens are taken from it.
-        training: whether forwards record a graph, as those of a step do.
-
-    Raises UnsupportedError if one of the two fails. Random generators are left as they were.
+    In the transaction the model is prepared and not entered. `training`: whether forwards record a
+    graph. Raises UnsupportedError if one of the two fails. Random generators are left as they were.
     """
     mark = transaction.changes.mark
     comparison = StockComparison(transaction, host, config, sample_of(batch), training)
