@@ -6,21 +6,15 @@ from forkpoint.apps.cli.app import App
 from forkpoint.apps.cli.exit_codes import guarded
 
 COMMANDS = {
-    "attention": "attention.compare:Attention",
-    "step-grid": "steps.step_grid:StepGrid",
-    "policy-update": "steps.policy_update:PolicyUpdate",
-    "memory": "steps.memory:Memory",
-    "capacity": "steps.capacity:Capacity",
+    "attention": "attention:Attention",
+    "groups": "steps.groups:Groups",
     "tree": "steps.tree:Tree",
     "plain-loop": "steps.plain_loop:PlainLoop",
     "trl": "steps.trl_update:TrlUpdate",
     "verl": "steps.verl_update:VerlUpdate",
-    "hybrid": "steps.hybrid:Hybrid",
-    "moe": "steps.moe:Moe",
     "ranks": "ranks.bench:Ranks",
     "align": "planning.align:Align",
     "placement": "planning.placement:Placement",
-    "plot": "plots:Plot",
     "results": "results_page:Results",
 }
 APP = App(

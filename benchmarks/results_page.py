@@ -1,11 +1,12 @@
 """The page of results: tables that are made from rows of measurements, and from nothing else."""
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from benchmarks.plots import Row, latest, read_rows
 from benchmarks.shapes import make_group
 from forkpoint.apps.cli.options import Flag
 from forkpoint.apps.cli.output import Output
@@ -17,9 +18,11 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "results.md"
 README = ROOT / "README.md"
+Row = dict[str, Any]
+OUT_OF_MEMORY = "out of memory"
 Cells = Sequence[str]
 
-# The table's text, the file, and the case, which `read_rows` cuts after 72 characters.
+# The table's text, the file, and the case, of which the first 71 characters are enough.
 HEADLINES = (
     (
         "Qwen3-1.7B, AdamW: 8 answers to 7,800 tokens of retrieved text",
@@ -107,10 +110,40 @@ MIXTURE_COMMIT = "9313e24"
 ROUTER_LOSSES = {"none": "none", "rollout": "per rollout"}
 
 
+def read_rows(file: Path) -> list[Row]:
+    """The rows of a file, with the beginnings of long cases."""
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    for row in rows:
+        row["case"] = case_key(row["case"])
+    return rows
+
+
+def case_key(case: str) -> str:
+    return case if len(case) <= 72 else f"{case[:71]}…"
+
+
+def latest(rows: Iterable[Row]) -> dict[tuple[str, str], Row]:
+    """The last row of each case and metric.
+
+    A row whose note begins with "void" does not count. A case that ran out of memory has no other
+    figures than those that were measured after that.
+    """
+    found: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        case, metric = row["case"], row["metric"]
+        if (row.get("note") or "").startswith("void"):
+            continue
+        if metric == OUT_OF_MEMORY:
+            found = {key: r for key, r in found.items() if key[0] != case}
+        else:
+            found.pop((case, OUT_OF_MEMORY), None)
+        found[case, metric] = row
+    return found
+
+
 def measured(name: str) -> dict[tuple[str, str], Row]:
     """The last row of each case and metric of a file."""
-    rows = latest(read_rows([RESULTS / f"{name}-h200.jsonl"]))
-    return {(row["case"], row["metric"]): row for row in rows}
+    return latest(read_rows(RESULTS / f"{name}-h200.jsonl"))
 
 
 def markdown(header: Cells, rows: Iterable[Cells]) -> str:
@@ -180,7 +213,7 @@ def mixtures() -> str:
 def attention() -> str:
     """Attention alone, forward and backward."""
     last: dict[tuple[str, str, str | None], Row] = {}
-    for row in read_rows([RESULTS / "attention-h200.jsonl"]):
+    for row in read_rows(RESULTS / "attention-h200.jsonl"):
         last[row["case"], row["metric"], row["baseline"]] = row
     lines = []
     for prompt, count in ((4096, 28), (16_384, 28), (32_768, 28), (65_536, 16)):
@@ -253,7 +286,7 @@ Groups in the shapes of Qwen3-8B with responses of 1,024 tokens.
 - Trees are timed three times in turn with dense; the median counts.
 - FLOPs of attention, of the head and of matrix products count the same in the bound, though they
   run at different rates.
-- Steps of several GPUs have not been measured.
+- Steps of two GPUs are in [ranks.md](ranks.md).
 """
 
 

@@ -7,135 +7,82 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from forkpoint.plan.models import MODELS
 from forkpoint.rollouts.batch import Rollout, RolloutBatch
 
-# Layers of gated linear attention, and every fourth of full attention.
-QWEN35_4B: dict[str, Any] = {
-    "vocab_size": 248_320,
-    "hidden_size": 2560,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "max_position_embeddings": 262_144,
-    "tie_word_embeddings": True,
-}
+QWEN3 = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b")
 # Public configurations: what decides sizes, and nothing else.
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama3-8b": {
-        "model_type": "llama",
-        "vocab_size": 128_256,
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "tie_word_embeddings": False,
-    },
-    "qwen3-1.7b": {
-        "model_type": "qwen3",
-        "vocab_size": 151_936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-8b": {
-        "model_type": "qwen3",
-        "vocab_size": 151_936,
-        "hidden_size": 4096,
-        "intermediate_size": 12_288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "tie_word_embeddings": False,
-    },
-    "qwen3-4b": {
-        "model_type": "qwen3",
-        "vocab_size": 151_936,
+    "llama3-8b": {"model_type": "llama", **MODELS["llama3-8b"]},
+    **{name: {"model_type": "qwen3", **MODELS[name]} for name in QWEN3},
+    # Layers of gated linear attention, and every fourth of full attention.
+    "qwen3.5-4b": {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248_320,
         "hidden_size": 2560,
-        "intermediate_size": 9728,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
         "tie_word_embeddings": True,
     },
-    "qwen3.5-4b": {"model_type": "qwen3_5_text", **QWEN35_4B},
     "qwen3-30b-a3b": {
         "model_type": "qwen3_moe",
-        "vocab_size": 151_936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
+        **MODELS["qwen3-30b-a3b"],
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "tie_word_embeddings": False,
     },
-    "tiny": {
-        "model_type": "llama",
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "tie_word_embeddings": False,
-    },
-    "tiny-moe": {
-        "model_type": "qwen3_moe",
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "moe_intermediate_size": 32,
-        "num_experts": 16,
-        "num_experts_per_tok": 4,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "tie_word_embeddings": False,
-    },
+}
+TINY_SIZES: dict[str, int] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "moe_intermediate_size": 32,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
 }
 POSITIONS = 1 << 20
 SCALE_TINY = 64
-"""Divisor of lengths with the tiny model."""
+"""Divisor of lengths with a tiny model."""
+
+
+def sizes_of(shape: str, *, tiny: bool = False, layers: int | None = None) -> dict[str, Any]:
+    """The configuration of a shape, of a tiny model of the same kind, or with fewer layers."""
+    sizes: dict[str, Any] = {"tie_word_embeddings": False, **SHAPES[shape]}
+    sizes["max_position_embeddings"] = POSITIONS
+    if tiny:
+        sizes |= {name: size for name, size in TINY_SIZES.items() if name in sizes}
+    return sizes if layers is None else sizes | {"num_hidden_layers": layers}
 
 
 def make_model(
     shape: str,
-    device: torch.device,
+    device: torch.device | str,
     *,
     dtype: torch.dtype = torch.bfloat16,
     layers: int | None = None,
+    tiny: bool = False,
+    **sizes: Any,
 ) -> PreTrainedModel:
     """A model of that shape in training mode, its random weights made on the device."""
-    sizes = {**SHAPES[shape], "max_position_embeddings": POSITIONS}
-    if layers is not None:
-        sizes["num_hidden_layers"] = layers
+    config = AutoConfig.for_model(**(sizes_of(shape, tiny=tiny, layers=layers) | sizes))
     torch.manual_seed(0)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes), dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.train()
 
 

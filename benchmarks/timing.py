@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-CudaMarks = list[tuple[torch.cuda.Event, torch.cuda.Event]]
-
 
 @dataclass(frozen=True)
 class Timing:
@@ -57,45 +55,20 @@ def time_cuda(
     Between repeats a buffer larger than the L2 cache is overwritten, so that nothing is read from
     where the repeat before left it.
     """
-    return time_cuda_in_turn(function, budget_ms=budget_ms, most=most, least=least)[0]
-
-
-def time_cuda_in_turn(
-    *functions: Callable[[], object], budget_ms: float = 250.0, most: int = 30, least: int = 3
-) -> list[Timing]:
-    """Time several functions as `time_cuda` does, one repeat of each in turn.
-
-    Under its power limit a GPU's clock changes within a second by more than the differences that
-    are looked for; what is measured in turn has the same clocks. The budget is for each.
-    """
-    for function in functions:
-        function()
-    torch.cuda.synchronize()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for function in functions:
-        function()
-    end.record()
-    torch.cuda.synchronize()
-    once_ms = max(begin.elapsed_time(end) / len(functions), 1e-3)
-    repeats = max(least, min(most, int(budget_ms / once_ms)))
-    flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
-    marks: list[CudaMarks] = [[] for _ in functions]
-    for _ in range(repeats):
-        for function, pairs in zip(functions, marks, strict=True):
-            flush.zero_()
-            pairs.append(_marked(function))
-    return _elapsed(marks)
-
-
-def _marked(function: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
     function()
-    end.record()
-    return begin, end
+    once_ms = max(_timed(function, 1).p50, 1e-3)
+    return _timed(function, max(least, min(most, int(budget_ms / once_ms))))
 
 
-def _elapsed(marks: list[CudaMarks]) -> list[Timing]:
+def _timed(function: Callable[[], object], repeats: int) -> Timing:
+    flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
+    marks = []
+    for _ in range(repeats):
+        flush.zero_()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        function()
+        end.record()
+        marks.append((begin, end))
     torch.cuda.synchronize()
-    return [Timing([begin.elapsed_time(end) for begin, end in pairs]) for pairs in marks]
+    return Timing([begin.elapsed_time(end) for begin, end in marks])

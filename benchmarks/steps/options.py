@@ -1,10 +1,10 @@
 """Options of benchmarks of whole training steps, and the model that they run."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Literal
 
 import torch
-from transformers import PreTrainedModel
 from tyro.conf import DisallowNone, arg
 
 from benchmarks.runner import Benchmark, Seconds
@@ -15,7 +15,6 @@ from forkpoint.apps.cli.options import Flag
 from forkpoint.errors import ConfigError
 from forkpoint.hosts.libraries import host_of
 
-Split = Literal["2048/10240", "6144/6144", "8192/4096", "10240/2048"]
 Layers = DisallowNone[
     Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: all of the shape)")]
 ]
@@ -25,6 +24,18 @@ def check_at_least_one(name: str, value: int | None) -> None:
     """Raises ConfigError for a count below 1."""
     if value is not None and value < 1:
         raise ConfigError(f"{name} is {value}; it takes a whole number of at least 1.")
+
+
+def device_for(bench: str, *, tiny: bool) -> torch.device:
+    """The CUDA device; with a tiny model the CPU where there is none, else raises ConfigError."""
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    if tiny:
+        return torch.device("cpu")
+    raise ConfigError(
+        f"{bench} measures steps on a GPU, and torch sees no CUDA device here; run it on a machine "
+        "with one, or try it out with --tiny."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,24 +62,14 @@ class Steps(Benchmark):
 
     def stepper(self, shape: str) -> Stepper:
         """A model of that shape on the CUDA device; the tiny one on a CPU where there is none."""
-        cuda = torch.cuda.is_available()
-        if not cuda and not self.tiny:
-            raise ConfigError(
-                f"{self.NAME} measures steps of {shape} on a GPU, and torch sees no CUDA device "
-                "here; run it on a machine with one, or try it out with --tiny."
-            )
-        device = torch.device("cuda" if cuda else "cpu")
-        dtype = torch.bfloat16 if cuda else torch.float32
-        name = "tiny" if self.tiny else shape
+        device = device_for(self.NAME, tiny=self.tiny)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         compiled = self.blocks == "compiled"
         measured = None
+        make = partial(make_model, shape, device, dtype=dtype, tiny=self.tiny)
         if self.calibrate:
-
-            def make(layers: int) -> PreTrainedModel:
-                return make_model(name, device, dtype=dtype, layers=layers)
-
-            shape_of = host_of(make(1)).shape
             measured = self.path.with_suffix(".calibration.json")
-            Calibrator(make, compile_blocks=compiled).run(shape_of).save(measured)
-        model = make_model(name, device, dtype=dtype, layers=self.layers)
+            calibrator = Calibrator(lambda n: make(layers=n), compile_blocks=compiled)
+            calibrator.run(host_of(make(layers=1)).shape).save(measured)
+        model = make(layers=self.layers)
         return Stepper(model, compile_blocks=compiled, calibration=measured)

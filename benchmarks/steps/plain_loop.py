@@ -20,9 +20,9 @@ from benchmarks.rows import ResultRow
 from benchmarks.runner import Benchmark, Deadline, Seconds
 from benchmarks.shapes import make_group, make_model
 from benchmarks.steps.cells import cell_row
+from benchmarks.steps.options import device_for
 from forkpoint.apps.cli.options import Count, Flag
 from forkpoint.config import Config
-from forkpoint.errors import ConfigError
 from forkpoint.losses import GRPO
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.traces import load_rollouts
@@ -89,18 +89,12 @@ class PlainLoop(Benchmark):
     tiny: Flag = False
 
     def measure(self, deadline: Deadline) -> Iterator[ResultRow]:
-        cuda = torch.cuda.is_available()
-        if not cuda and not self.tiny:
-            raise ConfigError(
-                f"{self.NAME} measures steps of {self.shape} on a GPU, and torch sees no CUDA "
-                "device here; run it on a machine with one, or try it out with --tiny."
-            )
-        device = torch.device("cuda" if cuda else "cpu")
+        device = device_for(self.NAME, tiny=self.tiny)
         limit = size_in_bytes(self.device_memory, "device_memory")
-        if cuda and limit is not None:
+        if device.type == "cuda" and limit is not None:
             _, total = torch.cuda.mem_get_info(device)
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
-        model = make_model("tiny" if self.tiny else self.shape, device)
+        model = make_model(self.shape, device, tiny=self.tiny)
         if self.train == "last":
             model.requires_grad_(False)
             for block in model.model.layers[-4:]:

@@ -21,9 +21,9 @@ from tyro.conf import DisallowNone, arg
 
 from benchmarks.rows import ResultRow
 from benchmarks.runner import Benchmark, Deadline, Seconds
-from benchmarks.shapes import SCALE_TINY, SHAPES, make_model
+from benchmarks.shapes import SCALE_TINY, make_model, sizes_of
 from benchmarks.steps.cells import cell_row
-from benchmarks.steps.options import Layers, check_at_least_one
+from benchmarks.steps.options import Layers, check_at_least_one, device_for
 from benchmarks.steps.trl_task import Task, check_installed, make_task, make_trainer
 from benchmarks.timing import Timing
 from forkpoint.apps.cli.options import Count, Flag
@@ -98,11 +98,7 @@ class TrlUpdate(Benchmark):
         if not self.sides:
             raise ConfigError("sides names none, so there is nothing to measure.")
         check_installed()
-        if not torch.cuda.is_available() and not self.tiny:
-            raise ConfigError(
-                f"{self.NAME} measures steps of {self.shape} on a GPU, and torch sees no CUDA "
-                "device here; run it on a machine with one, or try it out with --tiny."
-            )
+        device_for(self.NAME, tiny=self.tiny)
 
     def measure(self, deadline: Deadline) -> Iterator[ResultRow]:
         del deadline  # each side has a share of the time instead
@@ -304,17 +300,18 @@ class Measured:
 
 
 def _model(options: TrlUpdate, dtype: torch.dtype, layers: int | None = None) -> Any:
-    cuda = torch.cuda.is_available()
+    device = device_for(options.NAME, tiny=options.tiny)
     return make_model(
-        "tiny" if options.tiny else options.shape,
-        torch.device("cuda" if cuda else "cpu"),
-        dtype=dtype if cuda else torch.float32,
+        options.shape,
+        device,
+        dtype=dtype if device.type == "cuda" else torch.float32,
         layers=layers or options.layers,
+        tiny=options.tiny,
     )
 
 
 def _vocabulary(options: TrlUpdate) -> int:
-    return SHAPES["tiny" if options.tiny else options.shape]["vocab_size"]
+    return sizes_of(options.shape, tiny=options.tiny)["vocab_size"]
 
 
 def _apart(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

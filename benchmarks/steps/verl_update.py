@@ -15,10 +15,10 @@ import torch
 
 from benchmarks.rows import ResultRow
 from benchmarks.runner import Benchmark, Deadline, Seconds
-from benchmarks.shapes import SCALE_TINY, SHAPES, make_group
+from benchmarks.shapes import SCALE_TINY, make_group, sizes_of
 from benchmarks.steps import verl_workers as verl
 from benchmarks.steps.cells import cell_row
-from benchmarks.steps.options import Layers, check_at_least_one
+from benchmarks.steps.options import Layers, check_at_least_one, device_for
 from benchmarks.steps.plain_loop import distance
 from forkpoint.apps.cli.options import Count, Flag
 from forkpoint.errors import ConfigError
@@ -102,17 +102,12 @@ class VerlUpdate(Benchmark):
             raise ConfigError(f"sample is {self.sample}; it takes a whole number from 0 to 32.")
 
     def measure(self, deadline: Deadline) -> Iterator[ResultRow]:
-        cuda = torch.cuda.is_available()
-        if not cuda and not self.tiny:
-            raise ConfigError(
-                f"{self.NAME} measures steps of {self.shape} on a GPU, and torch sees no CUDA "
-                "device here; run it on a machine with one, or try it out with --tiny."
-            )
+        device = device_for(self.NAME, tiny=self.tiny)
         work = tempfile.mkdtemp()
         try:
             with verl.quiet():
-                verl.start(torch.device("cuda" if cuda else "cpu"))
-                yield from _Run(self, Path(work), cuda, deadline).rows()
+                verl.start(device)
+                yield from _Run(self, Path(work), device, deadline).rows()
         finally:
             shutil.rmtree(work, ignore_errors=True)
 
@@ -120,17 +115,20 @@ class VerlUpdate(Benchmark):
 class _Run:
     """One run of the benchmark."""
 
-    def __init__(self, options: VerlUpdate, work: Path, cuda: bool, deadline: Deadline) -> None:
-        self.options, self.work, self.cuda, self.deadline = options, work, cuda, deadline
-        self.device = torch.device("cuda" if cuda else "cpu")
-        self.shape = "tiny" if options.tiny else options.shape
+    def __init__(
+        self, options: VerlUpdate, work: Path, device: torch.device, deadline: Deadline
+    ) -> None:
+        self.options, self.work, self.device, self.deadline = options, work, device, deadline
+        self.cuda = cuda = device.type == "cuda"
+        self.shape = f"tiny {options.shape}" if options.tiny else options.shape
+        self.sizes = sizes_of(options.shape, tiny=options.tiny, layers=options.layers)
         self.model_dtype = "fp32" if options.tiny else options.model_dtype
         self.checkpoints = options.checkpointing == "full"
         scale = SCALE_TINY if options.tiny else 1
         drawn = np.random.default_rng(42).integers(131, 2049, 32)
         self.lengths = [max(2, int(r) // scale) for r in drawn]
         self.prompt = 8192 // scale
-        self.folder = verl.save_configuration(self.shape, options.layers, work)
+        self.folder = verl.save_configuration(self.sizes, work)
         self.batch = self._group(self.prompt, self.lengths)
         order = np.argsort(self.lengths)
         count = options.sample or len(order)
@@ -138,15 +136,14 @@ class _Run:
         places = (np.arange(count) + 0.5) * len(order) / count
         self.chosen = sorted(int(order[int(n)]) for n in places)
         self.some = self.batch.select(self.chosen)
-        device = "GPU" if cuda else "CPU"
         self.case = (
             f"{self.shape} {self.model_dtype}, {'' if self.checkpoints else 'not '}"
-            f"checkpointed, P={self.prompt} N=32 R~U(131,2048), one {device}"
+            f"checkpointed, P={self.prompt} N=32 R~U(131,2048), one {'GPU' if cuda else 'CPU'}"
         )
         self.row = partial(cell_row, VerlUpdate.NAME, self.case)
 
     def _group(self, prompt: int, lengths: list[int]) -> RolloutBatch:
-        return make_group(prompt, lengths, vocab=SHAPES[self.shape]["vocab_size"])
+        return make_group(prompt, lengths, vocab=self.sizes["vocab_size"])
 
     def rows(self) -> Iterator[ResultRow]:
         if not self.options.no_comparison:
@@ -346,7 +343,9 @@ class _Run:
 
     def _comparison(self) -> Iterator[ResultRow]:
         """Gradients and metrics of an update at a small size, in float32 and as measured."""
-        folder = verl.save_configuration(self.shape, SMALL_LAYERS, self.work)
+        folder = verl.save_configuration(
+            self.sizes | {"num_hidden_layers": SMALL_LAYERS}, self.work
+        )
         batch = self._group(96, [40, 7, 25, 64])
         row = partial(cell_row, VerlUpdate.NAME, f"{self.shape}, {SMALL_LAYERS} layers, P=96 N=4")
         made = partial(_gradients, folder, batch, self.checkpoints)

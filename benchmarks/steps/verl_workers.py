@@ -22,7 +22,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.import_utils import is_flash_attn_4_available
 
-from benchmarks.shapes import POSITIONS, SHAPES
 from forkpoint.errors import ConfigError
 from forkpoint.integrations.verl.settings import VARIABLE
 from forkpoint.rollouts.batch import RolloutBatch
@@ -84,14 +83,11 @@ def _random_module(engine: Any) -> Any:
     return model
 
 
-def save_configuration(shape: str, layers: int | None, folder: Path) -> Path:
-    """The configuration of a shape, as verl reads it, without weights."""
-    sizes = {**SHAPES[shape], "max_position_embeddings": POSITIONS}
-    if layers is not None:
-        sizes["num_hidden_layers"] = layers
-    folder = folder / f"{shape}-{sizes['num_hidden_layers']}"
+def save_configuration(sizes: dict[str, Any], folder: Path) -> Path:
+    """The configuration of a Qwen3, as verl reads it, without weights."""
+    folder = folder / f"{sizes['num_hidden_layers']} layers"
     config = AutoConfig.for_model(**sizes)
-    config.architectures = ["Qwen3ForCausalLM" if "qwen3" in shape else "LlamaForCausalLM"]
+    config.architectures = ["Qwen3ForCausalLM"]
     config.save_pretrained(folder)
     return folder
 

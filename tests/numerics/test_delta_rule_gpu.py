@@ -15,7 +15,7 @@ from attention_cases import poisoned
 from test_delta_rule import Inputs, outcome
 from torch import Tensor
 
-from benchmarks.steps.hybrid import QWEN35_4B, HybridCase, make_model
+from benchmarks.shapes import checkpoint, make_group, make_model
 from forkpoint import Config, wrap
 from forkpoint.losses import GRPO
 from forkpoint.ops.delta_rule import DELTA_KERNELS, chunked, fla
@@ -251,8 +251,9 @@ def test_a_model_of_real_proportions(kernel: str, boundary: Any) -> None:
     refusal = record.refusal(torch.device("cuda"), torch.bfloat16, 128, 128, False)
     if refusal is not None:
         pytest.skip(f"{kernel}: {refusal}")
-    model = make_model({**QWEN35_4B, "vocab_size": 8192}, 4, torch.bfloat16, "cuda")
-    batch = HybridCase(prompt=1500, response=200, size=4).batch(8192)
+    model = make_model("qwen3.5-4b", "cuda", layers=4, vocab_size=8192)
+    checkpoint(model)
+    batch = make_group(1500, [200] * 4, vocab=4096)
     tokens = 1700 if boundary == "across" else 2400
     config = Config(
         sharing="group", boundary=boundary, max_microbatch_tokens=tokens, recurrence_kernel=kernel

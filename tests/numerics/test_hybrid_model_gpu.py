@@ -4,11 +4,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from test_delta_rule_gpu import pytestmark as pytestmark
 from test_delta_rule_gpu import with_fla as with_fla
 
-from benchmarks.steps.hybrid import QWEN35_4B, make_model
+from benchmarks.shapes import checkpoint, make_model
 from forkpoint import Config, Rollout, RolloutBatch, wrap
 from forkpoint.losses import GRPO
 
@@ -48,7 +47,8 @@ def conversations() -> RolloutBatch:
 @pytest.mark.usefixtures("with_fla")
 @pytest.mark.parametrize("way", WAYS)
 def test_trees_are_as_exact_as_dense(way: str) -> None:
-    model = make_model({**QWEN35_4B, "vocab_size": VOCAB}, 4, torch.bfloat16, "cuda")
+    model = make_model("qwen3.5-4b", "cuda", layers=4, vocab_size=VOCAB)
+    checkpoint(model)
     policy, batch = wrap(model, Config(sharing="tree", **WAYS[way])), conversations()
     plan = policy.plan(batch)
     if way != "within":

@@ -2,12 +2,10 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
-from benchmarks.attention.alternatives import dense_lengths, runs_of, sum_of_copies
-from benchmarks.attention.cases import Case
+from benchmarks.attention import Case, dense_lengths
 from benchmarks.shapes import make_group, make_model
 from benchmarks.steps.plain_loop import distance
 from benchmarks.steps.stepper import Dense, Stepper, Timed, best_dense
@@ -38,7 +36,7 @@ def test_what_precedes_the_first_row_is_there_once_in_every_quantile() -> None:
 def test_dense_of_short_rollouts_has_long_rows_too(
     prompt: int, response: int, sample: int, tried: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stepper = Stepper(make_model("tiny", torch.device("cpu"), dtype=torch.float32, layers=1))
+    stepper = Stepper(make_model("llama3-8b", "cpu", dtype=torch.float32, layers=1, tiny=True))
     batch = make_group(prompt, [response] * 16, vocab=stepper.vocab)
     rows: set[int] = set()
 
@@ -55,24 +53,13 @@ def test_dense_of_short_rollouts_has_long_rows_too(
     assert len(some) == dense.rollouts == sample and dense.scale == pytest.approx(16 / sample)
 
 
-def test_sums_of_copied_keys() -> None:
-    # A prefix of 5 and responses of 2 and 3, of which the first lies right behind the prefix.
-    index = torch.tensor([*range(5), *range(5), 5, 6, *range(5), 7, 8, 9])
-    runs = runs_of(index.numpy(), (0, 5, 7))
-    assert runs == [(0, 0, 5), (5, 0, 5), (10, 5, 2), (12, 0, 5), (17, 7, 3)]
-    part = torch.randn(len(index), 2, 4, dtype=torch.float64)
-    wanted = torch.zeros(10, 2, 4, dtype=torch.float64).index_add_(0, index, part)
-    torch.testing.assert_close(sum_of_copies(part, index, runs, 10), wanted)
-
-
 def test_so_many_dense_sequences_are_timed() -> None:
-    ragged = Case("c", (100,), (tuple(np.arange(1, 9).tolist()),))
-    assert dense_lengths(ragged, ragged=True, every=False) == [101, 102]
+    ragged = Case("ragged", 100, tuple(range(1, 9)))
+    assert dense_lengths(ragged, ragged=True) == [101, 102]
     # A kernel for equal lengths alone has one of them.
-    assert dense_lengths(ragged, ragged=False, every=False) == [101]
-    assert len(dense_lengths(ragged, ragged=True, every=True)) == 8
-    equal = Case("c", (100,), ((7,) * 8,))
-    assert dense_lengths(equal, ragged=False, every=False) == [107, 107]
+    assert dense_lengths(ragged, ragged=False) == [101]
+    assert len(dense_lengths(replace(ragged, suite="small"), ragged=True)) == 8
+    assert dense_lengths(Case("dualkv", 100, (7,) * 8), ragged=False) == [107, 107]
 
 
 def test_a_distance_leaves_both_gradients_as_they_are() -> None:

@@ -13,13 +13,11 @@ import torch
 
 from benchmarks import commands
 from benchmarks.commands import APP, COMMANDS, main
-from benchmarks.plots import draw_all, latest, read_rows
-from benchmarks.results_page import PAGE, README, RESULTS, page, with_tables
+from benchmarks.results_page import PAGE, README, RESULTS, latest, page, read_rows, with_tables
 from benchmarks.rows import ResultRow
 from benchmarks.runner import Benchmark, Deadline
 from forkpoint.apps.cli.app import App
 from forkpoint.apps.replay.trend import LIMIT, trend
-from forkpoint.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,14 +38,14 @@ def test_every_benchmark_has_a_name(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "said"),
     [
         (["attentoin"], "there is no command 'attentoin'; there are attention, "),
-        (["hybrid"], "torch sees no CUDA device here; run it on a machine with"),
+        (["groups"], "torch sees no CUDA device here; run it on a machine with"),
         (["attention", "--kernels", "flashy"], "kernels has 'flashy'; allowed are fa4, "),
         (["attention", "--only", "R640"], "no case of dualkv, prompt-caching, ragged, small has"),
         (["attention", "--output", "none/rows.jsonl"], "which is a folder or lies in none"),
-        (["hybrid", "--suite", "smoke", "--only", "R640"], "no case has R640 in its name; there"),
-        (["step-grid", "--tiny", "--layers", "0"], "layers is 0"),
+        (["groups", "--tiny", "--groups", "R640"], "groups has 'R640'; give P8192-R2048-N32"),
+        (["groups", "--tiny", "--routers", "batch"], "are those of a mixture, and llama3-8b has"),
+        (["groups", "--tiny", "--layers", "0"], "layers is 0"),
         (["trl", "--rows", "5"], "rows is 5, and a step has 4 * 8 completions; give a divisor"),
-        (["plot"], "these rows hold nothing to draw"),
     ],
     ids=" ".join,
 )
@@ -122,46 +120,10 @@ def test_the_last_row_of_a_figure_counts_unless_it_is_void() -> None:
         {**row, "value": 3.0, "note": "rows of 64 tokens"},
         {**row, "case": "b", "value": 4.0, "note": "void: something else ran"},
     ]
-    assert [found["value"] for found in latest(rows)] == [3.0, 2.0]
+    assert [found["value"] for found in latest(rows).values()] == [3.0, 2.0]
     failed = {**row, "metric": "out of memory", "value": 1.0}
-    assert latest([rows[0], rows[1], failed]) == [rows[1], failed]
-    assert latest([failed, rows[0]]) == [rows[0]]
-
-
-def test_figures_are_drawn_from_rows(tmp_path: Path) -> None:
-    """A failure is drawn, and ways that do not compare stand apart; names are text."""
-    grid = {"bench": "step-grid", "bound": 2.0}
-    found = {"bench": "capacity", "metric": "largest total", "value": 1.0}
-    peak = {"bench": "memory", "metric": "peak of phase leaf drained over dense"}
-    rows = [
-        {**grid, "case": "compiled 2048/10240 N=8", "metric": "speed-up", "value": 1.5},
-        {**grid, "case": "compiled 2048/10240 N=16", "metric": "out of memory", "value": 1.0},
-        {**peak, "case": "x", "value": 0.5, "bound": 0.4},
-        {**found, "case": "compiled like for like: dense"},
-        {**found, "case": "compiled like for like: offload"},
-        {**found, "case": "compiled at their best: shared, chains $x^"},
-    ]
-    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    drawn = draw_all(read_rows([tmp_path / "rows.jsonl"]), tmp_path / "figures")
-    assert [path.name for path in drawn] == ["step-grid.svg", "memory.svg", "capacity.svg"]
-    texts = [
-        re.findall(r"<text [^>]*>([^<]*)</text>", path.read_text(encoding="utf-8"))
-        for path in drawn
-    ]
-    assert "2048/10240: out of memory" in texts[0] and "16" in texts[0]
-    assert "compiled like for like" in texts[2] and "shared, chains $x^" in texts[2]
-    assert "compiled at their best (nothing to compare with yet)" in texts[2]
-
-
-@pytest.mark.parametrize(
-    "line", [b"[]", b"[" * 9_999, b"\xff", b'{"bench": "a", "case": "b", "metric": "c"}']
-)
-def test_what_is_no_row_is_refused(line: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    row = b'{"bench": "a", "case": "b", "metric": "c", "value": 1}'
-    path.write_bytes(b"\n".join((row, line)))
-    with pytest.raises(ConfigError, match="line 2 is not a row of a benchmark"):
-        read_rows([path])
+    assert list(latest([rows[0], rows[1], failed]).values()) == [rows[1], failed]
+    assert list(latest([failed, rows[0]]).values()) == [rows[0]]
 
 
 def test_pages_are_those_that_rows_give() -> None:
@@ -176,7 +138,7 @@ def test_pages_are_those_that_rows_give() -> None:
 @pytest.mark.parametrize("file", ["rag.jsonl", "airline.jsonl"])
 def test_replays_of_100_steps_do_not_drift(file: str) -> None:
     """Of parameters shared less dense, in the rows of each step."""
-    rows = read_rows([RESULTS / "replay-h200.jsonl"])
+    rows = read_rows(RESULTS / "replay-h200.jsonl")
     steps = [r["step"] for r in rows if r["metric"] == "step" and r["case"].startswith(file)]
     assert [step["step"] for step in steps] == list(range(1, 101))
     found = trend([step["difference"]["mean"] for step in steps])

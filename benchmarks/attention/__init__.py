@@ -1,1 +1,0 @@
-"""Shared-prefix attention on one GPU, beside its alternatives."""
