@@ -2,20 +2,17 @@
 
     python scripts/mutate.py --workers 16 --out DIR           the changes of scripts/mutations.json
     python scripts/mutate.py --workers 16 --out DIR --whole   what survives runs `make test` as well
-    python scripts/mutate.py --draw 120 --seed 1              a new list, on standard output
 
-A change names a file, a function, the lines in it and the lines in their place. It is made in a
-copy of the tree, and the tests of its area (AREAS) run there until one fails. A line that was moved
-to another file is found by its function and text; a change whose lines occur nowhere "no longer
-applies". Tests that fail without any change are left out. DIR/rows.jsonl has a row a change, and
-DIR/summary.json the counts.
+A change names a file, a function, the lines in it, which occur once, and the lines in their place.
+It is made in a copy of the tree, and the tests of its area (AREAS) run there until one fails. Tests
+that fail without any change are left out. DIR/rows.jsonl has a row a change, and DIR/summary.json
+the counts.
 """
 
 import argparse
 import ast
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -27,7 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -71,8 +68,12 @@ class Change:
     old: str
     """Whole lines, without their common indentation."""
     new: str
-    nth: int = 0
-    """Of the occurrences of these lines in the function."""
+
+
+def read_changes(path: Path) -> list[Change]:
+    names = [field.name for field in fields(Change)]
+    listed = json.loads(path.read_text(encoding="utf-8"))
+    return [Change(**{name: entry[name] for name in names}) for entry in listed]
 
 
 class Tree:
@@ -89,19 +90,10 @@ class Tree:
                 shutil.copy(path, folder / path.name)
         self.source = folder / "src" / "forkpoint"
 
-    def make(self, change: Change) -> Path | None:
-        """Make the change, and return the changed file; None where its lines do not occur."""
+    def make(self, change: Change) -> Path:
+        """Make the change, and return the changed file."""
         named = self.source / change.file
-        places = list(_places(named, change)) if named.exists() else []
-        if len(places) <= change.nth:
-            others = (path for path in self.source.rglob("*.py") if path != named)
-            moved = {path: at for path in others if (at := list(_places(path, change)))}
-            if len(moved) != 1:
-                return None
-            ((named, places),) = moved.items()
-            if len(places) <= change.nth:
-                return None
-        at = places[change.nth]
+        (at,) = places(named, change)
         lines = named.read_text(encoding="utf-8").splitlines()
         new = textwrap.indent(change.new, _indentation(lines[at])).splitlines()
         lines[at : at + change.old.count("\n") + 1] = new
@@ -115,12 +107,10 @@ class Tree:
             compiled.unlink()
 
 
-def _places(path: Path, change: Change) -> Iterator[int]:
+def places(path: Path, change: Change) -> Iterator[int]:
     """Where a file has the lines of a change within a function of its name; lines from 0."""
     text = path.read_text(encoding="utf-8")
     wanted, name = change.old.splitlines(), change.scope.rpartition(".")[2]
-    if not all(line.strip() in text for line in wanted):
-        return
     lines = text.splitlines()
     spans = [
         (node.lineno - 1, node.end_lineno or 0)
@@ -133,94 +123,6 @@ def _places(path: Path, change: Change) -> Iterator[int]:
         here = textwrap.dedent("\n".join(lines[at : at + len(wanted)])).splitlines()
         if here == wanted and (not name or any(begin <= at < end for begin, end in spans)):
             yield at
-
-
-BINARY = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.FloorDiv: ast.Mult}
-COMPARED = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-}
-DROPPED = {"detach", "clamp", "append", "sorted", "abs", "max", "min"}
-
-
-def draw(source: Path, count: int, seed: int) -> list[Change]:
-    """Changes of lines in AREAS, as many of one area as of another; the same for one seed."""
-    by_area: dict[str, list[tuple[Path, str, ast.expr | ast.stmt, str]]] = {}
-    for path in sorted(source.rglob("*.py")):
-        if (area := path.relative_to(source).parts[0]) in AREAS:
-            for node, scope in _computing(ast.parse(path.read_text(encoding="utf-8")), ""):
-                for other in _others(node):
-                    by_area.setdefault(area, []).append((path, scope, node, other))
-    rng = random.Random(seed)
-    share = -(-count // len(by_area))
-    drawn = [c for of_area in by_area.values() for c in rng.sample(of_area, share)]
-    return [as_change(source, *change) for change in rng.sample(drawn, count)]
-
-
-def _computing(node: ast.AST, scope: str) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
-    """Nodes of functions that compute something: no texts, errors, annotations, defaults."""
-    if isinstance(node, (ast.Raise, ast.Assert, ast.Import, ast.ImportFrom, ast.JoinedStr)):
-        return
-    if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
-        scope = f"{scope}.{node.name}" if scope else node.name
-        for child in node.body:
-            yield from _computing(child, scope)
-        return
-    if scope and isinstance(node, (ast.expr, ast.stmt)):
-        yield node, scope
-    for child in ast.iter_child_nodes(node):
-        yield from _computing(child, scope)
-
-
-def _others(node: ast.AST) -> Iterator[str]:
-    """The texts that may replace a node."""
-    if isinstance(node, ast.BinOp) and type(node.op) in BINARY:
-        yield ast.unparse(ast.BinOp(node.left, BINARY[type(node.op)](), node.right))
-    elif isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in COMPARED:
-        yield ast.unparse(ast.Compare(node.left, [COMPARED[type(node.ops[0])]()], node.comparators))
-    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
-        yield str(not node.value)
-    elif isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
-        yield str(node.value + 1)
-    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.Not, ast.USub, ast.Invert)):
-        yield ast.unparse(node.operand)
-    elif isinstance(node, ast.BoolOp):
-        yield ast.unparse(node.values[0])
-    elif isinstance(node, ast.IfExp):
-        yield ast.unparse(node.body)
-        yield ast.unparse(node.orelse)
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        if node.func.attr in DROPPED and not node.keywords:
-            yield ast.unparse(node.func.value)
-    elif isinstance(node, (ast.Expr, ast.AugAssign)) and not (
-        isinstance(node, ast.Expr) and isinstance(node.value, (ast.Constant, ast.Yield))
-    ):
-        yield "pass"
-
-
-def as_change(
-    source: Path, path: Path, scope: str, node: ast.expr | ast.stmt, other: str
-) -> Change:
-    """The change that puts the text `other` in the place of a node."""
-    begin = node.lineno - 1
-    lines = path.read_text(encoding="utf-8").splitlines()[begin : node.end_lineno]
-    # Columns of ast are counted in bytes.
-    before = lines[0].encode()[: node.col_offset].decode()
-    after = lines[-1].encode()[node.end_col_offset :].decode()
-    bare = "pass" if other == "pass" else f"({other})"
-    old = textwrap.dedent("\n".join(lines))
-    # Where the first line is not the least indented one, its indentation is kept.
-    new = _indentation(old) + (before + bare + after).strip()
-    change = Change(path.relative_to(source).as_posix(), scope, old, new)
-    return replace(change, nth=list(_places(path, change)).index(begin))
 
 
 def _indentation(text: str) -> str:
@@ -267,24 +169,14 @@ def run_tests(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--list", type=Path, default=Path(__file__).with_name("mutations.json"))
-    parser.add_argument("--out", type=Path, help="the folder of the results")
+    parser.add_argument("--out", type=Path, required=True, help="the folder of the results")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=240, help="limit of a change's tests")
     parser.add_argument("--whole", action="store_true", help="survivors run every fast test")
     parser.add_argument("--match", default="", help="only changes of files with this text")
-    parser.add_argument("--draw", type=int, help="print so many new changes, and run nothing")
-    parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
-    if chosen.draw:
-        drawn = draw(ROOT / "src" / "forkpoint", chosen.draw, chosen.seed)
-        lines = ",\n".join(json.dumps(asdict(change), ensure_ascii=False) for change in drawn)
-        print(f"[\n{lines}\n]")
-        return 0
-    if chosen.out is None:
-        parser.error("--out is required")
     chosen.out.mkdir(parents=True, exist_ok=True)
-    listed = json.loads(chosen.list.read_text(encoding="utf-8"))
-    changes = [Change(**entry) for entry in listed if chosen.match in entry["file"]]
+    changes = [change for change in read_changes(chosen.list) if chosen.match in change.file]
     whole = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.glob("tests/*/test_*.py"))
     whole = [test for test in whole if not test.startswith("tests/integrations_")]
 
@@ -307,18 +199,17 @@ def main() -> int:
 
         def find(change: Change) -> dict[str, object]:
             tree, begun = trees.get(), time.monotonic()
-            found, by = "no longer applies", ""
-            kept = {path: path.read_text(encoding="utf-8") for path in tree.source.rglob("*.py")}
-            if changed := tree.make(change):
-                found = "survived"
-                stages = [tests_of(change.file, ROOT), *([whole] if chosen.whole else [])]
-                for tests, limit in zip(stages, (chosen.seconds, 8 * chosen.seconds), strict=False):
-                    failed, late = run_tests(tree.root, tests, left_out, limit, stop=True)
-                    if failed:
-                        found, by = "found", failed[0]
-                        break
-                    found = "out of time" if late else "survived"
-                tree.write(changed, kept[changed])
+            found, by = "survived", ""
+            kept = (tree.source / change.file).read_text(encoding="utf-8")
+            changed = tree.make(change)
+            stages = [tests_of(change.file, ROOT), *([whole] if chosen.whole else [])]
+            for tests, limit in zip(stages, (chosen.seconds, 8 * chosen.seconds), strict=False):
+                failed, late = run_tests(tree.root, tests, left_out, limit, stop=True)
+                if failed:
+                    found, by = "found", failed[0]
+                    break
+                found = "out of time" if late else "survived"
+            tree.write(changed, kept)
             trees.put(tree)
             seconds = round(time.monotonic() - begun, 1)
             return {**asdict(change), "result": found, "by": by, "seconds": seconds}
