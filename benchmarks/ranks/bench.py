@@ -3,28 +3,27 @@
 Each part has a load of its own, random tokens and random weights. Dense is the plan that shares
 nothing, with the rows that were fastest on one GPU, in both ways to hold weights, the faster of
 which counts; two samples of its rollouts are timed and extrapolated. A step takes as long as on the
-slowest rank. Both sides have the same kernels, head and compiled blocks; split models run eagerly.
+slowest rank. Both sides have the same kernels, head and compiled blocks.
 
 Before anything is timed, steps of few layers in float32 are compared with ordinary training in
 float64 (`policy.verify`), for each way to hold the model.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
-import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 import forkpoint
-from benchmarks.ranks.models import CHECKED_LAYERS, fully_sharded, tensor_split, whole
-from benchmarks.ranks.team import RankSteps, RankTimed, Team, best, dense_ms
+from benchmarks.ranks.team import RankSteps, RankTimed, Team, dense_ms
 from benchmarks.rows import ResultRow
 from benchmarks.runner import Benchmark, Deadline, Seconds
 from benchmarks.shapes import SCALE_TINY, make_group, make_model
 from benchmarks.steps.cells import cell_row
-from benchmarks.steps.options import Layers, check_at_least_one
+from benchmarks.steps.options import Layers, check_at_least_one, device_for
 from benchmarks.steps.stepper import DENSE, DENSE_ROW_TOKENS, Stepper, best_dense
 from forkpoint.apps.calibrate.calibrator import Calibrator
 from forkpoint.apps.cli import torchrun
@@ -43,7 +42,9 @@ SAMPLES = (4, 8)
 BESIDE = {"baseline": "dense", "baseline_leaves_out": True}
 """The denominator of a speed-up."""
 GATHERS: tuple[Literal["microbatch", "step"], ...] = ("microbatch", "step")
-Part = Literal["data", "tensor", "placement", "group"]
+Part = Literal["data", "group"]
+CHECKED_LAYERS = 2
+"""Layers of the models that are compared with ordinary training."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,7 @@ class Ranks(Benchmark):
     Attributes:
         max_seconds: Begin nothing new after so many seconds; what is left out is named.
         parts: What to measure: data (two prompts of 8,192 with 16 responses of 2,048 a rank, both
-            ways to hold weights), tensor (the same load of one rank, split over all), placement
-            (ragged groups, balanced and at random), group (one of 32, its prompt exchanged and
-            replicated).
+            ways to hold weights), group (one of 32, its prompt exchanged and replicated).
         layers: Give the model fewer layers than its shape has.
         blocks: Whether decoder blocks are compiled, dense and shared alike.
         repeats: How often a step is timed after a first time.
@@ -81,7 +80,7 @@ class Ranks(Benchmark):
     NAME: ClassVar[str] = "ranks"
 
     max_seconds: Seconds = 540.0
-    parts: tuple[Part, ...] = ("data", "tensor", "placement", "group")
+    parts: tuple[Part, ...] = ("data", "group")
     layers: Layers = None
     blocks: Literal["compiled", "eager"] = "compiled"
     repeats: Count = 2
@@ -102,11 +101,7 @@ class Ranks(Benchmark):
             raise ConfigError(
                 "calibrate measures the link between ranks, and there is one rank. Leave it out."
             )
-        if not torch.cuda.is_available() and not self.tiny:
-            raise ConfigError(
-                f"ranks measures steps of {SHAPE} on GPUs, and torch sees no CUDA device here; run "
-                "it on a machine with two, or try it out with --tiny."
-            )
+        device_for(self.NAME, tiny=self.tiny)
 
     def run(self) -> int:
         self.check()
@@ -128,7 +123,7 @@ class _Measuring:
 
     def __init__(self, options: Ranks, team: Team, deadline: Deadline) -> None:
         self.options, self.team, self.deadline = options, team, deadline
-        self.shape = "tiny" if options.tiny else SHAPE
+        self.shape = f"tiny {SHAPE}" if options.tiny else SHAPE
         self.scale = SCALE_TINY if options.tiny else 1
         self.dtype = torch.bfloat16 if team.cuda else torch.float32
         self.compiled = None if options.blocks == "compiled" else False
@@ -142,18 +137,15 @@ class _Measuring:
         if self.options.calibrate and not self._over("calibration"):
             yield from self._calibrated()
         alone: OneRank | None = None
-        if {"data", "tensor"} & set(parts) and not self._over("one rank"):
+        if "data" in parts and not self._over("one rank"):
             alone = self._alone()
             figure = partial(self._row, "one rank, P8192 R2048 N16 twice")
             yield figure("shared step", alone.shared_ms, "ms")
             yield figure("dense step", alone.dense_ms, "ms")
             yield figure("speed-up", alone.speed_up, "x", **BESIDE, bound=alone.bound)
             self.team.free()
-        if {"data", "placement", "group"} & set(parts) and not self._over("fully_shard"):
+        if not self._over("fully_shard"):
             yield from self._sharded(alone)
-            self.team.free()
-        if "tensor" in parts and alone is not None and not self._over("tensor"):
-            yield from self._tensor(alone)
 
     # What all parts use
     # ------------------------------------------------------------
@@ -166,9 +158,25 @@ class _Measuring:
         where = f"{self.shape}, {self.team.size} ranks, {self.options.blocks}"
         return cell_row(Ranks.NAME, f"{where}, {case}", metric, value, unit, **more)
 
-    def _steps(self, make: Callable[..., torch.nn.Module], **options: object) -> RankSteps:
-        model = make(self.team, self.shape, self.options.layers, self.dtype)
-        return RankSteps(self.team, model, **{"compile_blocks": self.compiled, **options})  # type: ignore[arg-type]
+    def _model(
+        self, dtype: torch.dtype | None = None, layers: int | None = None
+    ) -> PreTrainedModel:
+        """The model on each rank by itself."""
+        return make_model(
+            SHAPE,
+            self.team.device,
+            dtype=dtype or self.dtype,
+            layers=layers or self.options.layers,
+            tiny=self.options.tiny,
+        )
+
+    def _sharded_model(
+        self, dtype: torch.dtype | None = None, layers: int | None = None
+    ) -> PreTrainedModel:
+        """The model, sharded by fully_shard over all ranks."""
+        model = torchrun.sharded(self._model(dtype, layers))
+        self.team.free()
+        return model
 
     def _groups(self, sizes: list[tuple[int, list[int]]], vocab: int, seed: int) -> RolloutBatch:
         """Groups of one prompt each, by its length and those of its responses."""
@@ -193,22 +201,15 @@ class _Measuring:
 
     def _checked(self) -> Iterator[ResultRow]:
         vocab = 64
-        ways: list[tuple[str, Callable[..., torch.nn.Module], int, dict[str, Any]]] = [
-            *((f"fully_shard, {g}", fully_sharded, self.team.rank, {"gather": g}) for g in GATHERS),
-        ]
-        if "tensor" in self.options.parts:
-            ways.append(("tensor", tensor_split, 0, {}))
-        batches = [
-            self._groups([(64 * self.scale, [24 * self.scale] * 3)] * 2, vocab, seed=100 * rank)
-            for rank in range(self.team.size)
-        ]
-        for name, make, rank, options in ways:
-            model = make(self.team, self.shape, CHECKED_LAYERS, torch.float32)
-            policy = forkpoint.wrap(model, forkpoint.Config(compile_blocks=False, **options))
-            report = policy.verify(batches[rank], GRPO())
+        sizes = [(64 * self.scale, [24 * self.scale] * 3)] * 2
+        batch = self._groups(sizes, vocab, seed=100 * self.team.rank)
+        for gather in GATHERS:
+            model = self._sharded_model(torch.float32, CHECKED_LAYERS)
+            policy = forkpoint.wrap(model, forkpoint.Config(compile_blocks=False, gather=gather))
+            report = policy.verify(batch, GRPO())
             errors = [f"{p.kind} {p.shared_error:.2g} of {p.allowed:.2g}" for p in report.plans]
             yield self._row(
-                f"{name}, {CHECKED_LAYERS} layers, float32",
+                f"fully_shard, {gather}, {CHECKED_LAYERS} layers, float32",
                 "plans that are not exact",
                 float(sum(not plan.passed for plan in report.plans) + (not report.plans)),
                 "plans",
@@ -219,12 +220,12 @@ class _Measuring:
             self.team.free()
 
     def _calibrated(self) -> Iterator[ResultRow]:
-        make = partial(make_model, self.shape, self.team.device, dtype=self.dtype)
-
         def measured() -> Calibration:
-            shape = host_of(make(layers=1)).shape
-            models = lambda layers: make(layers=layers)  # noqa: E731
-            return Calibrator(models, compile_blocks=self.compiled).run(shape)
+            shape = host_of(self._model(layers=1)).shape
+            calibrator = Calibrator(
+                lambda layers: self._model(layers=layers), compile_blocks=self.compiled
+            )
+            return calibrator.run(shape)
 
         found = torchrun.from_the_first(measured)
         found = replace(found, link=torchrun.measured_link("auto"))
@@ -244,7 +245,7 @@ class _Measuring:
 
     def _alone(self) -> OneRank:
         """Each rank's load by itself, all at once; the slowest counts."""
-        model = whole(self.team, self.shape, self.options.layers, self.dtype)
+        model = self._model()
         stepper = Stepper(model, compile_blocks=self.compiled, self_check=False)  # type: ignore[arg-type]
         batch = self._load(stepper.vocab, self.team.rank)
         found, policy, _ = best_dense(
@@ -272,11 +273,10 @@ class _Measuring:
     # ------------------------------------------------------------
 
     def _sharded(self, alone: OneRank | None) -> Iterator[ResultRow]:
-        steps = self._steps(fully_sharded, **self.prices)
+        model = self._sharded_model()
+        steps = RankSteps(self.team, model, compile_blocks=self.compiled, **self.prices)
         if "data" in self.options.parts and alone is not None:
             yield from self._data(steps, alone)
-        if "placement" in self.options.parts and not self._over("placement"):
-            yield from self._placed(steps)
         if "group" in self.options.parts and not self._over("group"):
             yield from self._group(steps)
 
@@ -290,7 +290,7 @@ class _Measuring:
                 return steps.time(some, repeats=1, gather=gather, **rows).typical_ms
 
             dense[gather] = dense_ms(run, batch, SAMPLES)
-        way, dense_best = best(dense)
+        way = min(GATHERS, key=lambda gather: dense[gather])
         few = batch.select(list(range(SAMPLES[0])))
         dense_alone = steps.exposed(few, gather=way, **rows)
         dense_few = steps.time(few, repeats=1, gather=way, **rows).typical_ms
@@ -299,7 +299,7 @@ class _Measuring:
             timed = steps.time(batch, repeats=self.options.repeats, gather=gather)
             shared[gather] = timed
             figure = partial(self._row, f"fully_shard, gather {gather}")
-            bound, ratio = timed.plan.bound, dense_best / timed.typical_ms
+            bound, ratio = timed.plan.bound, dense[way] / timed.typical_ms
             yield figure("shared step", timed.typical_ms, "ms")
             yield figure("dense step", dense[gather], "ms", note=f"best is {way}")
             yield figure(
@@ -329,32 +329,6 @@ class _Measuring:
         if lockstep.peak_bytes is not None and once.peak_bytes is not None:
             peak = lockstep.peak_bytes / once.peak_bytes
             yield figure("peak of lockstep", peak, "1", baseline="gathered once", bar=1.0)
-
-    def _placed(self, steps: RankSteps) -> Iterator[ResultRow]:
-        """Ragged groups, balanced and at random, in lockstep."""
-        shape, rng = steps.policy.host.shape, np.random.default_rng(7)
-        sizes = [
-            (int(rng.integers(512, 4096)), rng.integers(131, 2048, rng.integers(4, 17)).tolist())
-            for _ in range(6 * self.team.size)
-        ]
-        batch = self._groups(sizes, shape.vocab, seed=0)
-        shuffled = rng.permutation(len(sizes)) % self.team.size
-        at_random = shuffled[batch.group_index]
-        placed = {
-            "balanced": forkpoint.place(
-                batch, ranks=self.team.size, model=shape, calibration=self.calibration
-            ),
-            "random": [np.flatnonzero(at_random == r).tolist() for r in range(self.team.size)],
-        }
-        for name, lists in placed.items():
-            plans = [steps.policy.plan(batch.select(own)) if own else None for own in lists]
-            idle = predict_step(plans, self.calibration).idle_share
-            timed = steps.time(
-                batch.select(lists[self.team.rank]), repeats=self.options.repeats, gather=GATHERS[0]
-            )
-            figure = partial(self._row, f"{len(sizes)} ragged groups, placed {name}")
-            yield figure("idle share, predicted", idle, "1")
-            yield figure("step in lockstep", timed.typical_ms, "ms")
 
     def _group(self, steps: RankSteps) -> Iterator[ResultRow]:
         """One group of 32, dealt out to the ranks."""
@@ -395,29 +369,3 @@ class _Measuring:
         yield figure("step over replicating", found["exchange"] / found["replicate"], "1")
         ratio = predicted["exchange"] / predicted["replicate"]
         yield figure("predicted step over replicating", ratio, "1")
-
-    # Tensor parallelism
-    # ------------------------------------------------------------
-
-    def _tensor(self, alone: OneRank) -> Iterator[ResultRow]:
-        steps = self._steps(tensor_split, compile_blocks=None)
-        batch = self._load(steps.policy.host.shape.vocab, 0)
-        rows: dict[str, Any] = {**DENSE, "max_microbatch_tokens": alone.row_tokens}
-        dense = dense_ms(
-            lambda some: steps.time(some, repeats=1, **rows).typical_ms, batch, SAMPLES
-        )
-        timed = steps.time(batch, repeats=self.options.repeats)
-        figure = partial(self._row, "tensor, P8192 R2048 N16 twice")
-        bound, ratio = timed.plan.bound, dense / timed.typical_ms
-        yield figure("shared step", timed.typical_ms, "ms", note="blocks run eagerly")
-        yield figure("dense step", dense, "ms", note="blocks run eagerly")
-        yield figure("speed-up", ratio, "x", **BESIDE, bound=bound)
-        share, own = ratio / bound, alone.speed_up / alone.bound
-        bar = 1 / 0.9 if self.team.cuda else None
-        yield figure("share of bound", share, "1")
-        yield figure("one rank's share of the bound over that", own / share, "1", bar=bar)
-        if timed.peak_bytes is not None:
-            yield figure("shared peak", timed.peak_bytes, "bytes")
-        exposed = steps.exposed(batch)
-        if exposed is not None:
-            yield figure("communication that is not hidden", exposed, "ms", note="by a profiler")

@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TypeVar
@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.ranks.exposed import exposed_ms
 from forkpoint.config import Config
 from forkpoint.losses import GRPO
 from forkpoint.plan import Plan
@@ -21,6 +20,7 @@ from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.wrapping import wrap
 
 T = TypeVar("T")
+Interval = tuple[float, float]
 
 
 class Team:
@@ -152,7 +152,40 @@ def dense_ms(
     return more + max(0.0, each) * (len(batch) - counts[1])
 
 
-def best(times: Mapping[str, float]) -> tuple[str, float]:
-    """The name and value of the least."""
-    name = min(times, key=lambda key: times[key])
-    return name, times[name]
+def exposed_ms(record: profile) -> float:
+    """Milliseconds in which kernels of NCCL run on the device and no others do."""
+    own: list[Interval] = []
+    others: list[Interval] = []
+    for event in record.events() or ():
+        if event.device_type.name == "CUDA":
+            kind = own if "nccl" in event.name.lower() else others
+            kind.append((event.time_range.start, event.time_range.end))
+    return not_covered(own, others) / 1e3
+
+
+def not_covered(own: Iterable[Interval], others: Iterable[Interval]) -> float:
+    """Length of what lies in any of `own` and in none of `others`."""
+    a, b = _joined(own), _joined(others)
+    return sum(end - begin for begin, end in a) - _common(a, b)
+
+
+def _joined(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same times as disjoint intervals, ascending."""
+    found: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def _common(a: Sequence[Interval], b: Sequence[Interval]) -> float:
+    total, i, j = 0.0, 0, 0
+    while i < len(a) and j < len(b):
+        total += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total

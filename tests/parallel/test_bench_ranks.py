@@ -10,8 +10,7 @@ import pytest
 from scenarios_of_ranks import group
 
 from benchmarks.commands import main
-from benchmarks.ranks.exposed import not_covered
-from benchmarks.ranks.team import dense_ms
+from benchmarks.ranks.team import dense_ms, not_covered
 from forkpoint import RolloutBatch
 
 
@@ -68,14 +67,9 @@ def test_all_parts_run_on_two_ranks(tmp_path: Path) -> None:
     for row in rows:
         assert row["value"] == row["value"] and row["commit"] and row["command"]
     checks = [row for row in rows if row["metric"] == "plans that are not exact"]
-    assert len(checks) == 3 and all(row["value"] == 0 == row["bar"] for row in checks)
+    assert len(checks) == 2 and all(row["value"] == 0 == row["bar"] for row in checks)
     for case in ("fully_shard, gather microbatch", "fully_shard, gather step"):
         ratio = found[case, "dense step"]["value"] / found[case, "shared step"]["value"]
         assert found[case, "speed-up"]["value"] <= ratio * (1 + 1e-9)
         assert found[case, "speed-up"]["bound"] > 1
-    assert ("tensor, P8192 R2048 N16 twice", "share of bound") in found
-    predicted = {
-        case: row["value"] for (case, metric), row in found.items() if metric.startswith("idle")
-    }
-    assert len(predicted) == 2 and all(0 <= value < 1 for value in predicted.values())
     assert ("one group of 32, exchange", "predicted step over replicating") in found
