@@ -12,8 +12,6 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 from tyro.conf import DisallowNone, arg
 
 from benchmarks.rows import ResultRow
@@ -53,8 +51,6 @@ class PlainLoop(Benchmark):
 
     Attributes:
         shape: Whose sizes the model has.
-        train: Which parameters are trained: all, those of the last four blocks, or LoRA adapters of
-            rank 16 on every linear layer of the blocks.
         file: Rollouts in place of the made-up groups; groups are taken whole.
         groups: How many groups of FILE make a batch.
         batches: At most so many batches.
@@ -62,8 +58,6 @@ class PlainLoop(Benchmark):
         device_memory: Use no more of the device than this, such as 80GB.
         optimizer: What holds states on the device: AdamW in the parameters' dtype, SGD with
             momentum, which takes as much as Adam in 8 bits on bfloat16 weights, or nothing.
-        compiled: Measure a plain loop besides whose model is compiled: whole, or its blocks alone,
-            which takes a fraction of the time to compile.
         repeats: Steps of each side that are timed, after two that are not.
         max_seconds: Begin no batch after so many seconds.
         tiny: A tiny model and lengths divided by 64, on the CPU as well.
@@ -72,7 +66,6 @@ class PlainLoop(Benchmark):
     NAME: ClassVar[str] = "plain-loop"
 
     shape: Literal["qwen3-1.7b", "qwen3-8b"] = "qwen3-1.7b"
-    train: Literal["all", "last", "lora"] = "all"
     file: DisallowNone[
         Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: made up)")]
     ] = None
@@ -83,7 +76,6 @@ class PlainLoop(Benchmark):
         Annotated[str | None, arg(metavar="SIZE", help_behavior_hint="(default: all of it)")]
     ] = None
     optimizer: Literal["adamw", "momentum", "none"] = "adamw"
-    compiled: Literal["no", "model", "blocks"] = "no"
     repeats: Count = 2
     max_seconds: Seconds = 540.0
     tiny: Flag = False
@@ -95,31 +87,18 @@ class PlainLoop(Benchmark):
             _, total = torch.cuda.mem_get_info(device)
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
         model = make_model(self.shape, device, tiny=self.tiny)
-        if self.train == "last":
-            model.requires_grad_(False)
-            for block in model.model.layers[-4:]:
-                block.requires_grad_(True)
-        vocab = model.config.vocab_size
-        if self.train == "lora":
-            model = with_lora(model)
-        trained = [p for p in model.parameters() if p.requires_grad]
+        trained = list(model.parameters())
         states = self._states(trained)
         each = {"adamw": 4, "momentum": 2, "none": 0}[self.optimizer]
         policy = wrap(model, Config(optimizer_bytes_per_parameter=each))
-        label = f"{self.shape}, {self.train} trained, {self.optimizer}"
+        label = f"{self.shape}, all trained, {self.optimizer}"
         if limit is not None:
             label += f", {format_bytes(limit)}"
         sides: dict[str, Callable[[RolloutBatch], object]] = {
             "plain": partial(plain_step, model, device),
             "forkpoint": partial(policy.forward_backward, loss=GRPO()),
         }
-        if self.compiled == "model":
-            sides["plain compiled"] = partial(
-                plain_step, torch.compile(model, dynamic=True), device
-            )
-        if self.compiled == "blocks":
-            sides["plain, blocks compiled"] = CompiledBlocks(model, device)
-        for name, batch in self._inputs(vocab):
+        for name, batch in self._inputs(model.config.vocab_size):
             case = f"{label}: {name}"
             if deadline.over(case):
                 continue
@@ -168,15 +147,6 @@ class PlainLoop(Benchmark):
 WARM_STEPS = 2
 
 
-def with_lora(model: PreTrainedModel) -> nn.Module:
-    """The model with LoRA adapters of rank 16 on every linear layer of its blocks, by peft."""
-    from peft import LoraConfig, get_peft_model
-
-    wanted = LoraConfig(r=16, lora_dropout=0.0, target_modules="all-linear")
-    adapted = get_peft_model(model, wanted)
-    return adapted.train()
-
-
 def plain_step(model: Callable[..., Any], device: torch.device, batch: RolloutBatch) -> None:
     """The policy gradient of a batch, one rollout after the other, with all logits.
 
@@ -196,26 +166,6 @@ def plain_step(model: Callable[..., Any], device: torch.device, batch: RolloutBa
         advantages = batch.advantages[begin:end] * batch.loss_mask[begin:end]
         weights_L = torch.as_tensor(advantages, dtype=torch.float32, device=device)
         (-(weights_L * taken_L).sum() / trained).backward()
-
-
-class CompiledBlocks:
-    """`plain_step` with compiled blocks, which the model has for that time alone."""
-
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.model = model
-        self.device = device
-        # Whatever wraps the model, its decoder blocks are of this class.
-        blocks = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
-        self.compiled = [(block, torch.compile(block.forward, dynamic=True)) for block in blocks]
-
-    def __call__(self, batch: RolloutBatch) -> None:
-        try:
-            for block, forward in self.compiled:
-                block.__dict__["forward"] = forward
-            plain_step(self.model, self.device, batch)
-        finally:
-            for block, _ in self.compiled:
-                block.__dict__.pop("forward", None)
 
 
 def compared(

@@ -94,16 +94,10 @@ def with_logprobs(
 
     olds, references = drawn(old), drawn(reference)
     return RolloutBatch(
-        Rollout(
-            r.token_ids,
-            r.loss_mask,
-            r.advantage,
+        replace(
+            r,
             old_logprobs=None if olds is None else olds[begin:end],
             reference_logprobs=None if references is None else references[begin:end],
-            weights=r.weights,
-            temperature=r.temperature,
-            group_id=r.group_id,
-            rollout_id=r.rollout_id,
         )
         for r, begin, end in zip(batch, batch.offsets, batch.offsets[1:], strict=False)
     )
