@@ -29,13 +29,13 @@ help:  ## this list
 demo: $(ready)  ## a GRPO loop on the CPU, every gradient dense and shared; plot in demo-output/
 	@$(bin)/forkpoint demo
 
-test: $(ready)  ## every kind of test that needs no GPU: 4 minutes on two cores
+test: $(ready)  ## every kind of test that needs no GPU; CONTRIBUTING.md bounds its time
 	@$(pytest) -m "$(no_gpu) and not slow and not examples" -n $(WORKERS) --dist worksteal
 
-test-slow: $(ready)  ## what make test leaves out: endurance, compilers, more cases; 8 minutes
+test-slow: $(ready)  ## what make test leaves out: endurance, compilers, more cases
 	@$(pytest) -m "$(no_gpu) and slow and not ranks" -n $(WORKERS) --dist worksteal
 
-test-ranks: $(ready)  ## the slow tests of several ranks; 10 minutes
+test-ranks: $(ready)  ## the slow tests of several ranks
 	@$(pytest) -m "$(no_gpu) and slow and ranks" -n $(WORKERS) --dist worksteal
 
 test-quick: $(ready)  ## the fast tests alone, for every save
