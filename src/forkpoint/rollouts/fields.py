@@ -15,10 +15,6 @@ from forkpoint.errors import RolloutError
 MAX_TOKEN_ID = 2**31 - 1
 """Kernels index vocabularies with int32; a larger id is never a token."""
 
-GIVE_ONE = (
-    "Give an ordinary tensor of this rollout alone: .to_dense() of a sparse one, .dequantize() of "
-    "a quantized one, .full_tensor() of a distributed one, one part of a nested one."
-)
 _MOST_BITS = 256
 """Of integers that messages show: the digits of larger ones may exceed Python's limit."""
 _MOST_BYTES = 80
@@ -54,12 +50,11 @@ def named(rollout_id: str) -> str:
     return f"Rollout {short(rollout_id)}"
 
 
-def host_values(who: str, field: str, value: Any, *, give: str = GIVE_ONE) -> Any:
+def host_values(who: str, field: str, value: Any) -> Any:
     """A torch tensor as a numpy array; anything else as it is.
 
-    A tensor may have any real dtype that torch converts (bfloat16 and float8 become float64), lie
-    on any device, require gradients and have any strides. It is copied to the host at once. `give`
-    ends the message where it cannot be read.
+    A tensor may have any real dtype that torch converts (bfloat16 and float8 become float32), lie
+    on any device, require gradients and have any strides. It is copied to the host at once.
 
     Raises RolloutError for tensors whose numbers cannot be read here (sparse, nested, quantized,
     distributed, without storage), and for numpy arrays with masked entries.
@@ -73,8 +68,8 @@ def host_values(who: str, field: str, value: Any, *, give: str = GIVE_ONE) -> An
                 "them with .filled(0)."
             )
         # bfloat16 and float8 of the package ml_dtypes are of numpy's kind for unknown types.
-        if value.dtype.kind == "V" and np.can_cast(value.dtype, np.float64):
-            return value.astype(np.float64)
+        if value.dtype.kind == "V" and np.can_cast(value.dtype, np.float32):
+            return value.astype(np.float32)
         return value
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(value, torch.Tensor):
@@ -83,13 +78,15 @@ def host_values(who: str, field: str, value: Any, *, give: str = GIVE_ONE) -> An
     try:
         on_host = value.detach().to("cpu").resolve_conj().resolve_neg()
         if on_host.is_floating_point() and on_host.dtype not in numpy_floats:
-            on_host = on_host.to(torch.float64)
+            on_host = on_host.float()
         return on_host.numpy()
     # What torch raises where a tensor of another kind has no such conversion.
     except (RuntimeError, TypeError):
         kind = f"{type(value).__name__} of {value.dtype}, {value.layout}, on {value.device}"
         raise RolloutError(
-            f"{who}: {field} is a {kind}, whose numbers cannot be read. {give}"
+            f"{who}: {field} is a {kind}, whose numbers cannot be read. Give an ordinary tensor: "
+            ".to_dense() of a sparse one, .dequantize() of a quantized one, .full_tensor() of a "
+            "distributed one, one part of a nested one."
         ) from None
 
 

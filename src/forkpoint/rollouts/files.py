@@ -9,7 +9,6 @@ import importlib
 import json
 import math
 import os
-import secrets
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
@@ -18,6 +17,7 @@ from typing import Any, BinaryIO
 
 from forkpoint.errors import ConfigError, RolloutError
 from forkpoint.rollouts.batch import Rollout, check_rollouts, short
+from forkpoint.rollouts.disk import replacing
 
 _FIELDS = tuple(field.name for field in fields(Rollout))
 REQUIRED = ("token_ids", "loss_mask", "advantage")
@@ -69,17 +69,9 @@ def save_rollouts(path: str | os.PathLike[str], rollouts: Iterable[Rollout]) -> 
     if path.is_dir():
         raise RolloutError(f"{path} is a directory. Give the path of a file to write.")
     rollouts = check_rollouts(rollouts, "a file")
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    try:
-        with temporary.open("xb") as file:
-            with _writer(file, path.suffix) as writer:
-                for position, rollout in enumerate(rollouts):
-                    writer.write(_line(rollout, position))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as file, _writer(file, path.suffix) as writer:
+        for position, rollout in enumerate(rollouts):
+            writer.write(_line(rollout, position))
 
 
 def rollout_of(record: dict[str, Any]) -> Rollout:

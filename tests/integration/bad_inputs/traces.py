@@ -14,8 +14,8 @@ from bad_inputs.kind import Kind
 from forkpoint import load_rollouts
 from forkpoint.apps.cli import main
 from forkpoint.errors import ConfigError, ForkpointError, RolloutError, TraceError
+from forkpoint.rollouts.disk import lock_folder
 from forkpoint.rollouts.traces import open_trace, record
-from forkpoint.rollouts.traces.disk import lock_folder
 
 REPLAY = ("replay", "ok.jsonl", "--model", "ok.json", "--steps", "1")
 BATCH = forked_batch()
@@ -243,9 +243,11 @@ TRACES = (
     trace_kind(
         "A loss input that is a sparse tensor",
         lambda: adding({"mask": torch.eye(2).to_sparse()}),
-        message="the loss input 'mask' is a tensor on cpu of the layout torch.sparse_coo; it takes "
-        "dense tensors that hold numbers. Give value.to_dense(), or a list of numbers.",
-        error=ConfigError,
+        message="The batch: the loss input 'mask' is a Tensor of torch.float32, torch.sparse_coo, "
+        "on cpu, whose numbers cannot be read. Give an ordinary tensor: "
+        ".to_dense() of a sparse one, .dequantize() of a quantized one, .full_tensor() of a "
+        "distributed one, one part of a nested one.",
+        error=RolloutError,
     ),
     folder_kind(
         "A folder that holds a replay already",

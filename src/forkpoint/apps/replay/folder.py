@@ -24,6 +24,7 @@ from filelock import FileLock
 from forkpoint.apps.replay.records import STEPS, ReplayStep, read_step
 from forkpoint.errors import ConfigError
 from forkpoint.rollouts.batch import short
+from forkpoint.rollouts.disk import flush, lock_folder, write_file
 from forkpoint.rollouts.schema import (
     Check,
     SchemaError,
@@ -39,7 +40,6 @@ from forkpoint.rollouts.schema import (
     tree,
     whole,
 )
-from forkpoint.rollouts.traces.disk import flush, lock_folder, write_file
 
 SCHEMA = 2
 MANIFEST, ROWS, STATE = "manifest.json", "rows.jsonl", "state.json"

@@ -1,26 +1,25 @@
 """Recording a trace: the batches that a training loop trains on. Imports no torch."""
 
 import hashlib
+import json
 import os
-import sys
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from forkpoint.errors import ConfigError, RolloutError, TraceError
-from forkpoint.rollouts.batch import Rollout, RolloutBatch, short
+from forkpoint.errors import ConfigError, TraceError
+from forkpoint.rollouts.batch import Rollout, RolloutBatch, check_rollouts, short
+from forkpoint.rollouts.disk import LOCK, TEMPORARY, lock_folder, write_file
+from forkpoint.rollouts.fields import host_values
 from forkpoint.rollouts.files import as_path, check_extras
 from forkpoint.rollouts.formats.limits import MemoryLimit
-from forkpoint.rollouts.traces.batch_file import Arrays, as_json, encode
-from forkpoint.rollouts.traces.disk import LOCK, TEMPORARY, lock_folder, write_file
-from forkpoint.rollouts.traces.trace import KIND, MANIFEST, SCHEMA, Trace, batch_name, encode_line
+from forkpoint.rollouts.traces.batch_file import Arrays, encode
+from forkpoint.rollouts.traces.trace import KIND, MANIFEST, SCHEMA, Trace, batch_name
 
 
 def record(
@@ -82,7 +81,6 @@ class Recorder:
             trace = Trace(path, MemoryLimit(path))
             self._check_settings(trace, settings)
             self._batches, self._end = len(trace), trace.end
-            self._file = self._manifest.open("r+b", buffering=0)
             self._cut()
         except BaseException:
             lock.release()
@@ -91,12 +89,7 @@ class Recorder:
     def __enter__(self) -> "Recorder":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __len__(self) -> int:
@@ -105,7 +98,6 @@ class Recorder:
 
     def close(self) -> None:
         """End recording; the trace can be resumed. Closing again does nothing."""
-        self._file.close()
         if os.getpid() == self._process:  # a forked process must not end the lock of its parent
             self._lock.release()
 
@@ -125,23 +117,24 @@ class Recorder:
         Returns the number of the batch.
 
         Raises:
-            RolloutError: no rollouts, or extras that JSON cannot return.
-            ConfigError: a loss input that cannot be kept; it is named.
+            RolloutError: no rollouts, extras that JSON cannot return, or a loss input that is a
+                tensor without numbers, such as a sparse one.
+            ConfigError: another loss input that cannot be kept; it is named.
             TraceError: the recorder is closed, was opened by the process that this one was forked
                 from, or something else has changed the trace.
 
         After any error, such as a full disk, the trace has the batches that it had before, and add
         can be called again. After an interrupt, `len` of the recorder says whether the batch is in.
         """
-        if self._file.closed:
-            raise TraceError(
-                f"the recorder of {self.path} is closed. Add batches inside the with block, or go "
-                "on with record(path, resume=True)."
-            )
         if os.getpid() != self._process:
             raise TraceError(
                 f"the recorder of {self.path} belongs to process {self._process}, and this process "
                 "was forked from it. Add batches in that process, or record into another folder."
+            )
+        if not self._lock.is_locked:
+            raise TraceError(
+                f"the recorder of {self.path} is closed. Add batches inside the with block, or go "
+                "on with record(path, resume=True)."
             )
         with self._adding:
             return self._add(batch, loss_inputs)
@@ -149,11 +142,8 @@ class Recorder:
     def _add(
         self, batch: RolloutBatch | Iterable[Rollout], loss_inputs: Mapping[str, Any] | None
     ) -> int:
-        self._check_manifest()
-        if not isinstance(batch, RolloutBatch):
-            batch = RolloutBatch(batch)
-        if not len(batch):
-            raise RolloutError("There are no rollouts; a batch of a trace takes at least one.")
+        rollouts = check_rollouts(batch, "a batch of a trace")
+        batch = batch if isinstance(batch, RolloutBatch) else RolloutBatch(rollouts)
         if loss_inputs is not None and not isinstance(loss_inputs, Mapping):
             raise ConfigError(
                 f"loss_inputs is {short(loss_inputs)} of type {type(loss_inputs).__name__}; it "
@@ -162,24 +152,23 @@ class Recorder:
         for position, rollout in enumerate(batch):
             check_extras(rollout, position)
         content = encode(batch, *_split(loss_inputs or {}))
+        self._check_manifest()
         index = self._batches
         write_file(self.path / batch_name(index), content)
-        line = encode_line(
-            {
-                "file": batch_name(index),
-                "bytes": len(content),
-                "sha256": hashlib.sha256(content).hexdigest(),
-                "rollouts": len(batch),
-                "tokens": batch.logical_tokens,
-                "trained_tokens": batch.trained_tokens,
-            }
+        line = _line(
+            file=batch_name(index),
+            bytes=len(content),
+            sha256=hashlib.sha256(content).hexdigest(),
+            rollouts=len(batch),
+            tokens=batch.logical_tokens,
+            trained_tokens=batch.trained_tokens,
         )
         before = self._end, index
         try:
-            left = memoryview(line)
-            while left:
-                left = left[self._file.write(left) :]
-            os.fsync(self._file.fileno())
+            with self._manifest.open("ab") as file:
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
             self._end, self._batches = self._end + len(line), index + 1
         except BaseException:  # an interrupt too: the next line must not follow half a line
             self._end, self._batches = before
@@ -198,41 +187,43 @@ class Recorder:
                 f"{self.path} is not empty: it holds {short(left[0])}. Give an empty or new "
                 "folder, or resume=True to go on with a trace."
             )
-        header = {"kind": KIND, "schema": SCHEMA, "forkpoint": _version(), **settings}
-        write_file(self._manifest, encode_line(header))
+        write_file(
+            self._manifest, _line(kind=KIND, schema=SCHEMA, forkpoint=_version(), **settings)
+        )
 
     def _check_settings(self, trace: Trace, settings: dict[str, Any]) -> None:
         for name, now in settings.items():
-            before = getattr(trace, name)
+            before = getattr(trace, name) or {}
             if now is None or before == now:
                 continue
-            changed = {
-                k for k in (before or {}).keys() | now if (before or {}).get(k) != now.get(k)
-            }
-            was, is_now = ({k: v[k] for k in v if k in changed} for v in (before or {}, now))
+            changed = [key for key in before.keys() | now if before.get(key) != now.get(key)]
+            was, is_now = ({k: v[k] for k in changed if k in v} for v in (before, now))
             raise TraceError(
                 f"{self.path} was recorded with {name} {short(was)}, and now it is "
                 f"{short(is_now)}. Record into a new folder."
             )
 
     def _check_manifest(self) -> None:
-        """Raises TraceError unless the manifest is as this recorder left it."""
-        try:
-            found = self._manifest.stat()
-        except FileNotFoundError:
-            raise TraceError(f"{self._manifest} was removed. Record into a new folder.") from None
-        opened = os.fstat(self._file.fileno())
-        if not os.path.samestat(found, opened) or opened.st_size != self._end:
+        """Raises TraceError unless the manifest is as long as this recorder left it."""
+        if not self._manifest.exists():
+            raise TraceError(f"{self._manifest} was removed. Record into a new folder.")
+        if (size := self._manifest.stat().st_size) != self._end:
             raise TraceError(
-                f"{self._manifest} has {found.st_size} bytes, and this recorder left it with "
-                f"{self._end}: something else has written it. Go on with record(path, "
-                "resume=True), which reads what is there."
+                f"{self._manifest} has {size} bytes, and this recorder left it with {self._end}: "
+                "something else has written it. Go on with record(path, resume=True), which reads "
+                "what is there."
             )
 
     def _cut(self) -> None:
-        """Cut off what follows the last complete line."""
-        self._file.truncate(self._end)
-        self._file.seek(self._end)
+        """Remove what a process that was killed, or an error, has left unfinished."""
+        os.truncate(self._manifest, self._end)
+        for left in self.path.glob(f".*{TEMPORARY}"):
+            left.unlink()
+
+
+def _line(**values: Any) -> bytes:
+    """A line of the manifest."""
+    return json.dumps(values, allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 
 def _version() -> str:
@@ -277,7 +268,7 @@ def _split(inputs: Mapping[str, Any]) -> tuple[Arrays, dict[str, Any]]:
         if not (hasattr(value, "__array__") and np.ndim(value)):
             values[name] = _json(value, f"the loss input {name!r}")
             continue
-        arrays[name] = _array(value, name)
+        arrays[name] = np.asarray(host_values("The batch", f"the loss input {name!r}", value))
         if arrays[name].dtype.kind not in "biuf":
             raise ConfigError(
                 f"the loss input {name!r} is an array of {arrays[name].dtype}; it takes booleans, "
@@ -286,28 +277,22 @@ def _split(inputs: Mapping[str, Any]) -> tuple[Arrays, dict[str, Any]]:
     return arrays, values
 
 
-def _array(value: Any, name: str) -> NDArray[Any]:
-    """The numbers of an array or a tensor."""
-    torch = sys.modules.get("torch")  # there is no tensor unless it has been imported
-    if torch is not None and isinstance(value, torch.Tensor):
-        if value.is_nested or value.layout != torch.strided or value.is_meta:
-            raise ConfigError(
-                f"the loss input {name!r} is a tensor on {value.device} of the layout "
-                f"{'nested' if value.is_nested else value.layout}; it takes dense tensors that "
-                "hold numbers. Give value.to_dense(), or a list of numbers."
-            )
-        value = value.detach().cpu()
-        known = (torch.float16, torch.float32, torch.float64)
-        if value.dtype.is_floating_point and value.dtype not in known:  # numpy has no others
-            value = value.float()
-    return np.asarray(value)
-
-
 def _json(value: Any, what: str) -> Any:
+    """`value` as JSON returns it: tuples as lists, infinities and NaN as their names."""
     try:
-        return as_json(value)
+        return json.loads(json.dumps(value, default=_plain), parse_constant=str)
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"{what} is {short(value)}, which JSON cannot hold: {error}. Give numbers, text, "
             "booleans, None, lists and mappings of these."
         ) from None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    if hasattr(value, "__array__") and np.ndim(value) == 0:  # scalars of numpy and of torch
+        return value.item()
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    raise TypeError(f"{short(value)} is of type {type(value).__name__}")

@@ -6,7 +6,6 @@ is appended once its file is on the disk.
 """
 
 import hashlib
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any
 from forkpoint.errors import RolloutError, TraceError
 from forkpoint.rollouts.batch import RolloutBatch, short
 from forkpoint.rollouts.files import as_path
-from forkpoint.rollouts.formats.limits import TIMES_FILE, MemoryLimit, tree_bytes
+from forkpoint.rollouts.formats.limits import TIMES_FILE, MemoryLimit
 from forkpoint.rollouts.schema import (
     SchemaError,
     mapping,
@@ -91,11 +90,6 @@ def batch_name(index: int) -> str:
     return f"batch-{index:06d}.safetensors"
 
 
-def encode_line(values: Mapping[str, Any]) -> bytes:
-    """A line of the manifest."""
-    return json.dumps(values, allow_nan=False, separators=(",", ":")).encode() + b"\n"
-
-
 def open_trace(path: str | os.PathLike[str], *, memory_limit: MemorySize | None = None) -> "Trace":
     """The trace that `forkpoint.record` writes, or wrote, into the folder `path`.
 
@@ -161,19 +155,12 @@ class Trace:
         """
         entry = self.entries[index]
         where = self.path / entry.file
-        try:
-            with where.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                if size != entry.bytes:
-                    raise TraceError(
-                        f"{where} has {size} bytes, and the manifest says {entry.bytes}. {AGAIN}"
-                    )
-                self._memory.check(size, f"batch {entry.index}")
-                content = file.read()
-        except FileNotFoundError:
+        if not where.is_file():
             raise TraceError(
                 f"{where} is missing, and the manifest has it as batch {entry.index}. {AGAIN}"
-            ) from None
+            )
+        self._memory.check(where.stat().st_size, f"batch {entry.index}")
+        content = where.read_bytes()
         found = hashlib.sha256(content).hexdigest()
         if found != entry.sha256:
             raise TraceError(
@@ -181,11 +168,12 @@ class Trace:
                 f"{entry.sha256}. {AGAIN}"
             )
         try:
-            batch, loss_inputs = decode(content, entry.rollouts, entry.tokens, self._memory)
-            if batch.trained_tokens != entry.trained_tokens:
+            batch, loss_inputs = decode(content, self._memory)
+            counts = len(batch), batch.logical_tokens, batch.trained_tokens
+            if counts != (entry.rollouts, entry.tokens, entry.trained_tokens):
                 raise SchemaError(
-                    f"{batch.trained_tokens} tokens are trained, and the manifest says "
-                    f"{entry.trained_tokens}"
+                    f"it has {counts[0]} rollouts, {counts[1]} tokens, {counts[2]} trained, and "
+                    f"the manifest says {entry.rollouts}, {entry.tokens}, {entry.trained_tokens}"
                 )
         except SchemaError as error:
             raise TraceError(
@@ -210,53 +198,39 @@ class Trace:
     def _read(self) -> None:
         # Counted first: a recorder at work is one file ahead of its manifest, and no more.
         files = sum(1 for _ in self.path.glob("batch-*.safetensors"))
-        digest, end, before = hashlib.sha256(), 0, self.end
-        is_same = True
-        with self._manifest.open("rb") as file:
-            for number, raw in enumerate(self._lines(file), start=1):
-                begin, end = end, end + len(raw)
-                digest.update(raw)
-                if begin >= before:
-                    self._take(raw, number, digest.hexdigest())
-                    self.end, self.fingerprint = end, digest.hexdigest()
-                elif end >= before:  # the last line that is known
-                    is_same = end == before and digest.hexdigest() == self.fingerprint
-                    if not is_same:
-                        break
-        if not is_same or end < before:
+        self._memory.check(TIMES_FILE * self._manifest.stat().st_size, "the manifest")
+        content = self._manifest.read_bytes()
+        digest = hashlib.sha256(content[: self.end])
+        if self.end and digest.hexdigest() != self.fingerprint:
             raise TraceError(
                 f"{self._manifest} is no longer the one that was opened. Open the trace again."
             )
+        *lines, rest = content[self.end :].split(b"\n")
+        for line in lines:
+            digest.update(line + b"\n")
+            self._take(line, digest.hexdigest())
+            self.end, self.fingerprint = self.end + len(line) + 1, digest.hexdigest()
+        self.unfinished = bool(rest)
         if files > len(self) + 1:
             raise TraceError(
                 f"{self._manifest} lists {len(self)} batches, and the folder has {files}: lines "
                 f"are missing at its end. {AGAIN}"
             )
 
-    def _lines(self, file: Any) -> Iterator[bytes]:
-        """The complete lines of the manifest."""
-        self.unfinished = False
-        while raw := file.readline(most := max(1, self._memory.left_bytes // TIMES_FILE)):
-            if not raw.endswith(b"\n"):
-                if len(raw) == most:
-                    self._memory.check(TIMES_FILE * (most + 1), "a line of the manifest")
-                self.unfinished = True
-                return
-            yield raw
-
-    def _take(self, raw: bytes, number: int, checksum: str) -> None:
+    def _take(self, line: bytes, checksum: str) -> None:
+        """Add what a line of the manifest says."""
+        index = len(self.entries)
         try:
-            values = parse_json(raw)
-            if number == 1:
-                self._take_header(values)
+            if not self.end:
+                self._take_header(parse_json(line))
                 return
-            entry, index = _ENTRY(values, ""), number - 2
-            if entry["file"] != batch_name(index):
-                raise SchemaError(f"file is {short(entry['file'])}, not {batch_name(index)}")
+            entry = TraceEntry(index=index, checksum=checksum, **_ENTRY(parse_json(line), ""))
+            if entry.file != batch_name(index):
+                raise SchemaError(f"file is {short(entry.file)}, not {batch_name(index)}")
         except SchemaError as error:
+            number = index + 2 if self.end else 1
             raise TraceError(f"{self._manifest}, line {number}: {error}. {AGAIN}") from None
-        self._memory.hold(tree_bytes(entry), "the manifest")
-        self.entries.append(TraceEntry(index=index, checksum=checksum, **entry))
+        self.entries.append(entry)
 
     def _take_header(self, values: Any) -> None:
         if not isinstance(values, dict) or values.get("kind") != KIND:
@@ -268,7 +242,6 @@ class Trace:
                 " Read it with that version, or record again."
             )
         header = _HEADER(values, "")
-        self._memory.hold(tree_bytes(header), "the manifest")
         self.forkpoint: str = header["forkpoint"]
         self.model_config: Mapping[str, Any] | None = header["model_config"]
         self.loss: Mapping[str, Any] | None = header["loss"]

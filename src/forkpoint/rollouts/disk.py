@@ -1,7 +1,11 @@
 """Files that are complete or absent, and one writer to a folder. Imports no torch."""
 
 import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from filelock import FileLock, Timeout
 
@@ -23,19 +27,25 @@ def lock_folder(folder: Path) -> FileLock | None:
     return lock
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file under a temporary name, flush it and rename it."""
-    temporary = path.with_name(f".{path.name}{TEMPORARY}")
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` as the block ends; an error leaves `path` as it was."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{TEMPORARY}")
     try:
-        with temporary.open("wb") as file:
-            file.write(content)
+        with temporary.open("xb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
     flush(path.parent)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file that is complete or absent."""
+    with replacing(path) as file:
+        file.write(content)
 
 
 def flush(path: Path) -> None:
