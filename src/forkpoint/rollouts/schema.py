@@ -9,6 +9,7 @@ import json
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, TypeVar, get_type_hints
@@ -28,20 +29,16 @@ class SchemaError(ValueError):
     """A value that the schema does not allow; the text is a clause without a full stop."""
 
 
-def parse_json(content: bytes | str, *, allow_nan: bool = False) -> Any:
-    """The value of strict JSON, in UTF-8 if bytes: no key twice in an object, no NaN, no infinity.
+def parse_json(content: bytes, *, allow_nan: bool = False) -> Any:
+    """The value of strict JSON in UTF-8: no key twice in an object, no NaN, no infinity.
 
     Raises SchemaError for anything else, and for values that Python cannot hold (nesting too deep,
     integers of thousands of digits).
     """
-    if not isinstance(content, bytes | str):
-        raise SchemaError(f"not JSON (of type {type(content).__name__})")
+    constant = float if allow_nan else _refuse_constant
     try:
-        text = content if isinstance(content, str) else content.decode("utf-8")
-        if allow_nan:
-            return json.loads(text, object_pairs_hook=_without_duplicates)
         return json.loads(
-            text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant
+            content.decode(), object_pairs_hook=_without_duplicates, parse_constant=constant
         )
     except RecursionError:
         raise SchemaError("not JSON that can be read (nested too deep)") from None
@@ -57,27 +54,19 @@ def finite(value: Any) -> Any:
         return {key: finite(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [finite(entry) for entry in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _refuse_constant(name: str) -> None:
+def _refuse_constant(name: str) -> float:
     raise SchemaError(f"not JSON ({name} is no number there)")
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise SchemaError(f"an object that has the key {short(twice)} twice")
     return found
-
-
-def refuse(field: str, value: object, allowed: str) -> SchemaError:
-    """The error for a field with a value that is not allowed; `allowed` begins with `it takes`."""
-    return SchemaError(f"{field} is {short(value)}; it takes {allowed}")
 
 
 # Checks of single values ------------------------------------------------------------------------
@@ -88,7 +77,7 @@ def _scalar(allowed: str, accepts: Callable[[Any], bool]) -> Check:
 
     def check(value: Any, field: str) -> Any:
         if not accepts(value):
-            raise refuse(field, value, allowed)
+            raise SchemaError(f"{field} is {short(value)}; it takes {allowed}")
         return value
 
     return check
@@ -100,8 +89,7 @@ flag: Check = _scalar("true or false", lambda value: isinstance(value, bool))
 
 def text_like(pattern: str, what: str) -> Check:
     """Text that matches all of a regular expression, which `what` describes."""
-    compiled = re.compile(pattern)
-    return _scalar(what, lambda value: isinstance(value, str) and bool(compiled.fullmatch(value)))
+    return _scalar(what, lambda v: isinstance(v, str) and bool(re.fullmatch(pattern, v)))
 
 
 def one_of(*values: object) -> Check:
@@ -128,27 +116,25 @@ def number(least: float = -math.inf, most: float = math.inf, *, above: bool = Fa
         bounds = f"a number from {least:g} to {most:g}"
     elif least > -math.inf:
         bounds = f"a finite number {'above' if above else 'of at least'} {least:g}"
-
-    def check(value: Any, field: str) -> float:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        # A whole number may be too large for a float, and is compared exactly.
-        if not is_number or not (abs(value) <= sys.float_info.max and least <= value <= most):
-            raise refuse(field, value, bounds)
-        if above and value == least:
-            raise refuse(field, value, bounds)
-        return float(value)
-
-    return check
+    # A whole number may be too large for a float, and is compared exactly.
+    inner = _scalar(
+        bounds,
+        lambda value: (
+            type(value) in (int, float)
+            and abs(value) <= sys.float_info.max
+            and least <= value <= most
+            and not (above and value == least)
+        ),
+    )
+    return lambda value, field: float(inner(value, field))
 
 
 def or_null(inner: Check) -> Check:
     """null, or what the inner check takes."""
 
     def check(value: Any, field: str) -> Any:
-        if value is None:
-            return None
         try:
-            return inner(value, field)
+            return None if value is None else inner(value, field)
         except SchemaError as error:
             raise SchemaError(f"{error}, or null") from None
 
@@ -166,26 +152,14 @@ def number_or_nan(least: float = -math.inf) -> Check:
     return check
 
 
-_FINITE = number()
-
-
-def tree(value: Any, field: str) -> Any:
-    """Any JSON of at most MOST_DEPTH containers within each other, without NaN and infinities."""
-    _check_tree(value, field, MOST_DEPTH)
-    return value
-
-
-def _check_tree(value: Any, field: str, depth: int) -> None:
-    if isinstance(value, dict | list) and not depth:
-        raise SchemaError(f"{field} is nested more than {MOST_DEPTH} deep; it takes less")
-    if isinstance(value, dict):
-        for key, entry in value.items():
-            _check_tree(entry, _below(field, key), depth - 1)
-    elif isinstance(value, list):
-        for index, entry in enumerate(value):
-            _check_tree(entry, f"{field}[{index}]", depth - 1)
-    elif isinstance(value, float):
-        _FINITE(value, field)
+def tree(value: Any, field: str, depth: int = MOST_DEPTH) -> Any:
+    """Any JSON of at most MOST_DEPTH containers within each other, without infinities."""
+    if isinstance(value, dict | list):
+        if not depth:
+            raise SchemaError(f"{field} is nested more than {MOST_DEPTH} deep; it takes less")
+        for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
+            tree(entry, _below(field, str(key)), depth - 1)
+    return number()(value, field) if isinstance(value, float) else value
 
 
 # Checks of containers ---------------------------------------------------------------------------
@@ -196,7 +170,7 @@ def array(inner: Check, *, length: int | None = None) -> Check:
 
     def check(value: Any, field: str) -> tuple[Any, ...]:
         if not isinstance(value, list | tuple):
-            raise refuse(field, value, "a list")
+            raise SchemaError(f"{field} is {short(value)}; it takes a list")
         if length is not None and len(value) != length:
             raise SchemaError(f"{field} has {len(value)} entries; it takes {length}")
         return tuple(inner(entry, f"{field}[{index}]") for index, entry in enumerate(value))
@@ -209,7 +183,7 @@ def mapping(inner: Check) -> Check:
 
     def check(value: Any, field: str) -> dict[str, Any]:
         if not isinstance(value, dict):
-            raise refuse(field, value, "an object")
+            raise SchemaError(f"{field} is {short(value)}; it takes an object")
         return {key: inner(entry, _below(field, key)) for key, entry in value.items()}
 
     return check
@@ -229,7 +203,9 @@ def record(
 
     def check(value: Any, field: str) -> dict[str, Any]:
         if not isinstance(value, dict):
-            raise refuse(field or "it", value, f"an object with {', '.join(fields)}")
+            raise SchemaError(
+                f"{field or 'it'} is {short(value)}; it takes an object with {', '.join(fields)}"
+            )
         if lacking := [name for name in fields if name in needed and name not in value]:
             raise SchemaError(f"{_below(field, lacking[0])} is missing; it has to be there")
         found: dict[str, Any] = {}

@@ -20,6 +20,7 @@ from forkpoint.rollouts.formats import detect, format_named
 from forkpoint.rollouts.formats.containers import container_of, parts
 from forkpoint.rollouts.formats.limits import MemoryLimit
 from forkpoint.rollouts.formats.record import Made, RecordError, Tokenize, samples
+from forkpoint.rollouts.synthetic import normalised
 from forkpoint.rollouts.traces.trace import Trace, is_trace, refuse_part_of_trace
 from forkpoint.units import MemorySize, format_bytes, size_in_bytes
 
@@ -119,9 +120,8 @@ class RolloutFile:
                 groups.setdefault(rollout.group_id, []).append(len(rollouts))
             rollouts.append(rollout)
         for members in groups.values():
-            rewards = np.array([rollouts[n].advantage for n in members])
-            spread = rewards.std() or 1.0
-            for n, advantage in zip(members, (rewards - rewards.mean()) / spread, strict=True):
+            advantages = normalised(np.array([rollouts[n].advantage for n in members]))
+            for n, advantage in zip(members, advantages, strict=True):
                 rollouts[n] = replace(rollouts[n], advantage=float(advantage))
         if groups:
             self.notes = (*self.notes, _REWARDS)
