@@ -142,6 +142,20 @@ def read_vector(
     return array
 
 
+def read_mask(who: str, field: str, values: Any, takes: str) -> np.ndarray:
+    """0 and 1, or booleans: bool [n]."""
+    given = read_vector(who, field, values, "biuf", takes)
+    refuse_where(who, field, (given != 0) & (given != 1), given, f"; {takes}")
+    return given.astype(np.bool_)
+
+
+def refuse_where(who: str, field: str, refused: np.ndarray, values: Any, rule: str) -> None:
+    """Raises RolloutError for the first value that is refused; `rule` ends the message."""
+    if refused.any():
+        at = int(refused.argmax())
+        raise RolloutError(f"{who}: {field}[{at}] is {short(values[at])}{rule}")
+
+
 def _of_list(
     who: str, field: str, given: list | tuple, kinds: str, takes: str, missing: bool
 ) -> np.ndarray:

@@ -7,7 +7,6 @@ advantage are required. Blank lines between objects are allowed.
 import gzip
 import importlib
 import json
-import math
 import os
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -79,52 +78,22 @@ def rollout_of(record: dict[str, Any]) -> Rollout:
 
     Raises RolloutError for a record that is none.
     """
-    missing = [field for field in REQUIRED if field not in record]
-    if missing:
+    if missing := [field for field in REQUIRED if field not in record]:
         raise RolloutError(
             f"has no {', '.join(missing)}; its keys are {short(list(record))}. A rollout "
             f"needs {', '.join(REQUIRED)}; rename the keys or add them."
         )
-    return Rollout(**_gather_extras(record))
-
-
-def _gather_extras(record: dict[str, Any]) -> dict[str, Any]:
-    """`record` with the keys that are no fields moved into its extras."""
     known = {key: value for key, value in record.items() if key in _FIELDS}
     unknown = {key: value for key, value in record.items() if key not in _FIELDS}
-    extras = known.get("extras")
-    if extras is not None and not isinstance(extras, dict):
-        return known  # Rollout refuses it
-    for key in unknown:
-        if key in (extras or {}):
+    extras = known.get("extras") or {}
+    if unknown and isinstance(extras, dict):  # Rollout refuses anything else
+        if twice := unknown.keys() & extras.keys():
             raise RolloutError(
-                f"{short(key)} is a key of the line and of its extras. Unknown keys of a line are "
-                "put into extras; rename or remove one of the two."
+                f"{short(min(twice))} is a key of the line and of its extras. Unknown keys of a "
+                "line are put into extras; rename or remove one of the two."
             )
-    if unknown:
-        known["extras"] = extras = unknown | (extras or {})
-    for key, value in (extras or {}).items():
-        if not _all_finite(value):
-            raise RolloutError(
-                f"extras[{short(key)}] is {short(value)}, but JSON has no NaN and no infinity. "
-                "Write null or text instead."
-            )
-    return known
-
-
-def _all_finite(value: object) -> bool:
-    """Whether no number in a tree of dicts and lists is NaN or infinite."""
-    waiting = [value]
-    seen: set[int] = set()  # a list of a torch file may be in it many times
-    while waiting:
-        item = waiting.pop()
-        if isinstance(item, dict | list):
-            if id(item) not in seen:
-                seen.add(id(item))
-                waiting.extend(item.values() if isinstance(item, dict) else item)
-        elif isinstance(item, float) and not math.isfinite(item):
-            return False
-    return True
+        known["extras"] = unknown | extras
+    return Rollout(**known)
 
 
 def _writer(file: BinaryIO, suffix: str) -> AbstractContextManager[Any]:

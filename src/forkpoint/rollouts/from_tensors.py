@@ -9,7 +9,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from forkpoint.errors import RolloutError
-from forkpoint.rollouts.fields import host_values, named, read_identifier, read_vector, short
+from forkpoint.rollouts.fields import (
+    host_values,
+    named,
+    read_identifier,
+    read_mask,
+    read_vector,
+    short,
+)
 from forkpoint.rollouts.groups import check_unique, fill_ids, group_of
 from forkpoint.rollouts.layout import NO_CELL, PaddedLayout
 from forkpoint.rollouts.rollout import IDS, Rollout
@@ -323,15 +330,11 @@ def _attended(like: str, ids: Any, field: str, mask: Any) -> _Entries:
     takes = "it takes 0 and 1, or booleans: 1 where there is a token, 0 where there is padding."
     starts, stops = [], []
     for n, row in enumerate(every.of(field, mask)):
-        array = read_vector(_WHO, f"{field}[{n}]", row, "biuf", takes)
-        wrong = (array != 0) & (array != 1)
-        if wrong.any():
-            at = int(wrong.argmax())
-            raise RolloutError(f"{_WHO}: {field}[{n}, {at}] is {short(array[at])}; {takes}")
+        array = read_mask(_WHO, f"{field}[{n}]", row, takes)
         tokens = np.flatnonzero(array)
         start, stop = (int(tokens[0]), int(tokens[-1]) + 1) if len(tokens) else (0, 0)
         if stop - start != len(tokens):
-            hole = start + int((array[start:stop] == 0).argmax())
+            hole = start + int(array[start:stop].argmin())
             raise RolloutError(
                 f"{_WHO}: {field}[{n}, {hole}] is 0 between tokens. Padding lies before or after "
                 "the tokens of a row; mark tokens that are not trained in the loss mask."

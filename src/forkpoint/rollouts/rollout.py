@@ -18,8 +18,10 @@ from forkpoint.rollouts.fields import (
     is_number,
     named,
     read_identifier,
+    read_mask,
     read_temperature,
     read_vector,
+    refuse_where,
     short,
 )
 
@@ -179,13 +181,12 @@ class _Reader:
                 f"{who}: token_ids is empty; a rollout has at least one token. Leave this rollout "
                 "out."
             )
-        self._refuse("token_ids", (ids < 0) | (ids > MAX_TOKEN_ID), ids, f"; {IDS}.")
+        refuse_where(who, "token_ids", (ids < 0) | (ids > MAX_TOKEN_ID), ids, f"; {IDS}.")
         self.token_ids = ids.astype(np.int64)
 
         takes = f"it takes 0 and 1, or booleans: 1 where the token is trained, {PER_TOKEN}."
-        given = self._vector("loss_mask", loss_mask, "biuf", takes)
-        self.loss_mask = given.astype(np.bool_)
-        self._refuse("loss_mask", given != self.loss_mask, given, f"; {takes}")
+        self.loss_mask = read_mask(who, "loss_mask", loss_mask, takes)
+        self._check_length("loss_mask", self.loss_mask)
         if self.loss_mask[0]:
             raise RolloutError(
                 f"{who}: loss_mask[0] is 1, but no earlier token predicts token 0. Set it to 0, or "
@@ -197,12 +198,14 @@ class _Reader:
         if values is None:
             return None
         takes = f"it takes numbers, {PER_TOKEN}."
-        floats = self._vector(field, values, "iuf", takes, missing=True).astype(np.float64)
+        floats = read_vector(self.who, field, values, "iuf", takes, missing=True)
+        self._check_length(field, floats)
+        floats = floats.astype(np.float64)
         finite = np.isfinite(floats)
         if not finite.all():
             shown = values if isinstance(values, list | tuple) else floats  # None is NaN in floats
             rule = f", and this token is trained. {advice}"
-            self._refuse(field, self.loss_mask & ~finite, shown, rule)
+            refuse_where(self.who, field, self.loss_mask & ~finite, shown, rule)
             floats[~finite] = 0.0
         return floats
 
@@ -212,7 +215,7 @@ class _Reader:
         if logprobs is not None:
             logprobs[0] = 0.0
             above = self.loss_mask & (logprobs > LARGEST_LOGPROB)
-            self._refuse(field, above, logprobs, f"; {LOGPROBS_ARE_NEGATIVE}")
+            refuse_where(self.who, field, above, logprobs, f"; {LOGPROBS_ARE_NEGATIVE}")
         return logprobs
 
     def number_or_floats(self, field: str, values: Any) -> float | NDArray[np.float64] | None:
@@ -229,19 +232,10 @@ class _Reader:
             raise RolloutError(f"{self.who}: {field} is {short(values)}; {_NUMBER_OR_FLOATS}")
         return float(values) if finite else 0.0
 
-    def _vector(
-        self, field: str, values: Any, kinds: str, takes: str, *, missing: bool = False
-    ) -> np.ndarray:
-        vector = read_vector(self.who, field, values, kinds, takes, missing=missing)
+    def _check_length(self, field: str, vector: NDArray[Any]) -> None:
         if len(vector) != len(self.token_ids):
             raise RolloutError(
                 f"{self.who}: {field} has {len(vector)} entries, but token_ids has "
                 f"{len(self.token_ids)}. Every per-token field has one entry per token, and it "
                 "belongs to that token. Fill up with 0 where there is no value, as over the prompt."
             )
-        return vector
-
-    def _refuse(self, field: str, refused_T: NDArray[Any], values_T: Any, rule: str) -> None:
-        if refused_T.any():
-            at = int(refused_T.argmax())
-            raise RolloutError(f"{self.who}: {field}[{at}] is {short(values_T[at])}{rule}")

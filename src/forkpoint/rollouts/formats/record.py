@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from forkpoint.errors import RolloutError
 from forkpoint.rollouts.batch import Rollout, group_of, short
-from forkpoint.rollouts.fields import is_number, read_vector
+from forkpoint.rollouts.fields import is_number, read_mask, read_vector
 
 Tokenize = Callable[[str], list[int]]
 Made = tuple[Rollout, bool]
@@ -84,13 +84,14 @@ class Record:
 
         Raises RecordError if the field is missing, is not one row, or has other values.
         """
+        return self._read(name, read_vector, kinds, f"it takes one row of {what}.")
+
+    def _read(self, name: str, read: Callable[..., NDArray[Any]], *takes: str) -> NDArray[Any]:
         if not self.has(name):
             keys = sorted(key for key in self.values if isinstance(key, str))
             raise self.fail(name, f"there is no {name}; the record has {short(keys)}.")
         try:
-            return read_vector(
-                self.where, name, self.values[name], kinds, f"it takes one row of {what}."
-            )
+            return read(self.where, name, self.values[name], *takes)
         except RolloutError as error:
             raise RecordError(str(error), name) from None
 
@@ -104,11 +105,8 @@ class Record:
 
     def mask(self, name: str, length: int, of: str) -> NDArray[np.bool_]:
         """0 and 1 or booleans, as many as `of` has: bool [length]."""
-        array = self._as_long(name, self.row(name, "biuf", "0 and 1"), length, of)
-        if (refused := (array != 0) & (array != 1)).any():
-            at = int(refused.argmax())
-            raise self.fail(name, f"{name}[{at}] is {short(array[at])}; it takes 0 and 1.")
-        return array.astype(np.bool_)
+        array = self._read(name, read_mask, "it takes one row of 0 and 1.")
+        return self._as_long(name, array, length, of)
 
     def floats(self, name: str, length: int, of: str) -> NDArray[np.float64]:
         """Numbers, as many as `of` has: float64 [length]."""
@@ -161,7 +159,7 @@ class Record:
         raise self.fail(name, f"{name} is {short(value)}; it takes text or a whole number.")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Format:
     """A format by its name, the keys that tell it, and how a record of it becomes rollouts.
 
@@ -175,7 +173,7 @@ class Format:
 
     name: str
     signatures: tuple[frozenset[str], ...]
-    without: frozenset[str] = frozenset()
+    without: frozenset[str]
     key: tuple[str, ...]
     rollouts: Callable[[Record], Iterator[Made]]
     text: bool = False

@@ -24,19 +24,14 @@ Rollouts = Iterator[Made]
 
 
 def _format(
-    name: str, *signatures: str, key: str, without: str = "", text: bool = False, notes: Any = ()
+    name: str, *signatures: str, key: str, without: str = "", **options: Any
 ) -> Callable[[Callable[[Record], Rollouts]], Callable[[Record], Rollouts]]:
     """Registers a format: see `Format`. Keys are given as text with spaces between them."""
 
     def register(rollouts: Callable[[Record], Rollouts]) -> Callable[[Record], Rollouts]:
+        sets = tuple(frozenset(keys.split()) for keys in signatures)
         FORMATS[name] = Format(
-            name=name,
-            signatures=tuple(frozenset(keys.split()) for keys in signatures),
-            without=frozenset(without.split()),
-            key=tuple(key.split()),
-            rollouts=rollouts,
-            text=text,
-            notes=notes,
+            name, sets, frozenset(without.split()), tuple(key.split()), rollouts, **options
         )
         return rollouts
 
