@@ -121,13 +121,6 @@ def column_twice(folder: Path) -> Path:
     return path
 
 
-def later_protocol(folder: Path) -> Path:
-    """A torch file that torch.save wrote with pickle_protocol=4."""
-    path = folder / "x.pt"
-    torch.save({"a": list(range(3)), "b": "text"}, path, pickle_protocol=4)
-    return path
-
-
 def booleans(folder: Path) -> Path:
     table = tensors(TRL(truth()))
     table["completion_mask"] = (table["completion_mask"] * 2).to(torch.uint8).view(torch.bool)
@@ -179,21 +172,14 @@ FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
                         ["x.pt, prompt_ids: the tensor is a Tensor", "sparse_coo", ".to_dense()"]),
     "safetensors of a shape that is not there": (
         lambda f: declaring(f, shape=[2**40]), ["x.safetensors", "invalid shape"]),
-    "safetensors cut short": (lambda f: truncated(safe(f)), ["x.safetensors", "again"]),
-    "parquet cut short": (lambda f: truncated(parquet(f)), ["x.parquet", "again"]),
     "parquet with a column twice": (column_twice, ["x.parquet has the column 'token_ids' more"]),
     "a device": (lambda _: Path(os.devnull), ["is a pipe or a device"]),
     "parquet with a flipped page": (flip_page, ["x.parquet", "again"]),
-    "gzip cut short": (lambda f: truncated(lines(f, ".gz")), ["cut short or damaged"]),
-    "zstd cut short": (lambda f: truncated(lines(f, ".zst")), ["cut short or damaged"]),
     "rows of another number": (edited(TRL, shorter("advantages")),
                                [f"'advantages' has {COUNT - 1} rows, but completion_ids has"]),
-    "log-probs of another width": (edited(VERL, cut("old_log_probs", 2)),
-                                   ["old_log_probs has 4 entries, but responses has 6"]),
     "prompts and responses of another width": (edited(VERL, cut("input_ids")),
                                                ["input_ids has", "7 + 6"]),
     "no attention mask": (edited(VERL, without("attention_mask")), ["there is no attention_mask"]),
-    "no completion mask": (edited(TRL, without("completion_mask")), ["is of no format"]),
     "no advantages": (edited(TRL, without("advantages")), ["there is no advantages"]),
     "ids of one dimension too many": (edited(TRL, lambda t: t.update(
         completion_ids=t["completion_ids"][..., None])), ["completion_ids has 2 dim"]),
@@ -212,7 +198,6 @@ FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
     "unknown keys": (lambda f: write_json(f / "x.jsonl", [{"text": "a"}]),
                      ["line 1 is of no format that is known", "['text']", "verl"]),
     "not a torch file": (lambda f: raw(f, "x.pt", b"hello"), ["is of no kind"]),
-    "not a parquet file": (lambda f: raw(f, "x.parquet", b"hello"), ["is of no kind"]),
     "not UTF-8": (lambda f: raw(f, "x.jsonl", b'{"token_ids": "\xe9"}'), ["in UTF-8"]),
     "a rollout_id twice": (lambda f: write_parquet(f / "x.parquet", {
         **dumps.own(truth()), "rollout_id": ["a", *"abcdefgh"]}),
