@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import zstandard
 from hypothesis import given, settings
-from hypothesis import strategies as st
+from made_traces import rollout_lists
 
 from forkpoint import load_rollouts, save_rollouts
 from forkpoint.errors import ConfigError, RolloutError
-from forkpoint.rollouts.batch import MAX_TOKEN_ID, Rollout, RolloutBatch
+from forkpoint.rollouts.batch import Rollout, RolloutBatch
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 GOOD = '{"token_ids":[1,2,3],"loss_mask":[0,1,1],"advantage":0.5,"rollout_id":"a"}'
@@ -42,44 +42,8 @@ def many(count: int) -> list[Rollout]:
     ]
 
 
-finite_floats = st.floats(allow_nan=False, allow_infinity=False)
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | finite_floats | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=5,
-)
-
-
-@st.composite
-def rollouts_strategy(draw) -> list[Rollout]:
-    made = []
-    ids = draw(st.lists(st.text() | st.none(), min_size=1, max_size=4, unique_by=lambda i: i or i))
-    for rollout_id in ids:
-        tokens = draw(st.lists(st.integers(0, MAX_TOKEN_ID), min_size=1, max_size=6))
-        n = len(tokens)
-        floats = st.lists(finite_floats, min_size=n, max_size=n)
-        logprobs = st.none() | st.lists(st.floats(-1e300, 0), min_size=n, max_size=n)
-        made.append(
-            Rollout(
-                tokens,
-                [False, *draw(st.lists(st.booleans(), min_size=n - 1, max_size=n - 1))],
-                draw(finite_floats | floats),
-                old_logprobs=draw(logprobs),
-                reference_logprobs=draw(logprobs),
-                weights=draw(st.none() | finite_floats | floats),
-                returns=draw(st.none() | finite_floats | floats),
-                old_values=draw(st.none() | floats),
-                temperature=draw(st.floats(1e-300, 1e300)),
-                group_id=draw(st.none() | st.text()),
-                rollout_id=rollout_id,
-                extras=draw(st.none() | st.dictionaries(st.text(), json_values, max_size=3)),
-            )
-        )
-    return made
-
-
 @pytest.mark.parametrize("suffix", SUFFIXES)
-@given(rollouts=rollouts_strategy())
+@given(rollouts=rollout_lists())
 @settings(max_examples=40, deadline=None)
 def test_round_trip_is_exact(suffix, rollouts):
     with tempfile.TemporaryDirectory() as folder:

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from made_traces import recorded, some
+from hypothesis import given, settings
+from made_traces import recorded, rollout_lists, some
 
 import forkpoint
 from forkpoint import Rollout, RolloutBatch, RolloutError, TraceError, losses
@@ -22,40 +21,12 @@ from forkpoint.rollouts.traces import open_trace, record
 from forkpoint.testing import tiny_model
 
 
-@st.composite
-def batches(draw) -> RolloutBatch:
-    has_old, has_weights, has_returns, has_routes = (draw(st.booleans()) for _ in range(4))
-    finite = st.floats(allow_nan=False, allow_infinity=False)
-    made = []
-    for n in range(draw(st.integers(1, 4))):
-        length = draw(st.integers(1, 5))
-        per_token = st.lists(finite, min_size=length, max_size=length)
-        made.append(
-            Rollout(
-                draw(st.lists(st.integers(0, 2**31 - 1), min_size=length, max_size=length)),
-                [0, *draw(st.lists(st.booleans(), min_size=length - 1, max_size=length - 1))],
-                draw(finite | per_token),
-                old_logprobs=[-draw(st.floats(0, 1e300))] * length if has_old else None,
-                reference_logprobs=[-draw(st.floats(0, 9))] * length if has_old else None,
-                weights=draw(finite | per_token) if has_weights else None,
-                returns=draw(finite | per_token) if has_returns else None,
-                old_values=draw(per_token) if has_returns else None,
-                temperature=draw(st.floats(1e-3, 1e3)),
-                group_id=draw(st.none() | st.text()),
-                rollout_id=draw(st.none() | st.just(f"r{n}")),
-                extras=draw(st.none() | st.dictionaries(st.text(), finite | st.text())),
-                routed_experts=np.full((length, 2, 3), [n, n + 1, n + 2]) if has_routes else None,
-            )
-        )
-    return RolloutBatch(made)
-
-
-@given(batch=batches())
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-def test_a_batch_comes_back_equal(batch: RolloutBatch, tmp_path_factory) -> None:
-    path = tmp_path_factory.mktemp("trace") / "t"
+@given(rollouts=rollout_lists())
+@settings(max_examples=40, deadline=None)
+def test_a_batch_comes_back_equal(
+    rollouts: list[Rollout], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path, batch = tmp_path_factory.mktemp("trace") / "t", RolloutBatch(rollouts)
     with record(path) as trace:
         assert trace.add(batch) == 0
     (back,) = open_trace(path)
