@@ -288,13 +288,16 @@ def test_gradients_from_before_are_not_lost(policy: Any, monkeypatch: pytest.Mon
 
 
 def test_a_plan_that_does_not_fit_is_said_once(
-    policy: Any, device: dict[str, int], caplog: pytest.LogCaptureFixture
+    policy: Any,
+    device: dict[str, int],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkey = batch_of(30, 20, 2)
+    batch = batch_of(30, 20, 2)
     shape = replace(policy.host.shape, layers=10_000, hidden=2**22, windows=(0,) * 10_000)
-    policy.host._shape = shape
+    monkeypatch.setattr(type(policy.host), "shape", shape)
     with caplog.at_level(logging.WARNING, "forkpoint"):
-        plan = policy.plan(monkey)
-        policy.plan(monkey)
+        plan = policy.plan(batch)
+        policy.plan(batch)
     assert not plan.fits
     assert caplog.text.count("no plan is predicted to fit") == 1
