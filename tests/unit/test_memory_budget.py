@@ -99,9 +99,10 @@ def test_a_device_without_room_has_the_least_budget(device: dict[str, int]) -> N
     assert measured(weights()) == memory.LEAST_BYTES
 
 
-def test_a_step_that_fits_is_planned_as_without_a_limit() -> None:
+def test_microbatches_are_as_long_as_memory_allows() -> None:
     free, roomy = planned(None), planned(500)
-    assert replace(roomy, memory_budget_bytes=None).to_dict() == free.to_dict()
+    assert [m.tokens for m in roomy.microbatches] == [2999 + 8 * 2000]
+    assert len(free.microbatches) > 1
     assert roomy.fits and roomy.memory_budget_bytes == 500 * GIB
 
 

@@ -6,8 +6,15 @@ import pytest
 
 from forkpoint import Config, Plan
 from forkpoint.plan import make_plan
+from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.predict import simulate
-from forkpoint.plan.pricing.meters import MeasuredMeter
+from forkpoint.plan.pricing.meters import (
+    CPU_FLOPS_PER_MS,
+    GPU_FLOPS_PER_MS,
+    HOST_BLOCK_MS,
+    CountedMeter,
+    MeasuredMeter,
+)
 from made_calibrations import SHAPE, group, line, made_up
 
 
@@ -82,3 +89,28 @@ def test_what_a_wave_gave_back_serves_one_offloaded_microbatch_after_the_other()
     second_there = first_there + middle
     last = microbatches[0][1]
     assert cost == pytest.approx(max(ends + last, second_there + last / 4))
+
+
+@pytest.mark.parametrize("tokens", [100, 120_000])
+def test_a_gpu_waits_for_what_the_host_has_not_issued(tokens: int) -> None:
+    """Two microbatches, which the host issues one after the other: short ones, or long ones."""
+    config = Config(sharing="none", max_microbatch_tokens=tokens + 10)
+    batch = group(10, tokens, 2)
+    gpu, cpu = (
+        make_plan(batch, SHAPE, config, capabilities=Capabilities(runs_ahead=ahead))
+        for ahead in (True, False)
+    )
+    meter = CountedMeter(gpu)
+    host = HOST_BLOCK_MS * SHAPE.layers * GPU_FLOPS_PER_MS[SHAPE.dtype_bytes]
+    work = [meter.forward(m) + meter.backward(m) for m in gpu.microbatches]
+    assert len(work) == 2
+    short = tokens == 100
+    assert gpu.cost == pytest.approx(4 * host if short else sum(work))
+    assert (sum(work) < 4 * host) == short
+    assert meter.alone(gpu.microbatches[0], backward=False) == max(
+        host, meter.forward(gpu.microbatches[0])
+    )
+    # A CPU does both itself.
+    assert cpu.cost == pytest.approx(
+        sum(work) + 4 * HOST_BLOCK_MS * SHAPE.layers * CPU_FLOPS_PER_MS
+    )

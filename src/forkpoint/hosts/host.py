@@ -126,10 +126,11 @@ class ModelHost:
     def capabilities(self) -> Capabilities:
         """Without early exits where the model checkpoints itself: their exception would pass
         through the checkpoint, which lies within the block."""
+        ahead = self.device.type == "cuda"
         if self.entry.checkpointed:
-            return Capabilities(leaves_early=False, checkpoints=("none",))
+            return Capabilities(leaves_early=False, runs_ahead=ahead, checkpoints=("none",))
         selective = ("selective",) if all(map(has_mlp, self.blocks)) else ()
-        return Capabilities(checkpoints=("none", *selective, "full"))
+        return Capabilities(runs_ahead=ahead, checkpoints=("none", *selective, "full"))
 
     @property
     def blocks(self) -> nn.ModuleList:

@@ -187,9 +187,10 @@ class Builder:
         if self.budget is None:
             plan = self._build(sharing, boundary, tokens, policies[0])
             return self._priced(plan, meter_of(plan, self.calibration))
-        # A budget that was given is to be used, one that was measured to be kept to.
-        if not given and not self.soft:
-            every = int(self.tree_order.new_edges.sum())
+        # As long as memory allows: what the host does for a microbatch, and adding to all
+        # gradients, are paid once.
+        if not given:
+            every = int(self._order(sharing).new_edges.sum())
             tokens = max(tokens, min(LARGEST_MICROBATCH_TOKENS, every))
         # A microbatch that holds whole paths is no shorter than the longest of them.
         least = self.longest if boundary == "within" else LEAST_MICROBATCH_TOKENS

@@ -10,5 +10,7 @@ class Capabilities:
     leaves_early: bool = True
     """Whether a forward can end in the last block, once this has computed what later tokens read
     of it. Not where activation checkpointing of the model's own repeats forwards."""
+    runs_ahead: bool = False
+    """Whether the host issues work ahead of the device, as with GPUs: see `predict.simulate`."""
     checkpoints: tuple[str, ...] = ("none", "selective", "full")
     """Policies of checkpointing that its blocks can run with."""

@@ -15,7 +15,7 @@ from forkpoint.config import Gather, Split
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.pricing.calibration import Calibration, LinkPrices
 from forkpoint.plan.pricing.cost import ModelShape
-from forkpoint.plan.pricing.meters import EFFICIENT_TOKENS, NOISE, Meter, meter_of
+from forkpoint.plan.pricing.meters import NOISE, Meter, meter_of
 from forkpoint.plan.program import BACKWARD, HEAD, Instruction, Program
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ class RankCosts:
     forward: tuple[float, ...] = ()
     """By microbatch."""
     backward: tuple[float, ...] = ()
-    tokens: int = 0
+    tokens: float = 0.0
     """Of all microbatches, short ones counted as what they take."""
     once: float | None = 0.0
     """Its whole step where weights are gathered once; None where that is not possible."""
@@ -185,9 +185,9 @@ def costs_of_rank(
             parts[-1] += cost_of(once, own, instruction)
             parts += [0.0] if instruction.exchanges else []
     return RankCosts(
-        forward=tuple(meter.forward(m) for m in plan.microbatches),
-        backward=() if scores else tuple(meter.backward(m) for m in plan.microbatches),
-        tokens=sum(max(m.tokens, EFFICIENT_TOKENS) for m in plan.microbatches),
+        forward=tuple(meter.alone(m, backward=False) for m in plan.microbatches),
+        backward=() if scores else tuple(meter.alone(m, backward=True) for m in plan.microbatches),
+        tokens=sum(map(meter.filled_tokens, plan.microbatches)),
         once=sum(parts) if parts else None,
         parts=tuple(parts) if len(parts) > 1 else (),
         why_not=why_not,
@@ -200,9 +200,11 @@ def cost_of(plan: Plan, meter: Meter, instruction: Instruction) -> float:
     if instruction.idle:
         return 0.0
     microbatch = plan.microbatches[instruction.microbatch]
-    if instruction.operation == BACKWARD:
-        return meter.backward(microbatch)
-    return meter.forward(microbatch, boundary_only=instruction.ends_at != HEAD)
+    return meter.alone(
+        microbatch,
+        backward=instruction.operation == BACKWARD,
+        boundary_only=instruction.ends_at != HEAD,
+    )
 
 
 # Prompts that several ranks have

@@ -21,13 +21,16 @@ LAYERS_AT_WORK = 2
 def simulate(plan: Plan, meter: Meter) -> float:
     """Cost of a step: computation in order, and waiting for copies that are not done by then.
 
+    The host issues the work of all microbatches one after the other, and none of it ends before it
+    has been issued.
+
     A copy out begins with its microbatch's forward and is over when its bytes are through. A
     microbatch comes back while the backward before its own runs, as that gives back memory: as much
     as it had, the rest from the microbatch's own backward on, which ends no earlier than the last
     layer's share of its work after the last byte.
     """
     layers = plan.shape.layers if plan.shape else 1
-    now = out_free = in_free = 0.0
+    now = issued = out_free = in_free = 0.0
     before: _Backward | None = None
     sent: dict[int, float] = {}
     for instruction in plan.program.instructions:
@@ -35,6 +38,7 @@ def simulate(plan: Plan, meter: Meter) -> float:
             continue
         microbatch, begin = plan.microbatches[instruction.microbatch], now
         index = microbatch.index
+        issued += meter.host(microbatch, backward=instruction.operation == BACKWARD)
         if instruction.operation == BACKWARD:
             work = meter.backward(microbatch)
             nbytes = has = meter.kept_bytes(microbatch)
@@ -54,6 +58,7 @@ def simulate(plan: Plan, meter: Meter) -> float:
                 out = meter.copy(meter.kept_bytes(microbatch), out=True) or 0.0
                 out_free = sent[index] = max(out_free, begin) + out
             before = None
+        now = max(now, issued)
     return now
 
 

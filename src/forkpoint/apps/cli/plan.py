@@ -29,6 +29,7 @@ from forkpoint.errors import ForkpointError
 from forkpoint.parallel.placement.place import check_ranks
 from forkpoint.plan import Estimate, Totals, make_plan
 from forkpoint.plan import Plan as MadePlan
+from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.device_memory import DeviceMemory
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.runs import run_lengths
@@ -102,6 +103,8 @@ class Plan:
         estimate, totals, first = Estimate(shape), Totals(), None
         with out.waiting("planning"):
             loss, ranks = self.objective.make(), None
+            leaves_early = shape is None or not shape.checkpointed
+            capabilities = Capabilities(leaves_early=leaves_early, runs_ahead=device is not None)
             if self.ranks is not None:
                 check_ranks(self.ranks)
                 # Losses of pairs need both rollouts on one rank.
@@ -117,6 +120,7 @@ class Plan:
                     config,
                     coupling=None if loss.decomposition == "token" else loss.coupling(batch),
                     calibration=calibration,
+                    capabilities=capabilities,
                     measured_budget_bytes=None if device is None else device.budget_bytes,
                     prompts=prompts,
                     runs=self._edges_to_run(batch, loss, source),
