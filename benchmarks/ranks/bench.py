@@ -25,9 +25,9 @@ from benchmarks.shapes import SCALE_TINY, make_group, make_model
 from benchmarks.steps.cells import cell_row
 from benchmarks.steps.options import Layers, check_at_least_one, device_for
 from benchmarks.steps.stepper import DENSE, DENSE_ROW_TOKENS, Stepper, best_dense
-from forkpoint.apps.calibrate.calibrator import Calibrator
 from forkpoint.apps.cli import torchrun
 from forkpoint.apps.cli.options import Count, Flag
+from forkpoint.calibrate.calibrator import Calibrator
 from forkpoint.errors import ConfigError
 from forkpoint.hosts.libraries import host_of
 from forkpoint.losses import GRPO

@@ -10,8 +10,8 @@ from tyro.conf import DisallowNone, arg
 from benchmarks.runner import Benchmark, Seconds
 from benchmarks.shapes import make_model
 from benchmarks.steps.stepper import Stepper
-from forkpoint.apps.calibrate.calibrator import Calibrator
 from forkpoint.apps.cli.options import Flag
+from forkpoint.calibrate.calibrator import Calibrator
 from forkpoint.errors import ConfigError
 from forkpoint.hosts.libraries import host_of
 

@@ -1,10 +1,18 @@
-"""Names of devices, and copies of tensors and arrays to them."""
+"""Names of devices, versions of what runs on them, and copies of tensors and arrays to them."""
 
 import platform
+from importlib import metadata
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from forkpoint import __version__
+
+PACKAGES = (
+    *("torch", "transformers", "numpy", "triton"),
+    *("flash-attn-4", "flash-linear-attention", "fla-core", "tilelang"),
+)
 
 
 def device_name(device: torch.device) -> str:
@@ -13,6 +21,25 @@ def device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
     return f"{platform.machine() or 'cpu'}, {threads} thread{'s' * (threads > 1)}"
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of what decides the results and the speed; None for what is not installed."""
+    found: dict[str, str | None] = {"forkpoint": __version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    # That of the package leaves out for which CUDA torch was built, or that it was for none.
+    found["torch"] = str(torch.__version__)
+    cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
+    return {**found, "cuda": torch.version.cuda, "cudnn": None if cudnn is None else str(cudnn)}
+
+
+def measured_versions() -> dict[str, str]:
+    """The same of what is installed."""
+    return {name: version for name, version in versions().items() if version is not None}
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:

@@ -17,7 +17,7 @@ from test_prompt_exchange import dealt, model_of, of
 
 import forkpoint
 from forkpoint import Config, RolloutBatch
-from forkpoint.apps.calibrate.link import measure_link
+from forkpoint.calibrate.link import measure_link
 from forkpoint.device import device_name
 from forkpoint.losses import GRPO
 from forkpoint.plan.pricing.calibration import Link

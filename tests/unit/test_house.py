@@ -31,6 +31,7 @@ LAYERS = (
     "parallel",
     "engine",
     "hosts",
+    "calibrate",
     "step",
     "verify",
     "policy",

@@ -5,39 +5,15 @@ import platform
 import subprocess
 import sys
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from forkpoint import __version__
+from forkpoint.device import measured_versions
 
-PACKAGES = (
-    *("torch", "transformers", "numpy", "triton"),
-    *("flash-attn-4", "flash-linear-attention", "fla-core", "tilelang"),
-)
 BENCHMARKS = "benchmarks"
 """The package of benchmarks in a checkout."""
-
-
-def versions() -> dict[str, str | None]:
-    """Versions of what decides the results and the speed; None for what is not installed."""
-    found: dict[str, str | None] = {"forkpoint": __version__, "python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = None
-    # That of the package leaves out for which CUDA torch was built, or that it was for none.
-    found["torch"] = str(torch.__version__)
-    cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
-    return {**found, "cuda": torch.version.cuda, "cudnn": None if cudnn is None else str(cudnn)}
-
-
-def measured_versions() -> dict[str, str]:
-    """The same of what is installed."""
-    return {name: version for name, version in versions().items() if version is not None}
 
 
 def devices() -> list[dict[str, Any]]:

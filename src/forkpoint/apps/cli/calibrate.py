@@ -75,8 +75,8 @@ class Calibrate:
         return 0
 
     def _measured(self) -> "Calibration":
-        from forkpoint.apps.calibrate.calibrator import Calibrator
         from forkpoint.apps.cli.models import out_of_memory_explained, shallow_models
+        from forkpoint.calibrate.calibrator import Calibrator
 
         make, shape = shallow_models(self.model, dtype=self.dtype, device=self.device)
         compiled = {"auto": None, "compiled": True, "eager": False}[self.blocks]

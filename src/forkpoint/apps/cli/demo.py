@@ -74,7 +74,7 @@ class Demo:
             from forkpoint.apps.cli.models import random_model
             from forkpoint.apps.demo.loop import ENTROPY_BONUS, Loop, Task, summary
             from forkpoint.apps.demo.plot import draw
-            from forkpoint.apps.environment import versions
+            from forkpoint.device import versions
 
             longest = self.prompt_tokens + self.response_tokens
             make = make_optimizer("adamw", self.lr)

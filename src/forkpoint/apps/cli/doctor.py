@@ -32,7 +32,8 @@ class Doctor:
     def run(self) -> int:
         out = Output(json_only=self.json)
         with out.waiting("looking around"):
-            from forkpoint.apps.environment import devices, versions
+            from forkpoint.apps.environment import devices
+            from forkpoint.device import versions
             from forkpoint.hosts.transformers.families import FAMILIES
             from forkpoint.ops.attention import KERNELS
             from forkpoint.ops.delta_rule import DELTA_KERNELS

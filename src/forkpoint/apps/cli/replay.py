@@ -145,8 +145,9 @@ class Replay:
         batch = None if trace else load_batch(self.file, self.limit, self.reading, out)
         with out.waiting("making the model"):
             from forkpoint.apps.cli.models import load_model, out_of_memory_explained
-            from forkpoint.apps.environment import environment, versions
+            from forkpoint.apps.environment import environment
             from forkpoint.apps.replay.loop import replay
+            from forkpoint.device import versions
 
             # Before a large model is loaded for a file that the loss cannot use.
             router = self.objective.make_router()

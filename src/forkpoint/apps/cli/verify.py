@@ -65,7 +65,7 @@ class Verify:
         everything = load_batch(self.file, self.limit, self.reading, out)
         with out.waiting("making the model"):
             from forkpoint.apps.cli.models import load_model, out_of_memory_explained
-            from forkpoint.apps.environment import versions
+            from forkpoint.device import versions
             from forkpoint.wrapping import wrap
 
             # Before a large model is loaded for a file that the loss cannot use.

@@ -1,6 +1,6 @@
 """Measurements of a device for a model shape, as a file. Imports no torch.
 
-`forkpoint calibrate` writes these files (apps/calibrate/calibrator.py measures each figure);
+`forkpoint calibrate` writes these files (calibrate/calibrator.py measures each figure);
 `forkpoint.plan.pricing.meters` prices plans by them.
 """
 

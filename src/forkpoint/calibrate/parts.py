@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forkpoint.apps.calibrate.clock import Clock
+from forkpoint.calibrate.clock import Clock
 from forkpoint.engine.staging import staging_for
 from forkpoint.hosts.host import ModelHost
 from forkpoint.ops.attention import AttentionTable, CacheSlice, shared_attention

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forkpoint.apps.calibrate.clock import Clock
+from forkpoint.calibrate.clock import Clock
 from forkpoint.config import Config
 from forkpoint.engine.microbatches import (
     CacheView,

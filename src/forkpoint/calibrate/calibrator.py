@@ -11,11 +11,10 @@ from collections.abc import Callable
 
 from torch import nn
 
-from forkpoint.apps.calibrate.clock import Clock
-from forkpoint.apps.calibrate.microbatches import Rows
-from forkpoint.apps.calibrate.parts import Parts, curve
-from forkpoint.apps.environment import measured_versions
-from forkpoint.device import device_name
+from forkpoint.calibrate.clock import Clock
+from forkpoint.calibrate.microbatches import Rows
+from forkpoint.calibrate.parts import Parts, curve
+from forkpoint.device import device_name, measured_versions
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.host import ModelHost
 from forkpoint.hosts.libraries import host_of
