@@ -85,6 +85,13 @@ def graphs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
+def no_gpu_is_measured(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Policies of tests plan by nominal prices on GPUs as well."""
+    if any(request.node.get_closest_marker(mark) for mark in ("gpu", "multi_gpu")):
+        monkeypatch.setattr("forkpoint.step.calibrate.automatic.MEASURED", set())
+
+
+@pytest.fixture(autouse=True)
 def no_list_is_left() -> Iterator[None]:
     """No step leaves its lists of modules in force."""
     yield

@@ -27,7 +27,6 @@ from benchmarks.steps.options import Layers, check_at_least_one, device_for
 from benchmarks.steps.stepper import DENSE, DENSE_ROW_TOKENS, Stepper, best_dense
 from forkpoint.apps.cli import torchrun
 from forkpoint.apps.cli.options import Count, Flag
-from forkpoint.calibrate.calibrator import Calibrator
 from forkpoint.errors import ConfigError
 from forkpoint.hosts.libraries import host_of
 from forkpoint.losses import GRPO
@@ -35,6 +34,7 @@ from forkpoint.parallel.placement.lockstep import exchange_plans, predict_step
 from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.step.calibrate.calibrator import Calibrator
 
 SHAPE = "qwen3-8b"
 SAMPLES = (4, 8)

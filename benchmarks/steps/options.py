@@ -11,9 +11,9 @@ from benchmarks.runner import Benchmark, Seconds
 from benchmarks.shapes import make_model
 from benchmarks.steps.stepper import Stepper
 from forkpoint.apps.cli.options import Flag
-from forkpoint.calibrate.calibrator import Calibrator
 from forkpoint.errors import ConfigError
 from forkpoint.hosts.libraries import host_of
+from forkpoint.step.calibrate.calibrator import Calibrator
 
 Layers = DisallowNone[
     Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: all of the shape)")]

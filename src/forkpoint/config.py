@@ -52,9 +52,11 @@ class Config:
         host_memory: The most memory of the host, written likewise, that offloaded activations may
             take (pinned, on CUDA), for as long as the policy lives; what does not fit stays on the
             device. None is no limit.
-        calibration: A file that `forkpoint calibrate` wrote, to price plans by. None takes the one
-            that it wrote for this device and model shape, if there is one, and counted FLOPs if
-            not.
+        calibration: Prices of plans. auto takes the file that `forkpoint calibrate` wrote for this
+            device and model shape if there is one; else a policy measures a few layers of random
+            weights at its first plan on CUDA, in about 3 s, once for a device and its versions.
+            Otherwise, and with None, prices are counted FLOPs and nominal rates. A path names
+            another file of `forkpoint calibrate`.
         attention_kernel: A kernel of `forkpoint.ops.attention` by name; asking for one that cannot
             serve raises.
         recurrence_kernel: The same for layers that carry a state, of `forkpoint.ops.delta_rule`.
@@ -106,7 +108,7 @@ class Config:
     activations: Literal["auto", "keep", "offload", "recompute"] = "auto"
     checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
     host_memory: MemorySize | None = None
-    calibration: str | Path | None = None
+    calibration: str | Path | None = AUTO
     attention_kernel: str = "auto"
     recurrence_kernel: str = "auto"
     head_chunk_tokens: int = 1024
@@ -134,7 +136,7 @@ class Config:
         if not isinstance(self.calibration, str | Path | None):
             raise ConfigError(
                 f"calibration is {self.calibration!r}; it takes the path of a file that forkpoint "
-                "calibrate wrote, or None."
+                "calibrate wrote, 'auto' or None."
             )
         cannot = {
             "sharing": self.sharing == "none",

@@ -15,6 +15,7 @@ from forkpoint.apps.cli.models import random_model
 from forkpoint.plan.pricing.calibration import FOLDER_VARIABLE, Calibration
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.synthetic import synthetic_rollouts
+from forkpoint.step.calibrate import automatic
 
 MODEL = {
     "model_type": "qwen3",
@@ -107,3 +108,69 @@ def test_the_plan_command_takes_it(
 def test_a_model_without_configuration_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", "--model", "nowhere"]) == 2
     assert "nowhere does not exist" in capsys.readouterr().err
+
+
+# A policy's own measurement
+# ------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of calibrations, empty; CPUs are measured."""
+    monkeypatch.setattr(automatic, "MEASURED", {"cpu"})
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    return tmp_path
+
+
+def test_a_policy_measures_once_and_leaves_the_model_as_it_was(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = random_model(MODEL, torch.float32, 0).train()
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    random = torch.get_rng_state()
+    plan = wrap(model).plan(forked_batch())
+    assert plan.predicted_ms and "measured on" in plan.rests_on
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    (path,) = cache.iterdir()
+    found = Calibration.load(path)
+    assert found.shape.layers == 6 and found.shape.vocab == 512
+    path.write_text("damaged")
+    assert wrap(model).plan(forked_batch()).predicted_ms
+    assert Calibration.load(path).shape == found.shape
+    # A later process reads the file, also for another depth.
+    monkeypatch.setattr(automatic.Calibrator, "run", None)
+    shallower = random_model({**MODEL, "num_hidden_layers": 2}, torch.float32, 0).train()
+    assert wrap(shallower).plan(forked_batch()).predicted_ms
+    path.unlink()
+    assert wrap(model, Config(calibration=None)).plan(forked_batch()).predicted_ms is None
+
+
+def test_a_step_that_measures_has_the_gradients_of_its_plan(cache: Path) -> None:
+    model = random_model(MODEL, torch.float32, 0).train()
+    policy = wrap(model)
+    plan = policy.forward_backward(forked_batch(), losses.GRPO()).plan
+    assert plan.predicted_ms
+    found = [p.grad for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    policy.forward_backward(forked_batch(), losses.GRPO(), plan=plan)
+    assert all(torch.equal(p.grad, x) for p, x in zip(model.parameters(), found, strict=True))
+
+
+def test_where_nothing_is_measured_prices_are_nominal(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    frozen = random_model(MODEL, torch.float32, 0).train()
+    frozen.model.layers[0].requires_grad_(False)
+    assert wrap(frozen).plan(forked_batch()).predicted_ms is None
+    assert "forkpoint calibrate" not in caplog.text
+
+    def fails(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory left")
+
+    monkeypatch.setattr(automatic.Calibrator, "run", fails)
+    policy = wrap(random_model(MODEL, torch.float32, 0).train())
+    for _ in range(2):
+        assert policy.plan(forked_batch()).predicted_ms is None
+    assert caplog.text.count("no memory left") == 1 and not list(cache.iterdir())

@@ -17,10 +17,10 @@ from test_prompt_exchange import dealt, model_of, of
 
 import forkpoint
 from forkpoint import Config, RolloutBatch
-from forkpoint.calibrate.link import measure_link
 from forkpoint.device import device_name
 from forkpoint.losses import GRPO
-from forkpoint.plan.pricing.calibration import Link
+from forkpoint.plan.pricing.calibration import FOLDER_VARIABLE, Link, calibration_path
+from forkpoint.step.calibrate.link import measure_link
 from made_calibrations import made_up
 
 CPU = torch.device("cpu")
@@ -79,6 +79,28 @@ def test_weights_are_gathered_once_where_the_link_is_slow(
 ) -> None:
     for found in run_ranks(2, chosen, tmp_path, sharded, times):
         assert found[1] == gather
+
+
+def measures(folder: Path) -> tuple[float, list[str]]:
+    """The calibration of a rank's step, where each rank finds another measurement."""
+    rank = dist.get_rank()
+    os.environ[FOLDER_VARIABLE] = str(folder / str(rank))
+    model = replicated(model_of(of()))
+    shape = forkpoint.wrap(model).host.shape
+    device = device_name(CPU)
+    if rank < 2:  # the last one has none
+        path = calibration_path(device, shape, compiled=False)
+        made_up(shape=shape, device=device, compiled=False, seconds=1.0 + rank).save(path)
+    policy = forkpoint.wrap(model, Config(self_check=False))
+    for _ in range(2):
+        policy.forward_backward(RolloutBatch(dealt(GROUPS, 3)[rank]), GRPO())
+    found = policy.model_state.calibration(policy.host, policy.config)
+    assert found is not None
+    return found.seconds, sorted(policy.model_state.agreed)
+
+
+def test_ranks_take_one_measurement(tmp_path: Path) -> None:
+    assert run_ranks(3, measures, tmp_path) == [(1.0, ["auto"])] * 3
 
 
 @pytest.mark.slow

@@ -31,7 +31,6 @@ LAYERS = (
     "parallel",
     "engine",
     "hosts",
-    "calibrate",
     "step",
     "verify",
     "policy",

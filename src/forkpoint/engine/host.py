@@ -163,6 +163,13 @@ class Host(Protocol):
         """The dtype that a step computes in: the narrowest, if there are several."""
         ...
 
+    def shallow(self, layers: int) -> nn.Module | None:
+        """A model of few such layers, of random weights and few tokens, to measure a layer.
+
+        None where layers are not all trained, or split over ranks: another model takes other times.
+        """
+        ...
+
     @property
     def compiles(self) -> bool:
         """Whether blocks run compiled, which takes other times."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
@@ -107,6 +108,10 @@ class Entry(Protocol):
 
         splits: modules split over ranks.
         """
+        ...
+
+    def shallow(self, layers: int, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """A model of few such layers, of random weights and few tokens, in training mode."""
         ...
 
     @property

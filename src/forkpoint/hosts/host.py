@@ -157,6 +157,12 @@ class ModelHost:
     def head_weight(self) -> Tensor:
         return self.entry.head.weight()
 
+    def shallow(self, layers: int) -> nn.Module | None:
+        trained = all(p.requires_grad for p in self.blocks.parameters())
+        if not trained or (self._group is not None and self._group.splits):
+            return None
+        return self.entry.shallow(layers, self.device, self.compute_dtype)
+
     @property
     def compiles(self) -> bool:
         return self.compiling.reason_for_eager(self.device, self._embedding.dtype) is None

@@ -24,6 +24,7 @@ from forkpoint.plan.gathering import (
     link_cost,
     step_cost,
 )
+from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.program import Program
 from forkpoint.plan.shared_prompts import SharedPrompt
 from forkpoint.rollouts.batch import RolloutBatch
@@ -45,6 +46,8 @@ class Proposal:
     offer: Offer = field(default_factory=Offer)
     budget_bytes: int | None = None
     """The memory budget that the program was planned for; None is no limit."""
+    calibration: Calibration | None = None
+    """The one that the plan is priced by, until ranks have agreed on it."""
     trains: bool = False
     """Whether this rank's plan trains on any token."""
     trained_tokens: int = 0
@@ -310,3 +313,13 @@ def least_budget(proposals: Sequence[Proposal]) -> int | None:
         return None
     budgets = {proposal.budget_bytes for proposal in proposals}
     return min(b for b in budgets if b is not None) if len(budgets) > 1 else None
+
+
+def common_calibration(proposals: Sequence[Proposal]) -> Calibration | None:
+    """The first rank's calibration, where they differ; None where all have the same or none."""
+    if any(proposal.error is not None for proposal in proposals):
+        return None
+    every = [proposal.calibration for proposal in proposals]
+    if all(each == every[0] for each in every):
+        return None
+    return next(each for each in every if each is not None)

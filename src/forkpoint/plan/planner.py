@@ -68,8 +68,8 @@ def make_plan(
         ConfigError: the calibration is of another model shape.
     """
     config = config or Config()
-    if calibration is None and config.calibration is not None:
-        calibration = Calibration.load(Path(config.calibration))
+    if calibration is None and config.calibration not in (None, AUTO):
+        calibration = Calibration.load(Path(config.calibration or ""))
     if capabilities is None:
         capabilities = Capabilities(leaves_early=shape is None or not shape.checkpointed)
     builder = Builder(

@@ -17,6 +17,7 @@ from forkpoint.parallel.agreement import (
     GatherOption,
     Proposal,
     agreed,
+    common_calibration,
     coupled,
     group_digests,
     least_budget,
@@ -83,13 +84,18 @@ def _agree_with_others(policy: StepPolicy, group: Distributed, local: LocalStep)
         plans = _priced(policy, local, local.plan, scores=local.request.scores)
         proposal = _proposal(policy, group, local, plans, own, gather)
         proposals = ranks.exchange(proposal)
-        least = least_budget(proposals)
-        if least is None:
+        least, prices = least_budget(proposals), common_calibration(proposals)
+        if least is None and prices is None:
             break
-        # Plan again, within the same budget; the others come to this exchange once more.
+        # Plan again, alike; the others come to this exchange once more.
         ranks.phase = "apart"
-        budgets.agree(policy.config, least)
+        if least is not None:
+            budgets.agree(policy.config, least)
+        if prices is not None:
+            policy.model_state.use_calibration(policy.config, prices)
         local = check_and_plan(policy, local.request)
+    if not any(proposal.error is not None for proposal in proposals):
+        policy.model_state.agreed.add(policy.config.attention_kernel)
     shared, exchanging = _common_prompts(policy, proposals), None
     if shared:
         # The others come to this exchange once more, with the plans for it.
@@ -185,6 +191,7 @@ def _proposal(
             plans.costs,
         ),
         budget_bytes=policy.model_state.budgets.of(policy.host, policy.config),
+        calibration=policy.model_state.to_agree(policy.host, policy.config),
         trains=plan.num_loss_entries > 0,
         trained_tokens=batch.trained_tokens,
         rollouts=len(batch),

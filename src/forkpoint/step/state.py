@@ -2,13 +2,14 @@
 
 from pathlib import Path
 
-from forkpoint.config import Config
+from forkpoint.config import AUTO, Config
 from forkpoint.device import device_name
 from forkpoint.engine.host import Host
 from forkpoint.engine.memory import MemoryBudgets
 from forkpoint.engine.staging import Staging, staging_for
 from forkpoint.plan import Plan
 from forkpoint.plan.pricing.calibration import Calibration, find_calibration
+from forkpoint.step.calibrate.automatic import measured
 from forkpoint.step.results import Ratios
 from forkpoint.step.self_check import SampleChecks
 
@@ -19,8 +20,11 @@ class ModelState:
     def __init__(self) -> None:
         self.staging: Staging | None = None
         """Host memory for offloaded microbatches, made when first needed."""
-        self.found: tuple[Calibration | None] | None = None
-        """The calibration of this device and model, once it was looked for."""
+        self.found: dict[str, Calibration | None] = {}
+        """By the attention kernel asked for: the calibration of this device and model, once it was
+        looked for."""
+        self.agreed: set[str] = set()
+        """Kernels for which all ranks have the same calibration."""
         self.checked_reduction: bool = False
         """Whether the reduction of gradients over ranks was checked."""
         self.checks: SampleChecks = SampleChecks()
@@ -28,17 +32,35 @@ class ModelState:
         self.ratios: Ratios = Ratios()
 
     def calibration(self, host: Host, config: Config) -> Calibration | None:
-        """The calibration that the configuration names, else that of this device and model."""
+        """The prices of plans, as the configuration says; None: nominal rates.
+
+        By default it is what `forkpoint calibrate` wrote for this device and model, else what is
+        measured here, once.
+        """
+        if config.calibration is None:
+            return None
         # If the compiler has failed, prices of compiled blocks still choose plans.
         compiled = host.compiles or host.compiling.failure is not None
-        device = device_name(host.device)
-        if config.calibration is not None:
+        device, kernel = device_name(host.device), config.attention_kernel
+        if config.calibration != AUTO:
             found = Calibration.load(Path(config.calibration))
             found.check_device(device, compiled=compiled)
             return found
-        if self.found is None:
-            self.found = (find_calibration(device, host.shape, compiled=compiled),)
-        return self.found[0]
+        if kernel not in self.found:
+            self.found[kernel] = find_calibration(
+                device, host.shape, compiled=compiled
+            ) or measured(host, kernel, compiled=compiled)
+        return self.found[kernel]
+
+    def to_agree(self, host: Host, config: Config) -> Calibration | None:
+        """The calibration that was found or measured here, until ranks have agreed on it."""
+        if config.calibration != AUTO or config.attention_kernel in self.agreed:
+            return None
+        return self.calibration(host, config)
+
+    def use_calibration(self, config: Config, calibration: Calibration | None) -> None:
+        """Price by this in place of what is found or measured."""
+        self.found[config.attention_kernel] = calibration
 
     def staging_of(self, plan: Plan, host: Host, config: Config) -> Staging | None:
         """Host memory for a plan's offloaded microbatches; None if it has none."""

@@ -76,11 +76,12 @@ class Calibrate:
 
     def _measured(self) -> "Calibration":
         from forkpoint.apps.cli.models import out_of_memory_explained, shallow_models
-        from forkpoint.calibrate.calibrator import Calibrator
+        from forkpoint.step.calibrate.calibrator import THOROUGH, Calibrator
 
         make, shape = shallow_models(self.model, dtype=self.dtype, device=self.device)
         compiled = {"auto": None, "compiled": True, "eager": False}[self.blocks]
-        calibrator = Calibrator(make, compile_blocks=compiled, max_seconds=self.max_seconds)
+        effort = {k: replace(e, max_seconds=self.max_seconds) for k, e in THOROUGH.items()}
+        calibrator = Calibrator(make, compile_blocks=compiled, effort=effort)
         with out_of_memory_explained():
             return calibrator.run(shape)
 

@@ -12,6 +12,7 @@ from transformers.utils import logging
 from forkpoint.apps.cli.options import Runtime
 from forkpoint.errors import ConfigError, ForkpointError, UnsupportedError
 from forkpoint.hosts.transformers.model_files import check_family, config_path, read_config
+from forkpoint.hosts.transformers.shallow import shallow_model
 from forkpoint.plan import ModelShape
 
 
@@ -113,11 +114,9 @@ def _load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def shallow_models(
-    model: Path, *, dtype: str, device: str, seed: int = 0
+    model: Path, *, dtype: str, device: str
 ) -> tuple[Callable[[int], PreTrainedModel], ModelShape]:
     """Factory of models of a configuration with few layers, and the shape of the whole model.
-
-    Weights are random and made on the device; the models are in training mode.
 
     Raises as `load_model`.
     """
@@ -129,11 +128,7 @@ def shallow_models(
         raise ConfigError(f"transformers cannot read {path}: {error}") from error
 
     def make(layers: int) -> PreTrainedModel:
-        changed = {**config, "num_hidden_layers": layers}
-        if config.get("layer_types"):
-            changed["layer_types"] = config["layer_types"][:layers]
-        with torch.device(where):
-            return random_model(changed, kind, seed).train()
+        return shallow_model(config, layers, device=where, dtype=kind)
 
     return make, ModelShape.from_config(whole, dtype_bytes=kind.itemsize)
 

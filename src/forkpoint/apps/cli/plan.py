@@ -24,7 +24,7 @@ from forkpoint.apps.cli.options import (
 from forkpoint.apps.cli.output import Output
 from forkpoint.apps.cli.plan_text import answers, mode_table, modes
 from forkpoint.apps.cli.ranks import Ranks
-from forkpoint.config import Config
+from forkpoint.config import AUTO, Config
 from forkpoint.errors import ForkpointError
 from forkpoint.parallel.placement.place import check_ranks
 from forkpoint.plan import Estimate, Totals, make_plan
@@ -98,7 +98,8 @@ class Plan:
         shape = self.memory.shape(self.model)
         device = self.device.memory(self.model, shape, config.optimizer_bytes_per_parameter)
         measured = config.calibration
-        calibration = None if measured is None else Calibration.load(Path(measured))
+        named = measured not in (None, AUTO)
+        calibration = Calibration.load(Path(measured or "")) if named else None
         source = self.reading.open(self.file, self.limit)
         estimate, totals, first = Estimate(shape), Totals(), None
         with out.waiting("planning"):

@@ -55,7 +55,7 @@ def from_the_first(work: Callable[[], T]) -> T:
 
 def measured_link(device: DeviceName) -> "Link":
     """The link between the processes. Collective."""
-    from forkpoint.calibrate.link import measure_link
+    from forkpoint.step.calibrate.link import measure_link
 
     return measure_link(_own_device(device))
 

@@ -7,6 +7,7 @@ function in the model's configurations, and the forwards of recurrent layers.
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -20,6 +21,7 @@ from forkpoint.hosts.transformers.families import FAMILIES, Family
 from forkpoint.hosts.transformers.heads import head_of
 from forkpoint.hosts.transformers.linear_attention import run_recurrences
 from forkpoint.hosts.transformers.routers import Routers
+from forkpoint.hosts.transformers.shallow import shallow_model
 from forkpoint.hosts.transformers.shapes import model_shape
 from forkpoint.hosts.transformers.stock import TransformersStock
 from forkpoint.hosts.transformers.tensor_parallel import SUMMED_HOOK
@@ -71,6 +73,9 @@ class TransformersEntry:
 
     def shape(self, splits: Sequence[Any]) -> ModelShape:
         return model_shape(self.core, self.head, splits)
+
+    def shallow(self, layers: int, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        return shallow_model(self.core.config.to_dict(), layers, device=device, dtype=dtype)
 
     @property
     def checkpointed(self) -> bool:

@@ -1,6 +1,6 @@
 """Measurements of a device for a model shape, as a file. Imports no torch.
 
-`forkpoint calibrate` writes these files (calibrate/calibrator.py measures each figure);
+`forkpoint calibrate` writes these files (step/calibrate/calibrator.py measures each figure);
 `forkpoint.plan.pricing.meters` prices plans by them.
 """
 
@@ -159,6 +159,11 @@ class Calibration:
     bytes a token besides; zeros where the device does not say."""
     seconds: float
     """How long it took to measure."""
+    host_block_ms: tuple[float, float] = (0.0, 0.0)
+    """Time of the host to issue one block, forward and backward, where the device works behind
+    it. A CPU's times have it in them, as those of earlier versions do."""
+    host_rest_ms: tuple[float, float] = (0.0, 0.0)
+    """The same of what is done once a microbatch."""
     link: Link | None = None
     """Between ranks; None where one process measured alone."""
 
@@ -240,7 +245,8 @@ class Calibration:
                 f"schema {SCHEMA}; run forkpoint calibrate again."
             )
         try:
-            found = _FIELDS({"link": None, **values}, "")
+            earlier = {"link": None, "host_block_ms": [0, 0], "host_rest_ms": [0, 0]}
+            found = _FIELDS({**earlier, **values}, "")
             del found["schema"]
             link = None if found["link"] is None else Link(**found["link"])
             return cls(**{**found, "link": link})
@@ -305,6 +311,8 @@ _FIELDS = record(
         "back_bytes_per_ms": _POSITIVE,
         "kept_bytes": record(dict.fromkeys(("none", "selective", "full"), _PAIR)),
         "working_bytes": _PAIR,
+        "host_block_ms": _PAIR,
+        "host_rest_ms": _PAIR,
         "seconds": _NUMBER,
         "link": or_null(
             record(
@@ -327,8 +335,13 @@ def _comparable(shape: ModelShape) -> dict[str, Any]:
     return {k: v for k, v in asdict(shape).items() if k not in differ}
 
 
-def calibration_path(device: str, shape: ModelShape, *, compiled: bool) -> Path:
+def calibration_path(
+    device: str, shape: ModelShape, *, compiled: bool, measured_for: object = None
+) -> Path:
     """Where the calibration of a device and model shape is looked for.
+
+    measured_for: versions and kernels that a policy's own measurement is for; None for the file of
+    `forkpoint calibrate`.
 
     The folder is that of the environment variable FORKPOINT_CALIBRATIONS, or `forkpoint` in the
     user's cache folder.
@@ -336,10 +349,12 @@ def calibration_path(device: str, shape: ModelShape, *, compiled: bool) -> Path:
     given = os.environ.get(FOLDER_VARIABLE)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = Path(given) if given else cache / "forkpoint" / "calibrations"
-    key = json.dumps([_comparable(shape), compiled], sort_keys=True)
+    which = [_comparable(shape), compiled]
+    which += [] if measured_for is None else [measured_for]
+    key = json.dumps(which, sort_keys=True)
     digest = hashlib.blake2b(key.encode(), digest_size=6).hexdigest()
     name = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-") or "unknown"
-    return folder / f"{name}-{digest}.json"
+    return folder / f"{name}-{digest}{'' if measured_for is None else '.auto'}.json"
 
 
 def find_calibration(device: str, shape: ModelShape, *, compiled: bool) -> Calibration | None:

@@ -63,7 +63,7 @@ class Meter(ABC):
         """With what its checkpointing computes again."""
 
     def host(self, microbatch: Microbatch, *, backward: bool) -> float:
-        """What the host needs to issue the work of one way; 0 where the price of it has that."""
+        """Time of the host to issue the work of one way; 0 where the price of it has that."""
         return 0.0
 
     def alone(
@@ -236,6 +236,13 @@ class MeasuredMeter(Meter):
             # The backward that was measured computes them first, as the forward does.
             time -= self.calibration.head.time(microbatch.num_loss_entries, backward=False)
         return max(time, 0.0)
+
+    def host(self, microbatch: Microbatch, *, backward: bool) -> float:
+        found, again = self.calibration, 0.0
+        if backward:
+            again = self.shape.repeated_flops_share(microbatch.checkpointing)
+        block = found.host_block_ms[int(backward)] + again * found.host_block_ms[0]
+        return self.shape.layers * block + found.host_rest_ms[int(backward)]
 
     def copy(self, nbytes: int, *, out: bool) -> float | None:
         found = self.calibration

@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forkpoint.calibrate.clock import Clock
 from forkpoint.config import Config
 from forkpoint.engine.microbatches import (
     CacheView,
@@ -18,6 +17,7 @@ from forkpoint.engine.prefix_cache import PrefixCache
 from forkpoint.hosts.host import ModelHost
 from forkpoint.plan import make_plan
 from forkpoint.rollouts.batch import Rollout, RolloutBatch
+from forkpoint.step.calibrate.clock import Clock, Times
 
 HEAD_TOKENS = 1024
 
@@ -30,7 +30,7 @@ class Rows:
         self.kernel: str = kernel
         self.vocab: int = vocab
 
-    def row_ms(self, host: ModelHost, tokens: int) -> tuple[float, float]:
+    def row_ms(self, host: ModelHost, tokens: int) -> Times:
         """One row's forward and backward; it has one labelled token."""
         inputs, run = self._row(host, tokens, num_loss_entries=1)
         with host.entered():

@@ -7,16 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forkpoint.calibrate.clock import Clock
 from forkpoint.engine.staging import staging_for
-from forkpoint.hosts.host import ModelHost
 from forkpoint.ops.attention import AttentionTable, CacheSlice, shared_attention
 from forkpoint.ops.head import token_outputs
 from forkpoint.plan import ModelShape
 from forkpoint.plan.pricing.calibration import Curve
+from forkpoint.step.calibrate.clock import Clock, Times
 
-KEY_TOKENS: dict[str, tuple[int, ...]] = {"cuda": (256, 2048, 8192), "cpu": (32, 256)}
-COPY_BYTES = {"cuda": 1 << 28, "cpu": 1 << 22}
 TINY_KEYS = 16
 
 
@@ -27,6 +24,7 @@ class Parts:
         self.clock: Clock = clock
         self.shape: ModelShape = shape
         self.kernel: str = kernel
+        self._dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[shape.dtype_bytes]
 
     def causal(self, sizes: tuple[int, ...]) -> Curve:
         """Pairs a ms by the length of segments that attend to themselves alone."""
@@ -40,18 +38,18 @@ class Parts:
 
         return curve(sizes, at)
 
-    def rectangles(self, sizes: tuple[int, ...]) -> tuple[Curve, Curve]:
+    def rectangles(self, sizes: tuple[int, ...], keys: tuple[int, ...]) -> tuple[Curve, Curve]:
         """Costs of a further launch by its queries, and pairs a ms by the length of its keys."""
 
         def added(queries: int, keys: int) -> tuple[float, float]:
-            with_it, without = (self._attention_ms(queries, 1, k) for k in (keys, 0))
+            with_it, without = (self._attention_ms(queries, 1, k)[:2] for k in (keys, 0))
             # Noise must not make a launch cost nothing.
             return tuple(max(a - b, 0.02 * a) for a, b in zip(with_it, without, strict=True))  # type: ignore[return-value]
 
         few = [sizes[0], sizes[len(sizes) // 2], sizes[-2]]
         parts = {q: added(q, TINY_KEYS) for q in sorted(set(few))}
         part = curve(list(parts), lambda i, backward: list(parts.values())[i][int(backward)])
-        queries, keys = sizes[-2], list(KEY_TOKENS[self.clock.kind])
+        queries = sizes[-2]
         whole = [added(queries, k) for k in keys]
 
         def at(index: int, backward: bool) -> float:
@@ -61,10 +59,9 @@ class Parts:
 
         return part, curve(keys, at)
 
-    def _attention_ms(self, length: int, count: int, keys: int) -> tuple[float, float]:
+    def _attention_ms(self, length: int, count: int, keys: int) -> Times:
         """One layer's attention over `count` segments, all below an ancestor of `keys` tokens."""
-        one, tokens = self.shape, length * count
-        dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[one.dtype_bytes]
+        one, tokens, dtype = self.shape, length * count, self._dtype
 
         def draw(n: int, heads: int, dim: int, grad: bool = True) -> Tensor:
             return torch.randn(
@@ -96,12 +93,14 @@ class Parts:
 
         return self.clock.times(forward, lambda o: o.backward(grad))
 
-    def head(self, host: ModelHost, sizes: tuple[int, ...]) -> Curve:
+    def head(self, vocab: int, sizes: tuple[int, ...]) -> Curve:
         """The head with log-probs, by labelled tokens."""
-        weight = host.head_weight
+        shape = (vocab, self.shape.hidden)
+        weight = torch.randn(shape, device=self.clock.device, dtype=self._dtype)
+        weight.mul_(0.02).requires_grad_()
         counts = sorted({1, min(256, sizes[-1]), min(2048, sizes[-1])})
 
-        def measured(count: int) -> tuple[float, float]:
+        def measured(count: int) -> Times:
             hidden = torch.randn(
                 count,
                 weight.shape[1],
@@ -116,13 +115,11 @@ class Parts:
             )
 
         found = [measured(count) for count in counts]
-        weight.grad = None
         return curve(counts, lambda i, backward: found[i][int(backward)])
 
-    def copies(self) -> dict[str, float]:
+    def copies(self, nbytes: int) -> dict[str, float]:
         """Bytes a ms to the host and back, by the names that a calibration has for them."""
         transfers = staging_for(self.clock.device).transfers
-        nbytes = COPY_BYTES[self.clock.kind]
         source = torch.zeros(nbytes, dtype=torch.uint8, device=self.clock.device)
         host = transfers.host_buffer(nbytes)
         out, back = [], []

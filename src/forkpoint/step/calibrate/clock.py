@@ -3,39 +3,51 @@
 A GPU at its power limit runs at a lower clock than one that has just been idle: what takes a few
 milliseconds between pauses would seem faster than it is within a step, and small rows more so than
 large ones. So the device is kept busy before each sample. The host then issues the sample's work
-while the device has other work, as in a step; where issuing takes longer than the work, it counts.
+while the device has other work, as in a step, and the host's own time is told apart.
 """
 
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
-REPEATS = {"cuda": 5, "cpu": 7}
 BUSY_SIZE = 8192
-BUSY_PRODUCTS = 24
-"""Products of so large matrices before each sample: about 40 ms of a current GPU."""
 
 Result = TypeVar("Result")
+
+
+class Times(NamedTuple):
+    """Typical milliseconds of the device, and of the host to issue the work; those are 0 on a CPU,
+    which does both."""
+
+    forward: float
+    backward: float
+    issued_forward: float = 0.0
+    issued_backward: float = 0.0
 
 
 class Clock:
     """The clock of one device."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, repeats: int, busy_products: int) -> None:
+        """
+        Args:
+            device: that is timed.
+            repeats: samples of each figure, after one round to warm up.
+            busy_products: matrix products of 8,192 before each sample on a GPU; each takes 2 ms.
+        """
         self.device: torch.device = device
         self.kind: str = device.type
-        self.repeats: int = REPEATS[device.type]
+        self.repeats: int = repeats
+        self._busy_products = busy_products
         self._operand: torch.Tensor | None = None
 
-    def times(
-        self, forward: Callable[[], Result], backward: Callable[[Result], None]
-    ) -> tuple[float, float]:
-        """Typical milliseconds of both, after one round to warm up."""
-        forwards, backwards = [], []
-        for repeat in range(1 + self.repeats):
+    def times(self, forward: Callable[[], Result], backward: Callable[[Result], None]) -> Times:
+        """Times of both."""
+        samples: list[Times] = []
+        for _ in range(1 + self.repeats):
             self._keep_busy()
             issued, marks = [time.perf_counter()], [self._mark()]
             result = forward()
@@ -44,11 +56,10 @@ class Clock:
             backward(result)
             issued.append(time.perf_counter())
             marks.append(self._mark())
-            if repeat:
-                for found, a, b in ((forwards, 0, 1), (backwards, 1, 2)):
-                    host_ms = (issued[b] - issued[a]) * 1e3
-                    found.append(max(self._between(marks[a], marks[b]), host_ms))
-        return self.typical(forwards), self.typical(backwards)
+            device = [self._between(*marks[n : n + 2]) for n in (0, 1)]
+            host = [(issued[n + 1] - issued[n]) * 1e3 * (self.kind == "cuda") for n in (0, 1)]
+            samples.append(Times(*device, *host))
+        return Times(*(self.typical(list(each)) for each in zip(*samples[1:], strict=True)))
 
     def _keep_busy(self) -> None:
         if self.kind != "cuda":
@@ -56,7 +67,7 @@ class Clock:
         if self._operand is None:
             shape = (BUSY_SIZE, BUSY_SIZE)
             self._operand = torch.randn(shape, device=self.device, dtype=torch.bfloat16)
-        for _ in range(BUSY_PRODUCTS):
+        for _ in range(self._busy_products):
             torch.mm(self._operand, self._operand)
 
     def typical(self, samples_ms: list[float]) -> float:

@@ -1,0 +1,91 @@
+"""The measurement that a policy makes of its device, at its first plan.
+
+It runs layers of the model's sizes and random weights, never the model itself, and takes about 3 s
+besides their compilation, which the first step needs anyway. The file it leaves is found by later
+processes on the same device with the same versions.
+"""
+
+import logging
+
+import torch
+
+from forkpoint.device import device_name, measured_versions
+from forkpoint.engine.compiling import one_line
+from forkpoint.engine.host import Host
+from forkpoint.errors import ConfigError
+from forkpoint.plan.pricing.calibration import Calibration, calibration_path
+from forkpoint.step.calibrate.calibrator import MORE, QUICK, Calibrator
+
+_log = logging.getLogger("forkpoint")
+
+MEASURED = {"cuda"}
+"""Types of devices that are measured. Tests change it."""
+FAILED = (
+    "this device was not measured for the model (%s); plans are priced by nominal rates. "
+    "forkpoint calibrate measures it; Config(calibration=None) leaves the attempt out."
+)
+NOT_SAVED = "the measurement of this device was not saved (%s); the next process measures again."
+
+
+def measured(host: Host, kernel: str, *, compiled: bool) -> Calibration | None:
+    """This device's calibration for a model: the file of an earlier measurement, or a new one.
+
+    None where nothing is measured: on a CPU, for layers that carry a state, are frozen or split
+    over ranks, where memory does not suffice for a few layers more, and where measuring fails.
+
+    Args:
+        host: of the model.
+        kernel: of attention, as in Config.
+        compiled: whether blocks are compiled.
+    """
+    shape, device = host.shape, host.device
+    if device.type not in MEASURED or shape.recurrent_layers:
+        return None
+    setting = [kernel, str(host.compute_dtype), measured_versions()]
+    path = calibration_path(device_name(device), shape, compiled=compiled, measured_for=setting)
+    if path.is_file():
+        try:
+            found = Calibration.load(path)
+            found.check_shape(shape)
+            return found
+        except ConfigError:
+            pass  # damaged: it is written anew
+    try:
+        found = _measure(host, kernel)
+    except Exception as error:
+        _log.warning(FAILED, one_line(error))
+        return None
+    if found is not None:
+        try:
+            found.save(path)
+        except OSError as error:
+            _log.warning(NOT_SAVED, one_line(error))
+    return found
+
+
+def _measure(host: Host, kernel: str) -> Calibration | None:
+    if host.device.type == "cuda":
+        layer = sum(p.numel() * p.element_size() for p in host.blocks[0].parameters())
+        free, _ = torch.cuda.mem_get_info(host.device)
+        free += torch.cuda.memory_reserved(host.device) - torch.cuda.memory_allocated(host.device)
+        # Weights and gradients of two models, activations about as much.
+        if 4 * (MORE + 1) * layer > free:
+            return None
+    if host.shallow(1) is None:
+        return None
+
+    def make(layers: int) -> torch.nn.Module:
+        model = host.shallow(layers)
+        assert model is not None
+        return model
+
+    devices = [host.device] if host.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.enable_grad():
+        calibrator = Calibrator(
+            make,
+            compile_blocks=host.compiling.asked,
+            kernel=kernel,
+            effort=QUICK,
+            announces=False,
+        )
+        return calibrator.run(host.shape)

@@ -1,0 +1,198 @@
+"""Measurements of this device that a calibration predicts from: in seconds, or in two minutes.
+
+Rows of several lengths run forward and backward through two models of the shape that was asked for,
+of few layers; the difference is a block's, what is left is a row's. Attention is timed by itself,
+as the operator that layers call, and taken off the blocks. Bytes are those of the storages that
+autograd keeps, which needs no allocator's word and so works on a CPU as well.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from forkpoint.device import device_name, measured_versions
+from forkpoint.errors import UnsupportedError
+from forkpoint.hosts.host import ModelHost
+from forkpoint.hosts.libraries import host_of
+from forkpoint.plan import ModelShape
+from forkpoint.plan.pricing.calibration import Calibration, Curve
+from forkpoint.step.calibrate.clock import Clock, Times
+from forkpoint.step.calibrate.microbatches import Rows
+from forkpoint.step.calibrate.parts import Parts, curve
+
+LAYERS = FEW, MORE = (1, 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effort:
+    """Sizes that are measured, and how often."""
+
+    row_tokens: tuple[int, ...]
+    key_tokens: tuple[int, ...]
+    """Of ancestors that are attended to."""
+    repeats: int
+    busy_products: int = 0
+    copy_bytes: int
+    memory: bool = True
+    """Whether bytes of checkpointing and of backwards are measured; else they are counted."""
+    max_seconds: float
+    """Begin no longer rows after so many."""
+
+
+THOROUGH = {
+    "cuda": Effort(
+        row_tokens=(128, 512, 2048, 8192, 16384),
+        key_tokens=(256, 2048, 8192),
+        repeats=5,
+        busy_products=24,
+        copy_bytes=1 << 28,
+        max_seconds=110.0,
+    ),
+    "cpu": Effort(
+        row_tokens=(16, 64, 256),
+        key_tokens=(32, 256),
+        repeats=7,
+        copy_bytes=1 << 22,
+        max_seconds=110.0,
+    ),
+}
+QUICK = {
+    "cuda": Effort(
+        row_tokens=(256, 2048, 8192),
+        key_tokens=(256, 8192),
+        repeats=2,
+        busy_products=10,
+        copy_bytes=1 << 26,
+        memory=False,
+        max_seconds=3.0,
+    ),
+    "cpu": Effort(
+        row_tokens=(16, 64),
+        key_tokens=(32,),
+        repeats=1,
+        copy_bytes=1 << 20,
+        memory=False,
+        max_seconds=3.0,
+    ),
+}
+
+MakeModel = Callable[[int], nn.Module]
+"""Makes a model of the shape in question with so many layers, on the device, in training mode."""
+
+
+@dataclass(eq=False)
+class Calibrator:
+    """One run of the measurements.
+
+    Attributes:
+        make_model: makes the models that run; their vocabulary may be another.
+        compile_blocks: as in Config.
+        kernel: of attention, as in Config.
+        effort: by the device's type.
+        announces: whether the log says that blocks are compiled.
+    """
+
+    make_model: MakeModel
+    compile_blocks: bool | None = None
+    kernel: str = "auto"
+    effort: dict[str, Effort] = field(default_factory=lambda: THOROUGH)
+    announces: bool = True
+
+    def run(self, shape: ModelShape) -> Calibration:
+        """Measure all; sizes for which the time is over are left to extrapolation.
+
+        Raises:
+            UnsupportedError: some layers carry a state.
+        """
+        if shape.recurrent_layers:
+            raise UnsupportedError(
+                f"{shape.recurrent_layers} of the model's {shape.layers} layers carry a state; "
+                "forkpoint measures models whose layers all attend. Without a calibration plans "
+                "are priced in counted FLOPs."
+            )
+        begin = time.perf_counter()
+        hosts = {n: self._host(n) for n in LAYERS}
+        host = hosts[FEW]
+        effort = self.effort[host.device.type]
+        sizes, end = effort.row_tokens, begin + effort.max_seconds
+        clock = Clock(host.device, repeats=effort.repeats, busy_products=effort.busy_products)
+        whole = Rows(clock, kernel=self.kernel, vocab=min(host.shape.vocab, 1 << 15))
+        parts = Parts(clock, host.shape, kernel=self.kernel)
+        # Memory first: it warms up and compiles all that is timed below.
+        none = whole.kept_bytes(hosts, sizes[1], "none")
+        counted = shape.activation_bytes("selective") / shape.activation_bytes("none")
+        kept = {
+            "none": none,
+            "selective": (counted * none[0], none[1]),
+            "full": (float(host.shape.hidden * host.shape.dtype_bytes), none[1]),
+        }
+        if effort.memory:
+            kept["full"] = whole.kept_bytes(hosts, sizes[1], "full")
+        causal = parts.causal(sizes)
+        part, rectangle = parts.rectangles(sizes, effort.key_tokens)
+        head = parts.head(shape.vocab, sizes)
+        rows: dict[int, list[Times]] = {n: [] for n in LAYERS}
+        done: list[int] = []
+        for tokens in sizes:
+            if len(done) >= 2 and time.perf_counter() > end:
+                break
+            done.append(tokens)
+            for layers, its in hosts.items():
+                rows[layers].append(whole.row_ms(its, tokens))
+        # Last, since compiled blocks are compiled once more for it.
+        if effort.memory and time.perf_counter() < end:
+            kept["selective"] = whole.kept_bytes(hosts, sizes[1], "selective")
+        copies = parts.copies(effort.copy_bytes)
+        block, rest = _block(done, rows, causal), _rest(done, rows, head)
+        issued = [_of_block(rows, 0, 2 + way) for way in (0, 1)]
+        issued_rest = [rows[FEW][0][2 + way] - FEW * issued[way] for way in (0, 1)]
+        return Calibration(
+            device=device_name(clock.device),
+            versions=measured_versions(),
+            compiled=host.compiles,
+            shape=shape,
+            measured_layers=LAYERS,
+            block=block,
+            rest=rest,
+            head=head,
+            causal=causal,
+            rectangle=rectangle,
+            part=part,
+            out_bytes_per_ms=copies["out_bytes_per_ms"],
+            back_bytes_per_ms=copies["back_bytes_per_ms"],
+            kept_bytes=kept,
+            working_bytes=whole.working_bytes(host, done) if effort.memory else (0.0, 0.0),
+            host_block_ms=(max(issued[0], 0.0), max(issued[1], 0.0)),
+            host_rest_ms=(max(issued_rest[0], 0.0), max(issued_rest[1], 0.0)),
+            seconds=time.perf_counter() - begin,
+        )
+
+    def _host(self, layers: int) -> ModelHost:
+        host = host_of(self.make_model(layers), compile_blocks=self.compile_blocks)
+        host.compiling.announced = not self.announces
+        return host
+
+
+def _of_block(rows: dict[int, list[Times]], index: int, figure: int) -> float:
+    return (rows[MORE][index][figure] - rows[FEW][index][figure]) / (MORE - FEW)
+
+
+def _block(sizes: list[int], rows: dict[int, list[Times]], causal: Curve) -> Curve:
+    def at(index: int, backward: bool) -> float:
+        tokens, each = sizes[index], _of_block(rows, index, int(backward))
+        attention = tokens * (tokens + 1) / 2 / causal.rate(tokens, backward=backward)
+        # Noise must not make a block cost nothing.
+        return max(each - attention, 0.05 * each, 1e-6)
+
+    return curve(sizes, at)
+
+
+def _rest(sizes: list[int], rows: dict[int, list[Times]], head: Curve) -> Curve:
+    def at(index: int, backward: bool) -> float:
+        way = int(backward)
+        blocks = FEW * _of_block(rows, index, way)
+        return max(rows[FEW][index][way] - blocks - head.time(1, backward=backward), 0.0)
+
+    return curve(sizes, at)
