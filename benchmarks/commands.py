@@ -9,6 +9,7 @@ COMMANDS = {
     "attention": "attention:Attention",
     "groups": "steps.groups:Groups",
     "tree": "steps.tree:Tree",
+    "defaults": "steps.defaults:Defaults",
     "plain-loop": "steps.plain_loop:PlainLoop",
     "trl": "steps.trl_update:TrlUpdate",
     "verl": "steps.verl_update:VerlUpdate",

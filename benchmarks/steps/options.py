@@ -60,8 +60,11 @@ class Steps(Benchmark):
     def check(self) -> None:
         check_at_least_one("layers", self.layers)
 
-    def stepper(self, shape: str) -> Stepper:
-        """A model of that shape on the CUDA device; the tiny one on a CPU where there is none."""
+    def stepper(self, shape: str, **options: object) -> Stepper:
+        """A model of that shape on the CUDA device; the tiny one on a CPU where there is none.
+
+        options: of Config, besides those of steps at their fastest.
+        """
         device = device_for(self.NAME, tiny=self.tiny)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         compiled = self.blocks == "compiled"
@@ -72,4 +75,4 @@ class Steps(Benchmark):
             calibrator = Calibrator(lambda n: make(layers=n), compile_blocks=compiled)
             calibrator.run(host_of(make(layers=1)).shape).save(measured)
         model = make(layers=self.layers)
-        return Stepper(model, compile_blocks=compiled, calibration=measured)
+        return Stepper(model, compile_blocks=compiled, **{"calibration": measured, **options})

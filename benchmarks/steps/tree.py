@@ -59,7 +59,7 @@ class Tree(Steps):
         for members in batch.groups():
             group = batch.select(members.tolist())
             if all(not np.any(rollout.advantage) for rollout in group):
-                group, drawn = _with_advantages(group, seed=drawn), drawn + 1
+                group, drawn = with_advantages(group, seed=drawn), drawn + 1
             groups.append(group)
         fitting = [g for g in groups if g.logical_tokens <= self.most_tokens and g.trained_tokens]
         if not fitting:
@@ -118,7 +118,7 @@ def _rows(
     yield row("share of bound", dense_ms / shared_ms / bound, "1", bound=bound)
 
 
-def _with_advantages(group: RolloutBatch, *, seed: int) -> RolloutBatch:
+def with_advantages(group: RolloutBatch, *, seed: int) -> RolloutBatch:
     """The same rollouts with random advantages, one each."""
     rng = np.random.default_rng(seed)
     return RolloutBatch(replace(rollout, advantage=float(rng.normal())) for rollout in group)

@@ -14,6 +14,7 @@ from benchmarks.steps.groups import Groups, counted_bound, router_loss
 from benchmarks.steps.stepper import Stepper
 from forkpoint import ModelShape, save_rollouts
 from forkpoint.plan import make_plan
+from forkpoint.plan.pricing.calibration import FOLDER_VARIABLE
 from forkpoint.plan.program import PHASES
 from forkpoint.rollouts.synthetic import synthetic_rollouts
 
@@ -104,6 +105,14 @@ def test_tree(shell: Shell, tmp_path: Path) -> None:
     each = values(rows, "dense step").values()
     (whole,) = values(rows, "dense step, sum").values()
     assert len(each) == 2 and sum(each) == pytest.approx(whole)
+
+
+def test_defaults(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, "")
+    rows = bench(shell, tmp_path, "defaults", "--loads", "long", "--repeats", 1, *TINY)
+    assert {"default over dense", "default over the best"} <= {metric for _, metric in rows}
+    assert rows["qwen3-1.7b", "second step done"]["value"] > 0
+    assert values(rows, "none")["qwen3-1.7b long"] > 0
 
 
 def test_time_that_is_up_is_said(shell: Shell, tmp_path: Path) -> None:

@@ -174,3 +174,25 @@ def test_where_nothing_is_measured_prices_are_nominal(
     for _ in range(2):
         assert policy.plan(forked_batch()).predicted_ms is None
     assert caplog.text.count("no memory left") == 1 and not list(cache.iterdir())
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_measured_in_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(automatic, "MEASURED", {"cuda"})
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    wide = {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16}
+    config = {**MODEL, **wide, "num_key_value_heads": 8, "head_dim": 128}
+    model = random_model(config, torch.bfloat16, 0).cuda().train()
+    policy = wrap(model)
+    # What is compiled is not timed: a step without prices comes first.
+    policy.with_config(calibration=None).forward_backward(forked_batch(), losses.GRPO())
+    model.zero_grad(set_to_none=True)
+    random, before = torch.cuda.get_rng_state(), torch.cuda.memory_allocated()
+    plan = policy.plan(forked_batch())
+    (path,) = tmp_path.iterdir()
+    found = Calibration.load(path)
+    assert plan.predicted_ms and found.seconds < 8
+    assert min(found.host_block_ms) > 0.05 and max(found.host_block_ms) < 20
+    assert torch.equal(torch.cuda.get_rng_state(), random)
+    assert torch.cuda.memory_allocated() - before < 1 << 26
+    assert all(p.grad is None for p in model.parameters())

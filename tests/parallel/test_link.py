@@ -20,6 +20,7 @@ from forkpoint import Config, RolloutBatch
 from forkpoint.device import device_name
 from forkpoint.losses import GRPO
 from forkpoint.plan.pricing.calibration import FOLDER_VARIABLE, Link, calibration_path
+from forkpoint.step.calibrate import automatic
 from forkpoint.step.calibrate.link import measure_link
 from made_calibrations import made_up
 
@@ -82,18 +83,21 @@ def test_weights_are_gathered_once_where_the_link_is_slow(
 
 
 def measures(folder: Path) -> tuple[float, list[str]]:
-    """The calibration of a rank's step, where each rank finds another measurement."""
+    """The calibration of a rank, where two ranks find others and the third measures."""
+    automatic.MEASURED.add("cpu")
     rank = dist.get_rank()
     os.environ[FOLDER_VARIABLE] = str(folder / str(rank))
     model = replicated(model_of(of()))
     shape = forkpoint.wrap(model).host.shape
     device = device_name(CPU)
-    if rank < 2:  # the last one has none
+    if rank < 2:
         path = calibration_path(device, shape, compiled=False)
         made_up(shape=shape, device=device, compiled=False, seconds=1.0 + rank).save(path)
     policy = forkpoint.wrap(model, Config(self_check=False))
     for _ in range(2):
         policy.forward_backward(RolloutBatch(dealt(GROUPS, 3)[rank]), GRPO())
+    if rank == 2:
+        assert list((folder / "2").iterdir())
     found = policy.model_state.calibration(policy.host, policy.config)
     assert found is not None
     return found.seconds, sorted(policy.model_state.agreed)

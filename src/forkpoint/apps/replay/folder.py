@@ -1,6 +1,7 @@
 """The folder of a replay: its files, written and read back. Imports no torch.
 
     manifest.json          what must stay the same (`fixed`), and further facts (`about`)
+    calibration.json       prices of plans, if the device was measured
     rows.jsonl             one row a step, as it goes
     checkpoint-00000012/   the state after 12 steps
 
@@ -23,6 +24,7 @@ from filelock import FileLock
 
 from forkpoint.apps.replay.records import STEPS, ReplayStep, read_step
 from forkpoint.errors import ConfigError
+from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.rollouts.batch import short
 from forkpoint.rollouts.disk import flush, lock_folder, write_file
 from forkpoint.rollouts.schema import (
@@ -43,6 +45,7 @@ from forkpoint.rollouts.schema import (
 
 SCHEMA = 2
 MANIFEST, ROWS, STATE = "manifest.json", "rows.jsonl", "state.json"
+CALIBRATION = "calibration.json"
 CHECKPOINT = "checkpoint-"
 """How the name of a checkpoint's folder begins; its step follows."""
 SAVING = ".saving"
@@ -260,6 +263,11 @@ class ReplayFolder:
         if not self.resume or not (self.path / MANIFEST).is_file():
             return None
         return read_manifest(self.path)["fixed"]["runs_on"]["memory_budget_bytes"]
+
+    def calibration(self) -> Calibration | None:
+        """The prices that the replay to be resumed was begun with; None if there are none."""
+        path = self.path / CALIBRATION
+        return Calibration.load(path) if self.resume and path.is_file() else None
 
     def add_row(self, row: Mapping[str, Any]) -> None:
         """Append a row; readers see it at once."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from forkpoint.apps.replay.batches import Batches, GroupBatches, StepInput
 from forkpoint.apps.replay.checkpoint import Checkpoints, digest_of
-from forkpoint.apps.replay.folder import ReplayFolder
+from forkpoint.apps.replay.folder import CALIBRATION, ReplayFolder
 from forkpoint.apps.replay.ranks import check_same, clip, full_tensor, placed
 from forkpoint.apps.replay.records import (
     ParameterDifference,
@@ -33,6 +34,7 @@ from forkpoint.losses.base import Loss, LossFunction, as_loss
 from forkpoint.losses.router import RouterLoss
 from forkpoint.parallel.group import RankGroup
 from forkpoint.plan import Plan
+from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.policy import Policy
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.step.router_steps import router_work
@@ -148,6 +150,7 @@ def replay(
     same = {"folder": folder and folder.path, "checkpoint_every": checkpoint_every}
     check_same(ranks, {**fixed, **same})
     _set_budgets(list(sides.values()), config, folder, ranks)
+    prices = _set_prices(list(sides.values()), config, folder, ranks)
     loss.check_head(host.head)
     for part in batches.every():
         loss.check(part)
@@ -173,6 +176,8 @@ def replay(
                 done = checkpoints.restore()
                 if done and on_resume is not None:
                     on_resume(len(done))
+            elif prices is not None:
+                ranks.first(partial(prices.save, folder.path / CALIBRATION))
         resumed_at = len(done) or None
 
         for index in range(len(done), steps):
@@ -227,6 +232,25 @@ def _set_budgets(
         budget = min(ranks.exchange(measured_budget(device, parameters, config)))
     for side in sides:
         side.policy.use_memory_budget(budget)
+
+
+def _set_prices(
+    sides: list["_Side"], config: Config, folder: ReplayFolder | None, ranks: RankGroup
+) -> Calibration | None:
+    """Let all sides of all ranks plan by one calibration: that of the replay to be resumed, or what
+    the first rank finds or measures now."""
+    policy = sides[0].policy
+    if config.calibration != AUTO:
+        return None
+
+    def first() -> Calibration | None:
+        saved = None if folder is None else folder.calibration()
+        return saved or policy.model_state.calibration(policy.host, config)
+
+    found = ranks.first(first)
+    for side in sides:
+        side.policy.model_state.use_calibration(config, found)
+    return found
 
 
 class _Side:
