@@ -7,10 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forkpoint import __version__
-
 PACKAGES = (
-    *("torch", "transformers", "numpy", "triton"),
+    *("forkpoint", "torch", "transformers", "numpy", "triton"),
     *("flash-attn-4", "flash-linear-attention", "fla-core", "tilelang"),
 )
 
@@ -25,7 +23,7 @@ def device_name(device: torch.device) -> str:
 
 def versions() -> dict[str, str | None]:
     """Versions of what decides the results and the speed; None for what is not installed."""
-    found: dict[str, str | None] = {"forkpoint": __version__, "python": platform.python_version()}
+    found: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
             found[package] = metadata.version(package)

@@ -42,7 +42,7 @@ ROW_TOKENS = 180
 HOST_BLOCK_MS = 1.0
 # Typical rates, which turn it into FLOPs: of current GPUs by the bytes of a number, and of a CPU.
 GPU_FLOPS_PER_MS = {2: 4e11, 4: 5e10, 8: 3e10}
-CPU_FLOPS_PER_MS = 1e8
+CPU_FLOPS_PER_MS = 3e7
 
 
 class Meter(ABC):
