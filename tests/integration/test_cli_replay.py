@@ -281,7 +281,7 @@ def test_what_it_reports(shell: Shell, rollouts: Path, config: Path) -> None:
 
 
 def test_without_a_baseline(shell: Shell, rollouts: Path, config: Path) -> None:
-    done = shell("replay", rollouts, "--model", config, "--limit", 3)
+    done = shell("replay", rollouts, "--model", config, "--limit", 3, "--sharing", "group")
     result = done.result
     assert set(result) == FIELDS and result["rollouts"] == 12
     for name in ("dense_ms", "dense_losses", "speedup", "max_parameter_difference"):
