@@ -1,10 +1,9 @@
 """Losses, each of which declares how it decomposes over the batch."""
 
 from forkpoint.losses.base import Denominators, FunctionLoss, Loss, LossBatch, LossOutputs, as_loss
-from forkpoint.losses.distillation import Distillation
 from forkpoint.losses.dpo import DPO, SimPO
 from forkpoint.losses.estimates import Estimates, gae, importance_weights
-from forkpoint.losses.likelihood import SFT, LogLikelihood
+from forkpoint.losses.likelihood import SFT, Distillation, LogLikelihood
 from forkpoint.losses.policy_loss import (
     BNPO,
     CISPO,

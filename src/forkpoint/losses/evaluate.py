@@ -62,27 +62,20 @@ def check_leaves(value: Tensor, outputs: Iterable[Tensor]) -> None:
     Raises UnsupportedError.
     """
     known = {id(output) for output in outputs}
-    for leaf in _leaves_of(value):
+    todo: list[Node] = [get_gradient_edge(value).node]
+    seen: set[Node] = set()
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        todo.extend(below for below, _ in node.next_functions if below is not None)
+        if node.name() != ACCUMULATES:
+            continue
+        leaf: Tensor = node.variable  # pyright: ignore[reportAttributeAccessIssue]
         if id(leaf) not in known:
             raise UnsupportedError(
                 f"the loss reads a trainable tensor of shape {tuple(leaf.shape)} and dtype "
                 f"{leaf.dtype}, which is none of the model's outputs. Compute such a loss from "
                 "policy.logprobs() and call backward(), or detach the tensor."
             )
-
-
-def _leaves_of(value: Tensor) -> list[Tensor]:
-    """Every leaf that a backward of `value` reaches, each once."""
-    todo: list[Node] = [get_gradient_edge(value).node]
-    seen: set[Node] = set()
-    found: dict[int, Tensor] = {}
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node.name() == ACCUMULATES:
-            leaf: Tensor = node.variable  # pyright: ignore[reportAttributeAccessIssue]
-            found.setdefault(id(leaf), leaf)
-        todo.extend(below for below, _ in node.next_functions if below is not None)
-    return list(found.values())

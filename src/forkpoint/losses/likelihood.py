@@ -1,15 +1,25 @@
-"""Weighted log-likelihood: supervised fine-tuning on rollouts that share tokens."""
+"""Weighted log-likelihood, of the tokens themselves (SFT) or against a teacher's (distillation)."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from forkpoint.errors import ConfigError
 from forkpoint.losses.arguments import explains_arguments
 from forkpoint.losses.base import Decomposition, Loss, LossBatch, LossOutputs, check_choice
+from forkpoint.losses.policy_loss import check_clips, clipped_surrogate, log_ratios, ratios
 from forkpoint.rollouts.batch import RolloutBatch
+
+
+def without_weight(self: Loss, batch: RolloutBatch) -> NDArray[np.bool_]:
+    """`zero_rollouts` of losses whose terms are all multiplied by the weights: bool [N]."""
+    if batch.weights is None:
+        return np.zeros(len(batch), bool)
+    return batch.where_all_trained(batch.weights == 0)
 
 
 @explains_arguments
@@ -39,11 +49,68 @@ class LogLikelihood(Loss):
             terms_T = terms_T * batch.trained(batch.weights)
         return batch.total(terms_T, self.normalize)
 
-    def zero_rollouts(self, batch: RolloutBatch) -> NDArray[np.bool_]:
-        if batch.weights is None:
-            return np.zeros(len(batch), bool)
-        return batch.where_all_trained(batch.weights == 0)
+    zero_rollouts = without_weight
 
 
 SFT = LogLikelihood
 """The same loss under the field's name."""
+
+
+@explains_arguments
+@dataclass(frozen=True, kw_only=True)
+class Distillation(Loss):
+    """Towards a teacher whose log-probs are the reference_logprobs, token-additive.
+
+    The teacher's whole distributions are not needed: the sampled tokens estimate the KL divergence,
+    without bias in value and gradient, provided that the right model sampled them. A trained
+    token's term, with its weight w (the rollouts' `weights`, 1 if they have none), is
+
+        "reverse"  -w * min(r * A, clamp(r, 1 - clip, 1 + clip_high) * A)
+                   r = exp(logprob - old_logprob)        A = (reference - logprob).detach()
+        "forward"  w * (reference - logprob)
+
+    direction: "reverse" is KL(student || teacher) on tokens that the student sampled, on-policy
+        distillation: a policy gradient whose advantage is how much likelier the teacher finds the
+        token. "forward" is KL(teacher || student) on tokens that the teacher sampled; its gradient
+        is that of LogLikelihood. The divergences are those of each token given the tokens before
+        it: what a token does to later ones is not counted.
+    clip, clip_high: of the ratio, as in GRPO; the default is no clipping, which is what makes
+        the estimate unbiased. For "reverse" only.
+    normalize: the mean over `denominators.tokens` or `denominators.rollouts`, as in PolicyLoss.
+
+    Needs reference_logprobs. The rollouts' advantages play no part; to have rewards besides, train
+    a policy loss on advantages to which `reference_logprobs - old_logprobs` was added. Without
+    old_logprobs the update is on-policy, as in PolicyLoss.
+    """
+
+    decomposition: ClassVar[Decomposition] = "token"
+    needs: tuple[str, ...] = field(init=False, repr=False, default=("reference_logprobs",))
+
+    direction: Literal["reverse", "forward"] = "reverse"
+    clip: float = math.inf
+    clip_high: float | None = None
+    normalize: Literal["token", "rollout"] = "token"
+
+    def __post_init__(self) -> None:
+        check_choice("direction", self.direction, ("reverse", "forward"))
+        check_clips(self.clip, self.clip_high)
+        check_choice("normalize", self.normalize, ("token", "rollout"))
+        clips = (self.clip, self.clip_high)
+        if self.direction == "forward" and clips != (math.inf, None):
+            raise ConfigError(
+                f"clip is {self.clip!r} and clip_high {self.clip_high!r}, but the direction "
+                "'forward' has no ratio to clip. Leave both out, or take 'reverse'."
+            )
+
+    def __call__(self, outputs: LossOutputs, batch: LossBatch) -> Tensor:
+        assert batch.reference_logprobs is not None, "check() was not called"
+        logprobs_T = batch.trained(outputs.logprobs)
+        terms_T = batch.trained(batch.reference_logprobs) - logprobs_T
+        if self.direction == "reverse":
+            ratios_T = ratios(log_ratios(logprobs_T, batch))
+            terms_T = -clipped_surrogate(ratios_T, terms_T.detach(), self.clip, self.clip_high)
+        if batch.weights is not None:
+            terms_T = terms_T * batch.trained(batch.weights)
+        return batch.total(terms_T, self.normalize)
+
+    zero_rollouts = without_weight
