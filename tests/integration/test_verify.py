@@ -19,7 +19,7 @@ import pytest
 import torch
 from peft import LoraConfig, TaskType, get_peft_model
 from sabotage import ACROSS_MICROBATCHES, WITHIN, Sabotage, one_owner_counts
-from steps import ACROSS, clear_gradients, forked_batch, gradients
+from steps import ACROSS, clear_gradients, forked_batch, gradients, model_state
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -102,9 +102,7 @@ DENSE_RUNS: dict[Any, DenseRun] = {}
     ("family", "dtype", "config"),
     [
         ("llama", torch.float64, TREE_IN_ROW),
-        ("qwen3", torch.float64, ACROSS),
         ("llama", torch.float32, ACROSS),
-        ("qwen3", torch.float32, TREE_IN_ROW),
         ("qwen3", torch.float32, Config()),
     ],
 )
@@ -161,9 +159,8 @@ def test_autocast_leaves_float64_alone() -> None:
     assert report.passed, report.table()
 
 
-@pytest.mark.parametrize("loss", [losses.GSPO(), losses.GRPO(normalize="rollout")], ids=repr)
-def test_any_loss_and_denominators(loss: losses.Loss) -> None:
-    policy = wrap(tiny_model("qwen3"), ACROSS)
+def test_denominators_of_the_caller() -> None:
+    policy, loss = wrap(tiny_model("qwen3"), ACROSS), losses.GSPO()
     given = Denominators(tokens=17.0, rollouts=5.0, groups=3.0)
     report = policy.verify(forked_batch(), loss, denominators=given)
     own = policy.verify(forked_batch(), loss)
@@ -226,17 +223,13 @@ def test_the_bars(tampered: Any, dtype: torch.dtype, off: float, passes: bool) -
 
 
 @pytest.mark.usefixtures("remembered_dense")
-@pytest.mark.parametrize(("off", "passes"), [(0.0, True), (0.05, False)])
-def test_one_small_parameter_alone_fails_in_bfloat16(
-    tampered: Any, off: float, passes: bool
-) -> None:
+def test_one_small_parameter_alone_fails_in_bfloat16(tampered: Any) -> None:
     """A norm inside attention has the smallest gradient there is, and few elements."""
-    tampered(scaled(1 + off, only="layers.2.self_attn.q_norm"))
+    tampered(scaled(1.05, only="layers.2.self_attn.q_norm"))
     report = wrap(real_model("qwen3"), GROUPS_ACROSS).verify(real_batch(), losses.GRPO())
-    assert report.passed == passes, report.table()
+    assert not report.passed, report.table()
     assert report.shared_error < report.allowed, "over all parameters it does not show"
-    if not passes:
-        assert report.worst[0].name == "model.layers.2.self_attn.q_norm.weight"
+    assert report.worst[0].name == "model.layers.2.self_attn.q_norm.weight"
 
 
 @pytest.mark.usefixtures("remembered_dense")
@@ -268,7 +261,7 @@ def test_float64_compares_losses_and_logprobs(tampered: Any, name: str) -> None:
 
 
 @pytest.mark.usefixtures("remembered_dense")
-@pytest.mark.parametrize("value", [None, math.nan, math.inf])
+@pytest.mark.parametrize("value", [None, math.nan])
 def test_a_gradient_that_is_missing_or_no_number_fails(tampered: Any, value: float | None) -> None:
     spoilt = "model.layers.1.mlp.up_proj.weight"
 
@@ -299,44 +292,29 @@ def test_a_gradient_that_should_not_be_there_fails(tampered: Any) -> None:
 # The report --------------------------------------------------------------------------------------
 
 
-def test_the_table_names_the_worst_parameters_and_the_verdict(tampered: Any) -> None:
-    good = tiny_report("qwen3", torch.float64, ACROSS)
+def test_the_report_as_a_table_and_as_json(tampered: Any) -> None:
     tampered(scaled(1.5, only="layers.1.mlp.down_proj"))
-    bad = tiny_report("qwen3", torch.float32, ACROSS)
-    assert "passed: float64, tree + across, 60 of 184 tokens run" in good.table(width=200)
-    table = bad.table(width=200).splitlines()
-    assert any("FAILED: float32, tree + across" in line for line in table)
-    assert any("against float64 training" in line for line in table)
+    report = tiny_report("qwen3", torch.float32, ACROSS)
+    table = report.table(width=200).splitlines()
+    assert any("FAILED: float32, tree + across, 60 of 184 tokens run" in line for line in table)
     first = next(line for line in table if "weight" in line)
     assert "model.layers.1.mlp.down_proj.weight" in first
-    assert f"{bad.worst[0].excess:.3f}" in first
-    assert any("all, relative to the global norm" in line for line in table)
+    assert f"{report.worst[0].excess:.3f}" in first
     assert sum(".weight" in line for line in table) == 10
-    assert sum(".weight" in line for line in bad.table(most=2).splitlines()) == 2
-    assert all(len(line) <= 80 for line in bad.table(width=80).splitlines())
-    excesses = [entry.excess for entry in bad.worst]
+    assert sum(".weight" in line for line in report.table(most=2).splitlines()) == 2
+    assert all(len(line) <= 80 for line in report.table(width=80).splitlines())
+    excesses = [entry.excess for entry in report.worst]
     assert excesses == sorted(excesses, reverse=True)
-
-
-def test_the_report_as_json() -> None:
-    model = tiny_model("qwen3", dtype=torch.float32)
-    report = wrap(model, ACROSS).verify(forked_batch(), LOSS)
     found = json.loads(json.dumps(report.to_dict(), allow_nan=False))
-    assert found["passed"] is True
-    assert (found["dtype"], found["reference_dtype"]) == ("float32", "float64")
-    assert (found["sharing"], found["boundary"]) == ("tree", "across")
+    assert found["passed"] is False
+    for name in ("dtype", "reference_dtype", "sharing", "boundary", "shared_error", "allowed"):
+        assert found[name] == getattr(report, name)
     assert (found["logical_tokens"], found["computed_tokens"]) == (184, 60)
-    assert found["shared_error"] == report.shared_error <= found["allowed"]
     assert len(found["worst"]) == 10
-    assert found["worst"][0] == {
-        "name": report.worst[0].name,
-        "norm": report.worst[0].norm,
-        "shared_error": report.worst[0].shared_error,
-        "dense_error": report.worst[0].dense_error,
-        "allowed": report.worst[0].allowed,
-        "excess": report.worst[0].excess,
+    assert found["worst"][0] == {**vars(report.worst[0]), "excess": report.worst[0].excess}
+    assert {entry.name for entry in report.worst} == {
+        name for name, _ in tiny_model("qwen3").named_parameters()
     }
-    assert {entry.name for entry in report.worst} == {n for n, _ in model.named_parameters()}
 
 
 def test_a_zero_gradient_is_said_to_prove_little() -> None:
@@ -344,7 +322,6 @@ def test_a_zero_gradient_is_said_to_prove_little() -> None:
     report = wrap(tiny_model("llama"), ACROSS).verify(batch, losses.GRPO())
     assert report.passed and report.shared_error == 0
     assert "the gradient is zero, which proves little" in " ".join(report.table().split())
-    assert "proves little" not in tiny_report("llama", torch.float64, ACROSS).table()
 
 
 # It disturbs nothing -----------------------------------------------------------------------------
@@ -356,7 +333,7 @@ def test_gradients_and_model_are_as_before(monkeypatch: pytest.MonkeyPatch) -> N
     for index, parameter in enumerate(model.parameters()):
         parameter.grad = torch.randn_like(parameter) if index % 2 else None
     objects, values = {n: p.grad for n, p in model.named_parameters()}, gradients(model)
-    configuration, attributes = model.config.to_dict(), set(vars(model))
+    state = model_state(model)
     rng = torch.get_rng_state()
 
     assert wrap(model, ACROSS).verify(forked_batch(), LOSS).passed
@@ -365,10 +342,7 @@ def test_gradients_and_model_are_as_before(monkeypatch: pytest.MonkeyPatch) -> N
         assert parameter.grad is objects[name]
         assert parameter.grad is None or torch.equal(parameter.grad, values[name])
         assert torch.equal(parameter, weights[name])
-    assert model.config.to_dict() == configuration
-    assert model.config._attn_implementation == "sdpa"
-    assert set(vars(model)) == attributes
-    assert model.training
+    assert model_state(model) == state
     assert torch.equal(torch.get_rng_state(), rng)
 
     def broken(*_: Any) -> None:

@@ -8,7 +8,6 @@ import json
 import math
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from experts import (
     found_routers,
 )
 from peft import LoraConfig, TaskType, get_peft_model
-from sabotage import Sabotage, one_child_dropped, wrong_lse
+from sabotage import one_child_dropped
 from steps import forked_batch, model_state
 
 from forkpoint import Config, Rollout, RolloutBatch, UnsupportedError, VerifyReport, losses, wrap
@@ -85,21 +84,14 @@ def held_run(family: str) -> HeldRun:
 
 
 CASES: list[tuple[str, dict[str, Any]]] = [
-    *product(DIFFERENT, [{}]),
-    ("gpt_oss", {"boundary": "across", "sharing": "group"}),
     ("gpt_oss", {"activations": "recompute"}),
+    ("granitemoehybrid", {}),
     ("deepseek_v3", {"checkpointing": "full"}),
+    *((family, {}) for family in FAMILIES if family not in DIFFERENT),
 ]
 
 
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    slow_besides(
-        CASES[:5],
-        [*CASES, *product([f for f in FAMILIES if f not in DIFFERENT], [{}])],
-    ),
-    ids=str,
-)
+@pytest.mark.parametrize(("family", "changes"), slow_besides(CASES[:3], CASES), ids=str)
 def test_shared_and_dense_agree_on_routes_of_another_model(
     family: str, changes: dict[str, Any]
 ) -> None:
@@ -132,7 +124,7 @@ def test_shared_and_dense_agree_on_routes_of_another_model(
     assert off > 1e-2, "other experts make no difference"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_besides(DIFFERENT, FAMILIES))
 def test_experts_are_those_of_the_routes(family: str) -> None:
     batch, model = foreign_batch(), expert_model(family)
     routers, routes = found_routers(model), foreign_routes(family)
@@ -201,31 +193,17 @@ def test_routes_decide_what_is_measured() -> None:
     assert free.shared_error > 3 * held.shared_error
 
 
-@pytest.mark.parametrize(
-    "sabotage", slow_besides([one_child_dropped], [one_child_dropped, wrong_lse])
-)
-def test_sabotage_is_caught_with_routes_held(
-    sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sabotage(monkeypatch)
+def test_sabotage_is_caught_with_routes_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    one_child_dropped(monkeypatch)
     report = wrap(expert_model("gpt_oss"), ACROSS).verify(expert_batch(), LOSS)
     assert not report.passed, report.table()
     assert report.routes is not None and report.routes.held
 
 
-@pytest.mark.parametrize("change", slow_besides(["full"], ("model", "full", "recompute")))
-def test_recomputed_layers_take_the_same_routes(change: str) -> None:
+def test_recomputed_layers_take_the_same_routes() -> None:
     """Within a backward, after other microbatches have run."""
-    model, config = expert_model("deepseek_v3"), ACROSS
-    if change == "model":
-        names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-        enable = next(getattr(model, name) for name in names if hasattr(model.train(), name))
-        enable({"use_reentrant": False})
-    elif change == "recompute":
-        config = replace(config, activations="recompute")
-    else:
-        config = replace(config, checkpointing="full")
-    report = wrap(model, config).verify(expert_batch(), LOSS)
+    config = replace(ACROSS, checkpointing="full", activations="recompute")
+    report = wrap(expert_model("deepseek_v3"), config).verify(expert_batch(), LOSS)
     assert report.passed, report.table()
     plain = report_of("deepseek_v3")
     assert report.shared_error == pytest.approx(plain.shared_error, rel=1e-3)

@@ -129,15 +129,6 @@ def test_gradients_nobody_needs_stay_none(wanted):
         assert (leaf.grad is not None) == (name in wanted)
 
 
-def test_no_grad_gives_the_same_values_and_no_graph():
-    leaves, rest = make()
-    with torch.no_grad():
-        logprobs_T, entropies_T = token_logprobs(**leaves, **rest, entropy=True, chunk_tokens=4)
-    assert not logprobs_T.requires_grad and not entropies_T.requires_grad
-    expected_T, _ = token_logprobs_reference(**leaves, **rest)
-    torch.testing.assert_close(logprobs_T, expected_T.detach(), atol=1e-12, rtol=0)
-
-
 def test_no_tokens_give_empty_results_and_zero_gradients():
     leaves, rest = make(tokens=0)
     logprobs_T, entropies_T = token_logprobs(**leaves, **rest, entropy=True)
@@ -274,13 +265,6 @@ def test_a_backward_under_autocast_is_that_of_the_forward():
             grads.append(torch.autograd.grad(logprobs_T.sum(), list(leaves.values())))
     for outside, inside in zip(*grads, strict=True):
         assert torch.equal(outside, inside)
-
-
-def test_autocast_leaves_float64_alone():
-    leaves, rest = make()
-    with torch.autocast("cpu", torch.bfloat16):
-        actual = run(token_logprobs, leaves, rest)
-    assert_close(actual, run(token_logprobs_reference, leaves, rest))
 
 
 @pytest.mark.parametrize(
