@@ -51,18 +51,14 @@ def one_child_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def restarted_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every segment counts its positions from 0."""
-    places = microbatches._places
+    made = microbatches.MicrobatchInputs
 
-    def restarted(plan: Any, microbatch: Any, first_token: Any) -> Any:
-        ids, positions, edges = places(plan, microbatch, first_token)
-        ends = (*microbatch.segment_begin[1:], microbatch.tokens)
-        for segment, begin, end in zip(
-            microbatch.segments, microbatch.segment_begin, ends, strict=True
-        ):
-            positions[begin:end] -= plan.forest.start[segment]
-        return ids, positions, edges
+    def restarted(*, microbatch: Any, position_ids: Tensor, **rest: Any) -> Any:
+        ends = [*microbatch.segment_begin, microbatch.tokens]
+        own = torch.from_numpy(np.concatenate([np.arange(n) for n in np.diff(ends)]))
+        return made(microbatch=microbatch, position_ids=own[None].to(position_ids), **rest)
 
-    monkeypatch.setattr(microbatches, "_places", restarted)
+    monkeypatch.setattr(microbatches, "MicrobatchInputs", restarted)
 
 
 def leak_between_siblings(monkeypatch: pytest.MonkeyPatch) -> None:
