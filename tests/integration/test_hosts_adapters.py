@@ -15,7 +15,7 @@ from host_models import (
     lora,
     quiet_peft,
 )
-from peft import LoraConfig
+from peft import LoraConfig, TrainableTokensConfig, get_peft_model
 from steps import ACROSS, clear_gradients, small_model, step_error
 
 from forkpoint import wrap
@@ -61,6 +61,11 @@ def test_adapters_that_transformers_puts_in() -> None:
     )
     assert step_error(model, BATCH, LOSS) < 1e-10
     assert all(p.requires_grad == ("lora" in n) for n, p in model.named_parameters())
+
+
+def test_trainable_tokens_without_lora() -> None:
+    config = TrainableTokensConfig(task_type="CAUSAL_LM", token_indices=[3, 5, 8])
+    assert step_error(get_peft_model(small_model("qwen3"), config), BATCH, LOSS) < 1e-10
 
 
 def test_adapters_put_in_after_wrapping() -> None:

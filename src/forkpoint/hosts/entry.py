@@ -45,8 +45,6 @@ class Entry(Protocol):
     head: ModelHead
     known_hooks: tuple[Definition, ...]
     """Hooks of modules that leave a microbatch's values as they are."""
-    requiring_gradients: tuple[Definition, ...]
-    """Those of them that only let inputs require gradients."""
     known_gradient_hooks: tuple[Definition, ...]
     """Hooks of parameters that holders take off while a step runs."""
 

@@ -8,14 +8,13 @@ training and evaluation, checkpointing, and hooks that are known.
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from itertools import chain
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules import module as torch_module
 
-from forkpoint.hosts.code_provenance import is_defined_as
 from forkpoint.hosts.entry import Entry
 from forkpoint.hosts.modules import HOOKS, every_module, plain_class
 
@@ -75,7 +74,7 @@ class Fingerprint:
             yield from attributes["_modules"].values()
             for kind in HOOKS:
                 if attributes[kind]:
-                    yield from self._hooks(attributes[kind].values())
+                    yield from dict.fromkeys(map(_hook, attributes[kind].values()))
         kinds = {plain_class(module) for module in modules}
         for base in sorted({base for kind in kinds for base in kind.__mro__}, key=id):
             yield from vars(base).values()
@@ -91,11 +90,14 @@ class Fingerprint:
             yield from (functions[name] for name in functions)
         yield from (repr(vars(config)) for config in self.entry.configs())
 
-    def _hooks(self, hooks: Iterable[Any]) -> Iterator[Any]:
-        """Hooks in their order; those that only let inputs require gradients count as one."""
-        known = self.entry.requiring_gradients
-        kept = [hook for hook in hooks if not is_defined_as(hook, *known)]
-        return chain(kept, () if len(kept) == len(list(hooks)) else [known])
+
+def _hook(hook: Any) -> Any:
+    """A hook as its code, where it is a function that has no other state.
+
+    transformers sets such hooks again whenever checkpointing is enabled.
+    """
+    plain = isinstance(hook, FunctionType) and hook.__closure__ is None and not hook.__defaults__
+    return hook.__code__ if plain else hook
 
 
 class Computation:

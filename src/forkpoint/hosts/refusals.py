@@ -151,7 +151,8 @@ def check_random(model: nn.Module) -> None:
         # Some families call dropout as a function, with a rate that the module keeps.
         kept = (v for k, v in vars(module).items() if "dropout" in k and isinstance(v, float))
         rate = module.p if isinstance(module, _DropoutNd) else max(kept, default=0)
-        found = f"dropout {rate}" if rate else ""
+        jitter = vars(module).get("jitter_noise")
+        found = f"dropout {rate}" if rate else f"router jitter {jitter}" if jitter else ""
         if isinstance(module, nn.RReLU) and module.lower != module.upper:
             found = "random slopes (RReLU)"
         if found:

@@ -229,8 +229,9 @@ MODELS: tuple[Kind, ...] = (
     model_kind(
         "Prompt tuning",
         adapter(PromptTuningConfig(**CAUSAL, num_virtual_tokens=2)),
-        message="the peft adapter 'default' is PROMPT_TUNING; only LORA has been shown exact. Use "
-        "LoRA, or DoRA.",
+        message="prompt_encoder.default is a peft.tuners.prompt_tuning.model.PromptEmbedding, "
+        "which has not been shown exact. Use the modules of transformers.models.llama as they are: "
+        "wrap the model before it is quantized or patched.",
     ),
     model_kind(
         "A LoRA variant that looks at tokens",

@@ -206,9 +206,7 @@ STATES: tuple[Kind, ...] = (
         "Router noise of a mixture of experts",
         router_noise,
         message="model.layers.1.mlp has router jitter 0.1 in training mode: dense training would "
-        "draw new noise for every copy of a shared token. Set it to 0, or call "
-        "model.eval().",
-        training_only=True,
+        "draw new numbers for every copy of a shared token. Set it to 0, or call model.eval().",
     ),
     state_kind(
         "A mask for attention",

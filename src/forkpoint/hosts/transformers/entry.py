@@ -36,7 +36,6 @@ class TransformersEntry:
     """A causal language model or critic of transformers, perhaps inside a peft model."""
 
     known_hooks: tuple[Definition, ...] = refusals.KNOWN_HOOKS
-    requiring_gradients: tuple[Definition, ...] = refusals.REQUIRING_GRADIENTS
     known_gradient_hooks: tuple[Definition, ...] = (SUMMED_HOOK,)
     registries: tuple[Any, ...] = (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)
 
@@ -79,18 +78,20 @@ class TransformersEntry:
 
     @property
     def checkpointed(self) -> bool:
-        return refusals.checkpointed(self.core)
+        return bool(refusals.checkpointed_modules(self.core))
 
     # Checks
     # ------------------------------------------------------------
 
     def check_model(self) -> None:
-        refusals.check_model(self.model, self.core, self.family)
+        refusals.check_modules(self.model, self.family.package or self.core.config.model_type)
+        refusals.check_attention_function(self.model)
 
     def check_state(self, *, training: bool, routed: bool) -> None:
         if training:
             refusals.check_checkpointing(self.core)
-            refusals.check_routers(self.core, routed=routed)
+            if not routed:
+                refusals.check_router_loss(self.core)
 
     def check_batch(self, batch: RolloutBatch) -> None:
         refusals.check_rope(self.core, int(batch.lengths.max(initial=0)))

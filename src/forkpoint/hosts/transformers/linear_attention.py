@@ -206,24 +206,6 @@ def recurrent_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {n: m for n, m in every_module(model) if plain_class(m).__name__ in RECURRENT_FORWARDS}
 
 
-def check_recurrent_modules(model: nn.Module) -> None:
-    """Refuse what the stand-ins would not honour of a module."""
-    for name, module in recurrent_modules(model).items():
-        convolution = getattr(module, "conv1d", None)
-        if type(convolution) is not nn.Conv1d:
-            raise UnsupportedError(
-                f"{name}.conv1d is a {type(convolution).__module__}.{type(convolution).__name__}; "
-                "forkpoint computes the convolution from the weight of a plain torch.nn.Conv1d, as "
-                "the stock model does. Leave conv1d out of adapters and quantization."
-            )
-        activation = getattr(module, "activation", None)
-        if activation not in ("silu", "swish"):
-            raise UnsupportedError(
-                f"{name} has activation {activation!r} after its convolution; only 'silu' has been "
-                "shown exact."
-            )
-
-
 def _microbatch_of(
     module: nn.Module, cache: Any, mask: Tensor | None, kwargs: dict[str, Any]
 ) -> CallContext:
@@ -231,9 +213,8 @@ def _microbatch_of(
     if cache is not None or mask is not None:
         found = "a cache" if cache is not None else "an attention mask"
         raise UnsupportedError(
-            f"{type(module).__name__} was called with {found}; forkpoint runs whole "
-            f"microbatches without "
-            "either. Give no past_key_values and no attention_mask."
+            f"{type(module).__name__} was called with {found}; forkpoint runs whole microbatches "
+            "without either. Give no past_key_values and no attention_mask."
         )
     return context
 

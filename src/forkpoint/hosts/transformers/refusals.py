@@ -1,8 +1,7 @@
 """Refusals, by name, of transformers models that the self-check on a sample does not show wrong.
 
-Gradients that do not arrive, effects beyond the sample's length, random numbers, tokens that stand
-for images, and code of which nothing is known. The self-check finds patched functions, layers that
-run twice and masks that are not causal.
+They are of missing gradients, effects beyond the sample's length, tokens that stand for images, and
+modules of which nothing is known.
 """
 
 import functools
@@ -20,7 +19,6 @@ from forkpoint.hosts.code_provenance import Definition, describe_function
 from forkpoint.hosts.modules import every_module, plain_class
 from forkpoint.hosts.transformers.calls import configurations
 from forkpoint.hosts.transformers.families import FAMILIES, Family
-from forkpoint.hosts.transformers.linear_attention import check_recurrent_modules
 from forkpoint.hosts.transformers.routers import adds_load_balancing
 from forkpoint.hosts.transformers.tensor_parallel import parallel_forward
 from forkpoint.hosts.wrappers import set_forward
@@ -44,7 +42,8 @@ TOKENWISE_CODE = (
 ATTENTION_PACKAGES = ("transformers", "forkpoint")
 """Packages whose attention functions compute causal softmax attention."""
 
-REQUIRING_GRADIENTS: tuple[Definition, ...] = (
+KNOWN_HOOKS: tuple[Definition, ...] = (
+    # By these inputs require gradients, for checkpointing above frozen embeddings.
     (
         "transformers.modeling_utils",
         "PreTrainedModel.enable_input_require_grads.<locals>.make_inputs_require_grads",
@@ -57,12 +56,6 @@ REQUIRING_GRADIENTS: tuple[Definition, ...] = (
         "peft.utils.other",
         "prepare_model_for_kbit_training.<locals>.make_inputs_require_grad",
     ),
-)
-"""Hooks by which inputs require gradients, for checkpointing above frozen embeddings.
-
-transformers may set them again and again, as `gradient_checkpointing_enable` does."""
-KNOWN_HOOKS: tuple[Definition, ...] = (
-    *REQUIRING_GRADIENTS,
     # It collects hidden states for a forward that asks for them; microbatches do not.
     (
         "transformers.utils.output_capturing",
@@ -75,15 +68,6 @@ KNOWN_HOOKS: tuple[Definition, ...] = (
     ),
 )
 """Hooks of transformers, peft and TRL that leave a microbatch's values as they are."""
-
-
-def check_model(model: nn.Module, core: PreTrainedModel, family: Family) -> None:
-    """Refuse a model whose code or modules have not been shown exact. core: within adapters."""
-    check_adapters(model)
-    check_adapters(core)
-    check_recurrent_modules(core)
-    check_modules(model, family.package or core.config.model_type)
-    check_attention_function(model)
 
 
 def check_modules(model: nn.Module, family: str) -> None:
@@ -117,19 +101,12 @@ def check_modules(model: nn.Module, family: str) -> None:
 
 
 def check_attention_function(model: nn.Module) -> None:
-    """Refuse attention and mask functions that are not causal softmax attention of transformers.
+    """Refuse attention and mask functions that users have registered.
 
     Their effect may begin beyond the length of a sample, as that of a window does.
     """
     for config in configurations(model):
         name = config._attn_implementation
-        softcap = getattr(config, "attn_logit_softcapping", None)
-        if name == "sdpa" and softcap is not None:
-            raise UnsupportedError(
-                "the configuration has attn_implementation='sdpa' and "
-                f"attn_logit_softcapping={softcap}, which sdpa leaves out and forkpoint computes. "
-                "Use 'eager': model.set_attn_implementation('eager')."
-            )
         for functions in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
             function: Any = functions.get(name) if isinstance(name, str) else None
             while isinstance(function, functools.partial):
@@ -141,18 +118,6 @@ def check_attention_function(model: nn.Module) -> None:
                     f"{describe_function(function)}, and forkpoint computes causal softmax "
                     "attention in its place. Use 'eager', 'sdpa' or a kernel of transformers."
                 )
-
-
-def check_adapters(model: nn.Module) -> None:
-    """Refuse adapters that peft has put around the model or into it and that are not LoRA."""
-    for name, config in (getattr(model, "peft_config", None) or {}).items():
-        kind = getattr(config, "peft_type", None)
-        kind = str(getattr(kind, "value", kind))
-        if kind != "LORA":
-            raise UnsupportedError(
-                f"the peft adapter {name!r} is {kind}; only LORA has been shown exact. Use LoRA, "
-                "or DoRA."
-            )
 
 
 def plain_head(causal: PreTrainedModel) -> nn.Linear:
@@ -169,9 +134,8 @@ def plain_head(causal: PreTrainedModel) -> nn.Linear:
 
 LENGTH_FREE_ROPE = ("default", "linear", "llama3", "proportional", "yarn")
 """Rotary embeddings whose frequencies depend on positions alone."""
-LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-"""Those whose frequencies change for all positions beyond a length."""
-KNOWN_ROPE = (*LENGTH_FREE_ROPE, *LENGTH_DEPENDENT_ROPE)
+KNOWN_ROPE = (*LENGTH_FREE_ROPE, "dynamic", "longrope")
+"""The last two change frequencies of all positions beyond a length."""
 
 
 def check_rope(causal: PreTrainedModel, longest: int) -> None:
@@ -182,7 +146,7 @@ def check_rope(causal: PreTrainedModel, longest: int) -> None:
         kind = (parameters or {}).get("rope_type", "default")
         if kind in LENGTH_FREE_ROPE:
             continue
-        if kind not in LENGTH_DEPENDENT_ROPE:
+        if kind not in KNOWN_ROPE:
             raise UnsupportedError(
                 f"rope_type is {kind!r}, and it is not known whether its frequencies depend on the "
                 f"length of a rollout. Use one of {', '.join(KNOWN_ROPE)}."
@@ -212,46 +176,32 @@ def check_media(causal: PreTrainedModel, family: Family, batch: RolloutBatch) ->
             )
 
 
-def check_routers(causal: PreTrainedModel, *, routed: bool) -> None:
-    """Refuse noise in routers, and a loss of routers that the step leaves out.
-
-    routed: whether the step has a router loss.
-    """
-    if not routed and adds_load_balancing(causal):
+def check_router_loss(causal: PreTrainedModel) -> None:
+    """Refuse a load-balancing loss of the model's own, in a step that has none."""
+    if adds_load_balancing(causal):
         raise UnsupportedError(
             "the configuration has output_router_logits=True, so that ordinary training adds a "
             "load-balancing loss, and the step has none. Give "
             "router=forkpoint.losses.RouterLoss(), or set output_router_logits to False."
         )
-    for name, module in every_module(causal):
-        jitter = vars(module).get("jitter_noise") or 0
-        if module.training and jitter:
-            raise UnsupportedError(
-                f"{name} has router jitter {jitter} in training mode: dense training would draw "
-                "new noise for every copy of a shared token. Set it to 0, or call model.eval()."
-            )
 
 
-def checkpointed(causal: PreTrainedModel) -> bool:
-    """Whether activations of some layer are recomputed in its backward."""
-    return any(m.training and _is_flagged(m) for _, m in every_module(causal))
-
-
-def _is_flagged(module: nn.Module) -> bool:
+def checkpointed_modules(causal: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+    """Modules, by name, that recompute their activations in backwards."""
     # Not getattr: where it is missing, which is nearly everywhere, modules take long to say so.
-    return vars(module).get("gradient_checkpointing", False)
+    return [
+        (name, module)
+        for name, module in every_module(causal)
+        if module.training and vars(module).get("gradient_checkpointing", False)
+    ]
 
 
 def check_checkpointing(causal: PreTrainedModel) -> None:
     """Refuse recomputation whose forward keeps no graph."""
-    for name, module in every_module(causal):
-        if not (module.training and _is_flagged(module)):
-            continue
+    for name, module in checkpointed_modules(causal):
         function = getattr(module, "_gradient_checkpointing_func", None)
-        reentrant = True  # as torch does by default
-        if isinstance(function, functools.partial):
-            reentrant = function.keywords.get("use_reentrant", True)
-        if reentrant is not False:
+        options = function.keywords if isinstance(function, functools.partial) else {}
+        if options.get("use_reentrant", True) is not False:  # torch's default is True
             raise UnsupportedError(
                 f"{name} is checkpointed by {describe_function(function)}, and not with "
                 "use_reentrant=False, so that gradients of shared tokens may be lost. Enable "
@@ -268,7 +218,6 @@ def supported_model(model: nn.Module) -> PreTrainedModel:
         )
     inner: Any = model
     if plain_class(model).__module__.split(".")[0] == "peft":
-        check_adapters(model)
         inner = model.get_base_model()  # type: ignore[operator]
     if not isinstance(inner, PreTrainedModel):
         raise UnsupportedError(

@@ -8,7 +8,7 @@ from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.heads import ModelHead
 from forkpoint.hosts.modules import every_module
 from forkpoint.hosts.transformers.linear_attention import recurrent_modules
-from forkpoint.hosts.transformers.refusals import checkpointed
+from forkpoint.hosts.transformers.refusals import checkpointed_modules
 from forkpoint.hosts.transformers.tensor_parallel import DISPATCHED, Split
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.pricing.mixtures import expert_activations
@@ -23,7 +23,7 @@ def model_shape(core: Any, head: ModelHead, splits: Sequence[Split]) -> ModelSha
     shape = ModelShape.from_config(
         sizes,
         dtype_bytes=next(core.parameters()).element_size(),
-        checkpointed=checkpointed(core),
+        checkpointed=bool(checkpointed_modules(core)),
         **({"vocab": head.width()} if head.gives == "values" else {}),
     )
     if shape.expert_layers:
