@@ -21,25 +21,16 @@ from forkpoint.engine.changes import Changes
 from forkpoint.engine.distributed import Holder, local
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.torch_dist.fsdp_versions import (
-    add_zeros_to_partial,
+    SINCE_2_15,
     compute_dtype,
-    divisor,
-    drop_gradients,
-    end_backwards_themselves,
     gradient_dtype,
     groups_of,
     has_gradient,
-    is_due,
     is_within_backward,
     left_in,
-    policies_of,
-    present_in,
     reduce_gradients,
-    reduce_nothing,
-    reduces_by,
     reset,
     set_zeros,
-    shard_after_forward,
     takes_any_gradient,
     trained_of,
 )
@@ -62,14 +53,8 @@ class FullySharded(Holder):
         parallelism)."""
         self.model = model
         # torch has no public way to ask a module for its mesh and policies.
-        modules = [m for m in cast(nn.Module, model).modules() if isinstance(m, FSDPModule)]
-        groups = [g for m in modules for g in groups_of(m)]
-        meshes = {
-            id(g.mesh_info.mesh): g.mesh_info.mesh
-            for m in modules
-            for g in groups_of(m)
-            if m not in experts
-        }
+        groups = [(m, g) for m in self._modules() for g in groups_of(m)]
+        meshes = {id(g.mesh_info.mesh): g.mesh_info.mesh for m, g in groups if m not in experts}
         if not meshes:
             raise UnsupportedError("the model is sharded by fully_shard and has no parameters.")
         if len({tuple(m.mesh.flatten().tolist()) for m in meshes.values()}) > 1:
@@ -92,12 +77,8 @@ class FullySharded(Holder):
         """Whether a step runs, so that what lies on the ranks is its own."""
         self._factors: dict[nn.Parameter, float] = {}
         """Within a step: parameters that this rank alone has, and what divides their gradients."""
-        self.param_dtypes: frozenset[torch.dtype] = frozenset(
-            policy.param_dtype
-            for group in groups
-            for policy in policies_of(group)
-            if policy.param_dtype is not None
-        )
+        dtypes = {p.mp_policy.param_dtype for _, group in groups for p in group.fsdp_params}
+        self.param_dtypes: frozenset[torch.dtype] = frozenset(dtypes - {None})
 
     @property
     def gathered(self) -> bool:
@@ -117,12 +98,12 @@ class FullySharded(Holder):
         return 1.0 if mean else max(self._divisors(), default=1.0)
 
     def _divisors(self) -> set[float]:
-        """The numbers by which parts of the model divide summed gradients."""
-        trained = (g for g in self._groups() if trained_of(g))
-        return {divisor(group, self._mesh.size()) for group in trained}
+        """The numbers by which parts of the model divide gradients, summed over ranks."""
+        given = [g.gradient_divide_factor for g in self._groups() if trained_of(g)]
+        return {float(self._mesh.size() if factor is None else factor) for factor in given}
 
     def check(self, model: nn.Module, *, training: bool) -> None:
-        if is_within_backward(self.model):
+        if is_within_backward(self._context):
             raise UnsupportedError(
                 "a stock backward of the model is under way or has failed, so that fully_shard "
                 "would not end those of a step. After a failure start the processes again from the "
@@ -133,7 +114,7 @@ class FullySharded(Holder):
         if not training:
             return
         for group in self._groups():
-            if (by := reduces_by(group)) is not None:
+            if (by := _reduces_by(group)) is not None:
                 raise UnsupportedError(
                     f"the model is sharded by fully_shard, and {by}, which has not been shown "
                     "exact. Leave it out; with a mesh of two dimensions fully_shard reduces over "
@@ -145,7 +126,9 @@ class FullySharded(Holder):
                 "forkpoint's losses need one. Call set_gradient_divide_factor with one number on "
                 "every sharded module."
             )
-        held = {p for group in self._groups() for p in present_in(group)}
+        # Of modules: other parameters may have been loaded since.
+        infos = [p._module_info for group in self._groups() for p in group.fsdp_params]
+        held = {getattr(info.module, info.param_name) for info in infos}
         check_held(model, "fully_shard", lambda _, parameter: parameter in held)
 
     def deferred_params(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
@@ -164,8 +147,7 @@ class FullySharded(Holder):
             (module, float(group.gradient_divide_factor))
             for module in self._modules()
             for group in groups_of(module)
-            if group.mesh_info.shard_mesh_size == 1
-            and getattr(group, "gradient_divide_factor", None) is not None
+            if group.mesh_info.shard_mesh_size == 1 and group.gradient_divide_factor is not None
         ]
 
     def enter(
@@ -175,8 +157,12 @@ class FullySharded(Holder):
         self._factors = {p: f for module, f in unshared for p in module.parameters(recurse=False)}
         self._set_aside(changes)
         changes.set(vars(self), "_entered", True)  # undone before these gradients come back
-        reduce_nothing(self.model, self._groups(), changes)
-        end_backwards_themselves(self.model, changes)
+        for group in self._groups():
+            changes.set(vars(group), "reduce_grads", False)
+            changes.set(vars(group), "all_reduce_grads", False)
+        changes.set(vars(self._context), "is_last_backward", False)
+        if SINCE_2_15:  # although the user calls `finalize_backward`
+            changes.set(vars(self._context), "manual_backward_finalization", False)
         for module in self._modules():
             # Around the head it would round log-probs, where in ordinary training it meets logits
             # that are of this dtype already.
@@ -194,9 +180,12 @@ class FullySharded(Holder):
             sharded.set_gradient_divide_factor(1.0)
 
     def end_forward(self) -> None:
-        if not self.gathered:
-            for group in self._groups():
-                shard_after_forward(group)
+        # Within a backward fully_shard leaves weights whole after forwards.
+        if self.gathered or torch._C._current_graph_task_id() == -1:
+            return
+        for group in self._groups():
+            if group.post_forward_mesh_info is not None:
+                group.reshard()
 
     def last(self) -> None:
         if self.gathered:  # they are reduced when all ranks have come to the end
@@ -231,6 +220,11 @@ class FullySharded(Holder):
         """Groups of parameters that are gathered together, each once."""
         found = chain.from_iterable(map(groups_of, self._modules()))
         return list({id(group): group for group in found}.values())
+
+    @property
+    def _context(self) -> Any:
+        """What fully_shard knows of the pass that runs."""
+        return cast(Any, self.model)._get_fsdp_state()._state_ctx
 
     def _trained(self) -> list[Any]:
         return list(chain.from_iterable(map(trained_of, self._groups())))
@@ -267,7 +261,7 @@ class FullySharded(Holder):
 
     def _set_aside(self, changes: Changes) -> None:
         """Take away what stock backwards have left unreduced, until the changes are undone."""
-        self._aside = [each for group in self._groups() for each in left_in(group)]
+        self._aside = list(chain.from_iterable(map(left_in, self._groups())))
         changes.later(self._put_back)
         for place, name, _ in self._aside:
             setattr(place, name, None)
@@ -323,16 +317,26 @@ class FullySharded(Holder):
     def reduce_earlier(self) -> None:
         """Reduce what backwards without synchronisation have left, where a backward would do so
         now. Collective if there is any, which is the same on all ranks."""
-        due = [group for group in self._groups() if is_due(group)]
-        for group in due:
-            add_zeros_to_partial(group)
+        due = False
+        for group in self._groups():
+            partial, trained = group._partial_reduce_output, trained_of(group)
+            whole = any(map(has_gradient, group.fsdp_params))
+            if (whole and group.reduce_grads) or (partial is not None and group.all_reduce_grads):
+                due = True
+            else:
+                continue
+            # What was reduced in part is reduced with the next gradients of the same parameters.
+            sizes = (p.padded_sharded_param_size.numel() for p in trained)
+            if not whole and sum(sizes) == partial.numel():
+                for parameter in trained:
+                    set_zeros(parameter)
         if due:
             reduce_gradients(self.model)
 
     def _forget(self) -> None:
         """Drop gradients that were not reduced and all that a failed pass has left, and shard."""
-        for group in self._groups():
-            drop_gradients(group)
+        for place, name, _ in chain.from_iterable(map(left_in, self._groups())):
+            setattr(place, name, None)
         reset(self.model, self._modules())
         self._gathered = False
         self.reshard()
@@ -381,8 +385,19 @@ def _elements(parameter: Any) -> int:
     return int(parameter._orig_size.numel())
 
 
+def _reduces_by(group: Any) -> str | None:
+    """The user's code that gathers or reduces for a group; None where torch's does."""
+    if group._all_reduce_hook is not None:
+        return "set_all_reduce_hook has given it a function for gradients"
+    for name in ("_all_gather_comm", "_reduce_scatter_comm"):
+        kind = type(getattr(group, name, None))
+        if not kind.__module__.startswith(("torch.", "builtins")):
+            return f"collectives of its own are set ({kind.__module__}.{kind.__qualname__})"
+    return None
+
+
 def _check_group(group: Any) -> None:
-    for policy in policies_of(group):
+    for policy in {parameter.mp_policy for parameter in group.fsdp_params}:
         if policy.output_dtype not in (None, policy.param_dtype):
             raise UnsupportedError(
                 f"MixedPrecisionPolicy has output_dtype={policy.output_dtype} and "
