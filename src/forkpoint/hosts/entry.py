@@ -75,7 +75,6 @@ class Entry(Protocol):
         ...
 
     # Checks, which raise UnsupportedError
-    # ------------------------------------------------------------
 
     def check_model(self) -> None:
         """The model's code and modules have been shown exact."""
@@ -98,9 +97,6 @@ class Entry(Protocol):
         """Functions of the library that models are set to by name."""
         ...
 
-    # Sizes
-    # ------------------------------------------------------------
-
     def shape(self, splits: Sequence[Any]) -> ModelShape:
         """Sizes of the part that this rank computes, in the model's present state.
 
@@ -116,9 +112,6 @@ class Entry(Protocol):
     def checkpointed(self) -> bool:
         """Whether the model itself recomputes activations of some layer."""
         ...
-
-    # Runs
-    # ------------------------------------------------------------
 
     def attach(self, changes: Changes) -> None:
         """Let attention and recurrences run microbatches, until the changes are undone."""

@@ -82,29 +82,26 @@ class ModelHost:
             self.topology: Topology = self._group.topology if self._group else Topology()
             splits = self._group.splits if self._group else ()
             self.entry: Entry = library.entry(self._model, splits)
-            self._look_at(splits, compile_blocks)
-
-    def _look_at(self, splits: Sequence[Any], compile_blocks: bool | None) -> None:
-        """Refuse a model that has not been shown exact, and prepare its parts."""
-        self._fingerprint = Fingerprint(self.model, self.entry)
-        self._checked: tuple[int, bool, bool] | None = None
-        self._watched: WatchedRouters | None = None
-        """Routers that a step takes statistics of."""
-        check_idle(self.entry.core)
-        self._check_model()
-        if self._group is not None:
-            self._group.check(self.model, training=True)
-        if splits and compile_blocks:
-            raise UnsupportedError(
-                "Config(compile_blocks=True) asks for compiled decoder blocks, which have not been "
-                "shown exact where transformers splits them over ranks. Leave compile_blocks out."
-            )
-        self.compiling: Compiling = Compiling(False if splits else compile_blocks)
-        self._blocks = CompiledBlocks(self.entry.blocks, self.compiling, self.entry.context_of)
-        self._recomputes = False
-        self._changes: Changes | None = None
-        """Of the step that runs; a microbatch's own are undone at its end."""
-        self.entry.shape(splits)  # which refuses parts of heads
+            self._fingerprint = Fingerprint(self.model, self.entry)
+            self._checked: tuple[int, bool, bool] | None = None
+            self._watched: WatchedRouters | None = None
+            """Routers that a step takes statistics of."""
+            check_idle(self.entry.core)
+            self._check_model()
+            if self._group is not None:
+                self._group.check(self.model, training=True)
+            if splits and compile_blocks:
+                raise UnsupportedError(
+                    "Config(compile_blocks=True) asks for compiled decoder blocks, which have not "
+                    "been shown exact where transformers splits them over ranks. Leave "
+                    "compile_blocks out."
+                )
+            self.compiling: Compiling = Compiling(False if splits else compile_blocks)
+            self._blocks = CompiledBlocks(self.entry.blocks, self.compiling, self.entry.context_of)
+            self._recomputes = False
+            self._changes: Changes | None = None
+            """Of the step that runs; a microbatch's own are undone at its end."""
+            self.entry.shape(splits)  # which refuses parts of heads
 
     # Facts
     # ------------------------------------------------------------

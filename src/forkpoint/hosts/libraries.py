@@ -15,6 +15,7 @@ from forkpoint.hosts.transformers.stock import TransformersStock
 from forkpoint.hosts.transformers.tensor_parallel import split_holder, unsplit
 
 Stock = TransformersStock
+"""The stock forward of a model, or of a copy of one."""
 TRANSFORMERS = Library(TransformersEntry, split_holder)
 
 
@@ -23,11 +24,6 @@ def host_of(
 ) -> ModelHost:
     """The host of a model; arguments and errors as of `ModelHost`."""
     return ModelHost(model, TRANSFORMERS, compile_blocks=compile_blocks, mesh=mesh)
-
-
-def stock_of(model: nn.Module) -> Stock:
-    """The stock forward of a model, or of a copy of one."""
-    return TransformersStock(model)
 
 
 def whole_copy(

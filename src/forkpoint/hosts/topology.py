@@ -6,7 +6,7 @@ mesh a warning is logged before the first gradients.
 
 import gc
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch.distributed as dist
 from torch import nn
@@ -150,15 +150,14 @@ def check_mesh(mesh: DeviceMesh, topology: Topology | None) -> None:
             "DeviceMesh that the model was split over, made with mesh_dim_names."
         )
     held: dict[str, tuple[int, ...]] = {} if topology is None else {**topology.relations}
-    for name in mesh.mesh_dim_names:
-        ranks = dist.get_process_group_ranks(mesh[name].get_group())
+    for name, ranks in _dimensions(mesh):
         # The names that transformers and torchtitan give; any other is a data dimension's.
         kind = {"tp": "tensor", "ep": "expert"}.get(name)
         named = [kind] if kind else list(held)
-        if len(ranks) > 1 and not any(set(ranks) <= set(held.get(each, ())) for each in named):
+        if not any(set(ranks) <= set(held.get(each, ())) for each in named):
             found = ", ".join(f"{k} over ranks {list(r)}" for k, r in held.items()) or "none"
             raise ConfigError(
-                f"the mesh's dimension {name!r} has the ranks {list(ranks)}, and the model is not "
+                f"the mesh's dimension {name!r} has the ranks {ranks}, and the model is not "
                 f"held over them by {f'{kind} parallelism' if kind else 'any parallelism'}: found "
                 f"are {found}. Split the model over this mesh (DistributedConfig, fully_shard) "
                 "before it is wrapped, or leave mesh out."
@@ -168,18 +167,24 @@ def check_mesh(mesh: DeviceMesh, topology: Topology | None) -> None:
 def _check_root_mesh(mesh: DeviceMesh, topology: Topology) -> None:
     """Raise UnsupportedError where nothing holds the model over a dimension of the mesh that the
     model's mesh was cut from."""
-    whole = mesh._get_root_mesh()
-    place = whole.get_coordinate()
-    assert place is not None, "the rank is in a part of the mesh"
-    for dimension, name in enumerate(whole.mesh_dim_names or map(str, range(whole.ndim))):
-        index = (*place[:dimension], slice(None), *place[dimension + 1 :])
-        ranks = whole.mesh[index].tolist()
-        if len(ranks) > 1 and not set(ranks) <= set(topology.members):
+    for name, ranks in _dimensions(mesh._get_root_mesh()):
+        if not set(ranks) <= set(topology.members):
             raise UnsupportedError(
                 f"dimension {name!r} of the model's device mesh has the ranks {ranks}, and nothing "
                 "holds the model over them, so its gradients would not be reduced. Call "
                 "fully_shard with a mesh that has the dimension, or make a mesh without it."
             )
+
+
+def _dimensions(mesh: DeviceMesh) -> Iterator[tuple[str, list[int]]]:
+    """The dimensions of a mesh that have several ranks, and this rank's neighbours in each."""
+    place = mesh.get_coordinate()
+    assert place is not None, "the rank is in a part of the mesh"
+    for dimension, name in enumerate(mesh.mesh_dim_names or map(str, range(mesh.ndim))):
+        index = (*place[:dimension], slice(None), *place[dimension + 1 :])
+        ranks = mesh.mesh[index].tolist()
+        if len(ranks) > 1:
+            yield name, ranks
 
 
 def check_reduced(model: nn.Module, group: Distributed | None) -> None:

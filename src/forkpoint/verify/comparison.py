@@ -22,7 +22,7 @@ from forkpoint.engine.route_replay import ForcedRoutes, RouteReplay
 from forkpoint.engine.timing import Event
 from forkpoint.engine.transaction import Transaction
 from forkpoint.errors import PlanError
-from forkpoint.hosts.libraries import stock_of, whole_copy
+from forkpoint.hosts.libraries import Stock, whole_copy
 from forkpoint.hosts.modules import forget_lists
 from forkpoint.hosts.routers import routers_of_copy
 from forkpoint.hosts.torch_dist.copies import full
@@ -208,7 +208,7 @@ class Comparison:
         runs |= {kind: 3.0 * plan.computed_tokens for kind, plan in choice.plans.items()}
         self.clock = Clock(runs, progress)
         if self.double:
-            stock_of(host.model).compute_in(self.dtype, self.changes)
+            Stock(host.model).compute_in(self.dtype, self.changes)
         with torch.enable_grad():
             run, _ = self._single_runs(REFERENCE)
             norms = {name: norm_of(gradient) for name, gradient in run.gradients.items()}
@@ -280,7 +280,7 @@ class Comparison:
             if is_copy:
                 model, blocks = copies[0] if copies else copied(strategy.streamed)
             if is_reference and is_copy:
-                stock_of(model).compute_in(dtype, changes)
+                Stock(model).compute_in(dtype, changes)
             strategy.apply(blocks, host.device, changes)
             autocast = torch.autocast(host.device.type, enabled=False)
             with autocast if is_reference else nullcontext():

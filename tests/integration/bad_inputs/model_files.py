@@ -64,14 +64,13 @@ MODEL_FILES = (
     path_kind(
         "A model that does not exist",
         message="the model model does not exist, as a folder or a config.json; nothing is "
-        f"downloaded. By their names these are known: {', '.join(MODELS)}.",
+        f"downloaded. plan knows these by name, without weights: {', '.join(MODELS)}.",
     ),
     Kind(
         name="A model's name where one is to run",
         error=ConfigError,
-        message="the model qwen3-8b does not exist. plan knows a shape by that name, but "
-        "no weights. Give a folder with config.json and weights, or a config.json alone for random "
-        "weights; nothing is downloaded.",
+        message="the model qwen3-8b does not exist, as a folder or a config.json; nothing is "
+        f"downloaded. plan knows these by name, without weights: {', '.join(MODELS)}.",
         argv=("replay", "ok.jsonl", "--model", "qwen3-8b"),
     ),
     Kind(

@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from forkpoint.apps.cli.options import Runtime
 from forkpoint.errors import ConfigError, ForkpointError, UnsupportedError
-from forkpoint.hosts.transformers.model_files import check_family, config_path, read_config
+from forkpoint.hosts.transformers.model_files import read_config
 from forkpoint.hosts.transformers.shallow import shallow_model
 from forkpoint.plan import ModelShape
 
@@ -24,7 +24,7 @@ def load_model(model: Path, options: Runtime) -> PreTrainedModel:
         UnsupportedError: forkpoint does not know its family.
     """
     device = _device(options.device)
-    path, config = _read(model)
+    path, config = read_config(model)
     if config.get("quantization_config") is not None:
         raise UnsupportedError(
             f"{path} has a quantization_config; quantized parameters have not been shown exact. "
@@ -57,14 +57,6 @@ def load_model(model: Path, options: Runtime) -> PreTrainedModel:
     made.train()
     made.to(device)  # pyright: ignore[reportArgumentType]  (a decorator of transformers)
     return made
-
-
-def _read(model: Path) -> tuple[Path, dict[str, Any]]:
-    """The path of a model's configuration, and its keys; the family is one that is known."""
-    path = config_path(model)
-    config = read_config(path)
-    check_family(path, config)
-    return path, config
 
 
 def _device(name: str) -> torch.device:
@@ -121,7 +113,7 @@ def shallow_models(
     Raises as `load_model`.
     """
     where, kind = _device(device), getattr(torch, dtype)
-    path, config = _read(model)
+    path, config = read_config(model)
     try:
         whole = AutoConfig.for_model(**config).to_dict()
     except Exception as error:

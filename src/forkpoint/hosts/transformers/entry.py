@@ -80,9 +80,6 @@ class TransformersEntry:
     def checkpointed(self) -> bool:
         return bool(refusals.checkpointed_modules(self.core))
 
-    # Checks
-    # ------------------------------------------------------------
-
     def check_model(self) -> None:
         refusals.check_modules(self.model, self.family.package or self.core.config.model_type)
         refusals.check_attention_function(self.model)
@@ -96,9 +93,6 @@ class TransformersEntry:
     def check_batch(self, batch: RolloutBatch) -> None:
         refusals.check_rope(self.core, int(batch.lengths.max(initial=0)))
         refusals.check_media(self.core, self.family, batch)
-
-    # Runs
-    # ------------------------------------------------------------
 
     def attach(self, changes: Changes) -> None:
         calls.set_attention(self.core, changes)
