@@ -37,12 +37,11 @@ class Routers:
 
     @property
     def experts(self) -> int:
-        """Among how many experts each chooses."""
         return num_experts(self.found[0])
 
     @property
     def biases(self) -> list[Tensor]:
-        """Of each the buffer that DeepSeek-V3 and GLM-4-MoE keep, [E]."""
+        """Of each router the buffer that DeepSeek-V3 and GLM-4-MoE keep, [E]."""
         found = (getattr(router.module, BIAS, None) for router in self.found)
         return [bias for bias in found if isinstance(bias, Tensor)]
 

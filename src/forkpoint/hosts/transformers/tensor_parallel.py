@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -79,9 +80,7 @@ def parallel_forward(where: str, module: nn.Module) -> ParallelForward | None:
     exact.
     """
     forward = vars(module).get("forward")
-    if not isinstance(forward, types.FunctionType):
-        return None
-    if not is_defined_as(forward, *FORWARDS):
+    if not isinstance(forward, types.FunctionType) or not is_defined_as(forward, *FORWARDS):
         return None
     inside = closed_over(forward)
     if "_all_reduce_grad" in inside:
@@ -115,11 +114,8 @@ def _read_split(where: str, inside: dict[str, Any]) -> ParallelForward:
         return ParallelForward(name, inside["mesh"], None, part, inside["original_forward"])
     exchange = inside["implementation"]
     way = type(exchange)
-    if (
-        way.__module__ != EXPERT
-        or way.__name__ not in EXACT_EXCHANGES
-        or getattr(exchange, "megamoe", None)
-    ):
+    known = way.__module__ == EXPERT and way.__name__ in EXACT_EXCHANGES
+    if not known or getattr(exchange, "megamoe", None):
         raise UnsupportedError(
             f"{where} brings tokens to experts by {way.__module__}.{way.__name__}, which has not "
             "been shown exact. Load the model with ep_implementation='auto', and without "
@@ -131,12 +127,11 @@ def _read_split(where: str, inside: dict[str, Any]) -> ParallelForward:
 
 def parallel_modules(model: nn.Module) -> list[tuple[str, nn.Module, ParallelForward]]:
     """The modules of a model that transformers splits over ranks, by name."""
-    found = []
-    for name, module in every_module(model):
-        forward = parallel_forward(name or "the model", module)
-        if forward is not None:
-            found.append((name, module, forward))
-    return found
+    found = (
+        (name, module, parallel_forward(name or "the model", module))
+        for name, module in every_module(model)
+    )
+    return [(name, module, forward) for name, module, forward in found if forward is not None]
 
 
 def split_holder(model: nn.Module) -> "TensorSplit | None":
@@ -147,7 +142,12 @@ def split_holder(model: nn.Module) -> "TensorSplit | None":
     splits = parallel_modules(model)
     if not splits:
         return None
-    check_version(transformers.__version__)
+    if Version(transformers.__version__).release < LEAST_VERSION:
+        raise UnsupportedError(
+            f"transformers {transformers.__version__} has split the model over ranks; such models "
+            "have been shown exact with 5.23, and earlier versions split them otherwise. Update "
+            "transformers."
+        )
     config = getattr(getattr(model, "config", None), "distributed_config", None)
     stages = getattr(config, "pp_size", None) or 1
     if stages > 1:
@@ -226,19 +226,6 @@ class TensorSplit(Holder):
 
 def _members(mesh: DeviceMesh) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(mesh.get_group()))
-
-
-def check_version(found: str) -> None:
-    """The version of transformers splits models as the one does that has been shown exact.
-
-    Raises UnsupportedError.
-    """
-    parts = found.split(".")[:2]
-    if all(map(str.isdigit, parts)) and tuple(map(int, parts)) < LEAST_VERSION:
-        raise UnsupportedError(
-            f"transformers {found} has split the model over ranks; such models have been shown "
-            "exact with 5.23, and earlier versions split them otherwise. Update transformers."
-        )
 
 
 def unsplit(copy: nn.Module, splits: Sequence[Split]) -> None:
