@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import forkpoint
 from forkpoint import Config, Rollout, RolloutBatch
-from forkpoint.losses import GRPO
+from forkpoint.errors import ForkpointError
+from forkpoint.losses import GRPO, Loss
 from forkpoint.testing import lifted_upcasts, tiny_model
 
 BAR = 1e-10
@@ -158,3 +159,23 @@ def distance(
 
 def hybrid_mesh() -> Any:
     return init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def said(work: Callable[[], object]) -> str:
+    """The error of a call, by its class and message; nothing where there is none."""
+    try:
+        work()
+    except (ForkpointError, ZeroDivisionError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+class Failing(Loss):
+    """Fails on rank 1."""
+
+    decomposition = "token"
+
+    def __call__(self, outputs: Any, batch: Any) -> Tensor:
+        if dist.get_rank() == 1:
+            raise ZeroDivisionError("of the test")
+        return -outputs.logprobs.sum()

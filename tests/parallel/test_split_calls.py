@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from processes import run_ranks
-from scenarios_of_ranks import BAR, DEEP, UNEQUAL, distance, gradients
+from scenarios_of_ranks import BAR, DEEP, UNEQUAL, Failing, distance, gradients, said
 from split_models import MOE, Split, load
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,20 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import forkpoint
 from forkpoint import RolloutBatch
-from forkpoint.errors import ForkpointError
-from forkpoint.losses import GRPO, Loss
+from forkpoint.losses import GRPO
 from versions import needs_splits
 
 pytestmark = needs_splits
 SPLIT = Split()
-
-
-def raised(work: Callable[[], object]) -> str:
-    try:
-        work()
-    except (ForkpointError, ZeroDivisionError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def afterwards(policy: forkpoint.Policy, folder: Path) -> float:
@@ -39,17 +30,6 @@ def afterwards(policy: forkpoint.Policy, folder: Path) -> float:
     alone.forward_backward(RolloutBatch(UNEQUAL[0]), GRPO())
     found, wanted = gradients(policy.host.model), gradients(alone.host.model)
     return distance(found, wanted, list(wanted))
-
-
-class Failing(Loss):
-    """Fails on one rank."""
-
-    decomposition = "token"
-
-    def __call__(self, outputs: Any, batch: Any) -> Tensor:
-        if dist.get_rank() == 1:
-            raise ZeroDivisionError("of the test")
-        return -outputs.logprobs.sum()
 
 
 def of_the_rank(outputs: Any, batch: Any) -> Tensor:
@@ -87,7 +67,7 @@ def refused_calls(folder: Path) -> tuple[dict[str, str], list[str], float]:
     policy = forkpoint.wrap(load(folder, SPLIT, tp_size=2), DEEP)
     found, touched = {}, []
     for name, call in different().items():
-        found[name] = raised(lambda call=call: call(policy))
+        found[name] = said(lambda call=call: call(policy))
         if any(p.grad is not None for p in policy.host.model.parameters()):
             touched.append(name)
     return found, touched, afterwards(policy, folder)
@@ -123,7 +103,7 @@ def restored(folder: Path) -> tuple[str, str, float]:
     before = {k: None if g is None else g.clone() for k, g in gradients(policy.host.model).items()}
     outcomes = []
     for each in (policy, cleared):
-        raised(lambda each=each: each.forward_backward(batch, Failing()))
+        said(lambda each=each: each.forward_backward(batch, Failing()))
         outcomes.append(each.last_step.gradients)  # type: ignore[union-attr]
     kept = [p.grad for p in cleared.host.model.parameters() if p.grad is not None]
     assert not kept
@@ -175,7 +155,7 @@ def refused_models(folder: Path) -> dict[str, str]:
         "sequence": attempt(tp_plan=plan),
         "whole head": attempt(tp_plan=hidden),
     }
-    return {name: raised(work) for name, work in works.items()}
+    return {name: said(work) for name, work in works.items()}
 
 
 @pytest.mark.slow

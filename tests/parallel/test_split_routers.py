@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import run_ranks
-from scenarios_of_ranks import DEEP, EMPTY, UNEQUAL, distance, gradients, group
+from scenarios_of_ranks import DEEP, EMPTY, UNEQUAL, distance, gradients, group, said
 from split_models import MOE, Split, data_rank, load
 from test_router_ranks import COEFFICIENTS, Routed, faults, routers
 from test_split_models import LATENT, checkpointed
@@ -206,14 +206,6 @@ def test_biases_take_the_counts_of_one_process(options: dict[str, Any], tmp_path
         assert torch.equal(bias, other)
     for bias, wanted in zip(first[:half], first[half:], strict=True):
         assert torch.equal(bias, wanted)
-
-
-def said(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except forkpoint.errors.ForkpointError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def refused_of_one_copy(folder: Path, split: Split) -> list[str]:

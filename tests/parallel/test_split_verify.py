@@ -8,16 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import run_ranks
-from scenarios_of_ranks import BAR, EMPTY, UNEQUAL, gradients
+from scenarios_of_ranks import BAR, EMPTY, UNEQUAL, Failing, gradients, said
 from split_models import MOE, Split, data_rank, load
 from test_split_models import LATENT, adapted
-from torch import Tensor
 
 import forkpoint
 from forkpoint import Config, RolloutBatch
-from forkpoint.errors import ForkpointError, RankError
+from forkpoint.errors import ForkpointError
 from forkpoint.hosts.transformers.tensor_parallel import TensorSplit
-from forkpoint.losses import GRPO, GSPO, Loss
+from forkpoint.losses import GRPO, GSPO
 from versions import needs_splits
 
 pytestmark = needs_splits
@@ -142,24 +141,9 @@ def test_ranks_of_one_copy_have_one_batch_to_verify(tmp_path: Path) -> None:
         assert found[3] == "passed"
 
 
-class Failing(Loss):
-    """Fails on one rank."""
-
-    decomposition = "token"
-
-    def __call__(self, outputs: Any, batch: Any) -> Tensor:
-        if dist.get_rank() == 1:
-            raise ZeroDivisionError("of the test")
-        return -outputs.logprobs.sum()
-
-
 def failing(folder: Path) -> str:
     policy = policy_of(folder, SPLIT, torch.float64)
-    try:
-        policy.verify(RolloutBatch(SPLIT.rollouts[0]), Failing())
-    except (RankError, ZeroDivisionError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return said(lambda: policy.verify(RolloutBatch(SPLIT.rollouts[0]), Failing()))
 
 
 def test_a_rank_that_fails_within_a_run_is_named_on_the_others(tmp_path: Path) -> None:

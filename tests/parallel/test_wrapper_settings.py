@@ -1,7 +1,6 @@
 """Settings of wrappers that change after `wrap`, and gradients that nothing reduces over ranks."""
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 import torch.distributed as dist
 from mixed_calls import MixedCalls, stock
 from processes import run_ranks
-from scenarios_of_ranks import BAR, UNEQUAL, Scenario, model_of, replicated, sharded
+from scenarios_of_ranks import BAR, UNEQUAL, Scenario, model_of, replicated, said, sharded
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -18,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import forkpoint
 from forkpoint import RolloutBatch
-from forkpoint.errors import ForkpointError
 from forkpoint.losses import GRPO
 
 FP16_COMPRESS = dist.BuiltinCommHookType.FP16_COMPRESS  # pyright: ignore[reportPrivateImportUsage]
@@ -34,15 +32,6 @@ def own_batch() -> RolloutBatch:
 
 def trained(policy: forkpoint.Policy) -> None:
     policy.forward_backward(own_batch(), GRPO())
-
-
-def said(work: Callable[[], object]) -> str:
-    """The error of a call, by its class and message; nothing where there is none."""
-    try:
-        work()
-    except ForkpointError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
 
 
 # The factor that gradients are divided by
