@@ -223,7 +223,7 @@ class FullySharded(Holder):
 
     @property
     def _context(self) -> Any:
-        """What fully_shard knows of the pass that runs."""
+        """The state of the pass that runs, as fully_shard keeps it."""
         return cast(Any, self.model)._get_fsdp_state()._state_ctx
 
     def _trained(self) -> list[Any]:
