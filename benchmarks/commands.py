@@ -16,6 +16,7 @@ COMMANDS = {
     "ranks": "ranks.bench:Ranks",
     "align": "planning.align:Align",
     "placement": "planning.placement:Placement",
+    "stages": "planning.stages:Stages",
     "results": "results_page:Results",
 }
 APP = App(

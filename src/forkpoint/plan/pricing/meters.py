@@ -81,6 +81,10 @@ class Meter(ABC):
         """Tokens of a long microbatch whose forward takes as long as this one's alone."""
         return max(microbatch.tokens, EFFICIENT_TOKENS)
 
+    def head(self, microbatch: Microbatch, *, backward: bool) -> float:
+        """The head's part of a forward, or of a backward."""
+        return 0.0
+
     def copy(self, nbytes: int, *, out: bool) -> float | None:
         """A copy to the host's memory, or back from there; None where its price is unknown."""
         return None
@@ -140,6 +144,10 @@ class CountedMeter(Meter):
             + gradients
             + (0.0 if self._ahead else self._issued(microbatch, True))
         )
+
+    def head(self, microbatch: Microbatch, *, backward: bool) -> float:
+        head = self._parts(microbatch)[1]
+        return (LINEAR_BACKWARD + (not microbatch.keeps_logits)) * head if backward else head
 
     def kept_bytes(self, microbatch: Microbatch) -> int:
         kept = microbatch.tokens * self.shape.activation_bytes(microbatch.checkpointing)
@@ -243,6 +251,13 @@ class MeasuredMeter(Meter):
             again = self.shape.repeated_flops_share(microbatch.checkpointing)
         block = found.host_block_ms[int(backward)] + again * found.host_block_ms[0]
         return self.shape.layers * block + found.host_rest_ms[int(backward)]
+
+    def head(self, microbatch: Microbatch, *, backward: bool) -> float:
+        entries, curve = microbatch.num_loss_entries, self.calibration.head
+        time = curve.time(entries, backward=backward)
+        if backward and microbatch.keeps_logits:
+            time -= curve.time(entries, backward=False)
+        return max(time, 0.0)
 
     def copy(self, nbytes: int, *, out: bool) -> float | None:
         found = self.calibration

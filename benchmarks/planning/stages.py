@@ -1,0 +1,169 @@
+"""Predicted pipelines of 2 to 16 stages, by counted costs.
+
+Batches are 8 groups of 4 to 64 rollouts with prompts of 4,096 tokens and responses of about 2,048,
+and the trees of a file of rollouts. Each schedule takes the fastest of its microbatch sizes.
+
+- stages: each stage in an order of its own, within the memory of a device (`plan.pipeline`).
+- three barriers: forwards of prefixes, then leaves, then backwards of prefixes, each on all stages
+  before the next begins. Its memory is not limited.
+- dense 1F1B: no sharing; stage s of S has S - s microbatches in flight, of whole rollouts. Its
+  memory is not limited.
+
+The bound is of the same microbatches: `plan.pipeline.lower_bound`. A cell that does not fit the
+memory has no bar.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from benchmarks.rows import ResultRow
+from benchmarks.runner import Benchmark, Deadline
+from forkpoint import Config, RolloutBatch, load_rollouts
+from forkpoint.errors import ConfigError
+from forkpoint.plan import MODELS, ModelShape, Plan, make_plan
+from forkpoint.plan.pipeline import StageWork, lower_bound, order_stages
+from forkpoint.plan.pricing.meters import meter_of
+from forkpoint.plan.stages import (
+    Stage,
+    best_staged,
+    stage_work,
+    staged_plan,
+    stages_of_shape,
+)
+from forkpoint.rollouts.synthetic import synthetic_rollouts
+from forkpoint.units import GIB
+
+NAME = "stages"
+BAR = 1.15
+SIZES = (1024, 2048, 4096, 8192)
+
+
+def three_barriers(work: StageWork) -> float:
+    """Time with barriers between prefixes' forwards, leaves, and prefixes' backwards."""
+    prefixes = np.array([bool(below) for below in work.children], bool)
+    zeros = np.zeros_like(work.forward)
+    phases = (
+        (prefixes, work.forward, zeros),
+        (~prefixes, work.forward, work.backward),
+        (prefixes, zeros, work.backward),
+    )
+    return sum(order_stages(_part(work, *phase)).time for phase in phases)
+
+
+def _part(
+    work: StageWork, chosen: np.ndarray, forward: np.ndarray, backward: np.ndarray
+) -> StageWork:
+    """Some of the slots, each inside of the next chosen one around it."""
+    number = np.cumsum(chosen) - 1
+    parents = []
+    for slot in np.flatnonzero(chosen).tolist():
+        parent = work.parents[slot]
+        while parent >= 0 and not chosen[parent]:
+            parent = work.parents[parent]
+        parents.append(int(number[parent]) if parent >= 0 else -1)
+    return StageWork(
+        tuple(parents), forward[:, chosen], backward[:, chosen], work.held[:, chosen], work.working
+    )
+
+
+def dense_1f1b(work: StageWork) -> float:
+    """Time of 1F1B: stage s of S keeps S - s microbatches in flight."""
+    counted = replace(work, held=np.ones_like(work.held), working=np.zeros_like(work.working))
+    return order_stages(counted, [float(work.stages - s) for s in range(work.stages)]).time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stages(Benchmark):
+    """Predict pipelines of several depths beside dense 1F1B, three barriers and a lower bound.
+
+    Attributes:
+        model: Whose counted costs are taken.
+        stages: Depths of the pipeline.
+        group_sizes: Rollouts of each of the 8 groups.
+        data: The folder of airline.jsonl; left out where the file is missing.
+        memory_gib: Activations and prefix cache that each stage may hold.
+    """
+
+    NAME: ClassVar[str] = NAME
+
+    model: str = "qwen2.5-14b"
+    stages: tuple[int, ...] = (2, 4, 8, 16)
+    group_sizes: tuple[int, ...] = (4, 8, 16, 32, 64)
+    data: Path = Path("../shared/data")
+    memory_gib: float = 60.0
+
+    def check(self) -> None:
+        if self.model not in MODELS:
+            raise ConfigError(f"model is {self.model!r}; it takes one of {', '.join(MODELS)}.")
+        layers = ModelShape.from_config(MODELS[self.model]).layers
+        if not all(1 <= count <= layers for count in self.stages):
+            raise ConfigError(f"stages is {self.stages}; the model has 1 to {layers} stages.")
+
+    def measure(self, deadline: Deadline) -> Iterator[ResultRow]:
+        shape = ModelShape.from_config(MODELS[self.model])
+        for name, sharing, batch in self._batches():
+            if deadline.over(name):
+                continue
+            shared = [_planned(batch, shape, sharing, size) for size in SIZES]
+            longest = int(batch.lengths.max())
+            sizes = {max(longest, size) for size in SIZES}
+            dense = [_planned(batch, shape, "none", size) for size in sizes]
+            for count in self.stages:
+                yield from self._rows(f"{name}, {count} stages", shape, shared, dense, count)
+
+    def _batches(self) -> Iterator[tuple[str, str, RolloutBatch]]:
+        for size in self.group_sizes:
+            made = synthetic_rollouts(
+                groups=8, rollouts_per_group=size, prompt_tokens=4096, response_tokens=2048
+            )
+            yield f"8 groups of {size}", "group", RolloutBatch(made)
+        path = self.data / "airline.jsonl"
+        if path.exists():
+            yield "airline's trees", "tree", RolloutBatch(load_rollouts(path))
+
+    def _rows(
+        self, case: str, shape: ModelShape, shared: list[Plan], dense: list[Plan], count: int
+    ) -> Iterator[ResultRow]:
+        stages, budget = stages_of_shape(shape, count), self.memory_gib * GIB
+        best = best_staged([staged_plan(p, meter_of(p), stages, budget) for p in shared])
+        bound, time = lower_bound(best.work), best.schedule.time
+        busy = sum(best.schedule.busy)
+        barriers = min((three_barriers(w), _total(w)) for w in _works(shared, stages))
+        one_f_one_b = min((dense_1f1b(w), _total(w)) for w in _works(dense, stages))
+
+        row: Callable[..., ResultRow] = partial(_row, case)
+
+        note = f"microbatches of {best.plan.max_microbatch_tokens} tokens"
+        more: dict[str, float | str] = {"note": note if best.fits else f"{note}; does not fit"}
+        yield row(
+            "time over the bound", time / bound, **more, **({"bar": BAR} if best.fits else {})
+        )
+        yield row("bubble", best.schedule.bubble, note="idle part of the stages' time")
+        yield row("bubble of the bound", 1 - busy / (count * bound))
+        for name, (each, work) in (("three barriers", barriers), ("dense 1F1B", one_f_one_b)):
+            yield row(f"bubble of {name}", 1 - work / (count * each))
+            yield row("speed-up", each / time, baseline=name)
+        yield row("peak", max(best.schedule.peak_bytes) / GIB, "GiB")
+
+
+def _row(case: str, metric: str, value: float, unit: str = "1", **more: Any) -> ResultRow:
+    return ResultRow(bench=NAME, case=case, metric=metric, unit=unit, value=value, **more)
+
+
+def _planned(batch: RolloutBatch, shape: ModelShape, sharing: str, size: int) -> Plan:
+    boundary = "within" if sharing == "none" else "across"
+    config = Config(sharing=sharing, boundary=boundary, max_microbatch_tokens=size)  # type: ignore[arg-type]
+    return make_plan(batch, shape, config)
+
+
+def _works(plans: Sequence[Plan], stages: Sequence[Stage]) -> list[StageWork]:
+    return [stage_work(plan, meter_of(plan), stages) for plan in plans]
+
+
+def _total(work: StageWork) -> float:
+    return float((work.forward + work.backward).sum())

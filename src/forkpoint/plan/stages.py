@@ -1,0 +1,250 @@
+"""Stages of a pipeline: layers of each, and its program in an order of its own.
+
+Layers are cut by predicted cost, the head included. Orders of all stages come from one function of
+the slots' nesting and prices (`plan.pipeline`), so every rank knows what the others send and when.
+Slots of the prefix cache are given for each stage's own order (`Plan.reordered`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from forkpoint.errors import PlanError, UnsupportedError
+from forkpoint.plan.cache import captured_segments
+from forkpoint.plan.pipeline import StageSchedule, StageWork, order_stages
+from forkpoint.plan.plan import Plan
+from forkpoint.plan.pricing.cost import ModelShape
+from forkpoint.plan.pricing.meters import NOISE, Meter, logits_bytes
+from forkpoint.plan.program import BACKWARD, BLOCKS, FORWARD, HEAD, IDLE, Instruction, Program
+
+BUDGETS = 5
+"""How many budgets are tried, from that of one device to all memory."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage and the layers that it holds; the last stage has the head as well."""
+
+    index: int
+    stages: int
+    first_layer: int
+    layers: int
+    all_layers: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.stages - 1
+
+    @property
+    def share(self) -> float:
+        """Part of the model's layers."""
+        return self.layers / self.all_layers
+
+
+def cut_layers(costs: Sequence[float], stages: int, head: float = 0.0) -> tuple[Stage, ...]:
+    """Cut layers into stages so that the costliest stage costs least.
+
+    Args:
+        costs: by layer.
+        stages: how many; each gets a layer at least.
+        head: cost of the head, on the last stage.
+
+    Raises:
+        PlanError: there are fewer layers than stages.
+    """
+    count = len(costs)
+    if not 1 <= stages <= count:
+        raise PlanError(
+            f"the model has {count} layers, which are to be cut into {stages} stages; each stage "
+            f"holds a layer at least. Take 1 to {count} stages."
+        )
+    total = [0.0, *np.cumsum(costs).tolist()]
+    # By how many layers the stages so far hold: the best (largest cost, sum of squares), and where
+    # the last of them begins.
+    best: list[tuple[float, float]] = [(0.0, 0.0)] + [(np.inf, np.inf)] * count
+    begins: list[list[int]] = []
+    for stage in range(stages):
+        extra = head if stage == stages - 1 else 0.0
+        found, begin = [(np.inf, np.inf)] * (count + 1), [0] * (count + 1)
+        for end in range(stage + 1, count - (stages - stage - 1) + 1):
+            for at in range(stage, end):
+                cost = total[end] - total[at] + extra
+                worst, squares = best[at]
+                found[end], begin[end] = min(
+                    (found[end], begin[end]), ((max(worst, cost), squares + cost**2), at)
+                )
+        best = found
+        begins.append(begin)
+    ends = [count]
+    for begin in reversed(begins):
+        ends.append(begin[ends[-1]])
+    ends.reverse()
+    return tuple(Stage(n, stages, ends[n], ends[n + 1] - ends[n], count) for n in range(stages))
+
+
+def stages_of_shape(shape: ModelShape, stages: int) -> tuple[Stage, ...]:
+    """Cut a model's layers by their multiply-adds and the head's, every token with a label.
+
+    It depends on the model alone, so that weights stay where they are whatever a batch is.
+    """
+    layer = shape.linear_parameters / shape.layers
+    # A head computes its logits again in the backward, unless they are kept.
+    head = float(shape.hidden * shape.vocab) * 4 / 3
+    return cut_layers([layer] * shape.layers, stages, head)
+
+
+def nesting(program: Program) -> tuple[int, ...]:
+    """By slot of the training pass, the slot that it lies inside of, or -1.
+
+    Raises:
+        UnsupportedError: ranks exchange prefix caches in the program.
+    """
+    parents: list[int] = []
+    opened: list[int] = []
+    for instruction in program.training:
+        if instruction.exchanges:
+            raise UnsupportedError(
+                "ranks exchange prefix caches of prompts in this step (split='exchange'), which "
+                "has not been shown exact with stages of a pipeline. Take split='replicate'."
+            )
+        if instruction.operation == BACKWARD:
+            opened.pop()
+        elif instruction.slot == len(parents):
+            parents.append(opened[-1] if opened else IDLE)
+            opened.append(instruction.slot)
+    return tuple(parents)
+
+
+def stage_work(plan: Plan, meter: Meter, stages: Sequence[Stage]) -> StageWork:
+    """Costs and bytes of a plan's slots at each stage."""
+    parents = nesting(plan.program)
+    forward, backward, held = (np.zeros((len(stages), len(parents))) for _ in range(3))
+    working = np.zeros(len(stages))
+    captured = _captured_bytes(plan)
+    for instruction in plan.program.training:
+        if instruction.idle:
+            continue
+        slot, microbatch = instruction.slot, plan.microbatches[instruction.microbatch]
+        is_backward = instruction.operation == BACKWARD
+        logits = logits_bytes(microbatch, plan.shape) if plan.shape else 0
+        for s, stage in enumerate(stages):
+            costs = forward if instruction.operation == FORWARD else backward
+            costs[s, slot] += _cost(meter, instruction, plan, stage)
+            if is_backward:
+                kept = (meter.kept_bytes(microbatch) - logits) * stage.share
+                kept += logits * stage.is_last
+                keeps = microbatch.activations == "keep"
+                held[s, slot] = captured[microbatch.index] * stage.share + (kept if keeps else 0.0)
+                need = meter.working_bytes(microbatch) + (0.0 if keeps else kept)
+                working[s] = max(working[s], need)
+    return StageWork(parents, forward, backward, held, working)
+
+
+def _cost(meter: Meter, instruction: Instruction, plan: Plan, stage: Stage) -> float:
+    microbatch = plan.microbatches[instruction.microbatch]
+    is_backward = instruction.operation == BACKWARD
+    head = meter.head(microbatch, backward=is_backward)
+    if is_backward:
+        blocks = meter.backward(microbatch) - head
+    else:
+        blocks = meter.forward(microbatch, boundary_only=True)
+    has_head = stage.is_last and (is_backward or instruction.ends_at == HEAD)
+    return blocks * stage.share + (head if has_head else 0.0)
+
+
+def _captured_bytes(plan: Plan) -> list[int]:
+    """By microbatch: bytes of the prefix cache that it captures, and of its gradients."""
+    shape = plan.shape
+    if shape is None:
+        return [0] * len(plan.microbatches)
+    read, forks = captured_segments(plan.forest, plan.microbatches)
+    each = shape.boundary_bytes_per_token + shape.boundary_gradient_bytes_per_token
+    length = plan.forest.length
+    return [
+        sum(int(length[s]) for s in m.segments if s in read) * each
+        + sum(s in forks for s in m.segments) * shape.state_bytes
+        for m in plan.microbatches
+    ]
+
+
+def schedule_stages(work: StageWork, budget_bytes: float | None = None) -> StageSchedule:
+    """The order of all stages that is fastest within a budget of bytes at each of them.
+
+    Of orders that are as fast, within noise, the one that holds least. `budget_bytes` None is no
+    limit.
+    """
+    most = order_stages(work, None if budget_bytes is None else [budget_bytes] * work.stages)
+    least = order_stages(work, [0.0] * work.stages)
+    found = [least, most]
+    for step in range(1, BUDGETS):
+        part = (step / BUDGETS) ** 2
+        ends = zip(least.peak_bytes, most.peak_bytes, strict=True)
+        found.append(order_stages(work, [low + (high - low) * part for low, high in ends]))
+    fastest = min(schedule.time for schedule in found)
+    as_fast = (schedule for schedule in found if schedule.time <= fastest * (1 + NOISE))
+    return min(as_fast, key=lambda schedule: max(schedule.peak_bytes))
+
+
+def stage_plan(plan: Plan, schedule: StageSchedule, stage: Stage) -> Plan:
+    """The plan of one stage: the program in the stage's order, and cache slots for that order.
+
+    Stages before the last run all of their blocks: the next stage reads what the last block gives.
+    """
+    units = plan.program.units
+    unit_of = {(u[-1].slot, u[-1].operation == BACKWARD): at for at, u in enumerate(units)}
+    found = plan.reordered([unit_of[entry] for entry in schedule.orders[stage.index]])
+    if stage.is_last:
+        return found
+    return replace(found, program=Program(tuple(map(_through_blocks, found.program.instructions))))
+
+
+def _through_blocks(instruction: Instruction) -> Instruction:
+    return (
+        instruction if instruction.operation == BACKWARD else instruction._replace(ends_at=BLOCKS)
+    )
+
+
+# Choice of a plan
+# ------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class StagedPlan:
+    """A plan on the stages of a pipeline, and what is predicted of it."""
+
+    plan: Plan
+    """In the order of one device."""
+    stages: tuple[Stage, ...]
+    work: StageWork
+    schedule: StageSchedule
+    budget_bytes: float | None
+
+    @property
+    def fits(self) -> bool:
+        return self.budget_bytes is None or max(self.schedule.peak_bytes) <= self.budget_bytes
+
+
+def staged_plan(
+    plan: Plan, meter: Meter, stages: Sequence[Stage], budget_bytes: float | None = None
+) -> StagedPlan:
+    """A plan on these stages. `budget_bytes`: of each stage; None is no limit."""
+    work = stage_work(plan, meter, stages)
+    schedule = schedule_stages(work, budget_bytes)
+    return StagedPlan(plan, tuple(stages), work, schedule, budget_bytes)
+
+
+def best_staged(found: Sequence[StagedPlan]) -> StagedPlan:
+    """The fastest of those that fit, or the one that needs least memory where none does.
+
+    Plans differ in the size of their microbatches: small ones fill a pipeline sooner, large ones
+    keep a device busy.
+    """
+    fitting = [each for each in found if each.fits]
+    if fitting:
+        return min(fitting, key=lambda each: each.schedule.time)
+    return min(found, key=lambda each: max(each.schedule.peak_bytes))
