@@ -13,9 +13,8 @@ The bound is of the same microbatches: `plan.pipeline.lower_bound`. A cell that 
 memory has no bar.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -136,19 +135,17 @@ class Stages(Benchmark):
         barriers = min((three_barriers(w), _total(w)) for w in _works(shared, stages))
         one_f_one_b = min((dense_1f1b(w), _total(w)) for w in _works(dense, stages))
 
-        row: Callable[..., ResultRow] = partial(_row, case)
-
         note = f"microbatches of {best.plan.max_microbatch_tokens} tokens"
         more: dict[str, float | str] = {"note": note if best.fits else f"{note}; does not fit"}
-        yield row(
-            "time over the bound", time / bound, **more, **({"bar": BAR} if best.fits else {})
+        yield _row(
+            case, "time over the bound", time / bound, **more, **({"bar": BAR} if best.fits else {})
         )
-        yield row("bubble", best.schedule.bubble, note="idle part of the stages' time")
-        yield row("bubble of the bound", 1 - busy / (count * bound))
+        yield _row(case, "bubble", best.schedule.bubble, note="idle part of the stages' time")
+        yield _row(case, "bubble of the bound", 1 - busy / (count * bound))
         for name, (each, work) in (("three barriers", barriers), ("dense 1F1B", one_f_one_b)):
-            yield row(f"bubble of {name}", 1 - work / (count * each))
-            yield row("speed-up", each / time, baseline=name)
-        yield row("peak", max(best.schedule.peak_bytes) / GIB, "GiB")
+            yield _row(case, f"bubble of {name}", 1 - work / (count * each))
+            yield _row(case, "speed-up", each / time, baseline=name)
+        yield _row(case, "peak", max(best.schedule.peak_bytes) / GIB, "GiB")
 
 
 def _row(case: str, metric: str, value: float, unit: str = "1", **more: Any) -> ResultRow:

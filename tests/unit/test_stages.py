@@ -117,7 +117,7 @@ def test_drawn_orders(seed: int) -> None:
         )
     free = order_stages(work)
     assert free.time <= min(three_barriers(work), one.time) * 1.05
-    assert free.time <= 1.2 * bound
+    assert free.time <= 1.3 * bound
     chosen = schedule_stages(work)
     assert chosen.time <= free.time * 1.006
     assert max(chosen.peak_bytes) <= max(free.peak_bytes)
