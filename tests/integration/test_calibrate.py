@@ -155,7 +155,8 @@ def test_a_step_that_measures_has_the_gradients_of_its_plan(cache: Path) -> None
     found = [p.grad for p in model.parameters()]
     model.zero_grad(set_to_none=True)
     policy.forward_backward(forked_batch(), losses.GRPO(), plan=plan)
-    assert all(torch.equal(p.grad, x) for p, x in zip(model.parameters(), found, strict=True))
+    for p, x in zip(model.parameters(), found, strict=True):
+        assert p.grad is not None and x is not None and torch.equal(p.grad, x)
 
 
 def test_where_nothing_is_measured_prices_are_nominal(
@@ -182,7 +183,8 @@ def test_a_gpu_is_measured_in_seconds(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     wide = {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16}
     config = {**MODEL, **wide, "num_key_value_heads": 8, "head_dim": 128}
-    model = random_model(config, torch.bfloat16, 0).cuda().train()
+    with torch.device("cuda"):
+        model = random_model(config, torch.bfloat16, 0).train()
     policy = wrap(model)
     # What is compiled is not timed: a step without prices comes first.
     policy.with_config(calibration=None).forward_backward(forked_batch(), losses.GRPO())

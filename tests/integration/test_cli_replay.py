@@ -155,7 +155,7 @@ def test_events_have_their_times() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_memory_is_measured_on_cuda() -> None:
     report = replay(
-        tiny_model("qwen3", dtype=torch.bfloat16, hidden_size=64, head_dim=64).to("cuda"),
+        tiny_model("qwen3", dtype=torch.bfloat16, hidden_size=64, head_dim=64).cuda(),  # pyright: ignore
         RolloutBatch(made_up_rollouts()),
         GRPO(),
         optimizer=sgd,
