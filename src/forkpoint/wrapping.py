@@ -21,8 +21,10 @@ def wrap(
             torch's fully_shard or DistributedDataParallel may hold it, and transformers may have
             split it over ranks (DistributedConfig).
         config: how batches are planned and run.
-        mesh: the device mesh that the model was split over, with names of its dimensions. Nothing
-            is read from it that the model does not say itself; what the two say is compared.
+        mesh: the device mesh that the model was split over, with names of its dimensions. A
+            dimension "cp" (or "sp") splits the sequences of one batch over its ranks: context
+            parallelism. Of other dimensions nothing is read that the model does not say itself;
+            what the two say is compared.
 
     Raises:
         UnsupportedError: the model has not been shown exact; the message names what is in the way.

@@ -214,7 +214,8 @@ class Engine:
             step,
             plan.program.training,
             entropy="entropies" in weights,
-            microbatch_loss=weighted(weights),
+            # Each rank's loss is its own here.
+            microbatch_loss=weighted(weights, self.holder.factor(mean=True)),
         )
         with self._deferred_failure():
             look(result.per_token[self.host.head])
@@ -250,7 +251,11 @@ class Engine:
     def _prepare(self, transaction: Transaction, plan: Plan, batch: RolloutBatch) -> _Prepared:
         uses_temperature = self.host.head == "logprobs"
         inputs = prepare_microbatches(
-            plan, batch, self.host.device, uses_temperature=uses_temperature
+            plan,
+            batch,
+            self.host.device,
+            uses_temperature=uses_temperature,
+            split=self.host.topology.places,
         )
         return _Prepared(transaction, plan, batch, inputs)
 

@@ -27,6 +27,7 @@ from forkpoint.engine.microbatches import (
 from forkpoint.engine.objective import LossPart, MicrobatchLoss, TokenValues
 from forkpoint.engine.prefix_cache import PrefixCache
 from forkpoint.engine.transaction import Transaction
+from forkpoint.parallel.topology import Places
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.planner import make_plan
 from forkpoint.plan.program import BACKWARD, RECOMPUTE, Instruction
@@ -78,7 +79,7 @@ class Executor:
             feature.begin_pass(cache)
         for instruction in instructions:
             if instruction.idle:
-                source, inputs = idle_inputs(self.host.device)
+                source, inputs = idle_inputs(self.host.device, self.host.topology.places)
             else:
                 source, inputs = plan, self.prepared[instruction.microbatch]
             for feature in self.features:
@@ -143,9 +144,9 @@ def _roots_of(part: LossPart | None, outputs: HeadOutputs) -> list[Root]:
 
 
 @cache
-def idle_inputs(device: torch.device) -> tuple[Plan, MicrobatchInputs]:
+def idle_inputs(device: torch.device, split: Places) -> tuple[Plan, MicrobatchInputs]:
     """Dummy microbatch for slots in which this rank has no work: one token, trained on nothing."""
     batch = RolloutBatch([Rollout([0, 0], [0, 0], 0.0)])
     plan = make_plan(batch, config=Config(sharing="none", boundary="within"))
-    (inputs,) = prepare_microbatches(plan, batch, device)
+    (inputs,) = prepare_microbatches(plan, batch, device, split=split)
     return plan, inputs

@@ -11,6 +11,7 @@ from forkpoint.device import on_device
 from forkpoint.engine.prefix_cache import Capture, PrefixCache, RecurrentStates
 from forkpoint.ops.attention import AttentionTable, CacheSlice
 from forkpoint.ops.recurrence import ConvolutionTable, StateTable
+from forkpoint.parallel.topology import ALL_PLACES, Places
 from forkpoint.plan.entries import entries_of
 from forkpoint.plan.plan import Plan
 from forkpoint.rollouts.batch import RolloutBatch
@@ -27,25 +28,32 @@ from forkpoint.tree.forest import IntArray
 
 @dataclass(frozen=True, eq=False)
 class MicrobatchInputs:
-    """Inputs of the model for one microbatch."""
+    """Inputs of the model for one microbatch, as far as this rank runs it (`Topology.places`): t of
+    its T tokens, m of the head's n entries."""
 
     microbatch: Microbatch
     input_ids: Tensor
-    """int64 [1, T]"""
+    """int64 [1, t]"""
     position_ids: Tensor
-    """int64 [1, T]: positions along each token's path."""
+    """int64 [1, t]: positions along each token's path."""
     head_index: Tensor
-    """int64 [n]: places whose next token some rollout trains on, ascending, each once for every
-    temperature at which it is trained."""
+    """int64 [m]: places among the t whose next token some rollout trains on, ascending, each once
+    for every temperature at which it is trained."""
     head_labels: Tensor
-    """int64 [n]"""
+    """int64 [m]"""
     head_temperatures: Tensor | None
-    """[n], or None if all are 1."""
+    """[m], or None if all are 1."""
     trained_tokens: IntArray
     """The microbatch's trained tokens, as positions in the batch's flat tokens, ascending."""
     trained_entry: IntArray
     """For each of them, its entry among the n; rollouts of one temperature that share a trained
     token share it."""
+    own: IntArray | None = None
+    """The places of the tokens in the microbatch, but for padding at the end; None: all of them."""
+    entries: int = 0
+    """n"""
+    own_entries: Tensor | None = None
+    """int64 [m]: the numbers of the entries among the n; None: all of them."""
 
 
 class CacheView:
@@ -128,11 +136,21 @@ def _capture_runs(plan: Plan, microbatch: Microbatch) -> list[tuple[int, int, in
 
 
 def prepare_microbatches(
-    plan: Plan, batch: RolloutBatch, device: torch.device, *, uses_temperature: bool = True
+    plan: Plan,
+    batch: RolloutBatch,
+    device: torch.device,
+    *,
+    uses_temperature: bool = True,
+    split: Places = ALL_PLACES,
 ) -> list[MicrobatchInputs]:
     """Turn every microbatch of a plan into tensors; the host waits for no copy of them.
 
-    `uses_temperature`: whether the head's outputs depend on temperatures, as a critic's do not.
+    Args:
+        plan: of the batch.
+        batch: the rollouts.
+        device: of the model.
+        uses_temperature: whether the head's outputs depend on temperatures, as a critic's do not.
+        split: which places of a microbatch this rank runs.
     """
     forest = plan.forest
     token_edge = forest.token_edges(batch.offsets)
@@ -165,6 +183,14 @@ def prepare_microbatches(
     prepared = []
     for microbatch, tokens, positions, places, numbers in pending:
         here = by_microbatch[bounds[microbatch.index] : bounds[microbatch.index + 1]]
+        own, entries_here = split.own(len(tokens)), split.own_entries(places)
+        count = len(numbers)
+        if own is not None:
+            padding = split.padding(len(tokens))
+            tokens, positions = tokens[own], positions[own]
+            own = own[: len(own) - padding]
+        if entries_here is not None:
+            numbers, places = numbers[entries_here[0]], entries_here[1]
         temperatures = on_device(temperature[numbers], device) if uses_temperature else None
         prepared.append(
             MicrobatchInputs(
@@ -176,6 +202,9 @@ def prepare_microbatches(
                 head_temperatures=temperatures,
                 trained_tokens=trained[here],
                 trained_entry=place_of_entry[entries.of_trained[here]],
+                own=own,
+                entries=count,
+                own_entries=None if entries_here is None else on_device(entries_here[0], device),
             )
         )
     return prepared

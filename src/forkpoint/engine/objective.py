@@ -296,10 +296,12 @@ class MicrobatchLosses:
         return LossPart(value.detach(), found)
 
 
-def weighted(weights: Mapping[str, Tensor | None]) -> MicrobatchLoss:
+def weighted(weights: Mapping[str, Tensor | None], factor: float = 1.0) -> MicrobatchLoss:
     """The sum of weight * value over a microbatch's trained tokens.
 
-    weights: [T] for each name that the head gives, None for those without a gradient.
+    Args:
+        weights: [T] for each name that the head gives, None for those without a gradient.
+        factor: on gradients.
     """
 
     def of(inputs: MicrobatchInputs, outputs: HeadOutputs) -> LossPart | None:
@@ -317,7 +319,8 @@ def weighted(weights: Mapping[str, Tensor | None]) -> MicrobatchLoss:
             if values_n.requires_grad:
                 # Several rollouts may read one entry.
                 zeros_n = torch.zeros_like(values_n)
-                gradients[name] = zeros_n.index_add_(0, entries, weights_t.to(values_n.dtype))
+                weights_t = (weights_t * factor).to(values_n.dtype)
+                gradients[name] = zeros_n.index_add_(0, entries, weights_t)
         return None if total is None else LossPart(total, gradients)
 
     return of

@@ -49,9 +49,15 @@ def attend(
             q_THD, k_TKD, v_TKE, sinks, index_of(layer), factor, softcap, window
         )
         return o_THE.view(batch, length, *o_THE.shape[1:])
+    places, tokens = context.places, context.inputs.microbatch.tokens
+    ends = layer in context.ends_in
+    if ends:
+        k_TKD, v_TKE = places.to_heads((k_TKD, v_TKE), tokens)
+    else:
+        q_THD, k_TKD, v_TKE = places.to_heads((q_THD, k_TKD, v_TKE), tokens)
     k_TKD = capture_prefix(k_TKD, (layer, "k"), context.state.capture)
     v_TKE = capture_prefix(v_TKE, (layer, "v"), context.state.capture)
-    if layer in context.ends_in:
+    if ends:
         raise EarlyExit((k_TKD, v_TKE))
     o_THE, _ = shared_attention(
         q_THD,
@@ -59,13 +65,14 @@ def attend(
         v_TKE,
         table=context.state.table(window, q_BLHD.device),
         cache=context.state.ancestors(layer),
-        sinks=sinks,
+        sinks=places.own_heads(sinks),
         scale=factor,
         softcap=softcap,
         window=window,
         kernel=context.config.attention_kernel,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
+    o_THE = places.to_places(o_THE, tokens)
     return o_THE.view(batch, length, *o_THE.shape[1:])
 
 

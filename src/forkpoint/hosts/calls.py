@@ -18,6 +18,7 @@ from forkpoint.engine.changes import Changes
 from forkpoint.engine.microbatches import CacheView, MicrobatchInputs
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.modules import add_hook
+from forkpoint.parallel.topology import ALL_PLACES, Places
 from forkpoint.plan.program import Instruction
 
 CLAIM = "_forkpoint_step"
@@ -41,14 +42,25 @@ class CallContext:
         *,
         entropy: bool,
         ends_in: frozenset[Hashable],
+        places: Places = ALL_PLACES,
     ) -> None:
-        """`ends_in`: the modules of the block in which the forward ends; none where it goes on."""
+        """
+        Args:
+            instruction: that runs.
+            inputs: of the microbatch.
+            state: the prefix cache, as it reads and writes it.
+            kernels: which kernels run.
+            entropy: whether the head gives entropies as well.
+            ends_in: the modules of the block in which the forward ends; none where it goes on.
+            places: which of the microbatch this rank runs.
+        """
         self.instruction: Instruction = instruction
         self.inputs: MicrobatchInputs = inputs
         self.state: CacheView = state
         self.config: Config = config
         self.entropy: bool = entropy
         self.ends_in: frozenset[Hashable] = ends_in
+        self.places: Places = places
 
 
 def refuse_call(*_: Any, **__: Any) -> NoReturn:

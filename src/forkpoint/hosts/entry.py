@@ -88,6 +88,14 @@ class Entry(Protocol):
         """The model computes each token of these rollouts from those before it alone."""
         ...
 
+    def check_context_parallel(self, shape: ModelShape, ranks: int) -> None:
+        """Layers have been shown exact where the places of each microbatch are dealt out to so many
+        ranks.
+
+        shape: of the part that this rank computes.
+        """
+        ...
+
     def configs(self) -> list[Any]:
         """Configurations, whose attributes decide what the model computes."""
         ...

@@ -90,18 +90,21 @@ class ModelHost:
             self._check_model()
             if self._group is not None:
                 self._group.check(self.model, training=True)
-            if splits and compile_blocks:
+            shares = self.topology.shares_batches
+            if shares and compile_blocks:
                 raise UnsupportedError(
                     "Config(compile_blocks=True) asks for compiled decoder blocks, which have not "
-                    "been shown exact where transformers splits them over ranks. Leave "
-                    "compile_blocks out."
+                    "been shown exact where transformers splits them over ranks, nor with context "
+                    "parallelism. Leave compile_blocks out."
                 )
-            self.compiling: Compiling = Compiling(False if splits else compile_blocks)
+            self.compiling: Compiling = Compiling(False if shares else compile_blocks)
             self._blocks = CompiledBlocks(self.entry.blocks, self.compiling, self.entry.context_of)
             self._recomputes = False
             self._changes: Changes | None = None
             """Of the step that runs; a microbatch's own are undone at its end."""
-            self.entry.shape(splits)  # which refuses parts of heads
+            shape = self.entry.shape(splits)  # which refuses parts of heads
+            if context := self.topology.relations.get("context"):
+                self.entry.check_context_parallel(shape, len(context))
 
     # Facts
     # ------------------------------------------------------------
@@ -292,8 +295,6 @@ class ModelHost:
         *,
         entropy: bool = False,
     ) -> HeadOutputs:
-        places = self.topology.places
-        inputs = places.part(inputs)
         policy = inputs.microbatch.checkpointing
         if policy != "none" and self._recomputes:
             raise UnsupportedError(
@@ -317,6 +318,7 @@ class ModelHost:
             config,
             entropy=entropy,
             ends_in=frozenset(block.modules() if early and not at_router else ()),
+            places=self.topology.places,
         )
         checkpoint_blocks(self.blocks, policy, self._changes, but=last if early else None)
         if early:
@@ -327,7 +329,9 @@ class ModelHost:
         self._changes.undo(mark)
         if self._group is not None:
             self._group.end_forward()
-        return HeadOutputs(places.joined(outputs["per_token"]), outputs["roots"])
+        places, entries = self.topology.places, inputs.own_entries
+        joined = places.joined(outputs["per_token"], entries, inputs.entries)
+        return HeadOutputs(joined, outputs["roots"])
 
     def _core_forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Stands in for the core's forward, under the autocast that is set around that.

@@ -7,6 +7,7 @@ mesh a warning is logged before the first gradients.
 import gc
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 
 import torch.distributed as dist
 from torch import nn
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from forkpoint.engine.distributed import Distributed, Holder
 from forkpoint.errors import ConfigError, UnsupportedError
+from forkpoint.hosts.torch_dist.context_parallel import NAMES, context_split
 from forkpoint.hosts.torch_dist.fully_sharded import FullySharded
 from forkpoint.hosts.torch_dist.replicated import Replicated
 from forkpoint.parallel.ranks import ranks_of
@@ -45,9 +47,14 @@ def held_by_ranks(
     not been shown exact, and ConfigError for a mesh that is not the model's.
     """
     holders = _holders(model, split_of)
+    context = context_split(mesh, holders)
+    if context is not None:
+        holders.append(context)
     found = None
     if holders:
         topology = read_topology(holders)
+        if context is not None:
+            topology = replace(topology, places=context.places)
         for holder in holders:
             for each in holder.meshes:
                 _check_root_mesh(each, topology)
@@ -152,7 +159,7 @@ def check_mesh(mesh: DeviceMesh, topology: Topology | None) -> None:
     held: dict[str, tuple[int, ...]] = {} if topology is None else {**topology.relations}
     for name, ranks in _dimensions(mesh):
         # The names that transformers and torchtitan give; any other is a data dimension's.
-        kind = {"tp": "tensor", "ep": "expert"}.get(name)
+        kind = {"tp": "tensor", "ep": "expert", **dict.fromkeys(NAMES, "context")}.get(name)
         named = [kind] if kind else list(held)
         if not any(set(ranks) <= set(held.get(each, ())) for each in named):
             found = ", ".join(f"{k} over ranks {list(r)}" for k, r in held.items()) or "none"

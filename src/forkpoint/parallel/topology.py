@@ -1,29 +1,62 @@
 """Ranks that hold one model: by which parallelism, who shares a batch, and who contributes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Literal
 
-T = TypeVar("T")
-Relation = Literal["data", "tensor", "expert"]
+from torch import Tensor
+
+from forkpoint.tree.forest import IntArray
+
+Relation = Literal["data", "tensor", "expert", "context"]
 """A kind of parallelism, by which ranks are connected."""
 
 
-@dataclass(frozen=True)
-class Whole:
-    """All places of a microbatch, which a rank runs that shares no microbatch with another.
+class Places:
+    """The places of a microbatch that this rank runs: all of them.
 
-    Ranks that run parts of one (context parallelism) have another value with these methods.
+    Ranks that run parts of one (context parallelism) override the methods. Attention there sees
+    all places, with a part of the heads.
     """
 
-    def part(self, inputs: T) -> T:
-        """The inputs of a microbatch as far as this rank runs it: tokens, positions, entries of
-        the head."""
-        return inputs
+    def own(self, tokens: int) -> IntArray | None:
+        """int64 [t]: the places that this rank runs of a microbatch of `tokens`; None if all."""
+        return None
 
-    def joined(self, per_token: T) -> T:
-        """Outputs for all of a microbatch's entries, from those for this rank's."""
+    def padding(self, tokens: int) -> int:
+        """How many of these, the last ones, are padding, which repeats places of other ranks."""
+        return 0
+
+    def own_entries(self, places: IntArray) -> tuple[IntArray, IntArray] | None:
+        """Which entries of the head this rank computes, and where their tokens are among its own;
+        None if all, where they are.
+
+        places: int64 [n], of the entries, in the microbatch.
+        """
+        return None
+
+    def joined(
+        self, per_token: Mapping[str, Tensor], entries: Tensor | None, count: int
+    ) -> Mapping[str, Tensor]:
+        """Outputs [count] for all of a microbatch's entries, from those for this rank's `entries`.
+        Collective."""
         return per_token
+
+    def to_heads(self, tensors: Sequence[Tensor], tokens: int) -> Sequence[Tensor]:
+        """Of tensors [t, H, D] at this rank's places the part of the heads that attention runs
+        here, at all places: [tokens, h, D]. Collective, and so is its backward."""
+        return tensors
+
+    def to_places(self, o_THD: Tensor, tokens: int) -> Tensor:
+        """The reverse of `to_heads`, of attention's output."""
+        return o_THD
+
+    def own_heads(self, x_H: Tensor | None) -> Tensor | None:
+        """The part of a parameter of each query head that belongs to the heads here."""
+        return x_H
+
+
+ALL_PLACES = Places()
 
 
 @dataclass(frozen=True)
@@ -38,12 +71,14 @@ class Topology:
     """This rank."""
     relations: Mapping[Relation, tuple[int, ...]] = field(default_factory=dict)
     """By kind of parallelism, the ranks (this one among them) over which the model is held:
-    "data" sums gradients over them, "tensor" splits modules over them, "expert" deals experts out.
+    "data" sums gradients over them, "tensor" splits modules over them, "expert" deals experts out,
+    "context" deals out the places of each microbatch.
     """
     members: tuple[int, ...] = (0,)
     """All ranks that any of the relations connects: they step together."""
     batches: tuple[int, ...] = (0,)
-    """By member, the number of its batch, from 0. Ranks of one tensor relation have the same."""
+    """By member, the number of its batch, from 0. Ranks of one tensor or context
+    relation have the same."""
     lockstep: bool = False
     """Whether forwards and backwards issue collectives, so that all ranks run the same program,
     unless weights are gathered for the step."""
@@ -55,7 +90,7 @@ class Topology:
     """Whether a wrapper takes any backward that reaches the parameters for that of its last stock
     forward, so that a step's backwards must reach others (`gradient_sums.twins`)."""
 
-    places: Whole = Whole()
+    places: Places = ALL_PLACES
     """The places of each microbatch that this rank runs."""
 
     @property
@@ -84,15 +119,22 @@ def connected(
         groups: by rank, its relations.
         rank: the one to begin with.
     """
-    members: set[int] = set()
+    ordered = _reached(groups, rank, ("data", "tensor", "expert", "context"))
+    # Batches are in the order of the first rank that has each.
+    first = {one: _reached(groups, one, ("tensor", "context"))[0] for one in ordered}
+    firsts = sorted(set(first.values()))
+    return ordered, tuple(firsts.index(first[one]) for one in ordered)
+
+
+def _reached(
+    groups: Mapping[int, Mapping[Relation, tuple[int, ...]]], rank: int, kinds: tuple[Relation, ...]
+) -> tuple[int, ...]:
+    """The ranks that relations of these kinds connect with one rank, in order."""
+    found: set[int] = set()
     todo = [rank]
     while todo:
         one = todo.pop()
-        if one not in members:
-            members.add(one)
-            todo += [other for related in groups[one].values() for other in related]
-    ordered = tuple(sorted(members))
-    # Batches are in the order of the first rank that has each.
-    first = {one: min(groups[one].get("tensor", (one,))) for one in ordered}
-    firsts = sorted(set(first.values()))
-    return ordered, tuple(firsts.index(first[one]) for one in ordered)
+        if one not in found:
+            found.add(one)
+            todo += [other for kind in kinds for other in groups[one].get(kind, ())]
+    return tuple(sorted(found))

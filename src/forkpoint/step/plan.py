@@ -262,7 +262,7 @@ def check_config(host: Host, config: Config) -> None:
     if config.split == "exchange" and (not on_ranks or topology.shares_batches):
         why = "this rank trains its model alone"
         if on_ranks:
-            why = "transformers has split the model: each rank has a part of every prefix cache"
+            why = "several ranks have one batch: each has a part of every prefix cache"
         raise ConfigError(
             f"split is 'exchange', and {why}. Leave the option out; prompts are exchanged by "
             "ranks of fully_shard and DistributedDataParallel."

@@ -67,6 +67,9 @@ class TransformersEntry:
     def routers(self) -> Routers:
         return Routers(self.model, self.core)
 
+    def check_context_parallel(self, shape: ModelShape, ranks: int) -> None:
+        refusals.check_context_parallel(self.core, shape, ranks)
+
     def configs(self) -> list[Any]:
         return calls.configurations(self.model)
 

@@ -19,9 +19,11 @@ from forkpoint.hosts.code_provenance import Definition, describe_function
 from forkpoint.hosts.modules import every_module, plain_class
 from forkpoint.hosts.transformers.calls import configurations
 from forkpoint.hosts.transformers.families import FAMILIES, Family
-from forkpoint.hosts.transformers.routers import adds_load_balancing
+from forkpoint.hosts.transformers.linear_attention import recurrent_modules
+from forkpoint.hosts.transformers.routers import Routers, adds_load_balancing
 from forkpoint.hosts.transformers.tensor_parallel import parallel_forward
 from forkpoint.hosts.wrappers import set_forward
+from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.rollouts.batch import RolloutBatch, short
 
 TOKENWISE_CODE = (
@@ -239,3 +241,20 @@ def supported_model(model: nn.Module) -> PreTrainedModel:
             "with one label."
         )
     return inner
+
+
+def check_context_parallel(core: Any, shape: ModelShape, ranks: int) -> None:
+    """Refuse layers that have not been shown exact where each rank runs a part of the places."""
+    if shape.heads % ranks:
+        raise UnsupportedError(
+            f"the model has {shape.heads} query heads on a rank, and context parallelism splits "
+            f"them over {ranks} ranks. Choose a size that divides the heads."
+        )
+    found = "routers" if Routers(core, core).layers else ""
+    for module in recurrent_modules(core).values():
+        found = f"recurrent layers ({plain_class(module).__name__})"
+    if found:
+        raise UnsupportedError(
+            f"the model has {found}, which have not been shown exact with context parallelism. "
+            "Leave the dimension out of the mesh."
+        )

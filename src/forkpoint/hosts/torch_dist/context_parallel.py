@@ -1,0 +1,209 @@
+"""Context parallelism by heads: ranks of one mesh dimension run the places of each microbatch.
+
+Places are dealt out round robin, so that labels, MLP and experts balance in every microbatch. In
+each layer an all-to-all turns queries, keys and values [a rank's places, all heads] into [all
+places, a rank's heads], and another one turns attention's output back. In between attention, prefix
+cache, tables, windows and sinks are those of whole microbatches with fewer heads. Keys and values
+of a prefix stay on the rank that has their heads.
+
+Ranks join log-probs and no hidden states. All compute the same loss from these; each sends its own
+entries' gradients back. So gradients of parameters are parts, which the holder of the weights
+sums: fully_shard, or DistributedDataParallel, over ranks among which are those of the dimension.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+
+from forkpoint.engine.distributed import Holder
+from forkpoint.errors import UnsupportedError
+from forkpoint.parallel.topology import Places, Relation
+from forkpoint.tree.forest import IntArray
+
+NAMES = ("cp", "sp")
+"""Names of the mesh dimension: torchtitan's and accelerate's, and verl's of Ulysses."""
+
+
+class ContextSplit(Holder):
+    """Ranks that run the places of one batch's microbatches."""
+
+    lockstep = True
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        ranks = tuple(dist.get_process_group_ranks(group))
+        self.relations: Mapping[Relation, tuple[int, ...]] = {"context": ranks}
+        self.places: DealtPlaces = DealtPlaces(group)
+
+    def factor(self, *, mean: bool) -> float:
+        # Gradients are parts, and the holder of the weights takes the mean over these ranks too.
+        return float(self.places.size) if mean else 1.0
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        # The holder of the weights has summed the same tensor of each of these ranks.
+        tensor /= self.places.size
+
+
+def context_split(mesh: DeviceMesh | None, holders: Sequence[Holder]) -> ContextSplit | None:
+    """The holder of the mesh's dimension for context parallelism; None where there is none.
+
+    Raises UnsupportedError where gradients would not be summed over its ranks.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        return None
+    found = [n for n in mesh.mesh_dim_names or () if n in NAMES and mesh[n].size() > 1]
+    if not found:
+        return None
+    if len(found) > 1:
+        raise UnsupportedError(
+            f"the mesh has the dimensions {' and '.join(found)}, which both split sequences. Use "
+            "one of them."
+        )
+    split = ContextSplit(mesh[found[0]].get_group())
+    ranks = split.relations["context"]
+    data = [holder.relations["data"] for holder in holders if "data" in holder.relations]
+    if not data or not set(ranks) <= set(data[0]):
+        held = f"over ranks {list(data[0])}" if data else "over no ranks"
+        raise UnsupportedError(
+            f"the mesh's dimension {found[0]!r} splits sequences over ranks {list(ranks)}, and "
+            f"fully_shard or DistributedDataParallel holds the weights {held}, so gradients would "
+            "not be summed over the former. Call fully_shard with a mesh that contains the "
+            "dimension, such as mesh['dp', 'cp']._flatten()."
+        )
+    return split
+
+
+class DealtPlaces(Places):
+    """Place p of a microbatch lies on rank p mod w of w ranks."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.size: int = dist.get_world_size(group)
+        self.rank: int = dist.get_rank(group)
+
+    def own(self, tokens: int) -> IntArray:
+        return np.arange(self.rank, self._padded(tokens), self.size).clip(max=tokens - 1)
+
+    def padding(self, tokens: int) -> int:
+        return int(self._padded(tokens) - self.size + self.rank >= tokens)
+
+    def _padded(self, tokens: int) -> int:
+        return -(-tokens // self.size) * self.size
+
+    def own_entries(self, places: IntArray) -> tuple[IntArray, IntArray]:
+        here = np.flatnonzero(places % self.size == self.rank)
+        return here, places[here] // self.size
+
+    def joined(
+        self, per_token: Mapping[str, Tensor], entries: Tensor | None, count: int
+    ) -> Mapping[str, Tensor]:
+        assert entries is not None
+        return {
+            name: _Joined.apply(values, entries, count, self.group)
+            for name, values in per_token.items()
+        }
+
+    def to_heads(self, tensors: Sequence[Tensor], tokens: int) -> Sequence[Tensor]:
+        return _ToHeads.apply(self, tokens, *map(self._repeated, tensors))
+
+    def _repeated(self, x_tHD: Tensor) -> Tensor:
+        """A tensor with so many heads that the ranks divide them: fewer key heads go to several
+        ranks each."""
+        heads = x_tHD.shape[1]
+        times = math.lcm(heads, self.size) // heads
+        return x_tHD if times == 1 else x_tHD.repeat_interleave(times, 1)
+
+    def to_places(self, o_THD: Tensor, tokens: int) -> Tensor:
+        return _ToPlaces.apply(self, tokens, o_THD)
+
+    def own_heads(self, x_H: Tensor | None) -> Tensor | None:
+        return None if x_H is None else x_H.chunk(self.size)[self.rank]
+
+    # Exchanges, without gradients
+    # ------------------------------------------------------------
+
+    def heads_of(self, tensors: Sequence[Tensor], tokens: int) -> tuple[Tensor, ...]:
+        """From [t, H, D] to [tokens, H / w, D]. Collective."""
+        parts = [x.unflatten(1, (self.size, -1)).flatten(2) for x in tensors]  # [t, w, F] each
+        got_wtF = self._exchange(torch.cat(parts, -1).transpose(0, 1))
+        found = got_wtF.split([part.shape[-1] for part in parts], -1)
+        return tuple(
+            x_wtF.transpose(0, 1).flatten(0, 1)[:tokens].unflatten(-1, (-1, x.shape[-1]))
+            for x, x_wtF in zip(tensors, found, strict=True)
+        )
+
+    def places_of(self, tensors: Sequence[Tensor], tokens: int) -> tuple[Tensor, ...]:
+        """From [tokens, H / w, D] to [t, H, D]; 0 at padding. Collective."""
+        parts = [x.flatten(1) for x in tensors]
+        sent_TF = torch.cat(parts, -1)
+        sent_TF = torch.nn.functional.pad(sent_TF, (0, 0, 0, self._padded(tokens) - tokens))
+        got_wtF = self._exchange(sent_TF.unflatten(0, (-1, self.size)).transpose(0, 1))
+        found = got_wtF.split([part.shape[-1] for part in parts], -1)
+        return tuple(
+            x_wtF.unflatten(-1, (-1, x.shape[-1])).transpose(0, 1).flatten(1, 2)
+            for x, x_wtF in zip(tensors, found, strict=True)
+        )
+
+    def _exchange(self, sent_wtF: Tensor) -> Tensor:
+        """Part r goes to rank r; gives those of all ranks for this one."""
+        sent_wtF = sent_wtF.contiguous()
+        got_wtF = torch.empty_like(sent_wtF)
+        dist.all_to_all_single(got_wtF, sent_wtF, group=self.group)
+        return got_wtF
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, places: DealtPlaces, tokens: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.places, ctx.tokens = places, tokens
+        return places.heads_of(tensors, tokens)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.places.places_of(grad_outputs, ctx.tokens)
+
+
+class _ToPlaces(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, places: DealtPlaces, tokens: int, o_THD: Tensor) -> Tensor:
+        ctx.places, ctx.tokens = places, tokens
+        return places.places_of((o_THD,), tokens)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.places.heads_of(grad_outputs, ctx.tokens)
+
+
+class _Joined(torch.autograd.Function):
+    """Outputs for the entries of all ranks. All compute the same loss of them, so that a rank's
+    part of the gradient is that of its own entries."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, own_m: Tensor, entries_m: Tensor, count: int, group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.save_for_backward(entries_m)
+        all_n = own_m.new_zeros(count)
+        all_n[entries_m] = own_m
+        dist.all_reduce(all_n, group=group)
+        return all_n
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor, None, None, None]:
+        (entries_m,) = ctx.saved_tensors
+        return grad_outputs[0][entries_m], None, None, None

@@ -1,0 +1,273 @@
+"""Steps whose microbatches lie on several ranks leave the gradients of one process."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import device, run_ranks
+from scenarios_of_ranks import BAR, DEEP, UNEQUAL, distance, gradients, group, replicated, sharded
+from test_ranks import (
+    checkpointed,
+    critic,
+    frozen_but,
+    gated_linear_attention,
+    lora,
+    pairs,
+    valued,
+)
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import forkpoint
+from forkpoint import Config, Rollout, RolloutBatch
+from forkpoint.errors import ForkpointError
+from forkpoint.hosts.torch_dist import context_parallel
+from forkpoint.hosts.torch_dist.context_parallel import ContextSplit, DealtPlaces
+from forkpoint.losses import DPO, GRPO, GSPO, ValueLoss
+from forkpoint.testing import lifted_upcasts, tiny_model
+from lanes import slow_besides
+
+
+def over_all(model: Any, mesh: DeviceMesh) -> nn.Module:
+    return sharded(model, mesh=mesh["dp", "cp"]._flatten("all"))
+
+
+def step(policy: forkpoint.Policy, batch: RolloutBatch, loss: Any) -> float:
+    return policy.forward_backward(batch, loss).loss
+
+
+def through_logprobs(policy: forkpoint.Policy, batch: RolloutBatch, loss: Any) -> float:
+    logprobs, entropies = policy.logprobs(batch, entropy=True)
+    weights = torch.as_tensor(batch.advantages * batch.loss_mask)
+    value = (weights * logprobs).sum() ** 2 - 0.01 * entropies.sum()
+    value.backward()
+    return float(value.detach())
+
+
+@dataclass(frozen=True)
+class Context:
+    """Steps on ranks with one batch each place of the data dimension, and in one process."""
+
+    family: str = "qwen3"
+    sizes: dict[str, Any] = field(default_factory=dict)
+    make: Callable[[], nn.Module] | None = None
+    config: Config = DEEP
+    loss: Any = field(default_factory=lambda: GRPO(clip=0.2))
+    rollouts: tuple[list[Rollout], ...] = (UNEQUAL[0],)
+    """By data rank."""
+    cp: int = 2
+    alone: Callable[[nn.Module], object] = lambda model: None
+    wrap: Callable[[Any, DeviceMesh], nn.Module] = over_all
+    step: Callable[[forkpoint.Policy, RolloutBatch, Any], float] = step
+    steps: int = 1
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        make = self.make
+        model: Any = make() if make else tiny_model(self.family, dtype=torch.float64, **self.sizes)
+        self.alone(model)
+        return model.to(device())
+
+
+def mesh_of(cp: int) -> DeviceMesh:
+    sizes = (dist.get_world_size() // cp, cp)
+    return init_device_mesh(device().type, sizes, mesh_dim_names=("dp", "cp"))
+
+
+def compared(context: Context) -> dict[str, Any]:
+    """Differences from one process."""
+    mesh = mesh_of(context.cp)
+    model, other = context.model(), context.model()
+    names = [name for name, _ in model.named_parameters()]
+    with lifted_upcasts(model), lifted_upcasts(other):
+        policy = forkpoint.wrap(context.wrap(model, mesh), context.config, mesh=mesh)
+        own = RolloutBatch(context.rollouts[mesh.get_local_rank("dp")])
+        losses = [context.step(policy, own, context.loss) for _ in range(context.steps)]
+        found = gradients(model)
+        alone = forkpoint.wrap(other, context.config)
+        parts = {id(part): part for part in context.rollouts}.values()  # mean of equal losses
+        whole = RolloutBatch([r for part in parts for r in part])
+        wanted = [context.step(alone, whole, context.loss) for _ in range(context.steps)]
+        entropy = policy.host.head == "logprobs"
+        scores = policy.score(own, entropy=entropy)
+        expected = alone.score(own, entropy=entropy) if len(own) else scores
+    apart = (scores.per_token[name] - expected.per_token[name] for name in scores.per_token)
+    return {
+        "error": distance(found, gradients(other), names),
+        "loss": abs(losses[-1] - wanted[-1]),
+        "scores": max((float(x.abs().max()) for x in apart if len(x)), default=0.0),
+        "microbatches": len(scores.plan.microbatches),
+    }
+
+
+def over_replicas(model: Any, mesh: DeviceMesh) -> nn.Module:
+    return replicated(model)
+
+
+def through_function(policy: forkpoint.Policy, batch: RolloutBatch, loss: Any) -> float:
+    def own(outputs: Any, given: Any) -> Tensor:
+        return -given.trained(outputs.logprobs * given.advantages).mean()
+
+    return policy.forward_backward(batch, own).loss
+
+
+TEMPERATURES = [*group(1, 3, 9, 7), *group(1, 2, 9, 5, temperature=0.7)]
+CASES = {
+    "GRPO": Context(),
+    "GSPO, one key head": Context(sizes={"num_key_value_heads": 1}, loss=GSPO()),
+    "key heads that ranks do not divide": Context(
+        sizes={"num_attention_heads": 6, "num_key_value_heads": 3}
+    ),
+    "DPO": Context(loss=DPO(), rollouts=(pairs(0, 3),)),
+    "a critic": Context(make=critic, loss=ValueLoss(), rollouts=(valued(UNEQUAL[0]),)),
+    "log-probs": Context(step=through_logprobs),
+    "a function": Context(step=through_function),
+    "temperatures": Context(rollouts=(TEMPERATURES,)),
+    "accumulated": Context(steps=2),
+    "replicas": Context(wrap=over_replicas),
+    "replicas, log-probs": Context(wrap=over_replicas, step=through_logprobs),
+    "replicas, a function": Context(wrap=over_replicas, step=through_function),
+    "recomputed": Context(config=replace(DEEP, activations="recompute")),
+    "offloaded": Context(config=replace(DEEP, activations="offload")),
+    "full checkpoints": Context(config=replace(DEEP, checkpointing="full")),
+    "selective checkpoints": Context(config=replace(DEEP, checkpointing="selective")),
+    "the model's checkpoints": Context(alone=checkpointed),
+    "within microbatches": Context(config=Config(sharing="tree", boundary="within")),
+    "dense": Context(config=Config(sharing="none", boundary="within", max_microbatch_tokens=48)),
+    "LoRA": Context(make=lora),
+    "last layer alone": Context(alone=frozen_but(-1)),
+    "first layer alone": Context(alone=frozen_but(0)),
+    "tied": Context(sizes={"tie_word_embeddings": True}),
+    "llama": Context(family="llama"),
+    "softcaps and windows": Context(
+        family="gemma2", sizes={"query_pre_attn_scalar": 8, "sliding_window": 7}
+    ),
+    "short rollouts": Context(rollouts=([Rollout([1, 2], [0, 1], 1.0), *group(3, 2, 1, 4)],)),
+}
+FOUR = {
+    "data": Context(rollouts=UNEQUAL),
+    "data, a function": Context(rollouts=(UNEQUAL[0], UNEQUAL[0]), step=through_function),
+    "data, log-probs": Context(rollouts=(UNEQUAL[0], UNEQUAL[0]), step=through_logprobs),
+    "data, a rank without rollouts": Context(rollouts=([], UNEQUAL[1]), loss=GSPO()),
+    "four, two key heads": Context(cp=4),
+}
+
+
+@pytest.mark.parametrize("name", slow_besides(("GRPO",), CASES))
+def test_gradients_are_those_of_one_process(name: str) -> None:
+    for found in run_ranks(2, compared, CASES[name]):
+        assert found["error"] < BAR, found
+        assert found["loss"] < BAR and found["scores"] < BAR, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOUR)
+def test_four_ranks_leave_the_gradients_of_one_process(name: str) -> None:
+    for found in run_ranks(4, compared, FOUR[name]):
+        assert found["error"] < BAR, found
+        assert found["loss"] < BAR and found["scores"] < BAR, found
+
+
+def verified(context: Context) -> tuple[bool, float]:
+    mesh, model = mesh_of(2), context.model()
+    policy = forkpoint.wrap(context.wrap(model, mesh), context.config, mesh=mesh)
+    own = RolloutBatch(context.rollouts[mesh.get_local_rank("dp")])
+    report = policy.verify(own, context.loss)
+    return report.verdict == "passed", report.shared_error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_verify_compares_with_ordinary_training(size: int) -> None:
+    for passed, error in run_ranks(size, verified, Context(rollouts=UNEQUAL)):
+        assert passed and error < BAR
+
+
+# Broken pieces
+# ------------------------------------------------------------
+
+
+def whole_gradient(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    """The gradient of all ranks' losses, which are one loss."""
+    dist.all_reduce(gradient)
+    return gradient[ctx.saved_tensors[0]], None, None, None
+
+
+BROKEN: dict[str, tuple[object, str, Any]] = {
+    "entries of one rank counted again": (context_parallel._Joined, "backward", whole_gradient),
+    "a mean over ranks": (ContextSplit, "factor", lambda self, mean: 1.0),
+    "heads in another order": (
+        DealtPlaces,
+        "_repeated",
+        lambda self, x: (
+            x if x.shape[1] > 1 else x.repeat(1, 2, 1) * torch.tensor([1, 0.9])[:, None]
+        ),
+    ),
+}
+
+
+def broken(context: Context, name: str) -> dict[str, Any]:
+    owner, attribute, value = BROKEN[name]
+    setattr(owner, attribute, staticmethod(value) if name.startswith("entries") else value)
+    return compared(context)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_piece_is_seen(name: str) -> None:
+    config = replace(DEEP, self_check=False)
+    context = Context(config=config, sizes={"num_key_value_heads": 1})
+    if name == "a mean over ranks":
+        context = replace(context, step=through_function)
+    for found in run_ranks(2, broken, context, name):
+        assert found["error"] > 1e-3, found
+
+
+# Refusals
+# ------------------------------------------------------------
+
+
+def raised(work: Callable[[], object]) -> str:
+    try:
+        work()
+    except ForkpointError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def refused() -> dict[str, str]:
+    mesh, model = mesh_of(2), tiny_model("qwen3", dtype=torch.float64)
+    odd = tiny_model("qwen3", num_attention_heads=3, num_key_value_heads=3)
+
+    def wrapped(model: nn.Module, config: Config = DEEP) -> str:
+        return raised(lambda: forkpoint.wrap(model, config, mesh=mesh))
+
+    found = {
+        "no wrapper": wrapped(model),
+        "another mesh": wrapped(sharded(model, mesh=mesh["dp"])),
+        "odd heads": wrapped(over_all(odd, mesh)),
+        "recurrent": wrapped(over_all(gated_linear_attention(), mesh)),
+    }
+    whole = over_all(tiny_model("qwen3", dtype=torch.float64), mesh)
+    found["compiled"] = wrapped(whole, replace(DEEP, compile_blocks=True))
+    found["exchange"] = wrapped(whole, Config(split="exchange"))
+    policy = forkpoint.wrap(whole, DEEP, mesh=mesh)
+    rank = dist.get_rank()
+    found["batches"] = raised(
+        lambda: policy.forward_backward(RolloutBatch(UNEQUAL[rank]), GRPO(clip=0.2))
+    )
+    return found
+
+
+def test_what_is_not_exact_is_refused_by_name() -> None:
+    for found in run_ranks(2, refused):
+        for name in ("no wrapper", "another mesh"):
+            assert found[name].startswith("UnsupportedError: the mesh's dimension 'cp'"), found
+        assert found["odd heads"].startswith("UnsupportedError: the model has 3 query heads")
+        assert found["recurrent"].startswith("UnsupportedError: the model has recurrent layers")
+        assert found["compiled"].startswith("UnsupportedError: Config(compile_blocks=True)")
+        assert found["exchange"].startswith("ConfigError: split is 'exchange'")
+        assert found["batches"].startswith("RankError: ranks 0 and 1")
