@@ -90,20 +90,21 @@ class ModelHost:
             self._check_model()
             if self._group is not None:
                 self._group.check(self.model, training=True)
-            shares = self.topology.shares_batches
-            if shares and compile_blocks:
+            context = self.topology.relations.get("context", ())
+            eager = bool(splits or context)
+            if eager and compile_blocks:
                 raise UnsupportedError(
                     "Config(compile_blocks=True) asks for compiled decoder blocks, which have not "
                     "been shown exact where transformers splits them over ranks, nor with context "
                     "parallelism. Leave compile_blocks out."
                 )
-            self.compiling: Compiling = Compiling(False if shares else compile_blocks)
+            self.compiling: Compiling = Compiling(False if eager else compile_blocks)
             self._blocks = CompiledBlocks(self.entry.blocks, self.compiling, self.entry.context_of)
             self._recomputes = False
             self._changes: Changes | None = None
             """Of the step that runs; a microbatch's own are undone at its end."""
             shape = self.entry.shape(splits)  # which refuses parts of heads
-            if context := self.topology.relations.get("context"):
+            if context:
                 self.entry.check_context_parallel(shape, len(context))
 
     # Facts
