@@ -1,6 +1,6 @@
 """The interface of one library's models to `ModelHost`."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -67,6 +67,11 @@ class Entry(Protocol):
     @property
     def final_norms(self) -> Sequence[nn.Module]:
         """Modules that the decoder runs between its last block and the head."""
+        ...
+
+    @property
+    def idle(self) -> Collection[nn.Module]:
+        """Modules of the model that no microbatch runs, such as an encoder of images."""
         ...
 
     @property

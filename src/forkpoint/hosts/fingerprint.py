@@ -19,8 +19,9 @@ from forkpoint.hosts.entry import Entry
 from forkpoint.hosts.modules import HOOKS, every_module, plain_class
 
 CHECKPOINTING = "_gradient_checkpointing_func"
-HANDLES = ("_require_grads_hooks", "_require_grads_hook")
-"""Attributes that hold handles of hooks by which inputs require gradients."""
+HANDLES = ("_require_grads_hooks", "_require_grads_hook", "rope_deltas")
+"""Attributes that no step reads: handles of hooks by which inputs require gradients, and what
+multimodal models keep of their last forward."""
 MOST_STATES = 64
 """States of a model that are remembered, such as training and evaluation."""
 CONTAINERS = (list, dict, set)

@@ -224,7 +224,7 @@ class ModelHost:
         found = (self.fingerprint(), training, routed)
         if found != self._checked:
             self._check_model()
-            refusals.check_random(self.model)
+            refusals.check_random(self.model, self.entry.idle)
             self.entry.check_state(training=training, routed=routed)
             self._checked = found
         refusals.check_parameters(self.model, sharded=self.topology.lockstep)

@@ -4,7 +4,7 @@ The self-check compares log-probs of a sample. It cannot see wrong gradients, dr
 act later; these checks do, before anything runs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -143,10 +143,10 @@ def check_derived_weights(model: nn.Module) -> None:
                 )
 
 
-def check_random(model: nn.Module) -> None:
-    """Refuse modules in training mode that draw random numbers."""
+def check_random(model: nn.Module, idle: Collection[nn.Module] = ()) -> None:
+    """Refuse modules in training mode that draw random numbers. `idle` ones are not run."""
     for name, module in every_module(model):
-        if not module.training:
+        if not module.training or module in idle:
             continue
         # Some families call dropout as a function, with a rate that the module keeps.
         kept = (v for k, v in vars(module).items() if "dropout" in k and isinstance(v, float))

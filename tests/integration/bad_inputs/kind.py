@@ -9,10 +9,10 @@ from commands import write_config, write_rollouts
 
 from forkpoint import load_rollouts
 from forkpoint.errors import ForkpointError, RolloutError
-from forkpoint.hosts.transformers.families import FAMILIES
+from forkpoint.hosts.transformers.families import FAMILIES, known_classes
 
 FAMILY_NAMES = ", ".join(FAMILIES)
-FAMILY_CLASSES = ", ".join(family.model_class for family in FAMILIES.values())
+FAMILY_CLASSES = ", ".join(known_classes())
 
 Prepare = Callable[[pytest.MonkeyPatch], object]
 

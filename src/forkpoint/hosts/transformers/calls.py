@@ -128,11 +128,12 @@ class ForwardConfig:
         setattr(vars(self)["_config"], name, value)
 
 
-def set_attention(core: Any, changes: Changes) -> None:
-    """Let attention of a model run microbatches, until the changes are undone."""
-    decoder = vars(core.base_model)
-    changes.set(decoder, "config", ForwardConfig(decoder["config"]))
-    for config in configurations(core):
+def set_attention(decoder: nn.Module, changes: Changes) -> None:
+    """Let attention of a decoder run microbatches, until the changes are undone."""
+    own = vars(decoder)
+    configs = configurations(decoder)
+    changes.set(own, "config", ForwardConfig(own["config"]))
+    for config in configs:
         changes.set(vars(config), "_attn_implementation_internal", ATTENTION_NAME)
         if vars(config).get("output_router_logits"):  # which would keep them all
             changes.set(vars(config), "output_router_logits", False)

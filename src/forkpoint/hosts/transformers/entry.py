@@ -4,7 +4,7 @@ Two settings are changed while microbatches run, and put back after: the name of
 function in the model's configurations, and the forwards of recurrent layers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,16 @@ from forkpoint.hosts.calls import CallContext
 from forkpoint.hosts.code_provenance import Definition
 from forkpoint.hosts.heads import ModelHead
 from forkpoint.hosts.transformers import calls, refusals
-from forkpoint.hosts.transformers.families import FAMILIES, Family
+from forkpoint.hosts.transformers.families import Family, known_family
 from forkpoint.hosts.transformers.heads import head_of
 from forkpoint.hosts.transformers.linear_attention import run_recurrences
+from forkpoint.hosts.transformers.multimodal import (
+    check_language_model,
+    decoder_of,
+    idle_modules,
+    packages_of,
+    refuse_split,
+)
 from forkpoint.hosts.transformers.routers import Routers
 from forkpoint.hosts.transformers.shallow import shallow_model
 from forkpoint.hosts.transformers.shapes import model_shape
@@ -43,16 +50,19 @@ class TransformersEntry:
         """`splits`: modules that are split over ranks."""
         self.model: nn.Module = model
         self.core: Any = refusals.supported_model(model)
-        self.family: Family = FAMILIES[self.core.config.model_type]
+        family = known_family(self.core.config.model_type)
+        assert family is not None
+        self.family: Family = family
+        refuse_split(self.core, splits)
         self.head: ModelHead = head_of(self.core, self.family, splits)
 
     @property
     def decoder(self) -> nn.Module:
-        return self.core.base_model
+        return decoder_of(self.core)
 
     @property
     def blocks(self) -> nn.ModuleList:
-        return self.core.base_model.layers
+        return decoder_of(self.core).layers
 
     @property
     def final_norms(self) -> Sequence[nn.Module]:
@@ -62,6 +72,10 @@ class TransformersEntry:
     @property
     def embeddings(self) -> nn.Module:
         return self.core.get_input_embeddings()
+
+    @property
+    def idle(self) -> Collection[nn.Module]:
+        return idle_modules(self.core)
 
     @property
     def routers(self) -> Routers:
@@ -84,7 +98,8 @@ class TransformersEntry:
         return bool(refusals.checkpointed_modules(self.core))
 
     def check_model(self) -> None:
-        refusals.check_modules(self.model, self.family.package or self.core.config.model_type)
+        check_language_model(self.core)
+        refusals.check_modules(self.model, packages_of(self.core), self.idle)
         refusals.check_attention_function(self.model)
 
     def check_state(self, *, training: bool, routed: bool) -> None:
@@ -98,7 +113,7 @@ class TransformersEntry:
         refusals.check_media(self.core, self.family, batch)
 
     def attach(self, changes: Changes) -> None:
-        calls.set_attention(self.core, changes)
+        calls.set_attention(self.decoder, changes)
         run_recurrences(self.core, changes)
 
     def run(self, ids_1T: Tensor, positions_1T: Tensor, context: CallContext) -> Any:

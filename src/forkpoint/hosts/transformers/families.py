@@ -25,15 +25,20 @@ class Family:
 
     media: tuple[tuple[str, int], ...] = ()
     """Token ids that stand for images or video in models of the family that see them."""
+    decoders: tuple[str, ...] | None = None
+    """Of a multimodal family: model types of its own language models. Empty where it has any of
+    `FAMILIES`."""
 
     @property
     def critic_class(self) -> str:
         """The family's token classifier; one of a single label is a critic. Not all have one."""
+        if self.decoders is not None:
+            return ""
         return self.model_class.replace("ForCausalLM", "ForTokenClassification")
 
     def head_options(self, causal: Any) -> dict[str, float | None]:
         """`logit_scale` and `softcap` of the head, read where the stock forward reads them."""
-        config, scale = causal.config, None
+        config, scale = causal.config.get_text_config(), None
         if self.scale is not None:
             scale = float(getattr(causal, self.scale))
         if self.divisor is not None:
@@ -85,3 +90,38 @@ FAMILIES = {
     "seed_oss": Family("SeedOssForCausalLM"),
     "starcoder2": Family("Starcoder2ForCausalLM"),
 }
+
+PLACEHOLDERS = tuple((f"{kind}_token_id", -1) for kind in ("image", "video", "audio"))
+
+
+def _multimodal(name: str, *decoders: str) -> Family:
+    return Family(f"{name}ForConditionalGeneration", media=PLACEHOLDERS, decoders=decoders)
+
+
+MULTIMODAL = {
+    "qwen2_vl": _multimodal("Qwen2VL", "qwen2_vl_text"),
+    "qwen2_5_vl": _multimodal("Qwen2_5_VL", "qwen2_5_vl_text"),
+    "qwen3_vl": _multimodal("Qwen3VL", "qwen3_vl_text"),
+    "qwen3_vl_moe": _multimodal("Qwen3VLMoe", "qwen3_vl_moe_text"),
+    "qwen3_5": _multimodal("Qwen3_5", "qwen3_5_text"),
+    "qwen3_5_moe": _multimodal("Qwen3_5Moe", "qwen3_5_moe_text"),
+    "gemma3": _multimodal("Gemma3", "gemma3_text"),
+    "mistral3": _multimodal("Mistral3"),
+    "internvl": _multimodal("InternVL"),
+    "llava": _multimodal("Llava"),
+    "smolvlm": _multimodal("SmolVLM"),
+    "glm4v": _multimodal("Glm4v", "glm4v_text"),
+    "glm4v_moe": _multimodal("Glm4vMoe", "glm4v_moe_text"),
+    "glm46v": _multimodal("Glm46V", "glm4v_text", "glm4v_moe_text"),
+}
+"""Models with encoders of images, of which text is run: tests/integration/test_multimodal.py."""
+
+
+def known_family(model_type: str) -> Family | None:
+    """The family of a configuration's model_type; None where it is not known."""
+    return FAMILIES.get(model_type) or MULTIMODAL.get(model_type)
+
+
+def known_classes() -> list[str]:
+    """Names of the classes of all families."""
+    return [family.model_class for family in (*FAMILIES.values(), *MULTIMODAL.values())]

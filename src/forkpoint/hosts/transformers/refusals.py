@@ -5,6 +5,7 @@ modules of which nothing is known.
 """
 
 import functools
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,14 @@ from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.code_provenance import Definition, describe_function
 from forkpoint.hosts.modules import every_module, plain_class
 from forkpoint.hosts.transformers.calls import configurations
-from forkpoint.hosts.transformers.families import FAMILIES, Family
+from forkpoint.hosts.transformers.families import (
+    MULTIMODAL,
+    Family,
+    known_classes,
+    known_family,
+)
 from forkpoint.hosts.transformers.linear_attention import recurrent_modules
+from forkpoint.hosts.transformers.multimodal import decoder_of, idle_modules
 from forkpoint.hosts.transformers.routers import Routers, adds_load_balancing
 from forkpoint.hosts.transformers.tensor_parallel import parallel_forward
 from forkpoint.hosts.wrappers import set_forward
@@ -72,16 +79,24 @@ KNOWN_HOOKS: tuple[Definition, ...] = (
 """Hooks of transformers, peft and TRL that leave a microbatch's values as they are."""
 
 
-def check_modules(model: nn.Module, family: str) -> None:
-    """Refuse modules that are not the family's own, torch's, or LoRA adapters around one."""
-    allowed = (f"transformers.models.{family}.", *TOKENWISE_CODE)
+def check_modules(
+    model: nn.Module, packages: tuple[str, ...], idle: Collection[nn.Module] = ()
+) -> None:
+    """Refuse modules that are not the family's own, torch's, or LoRA adapters around one.
+
+    packages: of transformers.models, which define the family's modules; idle: modules not run.
+    """
+    own = [f"transformers.models.{package}" for package in packages]
+    allowed = (*(f"{package}." for package in own), *TOKENWISE_CODE)
     for name, module in every_module(model):
+        if module in idle:
+            continue
         where, kind, attributes = name or "the model", plain_class(module), vars(module)
         if not kind.__module__.startswith(allowed):
             raise UnsupportedError(
                 f"{where} is a {kind.__module__}.{kind.__qualname__}, which has not been shown "
-                f"exact. Use the modules of transformers.models.{family} as they are: wrap the "
-                "model before it is quantized or patched."
+                f"exact. Use the modules of {' and '.join(own)} as they are: wrap the model before "
+                "it is quantized or patched."
             )
         if (
             "forward" in attributes
@@ -142,7 +157,8 @@ KNOWN_ROPE = (*LENGTH_FREE_ROPE, "dynamic", "longrope")
 
 def check_rope(causal: PreTrainedModel, longest: int) -> None:
     """Refuse rotary frequencies that differ between rollouts of at most `longest` tokens."""
-    found: dict[str, Any] = getattr(causal.config, "rope_parameters", None) or {}
+    config = decoder_of(causal).config
+    found: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     # Families whose kinds of layers differ in it have one entry a kind; the others have one in all.
     for parameters in [found] if "rope_type" in found else list(found.values()):
         kind = (parameters or {}).get("rope_type", "default")
@@ -153,7 +169,7 @@ def check_rope(causal: PreTrainedModel, longest: int) -> None:
                 f"rope_type is {kind!r}, and it is not known whether its frequencies depend on the "
                 f"length of a rollout. Use one of {', '.join(KNOWN_ROPE)}."
             )
-        limit = causal.config.max_position_embeddings
+        limit = config.max_position_embeddings
         if kind == "longrope":
             limit = parameters["original_max_position_embeddings"]
         if longest > limit:
@@ -189,13 +205,15 @@ def check_router_loss(causal: PreTrainedModel) -> None:
 
 
 def checkpointed_modules(causal: PreTrainedModel) -> list[tuple[str, nn.Module]]:
-    """Modules, by name, that recompute their activations in backwards."""
+    """Modules that are run, by name, that recompute their activations in backwards."""
     # Not getattr: where it is missing, which is nearly everywhere, modules take long to say so.
-    return [
+    found = [
         (name, module)
         for name, module in every_module(causal)
         if module.training and vars(module).get("gradient_checkpointing", False)
     ]
+    idle = idle_modules(causal) if found else ()
+    return [(name, module) for name, module in found if module not in idle]
 
 
 def check_checkpointing(causal: PreTrainedModel) -> None:
@@ -226,7 +244,7 @@ def supported_model(model: nn.Module) -> PreTrainedModel:
             f"{type(inner).__module__}.{type(inner).__name__} is not a transformers model; wrap "
             "the model itself, which fully_shard or DistributedDataParallel may hold."
         )
-    family, kind = FAMILIES.get(inner.config.model_type), plain_class(inner)
+    family, kind = known_family(inner.config.model_type), plain_class(inner)
     stock = kind.__module__.startswith("transformers.models.")
     critic = (
         family is not None
@@ -236,9 +254,8 @@ def supported_model(model: nn.Module) -> PreTrainedModel:
     if family is None or not stock or not (kind.__name__ == family.model_class or critic):
         raise UnsupportedError(
             f"{kind.__module__}.{kind.__name__} (model_type {inner.config.model_type!r}) has not "
-            f"been shown exact; supported are {', '.join(f.model_class for f in FAMILIES.values())}"
-            " of transformers, not subclasses of them, and as critics their ForTokenClassification "
-            "with one label."
+            f"been shown exact; supported are {', '.join(known_classes())} of transformers, not "
+            "subclasses of them, and as critics their ForTokenClassification with one label."
         )
     return inner
 
@@ -253,8 +270,10 @@ def check_context_parallel(core: Any, shape: ModelShape, ranks: int) -> None:
     found = "routers" if Routers(core, core).layers else ""
     for module in recurrent_modules(core).values():
         found = f"recurrent layers ({plain_class(module).__name__})"
+    if core.config.model_type in MULTIMODAL:
+        found = "an encoder of images"
     if found:
         raise UnsupportedError(
-            f"the model has {found}, which have not been shown exact with context parallelism. "
-            "Leave the dimension out of the mesh."
+            f"the model has {found}, and such models have not been shown exact with context "
+            "parallelism. Leave the dimension out of the mesh."
         )

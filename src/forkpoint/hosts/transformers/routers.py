@@ -10,8 +10,10 @@ from forkpoint.engine.changes import Changes
 from forkpoint.engine.host import FoundRouter, RouteHolder, RouterNote
 from forkpoint.hosts.modules import every_module, plain_class
 from forkpoint.hosts.routers import LAST, force_routers, num_experts, record_routers
+from forkpoint.hosts.transformers.multimodal import decoder_of
 
 LOAD_BALANCING = "load_balancing_loss_func"
+LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration")
 BIAS = "e_score_correction_bias"
 
 
@@ -20,7 +22,7 @@ class Routers:
 
     def __init__(self, model: nn.Module, causal: PreTrainedModel) -> None:
         """`causal`: the model within adapters; routers have their names in `model`."""
-        recorded = getattr(causal.base_model, "_can_record_outputs", None) or {}
+        recorded = getattr(decoder_of(causal), "_can_record_outputs", None) or {}
         spec: Any = recorded.get("router_logits")
         kinds = tuple(
             getattr(entry, "target_class", entry)
@@ -33,7 +35,7 @@ class Routers:
         self.defines_loss: bool = defines_load_balancing(causal)
         self.coefficient: float = 0.0
         if adds_load_balancing(causal):
-            self.coefficient = float(causal.config.router_aux_loss_coef)
+            self.coefficient = float(causal.config.get_text_config().router_aux_loss_coef)
 
     @property
     def experts(self) -> int:
@@ -77,10 +79,10 @@ def defines_load_balancing(causal: PreTrainedModel) -> bool:
     """Whether transformers adds a load-balancing loss to this model's own."""
     kind = plain_class(causal)
     file = sys.modules[kind.__module__]
-    return hasattr(file, LOAD_BALANCING) and kind.__name__.endswith("ForCausalLM")
+    return hasattr(file, LOAD_BALANCING) and kind.__name__.endswith(LANGUAGE_MODELS)
 
 
 def adds_load_balancing(causal: PreTrainedModel) -> bool:
     """Whether ordinary training of this model adds that loss by itself."""
-    wanted = getattr(causal.config, "output_router_logits", False)
+    wanted = getattr(causal.config.get_text_config(), "output_router_logits", False)
     return bool(wanted) and defines_load_balancing(causal)

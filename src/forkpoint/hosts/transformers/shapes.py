@@ -8,6 +8,7 @@ from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.heads import ModelHead
 from forkpoint.hosts.modules import every_module
 from forkpoint.hosts.transformers.linear_attention import recurrent_modules
+from forkpoint.hosts.transformers.multimodal import decoder_of
 from forkpoint.hosts.transformers.refusals import checkpointed_modules
 from forkpoint.hosts.transformers.tensor_parallel import DISPATCHED, Split
 from forkpoint.plan.pricing.cost import ModelShape
@@ -19,15 +20,16 @@ def model_shape(core: Any, head: ModelHead, splits: Sequence[Split]) -> ModelSha
 
     Raises UnsupportedError where a rank would have parts of heads.
     """
-    sizes = core.config.to_dict()
+    decoder = decoder_of(core)
+    sizes = decoder.config.to_dict()
     shape = ModelShape.from_config(
         sizes,
-        dtype_bytes=next(core.parameters()).element_size(),
+        dtype_bytes=next(decoder.parameters()).element_size(),
         checkpointed=bool(checkpointed_modules(core)),
         **({"vocab": head.width()} if head.gives == "values" else {}),
     )
     if shape.expert_layers:
-        kept = expert_activations(sizes, getattr(core.config, "_experts_implementation", None))
+        kept = expert_activations(sizes, getattr(decoder.config, "_experts_implementation", None))
         shape = replace(shape, expert_activations=kept)
     return _local_shape(shape, core, splits) if splits else shape
 

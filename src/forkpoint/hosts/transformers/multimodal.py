@@ -1,0 +1,78 @@
+"""The language model of a multimodal model, which runs text; its encoders are not run."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+
+from forkpoint.errors import UnsupportedError
+from forkpoint.hosts.modules import HOOKS, every_module, plain_class
+from forkpoint.hosts.transformers.families import FAMILIES, MULTIMODAL
+
+
+def decoder_of(core: PreTrainedModel) -> Any:
+    """The decoder below the head of a language model, a critic or a multimodal model."""
+    return core.get_decoder() if core.config.model_type in MULTIMODAL else core.base_model
+
+
+def idle_modules(core: PreTrainedModel) -> frozenset[nn.Module]:
+    """Modules that text does not run: encoders of a multimodal model, and what projects their
+    features."""
+    if core.config.model_type not in MULTIMODAL:
+        return frozenset()
+    run = {*decoder_of(core).modules(), *core.get_output_embeddings().modules()}
+    return frozenset(m for m in core.modules() if m not in run) - {m for _, m in _around(core)}
+
+
+def packages_of(core: PreTrainedModel) -> tuple[str, ...]:
+    """Packages of transformers.models that may define modules of a model that are run."""
+    found = []
+    for kind in (core.config.model_type, decoder_of(core).config.model_type):
+        family = FAMILIES.get(kind)
+        found.append((family and family.package) or kind.removesuffix("_text"))
+    return tuple(dict.fromkeys(found))
+
+
+def check_language_model(core: PreTrainedModel) -> None:
+    """Refuse language models of multimodal models that have not been shown exact, and hooks and
+    forwards around them, which are not run."""
+    family = MULTIMODAL.get(core.config.model_type)
+    if family is None:
+        return
+    kind = decoder_of(core).config.model_type
+    if kind not in (family.decoders or FAMILIES):
+        raise UnsupportedError(
+            f"the language model of {plain_class(core).__name__} is a {kind!r}, which has not been "
+            f"shown exact; supported are {', '.join(family.decoders or FAMILIES)}."
+        )
+    for name, module in _around(core)[1:]:
+        found = [hooks for hooks in HOOKS if vars(module)[hooks]]
+        if isinstance(module, FSDPModule):
+            found = ["fully_shard"]
+        elif "forward" in vars(module):
+            found = ["a forward of its own"]
+        if found:
+            raise UnsupportedError(
+                f"{name} has {found[0]}, and a step runs the language model within it by itself. "
+                "Put it on the whole model, or on the language model and its blocks."
+            )
+
+
+def refuse_split(core: PreTrainedModel, splits: Sequence[Any]) -> None:
+    """Refuse a multimodal model that transformers has split over ranks."""
+    if splits and core.config.model_type in MULTIMODAL:
+        raise UnsupportedError(
+            f"{plain_class(core).__name__} is split over ranks (tp_plan), which has been shown "
+            "exact for models of text alone. Use fully_shard, or load the text model."
+        )
+
+
+def _around(core: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+    """The modules that the language model lies in, the core first."""
+    decoder = cast(nn.Module, decoder_of(core))
+    name = next(name for name, module in every_module(core) if module is decoder)
+    parts = name.split(".")[:-1]
+    above = [".".join(parts[: n + 1]) for n in range(len(parts))]
+    return [("", core), *((name, core.get_submodule(name)) for name in above)]

@@ -1,0 +1,237 @@
+"""Text rows of multimodal models: the outer model is wrapped, and its encoders are not run."""
+
+from typing import Any
+
+import pytest
+import torch
+from host_models import checkpointing, lora, quiet_peft
+from peft import PeftModel
+from steps import ACROSS, clear_gradients, forked_batch, gradients, relative_distance
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from forkpoint import Config, Rollout, RolloutBatch, UnsupportedError, wrap
+from forkpoint.hosts.transformers.families import MULTIMODAL
+from forkpoint.losses import GRPO, GSPO, RouterLoss
+from forkpoint.losses.base import as_loss
+from forkpoint.testing import ReadOnlyHook, dense_run, lifted_upcasts
+from lanes import slow_besides
+from multimodal_models import IMAGE, VISION, tiny_multimodal
+
+BAR = 1e-10
+CONFIGS = (
+    ACROSS,
+    Config(sharing="tree", boundary="within"),
+    Config(sharing="group", boundary="mixed", max_microbatch_tokens=17),
+    Config(sharing="none"),
+)
+BATCH = forked_batch(vocab=58)
+FAST = ("qwen3_vl", "gemma3")
+
+
+def weighted(outputs: Any, batch: Any) -> Tensor:
+    return -batch.trained(outputs.logprobs * batch.advantages).sum()
+
+
+def stock_gradients(model: PreTrainedModel, batch: RolloutBatch) -> dict[str, Tensor | None]:
+    """Of `weighted`, by the model's own forward of one rollout at a time, with positions as it
+    finds them itself."""
+    clear_gradients(model)
+    for rollout in batch:
+        ids = torch.tensor(rollout.token_ids)[None]
+        positions = {}
+        if hasattr(model.model, "get_rope_index"):
+            found = model.model.get_rope_index(ids, mm_token_type_ids=torch.zeros_like(ids))[0]
+            assert (found == torch.arange(ids.shape[1])).all()
+            positions = {"position_ids": found}
+        logits = model(input_ids=ids, use_cache=False, **positions).logits[0, :-1]
+        chosen = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        trained = torch.tensor(rollout.loss_mask[1:])
+        (-rollout.advantage * chosen[trained].sum()).backward()
+    found = gradients(model)
+    clear_gradients(model)
+    return found
+
+
+def tower(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters outside of the language model and the head."""
+    text = ("language_model.", "text_model.", "lm_head.")
+    return {n: p for n, p in model.named_parameters() if not any(part in n for part in text)}
+
+
+@pytest.mark.parametrize("family", slow_besides(FAST, MULTIMODAL))
+def test_text_equals_the_stock_forward(family: str) -> None:
+    model = tiny_multimodal(family)
+    assert tower(model)
+    with lifted_upcasts(model):
+        policy = wrap(model)
+        wanted = stock_gradients(model, BATCH)
+        for config in CONFIGS:
+            clear_gradients(model)
+            policy.with_config(**vars(config)).forward_backward(BATCH, weighted)
+            assert relative_distance(gradients(model), wanted) < BAR, config
+            assert all(p.grad is None for p in tower(model).values())
+            assert all(p.grad is not None for p in model.lm_head.parameters())
+
+
+def test_every_family_is_tested() -> None:
+    assert VISION.keys() == MULTIMODAL.keys()
+
+
+def test_other_positions_are_found() -> None:
+    """A control: with positions that axes do not share the comparison fails."""
+    model = tiny_multimodal("qwen3_vl")
+    with lifted_upcasts(model):
+        policy = wrap(model, Config(self_check=False))
+        wanted = stock_gradients(model, BATCH)
+        run = policy.host.entry.run
+
+        def shifted(ids_1T: Tensor, positions_1T: Tensor, context: Any) -> Any:
+            axes = positions_1T * torch.tensor([1, 1, 2, 1])[:, None, None]
+            return run(ids_1T, axes, context)
+
+        policy.host.entry.run = shifted
+        policy.forward_backward(BATCH, weighted)
+    assert relative_distance(gradients(model), wanted) > 1e-3
+
+
+@pytest.mark.parametrize("family", slow_besides(["qwen3_vl_moe"], MULTIMODAL))
+def test_losses_scores_and_recomputation(family: str) -> None:
+    """Losses of rollouts, scores, log-probs of a loss outside, and recomputation."""
+    model = tiny_multimodal(family)
+    with lifted_upcasts(model):
+        policy = wrap(model, ACROSS)
+        for loss in (GRPO(kl=0.1), GSPO()):
+            dense = dense_run(model, BATCH, loss)
+            clear_gradients(model)
+            stats = policy.forward_backward(BATCH, loss)
+            assert stats.loss == pytest.approx(dense.loss, rel=BAR)
+            assert relative_distance(gradients(model), dict(dense.gradients)) < BAR
+        dense = dense_run(model, BATCH, as_loss(weighted))
+        assert (policy.score(BATCH).logprobs - dense.logprobs_T).abs().max() < BAR
+        clear_gradients(model)
+        found = policy.logprobs(BATCH)
+        batch_mask = torch.tensor(BATCH.loss_mask)
+        advantages = torch.tensor(BATCH.advantages)
+        (-(found * advantages)[batch_mask].sum()).backward()
+        assert relative_distance(gradients(model), dict(dense.gradients)) < BAR
+        clear_gradients(model)
+        policy.with_config(checkpointing="full").forward_backward(BATCH, weighted)
+        assert relative_distance(gradients(model), dict(dense.gradients)) < BAR
+        clear_gradients(model)
+        checkpointing(model, use_reentrant=False)
+        policy.forward_backward(BATCH, weighted)
+        assert relative_distance(gradients(model), dict(dense.gradients)) < BAR
+
+
+@pytest.mark.parametrize("family", slow_besides(["qwen3_vl"], MULTIMODAL))
+def test_verify(family: str) -> None:
+    report = wrap(tiny_multimodal(family)).verify(BATCH, GRPO())
+    assert report.passed and len(report.plans) == 2
+
+
+@quiet_peft
+@pytest.mark.parametrize("family", slow_besides(["qwen2_5_vl"], MULTIMODAL))
+def test_adapters(family: str) -> None:
+    """On the language model, the encoder and the head's inputs alike; peft saves their names."""
+    base = tiny_multimodal(family)
+    model: Any = lora(base, target_modules="all-linear")
+    assert isinstance(model, PeftModel)
+    with lifted_upcasts(model):
+        policy = wrap(model, CONFIGS[1])
+        dense = dense_run(model, BATCH, GRPO())
+        clear_gradients(model)
+        policy.forward_backward(BATCH, GRPO())
+    assert relative_distance(gradients(model), dict(dense.gradients)) < BAR
+    adapters = {n: p for n, p in tower(model).items() if "lora_" in n}
+    assert adapters and all(p.grad is None for p in adapters.values())
+
+
+def test_tied_head_and_frozen_tower() -> None:
+    model = tiny_multimodal("qwen2_5_vl", tie_word_embeddings=True)
+    for parameter in tower(model).values():
+        parameter.requires_grad_(False)
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    with lifted_upcasts(model):
+        wanted = stock_gradients(model, BATCH)
+        wrap(model, ACROSS).forward_backward(BATCH, weighted)
+    assert relative_distance(gradients(model), wanted) < BAR
+
+
+def test_a_forward_with_an_image_changes_nothing() -> None:
+    """It leaves rope_deltas in the model, which steps do not read."""
+    model = tiny_multimodal("qwen3_vl")
+    policy = wrap(model)
+    policy.forward_backward(BATCH, weighted)
+    wanted, checked = gradients(model), policy.host.fingerprint()
+    clear_gradients(model)
+    grid = torch.tensor([[1, 4, 4]])
+    ids = torch.tensor([[3, IMAGE, IMAGE, IMAGE, IMAGE, 4]])
+    model(
+        input_ids=ids,
+        pixel_values=torch.randn(16, 96, dtype=torch.float64),
+        image_grid_thw=grid,
+        mm_token_type_ids=(ids == IMAGE).long(),
+    )
+    assert model.model.rope_deltas is not None
+    assert policy.host.fingerprint() == checked
+    policy.forward_backward(BATCH, weighted)
+    assert relative_distance(gradients(model), wanted) == 0
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", "llava"])
+def test_placeholders_are_refused(family: str) -> None:
+    policy = wrap(tiny_multimodal(family))
+    rollouts = [Rollout([1, 2, last, 3], [0, 0, 0, 1], 1.0) for last in (4, IMAGE)]
+    with pytest.raises(UnsupportedError, match=f"token {IMAGE} .image_token_id. is at position 2"):
+        policy.forward_backward(rollouts, GRPO())
+
+
+def test_what_lies_around_the_language_model_is_refused() -> None:
+    """It is not run: hooks, and forwards that are set."""
+    for change in (
+        lambda inner: inner.register_forward_hook(ReadOnlyHook(print)),
+        lambda inner: setattr(inner, "forward", torch.autocast("cpu")(inner.forward)),
+    ):
+        model = tiny_multimodal("qwen3_vl")
+        change(model.model)
+        with pytest.raises(UnsupportedError, match=r"^model has"):
+            wrap(model)
+
+
+def test_language_models_that_are_not_known() -> None:
+    model = tiny_multimodal("llava", model_type="gpt_neox")
+    with pytest.raises(UnsupportedError, match=r"language model of .* is a 'gpt_neox'"):
+        wrap(model)
+
+
+def test_dropout_of_the_tower_is_no_matter() -> None:
+    model = tiny_multimodal("llava")
+    next(m for n, m in model.named_modules() if "vision" in n).dropout = 0.1
+    with lifted_upcasts(model):
+        wanted = stock_gradients(model, BATCH)
+        wrap(model, CONFIGS[1]).forward_backward(BATCH, weighted)
+    assert relative_distance(gradients(model), wanted) < BAR
+
+
+def test_load_balancing_is_not_left_out() -> None:
+    model = tiny_multimodal("qwen3_vl_moe", output_router_logits=True)
+    with pytest.raises(UnsupportedError, match="output_router_logits=True"):
+        wrap(model).forward_backward(BATCH, GRPO())
+    model = tiny_multimodal("qwen3_vl_moe", output_router_logits=True)
+    with lifted_upcasts(model):
+        policy = wrap(model, ACROSS)
+        assert policy.verify(BATCH, GRPO(), router=RouterLoss(load_balancing=0.1)).passed
+
+
+def test_saved_and_loaded_as_before(tmp_path: Any) -> None:
+    """AutoModelForCausalLM gives the multimodal class of Gemma 3, and names stay those of it."""
+    model = tiny_multimodal("gemma3", dtype=torch.float32)
+    policy = wrap(model)
+    policy.forward_backward(BATCH, GRPO())
+    names = set(model.state_dict())
+    policy.host.model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    assert type(loaded) is type(model) and set(loaded.state_dict()) == names
+    wrap(loaded.train()).forward_backward(BATCH, GRPO())
+    assert relative_distance(gradients(loaded), gradients(model)) < 2e-5
