@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 import hybrids
 
@@ -101,13 +101,14 @@ IMAGE, VIDEO = 59, 60
 
 def tiny_multimodal(
     family: str, *, seed: int = 0, dtype: torch.dtype = torch.float64, **text: Any
-) -> PreTrainedModel:
+) -> Any:
     """A random multimodal model of a family; `text` changes its language model's configuration."""
     if family not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {family}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # special tokens beyond the tiny vocabulary
-        config = CONFIG_MAPPING[family](
+        made: Any = CONFIG_MAPPING[family]
+        config = made(
             text_config={**SIZES, **TEXT[family], **text},
             vision_config=VISION[family],
             tie_word_embeddings=text.get("tie_word_embeddings", False),

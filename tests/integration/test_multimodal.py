@@ -8,7 +8,7 @@ from host_models import checkpointing, lora, quiet_peft
 from peft import PeftModel
 from steps import ACROSS, clear_gradients, forked_batch, gradients, relative_distance
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from forkpoint import Config, Rollout, RolloutBatch, UnsupportedError, wrap
 from forkpoint.hosts.transformers.families import MULTIMODAL
@@ -33,7 +33,7 @@ def weighted(outputs: Any, batch: Any) -> Tensor:
     return -batch.trained(outputs.logprobs * batch.advantages).sum()
 
 
-def stock_gradients(model: PreTrainedModel, batch: RolloutBatch) -> dict[str, Tensor | None]:
+def stock_gradients(model: Any, batch: RolloutBatch) -> dict[str, Tensor | None]:
     """Of `weighted`, by the model's own forward of one rollout at a time, with positions as it
     finds them itself."""
     clear_gradients(model)
@@ -84,13 +84,14 @@ def test_other_positions_are_found() -> None:
     with lifted_upcasts(model):
         policy = wrap(model, Config(self_check=False))
         wanted = stock_gradients(model, BATCH)
-        run = policy.host.entry.run
+        entry: Any = vars(policy.host)["entry"]
+        run = entry.run
 
         def shifted(ids_1T: Tensor, positions_1T: Tensor, context: Any) -> Any:
             axes = positions_1T * torch.tensor([1, 1, 2, 1])[:, None, None]
             return run(ids_1T, axes, context)
 
-        policy.host.entry.run = shifted
+        entry.run = shifted
         policy.forward_backward(BATCH, weighted)
     assert relative_distance(gradients(model), wanted) > 1e-3
 
@@ -167,7 +168,7 @@ def test_a_forward_with_an_image_changes_nothing() -> None:
     clear_gradients(model)
     grid = torch.tensor([[1, 4, 4]])
     ids = torch.tensor([[3, IMAGE, IMAGE, IMAGE, IMAGE, 4]])
-    model(
+    model.forward(
         input_ids=ids,
         pixel_values=torch.randn(16, 96, dtype=torch.float64),
         image_grid_thw=grid,
@@ -235,3 +236,14 @@ def test_saved_and_loaded_as_before(tmp_path: Any) -> None:
     assert type(loaded) is type(model) and set(loaded.state_dict()) == names
     wrap(loaded.train()).forward_backward(BATCH, GRPO())
     assert relative_distance(gradients(loaded), gradients(model)) < 2e-5
+
+
+@pytest.mark.parametrize("family", slow_besides(FAST, MULTIMODAL))
+def test_shallow_models(family: str) -> None:
+    """Automatic calibration measures a language model of few layers."""
+    policy = wrap(tiny_multimodal(family))
+    model = policy.host.shallow(2)
+    assert model is not None
+    few = wrap(model).host
+    assert len(few.blocks) == 2
+    assert few.shape.hidden == policy.host.shape.hidden

@@ -34,12 +34,13 @@ class Doctor:
         with out.waiting("looking around"):
             from forkpoint.apps.environment import devices
             from forkpoint.device import versions
-            from forkpoint.hosts.transformers.families import FAMILIES
+            from forkpoint.hosts.transformers.families import FAMILIES, MULTIMODAL
             from forkpoint.ops.attention import KERNELS
             from forkpoint.ops.delta_rule import DELTA_KERNELS
 
             found = {"versions": versions(), "devices": devices()}
-            found["families"] = {n: family.model_class for n, family in FAMILIES.items()}
+            families = {**FAMILIES, **MULTIMODAL}
+            found["families"] = {n: family.model_class for n, family in families.items()}
             names = [entry["device"] for entry in found["devices"]]
             kernels = {
                 "kernels": list_kernels(KERNELS, names, softcap=0.0, window=0),

@@ -22,8 +22,10 @@ def idle_modules(core: PreTrainedModel) -> frozenset[nn.Module]:
     features."""
     if core.config.model_type not in MULTIMODAL:
         return frozenset()
-    run = {*decoder_of(core).modules(), *core.get_output_embeddings().modules()}
-    return frozenset(m for m in core.modules() if m not in run) - {m for _, m in _around(core)}
+    head = cast(nn.Module, core.get_output_embeddings())
+    parts = (*every_module(decoder_of(core)), *every_module(head), *_around(core))
+    run = {module for _, module in parts}
+    return frozenset(module for _, module in every_module(core) if module not in run)
 
 
 def packages_of(core: PreTrainedModel) -> tuple[str, ...]:
