@@ -34,6 +34,9 @@ class Effort:
     """Of ancestors that are attended to."""
     repeats: int
     busy_products: int = 0
+    """Products that the device runs while the host issues a row."""
+    busy_products_of_parts: int = 0
+    """The same for one operator, which the host issues sooner."""
     copy_bytes: int
     memory: bool = True
     """Whether bytes of checkpointing and of backwards are measured; else they are counted."""
@@ -47,6 +50,7 @@ THOROUGH = {
         key_tokens=(256, 2048, 8192),
         repeats=5,
         busy_products=24,
+        busy_products_of_parts=24,
         copy_bytes=1 << 28,
         max_seconds=110.0,
     ),
@@ -62,8 +66,9 @@ QUICK = {
     "cuda": Effort(
         row_tokens=(256, 2048, 8192),
         key_tokens=(256, 8192),
-        repeats=2,
-        busy_products=10,
+        repeats=3,
+        busy_products=24,
+        busy_products_of_parts=5,
         copy_bytes=1 << 26,
         memory=False,
         max_seconds=3.0,
@@ -119,7 +124,10 @@ class Calibrator:
         sizes, end = effort.row_tokens, begin + effort.max_seconds
         clock = Clock(host.device, repeats=effort.repeats, busy_products=effort.busy_products)
         whole = Rows(clock, kernel=self.kernel, vocab=min(host.shape.vocab, 1 << 15))
-        parts = Parts(clock, host.shape, kernel=self.kernel)
+        of_parts = Clock(
+            host.device, repeats=effort.repeats, busy_products=effort.busy_products_of_parts
+        )
+        parts = Parts(of_parts, host.shape, kernel=self.kernel)
         # Memory first: it warms up and compiles all that is timed below.
         none = whole.kept_bytes(hosts, sizes[1], "none")
         counted = shape.activation_bytes("selective") / shape.activation_bytes("none")

@@ -19,8 +19,8 @@ Result = TypeVar("Result")
 
 
 class Times(NamedTuple):
-    """Typical milliseconds of the device, and of the host to issue the work; those are 0 on a CPU,
-    which does both."""
+    """Typical milliseconds of the device, and the least of the host to issue the work; those are 0
+    on a CPU, which does both."""
 
     forward: float
     backward: float
@@ -59,7 +59,9 @@ class Clock:
             device = [self._between(*marks[n : n + 2]) for n in (0, 1)]
             host = [(issued[n + 1] - issued[n]) * 1e3 * (self.kind == "cuda") for n in (0, 1)]
             samples.append(Times(*device, *host))
-        return Times(*(self.typical(list(each)) for each in zip(*samples[1:], strict=True)))
+        forwards, backwards, *issued = (list(each) for each in zip(*samples[1:], strict=True))
+        # What else the host does can only add to its time.
+        return Times(self.typical(forwards), self.typical(backwards), *map(min, issued))
 
     def _keep_busy(self) -> None:
         if self.kind != "cuda":
