@@ -178,6 +178,7 @@ def test_where_nothing_is_measured_prices_are_nominal(
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_is_measured_in_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(automatic, "MEASURED", {"cuda"})
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
