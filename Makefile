@@ -8,6 +8,8 @@ ready := $(venv)/.installed
 verl_venv := .venv-verl
 verl_ready := $(verl_venv)/.installed
 verl_needs := tests/integrations_verl/requirements.txt
+titan_needs := tests/hosts_titan/requirements.txt
+titan_ready := .venv-titan/.installed
 pytest := OMP_NUM_THREADS=1 $(bin)/python -m pytest
 no_gpu := not gpu and not multi_gpu
 
@@ -21,7 +23,7 @@ TRL ?= trl==1.16.0
 trl_ready := .venv-trl/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-ranks test-quick fuzz check format mutate test-gpu test-wheel test-versions test-trl test-verl clean
+.PHONY: help demo test test-slow test-ranks test-quick fuzz check format mutate test-gpu test-wheel test-versions test-trl test-verl test-titan clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +67,9 @@ test-gpu: $(ready)  ## the tests that need one CUDA device
 test-verl: $(verl_ready)  ## the engines for verl, beside verl's own; 6 minutes, in .venv-verl
 	@OMP_NUM_THREADS=1 $(verl_venv)/bin/python -m pytest tests/integrations_verl
 
+test-titan: $(titan_ready)  ## the models of torchtitan; in .venv-titan
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-titan/bin/python -m pytest tests/hosts_titan
+
 test-wheel:  ## build sdist and wheel, and use the wheel in an empty environment
 	@$(PYTHON) scripts/test_wheel.py
 
@@ -88,7 +93,7 @@ $(trl_ready): pyproject.toml constraints.txt
 	@echo "$(TRL)" > $@
 
 clean:  ## remove the environment and everything built or cached
-	rm -rf $(venv) .venv-trl .venv-verl .venvs build dist demo-output mutate-output .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(venv) .venv-trl .venv-verl .venv-titan .venvs build dist demo-output mutate-output .pytest_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch is named by constraints.txt from the start, so that nothing pulls another build of it.
@@ -112,4 +117,12 @@ $(verl_ready): pyproject.toml $(verl_needs)
 	  --requirement $(verl_needs)
 	@$(verl_venv)/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
 	  --no-deps --no-build-isolation verl==0.9.1 TransferQueue==0.1.10 --editable .
+	@touch $@
+
+$(titan_ready): pyproject.toml constraints.txt $(titan_needs)
+	@$(PYTHON) -m venv .venv-titan
+	@.venv-titan/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
+	  --constraint constraints.txt --editable ".[dev]"
+	@.venv-titan/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
+	  --no-deps --requirement $(titan_needs)
 	@touch $@

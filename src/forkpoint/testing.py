@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from forkpoint.hosts.refusals import ReadOnlyHook as ReadOnlyHook
-from forkpoint.hosts.transformers.stock import lifted_upcasts as lifted_upcasts
+from forkpoint.hosts.upcasts import lifted_upcasts as lifted_upcasts
 from forkpoint.ops.attention import Kernel, registry
 from forkpoint.verify.dense import DenseRun as DenseRun
 from forkpoint.verify.dense import dense_run as dense_run

@@ -16,9 +16,8 @@ from forkpoint.apps.cli.options import Runtime
 from forkpoint.apps.replay import loop as replay_loop
 from forkpoint.apps.replay.loop import rate_factor, replay
 from forkpoint.apps.replay.records import ReplayStep
-from forkpoint.hosts.transformers.stock import lifted_upcasts
 from forkpoint.losses import GRPO, LogLikelihood
-from forkpoint.testing import tiny_model
+from forkpoint.testing import lifted_upcasts, tiny_model
 from forkpoint.verify.dense import dense_run
 
 FIELDS = {

@@ -134,10 +134,10 @@ def test_compiled_blocks_get_their_own_forwards_back() -> None:
     blocks = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
     own = types.MethodType(nn.Linear.forward, blocks[0])
     blocks[0].forward = own
-    compiled = CompiledBlocks(blocks, Compiling(True), lambda _: None)
+    compiled = CompiledBlocks(Compiling(True), lambda _: None)
     for _ in range(2):
         with pytest.raises(KeyError), Changes() as changes:
-            compiled.enter(changes)
+            compiled.enter(list(blocks), changes)
             assert all(vars(block)["forward"] is not own for block in blocks)
             raise KeyError
         assert vars(blocks[0])["forward"] is own

@@ -14,7 +14,8 @@ from transformers.utils import logging
 from forkpoint import Config, wrap
 from forkpoint.engine.changes import Changes
 from forkpoint.hosts.transformers.families import FAMILIES
-from forkpoint.hosts.transformers.stock import lift_upcasts, run_plain_recurrences
+from forkpoint.hosts.transformers.stock import run_plain_recurrences
+from forkpoint.hosts.upcasts import lift_upcasts
 from forkpoint.losses import GRPO
 from forkpoint.testing import PLAIN_ATTENTION
 from parallel.processes import run_ranks

@@ -19,7 +19,8 @@ from transformers.utils import logging
 import forkpoint
 from forkpoint import Config, Rollout, RolloutBatch
 from forkpoint.engine.changes import Changes
-from forkpoint.hosts.transformers.stock import lift_upcasts, run_plain_recurrences
+from forkpoint.hosts.transformers.stock import run_plain_recurrences
+from forkpoint.hosts.upcasts import lift_upcasts
 from forkpoint.losses import GRPO
 from forkpoint.testing import tiny_model
 

@@ -132,7 +132,7 @@ class Host(Protocol):
         ...
 
     @property
-    def blocks(self) -> nn.ModuleList:
+    def blocks(self) -> list[nn.Module]:
         """The decoder's blocks, in their order."""
         ...
 

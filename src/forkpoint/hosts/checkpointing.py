@@ -7,7 +7,7 @@ checkpointing. There is no dropout in microbatches, so no state of random genera
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -17,11 +17,11 @@ from forkpoint.engine.changes import Changes
 from forkpoint.errors import UnsupportedError
 
 # What families call the part of a block that works on each token by itself.
-MLP_NAMES = ("mlp", "block_sparse_moe", "shared_mlp")
+MLP_NAMES = ("mlp", "block_sparse_moe", "shared_mlp", "feed_forward", "moe")
 
 
 def checkpoint_blocks(
-    blocks: nn.ModuleList, policy: str, changes: Changes, *, but: int | None
+    blocks: Sequence[nn.Module], policy: str, changes: Changes, *, but: int | None
 ) -> None:
     """Checkpoint all blocks but one, that in which a microbatch without head ends, until the
     changes are undone.

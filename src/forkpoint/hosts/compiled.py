@@ -2,7 +2,7 @@
 
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,18 +39,16 @@ class CompiledBlocks:
 
     def __init__(
         self,
-        blocks: nn.ModuleList,
         compiling: Compiling,
         context_of: Callable[[dict[str, Any]], CallContext | None],
     ) -> None:
         """`context_of`: the microbatch of a call, by its keyword arguments."""
-        self.blocks = blocks
         self.compiling = compiling
         self._compiled: dict[nn.Module, Callable] = {}
         self._context_of = context_of
         self._handles: list[int] = []
 
-    def enter(self, changes: Changes) -> None:
+    def enter(self, blocks: Sequence[nn.Module], changes: Changes) -> None:
         """Let the blocks' forwards be the compiled ones, until the changes are undone.
 
         A block at which the compiler fails runs eagerly there and then: a step that ended would
@@ -58,9 +56,9 @@ class CompiledBlocks:
         """
         if not self.compiling.announced:
             self.compiling.announced = True
-            _log.warning(ANNOUNCEMENT, len(self.blocks))
+            _log.warning(ANNOUNCEMENT, len(blocks))
         config = torch._dynamo.config
-        for name, value in _dynamo_options(self.blocks).items():
+        for name, value in _dynamo_options(blocks).items():
             changes.later(setattr, config, name, getattr(config, name))
             setattr(config, name, value)
         lazily = "force_non_lazy_backward_lowering"
@@ -68,7 +66,7 @@ class CompiledBlocks:
         changes.later(setattr, functorch, lazily, getattr(functorch, lazily))
         setattr(functorch, lazily, True)
         forget_calls(self._handles, changes)
-        for block in self.blocks:
+        for block in blocks:
             covered = set_forward(block)
             modules = number_modules(block, changes)
             own = covered.own if covered else block.forward
@@ -104,7 +102,7 @@ class CompiledBlocks:
         return own(*args, **kwargs)
 
 
-def _dynamo_options(blocks: nn.Module) -> dict[str, Any]:
+def _dynamo_options(blocks: Sequence[nn.Module]) -> dict[str, Any]:
     """Options of Dynamo that halve a block's graphs, and the host's work between them.
 
     Attention is called from a module within the block; without this the graph ends there twice,
@@ -118,10 +116,11 @@ def _dynamo_options(blocks: nn.Module) -> dict[str, Any]:
     return {name: True}
 
 
-def _has_hooks(blocks: nn.Module) -> bool:
+def _has_hooks(blocks: Sequence[nn.Module]) -> bool:
     return any(
         m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
-        for m in blocks.modules()
+        for block in blocks
+        for m in block.modules()
     )
 
 

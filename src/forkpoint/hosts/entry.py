@@ -60,7 +60,7 @@ class Entry(Protocol):
         ...
 
     @property
-    def blocks(self) -> nn.ModuleList:
+    def blocks(self) -> list[nn.Module]:
         """The decoder's blocks, in their order."""
         ...
 
@@ -157,11 +157,47 @@ class Entry(Protocol):
         ...
 
 
+class Stock(Protocol):
+    """The forward that users call, of a model or of a copy of one, for references."""
+
+    model: nn.Module
+
+    @property
+    def is_critic(self) -> bool:
+        """Whether it gives a value of each token instead of logits."""
+        ...
+
+    def logits(self, ids_NL: Tensor, keep: Tensor | None = None) -> Tensor:
+        """Logits [N, L, V], or a critic's values [N, L, 1].
+
+        Args:
+            ids_NL: int64.
+            keep: int64 [n], the places whose logits are wanted: [N, n, V]. By default all.
+        """
+        ...
+
+    def run_decoder_once(self, ids_NL: Tensor, changes: Changes) -> None:
+        """Run the decoder now; until the changes are undone it gives the same outputs again.
+
+        So `logits` can give those of some places at a time, by the model's own head.
+        """
+        ...
+
+    def compute_in(self, dtype: torch.dtype, changes: Changes) -> None:
+        """Compute in `dtype` throughout, by code that takes any dtype, until the changes are
+        undone."""
+        ...
+
+
 @dataclass(frozen=True)
 class Library:
     """A library of models."""
 
     entry: Callable[[nn.Module, Sequence[Any]], Entry]
     """Makes the entry of a model and its modules that are split over ranks."""
+    stock: Callable[[nn.Module], Stock]
+    """The stock forward of a model, or of a copy of one."""
     split_holder: Callable[[nn.Module], Holder | None]
     """The holder of a model that the library has split over ranks; None where it has not."""
+    unsplit: Callable[[nn.Module, Sequence[Any]], None]
+    """Makes modules of a copy whole, which the library has split over ranks in the model."""

@@ -99,7 +99,7 @@ class ModelHost:
                     "parallelism. Leave compile_blocks out."
                 )
             self.compiling: Compiling = Compiling(False if eager else compile_blocks)
-            self._blocks = CompiledBlocks(self.entry.blocks, self.compiling, self.entry.context_of)
+            self._blocks = CompiledBlocks(self.compiling, self.entry.context_of)
             self._recomputes = False
             self._changes: Changes | None = None
             """Of the step that runs; a microbatch's own are undone at its end."""
@@ -134,8 +134,8 @@ class ModelHost:
         return Capabilities(runs_ahead=ahead, checkpoints=("none", *selective, "full"))
 
     @property
-    def blocks(self) -> nn.ModuleList:
-        return self._blocks.blocks
+    def blocks(self) -> list[nn.Module]:
+        return self.entry.blocks
 
     @property
     def embeddings(self) -> nn.Module:
@@ -159,7 +159,7 @@ class ModelHost:
         return self.entry.head.weight()
 
     def shallow(self, layers: int) -> nn.Module | None:
-        trained = all(p.requires_grad for p in self.blocks.parameters())
+        trained = all(p.requires_grad for block in self.blocks for p in block.parameters())
         if not trained or (self._group is not None and self._group.splits):
             return None
         return self.entry.shallow(layers, self.device, self.compute_dtype)
@@ -272,12 +272,12 @@ class ModelHost:
             changes.later(current.__exit__, None, None, None)
             current.__enter__()
         if self._group is not None:
-            self._group.enter(changes, list(self.blocks), ())
+            self._group.enter(changes, self.blocks, ())
             self.entry.head.enter(changes)
             refuse_calls((self.model, *self.blocks), changes)
         self.entry.attach(changes)
         if compiled and self.compiles:
-            self._blocks.enter(changes)
+            self._blocks.enter(self.blocks, changes)
         changes.set(vars(self), "_changes", changes)
 
     @contextmanager
@@ -307,8 +307,9 @@ class ModelHost:
         if instruction.operation == FORWARD and not instruction.keeps_graph:
             policy = "none"
         early = instruction.ends_at_boundary
-        last = len(self.blocks) - 1
-        block = self.blocks[last]
+        blocks = self.blocks
+        last = len(blocks) - 1
+        block = blocks[last]
         mark = self._changes.mark
         routers = self._watched if early and instruction.counts_routing else None
         at_router = routers is not None and routers.end_within(block, self._changes)
@@ -321,7 +322,7 @@ class ModelHost:
             ends_in=frozenset(block.modules() if early and not at_router else ()),
             places=self.topology.places,
         )
-        checkpoint_blocks(self.blocks, policy, self._changes, but=last if early else None)
+        checkpoint_blocks(blocks, policy, self._changes, but=last if early else None)
         if early:
             end_in_last_block(block, self.entry.final_norms, self._changes)
         begin_forward(context, self._changes)

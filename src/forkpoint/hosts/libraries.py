@@ -7,33 +7,48 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from forkpoint.hosts.entry import Library
+from forkpoint.hosts.entry import Library, Stock
 from forkpoint.hosts.host import ModelHost
+from forkpoint.hosts.titan.entry import TitanEntry
+from forkpoint.hosts.titan.families import is_titan
+from forkpoint.hosts.titan.refusals import whole
+from forkpoint.hosts.titan.stock import TitanStock
+from forkpoint.hosts.topology import unwrapped
 from forkpoint.hosts.torch_dist.copies import copy_in
 from forkpoint.hosts.transformers.entry import TransformersEntry
 from forkpoint.hosts.transformers.stock import TransformersStock
 from forkpoint.hosts.transformers.tensor_parallel import split_holder, unsplit
+from forkpoint.hosts.wrappers import uncompiled
 
-Stock = TransformersStock
-"""The stock forward of a model, or of a copy of one."""
-TRANSFORMERS = Library(TransformersEntry, split_holder)
+TRANSFORMERS = Library(TransformersEntry, TransformersStock, split_holder, unsplit)
+TITAN = Library(TitanEntry, TitanStock, whole, lambda *_: None)
+
+
+def library_of(model: nn.Module) -> Library:
+    """The library of a model, which may lie in wrappers; transformers' where it is not known."""
+    return TITAN if is_titan(unwrapped(uncompiled(model))) else TRANSFORMERS
 
 
 def host_of(
     model: nn.Module, *, compile_blocks: bool | None = None, mesh: DeviceMesh | None = None
 ) -> ModelHost:
     """The host of a model; arguments and errors as of `ModelHost`."""
-    return ModelHost(model, TRANSFORMERS, compile_blocks=compile_blocks, mesh=mesh)
+    return ModelHost(model, library_of(model), compile_blocks=compile_blocks, mesh=mesh)
+
+
+def stock_of(model: nn.Module) -> Stock:
+    """The stock forward of a model, or of a copy of one."""
+    return library_of(model).stock(model)
 
 
 def whole_copy(
     model: nn.Module,
-    blocks: nn.ModuleList,
+    blocks: Sequence[nn.Module],
     dtype: torch.dtype,
     *,
     streamed: bool,
     splits: Sequence[Any] = (),
-) -> tuple[nn.Module, nn.ModuleList]:
+) -> tuple[nn.Module, list[nn.Module]]:
     """Copy a model in another dtype, with all that ranks hold in parts, and name its blocks.
 
     Args:
@@ -46,5 +61,5 @@ def whole_copy(
     Collective where ranks hold parts.
     """
     copy, copied = copy_in(model, blocks, dtype, streamed=streamed)
-    unsplit(copy, splits)
+    library_of(model).unsplit(copy, splits)
     return copy, copied

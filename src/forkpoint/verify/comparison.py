@@ -7,7 +7,7 @@ be no further from the reference than ordinary training is.
 import gc
 import math
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -22,7 +22,7 @@ from forkpoint.engine.route_replay import ForcedRoutes, RouteReplay
 from forkpoint.engine.timing import Event
 from forkpoint.engine.transaction import Transaction
 from forkpoint.errors import PlanError
-from forkpoint.hosts.libraries import Stock, whole_copy
+from forkpoint.hosts.libraries import stock_of, whole_copy
 from forkpoint.hosts.modules import forget_lists
 from forkpoint.hosts.routers import routers_of_copy
 from forkpoint.hosts.torch_dist.copies import full
@@ -208,7 +208,7 @@ class Comparison:
         runs |= {kind: 3.0 * plan.computed_tokens for kind, plan in choice.plans.items()}
         self.clock = Clock(runs, progress)
         if self.double:
-            Stock(host.model).compute_in(self.dtype, self.changes)
+            stock_of(host.model).compute_in(self.dtype, self.changes)
         with torch.enable_grad():
             run, _ = self._single_runs(REFERENCE)
             norms = {name: norm_of(gradient) for name, gradient in run.gradients.items()}
@@ -265,9 +265,9 @@ class Comparison:
             strategies = (PLAIN, SMALL)
         if self.routed is not None and self.routed.on_ranks:
             strategies = strategies[-1:]  # ranks exchange counts once in a run
-        copies: list[tuple[nn.Module, nn.ModuleList]] = []
+        copies: list[tuple[nn.Module, Sequence[nn.Module]]] = []
 
-        def copied(streamed: bool) -> tuple[nn.Module, nn.ModuleList]:
+        def copied(streamed: bool) -> tuple[nn.Module, Sequence[nn.Module]]:
             splits = () if host.group is None else host.group.splits
             return whole_copy(host.model, host.blocks, dtype, streamed=streamed, splits=splits)
 
@@ -280,7 +280,7 @@ class Comparison:
             if is_copy:
                 model, blocks = copies[0] if copies else copied(strategy.streamed)
             if is_reference and is_copy:
-                Stock(model).compute_in(dtype, changes)
+                stock_of(model).compute_in(dtype, changes)
             strategy.apply(blocks, host.device, changes)
             autocast = torch.autocast(host.device.type, enabled=False)
             with autocast if is_reference else nullcontext():

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.host import FoundRouter
 from forkpoint.engine.routing import RouterOutputs, RouterTerms
-from forkpoint.hosts.libraries import Stock
+from forkpoint.hosts.entry import Stock
+from forkpoint.hosts.libraries import stock_of
 from forkpoint.hosts.routers import record_routers
 from forkpoint.losses.base import Denominators, Loss, LossOutputs
 from forkpoint.losses.evaluate import check_leaves, computed
@@ -193,7 +194,7 @@ def dense_run(
     before: dict[Tensor, Tensor | None] = {p: p.grad for p in parameters.values()}
     weight = next(iter(parameters.values()))
     dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    stock = Stock(model)
+    stock = stock_of(model)
     names = ("values",) if stock.is_critic else ("logprobs", "entropies")
     wanted = [name for name in names if name != "entropies" or loss.needs_entropy]
     per_token = {

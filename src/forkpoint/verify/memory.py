@@ -8,7 +8,7 @@ the device while it runs.
 
 import functools
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -33,7 +33,7 @@ class MemoryStrategy:
     streamed: bool = False
     """Whether the blocks' weights stay in the host's memory. Only of the reference's copy."""
 
-    def apply(self, blocks: nn.ModuleList, device: torch.device, changes: Changes) -> None:
+    def apply(self, blocks: Sequence[nn.Module], device: torch.device, changes: Changes) -> None:
         """Let blocks run with less memory, until the changes are undone."""
         if self.streamed:
             _stream(blocks, device, changes)
@@ -89,7 +89,7 @@ class _Block(nn.Module):
         return self._own(*args, **kwargs)
 
 
-def _stream(blocks: nn.ModuleList, device: torch.device, changes: Changes) -> None:
+def _stream(blocks: Sequence[nn.Module], device: torch.device, changes: Changes) -> None:
     """Bring each block's parameters to the device for its forward, and again for its backward.
 
     Their gradients are left in the host's memory.

@@ -1,7 +1,7 @@
 """Whole copies of a model in another dtype, also where ranks hold it in parts."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, cast
 
@@ -19,13 +19,13 @@ COMPOSABLE = "__composable_api"
 
 
 def copy_in(
-    model: nn.Module, blocks: nn.ModuleList, dtype: torch.dtype, *, streamed: bool
-) -> tuple[nn.Module, nn.ModuleList]:
+    model: nn.Module, blocks: Sequence[nn.Module], dtype: torch.dtype, *, streamed: bool
+) -> tuple[nn.Module, list[nn.Module]]:
     """Copy a model in another dtype, and name the copy's blocks. Collective where it is sharded.
 
     With `streamed` the parameters of the blocks are in the host's memory.
     """
-    inside = {id(p) for p in blocks.parameters()} if streamed else set()
+    inside = {id(p) for block in blocks for p in block.parameters()} if streamed else set()
     copies: dict[int, Any] = {
         id(value): value
         for module in model.modules()
@@ -46,10 +46,8 @@ def copy_in(
     for module in twin.modules():
         # It computes in one dtype, and functions are not copied: they call the model itself.
         vars(module).pop("forward", None)
-    name = next(name for name, module in model.named_modules() if module is blocks)
-    found = twin.get_submodule(name)
-    assert isinstance(found, nn.ModuleList)
-    return twin, found
+    names = {module: name for name, module in model.named_modules()}
+    return twin, [twin.get_submodule(names[block]) for block in blocks]
 
 
 def full(tensor: Tensor) -> Tensor:

@@ -61,8 +61,8 @@ class TransformersEntry:
         return decoder_of(self.core)
 
     @property
-    def blocks(self) -> nn.ModuleList:
-        return decoder_of(self.core).layers
+    def blocks(self) -> list[nn.Module]:
+        return list(decoder_of(self.core).layers)
 
     @property
     def final_norms(self) -> Sequence[nn.Module]:

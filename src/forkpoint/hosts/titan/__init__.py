@@ -1,0 +1,1 @@
+"""TorchTitan's own models, entered at their inner attention. Nothing of torchtitan is imported."""

@@ -1,0 +1,51 @@
+"""Calls of torchtitan's layers in a step: its inner attention, and the argument they pass on.
+
+Blocks take masks of attention and give them to the inner attention, whose class they look at: of
+"flex" attention it is torch's BlockMask. The microbatch travels in that argument.
+"""
+
+from collections.abc import Iterable
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
+
+from forkpoint.engine.changes import Changes
+from forkpoint.hosts.attention import attend
+from forkpoint.hosts.calls import CallContext, refuse_call
+
+MASKS = "attention_masks"
+"""The argument that layers pass on."""
+
+
+class CarriedContext(CallContext, BlockMask):
+    """A microbatch that torchtitan takes for a mask. It reads nothing of it."""
+
+    def __init__(self, context: CallContext) -> None:
+        vars(self).update(vars(context))
+
+
+def set_attention(blocks: Iterable[Any], changes: Changes) -> None:
+    """Let attention of blocks run microbatches, until the changes are undone."""
+    for block in blocks:
+        inner = block.attention.inner_attention
+        changes.set(vars(block.attention), "attn_type", "flex")
+        changes.replace_forward(inner, MethodType(_attend, inner))
+
+
+def _attend(
+    module: nn.Module,
+    q_BHLD: Tensor,
+    k_BKLD: Tensor,
+    v_BKLE: Tensor,
+    *,
+    block_mask: object = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Stands in for the inner attention's forward: [B, H, L, E]."""
+    if not isinstance(block_mask, CallContext):
+        refuse_call()
+    q, k, v = (x.transpose(1, 2) for x in (q_BHLD, k_BKLD, v_BKLE))
+    return attend(block_mask, module, q, k, v, scale=scale).transpose(1, 2)

@@ -1,0 +1,108 @@
+"""Models of torchtitan, as `ModelHost` runs them.
+
+While microbatches run, blocks are set to "flex" attention, whose masks carry the microbatch, and
+the forward of their inner attention is replaced.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forkpoint.engine.changes import Changes
+from forkpoint.hosts.calls import CallContext
+from forkpoint.hosts.code_provenance import Definition
+from forkpoint.hosts.heads import LogprobHead, ModelHead
+from forkpoint.hosts.titan import calls, refusals
+from forkpoint.hosts.titan.families import Family, family_of
+from forkpoint.hosts.titan.routers import Routers
+from forkpoint.hosts.titan.shapes import model_shape, shallow_model
+from forkpoint.hosts.titan.stock import TitanStock
+from forkpoint.plan.pricing.cost import ModelShape
+from forkpoint.rollouts.batch import RolloutBatch
+
+
+class TitanEntry:
+    """A language model of torchtitan."""
+
+    known_hooks: tuple[Definition, ...] = ()
+    known_gradient_hooks: tuple[Definition, ...] = ()
+    registries: tuple[Any, ...] = ()
+    idle: tuple[nn.Module, ...] = ()
+
+    def __init__(self, model: nn.Module, splits: Sequence[Any] = ()) -> None:
+        """`splits`: modules that are split over ranks."""
+        self.core: Any = model
+        self.family: Family = family_of(model)
+        self.head: ModelHead = LogprobHead(lambda: refusals.check_head(model), dict, ())
+
+    @property
+    def decoder(self) -> nn.Module:
+        """The model, which has no module of its own below its head."""
+        return self.core
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        return list(self.core.layers.values())
+
+    @property
+    def final_norms(self) -> Sequence[nn.Module]:
+        return [self.core.norm]
+
+    @property
+    def embeddings(self) -> nn.Module:
+        return self.core.tok_embeddings
+
+    @property
+    def routers(self) -> Routers:
+        return Routers()
+
+    def configs(self) -> list[Any]:
+        return [self.core.model_args]
+
+    def shape(self, splits: Sequence[Any]) -> ModelShape:
+        return model_shape(self.core, self.blocks, checkpointed=self.checkpointed)
+
+    def shallow(self, layers: int, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        return shallow_model(self.core, layers, device=device, dtype=dtype)
+
+    @property
+    def checkpointed(self) -> bool:
+        return False
+
+    def check_model(self) -> None:
+        refusals.check_model(self.core, self.family)
+
+    def check_context_parallel(self, shape: ModelShape, ranks: int) -> None:
+        refusals.refuse_ranks("forkpoint's context parallelism")
+
+    def check_state(self, *, training: bool, routed: bool) -> None:
+        pass
+
+    def check_batch(self, batch: RolloutBatch) -> None:
+        refusals.check_rope(self.core, self.family, int(batch.lengths.max(initial=0)))
+
+    def attach(self, changes: Changes) -> None:
+        calls.set_attention(self.blocks, changes)
+
+    def run(self, ids_1T: Tensor, positions_1T: Tensor, context: CallContext) -> Any:
+        given = {calls.MASKS: calls.CarriedContext(context)}
+        return self.core(ids_1T, positions=positions_1T, **given)
+
+    def context_of(self, kwargs: dict[str, Any]) -> CallContext | None:
+        found = kwargs.get(calls.MASKS)
+        return found if isinstance(found, CallContext) else None
+
+    def decode(self, ids_1T: Tensor, *, attention_masks: CallContext, positions: Tensor) -> Tensor:
+        """Run all of the model below its head, as its own forward does."""
+        rope, hidden = self.family.rope_of(self.core), self.core.tok_embeddings(ids_1T)
+        for block in self.blocks:
+            hidden = block(hidden, rope, attention_masks=attention_masks, positions=positions)
+        return self.core.norm(hidden)
+
+    def stock(self, ids_NL: Tensor) -> Tensor:
+        return TitanStock(self.core).logits(ids_NL)
+
+    def set_stock_attention(self, changes: Changes) -> None:
+        """Nothing changes: the model is never left with the attention of steps."""

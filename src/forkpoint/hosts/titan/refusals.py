@@ -1,0 +1,82 @@
+"""Refusals, by name, of torchtitan's models that the self-check on a sample does not show wrong."""
+
+from typing import Any, NoReturn
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from forkpoint.errors import UnsupportedError
+from forkpoint.hosts.code_provenance import describe_function
+from forkpoint.hosts.modules import every_module, plain_class
+from forkpoint.hosts.titan.families import Family
+from forkpoint.hosts.wrappers import set_forward
+
+ATTENTION = "torchtitan.models.attention"
+INNER = "ScaledDotProductAttentionWrapper"
+CHECKPOINT = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+
+
+def check_model(model: Any, family: Family) -> None:
+    """Refuse a model whose modules have not been shown exact."""
+    missing = [n for n in ("tok_embeddings", "norm", "output") if getattr(model, n) is None]
+    if missing:
+        raise UnsupportedError(
+            f"the model has no {' and no '.join(missing)}: it is a stage of pipeline parallelism, "
+            "which has not been shown exact. Set pipeline_parallel_degree to 1."
+        )
+    allowed = (family.package, f"{ATTENTION}.", "torch.nn.modules.", f"{CHECKPOINT}.")
+    for name, module in every_module(model):
+        where, kind = name or "the model", plain_class(module)
+        if not f"{kind.__module__}.".startswith(allowed):
+            raise UnsupportedError(
+                f"{where} is a {kind.__module__}.{kind.__qualname__}, which has not been shown "
+                "exact. Use torchtitan's model without converters (model.converters = [])."
+            )
+        if "forward" in vars(module) and set_forward(module) is None:
+            found = describe_function(vars(module)["forward"])
+            raise UnsupportedError(
+                f"{where} has a forward of its own ({found}), whose effect is not known. Wrap the "
+                "model before what sets it, or remove it: del module.forward."
+            )
+        if kind.__module__ == ATTENTION and kind.__name__ != INNER:
+            raise UnsupportedError(
+                f"{where} is a {kind.__name__}; stock forwards of {INNER} have been shown exact, "
+                "and steps run forkpoint's kernels in any case. Set attn_type to 'sdpa' in the "
+                "model's arguments."
+            )
+
+
+def check_head(model: Any) -> nn.Linear:
+    """The output head, whose weights log-probs are computed from. Refuses other modules."""
+    if plain_class(model.output) is not nn.Linear:
+        raise UnsupportedError(
+            f"output is a {plain_class(model.output).__qualname__}; forkpoint computes log-probs "
+            "from a plain torch.nn.Linear. Leave it out of converters."
+        )
+    return model.output
+
+
+def check_rope(model: nn.Module, family: Family, longest: int) -> None:
+    """Refuse rollouts beyond the positions that the model has rotary embeddings of."""
+    known = family.rope_of(model).shape[0]
+    if longest > known:
+        raise UnsupportedError(
+            f"the longest rollout has {longest} tokens, and the model has rotary embeddings of "
+            f"{known} positions. Set training.seq_len (max_seq_len of the model's arguments) to at "
+            f"least {longest}."
+        )
+
+
+def refuse_ranks(found: str) -> NoReturn:
+    """Refuse a model that several ranks hold."""
+    raise UnsupportedError(
+        f"a model of torchtitan is held by {found}, which has not been shown exact. Train it in "
+        "one process."
+    )
+
+
+def whole(model: nn.Module) -> None:
+    """Nothing splits the model. Refuses parameters that ranks hold in parts."""
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            refuse_ranks(f"ranks ({name} is a DTensor over {parameter.device_mesh})")

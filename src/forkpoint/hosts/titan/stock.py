@@ -1,0 +1,44 @@
+"""Stock forwards of torchtitan's models, and the same in higher precision, for references."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forkpoint.engine.changes import Changes
+from forkpoint.hosts.upcasts import lift_upcasts
+
+
+class TitanStock:
+    """The forward of a model of torchtitan, or of a copy of one."""
+
+    is_critic: bool = False
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model: nn.Module = model
+
+    def logits(self, ids_NL: Tensor, keep: Tensor | None = None) -> Tensor:
+        """Logits [N, L, V]; [N, n, V] of the places `keep`, int64 [n]."""
+        if keep is None:
+            return self.model(ids_NL)
+        output: Any = self.model.output
+        own = output.forward
+        with Changes() as changes:
+            changes.replace_forward(output, lambda hidden: own(hidden.index_select(1, keep)))
+            return self.model(ids_NL)
+
+    def run_decoder_once(self, ids_NL: Tensor, changes: Changes) -> None:
+        """Run the decoder now; until the changes are undone it gives the same outputs again."""
+        model: Any = self.model
+        kept: list[Tensor] = []
+        own = model.output.forward
+        with Changes() as during:
+            during.replace_forward(model.output, lambda hidden: kept.append(hidden) or hidden)
+            model(ids_NL)
+        changes.replace_forward(model, lambda _: model.output(kept[0]))
+        assert model.output.forward == own
+
+    def compute_in(self, dtype: torch.dtype, changes: Changes) -> None:
+        """Compute in `dtype` throughout, until the changes are undone."""
+        if dtype == torch.float64:
+            lift_upcasts(self.model, changes)
