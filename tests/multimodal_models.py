@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 import hybrids
 
 SIZES = {
-    "vocab_size": 61,
+    "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 3,
@@ -95,7 +95,7 @@ OUTER: dict[str, dict[str, Any]] = {
     "llava": {"image_seq_length": 4, "vision_feature_layer": -1},
     "smolvlm": {"scale_factor": 2},
 }
-IMAGE, VIDEO = 59, 60
+IMAGE, VIDEO = 62, 63
 """Placeholders of images and of video."""
 
 

@@ -25,7 +25,7 @@ CONFIGS = (
     Config(sharing="group", boundary="mixed", max_microbatch_tokens=17),
     Config(sharing="none"),
 )
-BATCH = forked_batch(vocab=58)
+BATCH = forked_batch()
 FAST = ("qwen3_vl", "gemma3")
 
 
