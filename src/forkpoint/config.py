@@ -54,7 +54,7 @@ class Config:
             device. None is no limit.
         calibration: Prices of plans. auto takes the file that `forkpoint calibrate` wrote for this
             device and model shape if there is one; else a policy measures a few layers of random
-            weights at its first plan on CUDA, in about 3 s, once for a device and its versions.
+            weights at its first plan on CUDA, in some seconds, once for a device and its versions.
             Otherwise, and with None, prices are counted FLOPs and nominal rates. A path names
             another file of `forkpoint calibrate`.
         attention_kernel: A kernel of `forkpoint.ops.attention` by name; asking for one that cannot

@@ -1,8 +1,8 @@
 """The measurement that a policy makes of its device, at its first plan.
 
-It runs layers of the model's sizes and random weights, never the model itself, and takes about 3 s
-besides their compilation, which the first step needs anyway. The file it leaves is found by later
-processes on the same device with the same versions.
+It runs layers of the model's sizes and random weights, never the model itself, and takes some
+seconds besides their compilation, which the first step needs anyway. Later processes on the same
+device with the same versions find its file.
 """
 
 import logging
