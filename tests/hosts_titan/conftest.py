@@ -4,7 +4,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "integration")]
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS / name) for name in ("hosts_titan", "integration", "parallel")]
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

@@ -20,6 +20,7 @@ from forkpoint.hosts.titan.routers import Routers
 from forkpoint.hosts.titan.shapes import model_shape, shallow_model
 from forkpoint.hosts.titan.stock import TitanStock
 from forkpoint.plan.pricing.cost import ModelShape
+from forkpoint.plan.program import BLOCKS, BOUNDARY
 from forkpoint.rollouts.batch import RolloutBatch
 
 
@@ -44,11 +45,13 @@ class TitanEntry:
 
     @property
     def blocks(self) -> list[nn.Module]:
-        return list(self.core.layers.values())
+        """The blocks within torchtitan's wrappers for activation checkpointing."""
+        return [refusals.within_checkpoint(block) for block in self.core.layers.values()]
 
     @property
     def final_norms(self) -> Sequence[nn.Module]:
-        return [self.core.norm]
+        """None: forwards that end before the head do not run the norm (see `decode`)."""
+        return ()
 
     @property
     def embeddings(self) -> nn.Module:
@@ -69,7 +72,7 @@ class TitanEntry:
 
     @property
     def checkpointed(self) -> bool:
-        return False
+        return any(map(refusals.is_checkpointed, self.core.layers.values()))
 
     def check_model(self) -> None:
         refusals.check_model(self.core, self.family)
@@ -78,7 +81,8 @@ class TitanEntry:
         refusals.refuse_ranks("forkpoint's context parallelism")
 
     def check_state(self, *, training: bool, routed: bool) -> None:
-        pass
+        if training:
+            refusals.check_checkpointing(self.core)
 
     def check_batch(self, batch: RolloutBatch) -> None:
         refusals.check_rope(self.core, self.family, int(batch.lengths.max(initial=0)))
@@ -95,11 +99,16 @@ class TitanEntry:
         return found if isinstance(found, CallContext) else None
 
     def decode(self, ids_1T: Tensor, *, attention_masks: CallContext, positions: Tensor) -> Tensor:
-        """Run all of the model below its head, as its own forward does."""
+        """Run all of the model below its head, as its own forward does.
+
+        Without the head the norm does not run either: torchtitan gives fully_shard the two as one
+        group, which is gathered at the norm and freed after the head.
+        """
         rope, hidden = self.family.rope_of(self.core), self.core.tok_embeddings(ids_1T)
-        for block in self.blocks:
+        for block in self.core.layers.values():
             hidden = block(hidden, rope, attention_masks=attention_masks, positions=positions)
-        return self.core.norm(hidden)
+        ends = attention_masks.instruction.ends_at in (BOUNDARY, BLOCKS)
+        return hidden if ends else self.core.norm(hidden)
 
     def stock(self, ids_NL: Tensor) -> Tensor:
         return TitanStock(self.core).logits(ids_NL)

@@ -3,6 +3,11 @@
 from typing import Any, NoReturn
 
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    CheckpointWrapper,
+)
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from forkpoint.errors import UnsupportedError
@@ -46,6 +51,28 @@ def check_model(model: Any, family: Family) -> None:
             )
 
 
+def is_checkpointed(block: nn.Module) -> bool:
+    """Whether torchtitan has put a block into torch's wrapper that recomputes its activations."""
+    return isinstance(block, CheckpointWrapper)
+
+
+def within_checkpoint(block: nn.Module) -> nn.Module:
+    """A block, out of the wrapper that recomputes its activations if it has one."""
+    return block._checkpoint_wrapped_module if isinstance(block, CheckpointWrapper) else block
+
+
+def check_checkpointing(model: nn.Module) -> None:
+    """Refuse recomputation of kinds that have not been shown exact."""
+    for name, module in every_module(model):
+        if not isinstance(module, CheckpointWrapper):
+            continue
+        if module.checkpoint_impl is not CheckpointImpl.NO_REENTRANT:
+            raise UnsupportedError(
+                f"{name} is checkpointed by {module.checkpoint_impl}, which loses gradients of "
+                "shared tokens. Use torchtitan's activation_checkpoint.mode."
+            )
+
+
 def check_head(model: Any) -> nn.Linear:
     """The output head, whose weights log-probs are computed from. Refuses other modules."""
     if plain_class(model.output) is not nn.Linear:
@@ -70,13 +97,16 @@ def check_rope(model: nn.Module, family: Family, longest: int) -> None:
 def refuse_ranks(found: str) -> NoReturn:
     """Refuse a model that several ranks hold."""
     raise UnsupportedError(
-        f"a model of torchtitan is held by {found}, which has not been shown exact. Train it in "
-        "one process."
+        f"a model of torchtitan is held by {found}, which has not been shown exact. Use "
+        "torchtitan's FSDP (data_parallel_shard_degree), or one process."
     )
 
 
 def whole(model: nn.Module) -> None:
-    """Nothing splits the model. Refuses parameters that ranks hold in parts."""
+    """Nothing splits the model. Refuses parameters that other than fully_shard holds in parts."""
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor):
+        if not isinstance(parameter, DTensor):
+            continue
+        split = {"tp", "ep", "etp"} & set(parameter.device_mesh.mesh_dim_names or ())
+        if split or not isinstance(model, FSDPModule):
             refuse_ranks(f"ranks ({name} is a DTensor over {parameter.device_mesh})")
