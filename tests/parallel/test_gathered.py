@@ -38,6 +38,7 @@ from forkpoint.errors import ConfigError, ForkpointError, RankError
 from forkpoint.hosts.torch_dist.fully_sharded import FullySharded
 from forkpoint.losses import GRPO, GSPO
 from forkpoint.parallel import watch
+from forkpoint.plan.pricing import meters
 from lanes import slow_besides
 
 NAMES = [name for name in SCENARIOS if name.startswith("fully_shard")]
@@ -195,6 +196,8 @@ def chosen(budgets: tuple[int | None, ...], config: Config) -> tuple[str, str, i
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MemoryBudgets, "_own", own)
+        # Tiny weights take as long to gather as tiny layers to run: microbatches cost more here.
+        patch.setattr(meters, "HOST_BLOCK_MS", 50.0)
         policy = forkpoint.wrap(sharded(model_of(Scenario())), config)
         stats = policy.forward_backward(RolloutBatch(UNEQUAL[rank]), GRPO())
         plan = stats.plan
