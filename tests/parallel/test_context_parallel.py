@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,26 +10,33 @@ import torch
 import torch.distributed as dist
 from processes import device, run_ranks
 from scenarios_of_ranks import BAR, DEEP, UNEQUAL, distance, gradients, group, replicated, sharded
+from split_models import MOE, Split, load
 from test_ranks import (
     checkpointed,
     critic,
     frozen_but,
     gated_linear_attention,
     lora,
+    mamba,
     pairs,
     valued,
 )
+from test_router_ranks import Routed, routers
+from test_split_models import LATENT, SINKS
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import forkpoint
 from forkpoint import Config, Rollout, RolloutBatch
+from forkpoint.engine.changes import Changes
 from forkpoint.errors import ForkpointError
 from forkpoint.hosts.torch_dist import context_parallel
 from forkpoint.hosts.torch_dist.context_parallel import ContextSplit, DealtPlaces
-from forkpoint.losses import DPO, GRPO, GSPO, ValueLoss
+from forkpoint.hosts.transformers.stock import run_plain_recurrences
+from forkpoint.losses import DPO, GRPO, GSPO, RouterLoss, ValueLoss
 from forkpoint.testing import lifted_upcasts, tiny_model
 from lanes import slow_besides
+from versions import needs_splits
 
 
 def over_all(model: Any, mesh: DeviceMesh) -> nn.Module:
@@ -82,7 +90,9 @@ def compared(context: Context) -> dict[str, Any]:
     mesh = mesh_of(context.cp)
     model, other = context.model(), context.model()
     names = [name for name, _ in model.named_parameters()]
-    with lifted_upcasts(model), lifted_upcasts(other):
+    with lifted_upcasts(model), lifted_upcasts(other), Changes() as changes:
+        for each in (model, other):
+            run_plain_recurrences(each, changes)
         policy = forkpoint.wrap(context.wrap(model, mesh), context.config, mesh=mesh)
         own = RolloutBatch(context.rollouts[mesh.get_local_rank("dp")])
         losses = [context.step(policy, own, context.loss) for _ in range(context.steps)]
@@ -114,6 +124,8 @@ def through_function(policy: forkpoint.Policy, batch: RolloutBatch, loss: Any) -
     return policy.forward_backward(batch, own).loss
 
 
+EAGER = {"experts_implementation": "eager"}
+MIXTURE = {**MOE, **EAGER}
 TEMPERATURES = [*group(1, 3, 9, 7), *group(1, 2, 9, 5, temperature=0.7)]
 CASES = {
     "GRPO": Context(),
@@ -145,6 +157,11 @@ CASES = {
     "softcaps and windows": Context(
         family="gemma2", sizes={"query_pre_attn_scalar": 8, "sliding_window": 7}
     ),
+    "experts": Context(family="qwen3_moe", sizes=MIXTURE),
+    "latent attention": Context(family="deepseek_v3", sizes={**LATENT, **EAGER}),
+    "sinks and windows": Context(family="gpt_oss", sizes={**SINKS, **EAGER}),
+    "gated linear attention": Context(make=gated_linear_attention),
+    "Mamba-2": Context(make=mamba),
     "short rollouts": Context(rollouts=([Rollout([1, 2], [0, 1], 1.0), *group(3, 2, 1, 4)],)),
 }
 FOUR = {
@@ -169,6 +186,129 @@ def test_four_ranks_leave_the_gradients_of_one_process(name: str) -> None:
     for found in run_ranks(4, compared, FOUR[name]):
         assert found["error"] < BAR, found
         assert found["loss"] < BAR and found["scores"] < BAR, found
+
+
+@dataclass(frozen=True)
+class Balanced:
+    """A step with a router loss."""
+
+    context: Context
+    scope: Any = "batch"
+    given: bool = False
+
+    def own(self, data_rank: int) -> tuple[RouterLoss, RouterLoss]:
+        return routers(Routed(rollouts=self.context.rollouts, scope=self.scope), data_rank)
+
+
+def balanced(case: Balanced) -> dict[str, float]:
+    context, mesh = case.context, mesh_of(case.context.cp)
+    model, other = context.model(), context.model()
+    place = mesh.get_local_rank("dp")
+    own, whole = case.own(place)
+    batch = RolloutBatch(context.rollouts[place])
+    every = RolloutBatch([r for part in context.rollouts for r in part])
+    with lifted_upcasts(model), lifted_upcasts(other):
+        policy = forkpoint.wrap(context.wrap(model, mesh), context.config, mesh=mesh)
+        alone = forkpoint.wrap(other, context.config)
+        scored, value = policy.score(batch, router=own), alone.score(every, router=whole)
+        counts = scored.expert_counts if case.given else None
+        stats = policy.forward_backward(batch, context.loss, router=own, router_counts=counts)
+        wanted = alone.forward_backward(every, context.loss, router=whole)
+    found, expected = gradients(model), gradients(other)
+    gates = [name for name in expected if "mlp.gate." in name]
+    assert len(gates) > 1 and stats.router_loss and wanted.router_loss
+    begin = sum(len(part) for part in context.rollouts[:place])
+    there = value.rollout_expert_counts
+    assert there is not None
+    return {
+        "error": distance(found, expected, list(expected)),
+        "routers": distance({n: found[n] for n in gates}, {n: expected[n] for n in gates}, gates),
+        "router loss": abs(stats.router_loss - wanted.router_loss),
+        "scored": abs(scored.router_loss - value.router_loss),  # type: ignore[operator]
+        "counts": float(not torch.equal(stats.expert_counts, value.expert_counts)),  # type: ignore[arg-type]
+        "own counts": float(
+            not torch.equal(stats.rollout_expert_counts, there[begin : begin + len(batch)])  # type: ignore[arg-type]
+        ),
+    }
+
+
+EXPERTS = Context(family="qwen3_moe", sizes=MIXTURE)
+ROUTERS: dict[str, tuple[int, Balanced]] = {
+    "batch": (2, Balanced(EXPERTS)),
+    "rollout, checkpointed": (2, Balanced(replace(EXPERTS, alone=checkpointed), scope="rollout")),
+    "counts given": (2, Balanced(EXPERTS, given=True)),
+    "recomputed": (
+        2,
+        Balanced(replace(EXPERTS, config=replace(DEEP, activations="recompute"))),
+    ),
+    "data": (4, Balanced(replace(EXPERTS, rollouts=UNEQUAL))),
+}
+
+
+def miscounted(case: Balanced) -> dict[str, float]:
+    DealtPlaces.summed = lambda self, x: x  # type: ignore[method-assign]
+    return balanced(case)
+
+
+@pytest.mark.slow
+def test_counts_of_one_rank_alone_are_seen() -> None:
+    for found in run_ranks(2, miscounted, Balanced(EXPERTS)):
+        assert found["counts"] and found["routers"] > 1e-3, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ROUTERS)
+def test_router_losses_are_those_of_one_process(name: str) -> None:
+    for found in run_ranks(ROUTERS[name][0], balanced, ROUTERS[name][1]):
+        assert max(found.values()) < BAR, found
+
+
+# Tensor parallelism
+# ------------------------------------------------------------
+
+TP2 = Split(options={"tp_size": 2, "fsdp_size": 2})
+
+
+def split_twice(folder: Path, split: Split) -> dict[str, float]:
+    """Ranks of four that differ by two run parts of the same microbatches."""
+    model, other = load(folder, split, **split.options), load(folder, split)
+    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("cp", "tp"))
+    batch = RolloutBatch(split.rollouts[0])
+    with lifted_upcasts(model), lifted_upcasts(other):
+        policy = forkpoint.wrap(model, split.config, mesh=mesh)
+        alone = forkpoint.wrap(other, split.config)
+        loss = policy.forward_backward(batch, split.loss).loss
+        wanted = alone.forward_backward(batch, split.loss).loss
+    found, expected = gradients(model), gradients(other)
+    return {"error": distance(found, expected, list(expected)), "loss": abs(loss - wanted)}
+
+
+@needs_splits
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", [GRPO(clip=0.2), GSPO()], ids=["one pass", "two passes"])
+def test_tensor_and_context_ranks(loss: Any, tmp_path: Path) -> None:
+    # Four query heads: each rank has two of tensor parallelism, and runs one.
+    split = replace(TP2, loss=loss)
+    for found in run_ranks(4, split_twice, split.save(tmp_path), split):
+        assert max(found.values()) < BAR, found
+
+
+def with_experts_on_ranks(folder: Path, split: Split) -> str:
+    model = load(folder, split, **split.options)
+    mesh = init_device_mesh(device().type, (2,), mesh_dim_names=("cp",))
+    return raised(lambda: forkpoint.wrap(model, split.config, mesh=mesh))
+
+
+@needs_splits
+@pytest.mark.slow
+def test_experts_on_ranks_are_refused(tmp_path: Path) -> None:
+    split = Split(family="qwen3_moe", sizes=MOE, options={"fsdp_size": 2, "ep_size": 2})
+    for found in run_ranks(2, with_experts_on_ranks, split.save(tmp_path), split):
+        assert "experts are dealt out to ranks (ep_size)" in found
+
+
+# Verification
+# ------------------------------------------------------------
 
 
 def verified(context: Context) -> tuple[bool, float]:
@@ -249,7 +389,6 @@ def refused() -> dict[str, str]:
         "no wrapper": wrapped(model),
         "another mesh": wrapped(sharded(model, mesh=mesh["dp"])),
         "odd heads": wrapped(over_all(odd, mesh)),
-        "recurrent": wrapped(over_all(gated_linear_attention(), mesh)),
     }
     whole = over_all(tiny_model("qwen3", dtype=torch.float64), mesh)
     found["compiled"] = wrapped(whole, replace(DEEP, compile_blocks=True))
@@ -267,7 +406,6 @@ def test_what_is_not_exact_is_refused_by_name() -> None:
         for name in ("no wrapper", "another mesh"):
             assert found[name].startswith("UnsupportedError: the mesh's dimension 'cp'"), found
         assert found["odd heads"].startswith("UnsupportedError: the model has 3 query heads")
-        assert found["recurrent"].startswith("UnsupportedError: the model has recurrent layers")
         assert found["compiled"].startswith("UnsupportedError: Config(compile_blocks=True)")
         assert found["exchange"].startswith("ConfigError: split is 'exchange'")
         assert found["batches"].startswith("RankError: ranks 0 and 1")

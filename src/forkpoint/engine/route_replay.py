@@ -18,6 +18,7 @@ from forkpoint.device import on_device
 from forkpoint.engine.feature import Feature
 from forkpoint.engine.microbatches import MicrobatchInputs, microbatch_tokens
 from forkpoint.errors import UnsupportedError
+from forkpoint.parallel.topology import Places
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.program import BACKWARD, Instruction
 from forkpoint.rollouts.batch import RolloutBatch
@@ -74,6 +75,15 @@ class Routes:
         if last_tokens:
             keys = np.delete(keys, offsets[1:] - 1)
         return cls(keys, forest.edges)
+
+    def join(self, places: Places) -> None:
+        """Take over what ranks that run other places of the same microbatches have recorded.
+        Collective."""
+        for layer in sorted(self.chosen):
+            first, *others = places.all_of(self.chosen[layer])
+            for found in others:
+                first = torch.where(first[:, :1] < 0, found, first)
+            self.chosen[layer] = first
 
     @classmethod
     def given(cls, plan: Plan, batch: RolloutBatch, device: torch.device) -> "Routes":
@@ -205,9 +215,14 @@ class RouteReplay(ForcedRoutes, Feature):
         if microbatch.index not in self._positions:
             token_T = microbatch_tokens(self._plan, self._batch, microbatch)
             segment_T, _ = token_steps(self._plan.forest, microbatch)
+            keys, rollouts = self._routes.keys_T[token_T], self._plan.forest.multiplicity[segment_T]
+            if inputs.own is not None:
+                padding = inputs.input_ids.shape[1] - len(inputs.own)
+                keys = np.pad(keys[inputs.own], (0, padding), constant_values=-1)
+                rollouts = np.pad(rollouts[inputs.own], (0, padding))
             self._positions[microbatch.index] = (
-                on_device(self._routes.keys_T[token_T], self._device),
-                on_device(self._plan.forest.multiplicity[segment_T], self._device),
+                on_device(keys, self._device),
+                on_device(rollouts, self._device),
             )
         counts = instruction.operation != BACKWARD and instruction.counts_routing
         self._force(*self._positions[microbatch.index], microbatch.index if counts else None)

@@ -20,6 +20,7 @@ from forkpoint.engine.microbatches import MicrobatchInputs
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.parallel.statistics import RouterEnd, StatisticsOfRanks
 from forkpoint.parallel.step import RankStep, StepOfRanks
+from forkpoint.parallel.topology import ALL_PLACES, Places
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.program import BACKWARD, SCORE, Instruction
 from forkpoint.plan.routing import paths
@@ -142,10 +143,14 @@ class Routing(Feature):
         experts: int,
         terms: RouterTerms,
         of_ranks: StatisticsOfRanks | None = None,
+        places: Places = ALL_PLACES,
     ) -> None:
         """`dtype`: of the loss. `layers`: how many routers the model has. `of_ranks`: None if this
         rank is alone."""
         self.plan = plan
+        self.places = places
+        """Counts are of all places; sums of probabilities and the loss are parts, until they are
+        asked for."""
         self.terms = terms
         self.of_ranks = of_ranks
         self.outputs: RouterOutputs = RouterOutputs(layers)
@@ -208,7 +213,8 @@ class Routing(Feature):
         """
         counts = self.counts()
         logical_LE, computed_LE = counts.logical_LE.cpu(), counts.computed_LE.cpu()
-        return RouterEnd(float(self.loss) if value is None else value, logical_LE, computed_LE)
+        loss = float(self.places.summed(self.loss)) if value is None else value
+        return RouterEnd(loss, logical_LE, computed_LE)
 
     # Around a forward
     # ------------------------------------------------------------
@@ -233,22 +239,29 @@ class Routing(Feature):
 
     def _count(self, inputs: MicrobatchInputs) -> None:
         segment_T, experts = self._segments(inputs), self._counts_LSE.shape[2]
+        # The microbatch's loss needs its counts at once, of all places.
+        counts_LSE = self._counts_LSE if self.places.whole else torch.zeros_like(self._counts_LSE)
         for layer, (logits_TE, chosen_Tk) in self.outputs.by_layer.items():
             self._chosen = chosen_Tk.shape[-1]
-            place = (segment_T[:, None] * experts + chosen_Tk).flatten()
-            counts = self._counts_LSE[layer].view(-1)
+            place = (segment_T[:, None] * experts + chosen_Tk[: len(segment_T)]).flatten()
+            counts = counts_LSE[layer].view(-1)
             counts.scatter_add_(0, place, torch.ones_like(place))
             if self.sums:
                 # The loss is linear in these.
-                x = logits_TE.detach().to(self._dtype)
+                x = logits_TE[: len(segment_T)].detach().to(self._dtype)
                 self._probability_SE.index_add_(0, segment_T, x.softmax(-1).double())
                 self._z_S.index_add_(0, segment_T, x.logsumexp(-1).square().double())
 
+        if not self.places.whole:
+            segments = on_device(np.array(inputs.microbatch.segments), self._device)
+            self._counts_LSE[:, segments] += self.places.summed(counts_LSE[:, segments])
+
     def _segments(self, inputs: MicrobatchInputs) -> Tensor:
-        """int64 [T], the segment of each token."""
+        """int64 [T], the segment of each token that this rank runs; padding, if any, follows."""
         index = inputs.microbatch.index
         if index not in self._segment_of:
             segment, _ = token_steps(self.plan.forest, inputs.microbatch)
+            segment = segment if inputs.own is None else segment[inputs.own]
             self._segment_of[index] = on_device(segment, self._device)
         return self._segment_of[index]
 
@@ -266,7 +279,7 @@ class Routing(Feature):
         weights_TE, z_T = weights_SE[segment_T], z_S[segment_T]
         term = torch.zeros((), dtype=self._dtype, device=self._device)
         for logits_TE in found:
-            x = logits_TE.to(self._dtype)
+            x = logits_TE[: len(segment_T)].to(self._dtype)
             if terms.load_balancing:
                 term = term + (x.softmax(-1) * weights_TE).sum()
             if terms.z:
@@ -278,7 +291,7 @@ class Routing(Feature):
         """The loss, from a pass without backwards."""
         weights_SE, z_S = self._linear_weights()
         value = (weights_SE.double() * self._probability_SE).sum() + (z_S * self._z_S).sum()
-        return value.to(self._dtype)
+        return self.places.summed(value).to(self._dtype)
 
     def _linear_weights(self) -> tuple[Tensor, Tensor]:
         """By segment: weights of each probability [S, E], and of each squared logsumexp [S].

@@ -65,7 +65,7 @@ def attend(
         v_TKE,
         table=context.state.table(window, q_BLHD.device),
         cache=context.state.ancestors(layer),
-        sinks=places.own_heads(sinks),
+        sinks=None if sinks is None else places.own_heads(sinks),
         scale=factor,
         softcap=softcap,
         window=window,

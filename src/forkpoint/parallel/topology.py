@@ -19,6 +19,9 @@ class Places:
     all places, with a part of the heads.
     """
 
+    whole: bool = True
+    """Whether each rank runs all places, so that no method changes anything."""
+
     def own(self, tokens: int) -> IntArray | None:
         """int64 [t]: the places that this rank runs of a microbatch of `tokens`; None if all."""
         return None
@@ -51,9 +54,22 @@ class Places:
         """The reverse of `to_heads`, of attention's output."""
         return o_THD
 
-    def own_heads(self, x_H: Tensor | None) -> Tensor | None:
-        """The part of a parameter of each query head that belongs to the heads here."""
+    def own_heads(self, x_H: Tensor) -> Tensor:
+        """The part of a parameter of each head, [H, ...], that belongs to the heads here."""
         return x_H
+
+    def heads_here(self, heads: int) -> int:
+        """How many heads attention runs here of so many."""
+        return heads
+
+    def summed(self, x: Tensor) -> Tensor:
+        """The sum of a tensor, without a gradient, over the ranks that run parts of a microbatch.
+        Collective."""
+        return x
+
+    def all_of(self, x: Tensor) -> list[Tensor]:
+        """A tensor, without a gradient, of each of these ranks. Collective."""
+        return [x]
 
 
 ALL_PLACES = Places()

@@ -95,6 +95,7 @@ class RouterWork:
             experts=routers.experts,
             terms=self.terms,
             of_ranks=of_ranks,
+            places=host.topology.places,
         )
 
 

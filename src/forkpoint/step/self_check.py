@@ -302,6 +302,8 @@ class StockComparison:
                 "give it, such as a hook that reads the causal model's outputs. Remove that."
             ) from error
         self.changes.undo(mark)
+        if self.routes is not None:
+            self.routes.join(self.host.topology.places)
         return result.per_token[self.host.head].view(self.ids_NW.shape)
 
     def stock(self, ids_NW: Tensor, begin: int = 0) -> Tensor:

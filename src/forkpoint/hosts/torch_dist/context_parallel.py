@@ -65,6 +65,11 @@ def context_split(mesh: DeviceMesh | None, holders: Sequence[Holder]) -> Context
             f"the mesh has the dimensions {' and '.join(found)}, which both split sequences. Use "
             "one of them."
         )
+    if any("expert" in holder.relations for holder in holders):
+        raise UnsupportedError(
+            f"the mesh's dimension {found[0]!r} splits sequences, and experts are dealt out to "
+            "ranks (ep_size), which has not been shown exact together. Leave one of them out."
+        )
     split = ContextSplit(mesh[found[0]].get_group())
     ranks = split.relations["context"]
     data = [holder.relations["data"] for holder in holders if "data" in holder.relations]
@@ -81,6 +86,8 @@ def context_split(mesh: DeviceMesh | None, holders: Sequence[Holder]) -> Context
 
 class DealtPlaces(Places):
     """Place p of a microbatch lies on rank p mod w of w ranks."""
+
+    whole = False
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -112,18 +119,32 @@ class DealtPlaces(Places):
     def to_heads(self, tensors: Sequence[Tensor], tokens: int) -> Sequence[Tensor]:
         return _ToHeads.apply(self, tokens, *map(self._repeated, tensors))
 
-    def _repeated(self, x_tHD: Tensor) -> Tensor:
-        """A tensor with so many heads that the ranks divide them: fewer key heads go to several
-        ranks each."""
-        heads = x_tHD.shape[1]
+    def _repeated(self, x: Tensor, dim: int = 1) -> Tensor:
+        """A tensor with so many heads, along `dim`, that the ranks divide them: fewer key heads go
+        to several ranks each."""
+        heads = x.shape[dim]
         times = math.lcm(heads, self.size) // heads
-        return x_tHD if times == 1 else x_tHD.repeat_interleave(times, 1)
+        return x if times == 1 else x.repeat_interleave(times, dim)
 
     def to_places(self, o_THD: Tensor, tokens: int) -> Tensor:
         return _ToPlaces.apply(self, tokens, o_THD)
 
-    def own_heads(self, x_H: Tensor | None) -> Tensor | None:
-        return None if x_H is None else x_H.chunk(self.size)[self.rank]
+    def own_heads(self, x_H: Tensor) -> Tensor:
+        return self._repeated(x_H, 0).chunk(self.size)[self.rank]
+
+    def heads_here(self, heads: int) -> int:
+        return math.lcm(heads, self.size) // self.size
+
+    def summed(self, x: Tensor) -> Tensor:
+        total = x.detach().clone()
+        dist.all_reduce(total, group=self.group)
+        return total
+
+    def all_of(self, x: Tensor) -> list[Tensor]:
+        sent = x.contiguous().view(torch.uint8)  # NCCL has no integers of 16 bits
+        found = [torch.empty_like(sent) for _ in range(self.size)]
+        dist.all_gather(found, sent, group=self.group)
+        return [each.view(x.dtype) for each in found]
 
     # Exchanges, without gradients
     # ------------------------------------------------------------

@@ -24,6 +24,7 @@ from forkpoint.ops.delta_rule.kernel import decay_gate
 from forkpoint.ops.dtypes import accumulate_dtype
 from forkpoint.ops.recurrence import gathered_inputs, short_convolution
 from forkpoint.ops.selective_scan import selective_scan
+from forkpoint.parallel.topology import Places
 
 RecurrentForward = Callable[..., Tensor]
 
@@ -42,11 +43,19 @@ def gated_delta_net(
     mixed_TC, z_TGE, b_TG, a_TG = (x.flatten(0, 1) for x in _projected(module, hidden_BLC))
     # Under autocast that of the products, not of the hidden states: kernels take 16 bits.
     kind = mixed_TC.dtype
+    weight_CW, bias_C = module.conv1d.weight.squeeze(1), module.conv1d.bias
+    log_rate_G, gate_bias_G = module.A_log, module.dt_bias
+    sizes = [module.key_dim, module.key_dim, module.value_dim]
+    places = context.places
+    if not places.whole:
+        key_part = (module.num_k_heads, module.head_k_dim)
+        parts = (key_part, key_part, (module.num_v_heads, module.head_v_dim))
+        mixed_TC, b_TG, a_TG = _to_heads(context, parts, mixed_TC, b_TG, a_TG)
+        weight_CW, bias_C, sizes = _own_convolution(places, parts, weight_CW, bias_C)
+        log_rate_G, gate_bias_G = places.own_heads(log_rate_G), places.own_heads(gate_bias_G)
     # Written out: what calls it would be a piece of compiled code of its own.
     mixed_TC, windows_FWC, index_F = _gathered(module, mixed_TC, context)
-    weight_CW, bias_C = module.conv1d.weight.squeeze(1), module.conv1d.bias
     mixed_TC = short_convolution(mixed_TC, weight_CW, bias_C, windows_FWC, index_F)
-    sizes = [module.key_dim, module.key_dim, module.value_dim]
     mixed_TC = F.silu(mixed_TC).to(kind)
     # Kernels want each by itself; compiled code writes them so at once.
     q, k, v = (x.contiguous() for x in mixed_TC.split(sizes, -1))
@@ -57,9 +66,11 @@ def gated_delta_net(
         q.unflatten(-1, (-1, module.head_k_dim)),
         k.unflatten(-1, (-1, module.head_k_dim)),
         v.unflatten(-1, (-1, module.head_v_dim)),
-        decay_gate(a_TG.to(dtype), module.A_log.to(dtype), module.dt_bias.to(dtype)),
+        decay_gate(a_TG.to(dtype), log_rate_G.to(dtype), gate_bias_G.to(dtype)),
         b_TG.sigmoid(),
     )
+    if not places.whole:
+        o_TGE = places.to_places(o_TGE, context.inputs.microbatch.tokens)
     dim = module.head_v_dim
     o_BLC = module.norm(o_TGE.reshape(-1, dim), z_TGE.reshape(-1, dim))
     return module.out_proj(o_BLC.reshape(*hidden_BLC.shape[:2], -1))
@@ -95,25 +106,71 @@ def mamba2(
     projected_TC = module.in_proj(hidden_BLC).flatten(0, 1)
     inner, heads, state_dim = module.intermediate_size, module.num_heads, module.ssm_state_size
     gate_TC, mixed_TC, dt_TG = projected_TC.split([inner, module.conv_dim, heads], -1)
-    mixed_TC, windows_FWC, index_F = _gathered(module, mixed_TC, context)
     weight_CW, bias_C = module.conv1d.weight.squeeze(1), module.conv1d.bias
-    mixed_TC = short_convolution(mixed_TC, weight_CW, bias_C, windows_FWC, index_F)
+    log_rate_G, gate_bias_G, skip_G = module.A_log, module.dt_bias, module.D
     grouped = module.n_groups * state_dim
-    x, b, c = F.silu(mixed_TC).split([inner, grouped, grouped], -1)
+    sizes = [inner, grouped, grouped]
+    places = context.places
+    if not places.whole:
+        group_part = (module.n_groups, state_dim)
+        parts = ((heads, inner // heads), group_part, group_part)
+        mixed_TC, dt_TG = _to_heads(context, parts, mixed_TC, dt_TG)
+        weight_CW, bias_C, sizes = _own_convolution(places, parts, weight_CW, bias_C)
+        log_rate_G, gate_bias_G = places.own_heads(log_rate_G), places.own_heads(gate_bias_G)
+        skip_G, heads = places.own_heads(skip_G), places.heads_here(heads)
+    mixed_TC, windows_FWC, index_F = _gathered(module, mixed_TC, context)
+    mixed_TC = short_convolution(mixed_TC, weight_CW, bias_C, windows_FWC, index_F)
+    x, b, c = F.silu(mixed_TC).split(sizes, -1)
     dtype = accumulate_dtype(hidden_BLC.dtype)
-    dt_TG = F.softplus(dt_TG + module.dt_bias.to(dt_TG.dtype)).clamp(*module.time_step_limit)
+    dt_TG = F.softplus(dt_TG + gate_bias_G.to(dt_TG.dtype)).clamp(*module.time_step_limit)
     dt_TG, x_TGE = dt_TG.to(dtype), x.to(dtype).unflatten(-1, (heads, -1))
     o_TGE = _selective_scan(
         module,
         context,
         x_TGE * dt_TG[..., None],
-        -module.A_log.to(dtype).exp() * dt_TG,
+        -log_rate_G.to(dtype).exp() * dt_TG,
         b.to(dtype).unflatten(-1, (-1, state_dim)),
         c.to(dtype).unflatten(-1, (-1, state_dim)),
     )
-    o_TC = (o_TGE + x_TGE * module.D[:, None]).flatten(1)
+    o_TGE = o_TGE + x_TGE * skip_G[:, None]
+    if not places.whole:
+        o_TGE = places.to_places(o_TGE, context.inputs.microbatch.tokens)
+    o_TC = o_TGE.flatten(1)
     normed_TC = module.norm(o_TC, gate_TC).to(hidden_BLC.dtype)
     return module.out_proj(normed_TC.view(*hidden_BLC.shape[:2], -1))
+
+
+# Heads of a recurrence on several ranks (context parallelism)
+# ------------------------------------------------------------
+
+Parts = tuple[tuple[int, int], ...]
+"""Of the convolution's channels: heads, and channels of each."""
+
+
+def _to_heads(
+    context: CallContext, parts: Parts, mixed_TC: Tensor, *gates_TG: Tensor
+) -> list[Tensor]:
+    """Inputs of the convolution and of gates at all places, of the heads that run here."""
+    pieces = mixed_TC.split([heads * dim for heads, dim in parts], -1)
+    by_head = [x.unflatten(-1, part) for x, part in zip(pieces, parts, strict=True)]
+    by_head += [gate[..., None] for gate in gates_TG]
+    found = context.places.to_heads(by_head, context.inputs.microbatch.tokens)
+    mixed_TC = torch.cat([x.flatten(1) for x in found[: len(parts)]], -1)
+    return [mixed_TC, *(gate[..., 0] for gate in found[len(parts) :])]
+
+
+def _own_convolution(
+    places: Places, parts: Parts, weight_CW: Tensor, bias_C: Tensor | None
+) -> tuple[Tensor, Tensor | None, list[int]]:
+    """Weight and bias of the channels of the heads that run here, and how many each part has."""
+
+    def own(x_C: Tensor) -> Tensor:
+        pieces = x_C.split([heads * dim for heads, dim in parts])
+        by_head = [x.unflatten(0, part) for x, part in zip(pieces, parts, strict=True)]
+        return torch.cat([places.own_heads(x).flatten(0, 1) for x in by_head])
+
+    sizes = [places.heads_here(heads) * dim for heads, dim in parts]
+    return own(weight_CW), None if bias_C is None else own(bias_C), sizes
 
 
 # What depends on the microbatch, and on which layer it is, is left out of compiled blocks. So

@@ -27,7 +27,7 @@ from forkpoint.hosts.transformers.families import (
 )
 from forkpoint.hosts.transformers.linear_attention import recurrent_modules
 from forkpoint.hosts.transformers.multimodal import decoder_of, idle_modules
-from forkpoint.hosts.transformers.routers import Routers, adds_load_balancing
+from forkpoint.hosts.transformers.routers import adds_load_balancing
 from forkpoint.hosts.transformers.tensor_parallel import parallel_forward
 from forkpoint.hosts.wrappers import set_forward
 from forkpoint.plan.pricing.cost import ModelShape
@@ -267,13 +267,16 @@ def check_context_parallel(core: Any, shape: ModelShape, ranks: int) -> None:
             f"the model has {shape.heads} query heads on a rank, and context parallelism splits "
             f"them over {ranks} ranks. Choose a size that divides the heads."
         )
-    found = "routers" if Routers(core, core).layers else ""
-    for module in recurrent_modules(core).values():
-        found = f"recurrent layers ({plain_class(module).__name__})"
     if core.config.model_type in MULTIMODAL:
-        found = "an encoder of images"
-    if found:
         raise UnsupportedError(
-            f"the model has {found}, and such models have not been shown exact with context "
-            "parallelism. Leave the dimension out of the mesh."
+            "the model has an encoder of images, and such models have not been shown exact with "
+            "context parallelism. Leave the dimension out of the mesh."
         )
+    recurrent: dict[str, Any] = {**recurrent_modules(core)}
+    for name, module in recurrent.items():
+        heads = getattr(module, "num_v_heads", None) or module.num_heads
+        if heads % ranks:
+            raise UnsupportedError(
+                f"{name} has {heads} heads, and context parallelism splits them over {ranks} "
+                "ranks. Choose a size that divides the heads."
+            )
