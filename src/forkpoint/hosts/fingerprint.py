@@ -6,7 +6,7 @@ training and evaluation, checkpointing, and hooks that are known.
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -42,21 +42,21 @@ class Fingerprint:
     files, torch.nn.functional, the attention functions that the library knows, and configurations.
     Not covered are weights, and what functions call in other files.
 
-    States are compared as tuples. Python compares their entries by identity first; an entry that is
+    States are compared as lists. Python compares their entries by identity first; an entry that is
     another object is a change unless it is equal, as numbers are.
     """
 
     def __init__(self, model: nn.Module, entry: Entry) -> None:
         self.model: nn.Module = model
         self.entry: Entry = entry
-        self._states: list[tuple[int, tuple[Any, ...]]] = []
+        self._states: list[tuple[int, list[Any]]] = []
         """Numbers and states, the last one first. They keep objects alive, so that a new one cannot
         be taken for an old one."""
         self._count = 0
 
     def now(self) -> int:
         """The number of the model's present state."""
-        state = tuple(self._state())
+        state = self._state()
         for place, (number, before) in enumerate(self._states):
             if len(before) == len(state) and _same(before, state):
                 self._states.insert(0, self._states.pop(place))
@@ -65,31 +65,32 @@ class Fingerprint:
         self._states = [(self._count, state), *self._states[: MOST_STATES - 1]]
         return self._count
 
-    def _state(self) -> Iterator[Any]:
+    def _state(self) -> list[Any]:
         modules = [module for _, module in every_module(self.model)]
-        yield from modules
+        found: list[Any] = [*modules]
         for module in modules:
             attributes = vars(module)
-            yield from _values(attributes)
-            yield from attributes["_parameters"].values()
-            yield from attributes["_modules"].values()
+            found += _values(attributes)
+            found += attributes["_parameters"].values()
+            found += attributes["_modules"].values()
             for kind in HOOKS:
                 if attributes[kind]:
-                    yield from dict.fromkeys(map(_hook, attributes[kind].values()))
+                    found += dict.fromkeys(map(_hook, attributes[kind].values()))
         kinds = {plain_class(module) for module in modules}
         for base in sorted({base for kind in kinds for base in kind.__mro__}, key=id):
-            yield from vars(base).values()
+            found += vars(base).values()
         # A class may name a file that was not imported; what checks classes refuses it.
         files = sorted({kind.__module__ for kind in kinds} & sys.modules.keys())
         for named in (*(vars(sys.modules[name]) for name in files), vars(F)):
             # torch.compile keeps what it has compiled under names with two leading underscores. No
             # code of a class can name such a global, because Python mangles the name.
-            yield from (value for name, value in named.items() if not name.startswith("__"))
+            found += (value for name, value in named.items() if not name.startswith("__"))
         for kind in HOOKS:
-            yield from vars(torch_module)[f"_global{kind}"].values()
+            found += vars(torch_module)[f"_global{kind}"].values()
         for functions in self.entry.registries:
-            yield from (functions[name] for name in functions)
-        yield from (repr(vars(config)) for config in self.entry.configs())
+            found += (functions[name] for name in functions)
+        found += (repr(vars(config)) for config in self.entry.configs())
+        return found
 
 
 def _hook(hook: Any) -> Any:

@@ -134,7 +134,7 @@ class ForwardWrappers:
 
     def take_off(self, model: nn.Module, changes: Changes) -> None:
         """Take off compiled code and TRL's head until the changes are undone."""
-        found = False
+        found, compiled = False, _compiled_class()
         for where, module in every_module(model):
             attributes = vars(module)
             if attributes.get("_compiled_call_impl") is not None:
@@ -143,7 +143,7 @@ class ForwardWrappers:
                 self._take_off_forward(module, changes)
             children = attributes["_modules"]
             for name, child in children.items():
-                if is_compiled_module(child):
+                if type(child) is compiled:
                     inside = uncompiled(child, f"{where}.{name}".lstrip("."))
                     changes.set(children, name, inside)
                     found = True
@@ -163,11 +163,10 @@ class ForwardWrappers:
         changes.replace_forward(module, forward)
 
 
-def is_compiled_module(module: Any) -> bool:
-    """Whether torch.compile returned this module."""
-    # Without it loaded nothing is compiled, and to load it takes a second.
-    code = sys.modules.get(DYNAMO)
-    return code is not None and type(module) is code.OptimizedModule
+def _compiled_class() -> type | None:
+    """The class of the modules that torch.compile returns; None where nothing is compiled."""
+    # To load it takes a second.
+    return getattr(sys.modules.get(DYNAMO), "OptimizedModule", None)
 
 
 def uncompiled(model: Any, name: str = "the model") -> Any:
@@ -175,7 +174,7 @@ def uncompiled(model: Any, name: str = "the model") -> Any:
 
     Raises UnsupportedError where something was put on the compiled module itself, such as a hook.
     """
-    while is_compiled_module(model):
+    while type(model) is _compiled_class():
         attributes = vars(model)
         hooks = any(attributes[kind] for kind in HOOKS)
         if hooks or not _is_compiled(attributes["forward"]):

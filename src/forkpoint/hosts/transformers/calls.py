@@ -103,7 +103,8 @@ def _attend(
 
 def configurations(model: nn.Module) -> list[PreTrainedConfig]:
     """The configurations of its modules, each once."""
-    found = [getattr(module, "config", None) for _, module in every_module(model)]
+    # Not by getattr, which takes ten times as long at modules that have none.
+    found = [vars(module).get("config") for _, module in every_module(model)]
     return list({id(c): c for c in found if isinstance(c, PreTrainedConfig)}.values())
 
 
