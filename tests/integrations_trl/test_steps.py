@@ -10,6 +10,7 @@ from cases_trl import ACROSS, OURS, STOCK, Pair
 
 from forkpoint import Config
 from forkpoint.engine.timing import Event
+from multimodal_models import tiny_multimodal
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -117,3 +118,18 @@ def test_nothing_shared_for_ten_steps_is_a_warning(
         trainer.train()
     found = [r.getMessage() for r in caplog.records if "has shared a token" in r.getMessage()]
     assert len(found) == 1 and "sharing='none'" in found[0]
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+def test_text_of_multimodal_models(family: str, tmp_path: Path) -> None:
+    """The class that TRL loads of their checkpoints, with a tokenizer in place of a processor."""
+    model = tiny_multimodal(family, dtype=torch.float32, vocab_size=setups.VOCABULARY)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(0.5)
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = 2, 0
+    pair = Pair("grpo", tmp_path, made={"model": model})
+    assert pair.apart < 2e-5
+    pair.check_metrics()
+    assert pair.tokens[0] < pair.tokens[1]

@@ -9,9 +9,11 @@ import pytest
 
 pytest.importorskip("verl", reason="verl is not installed here: make test-verl")
 
+import torch
 from harness import (
     SHARED,
     STOCK,
+    VOCABULARY,
     Case,
     both,
     difference,
@@ -26,6 +28,8 @@ from harness import (
 )
 from torch import distributed as dist
 
+from forkpoint.errors import UnsupportedError
+from multimodal_models import tiny_multimodal
 from parallel.processes import RankFailed, run_ranks
 
 MOST = 2e-6
@@ -239,3 +243,42 @@ def test_a_row_without_a_prompt_is_refused_on_all_ranks(folder: Path) -> None:
     text = str(found.value)
     assert "RolloutError: row 2 of a mini-batch has" in text
     assert "RankError: rank 1 failed" in text
+
+
+def shared_first(case: Case, folder: Path, rows: Any) -> float:
+    """As `both`; verl's own engine replaces forwards of layers, so that it comes last."""
+    shared = first_step(case, folder, SHARED, rows)
+    stock = first_step(case, folder, STOCK, rows)
+    with pytest.raises(UnsupportedError, match="has replaced Qwen3_5DecoderLayer"):
+        make_engine(case, folder, SHARED)
+    return difference(shared["gradients"], stock["gradients"])
+
+
+def save_multimodal(family: str, folder: Path) -> None:
+    model = tiny_multimodal(family, dtype=torch.float32, vocab_size=VOCABULARY + 3)
+    model.config.image_token_id, model.config.video_token_id = VOCABULARY, VOCABULARY + 1
+    model.generation_config.pad_token_id = 0
+    with torch.no_grad():
+        for parameter in model.parameters():  # milder, so that float32 keeps its digits
+            parameter.mul_(0.15 if parameter.dim() > 1 else 1)
+    model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("axes", [None, 4])
+def test_text_of_a_multimodal_model(axes: int | None, tmp_path: Path) -> None:
+    """As verl loads it; positions have axes where a processor of images made them."""
+    save_multimodal("qwen3_vl", tmp_path)
+    case = Case()
+    rows = padded_rows(case)
+    if axes:
+        rows["position_ids"] = rows["position_ids"][:, None].expand(-1, axes, -1).contiguous()
+    (found,) = run_ranks(1, both, case, tmp_path, [rows])
+    assert found["error"] <= MOST
+    same_metrics(found)
+
+
+def test_layers_that_verl_replaces(tmp_path: Path) -> None:
+    save_multimodal("qwen3_5", tmp_path)
+    case = Case()
+    (error,) = run_ranks(1, shared_first, case, tmp_path, [padded_rows(case)])
+    assert error <= 5 * MOST  # recurrences round more

@@ -106,7 +106,7 @@ TRL = (
         error=UnsupportedError,
         call=with_images,
         message="GRPOTrainer was given images or a processor for them, which forkpoint does not "
-        "compute yet: train a language model on text.",
+        "compute yet: train on text, with processing_class=AutoTokenizer.from_pretrained(...).",
     ),
     Kind(
         name="A TRL whose log-probs are others",

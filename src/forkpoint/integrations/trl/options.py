@@ -143,5 +143,6 @@ def _refused(trainer: type, args: Any, name: str, reason: str) -> UnsupportedErr
 def _images(trainer: type) -> UnsupportedError:
     return UnsupportedError(
         f"{trainer.__name__} was given images or a processor for them, which forkpoint "
-        "does not compute yet: train a language model on text."
+        "does not compute yet: train on text, with processing_class=AutoTokenizer.from_pretrained("
+        "...)."
     )

@@ -18,6 +18,7 @@ import torch
 from forkpoint.errors import ConfigError
 from forkpoint.integrations.verl.groups import LOOKED_AT, RankPart, sharing_message
 from forkpoint.integrations.verl.losses import ORDER, TOLERANCE, MicroBatch, MiniBatchLoss
+from forkpoint.integrations.verl.patches import own_layers
 from forkpoint.integrations.verl.refusals import check_batch, check_options, check_strategy
 from forkpoint.integrations.verl.rows import Rows, jagged
 from forkpoint.integrations.verl.settings import Settings, load_settings
@@ -50,6 +51,7 @@ class SharedEngine:
     last_plan: Plan | None = None
     # Of verl's engine:
     engine_config: Any
+    model_config: Any
     module: Any
     rank: int
     get_data_parallel_group: Callable[[], Any]
@@ -89,7 +91,8 @@ class SharedEngine:
             self._is_offload_optimizer = False
 
     def _build_model_optimizer(self) -> None:
-        cast(Any, super())._build_model_optimizer()
+        with own_layers(self.model_config.hf_config.model_type):
+            cast(Any, super())._build_model_optimizer()
         config = replace(self.settings.config, all_logprobs=True)
         if self.engine_config.forward_only:
             config = replace(config, optimizer_bytes_per_parameter=0)

@@ -117,15 +117,11 @@ def response_lengths(data: Any) -> Tensor:
 
 
 def _check_positions(position_ids: Tensor, offsets: Tensor) -> None:
-    if position_ids.dim() != 2:
-        raise UnsupportedError(
-            f"position_ids have {position_ids.dim()} dimensions, as models that see images take "
-            "them; forkpoint takes one position a token. Train a model of text."
-        )
+    """Positions count the tokens of each row; on every axis, where multimodal models have some."""
     lengths = offsets.diff()
     counted = torch.arange(int(offsets[-1])) - offsets[:-1].repeat_interleave(lengths)
-    found = position_ids.values().cpu()
-    if found.shape != counted.shape or bool((found != counted).any()):
+    found = position_ids.values().cpu()  # [T], or [axes, T]
+    if found.shape[-1:] != counted.shape or bool((found != counted).any()):
         raise UnsupportedError(
             "position_ids do not count the tokens of each row from 0; forkpoint takes no others. "
             "Leave position_ids to verl."
