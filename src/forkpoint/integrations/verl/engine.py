@@ -15,10 +15,11 @@ from typing import Any, cast
 
 import torch
 
+from forkpoint.engine.changes import Changes
 from forkpoint.errors import ConfigError
 from forkpoint.integrations.verl.groups import LOOKED_AT, RankPart, sharing_message
 from forkpoint.integrations.verl.losses import ORDER, TOLERANCE, MicroBatch, MiniBatchLoss
-from forkpoint.integrations.verl.patches import own_layers
+from forkpoint.integrations.verl.patches import keep_layers
 from forkpoint.integrations.verl.refusals import check_batch, check_options, check_strategy
 from forkpoint.integrations.verl.rows import Rows, jagged
 from forkpoint.integrations.verl.settings import Settings, load_settings
@@ -91,7 +92,8 @@ class SharedEngine:
             self._is_offload_optimizer = False
 
     def _build_model_optimizer(self) -> None:
-        with own_layers(self.model_config.hf_config.model_type):
+        with Changes() as changes:
+            keep_layers(self.model_config.hf_config.model_type, changes)
             cast(Any, super())._build_model_optimizer()
         config = replace(self.settings.config, all_logprobs=True)
         if self.engine_config.forward_only:

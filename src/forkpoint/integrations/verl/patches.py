@@ -4,11 +4,9 @@ verl's forward of Qwen3.5's layers passes no call arguments on to linear attenti
 layer of a step which microbatch runs.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
 
+from forkpoint.engine.changes import Changes
 from forkpoint.errors import UnsupportedError
 
 LAYERS = {
@@ -17,13 +15,11 @@ LAYERS = {
 }
 
 
-@contextmanager
-def own_layers(model_type: str) -> Iterator[None]:
-    """Give layers of a model_type their own forwards back at the end.
+def keep_layers(model_type: str, changes: Changes) -> None:
+    """Give layers of a model_type their present forwards back when the changes are undone.
 
     Raises UnsupportedError where verl has replaced them before, for an engine without forkpoint.
     """
-    kept: list[tuple[Any, Any]] = []
     for name in LAYERS.get(model_type, ()):
         code = import_module(f"transformers.models.{model_type}.modeling_{model_type}")
         layer = getattr(code, name)
@@ -33,9 +29,4 @@ def own_layers(model_type: str) -> Iterator[None]:
                 "forkpoint's, and that forward drops the arguments of a step. Set "
                 "VERL_ENGINE_VENDOR=forkpoint for all engines of the process."
             )
-        kept.append((layer, layer.forward))
-    try:
-        yield
-    finally:
-        for layer, forward in kept:
-            layer.forward = forward
+        changes.later(setattr, layer, "forward", layer.forward)
