@@ -1,0 +1,92 @@
+"""Steps of forkpoint in torchtitan's trainer (0.2)."""
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forkpoint import Config, Policy, Rollout, RolloutBatch, UnsupportedError, wrap
+from forkpoint.losses import Loss
+
+IGNORED = -100
+"""The label that torchtitan does not count."""
+ROLLOUTS = "rollouts"
+
+
+class RolloutSteps:
+    """Trains on rollouts: `class MyTrainer(RolloutSteps, torchtitan.train.Trainer)`.
+
+    The model, its parallelism, the optimizer, clipping, checkpoints and logs stay torchtitan's.
+    Each of its steps is one step of forkpoint, which plans microbatches by itself.
+
+    Subclasses define `rollouts`, and set `loss` and perhaps `config`.
+    """
+
+    loss: Loss
+    config: Config = Config()
+    _policy: Policy | None = None
+
+    def rollouts(self) -> Iterable[Rollout]:
+        """The rollouts of the next step on this data rank."""
+        raise NotImplementedError(f"{type(self).__name__} has no method rollouts()")
+
+    @property
+    def policy(self) -> Policy:
+        """The policy of the trainer's model. Made when it is first used; collective then."""
+        if self._policy is None:
+            trainer: Any = self
+            if len(trainer.model_parts) != 1:
+                raise UnsupportedError(
+                    f"the trainer has {len(trainer.model_parts)} stages of a pipeline, which have "
+                    "not been shown exact. Set pipeline_parallel_degree to 1."
+                )
+            if trainer.gradient_accumulation_steps != 1:
+                raise UnsupportedError(
+                    f"the trainer accumulates {trainer.gradient_accumulation_steps} batches, and "
+                    "the mean of a loss is over one batch. Give rollouts() all rollouts of a step "
+                    "and set training.global_batch_size to -1."
+                )
+            self._policy = wrap(trainer.model_parts[0], self.config)
+        return self._policy
+
+    def batch_generator(self, data_iterable: object) -> Iterator[tuple[dict[str, Any], Tensor]]:
+        """Batches of rollouts, and labels by which torchtitan counts trained tokens."""
+        trainer: Any = self
+        while True:
+            begin = time.perf_counter()
+            batch = RolloutBatch(self.rollouts())
+            trainer.ntokens_seen += batch.logical_tokens
+            trainer.metrics_processor.ntokens_since_last_log += batch.logical_tokens
+            trainer.metrics_processor.data_loading_times.append(time.perf_counter() - begin)
+            trained_T = torch.from_numpy(batch.loss_mask.copy())
+            yield {ROLLOUTS: batch}, torch.where(trained_T, 0, IGNORED)
+
+    def forward_backward_step(
+        self, *, input_dict: dict[str, Any], labels: Tensor, global_valid_tokens: Tensor
+    ) -> Tensor:
+        """One step of forkpoint. Returns this rank's part of the loss, which torchtitan adds up."""
+        trainer: Any = self
+        with trainer.maybe_enable_amp:
+            stats = self.policy.forward_backward(input_dict[ROLLOUTS], self.loss)
+        mesh = trainer.parallel_dims.get_optional_mesh("loss")
+        return torch.tensor(
+            stats.loss / (1 if mesh is None else mesh.size()), device=trainer.device
+        )
+
+
+class NoData:
+    """The data loader of a trainer whose rollouts do not come from one."""
+
+    def __init__(self, **_: object) -> None:
+        """Takes what torchtitan gives builders of data loaders."""
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
+        return iter(())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
