@@ -34,6 +34,7 @@ from forkpoint.hosts.torch_dist import context_parallel
 from forkpoint.hosts.torch_dist.context_parallel import ContextSplit, DealtPlaces
 from forkpoint.hosts.transformers.stock import run_plain_recurrences
 from forkpoint.losses import DPO, GRPO, GSPO, RouterLoss, ValueLoss
+from forkpoint.plan.context import context_bytes
 from forkpoint.testing import lifted_upcasts, tiny_model
 from lanes import slow_besides
 from versions import needs_splits
@@ -261,6 +262,39 @@ def test_counts_of_one_rank_alone_are_seen() -> None:
 def test_router_losses_are_those_of_one_process(name: str) -> None:
     for found in run_ranks(ROUTERS[name][0], balanced, ROUTERS[name][1]):
         assert max(found.values()) < BAR, found
+
+
+# Prices
+# ------------------------------------------------------------
+
+
+def counted(context: Context) -> tuple[int, int, str, float]:
+    """Bytes that a step sends and that its plan counts, explain(), and cache bytes by one's."""
+    sent, exchange = [0], DealtPlaces._exchange
+
+    def exchanging(self: DealtPlaces, x: Tensor) -> Tensor:
+        sent[0] += x.nbytes * (self.size - 1) // self.size
+        return exchange(self, x)
+
+    DealtPlaces._exchange = exchanging  # type: ignore[method-assign]
+    mesh, model = mesh_of(2), context.model()
+    policy = forkpoint.wrap(context.wrap(model, mesh), context.config, mesh=mesh)
+    plan = policy.forward_backward(RolloutBatch(context.rollouts[0]), context.loss).plan
+    shape, whole = policy.host.shape, forkpoint.wrap(context.model()).host.shape
+    part = shape.boundary_bytes_per_token / whole.boundary_bytes_per_token
+    return sent[0], context_bytes(shape, plan.microbatches, plan.program), plan.explain(), part
+
+
+@pytest.mark.parametrize(
+    "heads, changes", [(2, {}), pytest.param(1, {"checkpointing": "full"}, marks=pytest.mark.slow)]
+)
+def test_plans_count_what_is_sent_and_kept(heads: int, changes: dict[str, Any]) -> None:
+    config = replace(DEEP, self_check=False, **changes)
+    context = Context(config=config, sizes={"num_key_value_heads": heads})
+    for sent, wanted, text, part in run_ranks(2, counted, context):
+        assert sent == wanted > 0
+        assert "bytes that each sends around attention" in text
+        assert part == (0.5 if heads == 2 else 1.0)
 
 
 # Tensor parallelism

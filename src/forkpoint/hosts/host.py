@@ -121,7 +121,8 @@ class ModelHost:
     @property
     def shape(self) -> ModelShape:
         splits = self._group.splits if self._group else ()
-        return replace(self.entry.shape(splits), compiled=self.compiles)
+        context = len(self.topology.relations.get("context", (0,)))
+        return replace(self.entry.shape(splits), compiled=self.compiles, context=context)
 
     @property
     def capabilities(self) -> Capabilities:

@@ -17,6 +17,7 @@ from rich.tree import Tree
 from forkpoint.errors import PlanError
 from forkpoint.plan.cache import allocate_cache
 from forkpoint.plan.capabilities import Capabilities
+from forkpoint.plan.context import context_bytes
 from forkpoint.plan.pricing.cost import ModelShape, Work, bound_of
 from forkpoint.plan.program import (
     FORWARD,
@@ -425,6 +426,10 @@ def _summary(plan: Plan) -> Table:
     add("labelled edges (head), for each temperature", f"{plan.num_loss_entries:,}")
     add("microbatches, segments", f"{len(plan.microbatches):,}, {len(plan.forest):,}")
     add("prefix cache held at once, tokens", f"{plan.cache_tokens:,}")
+    if plan.shape is not None and plan.shape.context > 1:
+        add("ranks that run parts of each microbatch", f"{plan.shape.context:,}")
+        sent = context_bytes(plan.shape, plan.microbatches, plan.program)
+        add("bytes that each sends around attention", format_bytes(sent))
     if plan.shape is not None:
         dense, shared = plan.dense.step_flops(plan.shape), plan.shared.step_flops(plan.shape)
         same = ", which leaves out the same" * bool(away.tokens)

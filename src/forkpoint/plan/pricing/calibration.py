@@ -331,7 +331,7 @@ _FIELDS = record(
 
 
 def _comparable(shape: ModelShape) -> dict[str, Any]:
-    differ = ("layers", "windows", "checkpointed", "compiled")
+    differ = ("layers", "windows", "checkpointed", "compiled", "context")
     return {k: v for k, v in asdict(shape).items() if k not in differ}
 
 

@@ -7,6 +7,7 @@ each temperature), and nothing of ours (recomputation, zero roots, padding) coun
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import lcm
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,9 @@ class ModelShape:
     """Whether blocks keep only their inputs between forward and backward."""
     compiled: bool = False
     """Whether blocks are compiled, which keeps less: see `activation_bytes`."""
+    context: int = 1
+    """Ranks that run parts of each microbatch (context parallelism). Bytes are those of one of
+    them for each token of the whole microbatch; FLOPs are of all."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "value_dim", "vocab"):
@@ -182,11 +186,12 @@ class ModelShape:
         """Bytes that all recurrent layers keep of the end of one segment, with its gradients."""
         wide = max(4, self.dtype_bytes)
         elements = 2 * self.state_elements * wide + self.tail_elements * (self.dtype_bytes + wide)
-        return self.recurrent_layers * elements
+        return self.recurrent_layers * -(-elements // self.context)
 
     @property
     def boundary_elements(self) -> int:
-        return self.kv_heads * (self.head_dim + self.value_dim)
+        heads = lcm(self.kv_heads, self.context) // self.context  # repeated where they are fewer
+        return heads * (self.head_dim + self.value_dim)
 
     def activation_bytes(self, checkpointing: str = "none") -> int:
         """Bytes that one token's forward leaves for its backward, counted tensor by tensor.
@@ -202,6 +207,8 @@ class ModelShape:
         attention = (self.heads + self.kv_heads) * self.head_dim
         values = (self.heads + self.kv_heads) * self.value_dim
         attends = 2 * attention + values + self.attention_activations
+        if self.context > 1:  # its output is kept on both sides of the exchange
+            attends += self.heads * self.value_dim
         blocks = [
             (self.attention_layers, attends),
             (self.recurrent_layers, self.recurrent_activations),
@@ -214,12 +221,12 @@ class ModelShape:
         experts *= self.expert_layers > 0
         if self.checkpointed or checkpointing == "full":
             inputs = self.layers * self.hidden * self.dtype_bytes
-            return inputs + max(size for _, size in sizes) + experts
+            return -(-(inputs + max(size for _, size in sizes) + experts) // self.context)
         every = sum(layers * size for layers, size in sizes) + self.expert_layers * experts
         if checkpointing == "selective":
             every -= (self.layers - 1) * mlp * self.dtype_bytes
-            return every - max(0, self.expert_layers - 1) * experts
-        return every
+            every -= max(0, self.expert_layers - 1) * experts
+        return -(-every // self.context)
 
     def repeated_flops_share(self, checkpointing: str) -> float:
         """The share of a forward of the blocks that a checkpointed backward runs again."""
