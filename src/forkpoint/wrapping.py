@@ -23,16 +23,17 @@ def wrap(
         config: how batches are planned and run.
         mesh: the device mesh that the model was split over, with names of its dimensions. A
             dimension "cp" (or "sp") splits the sequences of one batch over its ranks: context
-            parallelism. Of other dimensions nothing is read that the model does not say itself;
-            what the two say is compared.
+            parallelism. A dimension "pp" cuts the model into stages of a pipeline: the parameters
+            of other stages are dropped. Of other dimensions nothing is read that the model does not
+            say itself; what the two say is compared.
 
     Raises:
         UnsupportedError: the model has not been shown exact; the message names what is in the way.
         ConfigError: the configuration is no Config, or has sizes that no model can have, or the
             mesh is not that of the model.
 
-    Collective where several ranks hold the model. Nothing of the model is changed but while a step
-    runs, so there is nothing to undo: drop the policy and the model is as it was.
+    Collective where several ranks hold the model. Unless it is cut into stages, the model is
+    modified only during a step and restored afterwards.
     """
     config = Config() if config is None else config
     if not isinstance(config, Config):

@@ -4,8 +4,7 @@ A forward reads the prefix cache of the microbatches above and captures its own 
 backward starts from the microbatch's loss, and adds to the gradients of the prefix cache that its
 forward read. Features do the rest, such as offloading between the two (engine/feature.py).
 
-Stages of a pipeline, of which there are none yet, would receive and send around the two calls of
-the host, in `_forward` and `_backward`.
+Stages of a pipeline receive and send around the two calls of the host (engine/links.py).
 """
 
 from collections.abc import Iterable, Sequence
@@ -53,6 +52,7 @@ class Executor:
         self.prepared = prepared
         self.config = config
         self.features: tuple[Feature, ...] = tuple(features)
+        self.links = host.links
         self._roots: dict[int, list[Root]] = {}
         """By slot: the roots of its backward."""
 
@@ -75,6 +75,7 @@ class Executor:
         plan = self.plan
         cache = PrefixCache(plan.cache_tokens, gradients=training, cache_states=plan.cache_states)
         total = torch.zeros((), dtype=self.host.loss_dtype, device=self.host.device)
+        self.links.begin_pass(plan, instructions)
         for feature in self.features:
             feature.begin_pass(cache)
         for instruction in instructions:
@@ -95,27 +96,35 @@ class Executor:
                 outputs = self._forward(instruction, inputs, view, entropy)
                 # If a forward is repeated, the second computes the loss.
                 part = None
-                if loss is not None and instruction.keeps_graph and not instruction.idle:
+                ends_here = self.links.ends_here and not instruction.idle
+                if loss is not None and instruction.keeps_graph and ends_here:
                     part = loss(inputs, outputs)
                 found = [f.root(instruction, inputs, scale) for f in self.features]
-            if not instruction.idle and (instruction.keeps_graph or not training):
+            if ends_here and (instruction.keeps_graph or not training):
                 values.collect(inputs, outputs)
             if part is not None:
                 total += part.value
             if training and instruction.keeps_graph:
                 more = [root for root in found if root is not None]
-                self._roots[instruction.slot] = [*_roots_of(part, outputs), *more]
+                own = _roots_of(part, outputs) if self.links.ends_here else []
+                self._roots[instruction.slot] = [*own, *more]
+                del own
                 del more
             del outputs, part, view, found
+        self.links.end_pass((total, *values.by_name.values()))
         return total
 
     def _forward(
         self, instruction: Instruction, inputs: MicrobatchInputs, view: CacheView, entropy: bool
     ) -> HeadOutputs:
         hooks = [h for f in self.features if (h := f.saved_tensor_hooks(instruction)) is not None]
+        hidden = self.links.receive(instruction, inputs)
         with saved_tensors_hooks(*hooks[0]) if hooks else nullcontext():
-            outputs = self.host.forward(instruction, inputs, view, self.config, entropy=entropy)
+            outputs = self.host.forward(
+                instruction, inputs, view, self.config, entropy=entropy, hidden=hidden
+            )
         view.end_forward()
+        self.links.send(instruction, outputs.roots[0])
         for feature in self.features:
             feature.after_forward(instruction, inputs)
         return outputs
@@ -123,7 +132,7 @@ class Executor:
     def _backward(self, instruction: Instruction) -> None:
         guard = self.transaction.guard
         assert guard is not None
-        roots = self._roots.pop(instruction.slot)
+        roots = [*self.links.roots(instruction), *self._roots.pop(instruction.slot)]
         tensors, gradients = [x for x, _ in roots], [gradient for _, gradient in roots]
         # With frozen layers a microbatch without trained tokens has no root.
         if roots:
@@ -131,6 +140,7 @@ class Executor:
         del roots
         self.host.backward(tensors, gradients, last=instruction.last_backward)
         del tensors, gradients
+        self.links.after_backward(instruction)
         for feature in self.features:
             feature.after_backward(instruction)
 

@@ -11,6 +11,7 @@ from forkpoint.config import Config
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.compiling import Compiling
 from forkpoint.engine.distributed import Distributed
+from forkpoint.engine.links import Links
 from forkpoint.engine.microbatches import CacheView, MicrobatchInputs
 from forkpoint.losses.outputs import Head
 from forkpoint.parallel.topology import Topology
@@ -108,6 +109,8 @@ class Host(Protocol):
 
     compiling: Compiling
     """Whether its blocks are compiled. A host that compiles nothing has Compiling(False)."""
+    links: Links
+    """Where hidden states come from and go to, if other ranks have other blocks."""
 
     @property
     def model(self) -> nn.Module:
@@ -244,10 +247,12 @@ class Host(Protocol):
         config: Config,
         *,
         entropy: bool = False,
+        hidden: Tensor | None = None,
     ) -> HeadOutputs:
         """Run a microbatch as far as `instruction.ends_at` says, with the kernels of `config`.
 
         `state`: the prefix cache to read and write. `entropy`: whether the head gives entropies.
+        `hidden` [1, T, C]: what the first block reads, in place of embeddings.
         """
         ...
 

@@ -14,6 +14,7 @@ from forkpoint.hosts.calls import CallContext
 from forkpoint.hosts.code_provenance import Definition
 from forkpoint.hosts.heads import ModelHead
 from forkpoint.plan.pricing.cost import ModelShape
+from forkpoint.plan.stages import Stage
 from forkpoint.rollouts.batch import RolloutBatch
 
 
@@ -77,6 +78,23 @@ class Entry(Protocol):
     @property
     def embeddings(self) -> nn.Module:
         """The input embeddings; the weight's rows are the tokens that are known."""
+        ...
+
+    def hold_stage(self, stage: Stage) -> frozenset[nn.Parameter]:
+        """Drop what other stages of a pipeline hold.
+
+        Returns parameters that the first and the last stage both have. Raises UnsupportedError for
+        models whose stages have not been shown exact.
+        """
+        ...
+
+    def check_whole(self) -> None:
+        """Raises UnsupportedError where the model holds a stage alone."""
+        ...
+
+    def set_hidden(self, hidden_1TC: Tensor | None, changes: Changes) -> None:
+        """Let a stage run, until the changes are undone, and its first block read these; None if
+        that reads embeddings."""
         ...
 
     # Checks, which raise UnsupportedError

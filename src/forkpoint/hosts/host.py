@@ -19,6 +19,7 @@ from forkpoint.engine.changes import Changes
 from forkpoint.engine.compiling import Compiling
 from forkpoint.engine.distributed import Distributed
 from forkpoint.engine.host import HeadOutputs, RouteHolder, RouterNote
+from forkpoint.engine.links import Links
 from forkpoint.engine.microbatches import CacheView, MicrobatchInputs
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts import refusals
@@ -36,14 +37,22 @@ from forkpoint.hosts.compiled import CompiledBlocks
 from forkpoint.hosts.early_exit import end_in_last_block
 from forkpoint.hosts.entry import Entry, Library, WatchedRouters
 from forkpoint.hosts.fingerprint import Computation, Fingerprint
-from forkpoint.hosts.modules import cache_module_walks, every_module, every_parameter
+from forkpoint.hosts.modules import (
+    add_hook,
+    cache_module_walks,
+    every_module,
+    every_parameter,
+    forget_lists,
+)
 from forkpoint.hosts.topology import held_by_ranks, unwrapped
+from forkpoint.hosts.torch_dist.stages import StageLinks, StageRanks
 from forkpoint.hosts.wrappers import ForwardWrappers, autocasts_of, entered, set_forward, uncompiled
 from forkpoint.losses.outputs import Head
 from forkpoint.parallel.topology import Topology
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.program import BLOCKS, BOUNDARY, FORWARD, Instruction
+from forkpoint.plan.stages import stages_of_shape
 from forkpoint.rollouts.batch import RolloutBatch
 
 
@@ -106,6 +115,29 @@ class ModelHost:
             shape = self.entry.shape(splits)  # which refuses parts of heads
             if context:
                 self.entry.check_context_parallel(shape, len(context))
+            self.links: Links = Links()
+            self._hold_stage(compile_blocks)
+
+    def _hold_stage(self, compile_blocks: bool | None) -> None:
+        """Drop what other stages hold, if the ranks are stages."""
+        parts = self._group.parts if self._group is not None else ()
+        ranks = next((part for part in parts if isinstance(part, StageRanks)), None)
+        if ranks is None:
+            self.entry.check_whole()
+            return
+        if compile_blocks:
+            raise UnsupportedError(
+                "Config(compile_blocks=True) asks for compiled decoder blocks, which have not been "
+                "shown exact on stages of a pipeline. Leave compile_blocks out."
+            )
+        stage = stages_of_shape(self.shape, ranks.size)[ranks.index]
+        ranks.tied = self.entry.hold_stage(stage)
+        forget_lists()
+        self._fingerprint = Fingerprint(self.model, self.entry)
+        self.compiling = Compiling(False)
+        self._blocks = CompiledBlocks(self.compiling, self.entry.context_of)
+        hidden = self.shape.hidden, self._embedding.dtype, self.device
+        self.links = StageLinks(ranks, stage, self.model, hidden)
 
     # Facts
     # ------------------------------------------------------------
@@ -233,7 +265,8 @@ class ModelHost:
         if self._group is not None:
             self._group.check(self.model, training=training)
         if training:
-            refusals.check_trainable(self.model)
+            if "stage" not in self.topology.relations:  # else stages agree on it
+                refusals.check_trainable(self.model)
             refusals.check_parameter_hooks(self.model, self.entry.known_gradient_hooks)
         batch.check_vocabulary(self.vocab_size)
         return found[0]
@@ -296,7 +329,11 @@ class ModelHost:
         config: Config,
         *,
         entropy: bool = False,
+        hidden: Tensor | None = None,
     ) -> HeadOutputs:
+        if not self.links.ends_here:
+            # The next stage reads what the last block here gives.
+            instruction = instruction._replace(ends_at=BLOCKS)
         policy = inputs.microbatch.checkpointing
         if policy != "none" and self._recomputes:
             raise UnsupportedError(
@@ -326,6 +363,8 @@ class ModelHost:
         checkpoint_blocks(blocks, policy, self._changes, but=last if early else None)
         if early:
             end_in_last_block(block, self.entry.final_norms, self._changes)
+        if isinstance(self.links, StageLinks):
+            self.entry.set_hidden(hidden, self._changes)
         begin_forward(context, self._changes)
         # Through the outermost module: FSDP and adapters work in its hooks and its forward.
         outputs = self.entry.run(inputs.input_ids, inputs.position_ids, context)
@@ -383,7 +422,26 @@ class ModelHost:
 
     def stock(self, ids_NL: Tensor) -> Tensor:
         """Logits [N, L, V] (a critic's values [N, L, 1]) by the model's stock forward."""
-        return self.entry.stock(ids_NL)
+        if not isinstance(self.links, StageLinks):
+            return self.entry.stock(ids_NL)
+        return self._stock_of_stages(self.links, ids_NL)
+
+    def _stock_of_stages(self, links: StageLinks, ids_NL: Tensor) -> Tensor:
+        """Outputs of the last stage, which all run their blocks for. Collective."""
+        tops: list[Tensor] = []
+        with Changes() as changes:
+            first = links.stage.is_first
+            hidden = None if first else links.receive_hidden(tuple(ids_NL.shape))
+            self.entry.set_hidden(hidden, changes)
+            if not links.stage.is_last:
+                hooks: Any = self.blocks[-1]._forward_hooks
+                add_hook(changes, hooks, lambda _, __, top: tops.append(top))
+            outputs = self.entry.stock(ids_NL)
+        if tops:
+            links.send_hidden(tops[0])
+        outputs = outputs.detach().contiguous()
+        links.end_pass([outputs])
+        return outputs
 
     def allow_stock(self, changes: Changes) -> None:
         """Let `stock` work whatever the model is set to, on this thread alone, until the changes

@@ -20,6 +20,7 @@ from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.hosts.torch_dist.context_parallel import NAMES, context_split
 from forkpoint.hosts.torch_dist.fully_sharded import FullySharded
 from forkpoint.hosts.torch_dist.replicated import Replicated
+from forkpoint.hosts.torch_dist.stages import stages_of_mesh
 from forkpoint.parallel.ranks import ranks_of
 from forkpoint.parallel.topology import Relation, Topology, connected
 
@@ -50,6 +51,16 @@ def held_by_ranks(
     context = context_split(mesh, holders)
     if context is not None:
         holders.append(context)
+    stages = stages_of_mesh(mesh)
+    if stages is not None:
+        if holders:
+            kinds = sorted({kind for holder in holders for kind in holder.relations})
+            raise UnsupportedError(
+                f"the mesh has stages of a pipeline ('pp'), and {' and '.join(kinds)} parallelism "
+                "holds the model as well; their composition has not been shown exact. Use a mesh "
+                "without the dimension 'pp', or a model that nothing else holds."
+            )
+        holders = [stages]
     found = None
     if holders:
         topology = read_topology(holders)
@@ -159,7 +170,12 @@ def check_mesh(mesh: DeviceMesh, topology: Topology | None) -> None:
     held: dict[str, tuple[int, ...]] = {} if topology is None else {**topology.relations}
     for name, ranks in _dimensions(mesh):
         # The names that transformers and torchtitan give; any other is a data dimension's.
-        kind = {"tp": "tensor", "ep": "expert", **dict.fromkeys(NAMES, "context")}.get(name)
+        kind = {
+            "tp": "tensor",
+            "ep": "expert",
+            "pp": "stage",
+            **dict.fromkeys(NAMES, "context"),
+        }.get(name)
         named = [kind] if kind else list(held)
         if not any(set(ranks) <= set(held.get(each, ())) for each in named):
             found = ", ".join(f"{k} over ranks {list(r)}" for k, r in held.items()) or "none"

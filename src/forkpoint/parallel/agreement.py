@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forkpoint.config import Gather, Split
-from forkpoint.errors import ConfigError, RankError
+from forkpoint.errors import ConfigError, RankError, UnsupportedError
 from forkpoint.losses.base import Denominators
 from forkpoint.parallel.copies import Contents, check_same_batches
 from forkpoint.parallel.ranks import DataRanks, group_leaders
@@ -50,6 +50,8 @@ class Proposal:
     """The one that the plan is priced by, until ranks have agreed on it."""
     trains: bool = False
     """Whether this rank's plan trains on any token."""
+    trainable: bool = True
+    """Whether any parameter on this rank requires a gradient, if the call gives gradients."""
     trained_tokens: int = 0
     rollouts: int = 0
     groups: NDArray[np.uint64] | None = None
@@ -143,6 +145,11 @@ def agreed(
     Raises RankError, naming the rank, where one cannot run the step or calls something else.
     """
     _check_calls(proposals, names)
+    if not any(proposal.trainable for proposal in proposals):
+        raise UnsupportedError(
+            "no parameter of the model requires a gradient, on any stage; unfreeze some, or use "
+            "policy.score for log-probs alone."
+        )
     sample = next((p.sample for p in proposals if p.sample is not None), None)
     if batches is not None:
         check_same_batches([p.contents for p in proposals], names, batches)

@@ -8,8 +8,10 @@ from torch import Tensor
 
 from forkpoint.tree.forest import IntArray
 
-Relation = Literal["data", "tensor", "expert", "context"]
+Relation = Literal["data", "tensor", "expert", "context", "stage"]
 """A kind of parallelism, by which ranks are connected."""
+SHARING: tuple[Relation, ...] = ("tensor", "context", "stage")
+"""Those of ranks with the same batch."""
 
 
 class Places:
@@ -88,13 +90,14 @@ class Topology:
     relations: Mapping[Relation, tuple[int, ...]] = field(default_factory=dict)
     """By kind of parallelism, the ranks (this one among them) over which the model is held:
     "data" sums gradients over them, "tensor" splits modules over them, "expert" deals experts out,
-    "context" deals out the places of each microbatch.
+    "context" deals out the places of each microbatch, "stage" gives
+    each some of the blocks.
     """
     members: tuple[int, ...] = (0,)
     """All ranks that any of the relations connects: they step together."""
     batches: tuple[int, ...] = (0,)
-    """By member, the number of its batch, from 0. Ranks of one tensor or context
-    relation have the same."""
+    """By member, the number of its batch, from 0. Ranks of one tensor, context or stage relation
+    have the same."""
     lockstep: bool = False
     """Whether forwards and backwards issue collectives, so that all ranks run the same program,
     unless weights are gathered for the step."""
@@ -135,9 +138,9 @@ def connected(
         groups: by rank, its relations.
         rank: the one to begin with.
     """
-    ordered = _reached(groups, rank, ("data", "tensor", "expert", "context"))
+    ordered = _reached(groups, rank, ("data", "tensor", "expert", "context", "stage"))
     # Batches are in the order of the first rank that has each.
-    first = {one: _reached(groups, one, ("tensor", "context"))[0] for one in ordered}
+    first = {one: _reached(groups, one, SHARING)[0] for one in ordered}
     firsts = sorted(set(first.values()))
     return ordered, tuple(firsts.index(first[one]) for one in ordered)
 

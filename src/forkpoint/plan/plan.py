@@ -123,6 +123,8 @@ class Plan:
     sends their prefix cache to the others (`Config.split`); "" where there are none, and before
     ranks have agreed on it."""
     split_reason: str = ""
+    stage_backwards: tuple[tuple[int, ...], ...] = ()
+    """On stages of a pipeline, by stage: slots in the order of their backwards."""
 
     @property
     def fits(self) -> bool:

@@ -198,6 +198,8 @@ def stage_plan(plan: Plan, schedule: StageSchedule, stage: Stage) -> Plan:
     units = plan.program.units
     unit_of = {(u[-1].slot, u[-1].operation == BACKWARD): at for at, u in enumerate(units)}
     found = plan.reordered([unit_of[entry] for entry in schedule.orders[stage.index]])
+    backwards = [tuple(s for s, is_backward in o if is_backward) for o in schedule.orders]
+    found = replace(found, stage_backwards=tuple(backwards))
     if stage.is_last:
         return found
     return replace(found, program=Program(tuple(map(_through_blocks, found.program.instructions))))

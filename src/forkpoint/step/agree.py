@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from forkpoint.engine.distributed import Distributed, holder_of
 from forkpoint.engine.prompt_exchange import PromptExchange
 from forkpoint.errors import ForkpointError, PlanError
+from forkpoint.hosts.torch_dist.stages import StageLinks
 from forkpoint.losses.base import Loss, is_own
 from forkpoint.parallel.agreement import (
     Agreement,
@@ -26,6 +27,7 @@ from forkpoint.parallel.copies import contents_of
 from forkpoint.parallel.step import SingleProcessStep
 from forkpoint.plan import Plan
 from forkpoint.plan.gathering import LinkSizes, Offer, RankCosts, costs_of_rank
+from forkpoint.plan.pricing.meters import meter_of
 from forkpoint.plan.program import Program
 from forkpoint.plan.shared_prompts import (
     PlannedPrompt,
@@ -37,6 +39,7 @@ from forkpoint.plan.shared_prompts import (
     shared_prompts,
     worth_pricing,
 )
+from forkpoint.plan.stages import schedule_stages, stage_plan, stage_work, stages_of_shape
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.step.plan import check_and_plan, plan_within
 from forkpoint.step.request import AgreedStep, LocalStep, StepPolicy
@@ -146,6 +149,15 @@ def _agreed_step(
     if splitting is not None:
         plan = replace(plan, split=splitting.taken, split_reason=splitting.reason)
     step = agreement.step(group.ranks, mean=local.averages)
+    links = host.links
+    if isinstance(links, StageLinks) and not scores:
+        # The same on all stages: the plan, its counted prices and the budget are.
+        plan = replace(plan, program=program)
+        stages = stages_of_shape(host.shape, links.stage.stages)
+        budget = policy.model_state.budgets.of(host, policy.config)
+        schedule = schedule_stages(stage_work(plan, meter_of(plan), stages), budget)
+        plan = stage_plan(plan, schedule, links.stage)
+        program = plan.program
     exchange = None
     if agreement.prompts:
         exchange = PromptExchange(
@@ -178,6 +190,7 @@ def _proposal(
 ) -> Proposal:
     """Proposal of this rank to the others. `own`: prompts that it can exchange."""
     request, batch, plan, loss = local.request, local.batch, local.plan, local.loss
+    host = policy.host
     call = f"{local.call}, gather={gather!r}" if gather else local.call
     call = f"{call}, split={policy.config.split!r}" if request.exchanges else call
     share = local.routers.share() if local.routers else None
@@ -193,6 +206,7 @@ def _proposal(
         budget_bytes=policy.model_state.budgets.of(policy.host, policy.config),
         calibration=policy.model_state.to_agree(policy.host, policy.config),
         trains=plan.num_loss_entries > 0,
+        trainable=not request.training or any(p.requires_grad for p in host.model.parameters()),
         trained_tokens=batch.trained_tokens,
         rollouts=len(batch),
         groups=group_digests(batch),

@@ -67,6 +67,8 @@ def check_and_plan(policy: StepPolicy, request: Request) -> LocalStep:
         check_denominators(request.denominators)
         scale = finite("scale", request.scale)
     work = router_work(host, batch, router, counts, expert_counts=request.expert_counts)
+    if "stage" in host.topology.relations:
+        _check_stages(batch, work)
     if work and router is not None and loss is not None:
         check_averaged(host.group, loss)
     return LocalStep(
@@ -82,6 +84,15 @@ def check_and_plan(policy: StepPolicy, request: Request) -> LocalStep:
         settings=host.settings() if request.scores and request.training else None,
         factors=() if request.scores else (scale,),
     )
+
+
+def _check_stages(batch: RolloutBatch, work: RouterWork | None) -> None:
+    """Refuse what has not been shown exact on stages of a pipeline."""
+    if work is not None or batch.routed_experts is not None:
+        raise UnsupportedError(
+            "losses of routers, counts of experts and replayed experts have not been shown exact "
+            "on stages of a pipeline. Leave them out, or use a mesh without the dimension 'pp'."
+        )
 
 
 def _check_backward(policy: StepPolicy, request: BackwardRequest) -> LocalStep:
@@ -190,6 +201,8 @@ def _plan(
             "this plan is of a step in which ranks exchanged prefix caches, and says nothing "
             "of the other ranks. Make a plan with policy.plan(batch), or give none."
         )
+    if plan.stage_backwards:  # of an earlier step; orders are made anew
+        plan = replace(plan.with_program(scores=plan.program.has_scores), stage_backwards=())
     plan.check_batch(batch)
     plan.check_host(policy.host.capabilities)
     if loss is not None and loss.decomposition != "token":

@@ -105,8 +105,9 @@ SPLITS: tuple[Kind, ...] = (
     Kind(
         name="Pipeline stages",
         error=UnsupportedError,
-        message="the model is split into 2 pipeline stages (pp_size), which has not been shown "
-        "exact. Load it with pp_size=1.",
+        message="transformers has cut the model into 2 pipeline stages (pp_size), and forkpoint "
+        "cuts models itself. Load it again without pp_size, and call forkpoint.wrap(model, "
+        "mesh=mesh) with a mesh that has the dimension 'pp'.",
         call=in_process_group(in_stages),
     ),
     Kind(

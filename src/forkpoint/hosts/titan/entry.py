@@ -21,6 +21,7 @@ from forkpoint.hosts.titan.shapes import model_shape, shallow_model
 from forkpoint.hosts.titan.stock import TitanStock
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.program import BLOCKS, BOUNDARY
+from forkpoint.plan.stages import Stage
 from forkpoint.rollouts.batch import RolloutBatch
 
 
@@ -79,6 +80,15 @@ class TitanEntry:
 
     def check_context_parallel(self, shape: ModelShape, ranks: int) -> None:
         refusals.refuse_ranks("forkpoint's context parallelism")
+
+    def hold_stage(self, stage: Stage) -> frozenset[nn.Parameter]:
+        refusals.refuse_ranks("a mesh with the dimension 'pp'")
+
+    def check_whole(self) -> None:
+        pass
+
+    def set_hidden(self, hidden_1TC: Tensor | None, changes: Changes) -> None:
+        raise AssertionError("torchtitan's models are not cut into stages")
 
     def check_state(self, *, training: bool, routed: bool) -> None:
         if training:

@@ -13,6 +13,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from forkpoint.engine.changes import Changes
+from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.calls import CallContext
 from forkpoint.hosts.code_provenance import Definition
 from forkpoint.hosts.heads import ModelHead
@@ -30,9 +31,11 @@ from forkpoint.hosts.transformers.multimodal import (
 from forkpoint.hosts.transformers.routers import Routers
 from forkpoint.hosts.transformers.shallow import shallow_model
 from forkpoint.hosts.transformers.shapes import model_shape
+from forkpoint.hosts.transformers.stages import gate_of, held_layers, hold_stage
 from forkpoint.hosts.transformers.stock import TransformersStock
 from forkpoint.hosts.transformers.tensor_parallel import SUMMED_HOOK
 from forkpoint.plan.pricing.cost import ModelShape
+from forkpoint.plan.stages import Stage
 from forkpoint.rollouts.batch import RolloutBatch
 
 FINAL_NORMS = ("norm", "final_layernorm")
@@ -62,7 +65,7 @@ class TransformersEntry:
 
     @property
     def blocks(self) -> list[nn.Module]:
-        return list(decoder_of(self.core).layers)
+        return held_layers(decoder_of(self.core).layers)
 
     @property
     def final_norms(self) -> Sequence[nn.Module]:
@@ -96,6 +99,23 @@ class TransformersEntry:
     @property
     def checkpointed(self) -> bool:
         return bool(refusals.checkpointed_modules(self.core))
+
+    def hold_stage(self, stage: Stage) -> frozenset[nn.Parameter]:
+        return hold_stage(self.core, stage, FINAL_NORMS)
+
+    def check_whole(self) -> None:
+        layers = len(decoder_of(self.core).layers)
+        if len(self.blocks) < layers:
+            raise UnsupportedError(
+                f"the model holds a stage of a pipeline ({len(self.blocks)} of "
+                f"{len(decoder_of(self.core).layers)} layers), and wrap was given no mesh with the "
+                "dimension 'pp'. Give it the mesh that the stage was made with."
+            )
+
+    def set_hidden(self, hidden_1TC: Tensor | None, changes: Changes) -> None:
+        gate = vars(gate_of(decoder_of(self.core).layers))
+        changes.set(gate, "open", True)
+        changes.set(gate, "hidden", hidden_1TC)
 
     def check_model(self) -> None:
         check_language_model(self.core)

@@ -35,6 +35,7 @@ from forkpoint.rollouts.batch import RolloutBatch, short
 
 TOKENWISE_CODE = (
     "torch.nn.modules.",
+    "forkpoint.hosts.transformers.stages",
     "transformers.activations",
     # What families' token classifiers inherit; `supported_model` looks at which class it is.
     "transformers.modeling_layers",

@@ -139,6 +139,14 @@ def split_holder(model: nn.Module) -> "TensorSplit | None":
 
     Raises UnsupportedError for splits that have not been shown exact.
     """
+    config = getattr(getattr(model, "config", None), "distributed_config", None)
+    stages = getattr(config, "pp_size", None) or 1
+    if stages > 1:
+        raise UnsupportedError(
+            f"transformers has cut the model into {stages} pipeline stages (pp_size), and "
+            "forkpoint cuts models itself. Load it again without pp_size, and call "
+            "forkpoint.wrap(model, mesh=mesh) with a mesh that has the dimension 'pp'."
+        )
     splits = parallel_modules(model)
     if not splits:
         return None
@@ -147,13 +155,6 @@ def split_holder(model: nn.Module) -> "TensorSplit | None":
             f"transformers {transformers.__version__} has split the model over ranks; such models "
             "have been shown exact with 5.23, and earlier versions split them otherwise. Update "
             "transformers."
-        )
-    config = getattr(getattr(model, "config", None), "distributed_config", None)
-    stages = getattr(config, "pp_size", None) or 1
-    if stages > 1:
-        raise UnsupportedError(
-            f"the model is split into {stages} pipeline stages (pp_size), which has not "
-            "been shown exact. Load it with pp_size=1."
         )
     return TensorSplit(splits)
 

@@ -1,0 +1,41 @@
+"""Links of a rank's blocks with those of other ranks, around a microbatch's forward and backward.
+
+The executor calls them; a rank that has all blocks has none. Stages of a pipeline have others
+(`hosts/torch_dist/stages.py`).
+"""
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from forkpoint.engine.feature import Root
+from forkpoint.engine.microbatches import MicrobatchInputs
+from forkpoint.plan.plan import Plan
+from forkpoint.plan.program import Instruction
+
+
+class Links:
+    """No links: the first block reads embeddings, the last one is followed by the head."""
+
+    ends_here: bool = True
+    """Whether the head, and so losses and values of tokens, are this rank's."""
+
+    def begin_pass(self, plan: Plan, instructions: Sequence[Instruction]) -> None:
+        """A pass of these instructions begins."""
+
+    def receive(self, instruction: Instruction, inputs: MicrobatchInputs) -> Tensor | None:
+        """Hidden states [1, T, C] for the first block here; None where it reads embeddings."""
+        return None
+
+    def send(self, instruction: Instruction, top: Tensor) -> None:
+        """A forward has ended, with what the last block here gives as `top`."""
+
+    def roots(self, instruction: Instruction) -> list[Root]:
+        """Roots of a backward that other ranks give."""
+        return []
+
+    def after_backward(self, instruction: Instruction) -> None:
+        """A backward has ended."""
+
+    def end_pass(self, results: Iterable[Tensor]) -> None:
+        """The pass has ended: fill in its results where other ranks have computed them."""

@@ -1,0 +1,197 @@
+"""Stages of a pipeline: which blocks a rank holds, and what it receives from and sends to others.
+
+Hidden states go to the next stage and their gradients to the one before, each direction in a group
+of its own. Messages have no tags (NCCL has none): each side knows the other's order. Forwards have
+one order at all stages. Gradients are received in the order in which the next stage sends them,
+which the plan has (`Plan.stage_backwards`).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from forkpoint.engine.distributed import Holder
+from forkpoint.engine.feature import Root
+from forkpoint.engine.links import Links
+from forkpoint.engine.microbatches import MicrobatchInputs
+from forkpoint.errors import UnsupportedError
+from forkpoint.parallel.topology import Relation
+from forkpoint.plan.plan import Plan
+from forkpoint.plan.program import BACKWARD, FORWARD, RECOMPUTE, Instruction
+from forkpoint.plan.stages import Stage
+
+DIMENSION = "pp"
+"""The dimension of a device mesh whose ranks are stages, as transformers and torchtitan name it."""
+
+
+class StageRanks(Holder):
+    """The ranks of one pipeline. Each has the gradients of its own blocks; only parameters that
+    two stages have are summed."""
+
+    lockstep = True
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        """`mesh`: of one dimension. Collective over its ranks."""
+        self.meshes: Sequence[DeviceMesh] = (mesh,)
+        self.down: dist.ProcessGroup = mesh.get_group()
+        self.global_ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(self.down))
+        self.index: int = self.global_ranks.index(dist.get_rank())
+        self.size: int = len(self.global_ranks)
+        self.relations: Mapping[Relation, tuple[int, ...]] = {"stage": self.global_ranks}
+        self.up: dist.ProcessGroup = _group(self.global_ranks)
+        ends = (self.global_ranks[0], self.global_ranks[-1])
+        self.ends: dist.ProcessGroup | None = _group(ends) if dist.get_rank() in ends else None
+        self.tied: frozenset[nn.Parameter] = frozenset()
+        """Parameters that the first and the last stage have."""
+
+    def deferred_params(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+        return [parameter for parameter in parameters if parameter in self.tied]
+
+    def reduce(
+        self, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter], *, mean: bool
+    ) -> list[Tensor | None]:
+        found = list(gradients)
+        for at, parameter in enumerate(parameters):
+            if parameter in self.tied:
+                gradient = found[at]
+                total = torch.zeros_like(parameter) if gradient is None else gradient
+                dist.all_reduce(total, group=self.ends)
+                found[at] = total
+        return found
+
+
+def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    group = dist.new_group(list(ranks), use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+class StageLinks(Links):
+    """Receives and sends of one stage."""
+
+    def __init__(
+        self,
+        ranks: StageRanks,
+        stage: Stage,
+        model: nn.Module,
+        hidden: tuple[int, torch.dtype, torch.device],
+    ) -> None:
+        """`hidden`: width, dtype and device of hidden states. `model`: its parameters here."""
+        self.ranks = ranks
+        self.stage = stage
+        self.model = model
+        self.ends_here: bool = stage.is_last
+        self._width, self._dtype, self._device = hidden
+        self._inputs: dict[int, Tensor] = {}
+        """By slot: hidden states that were received, until its backward."""
+        self._tops: dict[int, Tensor] = {}
+        """By slot: hidden states that were sent, until its backward."""
+        self._sends: list[tuple[Any, Tensor]] = []
+        self._pending: dict[int, tuple[Any, Tensor]] = {}
+        """By slot: gradients that are on their way."""
+        self._expected: list[int] = []
+        """Slots whose gradients the next stage sends, the last first."""
+        self._trains_before = False
+        """Whether any parameter of a stage before is trained."""
+
+    def begin_pass(self, plan: Plan, instructions: Sequence[Instruction]) -> None:
+        for kept in (self._inputs, self._tops, self._sends, self._pending):
+            kept.clear()  # of a pass that has failed
+        if not any(i.operation == BACKWARD for i in instructions):
+            return
+        own = any(p.requires_grad for p in self.model.parameters())
+        found: list[Any] = [None] * self.stage.stages
+        dist.all_gather_object(found, own, group=self.ranks.up)
+        self._trains_before = any(found[: self.stage.index])
+        if not self.ends_here:
+            assert plan.stage_backwards, "the plan was not made for stages"
+            self._expected = list(reversed(plan.stage_backwards[self.stage.index + 1]))
+
+    def receive(self, instruction: Instruction, inputs: MicrobatchInputs) -> Tensor | None:
+        if self.stage.is_first:
+            return None
+        if instruction.operation == RECOMPUTE:
+            return self._inputs[instruction.slot]
+        hidden = self.receive_hidden(tuple(inputs.input_ids.shape))
+        if instruction.operation == FORWARD:
+            hidden.requires_grad_(self._trains_before)
+            self._inputs[instruction.slot] = hidden
+        return hidden
+
+    def send(self, instruction: Instruction, top: Tensor) -> None:
+        if self.ends_here:
+            return
+        if instruction.operation != RECOMPUTE:
+            self.send_hidden(top)
+        if instruction.operation in (FORWARD, RECOMPUTE) and instruction.keeps_graph:
+            self._tops[instruction.slot] = top
+
+    def roots(self, instruction: Instruction) -> list[Root]:
+        if self.ends_here:
+            return []
+        slot, top = instruction.slot, self._tops.pop(instruction.slot)
+        if not top.requires_grad:
+            return []
+        while slot not in self._pending:
+            coming = self._expected.pop()
+            like = top if coming == slot else self._tops[coming]
+            gradient = torch.empty_like(like, memory_format=torch.contiguous_format)
+            source = self.ranks.global_ranks[self.stage.index + 1]
+            self._pending[coming] = dist.irecv(gradient, source, group=self.ranks.up), gradient
+        work, gradient = self._pending.pop(slot)
+        work.wait()
+        return [(top, gradient)]
+
+    def after_backward(self, instruction: Instruction) -> None:
+        hidden = self._inputs.pop(instruction.slot, None)
+        if hidden is not None and hidden.requires_grad:
+            gradient = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
+            self._send(gradient, self.stage.index - 1, self.ranks.up)
+
+    def end_pass(self, results: Iterable[Tensor]) -> None:
+        for work, _ in self._sends:
+            work.wait()
+        self._sends.clear()
+        for result in results:
+            self.give_to_all(result)
+
+    # Messages
+    # ------------------------------------------------------------
+
+    def receive_hidden(self, shape: tuple[int, ...]) -> Tensor:
+        hidden = torch.empty(*shape, self._width, dtype=self._dtype, device=self._device)
+        source = self.ranks.global_ranks[self.stage.index - 1]
+        dist.recv(hidden, source, group=self.ranks.down)
+        return hidden
+
+    def send_hidden(self, hidden: Tensor) -> None:
+        if hidden.dtype != self._dtype:
+            raise UnsupportedError(
+                f"the last block of stage {self.stage.index} gives {hidden.dtype}, and embeddings "
+                f"are {self._dtype}: hidden states that change their dtype between blocks have not "
+                "been shown exact with stages. Load the model in one dtype."
+            )
+        self._send(hidden, self.stage.index + 1, self.ranks.down)
+
+    def _send(self, tensor: Tensor, stage: int, group: dist.ProcessGroup) -> None:
+        self._sends = [(work, x) for work, x in self._sends if not work.is_completed()]
+        tensor = tensor.detach().contiguous()
+        to = self.ranks.global_ranks[stage]
+        self._sends.append((dist.isend(tensor, to, group=group), tensor))
+
+    def give_to_all(self, result: Tensor) -> None:
+        """Replace a tensor by the last stage's."""
+        dist.broadcast(result, self.ranks.global_ranks[-1], group=self.ranks.down)
+
+
+def stages_of_mesh(mesh: DeviceMesh | None) -> StageRanks | None:
+    """The pipeline of this rank; None if the mesh has none. Collective over its ranks."""
+    if not isinstance(mesh, DeviceMesh) or DIMENSION not in (mesh.mesh_dim_names or ()):
+        return None
+    if mesh[DIMENSION].size() == 1:
+        return None
+    return StageRanks(mesh[DIMENSION])
