@@ -18,7 +18,7 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 
 
 class Gate:
-    """What the modules of one stage that stand for others have in common."""
+    """State shared by the modules of one stage that stand for those of others."""
 
     def __init__(self) -> None:
         self.open: bool = False
