@@ -1,9 +1,11 @@
 """Text rows of multimodal models: the outer model is wrapped, and its encoders are not run."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import Shell
 from host_models import checkpointing, lora, quiet_peft
 from peft import PeftModel
 from steps import ACROSS, clear_gradients, forked_batch, gradients, relative_distance
@@ -247,3 +249,11 @@ def test_shallow_models(family: str) -> None:
     few = wrap(model).host
     assert len(few.blocks) == 2
     assert few.shape.hidden == policy.host.shape.hidden
+
+
+def test_the_command_verify_takes_a_folder(shell: Shell, rollouts: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    tiny_multimodal("qwen3_vl", dtype=torch.float32).save_pretrained(folder)
+    done = shell("verify", rollouts, "--model", folder, "--dtype", "float64", "--limit-groups", 2)
+    assert done.code == 0, done.out
+    assert shell("plan", rollouts, "--model", folder).code != 0  # its encoder is not counted

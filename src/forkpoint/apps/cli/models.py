@@ -6,11 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, __version__
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    __version__,
+)
 from transformers.utils import logging
 
 from forkpoint.apps.cli.options import Runtime
 from forkpoint.errors import ConfigError, ForkpointError, UnsupportedError
+from forkpoint.hosts.transformers.families import MULTIMODAL
 from forkpoint.hosts.transformers.model_files import read_config
 from forkpoint.hosts.transformers.shallow import shallow_model
 from forkpoint.plan import ModelShape
@@ -24,7 +31,7 @@ def load_model(model: Path, options: Runtime) -> PreTrainedModel:
         UnsupportedError: forkpoint does not know its family.
     """
     device = _device(options.device)
-    path, config = read_config(model)
+    path, config = read_config(model, multimodal=True)
     if config.get("quantization_config") is not None:
         raise UnsupportedError(
             f"{path} has a quantization_config; quantized parameters have not been shown exact. "
@@ -35,7 +42,7 @@ def load_model(model: Path, options: Runtime) -> PreTrainedModel:
     # Transformers checks what it reads by errors of many kinds, each of them about the user's file.
     try:
         if model.is_dir():
-            made = _load(model, dtype)
+            made = _load(model, _class_of(config), dtype)
         else:
             # On a CPU billions of random weights take minutes. A seed means others on each kind.
             with torch.device(device):
@@ -73,7 +80,12 @@ def _device(name: str) -> torch.device:
 def random_model(config: dict[str, Any], dtype: torch.dtype, seed: int) -> PreTrainedModel:
     """A model of a configuration (the keys of a config.json), drawn as transformers draws it."""
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
+    return _class_of(config).from_config(AutoConfig.for_model(**config), dtype=dtype)
+
+
+def _class_of(config: dict[str, Any]) -> Any:
+    multimodal = config["model_type"] in MULTIMODAL
+    return AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
 
 
 def _run_once(model: PreTrainedModel) -> None:
@@ -85,9 +97,9 @@ def _run_once(model: PreTrainedModel) -> None:
         model.eval()(torch.zeros((1, 2), dtype=torch.int64), use_cache=False)
 
 
-def _load(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+def _load(folder: Path, auto: Any, dtype: torch.dtype) -> PreTrainedModel:
     # Code of the folder is not run, and pickled weights (pytorch_model.bin) are not read.
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = auto.from_pretrained(
         folder,
         local_files_only=True,
         dtype=dtype,

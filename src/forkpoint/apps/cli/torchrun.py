@@ -106,7 +106,7 @@ def sharded(model: "PreTrainedModel") -> "PreTrainedModel":
 
     kind = next(model.parameters()).device.type
     mesh = init_device_mesh(kind, (dist.get_world_size(),))
-    for block in cast(nn.ModuleList, model.base_model.layers):
+    for block in cast(nn.ModuleList, model.get_decoder().layers):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model

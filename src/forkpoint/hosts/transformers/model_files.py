@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from forkpoint.errors import ConfigError, UnsupportedError
-from forkpoint.hosts.transformers.families import FAMILIES
+from forkpoint.hosts.transformers.families import FAMILIES, MULTIMODAL
 from forkpoint.plan import MODELS, ModelShape, known_name
 from forkpoint.plan.device_memory import total_parameters
 
 
-def read_config(model: Path) -> tuple[Path, dict[str, Any]]:
+def read_config(model: Path, *, multimodal: bool = False) -> tuple[Path, dict[str, Any]]:
     """The file of a model's configuration, and what it says.
 
     Args:
@@ -47,7 +47,7 @@ def read_config(model: Path) -> tuple[Path, dict[str, Any]]:
             'transformers writes it, with "model_type": "qwen3", say.'
         )
     kind, text = config["model_type"], config.get("text_config")
-    if kind not in FAMILIES:
+    if kind not in FAMILIES and not (multimodal and kind in MULTIMODAL):
         inner = text.get("model_type") if isinstance(text, dict) else None
         hint = f" Its text_config is a {inner}: give that alone." if inner in FAMILIES else ""
         raise UnsupportedError(
