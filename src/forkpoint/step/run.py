@@ -31,6 +31,7 @@ from forkpoint.losses.views import batch_denominators
 from forkpoint.parallel.call import run_on_ranks
 from forkpoint.step.agree import agree
 from forkpoint.step.differentiable import Differentiable, FirstHalf, GivenWeights, Pending
+from forkpoint.step.faster_kernels import note_faster_kernels
 from forkpoint.step.plan import check_and_plan
 from forkpoint.step.request import (
     AgreedStep,
@@ -126,6 +127,7 @@ def execute(policy: StepPolicy, agreed: AgreedStep, transaction: Transaction) ->
     if isinstance(request, ScoreRequest):
         engine = Engine(host, policy.config, routing=routing, replay=replay)
         return _score(engine, agreed, request, transaction)
+    note_faster_kernels(plan, host.device, policy.config.attention_kernel)
     engine = Engine(
         host,
         policy.config,

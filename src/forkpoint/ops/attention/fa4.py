@@ -35,6 +35,8 @@ from torch import Tensor
 from forkpoint.ops.attention.kernel import Asked, Kernel, Options
 from forkpoint.ops.attention.table import Launch
 
+CAPABILITIES = (9, 10, 11)
+"""Major compute capabilities of GPUs that it runs on: Hopper and Blackwell."""
 MOST_IN_A_BATCH = 65_535
 """Sequences: they are one dimension of a grid of blocks."""
 
@@ -194,10 +196,14 @@ def _numbers(version: str) -> tuple[float, ...]:
     return (*numbers, float(beta) if beta.isdigit() else math.inf)
 
 
-def _refuses_device(device: torch.device) -> str | None:
+def is_installed() -> bool:
     # flash-attn 2 has a flash_attn.cute too, of another interface: the package's own name tells.
+    return _version() is not None and find_spec("flash_attn.cute") is not None
+
+
+def _refuses_device(device: torch.device) -> str | None:
     found = _version()
-    if found is None or find_spec("flash_attn.cute") is None:
+    if found is None or not is_installed():
         return "flash-attn-4 is not installed (pip install 'forkpoint[fa4]')"
     if _numbers(found) < _numbers(OLDEST):
         return (
@@ -205,7 +211,7 @@ def _refuses_device(device: torch.device) -> str | None:
             "install -U --pre flash-attn-4)"
         )
     major, minor = torch.cuda.get_device_capability(device)
-    if major not in (9, 10, 11):
+    if major not in CAPABILITIES:
         return f"it needs a GPU of compute capability 9, 10 or 11, not {major}.{minor}"
     return None
 

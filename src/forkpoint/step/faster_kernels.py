@@ -1,0 +1,54 @@
+"""A line of the log, once in a process, that names a package whose kernels are faster."""
+
+import logging
+from dataclasses import replace
+
+import torch
+
+from forkpoint.ops.attention import fa4
+from forkpoint.plan import Plan
+
+_log = logging.getLogger("forkpoint")
+_said = False
+"""Whether this process has said it."""
+
+TFLOPS = {"products": 620.0, "fa2": 261.0, "fa4": 560.0}
+"""Rates of an H100 in bfloat16, forward and backward: matrix products, and causal attention of 8,506
+tokens with 16 query heads and 8 key-value heads of 128."""
+LEAST_GAIN = 1.02
+SAID = (
+    "attention runs on torch's kernels. With FlashAttention-4 this step is predicted to be %.2f "
+    "times as fast, by rates of an H100: pip install 'forkpoint[fa4]'. This is said once."
+)
+
+
+def note_faster_kernels(plan: Plan, device: torch.device, kernel: str) -> None:
+    """Log that FlashAttention-4 is missing, where it could serve this GPU.
+
+    Args:
+        plan: of a step that is about to run.
+        device: of the model.
+        kernel: as asked for in Config.
+    """
+    global _said
+    shape = plan.shape
+    if _said or device.type != "cuda" or kernel != "auto" or not shape or shape.dtype_bytes != 2:
+        return
+    major, _ = torch.cuda.get_device_capability(device)
+    gain = predicted_gain(plan)
+    if major in fa4.CAPABILITIES and gain >= LEAST_GAIN and not fa4.is_installed():
+        _said = True
+        _log.warning(SAID, gain)
+
+
+def predicted_gain(plan: Plan) -> float:
+    """The time of a step's products and attention with FlashAttention-2 over that with 4."""
+    shape, work = plan.shape, plan.shared
+    assert shape is not None, "a plan of a model"
+    whole = work.step_flops(shape)
+    products = replace(work, pairs=dict.fromkeys(work.pairs, 0)).step_flops(shape)
+    before, after = (
+        products / TFLOPS["products"] + (whole - products) / TFLOPS[kernel]
+        for kernel in ("fa2", "fa4")
+    )
+    return before / after if after else 1.0
