@@ -98,7 +98,7 @@ def test_other_positions_are_found() -> None:
     assert relative_distance(gradients(model), wanted) > 1e-3
 
 
-@pytest.mark.parametrize("family", slow_besides(["qwen3_vl_moe"], MULTIMODAL))
+@pytest.mark.parametrize("family", slow_besides(["llava"], MULTIMODAL))
 def test_losses_scores_and_recomputation(family: str) -> None:
     """Losses of rollouts, scores, log-probs of a loss outside, and recomputation."""
     model = tiny_multimodal(family)
