@@ -11,10 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from forkpoint.errors import UnsupportedError
+from forkpoint.hosts.transformers.families import FAMILIES
 from forkpoint.plan.stages import Stage
-
-FAMILIES = ("llama", "qwen2", "qwen3")
-"""Families whose stages have been shown exact."""
 
 
 class Gate:
@@ -66,14 +64,14 @@ def hold_stage(core: Any, stage: Stage, norms: tuple[str, ...]) -> frozenset[nn.
         stage: which layers to hold.
         norms: names of the decoder's final norms.
 
-    Raises UnsupportedError for families that have not been shown exact, and where the model holds
+    Raises UnsupportedError for multimodal families, and where the model holds
     another stage.
     """
     family, decoder = core.config.model_type, core.base_model
     if family not in FAMILIES:
         raise UnsupportedError(
-            f"stages of {family!r} have not been shown exact; those of {', '.join(FAMILIES)} have. "
-            "Use a mesh without the dimension 'pp'."
+            f"stages of {family!r}, a multimodal family, have not been shown exact; those of "
+            "language models have. Use a mesh without the dimension 'pp'."
         )
     wanted = range(stage.first_layer, stage.first_layer + stage.layers)
     held = [n for n, layer in enumerate(decoder.layers) if not isinstance(layer, PassedLayer)]
@@ -82,7 +80,7 @@ def hold_stage(core: Any, stage: Stage, norms: tuple[str, ...]) -> frozenset[nn.
             f"the model holds layers {held[0]} to {held[-1]}, and stage {stage.index} of "
             f"{stage.stages} holds {wanted[0]} to {wanted[-1]}. Load the whole model again."
         )
-    head, embeddings = core.get_output_embeddings(), core.get_input_embeddings()
+    head, embeddings = _head(core), core.get_input_embeddings()
     tied = head.weight is embeddings.weight
     if len(held) == len(wanted):
         return _tied(core, stage)
@@ -104,8 +102,13 @@ def hold_stage(core: Any, stage: Stage, norms: tuple[str, ...]) -> frozenset[nn.
 
 def _tied(core: Any, stage: Stage) -> frozenset[nn.Parameter]:
     weight = core.get_input_embeddings().weight
-    tied = weight is core.get_output_embeddings().weight
+    tied = weight is _head(core).weight
     return frozenset({weight} if tied and (stage.is_first or stage.is_last) else ())
+
+
+def _head(core: Any) -> nn.Module:
+    """The output layer of a language model, or a critic's."""
+    return core.score if hasattr(core, "score") else core.get_output_embeddings()
 
 
 def _drop_weight(module: nn.Module) -> None:
