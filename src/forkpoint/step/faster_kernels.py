@@ -13,8 +13,8 @@ _said = False
 """Whether this process has said it."""
 
 TFLOPS = {"products": 620.0, "fa2": 261.0, "fa4": 560.0}
-"""Rates of an H100 in bfloat16, forward and backward: matrix products, and causal attention of 8,506
-tokens with 16 query heads and 8 key-value heads of 128."""
+"""Rates of an H100 in bfloat16, forward and backward: matrix products, and causal attention of
+8,506 tokens with 16 query heads and 8 key-value heads of 128."""
 LEAST_GAIN = 1.02
 SAID = (
     "attention runs on torch's kernels. With FlashAttention-4 this step is predicted to be %.2f "
