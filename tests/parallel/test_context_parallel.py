@@ -114,6 +114,10 @@ def compared(context: Context) -> dict[str, Any]:
     }
 
 
+def over_both(model: Any, mesh: DeviceMesh) -> nn.Module:
+    return sharded(model, mesh=mesh)
+
+
 def over_replicas(model: Any, mesh: DeviceMesh) -> nn.Module:
     return replicated(model)
 
@@ -167,6 +171,7 @@ CASES = {
 }
 FOUR = {
     "data": Context(rollouts=UNEQUAL),
+    "hybrid shards": Context(rollouts=UNEQUAL, wrap=over_both),
     "data, a function": Context(rollouts=(UNEQUAL[0], UNEQUAL[0]), step=through_function),
     "data, log-probs": Context(rollouts=(UNEQUAL[0], UNEQUAL[0]), step=through_logprobs),
     "data, a rank without rollouts": Context(rollouts=([], UNEQUAL[1]), loss=GSPO()),
@@ -426,6 +431,7 @@ def refused() -> dict[str, str]:
     }
     whole = over_all(tiny_model("qwen3", dtype=torch.float64), mesh)
     found["compiled"] = wrapped(whole, replace(DEEP, compile_blocks=True))
+    found["gather"] = wrapped(whole, replace(DEEP, gather="step"))
     found["exchange"] = wrapped(whole, Config(split="exchange"))
     policy = forkpoint.wrap(whole, DEEP, mesh=mesh)
     rank = dist.get_rank()
@@ -441,5 +447,6 @@ def test_what_is_not_exact_is_refused_by_name() -> None:
             assert found[name].startswith("UnsupportedError: the mesh's dimension 'cp'"), found
         assert found["odd heads"].startswith("UnsupportedError: the model has 3 query heads")
         assert found["compiled"].startswith("UnsupportedError: Config(compile_blocks=True)")
+        assert found["gather"].startswith("ConfigError: gather is 'step', and several ranks")
         assert found["exchange"].startswith("ConfigError: split is 'exchange'")
         assert found["batches"].startswith("RankError: ranks 0 and 1")

@@ -269,7 +269,7 @@ def check_config(host: Host, config: Config) -> None:
         )
     if config.gather == "step" and not topology.gathers:
         raise ConfigError(
-            "gather is 'step', and transformers has split the model over ranks: its own "
+            "gather is 'step', and several ranks run one batch (tensor or context parallelism): "
             "collectives lie within forwards, so ranks run in lockstep. Leave the option out."
         )
     if config.split == "exchange" and (not on_ranks or topology.shares_batches):

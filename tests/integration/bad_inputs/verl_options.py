@@ -48,8 +48,9 @@ VERL = (
         error=UnsupportedError,
         call=lambda: checked(ulysses_sequence_parallel_size=2),
         message="actor_rollout_ref.actor.ulysses_sequence_parallel_size is 2; forkpoint's engine "
-        "takes 1. Sequences are not split over ranks yet. Rollouts that share tokens need less "
-        "memory than whole rows do. Without VERL_ENGINE_VENDOR=forkpoint verl's own engine runs.",
+        "takes 1. This engine does not split sequences over ranks yet, as wrap(model, mesh=...) "
+        "does. Rollouts that share tokens need less memory than whole rows do. Without "
+        "VERL_ENGINE_VENDOR=forkpoint verl's own engine runs.",
     ),
     Kind(
         name="No file of options for verl",

@@ -37,8 +37,8 @@ REFUSALS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     "{role}ulysses_sequence_parallel_size": (
         lambda size: size != 1,
         "1",
-        "Sequences are not split over ranks yet. Rollouts that share tokens need less memory than "
-        "whole rows do.",
+        "This engine does not split sequences over ranks yet, as wrap(model, mesh=...) does. "
+        "Rollouts that share tokens need less memory than whole rows do.",
     ),
     "{engine}mixed_precision.param_dtype": (
         lambda dtype: str(dtype).removeprefix("torch.") in ("fp16", "float16", "half"),
