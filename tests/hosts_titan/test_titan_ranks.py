@@ -74,6 +74,15 @@ def split() -> str:
     return said(lambda: wrap(model))
 
 
+def mixture() -> str:
+    return said(lambda: wrap(sharded(titan_model("qwen3_moe"))))
+
+
+def test_mixtures_of_experts_are_refused() -> None:
+    for found in run_ranks(2, mixture):
+        assert "mixture of experts" in found, found
+
+
 def test_tensor_parallelism_is_refused() -> None:
     for found in run_ranks(2, split):
         assert "layers.0.attention.wq.weight is a DTensor" in found, found

@@ -206,6 +206,17 @@ class Host(Protocol):
         """
         ...
 
+    @property
+    def keeps_counts(self) -> bool:
+        """Whether ordinary training adds counts of experts to buffers of the model. Within
+        `prepare` these are saved, so that forwards of a step leave no trace."""
+        ...
+
+    def add_counts(self, logical_LE: Tensor) -> None:
+        """Add a step's counts of experts, int64 [layers, experts], to these buffers. The model is
+        prepared."""
+        ...
+
     def check(self, batch: RolloutBatch, *, training: bool, routed: bool = False) -> int:
         """Refuse what has not been shown exact, in the model's present state and for this batch.
 

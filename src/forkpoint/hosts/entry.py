@@ -144,6 +144,19 @@ class Entry(Protocol):
         """Whether the model itself recomputes activations of some layer."""
         ...
 
+    def save_counts(self, changes: Changes) -> None:
+        """Put back, when the changes are undone, what forwards count in buffers of the model."""
+        ...
+
+    @property
+    def keeps_counts(self) -> bool:
+        """Whether training adds counts of experts to buffers of the model."""
+        ...
+
+    def add_counts(self, logical_LE: Tensor) -> None:
+        """Add a step's counts of experts, int64 [layers, experts], to these buffers."""
+        ...
+
     def attach(self, changes: Changes) -> None:
         """Let attention and recurrences run microbatches, until the changes are undone."""
         ...

@@ -86,7 +86,7 @@ class ModelHost:
         self._autocasts: tuple[torch.autocast, ...] = ()
         with Changes() as changes:
             if isinstance(self._model, nn.Module):
-                self.prepare(changes)
+                self._take_off(changes)
                 self._group = held_by_ranks(self._wrapper, mesh, library.split_holder)
             self.topology: Topology = self._group.topology if self._group else Topology()
             splits = self._group.splits if self._group else ()
@@ -284,6 +284,17 @@ class ModelHost:
     # ------------------------------------------------------------
 
     def prepare(self, changes: Changes) -> None:
+        self._take_off(changes)
+        self.entry.save_counts(changes)
+
+    @property
+    def keeps_counts(self) -> bool:
+        return self.entry.keeps_counts
+
+    def add_counts(self, logical_LE: Tensor) -> None:
+        self.entry.add_counts(logical_LE)
+
+    def _take_off(self, changes: Changes) -> None:
         if self._group is not None:
             self._group.reshard()  # a forward of the user's may have left weights gathered
         cache_module_walks(changes)

@@ -36,12 +36,19 @@ class _Watched:
     note: Callable[[Tensor, Tensor], None] | None = None
     """Gets its logits and the experts chosen."""
     choose: Choose | None = None
+    chosen: int = -1
+    """The place of the experts chosen in its output."""
 
 
-def record_routers(routers: Iterable[FoundRouter], note: RouterNote, changes: Changes) -> None:
-    """Give the logits and choices of each router to `note`, until the changes are undone."""
+def record_routers(
+    routers: Iterable[FoundRouter], note: RouterNote, changes: Changes, *, chosen: int = -1
+) -> None:
+    """Give the logits and choices of each router to `note`, until the changes are undone.
+
+    chosen: the place of the choices in what a router returns; its first output is the logits.
+    """
     for layer, router in enumerate(routers):
-        _watch(router, changes, note=partial(note, layer))
+        _watch(router, changes, note=partial(note, layer), chosen=chosen)
 
 
 def force_routers(routers: Iterable[FoundRouter], holder: RouteHolder, changes: Changes) -> None:
@@ -57,7 +64,10 @@ def routers_of_copy(routers: Iterable[FoundRouter], copy: nn.Module) -> list[Fou
 
 def num_experts(router: FoundRouter) -> int:
     """The number of experts that a router chooses among."""
+    given = getattr(router.module, "num_experts", None)
     weight = getattr(router.module, "weight", None)
+    if weight is None and isinstance(given, int):
+        return given
     if not isinstance(weight, Tensor):
         raise UnsupportedError(lacks_logits(router.name))
     return weight.shape[0]
@@ -97,9 +107,9 @@ def _watched_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 "the rollouts; call verify with hold_routes=False."
             )
     if watched.note is not None:
-        if not isinstance(output, tuple) or output[-1].is_floating_point():
+        if not isinstance(output, tuple) or output[watched.chosen].is_floating_point():
             raise UnsupportedError(lacks_logits(watched.name))
-        watched.note(output[0], output[-1])
+        watched.note(output[0], output[watched.chosen])
         if LAST in vars(module) and in_forward():
             raise EarlyExit((output[0],))
     return output

@@ -18,6 +18,7 @@ from forkpoint.plan.shared_prompts import PlannedPrompt
 from forkpoint.rollouts.batch import RolloutBatch, short
 from forkpoint.step.request import (
     BackwardRequest,
+    ComparedRequest,
     LocalStep,
     Request,
     ScoreRequest,
@@ -66,7 +67,15 @@ def check_and_plan(policy: StepPolicy, request: Request) -> LocalStep:
     if isinstance(request, TrainRequest):
         check_denominators(request.denominators)
         scale = finite("scale", request.scale)
-    work = router_work(host, batch, router, counts, expert_counts=request.expert_counts)
+    counted = request.expert_counts
+    if host.keeps_counts and request.training:
+        if request.scores:
+            raise UnsupportedError(
+                "log-probs with gradients were asked for, and ordinary training of this model "
+                "counts its experts, which their backward does not. Use policy.forward_backward."
+            )
+        counted = counted or not isinstance(request, ComparedRequest)
+    work = router_work(host, batch, router, counts, expert_counts=counted)
     if "stage" in host.topology.relations:
         _check_stages(batch, work)
     if work and router is not None and loss is not None:
@@ -75,8 +84,7 @@ def check_and_plan(policy: StepPolicy, request: Request) -> LocalStep:
         request=request,
         batch=batch,
         plan=_plan(policy, request, batch, loss, work),
-        call=_describe(request, loss)
-        + describe_routers(router, counts, expert_counts=request.expert_counts),
+        call=_describe(request, loss) + describe_routers(router, counts, expert_counts=counted),
         fingerprint=fingerprint,
         loss=loss,
         scale=scale,

@@ -16,7 +16,7 @@ from forkpoint.hosts.code_provenance import Definition
 from forkpoint.hosts.heads import LogprobHead, ModelHead
 from forkpoint.hosts.titan import calls, refusals
 from forkpoint.hosts.titan.families import Family, family_of
-from forkpoint.hosts.titan.routers import Routers
+from forkpoint.hosts.titan.routers import ExpertCounts, Routers
 from forkpoint.hosts.titan.shapes import model_shape, shallow_model
 from forkpoint.hosts.titan.stock import TitanStock
 from forkpoint.plan.pricing.cost import ModelShape
@@ -37,6 +37,7 @@ class TitanEntry:
         """`splits`: modules that are split over ranks."""
         self.core: Any = model
         self.family: Family = family_of(model)
+        self._counts = ExpertCounts()
         self.head: ModelHead = LogprobHead(lambda: refusals.check_head(model), dict, ())
 
     @property
@@ -60,7 +61,7 @@ class TitanEntry:
 
     @property
     def routers(self) -> Routers:
-        return Routers()
+        return Routers(self.core)
 
     def configs(self) -> list[Any]:
         return [self.core.model_args]
@@ -96,6 +97,18 @@ class TitanEntry:
 
     def check_batch(self, batch: RolloutBatch) -> None:
         refusals.check_rope(self.core, self.family, int(batch.lengths.max(initial=0)))
+
+    def save_counts(self, changes: Changes) -> None:
+        layers = self.core.layers.values()
+        again = map(refusals.is_checkpointed, layers)
+        self._counts.save(zip(self.blocks, again, strict=True), changes)
+
+    @property
+    def keeps_counts(self) -> bool:
+        return bool(self.routers.biases)
+
+    def add_counts(self, logical_LE: Tensor) -> None:
+        self._counts.add(logical_LE)
 
     def attach(self, changes: Changes) -> None:
         calls.set_attention(self.blocks, changes)

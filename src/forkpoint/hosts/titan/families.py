@@ -33,6 +33,7 @@ class Family:
 FAMILIES = (
     Family("torchtitan.models.llama3.model.model", "Transformer", "freqs_cis"),
     Family("torchtitan.models.qwen3.model.model", "Qwen3Model", "rope_cache"),
+    Family("torchtitan.models.deepseek_v3.model.model", "DeepSeekV3Model", "freqs_cis"),
 )
 
 

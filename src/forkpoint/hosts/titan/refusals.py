@@ -17,6 +17,7 @@ from forkpoint.hosts.titan.families import Family
 from forkpoint.hosts.wrappers import set_forward
 
 ATTENTION = "torchtitan.models.attention"
+EXPERTS = "torchtitan.models.moe.moe"
 INNER = "ScaledDotProductAttentionWrapper"
 CHECKPOINT = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 
@@ -29,13 +30,24 @@ def check_model(model: Any, family: Family) -> None:
             f"the model has no {' and no '.join(missing)}: it is a stage of pipeline parallelism, "
             "which has not been shown exact. Set pipeline_parallel_degree to 1."
         )
-    allowed = (family.package, f"{ATTENTION}.", "torch.nn.modules.", f"{CHECKPOINT}.")
+    allowed = (
+        family.package,
+        f"{ATTENTION}.",
+        f"{EXPERTS}.",
+        "torch.nn.modules.",
+        f"{CHECKPOINT}.",
+    )
     for name, module in every_module(model):
         where, kind = name or "the model", plain_class(module)
         if not f"{kind.__module__}.".startswith(allowed):
             raise UnsupportedError(
                 f"{where} is a {kind.__module__}.{kind.__qualname__}, which has not been shown "
                 "exact. Use torchtitan's model without converters (model.converters = [])."
+            )
+        if vars(module).get("_debug_force_load_balance"):
+            raise UnsupportedError(
+                f"{where} sends tokens to experts by their places in a batch, where a shared token "
+                "has no one place. Set debug.moe_force_load_balance to false."
             )
         if "forward" in vars(module) and set_forward(module) is None:
             found = describe_function(vars(module)["forward"])
@@ -107,6 +119,8 @@ def whole(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             continue
+        if any(hasattr(layer, "moe") for layer in model.layers.values()):  # pyright: ignore
+            refuse_ranks("ranks, and is a mixture of experts")
         split = {"tp", "ep", "etp"} & set(parameter.device_mesh.mesh_dim_names or ())
         if split or not isinstance(model, FSDPModule):
             refuse_ranks(f"ranks ({name} is a DTensor over {parameter.device_mesh})")

@@ -1,28 +1,98 @@
-"""Routers of torchtitan's mixtures of experts."""
+"""Routers of torchtitan's mixtures of experts, and the counts by which it balances their load."""
 
+from collections.abc import Iterable
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.host import FoundRouter, RouteHolder, RouterNote
+from forkpoint.hosts.modules import every_module
+from forkpoint.hosts.routers import LAST, force_routers, record_routers
+
+ROUTER = "TokenChoiceTopKRouter"
 
 
 class Routers:
-    """The routers of a model: none of those that are supported."""
+    """The routers of a model, in the order of its layers."""
 
-    layers: int = 0
     defines_loss: bool = False
     coefficient: float = 0.0
-    experts: int = 0
-    chosen: int | None = None
 
-    def __init__(self) -> None:
-        self.found: list[FoundRouter] = []
-        self.biases: list[Tensor] = []
+    def __init__(self, model: nn.Module) -> None:
+        self.found: list[FoundRouter] = [
+            FoundRouter(name, module)
+            for name, module in every_module(model)
+            if type(module).__name__ == ROUTER
+        ]
+        self.layers: int = len(self.found)
+        names = (name.rpartition(".")[0] for name in (r.name for r in self.found))
+        self._experts: list[Any] = [model.get_submodule(name) for name in names]
+
+    @property
+    def experts(self) -> int:
+        """Among how many experts each chooses."""
+        return int(self._experts[0].router.num_experts)
+
+    @property
+    def chosen(self) -> int | None:
+        """To how many experts a token is sent."""
+        return int(self._experts[0].router.top_k)
+
+    @property
+    def biases(self) -> list[Tensor]:
+        return [moe.expert_bias for moe in self._experts if moe.expert_bias is not None]
 
     def enter(
         self, note: RouterNote | None, changes: Changes, holder: RouteHolder | None = None
     ) -> None:
-        assert note is None and holder is None, "there are no routers"
+        """Give what each router computes to `note`, and let it choose what `holder` says, until
+        the changes are undone."""
+        if note is not None:
+            # Scores of the chosen experts stand for logits: no loss of routers is defined.
+            record_routers(self.found, note, changes, chosen=1)
+        if holder is not None:
+            force_routers(self.found, holder, changes)
 
     def end_within(self, block: nn.Module, changes: Changes) -> bool:
-        return False
+        """Let a forward end in the block's router, until the changes are undone.
+
+        False where the block has none.
+        """
+        inside = set(block.modules())
+        router = next((r.module for r in self.found if r.module in inside), None)
+        if router is not None:
+            changes.set(vars(router), LAST, True)
+        return router is not None
+
+
+class ExpertCounts:
+    """The buffers in which torchtitan's forwards count tokens for each expert.
+
+    A step leaves in them what ordinary training would: a token counts once for every rollout
+    through it. Forwards within the step count otherwise, and are not kept.
+    """
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Tensor, Tensor, int]] = []
+        """Buffers, their values before the step (and then after it), and how often ordinary
+        training counts a token: twice where its backward runs the block again. The optimizer's
+        hook halves that."""
+
+    def save(self, blocks: Iterable[tuple[Any, bool]], changes: Changes) -> None:
+        """Put the buffers back when the changes are undone. blocks: whether each is run again."""
+        self._before = []
+        for block, again in blocks:
+            if "moe" not in block._modules:
+                continue
+            buffer = block.moe.tokens_per_expert
+            before = buffer.clone()
+            self._before.append((buffer, before, 2 if again else 1))
+            changes.later(buffer.copy_, before)
+
+    @torch.no_grad()
+    def add(self, logical_LE: Tensor) -> None:
+        """Add a step's counts, int64 [L, E], to what the buffers have after it."""
+        for (_, before, times), counts_E in zip(self._before, logical_LE, strict=True):
+            before += times * counts_E.to(before)

@@ -17,15 +17,31 @@ def model_shape(model: Any, blocks: list[Any], *, checkpointed: bool) -> ModelSh
     """The shape of a model."""
     args = model.model_args
     kv_heads = getattr(args, "n_kv_heads", None)
-    sizes = {
+    sizes: dict[str, Any] = {
         "num_hidden_layers": len(blocks),
         "hidden_size": args.dim,
         "num_attention_heads": args.n_heads,
         "num_key_value_heads": kv_heads or args.n_heads,
         "head_dim": getattr(args, "head_dim", args.dim // args.n_heads),
         "vocab_size": args.vocab_size,
-        "intermediate_size": blocks[0].feed_forward.w1.weight.shape[0],
     }
+    dense = [block for block in blocks if "feed_forward" in block._modules]
+    if dense:
+        sizes["intermediate_size"] = dense[0].feed_forward.w1.weight.shape[0]
+    if len(dense) < len(blocks):
+        experts, width = args.moe_args, args.moe_inter_dim
+        sizes |= {
+            "num_experts": experts.num_experts,
+            "num_experts_per_tok": experts.top_k,
+            "n_shared_experts": experts.num_shared_experts,
+            "moe_intermediate_size": width,
+            "first_k_dense_replace": len(dense),
+        }
+    for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"):
+        if hasattr(args, name):
+            sizes[name] = getattr(args, name) or None
+    if hasattr(args, "v_head_dim"):
+        sizes["v_head_dim"] = args.v_head_dim
     return ModelShape.from_config(
         sizes,
         dtype_bytes=model.tok_embeddings.weight.element_size(),

@@ -132,6 +132,14 @@ class TransformersEntry:
         refusals.check_rope(self.core, int(batch.lengths.max(initial=0)))
         refusals.check_media(self.core, self.family, batch)
 
+    keeps_counts: bool = False
+
+    def save_counts(self, changes: Changes) -> None:
+        """Forwards of transformers count nothing."""
+
+    def add_counts(self, logical_LE: Tensor) -> None:
+        raise AssertionError("no counts are kept")
+
     def attach(self, changes: Changes) -> None:
         calls.set_attention(self.decoder, changes)
         run_recurrences(self.core, changes)
