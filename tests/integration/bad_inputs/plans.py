@@ -97,8 +97,8 @@ PLANS = (
     calibration_kind(
         "A damaged calibration",
         {"schema": 1, **{item.name: None for item in fields(Calibration)}},
-        message="the calibration calibration.json is damaged: device is None; it takes text. Run "
-        "forkpoint calibrate again.",
+        message="the calibration calibration.json is damaged: host_block_ms is None; it takes a "
+        "list. Run forkpoint calibrate again.",
     ),
     plan_kind(
         "A plan of another batch",
