@@ -82,6 +82,16 @@ class PolicyLoss(Loss):
         """
         raise NotImplementedError(f"{type(self).__name__} does not define objective.")
 
+    def clipped(self, logprobs_T: Tensor, batch: LossBatch) -> Tensor:
+        """Tokens with an advantage whose objective has no gradient: bool [T]. For metrics.
+
+        The batch is a view of whole rollouts.
+        """
+        with torch.enable_grad():
+            leaf_T = batch.trained(logprobs_T.detach()).requires_grad_()
+            (gradient_T,) = torch.autograd.grad(self.objective(leaf_T, batch).sum(), leaf_T)
+        return batch.loss_mask & (batch.advantages != 0) & (gradient_T == 0)
+
     def reduce(self, terms_T: Tensor, batch: LossBatch) -> Tensor:
         """The trained tokens' terms as the view's part of the loss."""
         return batch.total(terms_T, self.normalize)
@@ -315,6 +325,12 @@ class CISPO(PolicyLoss):
         weights_T = ratios(log_ratios(logprobs_T, batch).detach())
         weights_T = weights_T.clamp(1 - self.clip, 1 + upper(self.clip, self.clip_high))
         return weights_T * batch.trained(batch.advantages) * logprobs_T
+
+    def clipped(self, logprobs_T: Tensor, batch: LossBatch) -> Tensor:
+        """Tokens whose weight is at a bound: bool [T]. They keep their gradient."""
+        weights_T = ratios(log_ratios(logprobs_T, batch))
+        low, high = 1 - self.clip, 1 + upper(self.clip, self.clip_high)
+        return batch.loss_mask & ((weights_T < low) | (weights_T > high))
 
     zero_rollouts = PolicyLoss.zero_without_advantage
 

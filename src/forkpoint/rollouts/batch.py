@@ -12,7 +12,7 @@ from forkpoint.errors import RolloutError
 from forkpoint.rollouts import from_tensors
 from forkpoint.rollouts.experts import route_index
 from forkpoint.rollouts.fields import MAX_TOKEN_ID as MAX_TOKEN_ID
-from forkpoint.rollouts.fields import named
+from forkpoint.rollouts.fields import named, read_vector
 from forkpoint.rollouts.fields import short as short
 from forkpoint.rollouts.from_tensors import BatchFields, Made
 from forkpoint.rollouts.groups import check_unique, fill_ids, group_index, prompt_lengths
@@ -23,6 +23,8 @@ from forkpoint.rollouts.rollout import store
 
 _OPTIONAL = ("old_logprobs", "reference_logprobs", "weights", "returns", "old_values")
 """Fields of floats that all rollouts of a batch have, or none."""
+_ONE_PER_ROLLOUT = ("advantages", "weights", "returns")
+"""Fields that `with_` takes as one number per rollout too."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, init=False, eq=False, repr=False)
@@ -306,6 +308,54 @@ class RolloutBatch:
             self.has_advantages,
         )
         return self._of(made)
+
+    def with_(self, **fields: ArrayLike | None) -> "RolloutBatch":
+        """A batch with these fields in place of its own; it keeps ids and layout.
+
+            batch = batch.with_(reference_logprobs=policy.score(batch).logprobs)
+
+        Args:
+            fields: advantages, old_logprobs, reference_logprobs, weights, returns and old_values:
+                [T] over the batch's tokens in their order, such as `scores.logprobs`; of
+                advantages, weights and returns also [N], one number per rollout. Torch tensors of
+                any device, numpy arrays and lists are taken. None takes a field away.
+
+        Raises:
+            RolloutError: a value has another shape, or is not allowed in a Rollout.
+            TypeError: there is no such field.
+        """
+        if unknown := fields.keys() - {"advantages", *_OPTIONAL}:
+            takes = ", ".join(("advantages", *_OPTIONAL))
+            raise TypeError(f"with_ takes no field {min(unknown)}; it takes {takes}.")
+        changes: list[dict[str, Any]] = [{} for _ in self.rollouts]
+        for name, values in fields.items():
+            own = "advantage" if name == "advantages" else name
+            for change, part in zip(changes, self._parts(name, values), strict=True):
+                change[own] = part
+        made = Made(
+            [replace(rollout, **own) for rollout, own in zip(self.rollouts, changes, strict=True)],
+            self.layout,
+            self.completion_layout,
+            self.has_advantages or "advantages" in fields,
+        )
+        return self._of(made)
+
+    def _parts(self, name: str, values: ArrayLike | None) -> Sequence[Any]:
+        """A field's value for each rollout, N arrays or numbers."""
+        if values is None:
+            return [None] * len(self)
+        takes = "it takes a flat list, array or tensor of numbers."
+        read = read_vector("The batch", name, values, "iuf", takes, missing=True)
+        if len(read) == self.logical_tokens:
+            return np.split(read, self.offsets[1:-1])[: len(self)]
+        if len(read) == len(self) and name in _ONE_PER_ROLLOUT:
+            return read.tolist()
+        or_rollouts = f" or {len(self)} rollouts" if name in _ONE_PER_ROLLOUT else ""
+        raise RolloutError(
+            f"{name} has {len(read)} entries, and the batch has {self.logical_tokens} "
+            f"tokens{or_rollouts}. Give one number for each token, of all rollouts one after "
+            "another, as policy.score(batch) does."
+        )
 
     def groups(self) -> list[NDArray[np.int64]]:
         """For each group, in order of first appearance, its rollouts' indices: int64, ascending."""

@@ -12,9 +12,11 @@ from forkpoint.device import on_device
 from forkpoint.engine.offload import OffloadStats
 from forkpoint.engine.route_replay import ReplayedRoutes
 from forkpoint.engine.routing import ExpertCounts
+from forkpoint.losses.base import Loss
 from forkpoint.losses.outputs import PerToken
 from forkpoint.plan import Plan
 from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.step.metrics import policy_metrics
 from forkpoint.units import format_bytes
 
 LARGE_LOG_RATIO = 5.0
@@ -94,6 +96,9 @@ class StepStats(PerToken, WithExperts):
     per_token: Mapping[str, Tensor]
     """[T] by name; entries outside the loss mask are 0. Those of rollouts that the loss declares to
     be zero are NaN if the step has left them out: see `Config.all_logprobs`."""
+    batch: RolloutBatch
+    objective: Loss
+    """The loss that the step was taken on."""
     offload: OffloadStats | None = None
     """Copies to the host's memory and back; None if the plan offloads nothing."""
     router_loss: float | None = None
@@ -102,6 +107,27 @@ class StepStats(PerToken, WithExperts):
     experts: ExpertCounts | None = None
     routes: ReplayedRoutes | None = None
     """If the rollouts have `routed_experts`: for how many routers would have chosen others."""
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers to log, flat, by name: docs/losses.md#metrics lists them.
+
+        Means are over trained tokens that have run. On several ranks they are of this rank's
+        rollouts, and `loss` is as in `StepStats`. Policy metrics are computed when this is called,
+        which waits for the device once; a step that nobody asks for them does not compute them.
+        """
+        found = {
+            "loss": self.loss,
+            "given_tokens": float(self.logical_tokens),
+            "computed_tokens": float(self.computed_tokens),
+            "bound": self.plan.bound,
+            "step_ms": sum(self.phase_ms.values()),
+        }
+        found |= {f"{name.replace(' ', '_')}_ms": ms for name, ms in self.phase_ms.items()}
+        if self.router_loss is not None:
+            found["router_loss"] = self.router_loss
+        if self.peak_memory_bytes is not None:
+            found["peak_memory_gib"] = self.peak_memory_bytes / 2**30
+        return found | policy_metrics(self.per_token, self.batch, self.objective)
 
     def __repr__(self) -> str:
         parts = [f"loss={self.loss:.6g}"]

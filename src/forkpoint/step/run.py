@@ -211,9 +211,9 @@ def finish_training(policy: StepPolicy, agreed: AgreedStep, executed: Executed) 
     result, plan, device = executed.passes, agreed.plan, policy.host.device
     routing, replay, end = executed.routing, executed.replay, agreed.ranks.router
     # An error of the device is raised here at the latest: the loss is waited for.
-    loss = policy.model_state.ratios.read(
-        result.loss, result.per_token.get("logprobs"), agreed.local.batch
-    )
+    batch, objective = agreed.local.batch, agreed.local.loss
+    assert objective is not None
+    loss = policy.model_state.ratios.read(result.loss, result.per_token.get("logprobs"), batch)
     if routing is not None and policy.host.keeps_counts:
         policy.host.add_counts(routing.counts(end).logical_LE)
     router_loss = None
@@ -233,6 +233,8 @@ def finish_training(policy: StepPolicy, agreed: AgreedStep, executed: Executed) 
             torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
         ),
         per_token={name: x_T.detach() for name, x_T in result.per_token.items()},
+        batch=batch,
+        objective=objective,
         offload=result.offload,
         router_loss=router_loss,
         experts=routing.counts(end) if routing else None,
