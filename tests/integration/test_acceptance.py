@@ -114,7 +114,7 @@ def check_steps(variant: Variant, loss: str, configs: list[Config]) -> set[str]:
     return ways
 
 
-@pytest.mark.parametrize(("variant", "loss"), slow_besides_every(3, STEPS), ids=str)
+@pytest.mark.parametrize(("variant", "loss"), slow_besides_every(5, STEPS), ids=str)
 def test_steps_are_those_of_dense_training(variant: Variant, loss: str) -> None:
     ways = check_steps(variant, loss, STEPS[variant, loss])
     assert ways <= WAYS - NEVER.get(loss, set())
@@ -135,7 +135,7 @@ def test_weights_and_gradients_of_entropies(variant: Variant, loss: str) -> None
     check_steps(variant, loss, OF_ENTROPIES[variant, loss])
 
 
-@pytest.mark.parametrize("variant", slow_besides_every(3, SCORED), ids=str)
+@pytest.mark.parametrize("variant", slow_besides_every(5, SCORED), ids=str)
 def test_scores_are_those_of_a_dense_forward(variant: Variant) -> None:
     expected, model = truth(replace(variant, checkpointed=False), "grpo"), variant.build()
     faults = []

@@ -66,7 +66,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize(("variant", "loss"), STEPS, ids=str)
+@pytest.mark.parametrize(("variant", "loss"), slow_besides(list(STEPS)[1::2], STEPS), ids=str)
 def test_steps_are_those_of_dense_training(variant: Variant, loss: str) -> None:
     expected, model = truth(replace(variant, checkpointed=False), loss), variant.build()
     faults, moved = [], set()

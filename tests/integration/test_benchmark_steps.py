@@ -121,6 +121,7 @@ def test_time_that_is_up_is_said(shell: Shell, tmp_path: Path) -> None:
     assert result["rows"] == 0 and len(result["left_out"]) == 20
 
 
+@pytest.mark.slow
 def test_router_losses(shell: Shell, tmp_path: Path) -> None:
     routers = ("none", "rollout", "batch-pass")
     options = ("--shape", "qwen3-30b-a3b", "--groups", "P2048-R2048-N8", "--routers", *routers)

@@ -18,6 +18,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     return compare_commits
 
 
+@pytest.mark.slow
 def test_steps_run_on_one_side(script: Any) -> None:
     outcomes = list(script.outcomes(ROOT / "src", [0, 4]))
     for refused, numbers, events in outcomes:

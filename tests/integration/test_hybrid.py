@@ -152,10 +152,13 @@ def test_scores_are_those_of_a_dense_forward() -> None:
 
 @pytest.mark.parametrize(
     ("family", "trained"),
-    [
-        *(("qwen3_5_text", n) for n in ("A_log", "dt_bias", "in_proj_a", "in_proj_b", "conv1d")),
-        *(("granitemoehybrid", n) for n in ("A_log", "dt_bias", "in_proj", "conv1d", "mamba.D")),
-    ],
+    slow_besides(
+        [("qwen3_5_text", "A_log"), ("qwen3_5_text", "conv1d"), ("granitemoehybrid", "in_proj")],
+        [
+            *product(["qwen3_5_text"], ["A_log", "dt_bias", "in_proj_a", "in_proj_b", "conv1d"]),
+            *product(["granitemoehybrid"], ["A_log", "dt_bias", "in_proj", "conv1d", "mamba.D"]),
+        ],
+    ),
 )
 def test_one_parameter_of_a_layer_learns(family: str, trained: str) -> None:
     """Of what a state is made with, only some requires gradients, and states handed on do.
@@ -217,11 +220,10 @@ def long_prompts(seed: int = 1) -> RolloutBatch:
     return RolloutBatch(rollouts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "boundary"),
-    slow_besides(
-        [(torch.bfloat16, "across")], product((torch.float32, torch.bfloat16), ("across", "within"))
-    ),
+    list(product((torch.float32, torch.bfloat16), ("across", "within"))),
     ids=str,
 )
 def test_rounding_is_that_of_dense_training(dtype: torch.dtype, boundary: str) -> None:
@@ -297,7 +299,9 @@ def passes(family: str, config: Config) -> bool:
     return wrap(tiny_hybrid(family), config).verify(forked_batch(), GRPO()).passed
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid"])
+@pytest.mark.parametrize(
+    "family", slow_besides(["qwen3_5_text"], ["qwen3_5_text", "granitemoehybrid"])
+)
 @pytest.mark.parametrize("sabotage", WITHIN, ids=lambda s: s.__name__)
 def test_bugs_in_a_microbatch_are_caught(
     family: str, sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch

@@ -123,5 +123,6 @@ def test_one_sided_rounding_is_a_trend(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not found.is_noise and found.slope < 0
 
 
+@pytest.mark.slow
 def test_rounding_to_nearest_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert trend(means(monkeypatch, biased=False)).is_noise

@@ -174,7 +174,10 @@ def test_denominators_of_the_caller() -> None:
 @pytest.mark.usefixtures("remembered_dense")
 @pytest.mark.parametrize(
     ("family", "config", "sabotage"),
-    [("llama", GROUPS_ACROSS, ACROSS_MICROBATCHES[2]), ("qwen3", GROUPS_IN_ROW, WITHIN[0])],
+    [
+        ("llama", GROUPS_ACROSS, ACROSS_MICROBATCHES[2]),
+        pytest.param("qwen3", GROUPS_IN_ROW, WITHIN[0], marks=pytest.mark.slow),
+    ],
     ids=["across", "within"],
 )
 def test_sabotage_is_caught_in_bfloat16(

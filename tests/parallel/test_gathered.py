@@ -42,7 +42,7 @@ from forkpoint.plan.pricing import meters
 from lanes import slow_besides
 
 NAMES = [name for name in SCENARIOS if name.startswith("fully_shard")]
-IN_CORE = ("fully_shard, a rank without rollouts", "fully_shard, accumulated", "fully_shard, LoRA")
+IN_CORE = ("fully_shard, a rank without rollouts", "fully_shard, accumulated")
 
 
 @pytest.mark.parametrize("name", slow_besides(IN_CORE, NAMES))
@@ -172,7 +172,7 @@ def step_after_a_failure(where: str) -> tuple[str, float, bool]:
     return found, distance(gradients(model), gradients(alone.host.model), names), untouched
 
 
-@pytest.mark.parametrize("where", ["loss", "forward", "interrupt"])
+@pytest.mark.parametrize("where", slow_besides(["forward"], ["loss", "forward", "interrupt"]))
 def test_the_next_step_works_after_a_failure(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "POLL_S", 0.1)
     first, second = run_ranks(2, step_after_a_failure, where)

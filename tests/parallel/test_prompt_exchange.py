@@ -93,7 +93,6 @@ CASES = [
     for gather in (("",) if name.startswith("Distributed") else ("microbatch", "step"))
 ]
 IN_CORE = (
-    ("fully_shard", "microbatch"),
     ("two passes", "step"),
     ("gated linear attention", "microbatch"),
     ("DistributedDataParallel", ""),

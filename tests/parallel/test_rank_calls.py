@@ -259,10 +259,7 @@ def failing_loss(wrap: Any, loss: Loss, accumulated: bool) -> tuple[str, str, fl
 
 
 FAILING = list(product(WRAPS, (Failing, FailingTogether), (False, True)))
-FAILING_IN_CORE = [
-    ("fully_shard", FailingTogether, True),
-    ("DistributedDataParallel", Failing, False),
-]
+FAILING_IN_CORE = [("DistributedDataParallel", FailingTogether, True)]
 
 
 @pytest.mark.parametrize(
@@ -391,10 +388,7 @@ def spread_over_ranks(wrap: Any, parts: Any, config: Config) -> tuple[float, flo
 
 
 GATHERED = list(product(WRAPS, ("unequal", "empty", "split"), ("across", "within")))
-IN_CORE = [
-    ("fully_shard", "split", "across"),
-    ("DistributedDataParallel", "empty", "within"),
-]
+IN_CORE = [("fully_shard", "split", "across")]
 
 
 @pytest.mark.parametrize(("wrap", "parts", "boundary"), slow_besides(IN_CORE, GATHERED))

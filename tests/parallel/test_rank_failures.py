@@ -124,13 +124,13 @@ def test_shards_end_after_an_error_in_the_sample(
 @pytest.mark.parametrize(
     ("kind", "wrap"),
     [
-        ("forward", "DDP"),
         ("forward", "fully_shard"),
         ("interrupt", "fully_shard"),
         ("kill", "fully_shard"),
         *(
             pytest.param(kind, wrap, marks=pytest.mark.slow)
             for kind, wrap in (
+                ("forward", "DDP"),
                 ("loss", "fully_shard"),
                 ("backward", "fully_shard"),
                 ("memory", "fully_shard"),

@@ -173,7 +173,6 @@ SCENARIOS = {
 
 
 IN_CORE = (
-    "fully_shard",
     "fully_shard, two passes",
     "fully_shard, LoRA",
     "DistributedDataParallel, accumulated",

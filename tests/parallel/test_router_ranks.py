@@ -174,7 +174,7 @@ CASES = {
         wrap=replicated, scope="lists", loss=GSPO(), rollouts=FIRST_EMPTY
     ),
 }
-IN_CORE = ("fully_shard, batch", "DistributedDataParallel, a rank without")
+IN_CORE = ("fully_shard, batch",)
 
 
 @pytest.mark.parametrize("name", slow_besides(IN_CORE, CASES))

@@ -180,7 +180,7 @@ FOUR: dict[str, Split] = {
         rollouts=([], group(2, 5, 30, 12)),
     ),
 }
-IN_CORE = ("tensor", "tensor and expert")
+IN_CORE = ("tensor and expert",)
 
 
 def check(size: int, folder: Path, split: Split) -> list[dict[str, Any]]:

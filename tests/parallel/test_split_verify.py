@@ -109,6 +109,7 @@ def verdict(folder: Path) -> str:
     return policy.verify(RolloutBatch(SPLIT.rollouts[0]), SPLIT.loss).verdict
 
 
+@pytest.mark.slow
 def test_sums_in_every_backward_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: transformers sums gradients of replicated norms in each backward."""
     monkeypatch.setattr(TensorSplit, "enter", lambda self, changes, blocks, whole: None)

@@ -152,7 +152,7 @@ CASES: dict[str, Case] = {
 }
 
 
-KEPT = ("two", "two passes")
+KEPT = ("two passes",)
 
 
 @pytest.mark.parametrize("name", slow_besides(KEPT, CASES))
