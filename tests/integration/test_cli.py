@@ -268,8 +268,8 @@ def started(
     ("redirection", "arguments", "code", "said"),
     [
         (">&-", "plan --help", 0, b""),
-        ("<&- >&- 2>&-", "plan nowhere.jsonl", 2, b""),
-        ("| true", "plan --help", 0, b""),
+        pytest.param("<&- >&- 2>&-", "plan nowhere.jsonl", 2, b"", marks=pytest.mark.slow),
+        pytest.param("| true", "plan --help", 0, b"", marks=pytest.mark.slow),
         (">/dev/full", "plan --help", 2, b"No space left on device"),
     ],
 )
@@ -281,6 +281,7 @@ def test_streams_that_take_nothing(
     assert said in done.stderr and done.stderr.count(b"\n") == bool(said)
 
 
+@pytest.mark.slow
 def test_output_that_is_no_utf_8(rollouts: Path, tmp_path: Path) -> None:
     """As in a container without a locale: frames are of other lines."""
     path = rollouts.rename(tmp_path / "größe.jsonl")

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch._dynamo.utils import counters
 from forkpoint import Config, RolloutBatch, losses, wrap
 from forkpoint.hosts import compiled_attention
 from forkpoint.testing import tiny_model
+from lanes import slow_besides
 
 CHAIN = replace(ACROSS, max_microbatch_tokens=12)
 OPTIONS: dict[str, Config] = {
@@ -33,19 +35,25 @@ def gradients(model: Any, config: Config, batch: RolloutBatch) -> dict[str, torc
 
 @pytest.mark.usefixtures("graphs_alone")
 @pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns
-@pytest.mark.parametrize("family", ["gemma3_text", pytest.param("gpt_oss", marks=pytest.mark.slow)])
-def test_a_block_is_one_graph_and_exact(family: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("family", "name"),
+    slow_besides(
+        [("gemma3_text", "chains")], list(product(("gemma3_text", "gpt_oss"), ("chains", "within")))
+    ),
+)
+def test_a_block_is_one_graph_and_exact(
+    family: str, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """With windows, softcaps and sinks. Blocks of one kind share their graph, at every length."""
     torch._dynamo.reset()
     counters.clear()
     model, batch = tiny_model(family, num_hidden_layers=4), forked_batch()
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
-    for config in (CHAIN, OPTIONS["within"]):
-        expected = gradients(copy.deepcopy(model), config, batch)
-        found = gradients(model, replace(config, compile_blocks=True), batch)
-        for name, gradient in expected.items():
-            torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-13)
+    expected = gradients(copy.deepcopy(model), OPTIONS[name], batch)
+    found = gradients(model, replace(OPTIONS[name], compile_blocks=True), batch)
+    for parameter_name, gradient in expected.items():
+        torch.testing.assert_close(found[parameter_name], gradient, rtol=1e-12, atol=1e-13)
     if family != "gpt_oss":  # whose experts loop over tensors
         assert not counters["graph_break"]
     assert not compiled_attention._calls, "a step forgets its calls"

@@ -43,13 +43,13 @@ def tiny_report(family: str, dtype: torch.dtype, config: Config, *, seed: int = 
 
 
 def real_model(family: str, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
-    """Four layers of width 128 as the family initialises them."""
+    """Two layers of width 128 as the family initialises them."""
     config = AutoConfig.for_model(
         family,
         vocab_size=512,
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
@@ -228,11 +228,11 @@ def test_the_bars(tampered: Any, dtype: torch.dtype, off: float, passes: bool) -
 @pytest.mark.usefixtures("remembered_dense")
 def test_one_small_parameter_alone_fails_in_bfloat16(tampered: Any) -> None:
     """A norm inside attention has the smallest gradient there is, and few elements."""
-    tampered(scaled(1.05, only="layers.2.self_attn.q_norm"))
+    tampered(scaled(1.05, only="layers.1.self_attn.q_norm"))
     report = wrap(real_model("qwen3"), GROUPS_ACROSS).verify(real_batch(), losses.GRPO())
     assert not report.passed, report.table()
     assert report.shared_error < report.allowed, "over all parameters it does not show"
-    assert report.worst[0].name == "model.layers.2.self_attn.q_norm.weight"
+    assert report.worst[0].name == "model.layers.1.self_attn.q_norm.weight"
 
 
 @pytest.mark.usefixtures("remembered_dense")
@@ -496,7 +496,9 @@ def plain_report(family: str) -> VerifyReport:
 
 
 @pytest.mark.parametrize(
-    ("family", "way"), [("gemma2", SMALL), ("qwen3", STREAMED)], ids=["parts", "streamed"]
+    ("family", "way"),
+    [pytest.param("gemma2", SMALL, marks=pytest.mark.slow), ("qwen3", STREAMED)],
+    ids=["parts", "streamed"],
 )
 def test_runs_that_save_memory_are_as_exact(
     family: str, way: MemoryStrategy, monkeypatch: pytest.MonkeyPatch

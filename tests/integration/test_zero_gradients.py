@@ -37,7 +37,14 @@ CONFIGS = {
     "float32": Config(grad_accumulation_dtype="float32", self_check=False),
     "full": Config(checkpointing="full", self_check=False),
 }
-every_batch = pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+KEPT = ("nothing is trained", "advantages of zero", "one token each", "one rollout is trained")
+every_batch = pytest.mark.parametrize(
+    "batch",
+    [
+        pytest.param(batch, id=name, marks=() if name in KEPT else pytest.mark.slow)
+        for name, batch in BATCHES.items()
+    ],
+)
 
 
 def squares(outputs: LossOutputs, batch: LossBatch) -> Tensor:

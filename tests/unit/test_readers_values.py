@@ -138,8 +138,8 @@ def read(table: dict[str, Any], format: Format) -> None:
             assert len(str(error)) < 1500 or format.name == "forkpoint"
 
 
-# Formats of three trainers, one of them a critic's.
-KEPT = ("verl", "openrlhf, padded left", "slime, critic")
+# Formats of two trainers, one of them a critic's.
+KEPT = ("verl", "slime, critic")
 
 
 @pytest.mark.parametrize("name", slow_besides(KEPT, TABLES))
