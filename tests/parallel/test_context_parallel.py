@@ -1,5 +1,6 @@
 """Steps whose microbatches lie on several ranks leave the gradients of one process."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,12 +25,15 @@ from test_ranks import (
 from test_router_ranks import Routed, routers
 from test_split_models import LATENT, SINKS
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import forkpoint
 from forkpoint import Config, Rollout, RolloutBatch
 from forkpoint.engine.changes import Changes
+from forkpoint.engine.compiling import Compiling
 from forkpoint.errors import ForkpointError
+from forkpoint.hosts.compiled_attention import LayerCall
 from forkpoint.hosts.torch_dist import context_parallel
 from forkpoint.hosts.torch_dist.context_parallel import ContextSplit, DealtPlaces
 from forkpoint.hosts.transformers.stock import run_plain_recurrences
@@ -98,7 +102,7 @@ def compared(context: Context) -> dict[str, Any]:
         own = RolloutBatch(context.rollouts[mesh.get_local_rank("dp")])
         losses = [context.step(policy, own, context.loss) for _ in range(context.steps)]
         found = gradients(model)
-        alone = forkpoint.wrap(other, context.config)
+        alone = forkpoint.wrap(other, replace(context.config, compile_blocks=None))
         parts = {id(part): part for part in context.rollouts}.values()  # mean of equal losses
         whole = RolloutBatch([r for part in parts for r in part])
         wanted = [context.step(alone, whole, context.loss) for _ in range(context.steps)]
@@ -269,6 +273,87 @@ def test_router_losses_are_those_of_one_process(name: str) -> None:
         assert max(found.values()) < BAR, found
 
 
+# Compiled blocks
+# ------------------------------------------------------------
+
+
+def compiled(context: Context, fails_on: int | None, broken: bool) -> dict[str, Any]:
+    """A step compiled without generating code; on one rank the compiler may fail."""
+    warnings.simplefilter("ignore")  # what the compiler looks at warns
+    real, failures = torch.compile, []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        if dist.get_rank() == fails_on:
+            raise RuntimeError("no such kernel")
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    def traced(function: Any, *, dynamic: bool, options: Any) -> Any:
+        return real(function, dynamic=dynamic, backend=backend)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", traced)
+        patch.setattr(Compiling, "give_up", noting(failures))
+        if broken:
+            patch.setattr(LayerCall, "_injected", lambda self, gradient, number: gradient)
+        config = replace(context.config, compile_blocks=True)
+        found = compared(replace(context, config=config))
+    return {**found, "failed": failures, "graphs": counters["stats"]["unique_graphs"]}
+
+
+def noting(failures: list[str]) -> Callable[[Compiling, Exception], bool]:
+    give_up = Compiling.give_up
+
+    def noted(self: Compiling, error: Exception) -> bool:
+        failures.append(str(error))
+        return give_up(self, error)
+
+    return noted
+
+
+COMPILED = {
+    "GRPO": CASES["GRPO"],
+    "one key head, recomputed": replace(
+        CASES["GSPO, one key head"], config=replace(DEEP, activations="recompute")
+    ),
+    "accumulated, offloaded": Context(steps=2, config=replace(DEEP, activations="offload")),
+    **{
+        name: CASES[name]
+        for name in (
+            "full checkpoints",
+            "the model's checkpoints",
+            "first layer alone",
+            "softcaps and windows",
+            "sinks and windows",
+            "latent attention",
+            "gated linear attention",
+            "short rollouts",
+        )
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_blocks_leave_the_gradients_of_one_process(name: str) -> None:
+    for found in run_ranks(2, compiled, COMPILED[name], None, False, limit_s=240):
+        assert found["error"] < BAR and found["scores"] < BAR, found
+        assert found["graphs"] and not found["failed"], found
+
+
+@pytest.mark.slow
+def test_blocks_run_eagerly_on_the_rank_where_the_compiler_fails() -> None:
+    first, second = run_ranks(2, compiled, CASES["GRPO"], 1, False, limit_s=240)
+    assert max(first["error"], second["error"]) < BAR
+    assert not first["failed"] and "no such kernel" in second["failed"][0]
+
+
+@pytest.mark.slow
+def test_gradients_that_compiled_blocks_leave_out_are_seen() -> None:
+    context = replace(CASES["GRPO"], config=replace(DEEP, self_check=False))
+    for found in run_ranks(2, compiled, context, None, True, limit_s=240):
+        assert found["error"] > 1e-3, found
+
+
 # Prices
 # ------------------------------------------------------------
 
@@ -430,7 +515,6 @@ def refused() -> dict[str, str]:
         "odd heads": wrapped(over_all(odd, mesh)),
     }
     whole = over_all(tiny_model("qwen3", dtype=torch.float64), mesh)
-    found["compiled"] = wrapped(whole, replace(DEEP, compile_blocks=True))
     found["gather"] = wrapped(whole, replace(DEEP, gather="step"))
     found["exchange"] = wrapped(whole, Config(split="exchange"))
     policy = forkpoint.wrap(whole, DEEP, mesh=mesh)
@@ -446,7 +530,6 @@ def test_what_is_not_exact_is_refused_by_name() -> None:
         for name in ("no wrapper", "another mesh"):
             assert found[name].startswith("UnsupportedError: the mesh's dimension 'cp'"), found
         assert found["odd heads"].startswith("UnsupportedError: the model has 3 query heads")
-        assert found["compiled"].startswith("UnsupportedError: Config(compile_blocks=True)")
         assert found["gather"].startswith("ConfigError: gather is 'step', and several ranks")
         assert found["exchange"].startswith("ConfigError: split is 'exchange'")
         assert found["batches"].startswith("RankError: ranks 0 and 1")

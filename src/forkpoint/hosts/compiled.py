@@ -15,6 +15,7 @@ from forkpoint.engine.compiling import WARNING, Compiling
 from forkpoint.hosts.calls import CallContext
 from forkpoint.hosts.compiled_attention import BlockCall, forget_calls, number_modules
 from forkpoint.hosts.wrappers import set_forward
+from forkpoint.parallel.topology import ALL_PLACES, Places
 
 _log = logging.getLogger("forkpoint")
 
@@ -41,11 +42,14 @@ class CompiledBlocks:
         self,
         compiling: Compiling,
         context_of: Callable[[dict[str, Any]], CallContext | None],
+        places: Places = ALL_PLACES,
     ) -> None:
-        """`context_of`: the microbatch of a call, by its keyword arguments."""
+        """`context_of`: the microbatch of a call, by its keyword arguments; `places`: which of a
+        microbatch this rank runs."""
         self.compiling = compiling
         self._compiled: dict[nn.Module, Callable] = {}
         self._context_of = context_of
+        self._places = places
         self._handles: list[int] = []
 
     def enter(self, blocks: Sequence[nn.Module], changes: Changes) -> None:
@@ -68,7 +72,7 @@ class CompiledBlocks:
         forget_calls(self._handles, changes)
         for block in blocks:
             covered = set_forward(block)
-            modules = number_modules(block, changes)
+            modules = number_modules(block, self._places, changes)
             own = covered.own if covered else block.forward
             if block not in self._compiled:
                 self._compiled[block] = torch.compile(own, dynamic=True, options=_options())

@@ -20,6 +20,7 @@ from forkpoint.hosts.calls import CallContext
 from forkpoint.ops.attention.kernel import Options
 from forkpoint.ops.attention.operator import Reading, attend, attend_backward
 from forkpoint.ops.dtypes import accumulate_dtype
+from forkpoint.parallel.topology import Places
 
 
 class LayerCall:
@@ -30,6 +31,8 @@ class LayerCall:
     ) -> None:
         """Captures keys and values."""
         state = context.state
+        self.places: Places = context.places
+        self.tokens: int = context.inputs.microbatch.tokens
         self.capture: Capture | None = state.capture
         self.gradients: tuple[Tensor | None, ...] = (
             write_prefix(k_TKD, (layer, "k"), state.capture),
@@ -39,7 +42,24 @@ class LayerCall:
         cache = state.ancestors(layer)
         self.reading: Reading = Reading(table, cache, options, context.config.attention_kernel)
 
-    def injected(self, grad_T: Tensor, number: int) -> Tensor:
+    def backward(
+        self,
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        sinks: Tensor | None,
+        wants: Sequence[bool],
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Gradients by q, k, v and sinks, each empty unless wanted."""
+        dq, dk, dv, dsinks = attend_backward(do, q, k, v, o, lse, sinks, self.reading, wants)
+        dk = self._injected(dk, 0) if wants[1] else dk
+        dv = self._injected(dv, 1) if wants[2] else dv
+        return dq, dk, dv, dsinks
+
+    def _injected(self, grad_T: Tensor, number: int) -> Tensor:
         """A gradient of the keys (0) or values (1) with what other microbatches left for it."""
         gradient = self.gradients[number]
         if self.capture is None or gradient is None:
@@ -50,7 +70,7 @@ class LayerCall:
 _calls: dict[int, LayerCall] = {}
 """Calls of steps that run, by handle."""
 _handles = count()
-_INDEX = "_forkpoint_index"
+_NUMBERED = "_forkpoint_numbered"
 _thread = threading.local()
 """Per thread: "block", the call of a compiled block that it runs."""
 
@@ -73,19 +93,20 @@ class BlockCall:
         del _thread.block
 
 
-def number_modules(block: nn.Module, changes: Changes) -> tuple[nn.Module, ...]:
-    """A block's modules, each with its index until the changes are undone.
+def number_modules(block: nn.Module, places: Places, changes: Changes) -> tuple[nn.Module, ...]:
+    """A block's modules, each with its index and this rank's place until the changes are undone.
 
-    Compiled code has the index as a constant, which is the same in all blocks of one kind.
+    Compiled code has these as constants, which are the same in all blocks of one kind.
     """
     modules = tuple(block.modules())
     for index, module in enumerate(modules):
-        changes.set(vars(module), _INDEX, index)
+        changes.set(vars(module), _NUMBERED, (index, places.rank, places.size))
     return modules
 
 
-def index_of(layer: nn.Module) -> int:
-    return getattr(layer, _INDEX)
+def numbered(layer: nn.Module) -> tuple[int, int, int]:
+    """A module's index in its block; this rank among those of context parallelism; their number."""
+    return getattr(layer, _NUMBERED)
 
 
 def forget_calls(handles: list[int], changes: Changes) -> None:
@@ -96,6 +117,29 @@ def forget_calls(handles: list[int], changes: Changes) -> None:
             _calls.pop(handles.pop(), None)
 
     changes.later(forget)
+
+
+def current_call() -> CallContext:
+    """The microbatch of the compiled block that this thread runs."""
+    block: BlockCall = _thread.block
+    return block.context
+
+
+def begin_call(
+    k_TKD: Tensor, v_TKE: Tensor, index: int, scale: float, softcap: float, window: int
+) -> tuple[LayerCall, Tensor]:
+    """Attention of a module of the block that runs, and the handle for its backward."""
+    block: BlockCall = _thread.block
+    options = Options(scale, softcap, window, torch.are_deterministic_algorithms_enabled())
+    call = LayerCall(block.context, block.modules[index], k_TKD, v_TKE, options)
+    handle = next(_handles)
+    _calls[handle] = call
+    block.handles.append(handle)
+    return call, torch.tensor(handle, device="cpu")
+
+
+def call_of(handle: Tensor) -> LayerCall:
+    return _calls[int(handle)]
 
 
 @torch.library.custom_op("forkpoint::layer_attention", mutates_args=())
@@ -110,15 +154,9 @@ def layer_attention(
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of a module of the block that runs: o [T, H, E], lse [H, T], and its handle."""
-    block: BlockCall = _thread.block
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    options = Options(scale, softcap, window, deterministic)
-    call = LayerCall(block.context, block.modules[index], k, v, options)
-    handle = next(_handles)
-    _calls[handle] = call
-    block.handles.append(handle)
+    call, handle = begin_call(k, v, index, scale, softcap, window)
     o_THE, lse_HT = attend(q, k, v, sinks, call.reading)
-    return o_THE, lse_HT, torch.tensor(handle, device="cpu")
+    return o_THE, lse_HT, handle
 
 
 @torch.library.custom_op("forkpoint::layer_attention_backward", mutates_args=())
@@ -134,11 +172,7 @@ def layer_attention_backward(
     wants: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Its gradients by q, k, v and sinks, each empty unless wanted."""
-    call = _calls[int(handle)]
-    dq, dk, dv, dsinks = attend_backward(do, q, k, v, o, lse, sinks, call.reading, wants)
-    dk = call.injected(dk, 0) if wants[1] else dk
-    dv = call.injected(dv, 1) if wants[2] else dv
-    return dq, dk, dv, dsinks
+    return call_of(handle).backward(do, q, k, v, o, lse, sinks, wants)
 
 
 @layer_attention.register_fake

@@ -100,15 +100,16 @@ class ModelHost:
             if self._group is not None:
                 self._group.check(self.model, training=True)
             context = self.topology.relations.get("context", ())
-            eager = bool(splits or context)
-            if eager and compile_blocks:
+            if splits and compile_blocks:
                 raise UnsupportedError(
                     "Config(compile_blocks=True) asks for compiled decoder blocks, which have not "
-                    "been shown exact where transformers splits them over ranks, nor with context "
-                    "parallelism. Leave compile_blocks out."
+                    "been shown exact where transformers splits them over ranks. Leave "
+                    "compile_blocks out."
                 )
-            self.compiling: Compiling = Compiling(False if eager else compile_blocks)
-            self._blocks = CompiledBlocks(self.compiling, self.entry.context_of)
+            self.compiling: Compiling = Compiling(False if splits else compile_blocks)
+            self._blocks = CompiledBlocks(
+                self.compiling, self.entry.context_of, self.topology.places
+            )
             self._recomputes = False
             self._changes: Changes | None = None
             """Of the step that runs; a microbatch's own are undone at its end."""

@@ -23,6 +23,10 @@ class Places:
 
     whole: bool = True
     """Whether each rank runs all places, so that no method changes anything."""
+    size: int = 1
+    """Ranks that run parts of a microbatch."""
+    rank: int = 0
+    """This one among them."""
 
     def own(self, tokens: int) -> IntArray | None:
         """int64 [t]: the places that this rank runs of a microbatch of `tokens`; None if all."""

@@ -84,6 +84,19 @@ def context_split(mesh: DeviceMesh | None, holders: Sequence[Holder]) -> Context
     return split
 
 
+def repeated(x: Tensor, ranks: int, dim: int) -> Tensor:
+    """A tensor with so many heads, along `dim`, that the ranks divide them: fewer key heads go to
+    several ranks each."""
+    heads = x.shape[dim]
+    times = math.lcm(heads, ranks) // heads
+    return x if times == 1 else x.repeat_interleave(times, dim)
+
+
+def heads_of_rank(x_H: Tensor, rank: int, ranks: int) -> Tensor:
+    """A rank's part of a tensor with an entry for each head."""
+    return repeated(x_H, ranks, 0).chunk(ranks)[rank]
+
+
 class DealtPlaces(Places):
     """Place p of a microbatch lies on rank p mod w of w ranks."""
 
@@ -119,18 +132,14 @@ class DealtPlaces(Places):
     def to_heads(self, tensors: Sequence[Tensor], tokens: int) -> Sequence[Tensor]:
         return _ToHeads.apply(self, tokens, *map(self._repeated, tensors))
 
-    def _repeated(self, x: Tensor, dim: int = 1) -> Tensor:
-        """A tensor with so many heads, along `dim`, that the ranks divide them: fewer key heads go
-        to several ranks each."""
-        heads = x.shape[dim]
-        times = math.lcm(heads, self.size) // heads
-        return x if times == 1 else x.repeat_interleave(times, dim)
+    def _repeated(self, x_THD: Tensor) -> Tensor:
+        return repeated(x_THD, self.size, 1)
 
     def to_places(self, o_THD: Tensor, tokens: int) -> Tensor:
         return _ToPlaces.apply(self, tokens, o_THD)
 
     def own_heads(self, x_H: Tensor) -> Tensor:
-        return self._repeated(x_H, 0).chunk(self.size)[self.rank]
+        return heads_of_rank(x_H, self.rank, self.size)
 
     def heads_here(self, heads: int) -> int:
         return math.lcm(heads, self.size) // self.size

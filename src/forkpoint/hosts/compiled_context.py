@@ -1,0 +1,118 @@
+"""Attention of context parallelism in compiled decoder blocks: exchanges and attention, as one
+operator (see `compiled_attention` and `torch_dist.context_parallel`).
+
+What its backward reads has the rows of all ranks' places, padding included: a multiple of the rows
+that the operator is given, so that compiled code knows the sizes.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forkpoint.hosts.compiled_attention import begin_call, call_of, current_call
+from forkpoint.hosts.torch_dist.context_parallel import DealtPlaces
+from forkpoint.ops.attention.operator import attend
+from forkpoint.ops.dtypes import accumulate_dtype
+from forkpoint.parallel.topology import Places
+
+
+@torch.library.custom_op("forkpoint::context_attention", mutates_args=())
+def context_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    index: int,
+    scale: float,
+    softcap: float,
+    window: int,
+    ranks: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Attention of a module of the block that runs, at this rank's places.
+
+    q, k, v: [t, H, D] of so many heads that the ranks divide them. sinks: of the heads here.
+    Returns o [t, H, E]; q, k, v, o and lse [h, T] of the heads here at all places; and the handle.
+    """
+    places = _dealt(current_call().places)
+    rows = len(q) * ranks
+    q, k, v = (x.contiguous() for x in places.heads_of((q, k, v), rows))
+    tokens = current_call().inputs.microbatch.tokens
+    call, handle = begin_call(k[:tokens], v[:tokens], index, scale, softcap, window)
+    o_THE, lse_HT = attend(q[:tokens], k[:tokens], v[:tokens], sinks, call.reading)
+    if tokens < rows:
+        o_THE = torch.nn.functional.pad(o_THE, (0, 0, 0, 0, 0, rows - tokens))
+        lse_HT = torch.nn.functional.pad(lse_HT, (0, rows - tokens))
+    (own_o_tHE,) = places.places_of((o_THE,), rows)
+    return own_o_tHE, q, k, v, o_THE, lse_HT, handle
+
+
+@torch.library.custom_op("forkpoint::context_attention_backward", mutates_args=())
+def context_attention_backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None,
+    handle: Tensor,
+    wants: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Its gradients by q, k and v, zeros unless wanted, and by sinks, empty unless wanted.
+
+    All three are sent whatever is wanted, as blocks that run eagerly do: the compiler may have
+    failed on another rank.
+    """
+    call = call_of(handle)
+    places, tokens = _dealt(call.places), call.tokens
+    (do_THE,) = places.heads_of((do,), tokens)
+    *found, dsinks = call.backward(
+        do_THE, q[:tokens], k[:tokens], v[:tokens], o[:tokens], lse[:, :tokens], sinks, wants
+    )
+    gradients = tuple(
+        dx if wanted else torch.zeros_like(x[:tokens])
+        for dx, x, wanted in zip(found, (q, k, v), wants[:3], strict=True)
+    )
+    dq, dk, dv = (x.contiguous() for x in places.places_of(gradients, tokens))
+    return dq, dk, dv, dsinks
+
+
+def _dealt(places: Places) -> DealtPlaces:
+    assert isinstance(places, DealtPlaces)
+    return places
+
+
+@context_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    ranks: int = rest[-1]
+    rows = q.shape[0] * ranks
+    q_ThD, k_TKD, v_TKE = (x.new_empty(rows, x.shape[1] // ranks, x.shape[2]) for x in (q, k, v))
+    o_THE = q.new_empty(*q_ThD.shape[:2], v.shape[2])
+    lse_HT = q.new_empty(q_ThD.shape[1], rows, dtype=accumulate_dtype(q.dtype))
+    handle = torch.empty((), dtype=torch.int64, device="cpu")
+    return q.new_empty(*q.shape[:2], v.shape[2]), q_ThD, k_TKD, v_TKE, o_THE, lse_HT, handle
+
+
+@context_attention_backward.register_fake
+def _(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    sinks, wants = rest[2], rest[-1]
+    ranks = do.shape[1] // q.shape[1]
+    gradients = (x.new_empty(do.shape[0], x.shape[1] * ranks, x.shape[2]) for x in (q, k, v))
+    return *gradients, sinks.new_empty(sinks.shape) if wants[3] else q.new_empty(0)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.mark_non_differentiable(*output[1:])
+    *kept, handle = output[1:]
+    ctx.save_for_backward(*kept, inputs[3], handle)
+
+
+def _backward(ctx: Any, do_THE: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    wants = [bool(wanted) for wanted in ctx.needs_input_grad[:4]]
+    found = context_attention_backward(do_THE, *ctx.saved_tensors, wants)
+    gradients = (x if wanted else None for x, wanted in zip(found, wants, strict=True))
+    return *gradients, *([None] * 5)  # index, scale, softcap, window, ranks
+
+
+context_attention.register_autograd(_backward, setup_context=_setup_context)
