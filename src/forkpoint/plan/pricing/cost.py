@@ -69,7 +69,8 @@ class ModelShape:
     """Whether blocks are compiled, which keeps less: see `activation_bytes`."""
     context: int = 1
     """Ranks that run parts of each microbatch (context parallelism). Bytes are those of one of
-    them for each token of the whole microbatch; FLOPs are of all."""
+    them for each token of the whole microbatch; FLOPs of a step are of all, those of meters of
+    one."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "value_dim", "vocab"):
@@ -227,6 +228,22 @@ class ModelShape:
             every -= (self.layers - 1) * mlp * self.dtype_bytes
             every -= max(0, self.expert_layers - 1) * experts
         return -(-every // self.context)
+
+    def part(self, number: int) -> int:
+        """How many tokens or entries of so many a rank runs, where it runs most."""
+        return -(-number // self.context)
+
+    def exchanged_bytes(self, tokens: int, *, ends_early: bool = False) -> int:
+        """Bytes that a rank sends around attention in one way of a microbatch of so many tokens:
+        queries, keys, values and outputs of its own, but for the heads that it keeps.
+
+        `ends_early`: of the last layer keys and values alone are read. Inputs of recurrent layers
+        are not counted.
+        """
+        queries = self.heads * (self.head_dim + self.value_dim)
+        every = self.attention_layers * (queries + self.boundary_elements * self.context)
+        sent = self.part(tokens) * (every - queries * ends_early) * self.dtype_bytes
+        return sent * (self.context - 1) // self.context
 
     def repeated_flops_share(self, checkpointing: str) -> float:
         """The share of a forward of the blocks that a checkpointed backward runs again."""

@@ -28,6 +28,12 @@ EFFICIENT_TOKENS = 256
 LAUNCH_KEYS = 240
 LAUNCH_MOST = 0.02
 
+# FLOPs that a rank of context parallelism computes while it sends a byte to the others; taken where
+# nothing was measured. At 500 TFLOPS it stands for 244 GB/s, about what GPUs of one host send at,
+# which is taken where a calibration has not measured the link.
+EXCHANGE_FLOPS = 2048
+EXCHANGE_BYTES_PER_MS = 2.44e8
+
 # Of two plans whose predicted times differ by less than this part, the simpler one is chosen.
 NOISE = 0.005
 
@@ -121,26 +127,31 @@ class CountedMeter(Meter):
         return (1 + again) * self._host
 
     def filled_tokens(self, microbatch: Microbatch) -> float:
-        tokens = super().filled_tokens(microbatch)
-        host = self._host / (2.0 * self.shape.linear_parameters)
+        tokens = max(microbatch.tokens, EFFICIENT_TOKENS * self.shape.context)
+        host = self._host / (2.0 * self.shape.linear_parameters) * self.shape.context
         return max(tokens, host) if self._ahead else tokens + host
 
     def forward(self, microbatch: Microbatch, *, boundary_only: bool = False) -> float:
         linear, head, attention = self._parts(microbatch)
         issued = 0.0 if self._ahead else self._issued(microbatch, False)
-        return linear + attention + (0.0 if boundary_only else head) + issued
+        sent = EXCHANGE_FLOPS * self.shape.exchanged_bytes(
+            microbatch.tokens, ends_early=boundary_only
+        )
+        return linear + attention + (0.0 if boundary_only else head) + issued + sent
 
     def backward(self, microbatch: Microbatch) -> float:
         linear, head, attention = self._parts(microbatch)
         again = self.shape.repeated_flops_share(microbatch.checkpointing)
         # What a selective policy runs again are products of MLPs, and no attention.
         repeated = again * linear + (attention if again == 1.0 else 0.0)
+        sent = EXCHANGE_FLOPS * self.shape.exchanged_bytes(microbatch.tokens)
         gradients = (1 + LINEAR_BACKWARD) * 2.0 * ROW_TOKENS * self.shape.linear_parameters
         return (
             LINEAR_BACKWARD * (linear + head)
             + (0.0 if microbatch.keeps_logits else head)
             + ATTENTION_BACKWARD * attention
             + repeated
+            + sent * (2.0 if again == 1.0 else 1.0)
             + gradients
             + (0.0 if self._ahead else self._issued(microbatch, True))
         )
@@ -164,12 +175,13 @@ class CountedMeter(Meter):
         start, length = self.plan.forest.start[segments], self.plan.forest.length[segments]
         every = {w: visible_pairs(start, length, w) for w in set(shape.windows)}
         pairs = sum(every[window] for window in shape.windows)
-        linear = 2.0 * max(microbatch.tokens, EFFICIENT_TOKENS) * shape.linear_parameters
-        head = 2.0 * microbatch.num_loss_entries * shape.hidden * shape.vocab
-        key = 2.0 * shape.heads * (shape.head_dim + shape.value_dim)
+        tokens = max(shape.part(microbatch.tokens), EFFICIENT_TOKENS)
+        linear = 2.0 * tokens * shape.linear_parameters
+        head = 2.0 * shape.part(microbatch.num_loss_entries) * shape.hidden * shape.vocab
+        key = 2.0 * shape.heads / shape.context * (shape.head_dim + shape.value_dim)
         further = min(
             LAUNCH_KEYS * key * shape.windows.count(0),
-            LAUNCH_MOST * 2.0 * shape.linear_parameters,
+            LAUNCH_MOST * 2.0 * shape.linear_parameters / shape.context,
         )
         return linear, head, key * pairs + further * self._queries_of_rectangles(microbatch)
 
@@ -209,7 +221,8 @@ class MeasuredMeter(Meter):
 
     A microbatch's time is the sum of its blocks' products by how many tokens it has, of its
     attention launches by their visible pairs and lengths, of its head by its entries, and of the
-    rest.
+    rest. One rank was measured: of several that run parts of microbatches each has its part of the
+    tokens, heads and entries, and sends what attention reads.
     """
 
     unit: str = "ms"
@@ -235,14 +248,16 @@ class MeasuredMeter(Meter):
         again = self.shape.repeated_flops_share(microbatch.checkpointing)
         if again:
             blocks = self.shape.layers * self.calibration.block.time(
-                microbatch.tokens, backward=False
+                self.shape.part(microbatch.tokens), backward=False
             )
             time += again * blocks
         if again == 1.0:
             time += self._attention_ms(microbatch, backward=False)
+            time += self._exchange_ms(microbatch, ends_early=False)
         if microbatch.keeps_logits:
             # The backward that was measured computes them first, as the forward does.
-            time -= self.calibration.head.time(microbatch.num_loss_entries, backward=False)
+            entries = self.shape.part(microbatch.num_loss_entries)
+            time -= self.calibration.head.time(entries, backward=False)
         return max(time, 0.0)
 
     def host(self, microbatch: Microbatch, *, backward: bool) -> float:
@@ -253,7 +268,8 @@ class MeasuredMeter(Meter):
         return self.shape.layers * block + found.host_rest_ms[int(backward)]
 
     def head(self, microbatch: Microbatch, *, backward: bool) -> float:
-        entries, curve = microbatch.num_loss_entries, self.calibration.head
+        entries = self.shape.part(microbatch.num_loss_entries)
+        curve = self.calibration.head
         time = curve.time(entries, backward=backward)
         if backward and microbatch.keeps_logits:
             time -= curve.time(entries, backward=False)
@@ -268,12 +284,18 @@ class MeasuredMeter(Meter):
         block, rest = self.calibration.kept_bytes[policy]
         # One block is whole while its backward computes it again.
         whole = self.calibration.kept_bytes["none"][0] if policy != "none" else 0.0
-        kept = int(microbatch.tokens * (self.shape.layers * block + rest + whole))
+        bytes_per_token = self.shape.layers * block + rest + whole
+        if self.shape.context > 1:  # attention's output is kept on both sides of the exchange
+            o_bytes = self.shape.heads * self.shape.value_dim * self.shape.dtype_bytes
+            kept_layers = self.shape.attention_layers if policy != "full" else 1
+            bytes_per_token += kept_layers * o_bytes
+        kept = int(self.shape.part(microbatch.tokens) * bytes_per_token)
         return kept + logits_bytes(microbatch, self.shape)
 
     def working_bytes(self, microbatch: Microbatch) -> int:
         head, token = self.calibration.working_bytes
-        return int(microbatch.tokens * token + (head if microbatch.num_loss_entries else 0.0))
+        tokens = self.shape.part(microbatch.tokens)
+        return int(tokens * token + (head if microbatch.num_loss_entries else 0.0))
 
     def _pass(self, microbatch: Microbatch, num_loss_entries: int, *, backward: bool) -> float:
         found = self.calibration
@@ -283,12 +305,23 @@ class MeasuredMeter(Meter):
             # Such a microbatch ends at the keys and values of its last layer.
             attention *= (layers - 1) / layers
             layers += self._before_attention - 1
+        tokens, entries = self.shape.part(microbatch.tokens), self.shape.part(num_loss_entries)
         return (
-            layers * found.block.time(microbatch.tokens, backward=backward)
+            layers * found.block.time(tokens, backward=backward)
             + attention
-            + found.rest.time(microbatch.tokens, backward=backward)
-            + found.head.time(num_loss_entries, backward=backward)
+            + self._exchange_ms(microbatch, ends_early=not num_loss_entries)
+            + found.rest.time(tokens, backward=backward)
+            + found.head.time(entries, backward=backward)
         )
+
+    def _exchange_ms(self, microbatch: Microbatch, *, ends_early: bool) -> float:
+        """What ranks of context parallelism send around attention, one way of a microbatch."""
+        link, shape = self.calibration.link, self.shape
+        sent = shape.exchanged_bytes(microbatch.tokens, ends_early=ends_early)
+        if not sent or link is None:
+            return sent / EXCHANGE_BYTES_PER_MS
+        calls = 2 * shape.attention_layers - ends_early
+        return sent / link.send_bytes_per_ms + calls * link.send_latency_ms
 
     def _attention_ms(self, microbatch: Microbatch, *, backward: bool) -> float:
         """All layers' launches of a microbatch."""
@@ -302,10 +335,11 @@ class MeasuredMeter(Meter):
             made = self._windowed(microbatch, window) if window else self._full(microbatch)
             self._launches[microbatch.index, window] = made
         launches, found = self._launches[microbatch.index, window], self.calibration
-        time = sum(found.part.time(tokens, backward=backward) for tokens in launches.parts)
+        ranks = self.shape.context  # each has its part of the heads
+        time = sum(found.part.time(tokens / ranks, backward=backward) for tokens in launches.parts)
         for (causal, length), pairs in launches.pairs.items():
             curve = found.causal if causal else found.rectangle
-            time += pairs / curve.rate(length, backward=backward)
+            time += pairs / ranks / curve.rate(length, backward=backward)
         return time
 
     def _windowed(self, microbatch: Microbatch, window: int) -> _Launches:
@@ -345,7 +379,7 @@ def meter_of(plan: Plan, calibration: Calibration | None = None) -> Meter:
 def logits_bytes(microbatch: Microbatch, shape: ModelShape) -> int:
     """Bytes of a microbatch's kept logits, as the head's product leaves them."""
     return (
-        microbatch.num_loss_entries * shape.vocab * shape.dtype_bytes
+        shape.part(microbatch.num_loss_entries) * shape.vocab * shape.dtype_bytes
         if microbatch.keeps_logits
         else 0
     )
