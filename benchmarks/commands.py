@@ -14,6 +14,7 @@ COMMANDS = {
     "trl": "steps.trl_update:TrlUpdate",
     "verl": "steps.verl_update:VerlUpdate",
     "ranks": "ranks.bench:Ranks",
+    "context": "ranks.context:Context",
     "align": "planning.align:Align",
     "placement": "planning.placement:Placement",
     "stages": "planning.stages:Stages",

@@ -128,7 +128,7 @@ class _Measuring:
         self.dtype = torch.bfloat16 if team.cuda else torch.float32
         self.compiled = None if options.blocks == "compiled" else False
         self.calibration: Calibration | None = None
-        self.prices: dict[str, object] = {}
+        self.prices: dict[str, Any] = {}
 
     def rows(self) -> Iterator[ResultRow]:
         parts = self.options.parts

@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile
 
 from forkpoint.config import Config
@@ -75,13 +76,19 @@ class RankSteps:
     """Runs steps of a model that ranks hold together, or of a whole model on each."""
 
     def __init__(
-        self, team: Team, model: nn.Module, *, compile_blocks: bool | None, **options: object
+        self,
+        team: Team,
+        model: nn.Module,
+        *,
+        compile_blocks: bool | None,
+        mesh: DeviceMesh | None = None,
+        **options: object,
     ) -> None:
         # No optimizer steps here, and numbers are checked by themselves.
         limits = {"optimizer_bytes_per_parameter": 0, "checkpointing": "none", "self_check": False}
         config = Config(compile_blocks=compile_blocks, **{**limits, **options})  # type: ignore[arg-type]
         self.team = team
-        self.policy: Policy = wrap(model, config)
+        self.policy: Policy = wrap(model, config, mesh=mesh)
 
     def time(
         self, batch: RolloutBatch, *, repeats: int, planned: bool = True, **changes: object

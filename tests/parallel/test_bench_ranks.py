@@ -40,9 +40,9 @@ def test_one_rank_has_no_link(
     assert "--parts data" in capsys.readouterr().err
 
 
-def on_ranks(count: int, *options: str) -> subprocess.CompletedProcess[str]:
+def on_ranks(count: int, *options: str, bench: str = "ranks") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(count), "-m", "benchmarks", "ranks", "--tiny", "--json"]
+    command += ["--nproc-per-node", str(count), "-m", "benchmarks", bench, "--tiny", "--json"]
     command += ["--blocks", "eager", "--layers", "1", "--repeats", "1", *options]
     return subprocess.run(
         command,
@@ -73,3 +73,28 @@ def test_all_parts_run_on_two_ranks(tmp_path: Path) -> None:
         assert found[case, "speed-up"]["value"] <= ratio * (1 + 1e-9)
         assert found[case, "speed-up"]["bound"] > 1
     assert ("one group of 32, exchange", "predicted step over replicating") in found
+
+
+@pytest.mark.slow
+def test_context_parallelism_on_two_ranks(tmp_path: Path) -> None:
+    output = tmp_path / "rows.jsonl"
+    options = ("--shapes", "qwen3-8b", "--prompts", "8192", "--output", str(output))
+    done = on_ranks(2, *options, bench="context")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    found = {(row["case"].split("eager, ")[-1], row["metric"]): row for row in rows}
+    assert len(found) == len(rows)
+    check = found["2 layers, float32", "error of gradients beside one rank's"]
+    assert 0 < check["value"] <= check["bar"]
+    shared = found["P8192", "shared step"]["value"]
+    ratio = found["P8192", "one rank's step over that of ranks"]["value"]
+    assert ratio == pytest.approx(found["P8192, one rank", "shared step"]["value"] / shared)
+    speed_up = found["P8192", "speed-up"]
+    assert speed_up["value"] == pytest.approx(found["P8192", "dense step"]["value"] / shared)
+    assert found["P8192", "sent around attention by each rank"]["value"] > 0
+    assert 1 < speed_up["bound"] < 5
+
+
+def test_context_parallelism_asks_for_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["context", "--tiny"]) == 2
+    assert "torchrun --nproc-per-node 2 -m benchmarks context" in capsys.readouterr().err
