@@ -315,7 +315,7 @@ class MeasuredMeter(Meter):
         )
 
     def _exchange_ms(self, microbatch: Microbatch, *, ends_early: bool) -> float:
-        """What ranks of context parallelism send around attention, one way of a microbatch."""
+        """Time in which ranks of context parallelism exchange tensors around attention, one way."""
         link, shape = self.calibration.link, self.shape
         sent = shape.exchanged_bytes(microbatch.tokens, ends_early=ends_early)
         if not sent or link is None:
