@@ -105,7 +105,7 @@ class _Measuring:
         self.options, self.shape, self.team, self.deadline = options, shape, team, deadline
         self.scale = SCALE_TINY if options.tiny else 1
         self.dtype = torch.bfloat16 if team.cuda else torch.float32
-        self.compiled = None if options.blocks == "compiled" else False
+        self.compiled = options.blocks == "compiled"
         self.mesh = init_device_mesh(team.device.type, (team.size,), mesh_dim_names=("cp",))
 
     def rows(self) -> Iterator[ResultRow]:

@@ -106,7 +106,9 @@ class ModelHost:
                     "been shown exact where transformers splits them over ranks. Leave "
                     "compile_blocks out."
                 )
-            self.compiling: Compiling = Compiling(False if splits else compile_blocks)
+            # With context parallelism they have not been timed on GPUs, so that they are asked for.
+            eager = bool(splits) or (bool(context) and compile_blocks is None)
+            self.compiling: Compiling = Compiling(False if eager else compile_blocks)
             self._blocks = CompiledBlocks(
                 self.compiling, self.entry.context_of, self.topology.places
             )
