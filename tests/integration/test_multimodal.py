@@ -217,6 +217,19 @@ def test_dropout_of_the_tower_is_no_matter() -> None:
     assert relative_distance(gradients(model), wanted) < BAR
 
 
+def test_a_tower_that_trains_alone_is_refused() -> None:
+    """Text gives it no gradient, so a step would do nothing."""
+    model = tiny_multimodal("llava")
+    trained = {id(p) for p in tower(model).values()}
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in trained)
+    policy = wrap(model)
+    with pytest.raises(UnsupportedError, match="no parameter of the language model"):
+        policy.forward_backward(BATCH, GRPO())
+    model.lm_head.weight.requires_grad_()
+    policy.forward_backward(BATCH, GRPO())
+
+
 def test_load_balancing_is_not_left_out() -> None:
     model = tiny_multimodal("qwen3_vl_moe", output_router_logits=True)
     with pytest.raises(UnsupportedError, match="output_router_logits=True"):

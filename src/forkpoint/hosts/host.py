@@ -269,7 +269,7 @@ class ModelHost:
             self._group.check(self.model, training=training)
         if training:
             if "stage" not in self.topology.relations:  # else stages agree on it
-                refusals.check_trainable(self.model)
+                refusals.check_trainable(self.model, self.entry.idle)
             refusals.check_parameter_hooks(self.model, self.entry.known_gradient_hooks)
         batch.check_vocabulary(self.vocab_size)
         return found[0]

@@ -162,15 +162,21 @@ def check_random(model: nn.Module, idle: Collection[nn.Module] = ()) -> None:
             )
 
 
-def check_trainable(model: nn.Module) -> None:
-    """Refuse a model of which no parameter gets a gradient."""
+def check_trainable(model: nn.Module, idle: Collection[nn.Module] = ()) -> None:
+    """Refuse a model of which no parameter gets a gradient; those of `idle` modules get none."""
     if torch.is_inference_mode_enabled():
         raise UnsupportedError(
             "forward_backward was called under torch.inference_mode, where nothing has gradients; "
             "leave it, or use policy.score for log-probs alone."
         )
-    if not any(p.requires_grad for _, p in every_parameter(model)):
+    trained = [p for _, p in every_parameter(model) if p.requires_grad]
+    if trained and idle:
+        run = (module for _, module in every_module(model) if module not in idle)
+        held = {id(p) for module in run for p in module._parameters.values()}
+        trained = [p for p in trained if id(p) in held]
+    if not trained:
+        part = "the language model, which alone text runs," if idle else "the model"
         raise UnsupportedError(
-            "no parameter of the model requires a gradient; unfreeze some, or use policy.score for "
+            f"no parameter of {part} requires a gradient; unfreeze some, or use policy.score for "
             "log-probs alone."
         )
