@@ -30,6 +30,7 @@ from forkpoint.plan.pricing.meters import meter_of
 from forkpoint.plan.stages import (
     Stage,
     best_staged,
+    stage_prices,
     stage_work,
     staged_plan,
     stages_of_shape,
@@ -157,7 +158,9 @@ def _planned(batch: RolloutBatch, shape: ModelShape, sharing: str, size: int) ->
 
 
 def _works(plans: Sequence[Plan], stages: Sequence[Stage]) -> list[StageWork]:
-    return [stage_work(plan, meter_of(plan), stages) for plan in plans]
+    return [
+        stage_work([plan.program], [stage_prices(plan, meter_of(plan), stages)]) for plan in plans
+    ]
 
 
 def _total(work: StageWork) -> float:

@@ -38,6 +38,7 @@ __all__ = [
     "TraceError",
     "UnsupportedError",
     "VerifyReport",
+    "cut",
     "load_rollouts",
     "losses",
     "place",
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from forkpoint.policy import StepOutcome as StepOutcome
     from forkpoint.policy import StepStats as StepStats
     from forkpoint.verify.comparison import VerifyReport as VerifyReport
+    from forkpoint.wrapping import cut as cut
     from forkpoint.wrapping import wrap as wrap
 
 __version__ = "0.1.0"
@@ -67,6 +69,7 @@ _LAZY = {
     "StepOutcome": "forkpoint.policy",
     "StepStats": "forkpoint.policy",
     "VerifyReport": "forkpoint.verify.comparison",
+    "cut": "forkpoint.wrapping",
     "place": "forkpoint.parallel.placement",
     "wrap": "forkpoint.wrapping",
 }

@@ -5,7 +5,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from forkpoint.config import Config
 from forkpoint.errors import ConfigError
-from forkpoint.hosts.libraries import host_of
+from forkpoint.hosts.libraries import cut_model, host_of
 from forkpoint.policy import Policy
 from forkpoint.rollouts.batch import short
 
@@ -24,8 +24,8 @@ def wrap(
         mesh: the device mesh that the model was split over, with names of its dimensions. A
             dimension "cp" (or "sp") splits the sequences of one batch over its ranks: context
             parallelism. A dimension "pp" cuts the model into stages of a pipeline: the parameters
-            of other stages are dropped. Of other dimensions nothing is read that the model does not
-            say itself; what the two say is compared.
+            of other stages are dropped (see `cut`). Of other dimensions nothing is read that the
+            model does not say itself; what the two say is compared.
 
     Raises:
         UnsupportedError: the model has not been shown exact; the message names what is in the way.
@@ -43,3 +43,22 @@ def wrap(
         )
     host = host_of(model, compile_blocks=config.compile_blocks, mesh=mesh)
     return Policy(host, config)
+
+
+def cut(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Cut a model into stages of a pipeline: drop the parameters of other stages than this rank's.
+
+    For models that fully_shard or DistributedDataParallel is to hold afterwards, over another
+    dimension of the mesh. `wrap` with the same mesh comes last; by itself it cuts a model that
+    nothing else holds.
+
+    Args:
+        model: a whole transformers model, or a peft model around one.
+        mesh: with a dimension "pp", whose ranks are the stages.
+
+    Raises:
+        ConfigError: the mesh has no dimension "pp".
+        PlanError: the model has fewer layers than there are stages.
+        UnsupportedError: stages of the model have not been shown exact, or ranks hold it already.
+    """
+    cut_model(model, mesh)

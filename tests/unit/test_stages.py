@@ -14,7 +14,7 @@ from forkpoint.plan import MODELS, ModelShape, Plan, make_plan
 from forkpoint.plan.pipeline import StageSchedule, StageWork, lower_bound, order_stages
 from forkpoint.plan.pricing.meters import meter_of
 from forkpoint.plan.program import BACKWARD, BLOCKS, FORWARD
-from forkpoint.plan.stages import cut_layers, schedule_stages, stage_plan, stage_work
+from forkpoint.plan.stages import cut_layers, schedule_stages, stage_plan, stage_prices, stage_work
 from forkpoint.rollouts.synthetic import synthetic_rollouts
 from programs import check_program
 
@@ -144,7 +144,7 @@ def test_plans_of_stages(activations: str) -> None:
     plan = make_plan(RolloutBatch(made), SHAPE, config)
     plan = plan.with_program(scores=True)
     stages = cut_layers([1.0] * SHAPE.layers, 3, 2.0)
-    work = stage_work(plan, meter_of(plan), stages)
+    work = stage_work([plan.program], [stage_prices(plan, meter_of(plan), stages)])
     meter = meter_of(plan)
     every = [i for i in plan.program.training if not i.idle]
     assert (work.forward + work.backward).sum() == pytest.approx(_total(plan, every, meter))

@@ -134,6 +134,12 @@ class ModelHost:
                 "shown exact on stages of a pipeline. Leave compile_blocks out."
             )
         stage = stages_of_shape(self.shape, ranks.size)[ranks.index]
+        if len(parts) > 1 and len(self.blocks) > stage.layers:
+            raise UnsupportedError(
+                "the mesh has stages of a pipeline ('pp'), and fully_shard or "
+                "DistributedDataParallel holds all layers of the model. Call "
+                "forkpoint.cut(model, mesh) first, and shard or replicate what it leaves."
+            )
         ranks.tied = self.entry.hold_stage(stage)
         forget_lists()
         self._fingerprint = Fingerprint(self.model, self.entry)

@@ -6,19 +6,24 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
+from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.hosts.entry import Library, Stock
 from forkpoint.hosts.host import ModelHost
+from forkpoint.hosts.modules import forget_lists
 from forkpoint.hosts.titan.entry import TitanEntry
 from forkpoint.hosts.titan.families import is_titan
 from forkpoint.hosts.titan.refusals import whole
 from forkpoint.hosts.titan.stock import TitanStock
-from forkpoint.hosts.topology import unwrapped
+from forkpoint.hosts.topology import holders_of, unwrapped
 from forkpoint.hosts.torch_dist.copies import copy_in
+from forkpoint.hosts.torch_dist.stages import DIMENSION
 from forkpoint.hosts.transformers.entry import TransformersEntry
 from forkpoint.hosts.transformers.stock import TransformersStock
 from forkpoint.hosts.transformers.tensor_parallel import split_holder, unsplit
 from forkpoint.hosts.wrappers import uncompiled
+from forkpoint.plan.stages import stages_of_shape
 
 TRANSFORMERS = Library(TransformersEntry, TransformersStock, split_holder, unsplit)
 TITAN = Library(TitanEntry, TitanStock, whole, lambda *_: None)
@@ -34,6 +39,30 @@ def host_of(
 ) -> ModelHost:
     """The host of a model; arguments and errors as of `ModelHost`."""
     return ModelHost(model, library_of(model), compile_blocks=compile_blocks, mesh=mesh)
+
+
+def cut_model(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Drop what other stages of a pipeline hold; arguments and errors as of `forkpoint.cut`."""
+    if not isinstance(mesh, DeviceMesh) or DIMENSION not in (mesh.mesh_dim_names or ()):
+        names = mesh.mesh_dim_names if isinstance(mesh, DeviceMesh) else type(mesh).__name__
+        raise ConfigError(
+            f"mesh has no dimension {DIMENSION!r}, whose ranks would be stages of a pipeline "
+            f"(found: {names}). Give a DeviceMesh made with mesh_dim_names=('dp', 'pp'), say."
+        )
+    model = uncompiled(model)
+    library = library_of(model)
+    if holders_of(model, library.split_holder):
+        raise UnsupportedError(
+            "fully_shard, DistributedDataParallel or tensor parallelism holds the model already. "
+            "Cut the whole model first, and shard or replicate what is left."
+        )
+    entry = library.entry(model, ())
+    stages = stages_of_shape(entry.shape(()), mesh[DIMENSION].size())
+    entry.hold_stage(stages[mesh.get_local_rank(DIMENSION)])
+    forget_lists()
+    # Zeros in place of embeddings have no memory to which DistributedDataParallel could copy.
+    dropped = [n for n, b in model.named_buffers() if b.untyped_storage().nbytes() < b.nbytes]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, dropped)
 
 
 def stock_of(model: nn.Module) -> Stock:

@@ -47,20 +47,20 @@ def held_by_ranks(
     Collective over the default group where something holds it. Raises UnsupportedError for what has
     not been shown exact, and ConfigError for a mesh that is not the model's.
     """
-    holders = _holders(model, split_of)
+    holders = holders_of(model, split_of)
     context = context_split(mesh, holders)
     if context is not None:
         holders.append(context)
     stages = stages_of_mesh(mesh)
     if stages is not None:
-        if holders:
-            kinds = sorted({kind for holder in holders for kind in holder.relations})
+        kinds = sorted({kind for holder in holders for kind in holder.relations} - {"data"})
+        if kinds:
             raise UnsupportedError(
                 f"the mesh has stages of a pipeline ('pp'), and {' and '.join(kinds)} parallelism "
                 "holds the model as well; their composition has not been shown exact. Use a mesh "
-                "without the dimension 'pp', or a model that nothing else holds."
+                "without the dimension 'pp', or fully_shard or DistributedDataParallel alone."
             )
-        holders = [stages]
+        holders.append(stages)
     found = None
     if holders:
         topology = read_topology(holders)
@@ -75,7 +75,7 @@ def held_by_ranks(
     return found
 
 
-def _holders(model: nn.Module, split_of: Callable[[nn.Module], Holder | None]) -> list[Holder]:
+def holders_of(model: nn.Module, split_of: Callable[[nn.Module], Holder | None]) -> list[Holder]:
     """The wrappers and splits that hold a model, those of the data dimension first."""
     split = split_of(unwrapped(model))
     if split is None:

@@ -24,9 +24,11 @@ from forkpoint.plan.gathering import (
     link_cost,
     step_cost,
 )
+from forkpoint.plan.pipeline import StageWork
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.program import Program
 from forkpoint.plan.shared_prompts import SharedPrompt
+from forkpoint.plan.stages import StagePrices, stage_work
 from forkpoint.rollouts.batch import RolloutBatch
 
 Coupling = Literal["", "groups", "batch"]
@@ -70,6 +72,8 @@ class Proposal:
     exchanged: Offer | str | None = None
     """This rank's part of a step in which prompts are exchanged, or why it cannot run one; None
     before ranks have found that they have some in common."""
+    stages: StagePrices | None = None
+    """Prices of the plan's microbatches, where the model is cut into stages of a pipeline."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,8 @@ class Agreement:
     """Those that ranks exchange."""
     statistics: StatisticsOfRanks | None = None
     """Of routers, where the step takes any."""
+    stage_work: StageWork | None = None
+    """Work of the stages of a pipeline, where the model is cut into some."""
 
     @property
     def lockstep(self) -> bool:
@@ -182,7 +188,14 @@ def agreed(
         splitting=splitting,
         prompts=prompts if splitting is not None and splitting.taken == "exchange" else (),
         statistics=statistics,
+        stage_work=_stage_work(schedule.programs, proposals),
     )
+
+
+def _stage_work(programs: Sequence[Program], proposals: Sequence[Proposal]) -> StageWork | None:
+    """Work of the stages; None where the model is not cut into any, or nothing is trained."""
+    prices = [proposal.stages for proposal in proposals if proposal.stages is not None]
+    return stage_work(programs, prices) if prices else None
 
 
 def _check_calls(proposals: Sequence[Proposal], names: Sequence[int]) -> None:

@@ -228,9 +228,11 @@ class Plan:
         """
         check_order(self.waits_for(), order)
         chosen = [i for at in order for i in self.program.units[at]]
-        forwards = (i.microbatch for i in chosen if i.operation in (FORWARD, SHARE))
-        position = {microbatch: at for at, microbatch in enumerate(forwards)}
-        scores = sorted(self.program.scores, key=lambda score: position[score.microbatch])
+        scores, forwards = self.program.scores, _forwards(chosen)
+        # Otherwise they stay, so that ranks with idle instructions keep one order.
+        if forwards != _forwards(self.program.training):
+            position = {microbatch: at for at, microbatch in enumerate(forwards)}
+            scores = tuple(sorted(scores, key=lambda score: position[score.microbatch]))
         found = self._in_order(mark_last_backward((*scores, *chosen)))
         return replace(found, predicted_ms=None, predicted_peak_bytes=None)
 
@@ -353,6 +355,11 @@ class Plan:
     def explain(self, *, width: int = 100) -> str:
         """A description as text: what runs, what is saved, why it was chosen, what was refused."""
         return _explained(self, width)
+
+
+def _forwards(instructions: Sequence[Instruction]) -> list[int]:
+    """The microbatches whose prefix caches are captured or received, in that order."""
+    return [i.microbatch for i in instructions if i.operation in (FORWARD, SHARE)]
 
 
 def _kind(microbatch: Microbatch) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 
 from forkpoint.errors import PlanError, UnsupportedError
 from forkpoint.plan.cache import captured_segments
-from forkpoint.plan.pipeline import StageSchedule, StageWork, order_stages
+from forkpoint.plan.pipeline import Floats, StageSchedule, StageWork, order_stages
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.pricing.meters import NOISE, Meter, logits_bytes
@@ -120,41 +120,72 @@ def nesting(program: Program) -> tuple[int, ...]:
     return tuple(parents)
 
 
-def stage_work(plan: Plan, meter: Meter, stages: Sequence[Stage]) -> StageWork:
-    """Costs and bytes of a plan's slots at each stage."""
-    parents = nesting(plan.program)
-    forward, backward, held = (np.zeros((len(stages), len(parents))) for _ in range(3))
-    working = np.zeros(len(stages))
+@dataclass(frozen=True, eq=False)
+class StagePrices:
+    """Costs and bytes of one rank's microbatches at each stage. S stages, M microbatches."""
+
+    forward: Floats
+    """[S, M]: cost of a forward through the blocks."""
+    head: Floats
+    """[S, M]: cost of a forward through the head besides, on the last stage."""
+    backward: Floats
+    """[S, M]"""
+    held: Floats
+    """[S, M]: bytes from a forward to the backward."""
+    working: Floats
+    """[S, M]: bytes that a backward needs besides."""
+
+
+def stage_prices(plan: Plan, meter: Meter, stages: Sequence[Stage]) -> StagePrices:
+    """Costs and bytes of a plan's microbatches at each stage."""
+    forward, head, backward, held, working = np.zeros((5, len(stages), len(plan.microbatches)))
     captured = _captured_bytes(plan)
-    for instruction in plan.program.training:
-        if instruction.idle:
-            continue
-        slot, microbatch = instruction.slot, plan.microbatches[instruction.microbatch]
-        is_backward = instruction.operation == BACKWARD
+    for m, microbatch in enumerate(plan.microbatches):
         logits = logits_bytes(microbatch, plan.shape) if plan.shape else 0
-        for s, stage in enumerate(stages):
-            costs = forward if instruction.operation == FORWARD else backward
-            costs[s, slot] += _cost(meter, instruction, plan, stage)
-            if is_backward:
-                kept = (meter.kept_bytes(microbatch) - logits) * stage.share
-                kept += logits * stage.is_last
-                keeps = microbatch.activations == "keep"
-                held[s, slot] = captured[microbatch.index] * stage.share + (kept if keeps else 0.0)
-                need = meter.working_bytes(microbatch) + (0.0 if keeps else kept)
-                working[s] = max(working[s], need)
-    return StageWork(parents, forward, backward, held, working)
-
-
-def _cost(meter: Meter, instruction: Instruction, plan: Plan, stage: Stage) -> float:
-    microbatch = plan.microbatches[instruction.microbatch]
-    is_backward = instruction.operation == BACKWARD
-    head = meter.head(microbatch, backward=is_backward)
-    if is_backward:
-        blocks = meter.backward(microbatch) - head
-    else:
         blocks = meter.forward(microbatch, boundary_only=True)
-    has_head = stage.is_last and (is_backward or instruction.ends_at == HEAD)
-    return blocks * stage.share + (head if has_head else 0.0)
+        forward_head = meter.head(microbatch, backward=False)
+        backward_head = meter.head(microbatch, backward=True)
+        blocks_backward = meter.backward(microbatch) - backward_head
+        blocks_kept = meter.kept_bytes(microbatch) - logits
+        keeps = microbatch.activations == "keep"
+        for s, stage in enumerate(stages):
+            forward[s, m] = blocks * stage.share
+            head[s, m] = forward_head * stage.is_last
+            backward[s, m] = blocks_backward * stage.share + backward_head * stage.is_last
+            kept = blocks_kept * stage.share + logits * stage.is_last
+            held[s, m] = captured[m] * stage.share + (kept if keeps else 0.0)
+            working[s, m] = meter.working_bytes(microbatch) + (0.0 if keeps else kept)
+    return StagePrices(forward, head, backward, held, working)
+
+
+def stage_work(programs: Sequence[Program], prices: Sequence[StagePrices]) -> StageWork:
+    """Costs and bytes of the slots of a step: in each slot those of the dearest data rank.
+
+    Args:
+        programs: by data rank, of one common shape (`plan.align`).
+        prices: by data rank, of its microbatches.
+
+    The result is the same on all ranks that are given the same, so data ranks of a stage run their
+    slots in one order, as `fully_shard` needs.
+    """
+    parents = nesting(programs[0])
+    stages = len(prices[0].forward)
+    forward, backward, held = np.zeros((3, stages, len(parents)))
+    working = np.zeros(stages)
+    for program, price in zip(programs, prices, strict=True):
+        own_forward, own_backward = np.zeros((2, stages, len(parents)))
+        for _, operation, slot, m, ends_at, *_ in program.training:
+            if m == IDLE:
+                continue
+            if operation == BACKWARD:
+                own_backward[:, slot] += price.backward[:, m]
+                held[:, slot] = np.maximum(held[:, slot], price.held[:, m])
+                working = np.maximum(working, price.working[:, m])
+                continue
+            costs = own_forward if operation == FORWARD else own_backward
+            costs[:, slot] += price.forward[:, m] + (price.head[:, m] if ends_at == HEAD else 0.0)
+        forward, backward = np.maximum(forward, own_forward), np.maximum(backward, own_backward)
+    return StageWork(parents, forward, backward, held, working)
 
 
 def _captured_bytes(plan: Plan) -> list[int]:
@@ -235,7 +266,7 @@ def staged_plan(
     plan: Plan, meter: Meter, stages: Sequence[Stage], budget_bytes: float | None = None
 ) -> StagedPlan:
     """A plan on these stages. `budget_bytes`: of each stage; None is no limit."""
-    work = stage_work(plan, meter, stages)
+    work = stage_work([plan.program], [stage_prices(plan, meter, stages)])
     schedule = schedule_stages(work, budget_bytes)
     return StagedPlan(plan, tuple(stages), work, schedule, budget_bytes)
 

@@ -39,7 +39,13 @@ from forkpoint.plan.shared_prompts import (
     shared_prompts,
     worth_pricing,
 )
-from forkpoint.plan.stages import schedule_stages, stage_plan, stage_work, stages_of_shape
+from forkpoint.plan.stages import (
+    StagePrices,
+    schedule_stages,
+    stage_plan,
+    stage_prices,
+    stages_of_shape,
+)
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.step.plan import check_and_plan, plan_within
 from forkpoint.step.request import AgreedStep, LocalStep, StepPolicy
@@ -149,14 +155,12 @@ def _agreed_step(
     if splitting is not None:
         plan = replace(plan, split=splitting.taken, split_reason=splitting.reason)
     step = agreement.step(group.ranks, mean=local.averages)
-    links = host.links
-    if isinstance(links, StageLinks) and not scores:
-        # The same on all stages: the plan, its counted prices and the budget are.
-        plan = replace(plan, program=program)
-        stages = stages_of_shape(host.shape, links.stage.stages)
+    if agreement.stage_work is not None:
+        assert isinstance(host.links, StageLinks)
+        # The same on all ranks: the work is, and the budget.
         budget = policy.model_state.budgets.of(host, policy.config)
-        schedule = schedule_stages(stage_work(plan, meter_of(plan), stages), budget)
-        plan = stage_plan(plan, schedule, links.stage)
+        schedule = schedule_stages(agreement.stage_work, budget)
+        plan = stage_plan(replace(plan, program=program), schedule, host.links.stage)
         program = plan.program
     exchange = None
     if agreement.prompts:
@@ -216,7 +220,17 @@ def _proposal(
         sample=sample_of(batch) if _is_sample_due(policy, local) and len(batch) else None,
         prompts={name: each.edges for name, each in own.items()},
         contents=contents_of(batch, (plan,), local.factors) if shares_batches else None,
+        stages=None if request.scores else _stage_prices(policy, plan),
     )
+
+
+def _stage_prices(policy: StepPolicy, plan: Plan) -> StagePrices | None:
+    """Counted prices of a plan, the same on all stages; None where the model is not cut."""
+    host = policy.host
+    if not isinstance(host.links, StageLinks):
+        return None
+    stages = stages_of_shape(host.shape, host.links.stage.stages)
+    return stage_prices(plan, meter_of(plan), stages)
 
 
 def _is_sample_due(policy: StepPolicy, local: LocalStep) -> bool:

@@ -77,7 +77,7 @@ class Replicated(Holder):
                 gradients, parameters, there.tolist(), strict=True
             )
         ]
-        divisor = self.ranks.size if mean else 1
+        divisor = self.group.size() if mean else 1
         all_reduce_in_buckets([g for g in found if g is not None], self.group, divisor=divisor)
         return found
 

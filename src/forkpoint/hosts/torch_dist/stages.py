@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from forkpoint.engine.distributed import Holder
+from forkpoint.engine.distributed import Holder, local
 from forkpoint.engine.feature import Root
 from forkpoint.engine.links import Links
 from forkpoint.engine.microbatches import MicrobatchInputs
@@ -59,7 +59,7 @@ class StageRanks(Holder):
             if parameter in self.tied:
                 gradient = found[at]
                 total = torch.zeros_like(parameter) if gradient is None else gradient
-                dist.all_reduce(total, group=self.ends)
+                dist.all_reduce(local(total), group=self.ends)
                 found[at] = total
         return found
 

@@ -1,0 +1,175 @@
+"""Pipelines of several data ranks leave the gradients of one process with all rollouts."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import RankFailed, run_ranks
+from scenarios_of_ranks import BAR, DEEP, EMPTY, UNEQUAL
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import forkpoint
+from forkpoint import Config, Rollout, RolloutBatch
+from forkpoint.errors import ConfigError, UnsupportedError
+from forkpoint.hosts.torch_dist.replicated import Replicated
+from forkpoint.hosts.transformers.stages import PassedLayer
+from forkpoint.losses import GRPO, GSPO, Loss
+from forkpoint.parallel import agreement
+from forkpoint.plan.stages import stage_work
+from forkpoint.testing import lifted_upcasts, tiny_model
+from lanes import slow_besides
+
+
+@dataclass(frozen=True)
+class Case:
+    wrap: str = "sharded"
+    stages: int = 2
+    rollouts: tuple[list[Rollout], ...] = UNEQUAL
+    loss: Any = field(default_factory=lambda: GRPO(clip=0.2))
+    config: Config = DEEP
+    sizes: dict[str, Any] = field(default_factory=lambda: {"num_hidden_layers": 4})
+    steps: int = 1
+    frozen: tuple[int, ...] = ()
+
+
+def model_of(case: Case) -> Any:
+    model: Any = tiny_model("qwen3", dtype=torch.float64, **case.sizes)
+    for layer in case.frozen:
+        model.model.layers[layer].requires_grad_(False)
+    return model
+
+
+def held(model: Any, case: Case, mesh: Any) -> Any:
+    """The model cut into stages, each of which data ranks hold."""
+    forkpoint.cut(model, mesh)
+    if case.wrap == "replicated":
+        return DistributedDataParallel(model, process_group=mesh["dp"].get_group())
+    for block in model.model.layers:
+        if not isinstance(block, PassedLayer):
+            fully_shard(block, mesh=mesh["dp"])
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+def compared(case: Case) -> dict[str, Any]:
+    """The steps on these ranks and in one process; differences of this rank's parameters."""
+    mesh = init_device_mesh("cpu", (len(case.rollouts), case.stages), mesh_dim_names=("dp", "pp"))
+    own = RolloutBatch(case.rollouts[mesh.get_local_rank("dp")])
+    whole = RolloutBatch([r for part in case.rollouts for r in part])
+    model, other = model_of(case), model_of(case)
+    with lifted_upcasts(model), lifted_upcasts(other):
+        policy = forkpoint.wrap(held(model, case, mesh), case.config, mesh=mesh)
+        alone = forkpoint.wrap(other, case.config)
+        for _ in range(case.steps):
+            stats = policy.forward_backward(own, case.loss)
+            if isinstance(case.loss, Loss):
+                loss = alone.forward_backward(whole, case.loss).loss
+                continue
+            # A function is each data rank's own, and gradients are means over them.
+            losses = [
+                alone.forward_backward(RolloutBatch(part), case.loss).loss for part in case.rollouts
+            ]
+            loss = losses[mesh.get_local_rank("dp")]
+            for parameter in other.parameters():
+                parameter.grad /= len(losses)
+        scores = policy.score(own).per_token["logprobs"]
+        expected = alone.score(own).per_token["logprobs"] if len(own) else scores
+    true = dict(other.named_parameters())
+    worst = 0.0
+    for name, parameter in model.named_parameters():
+        found, grad = parameter.grad, true[name].grad
+        found = found.full_tensor() if hasattr(found, "full_tensor") else found
+        assert (found is None) == (grad is None), name
+        if found is not None and grad is not None:
+            worst = max(worst, float((found - grad).norm() / max(float(grad.norm()), 1e-30)))
+    return {
+        "gradients": worst,
+        "loss": abs(stats.loss - loss),
+        "scores": float((scores - expected).norm()),
+    }
+
+
+def own_loss(outputs: Any, batch: Any) -> torch.Tensor:
+    return -batch.trained(outputs.logprobs * batch.advantages).mean()
+
+
+CASES: dict[str, Case] = {
+    "sharded": Case(),
+    "replicated": Case("replicated"),
+    "two passes": Case(loss=GSPO()),
+    "a rank without rollouts": Case(rollouts=EMPTY),
+    "replicated, a rank without rollouts": Case("replicated", rollouts=EMPTY, loss=GSPO()),
+    "tied": Case(sizes={"num_hidden_layers": 4, "tie_word_embeddings": True}),
+    "replicated, tied": Case(
+        "replicated", sizes={"num_hidden_layers": 4, "tie_word_embeddings": True}
+    ),
+    "three stages": Case(stages=3),
+    "recomputed": Case(config=replace(DEEP, activations="recompute")),
+    "checkpointed": Case(config=replace(DEEP, checkpointing="full")),
+    "accumulated": Case(steps=2),
+    "a function": Case(loss=own_loss),
+    "replicated, a function": Case("replicated", loss=own_loss),
+    "first frozen": Case(frozen=(0, 1)),
+}
+
+
+@pytest.mark.parametrize("name", slow_besides(("sharded",), CASES))
+def test_data_ranks_of_stages(name: str) -> None:
+    case = CASES[name]
+    found = run_ranks(len(case.rollouts) * case.stages, compared, case)
+    for each in found:
+        assert max(each["gradients"], each["loss"], each["scores"]) < BAR, each
+
+
+# Faults, each of which leaves other gradients or is refused
+# ------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_orders_that_differ_between_data_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Priced by its own microbatches alone, each data rank has another order, and fully_shard
+    gathers weights of other blocks than it takes them for."""
+
+    def own(programs: Any, proposals: Any) -> Any:
+        at = dist.get_rank() // 2
+        return stage_work([programs[at]], [proposals[at].stages])
+
+    monkeypatch.setattr(agreement, "_stage_work", own)
+    with pytest.raises((AssertionError, RankFailed)):
+        test_data_ranks_of_stages("sharded")
+
+
+@pytest.mark.slow
+def test_gradients_that_data_ranks_do_not_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Replicated, "reduce", lambda self, gradients, *_, **__: list(gradients))
+    found = run_ranks(4, compared, CASES["replicated"])
+    assert min(each["gradients"] for each in found) > 0.1
+
+
+def refused(wrap: str) -> list[str]:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "pp"))
+    data = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model: Any = model_of(Case())
+    if wrap == "sharded":
+        fully_shard(model, mesh=data)
+    else:
+        model = DistributedDataParallel(model)
+    said = list[str]()
+    for call in (forkpoint.wrap, forkpoint.cut):
+        with pytest.raises(UnsupportedError) as error:
+            call(model, mesh=mesh)
+        said.append(str(error.value))
+    with pytest.raises(ConfigError, match="no dimension 'pp'"):
+        forkpoint.cut(model, data)
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", ["sharded", "replicated"])
+def test_models_that_are_held_before_they_are_cut(wrap: str) -> None:
+    for first, second in run_ranks(2, refused, wrap):
+        assert "forkpoint.cut(model, mesh) first" in first
+        assert "Cut the whole model first" in second
