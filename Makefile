@@ -19,6 +19,8 @@ QUICK := tests/unit/test_plan.py tests/unit/test_plan_packing.py tests/unit/test
   tests/unit/test_boundary.py tests/unit/test_house.py tests/unit/test_config.py \
   tests/unit/test_changes.py tests/integration/test_logprobs.py
 FUZZ_SECONDS ?= 600
+# make test-slow PART=2/4 runs the second quarter of the lane.
+PART ?= 1/1
 TRL ?= trl==1.16.0
 trl_ready := .venv-trl/.installed
 
@@ -35,10 +37,10 @@ test: $(ready)  ## every kind of test that needs no GPU; CONTRIBUTING.md bounds 
 	@$(pytest) -m "$(no_gpu) and not slow and not examples" -n $(WORKERS) --dist worksteal
 
 test-slow: $(ready)  ## what make test leaves out: endurance, compilers, more cases
-	@$(pytest) -m "$(no_gpu) and slow and not ranks" -n $(WORKERS) --dist worksteal
+	@$(pytest) -m "$(no_gpu) and slow and not ranks" -n $(WORKERS) --dist worksteal --part $(PART)
 
 test-ranks: $(ready)  ## the slow tests of several ranks
-	@$(pytest) -m "$(no_gpu) and slow and ranks" -n $(WORKERS) --dist worksteal
+	@$(pytest) -m "$(no_gpu) and slow and ranks" -n $(WORKERS) --dist worksteal --part $(PART)
 
 test-quick: $(ready)  ## the fast tests alone, for every save
 	@$(pytest) -q -m "$(no_gpu) and not slow" -n $(WORKERS) --dist worksteal $(QUICK)

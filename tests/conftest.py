@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 from hypothesis import settings
@@ -11,6 +12,21 @@ from hypothesis import settings
 # An unchanged commit passes every time: examples are drawn from a fixed seed.
 settings.register_profile("fixed", derandomize=True)
 settings.load_profile("fixed")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="1/1", help="K/N: the K-th of N parts of the tests, from 1")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep one part of the tests; a test is in the same part whatever else is collected."""
+    which, parts = map(int, config.getoption("part").split("/"))
+    sorted_out: tuple[list[pytest.Item], list[pytest.Item]] = ([], [])
+    for item in items:
+        sorted_out[crc32(item.nodeid.encode()) % parts == which - 1].append(item)
+    if parts > 1:
+        config.hook.pytest_deselected(items=sorted_out[0])
+        items[:] = sorted_out[1]
 
 
 def pytest_collection_finish() -> None:
