@@ -17,6 +17,7 @@ from forkpoint.rollouts import traces as traces
 from forkpoint.rollouts.batch import Rollout as Rollout
 from forkpoint.rollouts.batch import RolloutBatch as RolloutBatch
 from forkpoint.rollouts.files import save_rollouts as save_rollouts
+from forkpoint.rollouts.media import Media as Media
 from forkpoint.rollouts.traces import load_rollouts as load_rollouts
 from forkpoint.rollouts.traces import record as record
 
@@ -25,6 +26,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "ForkpointError",
+    "Media",
     "ModelShape",
     "Plan",
     "PlanError",

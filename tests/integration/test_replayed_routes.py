@@ -167,7 +167,7 @@ def test_models_that_checkpoint_and_losses_that_couple() -> None:
 def test_sharing_tokens_of_other_routes_is_noticed() -> None:
     """The negative control: a plan that shares by tokens alone."""
     batch = routed_batch()
-    object.__setattr__(batch, "route_index", None)
+    object.__setattr__(batch, "share_index", None)
     found = faults(wrap(tiny(), ACROSS), tiny(), batch, wanted=ordinary_of_tiny())
     assert any("gradient" in fault for fault in found)
 

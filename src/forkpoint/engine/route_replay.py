@@ -69,7 +69,13 @@ class Routes:
             # its last token.
             tokens = np.insert(tokens, offsets[1:], int(tokens.max(initial=0)) + 1)
             offsets = offsets + np.arange(len(offsets))
-        order = sort_rollouts(tokens, offsets, np.zeros(len(batch), np.int64))
+        medium = batch.media_of
+        if medium is not None:
+            medium = medium + 1
+            if last_tokens:
+                medium = np.insert(medium, batch.offsets[1:], 0)
+        zeros = np.zeros(len(batch), np.int64)
+        order = sort_rollouts(tokens, offsets, zeros, routes=medium)
         forest = build_forest(order, len(batch))
         keys = np.append(forest.token_edges(offsets)[1:], -1)
         if last_tokens:

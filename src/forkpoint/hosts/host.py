@@ -270,6 +270,11 @@ class ModelHost:
             self.entry.check_state(training=training, routed=routed)
             self._checked = found
         refusals.check_parameters(self.model, sharded=self.topology.lockstep)
+        if batch.media:
+            raise UnsupportedError(
+                f"the rollouts have media, and {type(self.entry.core).__name__} has been shown "
+                "exact for text alone. Leave these rollouts out, or train them by ordinary steps."
+            )
         self.entry.check_batch(batch)
         if self._group is not None:
             self._group.check(self.model, training=training)

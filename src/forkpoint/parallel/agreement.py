@@ -320,7 +320,7 @@ def group_digests(batch: RolloutBatch) -> NDArray[np.uint64]:
             begin, end = batch.offsets[first], batch.offsets[first + 1]
             trained = np.flatnonzero(batch.loss_mask[begin:end])
             stop = begin + trained[0] if len(trained) else end
-            content = b"prompt " + batch.token_ids[begin:stop].tobytes()
+            content = b"prompt " + batch.content(int(begin), int(stop))
         digest = hashlib.blake2b(content, digest_size=8).digest()
         found[number] = np.frombuffer(digest, np.uint64)[0]
     return found

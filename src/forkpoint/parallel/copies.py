@@ -46,6 +46,8 @@ def contents_of(batch: RolloutBatch, plans: Sequence[Plan], numbers: Sequence[fl
         digest.update(f"{name} {array is not None};".encode())
         if array is not None:
             digest.update(np.ascontiguousarray(array).tobytes())
+    if batch.media:
+        digest.update(batch.content(0, batch.logical_tokens))
     # Objects that print their address are other objects on every rank.
     extras = re.sub(r" at 0x[0-9a-f]+", "", repr((batch.group_ids, batch.extras)))
     digest.update(extras.encode(errors="replace"))

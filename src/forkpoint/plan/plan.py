@@ -379,8 +379,8 @@ def fingerprint(batch: RolloutBatch) -> str:
         digest = hashlib.blake2b(digest_size=8)
         for name in ("token_ids", "offsets", "loss_mask", "group_index", "temperatures"):
             digest.update(np.ascontiguousarray(getattr(batch, name)).tobytes())
-        if batch.route_index is not None:
-            digest.update(b"routes" + batch.route_index.tobytes())
+        if batch.share_index is not None:
+            digest.update(b"share" + batch.share_index.tobytes())
         _fingerprints[batch] = digest.hexdigest()
     return _fingerprints[batch]
 

@@ -102,7 +102,7 @@ def sort_running(
 
     runs: what `run_lengths` gave.
     """
-    ids, offsets, routes = batch.token_ids, batch.offsets, batch.route_index
+    ids, offsets, routes = batch.token_ids, batch.offsets, batch.share_index
     if not last_tokens and (runs < batch.lengths - 1).any():
         here = labels_run(offsets, runs)
         here[offsets[:-1]] = True  # first tokens, which are no labels

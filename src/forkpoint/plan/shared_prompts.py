@@ -79,7 +79,7 @@ class PlannedPrompt:
 
 
 def prompts_of(batch: RolloutBatch, runs: IntArray) -> dict[str, PromptOfBatch]:
-    """By digest of its tokens, what the rollouts of each group share before any trained token.
+    """By digest of tokens and media, what rollouts of each group share before any trained token.
 
     Groups that share the same belong together. Rollouts that do not run are left out.
 
@@ -91,12 +91,12 @@ def prompts_of(batch: RolloutBatch, runs: IntArray) -> dict[str, PromptOfBatch]:
     mask = np.asarray(batch.loss_mask) != 0
     for number in np.unique(batch.group_index[runs > 0]).tolist():
         rollouts = np.flatnonzero((batch.group_index == number) & (runs > 0))
-        tokens = untrained_prefix(batch.token_ids, batch.offsets, mask, rollouts)
+        tokens = untrained_prefix(batch.token_keys, batch.offsets, mask, rollouts)
         if tokens < 2:
             continue
         begin = int(batch.offsets[rollouts[0]])
-        content = np.ascontiguousarray(batch.token_ids[begin : begin + tokens], np.int64)
-        digest = hashlib.blake2b(content.tobytes(), digest_size=16).hexdigest()
+        content = batch.content(begin, begin + tokens)
+        digest = hashlib.blake2b(content, digest_size=16).hexdigest()
         others = found[digest].rollouts if digest in found else ()
         found[digest] = PromptOfBatch(tokens - 1, (*others, *rollouts.tolist()))
     return found
@@ -107,7 +107,8 @@ def untrained_prefix(
 ) -> int:
     """How many first tokens all of these rollouts share before any of them trains on one.
 
-    token_ids, mask [T] and offsets [N + 1] are those of the batch, whose positions `rollouts` has.
+    token_ids (or `RolloutBatch.token_keys`), mask [T] and offsets [N + 1] are those of the batch,
+    whose positions `rollouts` has.
     """
     first = int(rollouts[0])
     own = token_ids[offsets[first] : offsets[first + 1]]

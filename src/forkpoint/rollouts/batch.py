@@ -18,6 +18,7 @@ from forkpoint.rollouts.from_tensors import BatchFields, Made
 from forkpoint.rollouts.groups import check_unique, fill_ids, group_index, prompt_lengths
 from forkpoint.rollouts.groups import group_of as group_of
 from forkpoint.rollouts.layout import PaddedLayout as PaddedLayout
+from forkpoint.rollouts.media import Media, media_columns, share_index
 from forkpoint.rollouts.rollout import Rollout as Rollout
 from forkpoint.rollouts.rollout import store
 
@@ -44,15 +45,19 @@ class RolloutBatch:
         temperatures: float64 [N].
         group_index: int64 [N]; the groups are 0 .. G - 1 in order of first appearance. Rollouts
             without a group_id form one group where their prompts (the tokens before the first
-            trained one, or all if none is) are equal.
+            trained one, or all if none is; with their media) are equal.
         group_ids: N texts or None; of completions and responses without one, a text that stands
             for the prompt.
         rollout_ids: N texts, all different.
         extras: N dicts or None.
         routed_experts: int16 [T, L, K], or None where no rollout has them.
         route_index: int64 [T], the same number for tokens that are sent to the same experts in all
-            layers, in any order; None without routed_experts. Rollouts share tokens up to the
-            first that differs in its id or its experts.
+            layers, in any order; None without routed_experts.
+        media: the distinct images and videos of all rollouts.
+        media_of: int64 [T], which of `media` a token stands for, -1 for text; None without media.
+        media_row: int64 [T], which of that medium's tokens it is; None without media.
+        share_index: int64 [T], the same number where experts and media are the same; None without
+            both. Rollouts share tokens up to the first that differs in its id or in this.
         has_advantages: False where the batch was made from tensors without advantages, which are
             then 0; losses that use advantages refuse it.
         rollouts: N `Rollout`s, each with a rollout_id: one that has none gets its position as text.
@@ -91,6 +96,10 @@ class RolloutBatch:
     completion_layout: PaddedLayout | None
     routed_experts: NDArray[np.int16] | None
     route_index: NDArray[np.int64] | None
+    media: tuple[Media, ...]
+    media_of: NDArray[np.int64] | None
+    media_row: NDArray[np.int64] | None
+    share_index: NDArray[np.int64] | None
     rollouts: tuple[Rollout, ...]
 
     def __init__(self, rollouts: Iterable[Rollout]) -> None:
@@ -106,6 +115,12 @@ class RolloutBatch:
         group_ids = tuple(rollout.group_id for rollout in rollouts)
         prompts = prompt_lengths(loss_mask, layout.offsets)
         experts = _experts(rollouts)
+        routes = None if experts is None else route_index(experts)
+        media, media_of, media_row = (), None, None
+        if any(rollout.media for rollout in rollouts):
+            types = [rollout.media_types for rollout in rollouts]
+            columns = media_columns([r.media for r in rollouts], types, layout.offsets)
+            media, media_of, media_row = columns
         store(
             self,
             token_ids=token_ids,
@@ -114,7 +129,7 @@ class RolloutBatch:
             advantages=_column(rollouts, "advantage") if rollouts else np.zeros(0),
             **{name: _column(rollouts, name) for name in _OPTIONAL},
             temperatures=np.array([rollout.temperature for rollout in rollouts]),
-            group_index=group_index(group_ids, token_ids, layout.offsets, prompts),
+            group_index=group_index(group_ids, _keys(token_ids, media_of), layout.offsets, prompts),
             group_ids=group_ids,
             rollout_ids=rollout_ids,
             extras=tuple(rollout.extras for rollout in rollouts),
@@ -123,7 +138,11 @@ class RolloutBatch:
             layout=layout,
             completion_layout=None,
             routed_experts=experts,
-            route_index=None if experts is None else route_index(experts),
+            route_index=routes,
+            media=media,
+            media_of=media_of,
+            media_row=media_row,
+            share_index=share_index(routes, media_of),
         )
 
     def __len__(self) -> int:
@@ -280,6 +299,30 @@ class RolloutBatch:
         return self.completion_layout.pad(values, fill)
 
     @property
+    def token_keys(self) -> NDArray[np.int64]:
+        """int64 [T], equal where a token's id and its medium are."""
+        return _keys(self.token_ids, self.media_of)
+
+    def content(self, begin: int, end: int) -> bytes:
+        """Bytes that are equal, also in other processes, for equal tokens with equal media.
+
+        begin, end: positions in the batch's flat tokens.
+        """
+        tokens = self.token_ids[begin:end].tobytes()
+        if self.media_of is None or self.media_row is None:
+            return tokens
+        of, rows = self.media_of[begin:end], self.media_row[begin:end]
+        numbers, firsts = np.unique(of, return_index=True)
+        # Numbers of media are those of this batch.
+        order = numbers[np.argsort(firsts)]
+        named = [self.media[n].digest for n in order.tolist() if n >= 0]
+        if not named:
+            return tokens
+        place = np.full(len(self.media) + 1, -1, np.int64)
+        place[order] = np.arange(len(order))
+        return tokens + repr(named).encode() + place[of].tobytes() + rows.tobytes()
+
+    @property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each rollout, int64 [N]."""
         return np.diff(self.offsets)
@@ -406,6 +449,10 @@ def check_rollouts(given: Iterable[Rollout], what: str, *, least: int = 1) -> li
             )
     check_unique([rollout.rollout_id for rollout in rollouts], what)
     return rollouts
+
+
+def _keys(token_ids: NDArray[np.int64], media_of: NDArray[np.int64] | None) -> NDArray[np.int64]:
+    return token_ids if media_of is None else ((media_of + 1) << 32) | token_ids
 
 
 def _of_all(rollouts: Sequence[Rollout], field: str) -> list[Any] | None:

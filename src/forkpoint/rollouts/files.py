@@ -18,7 +18,9 @@ from forkpoint.errors import ConfigError, RolloutError
 from forkpoint.rollouts.batch import Rollout, check_rollouts, short
 from forkpoint.rollouts.disk import replacing
 
-_FIELDS = tuple(field.name for field in fields(Rollout))
+_MEDIA = ("media", "media_types")
+"""Fields that no file has yet."""
+_FIELDS = tuple(field.name for field in fields(Rollout) if field.name not in _MEDIA)
 REQUIRED = ("token_ids", "loss_mask", "advantage")
 _SUFFIXES = (".jsonl", ".gz", ".zst")
 
@@ -55,8 +57,8 @@ def save_rollouts(path: str | os.PathLike[str], rollouts: Iterable[Rollout]) -> 
     once everything is written; after an error it is as before.
 
     Raises RolloutError for another suffix, a missing folder, a path that is a directory, no
-    rollouts, things that are none, a rollout_id that is there twice, and extras that JSON cannot
-    give back as they are; and ConfigError for what is no path.
+    rollouts, things that are none, a rollout_id that is there twice, media, and extras that JSON
+    cannot give back as they are; and ConfigError for what is no path.
     """
     path = as_path(path, "a file")
     if path.suffix not in _SUFFIXES:
@@ -114,16 +116,22 @@ def _line(rollout: Rollout, position: int) -> bytes:
             value = value.astype(int)  # 0 and 1 take a third of the bytes of false and true
         if value is not None:
             record[name] = value.tolist() if hasattr(value, "tolist") else value
-    check_extras(rollout, position)
+    check_writable(rollout, position)
     line = json.dumps(record, allow_nan=False, separators=(",", ":"))
     return line.encode() + b"\n"
 
 
-def check_extras(rollout: Rollout, position: int) -> None:
-    """Raises RolloutError, naming the rollout, where JSON cannot give its extras back as they are.
+def check_writable(rollout: Rollout, position: int) -> None:
+    """Raises RolloutError, naming the rollout, for media, and for extras that JSON cannot give back
+    as they are.
 
     `position` is the rollout's place among those that are written.
     """
+    if rollout.media:
+        raise RolloutError(
+            f"{_named(rollout, position)} has media, which files do not hold yet. Keep such "
+            "rollouts in memory, or write the processor's inputs yourself."
+        )
     try:
         text = json.dumps(rollout.extras, allow_nan=False)
         same = json.loads(text) == rollout.extras

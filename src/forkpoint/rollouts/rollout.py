@@ -4,6 +4,7 @@ Every per-token array has the length of `token_ids` and entry i belongs to token
 stored as read-only copies.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -24,6 +25,7 @@ from forkpoint.rollouts.fields import (
     refuse_where,
     short,
 )
+from forkpoint.rollouts.media import Media, read_media
 
 LARGEST_LOGPROB = 0.125
 """The largest log-prob of a trained token. A log-prob is a logit less the logarithm of a sum, and
@@ -79,6 +81,10 @@ class Rollout:
             the L layers that have a router, when it was sampled. Steps send it there as well. Given
             as [T - 1, L, K], without the last token, which a sampler does not run, its entries are
             -1. Where all K entries are -1 the router chooses by itself.
+        media: images and videos, in the order of their tokens. One that stands for several
+            places is there once for each.
+        media_types: int8 [T], or None without media: 0 for text, 1 for a token that stands for an
+            image, 2 for one of a video. None of these is trained.
 
     Raises:
         RolloutError: a value is not allowed; the message names the rollout, the field, the value
@@ -98,6 +104,8 @@ class Rollout:
     rollout_id: str | None
     extras: dict[str, Any] | None
     routed_experts: NDArray[np.int16] | None
+    media: tuple[Media, ...]
+    media_types: NDArray[np.int8] | None
 
     def __init__(
         self,
@@ -114,6 +122,8 @@ class Rollout:
         returns: ArrayLike | None = None,
         old_values: ArrayLike | None = None,
         routed_experts: ArrayLike | None = None,
+        media: Sequence[Media] = (),
+        media_types: ArrayLike | None = None,
     ) -> None:
         rollout_id = read_identifier("A rollout", "rollout_id", rollout_id)
         who = "A rollout without rollout_id" if rollout_id is None else named(rollout_id)
@@ -122,6 +132,7 @@ class Rollout:
         if extras is not None and not isinstance(extras, dict):
             raise RolloutError(f"{who}: extras is {short(extras)}; it takes a dict or None.")
         reader = _Reader(who, token_ids, loss_mask)
+        media, types = read_media(who, media, media_types, reader.loss_mask)
         store(
             self,
             token_ids=reader.token_ids,
@@ -139,6 +150,8 @@ class Rollout:
             routed_experts=None
             if routed_experts is None
             else read_routed_experts(who, routed_experts, len(reader.token_ids)),
+            media=media,
+            media_types=types,
         )
 
     def __len__(self) -> int:

@@ -83,6 +83,8 @@ class GroupBatches:
             if value is not None:
                 content = np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value
                 digest.update(content.tobytes())
+        if self.batch.media:
+            digest.update(self.batch.content(0, self.batch.logical_tokens))
         return {
             "rollouts": len(self.batch),
             "groups": len(self.groups),

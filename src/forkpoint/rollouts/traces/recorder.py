@@ -16,7 +16,7 @@ from forkpoint.errors import ConfigError, TraceError
 from forkpoint.rollouts.batch import Rollout, RolloutBatch, check_rollouts, short
 from forkpoint.rollouts.disk import LOCK, TEMPORARY, lock_folder, write_file
 from forkpoint.rollouts.fields import host_values
-from forkpoint.rollouts.files import as_path, check_extras
+from forkpoint.rollouts.files import as_path, check_writable
 from forkpoint.rollouts.formats.limits import MemoryLimit
 from forkpoint.rollouts.traces.batch_file import Arrays, encode
 from forkpoint.rollouts.traces.trace import KIND, MANIFEST, SCHEMA, Trace, batch_name
@@ -150,7 +150,7 @@ class Recorder:
                 'takes a mapping of names to values, such as {"scale": 0.5}.'
             )
         for position, rollout in enumerate(batch):
-            check_extras(rollout, position)
+            check_writable(rollout, position)
         content = encode(batch, *_split(loss_inputs or {}))
         self._check_manifest()
         index = self._batches

@@ -1,0 +1,161 @@
+"""Images and videos of rollouts, as a model's processor made them. Imports no torch."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forkpoint.errors import RolloutError
+from forkpoint.rollouts.fields import host_values, read_vector, refuse_where, short
+
+MediaKind = Literal["image", "video"]
+KINDS: tuple[MediaKind, ...] = ("image", "video")
+"""Kind k of `Rollout.media_types` is `KINDS[k - 1]`; 0 is text."""
+
+
+class Media:
+    """One image or video: the inputs of the model's tower, and how many tokens stand for it.
+
+    Two media are equal if they are one object, or if their kinds, tokens, shapes and digests are
+    equal. Rollouts share tokens of equal media.
+
+    Attributes:
+        kind: "image" or "video".
+        inputs: numpy arrays or tensors by name, of this medium alone, as the model's forward takes
+            them: `pixel_values` [patches, ...] and `image_grid_thw` [1, 3], say. They are not
+            copied, and must not be changed.
+        tokens: how many tokens of a rollout stand for it.
+    """
+
+    def __init__(
+        self,
+        kind: MediaKind,
+        inputs: Mapping[str, Any],
+        tokens: int,
+        digest: str | None = None,
+    ) -> None:
+        """
+        Args:
+            kind, inputs, tokens: see the attributes.
+            digest: text that is equal for equal inputs alone. By default it is computed from
+                their bytes, where objects have to be compared.
+
+        Raises:
+            RolloutError: a value is not allowed.
+        """
+        if kind not in KINDS:
+            raise RolloutError(f"A medium's kind is {short(kind)}; it takes 'image' or 'video'.")
+        if isinstance(tokens, bool) or not isinstance(tokens, int | np.integer) or tokens < 1:
+            raise RolloutError(f"A medium's tokens are {short(tokens)}; it takes at least 1.")
+        if digest is not None and (not isinstance(digest, str) or not digest):
+            raise RolloutError(f"A medium's digest is {short(digest)}; it takes text or None.")
+        if not isinstance(inputs, Mapping) or not inputs:
+            raise RolloutError(
+                f"A medium's inputs are {short(inputs)}; it takes arrays or tensors by name, such "
+                "as {'pixel_values': ..., 'image_grid_thw': ...}."
+            )
+        for name, value in inputs.items():
+            if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+                raise RolloutError(
+                    f"A medium's {short(name)} is a {type(value).__name__}; it takes a numpy array "
+                    "or a torch tensor."
+                )
+        self.kind: MediaKind = kind
+        self.inputs: dict[str, Any] = dict(inputs)
+        self.tokens: int = int(tokens)
+        self._digest = None if digest is None else f"given {digest}"
+        parts = sorted((n, tuple(x.shape), str(x.dtype)) for n, x in self.inputs.items())
+        self._shape = (kind, self.tokens, tuple(parts))
+
+    @property
+    def digest(self) -> str:
+        """Equal for media of equal content, also in other processes; computed once."""
+        if self._digest is None:
+            found = hashlib.sha256(repr(self._shape).encode())
+            for name in sorted(self.inputs):
+                array = host_values("A medium", name, self.inputs[name])
+                found.update(np.ascontiguousarray(array).data.cast("B"))
+            self._digest = f"sha256 {found.hexdigest()}"
+        return self._digest
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Media):
+            return NotImplemented
+        same = self._shape == other._shape
+        return self is other or (same and self.digest == other.digest)
+
+    def __hash__(self) -> int:
+        return hash(self._shape)
+
+    def __repr__(self) -> str:
+        return f"Media({self.kind!r}, {', '.join(self.inputs)}, {self.tokens} tokens)"
+
+
+def read_media(
+    who: str, media: Sequence[Media], types: Any, loss_mask: NDArray[np.bool_]
+) -> tuple[tuple[Media, ...], NDArray[np.int8] | None]:
+    """The media of a rollout and the types of its tokens; no types where it has no media.
+
+    Raises RolloutError where tokens and media do not go together.
+    """
+    if not isinstance(media, list | tuple) or not all(isinstance(m, Media) for m in media):
+        raise RolloutError(f"{who}: media is {short(media)}; it takes a tuple of forkpoint.Media.")
+    takes = "it takes 0 for text, 1 for tokens of images and 2 for tokens of videos, one per token."
+    if types is None:
+        if media:
+            raise RolloutError(f"{who}: media_types is None, and there are media; {takes}")
+        return (), None
+    given = read_vector(who, "media_types", types, "iu", takes)
+    refuse_where(who, "media_types", (given < 0) | (given > len(KINDS)), given, f"; {takes}")
+    if len(given) != len(loss_mask):
+        raise RolloutError(
+            f"{who}: media_types has {len(given)} entries, and there are {len(loss_mask)} tokens; "
+            f"{takes}"
+        )
+    advice = ", and the token is trained: a token of an image is not sampled. Set loss_mask to 0."
+    refuse_where(who, "media_types", (given > 0) & loss_mask, given, advice)
+    for number, kind in enumerate(KINDS, 1):
+        places = int(np.count_nonzero(given == number))
+        tokens = sum(m.tokens for m in media if m.kind == kind)
+        if places != tokens:
+            raise RolloutError(
+                f"{who}: media_types has {places} tokens of kind {kind!r}, and the media of this "
+                f"kind have {tokens}. Give each medium whole, in the order of their tokens."
+            )
+    return tuple(media), given.astype(np.int8) if media else None
+
+
+def media_columns(
+    media: Sequence[tuple[Media, ...]],
+    types: Sequence[NDArray[np.int8] | None],
+    offsets: NDArray[np.int64],
+) -> tuple[tuple[Media, ...], NDArray[np.int64], NDArray[np.int64]]:
+    """Media of the rollouts of a batch: the distinct ones, which of them a token stands for (-1 for
+    text), and which of its tokens it is: int64 [T] each."""
+    numbers: dict[Media, int] = {}
+    of_T = np.full(int(offsets[-1]), -1, np.int64)
+    row_T = np.zeros(int(offsets[-1]), np.int64)
+    for begin, own, types_T in zip(offsets.tolist(), media, types, strict=False):
+        for number, kind in enumerate(KINDS, 1):
+            given = [m for m in own if m.kind == kind]
+            if given and types_T is not None:
+                places = begin + np.flatnonzero(types_T == number)
+                count = [m.tokens for m in given]
+                of_T[places] = np.repeat(
+                    [numbers.setdefault(m, len(numbers)) for m in given], count
+                )
+                row_T[places] = np.concatenate([np.arange(tokens) for tokens in count])
+    return tuple(numbers), of_T, row_T
+
+
+def share_index(
+    route_index: NDArray[np.int64] | None, media_of: NDArray[np.int64] | None
+) -> NDArray[np.int64] | None:
+    """int64 [T], below 2^32: equal where everything besides ids that decides what a token computes
+    is equal; None where there is nothing else."""
+    if route_index is None or media_of is None:
+        return route_index if media_of is None else media_of + 1
+    both = np.stack([route_index, media_of], axis=1)
+    return np.unique(both, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)

@@ -1,0 +1,162 @@
+"""Media of rollouts: what is stored and refused, and which rollouts share."""
+
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from forkpoint import Config, Media, Rollout, RolloutBatch, save_rollouts, wrap
+from forkpoint.errors import RolloutError, UnsupportedError
+from forkpoint.losses import GRPO
+from forkpoint.parallel.agreement import group_digests
+from forkpoint.parallel.copies import contents_of
+from forkpoint.plan import MODELS, ModelShape, make_plan
+from forkpoint.plan.runs import run_lengths
+from forkpoint.plan.shared_prompts import prompts_of
+from forkpoint.testing import tiny_model
+
+SHAPE = ModelShape.from_config(MODELS["qwen3-8b"])
+TYPES = [0, 0, 1, 1, 1, 0, 0, 0]
+
+
+def image(seed: int, tokens: int = 3, **fields: Any) -> Media:
+    pixels = np.random.default_rng(seed).normal(size=(4 * tokens, 6)).astype(np.float32)
+    return Media("image", {"pixel_values": pixels}, tokens, **fields)
+
+
+def rollout(medium: Media | None, last: int = 5, **fields: Any) -> Rollout:
+    """Two tokens, an image of three, a token, and a response of two."""
+    if medium is not None:
+        fields = {"media": (medium,), "media_types": TYPES} | fields
+    return Rollout([1, 2, 9, 9, 9, 3, 4, last], [0] * 6 + [1, 1], 1.0, **fields)
+
+
+def edges(*rollouts: Rollout, sharing: str = "tree") -> int:
+    """Edges that a plan of these rollouts runs."""
+    config = Config(sharing=sharing)  # pyright: ignore[reportArgumentType]
+    return make_plan(RolloutBatch(rollouts), SHAPE, config).forest.edges
+
+
+def test_equal_media_are_shared_and_no_others() -> None:
+    one = image(0)
+    alike = {
+        "one object": one,
+        "equal bytes": image(0),
+        "a tensor pickled": pickle.loads(pickle.dumps(one)),
+    }
+    for name, other in alike.items():
+        assert edges(rollout(one), rollout(other, 6)) == 8, name
+    # The token before the image is shared, with the image's first as its label.
+    assert edges(rollout(one), rollout(image(1), 6)) == 7 + 5
+    assert edges(rollout(one), rollout(None, 6)) == 7 + 5
+    given = image(0, digest="a")
+    assert edges(rollout(given), rollout(image(1, digest="a"), 6)) == 8
+    assert edges(rollout(given), rollout(image(0, digest="b"), 6)) == 7 + 5
+    # A digest that was given is no digest of bytes, and shapes are compared besides it.
+    assert given != one
+    assert given != image(0, 2, digest="a")
+
+
+def test_media_of_one_kind_are_in_order() -> None:
+    video = Media("video", {"pixel_values_videos": torch.ones(2, 3)}, 2)
+    types = [2, 0, 1, 1, 1, 2, 0, 1, 1, 1, 0]
+    one, two = image(0), image(1)
+    made = Rollout(range(11), [0] * 10 + [1], 1.0, media=(one, video, two), media_types=types)
+    batch = RolloutBatch([rollout(two), made])
+    assert batch.media == (two, one, video)
+    assert batch.media_of is not None and batch.media_row is not None
+    assert batch.media_of[8:].tolist() == [2, -1, 1, 1, 1, 2, -1, 0, 0, 0, -1]
+    assert batch.media_row[8:].tolist() == [0, 0, 0, 1, 2, 1, 0, 0, 1, 2, 0]
+    alone = batch.select([1])
+    assert alone.media == (one, two, video)
+    assert alone[0] == replace(made, rollout_id="1")
+    assert alone[0] != replace(made, rollout_id="1", media=(two, video, one))
+    assert batch.share_index is not None and RolloutBatch([rollout(None)]).share_index is None
+
+
+def test_routed_experts_and_media_both_part_rollouts() -> None:
+    routes = np.zeros((8, 1, 1), np.int16)
+    other = routes.copy()
+    other[1] = 1
+    one, two = (rollout(image(0), 5 + n, routed_experts=r) for n, r in enumerate((routes, other)))
+    assert edges(one, two) == 7 + 6
+    assert edges(one, rollout(image(1), 6, routed_experts=routes)) == 7 + 5
+    assert edges(one, rollout(image(0), 6, routed_experts=routes)) == 8
+
+
+def test_groups_and_prompts_of_ranks_know_media() -> None:
+    def found(*rollouts: Rollout) -> tuple[Any, ...]:
+        batch = RolloutBatch(rollouts)
+        prompts = prompts_of(batch, run_lengths(batch, None))
+        contents = contents_of(batch, [], [])
+        return list(prompts), group_digests(batch).tolist(), contents.rollouts
+
+    one, copy, other = image(0), image(0), image(1)
+    prompts, groups, contents = found(rollout(one), rollout(copy, 6))
+    assert len(prompts) == len(groups) == 1
+    # Numbers of media in a batch are no part of it.
+    again = found(rollout(other), rollout(one, 6))
+    assert len(again[0]) == len(again[1]) == 2
+    assert prompts[0] in again[0] and groups[0] in again[1]
+    assert found(rollout(copy), rollout(one, 6))[2] == contents != again[2]
+    text = found(rollout(None))
+    assert not set(text[0]) & set(again[0]) and not set(text[1]) & set(again[1])
+    # In one group, the prompt ends where its images differ.
+    batch = RolloutBatch([rollout(one, group_id="a"), rollout(other, group_id="a")])
+    assert [p.edges for p in prompts_of(batch, run_lengths(batch, None)).values()] == [1]
+
+
+def test_a_plan_is_of_its_media() -> None:
+    one, other = image(0), image(1)
+    plan = make_plan(RolloutBatch([rollout(one), rollout(one, 6)]), SHAPE)
+    plan.check_batch(RolloutBatch([rollout(other), rollout(other, 6)]))
+    with pytest.raises(Exception, match="batch"):
+        plan.check_batch(RolloutBatch([rollout(one), rollout(other, 6)]))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"media_types": None},
+        {"media_types": TYPES[:-1]},
+        {"media_types": [0] * 8},
+        {"media_types": [0, 1, *TYPES[2:]]},
+        {"media_types": [0, 0, 2, 2, 2, 0, 0, 0]},
+        {"media_types": [0, 0, 3, 3, 3, 0, 0, 0]},
+        {"media_types": [0, 0, 0, 0, 0, 1, 1, 1]},  # trained
+        {"media": ()},
+        {"media": image(0)},
+        {"media": ("image",)},
+    ],
+)
+def test_tokens_that_do_not_fit_their_media_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(RolloutError, match="media"):
+        rollout(image(0), **fields)
+
+
+@pytest.mark.parametrize(
+    ("kind", "inputs", "tokens", "digest"),
+    [
+        ("sound", {"x": np.ones(1)}, 1, None),
+        ("image", {}, 1, None),
+        ("image", {"x": [1.0]}, 1, None),
+        ("image", {"x": np.ones(1)}, 0, None),
+        ("image", {"x": np.ones(1)}, 1, ""),
+    ],
+)
+def test_media_that_are_none_are_refused(
+    kind: Any, inputs: Any, tokens: int, digest: str | None
+) -> None:
+    with pytest.raises(RolloutError, match="medium"):
+        Media(kind, inputs, tokens, digest)
+
+
+def test_models_of_text_and_files_refuse_media(tmp_path: Any) -> None:
+    batch = RolloutBatch([rollout(image(0))])
+    with pytest.raises(UnsupportedError, match="media"):
+        wrap(tiny_model("llama")).forward_backward(batch, GRPO())
+    with pytest.raises(RolloutError, match="media"):
+        save_rollouts(tmp_path / "a.jsonl", batch)
