@@ -319,8 +319,6 @@ COMPILED = {
     **{
         name: CASES[name]
         for name in (
-            "full checkpoints",
-            "the model's checkpoints",
             "first layer alone",
             "softcaps and windows",
             "sinks and windows",
@@ -515,6 +513,14 @@ def refused() -> dict[str, str]:
         "odd heads": wrapped(over_all(odd, mesh)),
     }
     whole = over_all(tiny_model("qwen3", dtype=torch.float64), mesh)
+    own = tiny_model("qwen3", dtype=torch.float64)
+    checkpointed(own)
+    found["compiled"] = wrapped(over_all(own, mesh), replace(DEEP, compile_blocks=True))
+    planned = replace(DEEP, compile_blocks=True, checkpointing="full", self_check=False)
+    other = over_all(tiny_model("qwen3", dtype=torch.float64), mesh)
+    policy = forkpoint.wrap(other, planned, mesh=mesh)
+    batch = RolloutBatch(UNEQUAL[0])
+    found["checkpoints"] = raised(lambda: policy.forward_backward(batch, GRPO(clip=0.2)))
     found["gather"] = wrapped(whole, replace(DEEP, gather="step"))
     found["exchange"] = wrapped(whole, Config(split="exchange"))
     policy = forkpoint.wrap(whole, DEEP, mesh=mesh)
@@ -530,6 +536,8 @@ def test_what_is_not_exact_is_refused_by_name() -> None:
         for name in ("no wrapper", "another mesh"):
             assert found[name].startswith("UnsupportedError: the mesh's dimension 'cp'"), found
         assert found["odd heads"].startswith("UnsupportedError: the model has 3 query heads")
+        assert found["compiled"].startswith("UnsupportedError: Config(compile_blocks=True)")
+        assert found["checkpoints"].startswith("UnsupportedError: blocks are compiled and")
         assert found["gather"].startswith("ConfigError: gather is 'step', and several ranks")
         assert found["exchange"].startswith("ConfigError: split is 'exchange'")
         assert found["batches"].startswith("RankError: ranks 0 and 1")

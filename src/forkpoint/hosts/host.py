@@ -106,6 +106,12 @@ class ModelHost:
                     "been shown exact where transformers splits them over ranks. Leave "
                     "compile_blocks out."
                 )
+            if context and compile_blocks and self.entry.checkpointed:
+                raise UnsupportedError(
+                    "Config(compile_blocks=True) asks for compiled decoder blocks, and the model "
+                    "checkpoints them, which has not been shown exact with context parallelism. "
+                    "Leave compile_blocks out."
+                )
             # With context parallelism they have not been timed on GPUs, so that they are asked for.
             eager = bool(splits) or (bool(context) and compile_blocks is None)
             self.compiling: Compiling = Compiling(False if eager else compile_blocks)
@@ -172,6 +178,8 @@ class ModelHost:
         ahead = self.device.type == "cuda"
         if self.entry.checkpointed:
             return Capabilities(leaves_early=False, runs_ahead=ahead, checkpoints=("none",))
+        if self.compiles and not self.topology.places.whole:
+            return Capabilities(runs_ahead=ahead, checkpoints=("none",))  # not shown exact
         selective = ("selective",) if all(map(has_mlp, self.blocks)) else ()
         return Capabilities(runs_ahead=ahead, checkpoints=("none", *selective, "full"))
 
@@ -364,6 +372,11 @@ class ModelHost:
             raise UnsupportedError(
                 "the model checkpoints itself (gradient_checkpointing) and the plan does as well "
                 f"(checkpointing={policy!r}); disable one of them."
+            )
+        if policy != "none" and self.compiles and not self.topology.places.whole:
+            raise UnsupportedError(
+                f"blocks are compiled and checkpointed (checkpointing={policy!r}), which has not "
+                "been shown exact with context parallelism. Leave compile_blocks out."
             )
         assert self._changes is not None, "the model has not been entered"
         # What a repeated forward saves is dropped; there is nothing to checkpoint.
