@@ -394,7 +394,7 @@ def test_what_cannot_be_put_back_is_said(
     def failing(*_: object) -> None:
         raise RuntimeError("never")
 
-    def change_for_good(_: CompiledBlocks, changes: Changes) -> None:
+    def change_for_good(_: CompiledBlocks, blocks: object, changes: Changes) -> None:
         changes.later(failing)
 
     monkeypatch.setattr(CompiledBlocks, "enter", change_for_good)
