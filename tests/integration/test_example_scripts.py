@@ -48,6 +48,7 @@ def test_grpo_learns(run: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
 def test_lora_learns_and_leaves_the_reference(run: Any) -> None:
     output = run("lora_kl.py")
     assert rises(output)
