@@ -147,6 +147,14 @@ def test_a_policy_measures_once_and_leaves_the_model_as_it_was(
     assert wrap(model, Config(calibration=None)).plan(forked_batch()).predicted_ms is None
 
 
+def test_scores_in_inference_mode_measure(cache: Path) -> None:
+    policy = wrap(random_model(MODEL, torch.float32, 0).train())
+    with torch.inference_mode():
+        policy.score(forked_batch())
+    assert list(cache.iterdir())
+    assert policy.plan(forked_batch()).predicted_ms
+
+
 def test_a_step_that_measures_has_the_gradients_of_its_plan(cache: Path) -> None:
     model = random_model(MODEL, torch.float32, 0).train()
     policy = wrap(model)

@@ -80,7 +80,8 @@ def _measure(host: Host, kernel: str) -> Calibration | None:
         return model
 
     devices = [host.device] if host.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.enable_grad():
+    # A policy may be asked for scores under torch.inference_mode.
+    with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
         calibrator = Calibrator(
             make,
             compile_blocks=host.compiling.asked,
