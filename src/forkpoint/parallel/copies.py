@@ -83,7 +83,7 @@ def check_copies(
         if text is not None:
             raise error(
                 f"ranks {names[leader]} and {names[rank]} hold one copy of the model together "
-                f"(tensor or context parallelism), and {text}"
+                f"(tensor, context or pipeline parallelism), and {text}"
             )
 
 

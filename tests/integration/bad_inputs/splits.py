@@ -63,7 +63,10 @@ def differ(other: Contents) -> Any:
     return lambda: check_same_batches([one, one, one, other], [0, 1, 2, 3], [0, 0, 1, 1])
 
 
-WHO = "ranks 2 and 3 hold one copy of the model together (tensor or context parallelism), and "
+WHO = (
+    "ranks 2 and 3 hold one copy of the model together (tensor, context or pipeline parallelism), "
+    "and "
+)
 NO_STEP = "so no rank runs this step, and gradients are as they were. "
 
 SPLITS: tuple[Kind, ...] = (
@@ -78,7 +81,7 @@ SPLITS: tuple[Kind, ...] = (
     Kind(
         name="Ranks of one copy with different losses",
         error=RankError,
-        message="ranks 0 and 1 hold one copy of the model together (tensor or context "
+        message="ranks 0 and 1 hold one copy of the model together (tensor, context or pipeline "
         "parallelism), and came to different losses (0.5 and 0.75), so no rank keeps its "
         "gradients. A loss there must not draw random numbers of a rank's own, nor depend on the "
         "rank.",
