@@ -5,7 +5,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from commands import Shell, made_up_rollouts, write_rollouts
@@ -112,7 +111,7 @@ def test_tokens_that_are_counted_once_fail(monkeypatch: pytest.MonkeyPatch) -> N
     summed = Routing._summed
 
     def once(self: Routing, values_PX: torch.Tensor) -> torch.Tensor:
-        times = torch.as_tensor(np.append(self.plan.forest.multiplicity, 1))
+        times = torch.as_tensor(self.plan.forest.multiplicity)
         return summed(self, values_PX) / times[:, None]
 
     monkeypatch.setattr(Routing, "_summed", once)

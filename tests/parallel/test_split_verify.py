@@ -60,7 +60,9 @@ def check(
         assert each["verdict"] == "passed", each
         assert each["kinds"][:2] == ["within", "across"]
         assert each["given"] == given
-        assert all(shares and logical == given for logical, shares in each["counts"])
+        assert all(logical == given for logical, _ in each["counts"])
+        # The planner's choice for so small a model may be dense.
+        assert all(shares for _, shares in each["counts"][:2])
         for name in ("errors", "dense", "norms"):
             assert each[name] == pytest.approx(found[0][name], rel=1e-12)
     return found
