@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from forkpoint.config import Config
 from forkpoint.engine.feature import Feature, Root
 from forkpoint.engine.host import HeadOutputs, Host
+from forkpoint.engine.links import Links
 from forkpoint.engine.microbatches import (
     CacheView,
     MicrobatchInputs,
@@ -52,7 +53,7 @@ class Executor:
         self.prepared = prepared
         self.config = config
         self.features: tuple[Feature, ...] = tuple(features)
-        self.links = host.links
+        self.links: Links = host.links
         self._roots: dict[int, list[Root]] = {}
         """By slot: the roots of its backward."""
 

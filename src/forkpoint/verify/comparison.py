@@ -161,8 +161,12 @@ class Comparison:
         changes: Changes,
     ) -> None:
         """`given`: denominators, by the caller."""
-        self.policy, self.batch, self.loss = policy, batch, loss
-        self.given, self.router, self.changes = given, router, changes
+        self.policy: Stepping = policy
+        self.batch: RolloutBatch = batch
+        self.loss: Loss = loss
+        self.given: Denominators | None = given
+        self.router: RouterLoss | None = router
+        self.changes: Changes = changes
         self.host: Host = policy.host
         self.comm: RankComm = RankComm(self.host.group, loss)
         self.host.prepare(changes)
