@@ -95,8 +95,7 @@ def list_kernels(
 def self_test(*, compile_blocks: bool) -> "tuple[VerifyReport, str | None]":
     """Gradients of a tiny model, shared and dense, on the best device here.
 
-    In float64 with eager blocks; in float32 with compiled ones, for those of float64 models are
-    not compiled on CUDA.
+    In float64, but for compiled blocks on CUDA, where those of float64 models are not compiled.
 
     Returns the comparison, and the compiler's error where it failed and blocks ran eagerly instead.
     """
@@ -108,8 +107,10 @@ def self_test(*, compile_blocks: bool) -> "tuple[VerifyReport, str | None]":
     from forkpoint.testing import tiny_model
     from forkpoint.wrapping import wrap
 
-    model = tiny_model("qwen3", dtype=torch.float32 if compile_blocks else torch.float64)
-    model.to("cuda" if torch.cuda.is_available() else "cpu")  # pyright: ignore[reportArgumentType]  (a decorator of transformers)
+    cuda = torch.cuda.is_available()
+    single = compile_blocks and cuda
+    model = tiny_model("qwen3", dtype=torch.float32 if single else torch.float64)
+    model.to("cuda" if cuda else "cpu")  # pyright: ignore[reportArgumentType]  (a decorator of transformers)
     rollouts = synthetic_rollouts(
         groups=2,
         rollouts_per_group=4,
