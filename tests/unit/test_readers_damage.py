@@ -119,7 +119,7 @@ def test_random_damage_is_an_error_or_harmless(
 
 
 def test_changed_objects_of_a_torch_file_are_an_error_or_harmless(tmp_path: Path) -> None:
-    """Whatever its program builds, and with the right checksum."""
+    """The archive keeps a right checksum, so that the reader gets to the changed program."""
     source = random.Random(5)
     table = tensors(VERL(truth()))
     table["prompts"] = torch.nested.as_nested_tensor(list(table["prompts"]), layout=torch.jagged)
