@@ -191,7 +191,7 @@ class Inputs:
         return Reading(self.table, None, self.options, kernel)
 
     def expected(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """o, dq, dk, dv by one ragged kernel over copied keys: nothing of the composition."""
+        """Compute o, dq, dk and dv by one ragged kernel over copied keys."""
         lengths = [self.case.prefix, *self.case.responses]
         own = [
             torch.arange(self.begin_of[n], self.begin_of[n] + length, device="cuda")

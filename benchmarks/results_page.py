@@ -22,7 +22,7 @@ Row = dict[str, Any]
 OUT_OF_MEMORY = "out of memory"
 Cells = Sequence[str]
 
-# The table's text, the file, and the case, of which the first 71 characters are enough.
+# The text of the row, the file, and the first 71 characters (or all) of the case.
 HEADLINES = (
     (
         "Qwen3-1.7B, AdamW: 8 answers to 7,800 tokens of retrieved text",

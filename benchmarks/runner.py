@@ -49,7 +49,7 @@ class Benchmark:
 
     Attributes:
         output: The file of JSON lines that rows are appended to, as they come.
-        max_seconds: Begin nothing new after so many seconds; what is left out is named.
+        max_seconds: Start no measurement after so many seconds, and list the missing ones.
         json: Print one line of JSON and nothing else.
     """
 

@@ -18,9 +18,9 @@ import torch
 from transformers import PreTrainedModel
 
 import forkpoint
-from benchmarks.ranks.team import RankSteps, RankTimed, Team, dense_ms
+from benchmarks.ranks.team import OnRanks, RankSteps, RankTimed, Team, dense_ms, team_here
 from benchmarks.rows import ResultRow
-from benchmarks.runner import Benchmark, Deadline, Seconds
+from benchmarks.runner import Deadline, Seconds
 from benchmarks.shapes import SCALE_TINY, make_group, make_model
 from benchmarks.steps.cells import cell_row
 from benchmarks.steps.options import Layers, check_at_least_one, device_for
@@ -62,11 +62,11 @@ class OneRank:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ranks(Benchmark):
+class Ranks(OnRanks):
     """Time steps of several ranks, sharded and split, beside dense and one GPU; under torchrun.
 
     Attributes:
-        max_seconds: Begin nothing new after so many seconds; what is left out is named.
+        max_seconds: Start no measurement after so many seconds, and list the missing ones.
         parts: What to measure: data (two prompts of 8,192 with 16 responses of 2,048 a rank, both
             ways to hold weights), group (one of 32, its prompt exchanged and replicated).
         layers: Give the model fewer layers than its shape has.
@@ -103,19 +103,8 @@ class Ranks(Benchmark):
             )
         device_for(self.NAME, tiny=self.tiny)
 
-    def run(self) -> int:
-        self.check()
-        with torchrun.process_group("auto"):
-            if torchrun.rank() == 0:
-                return super().run()
-            for _ in self.measure(Deadline(None)):  # the first rank writes the rows
-                pass
-            return 0
-
     def measure(self, deadline: Deadline) -> Iterator[ResultRow]:
-        cuda = torch.cuda.is_available()
-        device = torch.device("cuda", torchrun.local_rank()) if cuda else torch.device("cpu")
-        yield from _Measuring(self, Team(device), deadline).rows()
+        yield from _Measuring(self, team_here(), deadline).rows()
 
 
 class _Measuring:

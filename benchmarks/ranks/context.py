@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 import forkpoint
-from benchmarks.ranks.team import RankSteps, Team, dense_ms
+from benchmarks.ranks.team import OnRanks, RankSteps, Team, dense_ms, team_here
 from benchmarks.rows import ResultRow
-from benchmarks.runner import Benchmark, Deadline, Seconds
+from benchmarks.runner import Deadline, Seconds
 from benchmarks.shapes import SCALE_TINY, make_group, make_model
 from benchmarks.steps.cells import cell_row
 from benchmarks.steps.options import Layers, check_at_least_one, device_for
@@ -44,11 +44,11 @@ Shape = Literal["qwen3-8b", "llama3-8b"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Context(Benchmark):
+class Context(OnRanks):
     """Time steps of long prompts on ranks of context parallelism; under torchrun.
 
     Attributes:
-        max_seconds: Begin nothing new after so many seconds; what is left out is named.
+        max_seconds: Start no measurement after so many seconds, and list the missing ones.
         shapes: Whose sizes the models have.
         prompts: Tokens of the prompt.
         layers: Give the models fewer layers than their shapes have.
@@ -81,19 +81,8 @@ class Context(Benchmark):
             )
         device_for(self.NAME, tiny=self.tiny)
 
-    def run(self) -> int:
-        self.check()
-        with torchrun.process_group("auto"):
-            if torchrun.rank() == 0:
-                return super().run()
-            for _ in self.measure(Deadline(None)):  # the first rank writes the rows
-                pass
-            return 0
-
     def measure(self, deadline: Deadline) -> Iterator[ResultRow]:
-        cuda = torch.cuda.is_available()
-        device = torch.device("cuda", torchrun.local_rank()) if cuda else torch.device("cpu")
-        team = Team(device)
+        team = team_here()
         for shape in self.shapes:
             yield from _Measuring(self, shape, team, deadline).rows()
 

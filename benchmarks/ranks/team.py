@@ -13,6 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.runner import Benchmark, Deadline
+from forkpoint.apps.cli import torchrun
 from forkpoint.config import Config
 from forkpoint.losses import GRPO
 from forkpoint.plan import Plan
@@ -55,6 +57,26 @@ class Team:
         gc.collect()
         if self.cuda:
             torch.cuda.empty_cache()
+
+
+class OnRanks(Benchmark):
+    """A benchmark that torchrun starts; all ranks measure, and the first one writes the rows."""
+
+    def run(self) -> int:
+        self.check()
+        with torchrun.process_group("auto"):
+            if torchrun.rank() == 0:
+                return super().run()
+            for _ in self.measure(Deadline(None)):  # the first rank writes the rows
+                pass
+            return 0
+
+
+def team_here() -> Team:
+    """The team of this rank, on its GPU if there is one."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", torchrun.local_rank()) if cuda else torch.device("cpu")
+    return Team(device)
 
 
 @dataclass
@@ -171,7 +193,7 @@ def exposed_ms(record: profile) -> float:
 
 
 def not_covered(own: Iterable[Interval], others: Iterable[Interval]) -> float:
-    """Length of what lies in any of `own` and in none of `others`."""
+    """Total length of the union of the intervals `own` minus the union of `others`."""
     a, b = _joined(own), _joined(others)
     return sum(end - begin for begin, end in a) - _common(a, b)
 

@@ -47,11 +47,10 @@ class Defaults(Steps):
     are timed in turn. Options keep a call short: one model and a few loads each.
 
     Attributes:
-        model: Whose sizes the model has; weights are random.
+        model: The published model with these sizes; weights are random.
         loads: Five groups of airline.jsonl or rag.jsonl, a batch each; 32 prompts of 200 tokens
             with 8 or 64 responses of 300; one prompt of 8,192 with 32 responses of 2,048.
-        plans: Which run besides the default and dense: every other one, or the one that is
-            predicted to be fastest.
+        plans: The other plans that are timed: all, or the one with the shortest predicted time.
         folder: Where airline.jsonl and rag.jsonl lie.
         repeats: How often each plan is timed.
     """

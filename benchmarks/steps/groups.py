@@ -73,7 +73,7 @@ class Groups(Steps):
         activations: Of inner microbatches, as in Config.
         checkpointed: Let blocks keep only their inputs, dense and shared alike.
         sample: Rollouts that are run densely, or as many as the longest dense microbatch holds.
-        all_rollouts: Run all rollouts densely, once, in place of scaling a sample.
+        all_rollouts: Time one dense step of all rollouts, and do not scale a sample.
         dense_microbatch: The most tokens of the dense microbatches that are tried.
     """
 
@@ -168,7 +168,7 @@ class Groups(Steps):
     def _shared(
         self, stepper: Stepper, batch: RolloutBatch, router: Router
     ) -> tuple[Policy, RouterArguments, float | None, Timed]:
-        """Shared steps as they are planned within the largest budget that memory suffices for."""
+        """Time shared steps. The memory budget is lowered until they fit."""
         budget = stepper.budget_bytes
         for share in SHARES:
             memory = None if budget is None else int(budget * share)

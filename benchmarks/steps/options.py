@@ -43,7 +43,7 @@ class Steps(Benchmark):
     """Options of benchmarks of whole steps.
 
     Attributes:
-        max_seconds: Begin nothing new after so many seconds; what is left out is named.
+        max_seconds: Start no measurement after so many seconds, and list the missing ones.
         blocks: Whether decoder blocks are compiled, dense and shared alike.
         layers: Give the model fewer layers than its shape has.
         calibrate: Measure the device for this shape first, and let plans be priced by that; the
@@ -63,7 +63,7 @@ class Steps(Benchmark):
     def stepper(self, shape: str, **options: object) -> Stepper:
         """A model of that shape on the CUDA device; the tiny one on a CPU where there is none.
 
-        options: of Config, besides those of steps at their fastest.
+        options: changes of the Config, which has no memory limit by default.
         """
         device = device_for(self.NAME, tiny=self.tiny)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

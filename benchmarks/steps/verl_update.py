@@ -80,7 +80,7 @@ class VerlUpdate(Benchmark):
         repeats: Updates of each side that are timed, after two that are not: the first compiles,
             and the second allocates what compiled code needs.
         no_comparison: Leave the small comparison out.
-        max_seconds: Begin nothing new after so many seconds; what is left out is named.
+        max_seconds: Start no measurement after so many seconds, and list the missing ones.
         tiny: A tiny model and lengths divided by 64, on a CPU as well.
     """
 

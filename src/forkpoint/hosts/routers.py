@@ -57,6 +57,35 @@ def force_routers(routers: Iterable[FoundRouter], holder: RouteHolder, changes: 
         _watch(router, changes, choose=partial(holder.choose, layer, router.name))
 
 
+class ModelRouters:
+    """The routers of a model in the order of its layers, whatever library they are of."""
+
+    found: list[FoundRouter]
+    chosen_output: int = -1
+    """The place of the experts chosen in what a router returns."""
+
+    def enter(
+        self, note: RouterNote | None, changes: Changes, holder: RouteHolder | None = None
+    ) -> None:
+        """Give what each router computes to `note`, and let it choose what `holder` says, until
+        the changes are undone."""
+        if note is not None:
+            record_routers(self.found, note, changes, chosen=self.chosen_output)
+        if holder is not None:
+            force_routers(self.found, holder, changes)
+
+    def end_within(self, block: nn.Module, changes: Changes) -> bool:
+        """Let a forward end in the block's router, until the changes are undone.
+
+        False where the block has none.
+        """
+        inside = set(block.modules())
+        router = next((r.module for r in self.found if r.module in inside), None)
+        if router is not None:
+            changes.set(vars(router), LAST, True)
+        return router is not None
+
+
 def routers_of_copy(routers: Iterable[FoundRouter], copy: nn.Module) -> list[FoundRouter]:
     """The routers of a copy of the model that these were found in."""
     return [FoundRouter(router.name, copy.get_submodule(router.name)) for router in routers]

@@ -7,16 +7,18 @@ import torch
 from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
-from forkpoint.engine.host import FoundRouter, RouteHolder, RouterNote
+from forkpoint.engine.host import FoundRouter
 from forkpoint.hosts.modules import every_module
-from forkpoint.hosts.routers import LAST, force_routers, record_routers
+from forkpoint.hosts.routers import ModelRouters
 
 ROUTER = "TokenChoiceTopKRouter"
 
 
-class Routers:
+class Routers(ModelRouters):
     """The routers of a model, in the order of its layers."""
 
+    # Scores of the chosen experts, their first output, stand for logits: no loss is defined.
+    chosen_output: int = 1
     defines_loss: bool = False
     coefficient: float = 0.0
 
@@ -43,28 +45,6 @@ class Routers:
     @property
     def biases(self) -> list[Tensor]:
         return [moe.expert_bias for moe in self._experts if moe.expert_bias is not None]
-
-    def enter(
-        self, note: RouterNote | None, changes: Changes, holder: RouteHolder | None = None
-    ) -> None:
-        """Give what each router computes to `note`, and let it choose what `holder` says, until
-        the changes are undone."""
-        if note is not None:
-            # Scores of the chosen experts stand for logits: no loss of routers is defined.
-            record_routers(self.found, note, changes, chosen=1)
-        if holder is not None:
-            force_routers(self.found, holder, changes)
-
-    def end_within(self, block: nn.Module, changes: Changes) -> bool:
-        """Let a forward end in the block's router, until the changes are undone.
-
-        False where the block has none.
-        """
-        inside = set(block.modules())
-        router = next((r.module for r in self.found if r.module in inside), None)
-        if router is not None:
-            changes.set(vars(router), LAST, True)
-        return router is not None
 
 
 class ExpertCounts:

@@ -6,10 +6,9 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from forkpoint.engine.changes import Changes
-from forkpoint.engine.host import FoundRouter, RouteHolder, RouterNote
+from forkpoint.engine.host import FoundRouter
 from forkpoint.hosts.modules import every_module, plain_class
-from forkpoint.hosts.routers import LAST, force_routers, num_experts, record_routers
+from forkpoint.hosts.routers import ModelRouters, num_experts
 from forkpoint.hosts.transformers.multimodal import decoder_of
 
 LOAD_BALANCING = "load_balancing_loss_func"
@@ -17,7 +16,7 @@ LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration")
 BIAS = "e_score_correction_bias"
 
 
-class Routers:
+class Routers(ModelRouters):
     """The routers of a model whose logits transformers records, in the order of its layers."""
 
     def __init__(self, model: nn.Module, causal: PreTrainedModel) -> None:
@@ -52,27 +51,6 @@ class Routers:
         """To how many experts a token is sent, where routers say so."""
         found = getattr(self.found[0].module, "top_k", None)
         return found if isinstance(found, int) else None
-
-    def enter(
-        self, note: RouterNote | None, changes: Changes, holder: RouteHolder | None = None
-    ) -> None:
-        """Give what each router computes to `note` from now on, until the changes are undone, and
-        let it choose what `holder` says."""
-        if note is not None:
-            record_routers(self.found, note, changes)
-        if holder is not None:
-            force_routers(self.found, holder, changes)
-
-    def end_within(self, block: nn.Module, changes: Changes) -> bool:
-        """Let a forward end in the block's router, until the changes are undone.
-
-        False where the block has none.
-        """
-        inside = set(block.modules())
-        router = next((r.module for r in self.found if r.module in inside), None)
-        if router is not None:
-            changes.set(vars(router), LAST, True)
-        return router is not None
 
 
 def defines_load_balancing(causal: PreTrainedModel) -> bool:
