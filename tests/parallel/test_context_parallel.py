@@ -323,7 +323,6 @@ COMPILED = {
             "softcaps and windows",
             "sinks and windows",
             "latent attention",
-            "gated linear attention",
             "short rollouts",
         )
     },
@@ -516,6 +515,8 @@ def refused() -> dict[str, str]:
     own = tiny_model("qwen3", dtype=torch.float64)
     checkpointed(own)
     found["compiled"] = wrapped(over_all(own, mesh), replace(DEEP, compile_blocks=True))
+    states = gated_linear_attention()
+    found["states"] = wrapped(over_all(states, mesh), replace(DEEP, compile_blocks=True))
     planned = replace(DEEP, compile_blocks=True, checkpointing="full", self_check=False)
     other = over_all(tiny_model("qwen3", dtype=torch.float64), mesh)
     policy = forkpoint.wrap(other, planned, mesh=mesh)
@@ -536,7 +537,8 @@ def test_what_is_not_exact_is_refused_by_name() -> None:
         for name in ("no wrapper", "another mesh"):
             assert found[name].startswith("UnsupportedError: the mesh's dimension 'cp'"), found
         assert found["odd heads"].startswith("UnsupportedError: the model has 3 query heads")
-        assert found["compiled"].startswith("UnsupportedError: Config(compile_blocks=True)")
+        for name in ("compiled", "states"):
+            assert found[name].startswith("UnsupportedError: Config(compile_blocks=True)")
         assert found["checkpoints"].startswith("UnsupportedError: blocks are compiled and")
         assert found["gather"].startswith("ConfigError: gather is 'step', and several ranks")
         assert found["exchange"].startswith("ConfigError: split is 'exchange'")

@@ -106,12 +106,9 @@ class ModelHost:
                     "been shown exact where transformers splits them over ranks. Leave "
                     "compile_blocks out."
                 )
-            if context and compile_blocks and self.entry.checkpointed:
-                raise UnsupportedError(
-                    "Config(compile_blocks=True) asks for compiled decoder blocks, and the model "
-                    "checkpoints them, which has not been shown exact with context parallelism. "
-                    "Leave compile_blocks out."
-                )
+            if context and compile_blocks:
+                recurrent = bool(self.entry.shape(splits).recurrent_layers)
+                self._check_compiled_context(recurrent=recurrent)
             # With context parallelism they have not been timed on GPUs, so that they are asked for.
             eager = bool(splits) or (bool(context) and compile_blocks is None)
             self.compiling: Compiling = Compiling(False if eager else compile_blocks)
@@ -126,6 +123,16 @@ class ModelHost:
                 self.entry.check_context_parallel(shape, len(context))
             self.links: Links = Links()
             self._hold_stage(compile_blocks)
+
+    def _check_compiled_context(self, *, recurrent: bool) -> None:
+        """Refuse compiled blocks that have not been shown exact with context parallelism."""
+        why = "the model checkpoints them" if self.entry.checkpointed else ""
+        why = why or ("some of them carry a state" if recurrent else "")
+        if why:
+            raise UnsupportedError(
+                f"Config(compile_blocks=True) asks for compiled decoder blocks, and {why}, which "
+                "has not been shown exact with context parallelism. Leave compile_blocks out."
+            )
 
     def _hold_stage(self, compile_blocks: bool | None) -> None:
         """Drop what other stages hold, if the ranks are stages."""
