@@ -152,4 +152,5 @@ def test_bugs_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             if tally.failures:
                 break
     restore(before)
+    modules._walks.set(None)
     assert tally.failures
