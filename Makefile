@@ -10,6 +10,7 @@ verl_ready := $(verl_venv)/.installed
 verl_needs := tests/integrations_verl/requirements.txt
 titan_needs := tests/hosts_titan/requirements.txt
 titan_ready := .venv-titan/.installed
+docs_ready := .venv-docs/.installed
 pytest := OMP_NUM_THREADS=1 $(bin)/python -m pytest
 no_gpu := not gpu and not multi_gpu
 
@@ -25,13 +26,17 @@ TRL ?= trl==1.16.0
 trl_ready := .venv-trl/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-ranks test-quick fuzz check format mutate test-gpu test-wheel test-versions test-trl test-verl test-titan clean
+.PHONY: help demo docs test test-slow test-ranks test-quick fuzz check format mutate test-gpu test-wheel test-versions test-trl test-verl test-titan clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(ready)  ## a GRPO loop on the CPU, every gradient dense and shared; plot in demo-output/
 	@$(bin)/forkpoint demo
+
+docs: $(docs_ready)  ## the site of the documentation, in site/
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet
+	@echo "written: site/index.html"
 
 test: $(ready)  ## every kind of test that needs no GPU; CONTRIBUTING.md bounds its time
 	@$(pytest) -m "$(no_gpu) and not slow and not examples" -n $(WORKERS) --dist worksteal
@@ -51,7 +56,7 @@ fuzz: $(ready)  ## random models, batches and plans from fresh seeds, for FUZZ_S
 mutate: $(ready)  ## which seeded changes of the source the tests find; hours, less with WORKERS
 	@$(bin)/python scripts/mutate.py --workers $(WORKERS) --out mutate-output
 
-check: $(ready)  ## lint, formatting, types, and every example of the documentation
+check: $(ready) $(docs_ready)  ## lint, formatting, types, every example of the documentation, its site
 	@$(bin)/ruff check .
 	@$(bin)/ruff format --check .
 	@$(bin)/pyright
@@ -95,7 +100,7 @@ $(trl_ready): pyproject.toml constraints.txt
 	@echo "$(TRL)" > $@
 
 clean:  ## remove the environment and everything built or cached
-	rm -rf $(venv) .venv-trl .venv-verl .venv-titan .venvs build dist demo-output mutate-output .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(venv) .venv-trl .venv-verl .venv-titan .venv-docs .venvs build dist site demo-output mutate-output .pytest_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch is named by constraints.txt from the start, so that nothing pulls another build of it.
@@ -119,6 +124,16 @@ $(verl_ready): pyproject.toml $(verl_needs)
 	  --requirement $(verl_needs)
 	@$(verl_venv)/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
 	  --no-deps --no-build-isolation verl==0.9.1 TransferQueue==0.1.10 --editable .
+	@touch $@
+
+# The site needs no torch: docstrings are read, and no module is imported.
+$(docs_ready): pyproject.toml constraints.txt
+	@$(PYTHON) -m venv .venv-docs
+	@$(PYTHON) -c 'import tomllib; f = open("pyproject.toml", "rb"); \
+	  print(*tomllib.load(f)["project"]["optional-dependencies"]["docs"], sep="\n")' \
+	  > .venv-docs/needs.txt
+	@.venv-docs/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
+	  --constraint constraints.txt --requirement .venv-docs/needs.txt
 	@touch $@
 
 $(titan_ready): pyproject.toml constraints.txt $(titan_needs)

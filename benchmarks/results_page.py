@@ -286,7 +286,7 @@ Groups in the shapes of Qwen3-8B with responses of 1,024 tokens.
 - Trees are timed three times in turn with dense; the median counts.
 - FLOPs of attention, of the head and of matrix products count the same in the bound, though they
   run at different rates.
-- Steps of two GPUs are in [ranks.md](ranks.md).
+- Steps of two GPUs are in [ranks.md](howto/ranks.md).
 """
 
 

@@ -75,7 +75,7 @@ for version in "${versions[@]}"; do
   if [[ $library == torch ]]; then
     OMP_NUM_THREADS=1 "${pytest[@]}" "${TORCH_TESTS[@]}" "$@" || failed+=("$version")
   else
-    # The errors in docs/families.md are the worst of these rows.
+    # The errors in docs/reference/families.md are the worst of these rows.
     FORKPOINT_FAMILIES_ROWS=$rows \
       "${pytest[@]}" "${TRANSFORMERS_TESTS[@]}" "$@" || failed+=("$version")
   fi
@@ -85,7 +85,7 @@ if [[ ${#failed[@]} -gt 0 ]]; then
   echo "failed with ${failed[*]}"
   exit 1
 fi
-# A whole run rewrites the table of docs/families.md; a part of one would leave columns out.
+# A whole run rewrites the table of docs/reference/families.md; a part of one would leave columns out.
 if [[ $# -eq 0 && ${versions[*]} == "${every[*]}" ]]; then
   "$python" tests/numerics/families_table.py "$rows"
 fi

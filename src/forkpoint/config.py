@@ -83,14 +83,14 @@ class Config:
             each runs them (replicate), or one rank does, sends their prefix cache to the others
             once and gets its gradients back once (exchange). auto is what is predicted to take less
             time, of what fits the memory budget on every rank. What exchange does not take is
-            replicated; see docs/ranks.md.
+            replicated; see docs/howto/ranks.md.
         grad_accumulation_dtype: Dtype in which a step sums its microbatches' gradients: each
             parameter's own dtype, in `.grad`, or float32, which is added to `.grad` at the end and
             takes 4 bytes a parameter until then. A step that fails before that leaves gradients as
             they were, without a copy.
         self_check: Compare log-probs on a small sample with the stock model's, before the first
             step and again when the model's code, hooks or configuration have changed; see
-            docs/self-check.md.
+            docs/concepts/self-check.md.
         restore_grads: Copy existing gradients before each step, so that a failed step puts them
             back.
 

@@ -96,7 +96,7 @@ class Policy:
         """Add to `.grad` exactly what dense training on the batch would.
 
         Rollouts that give no gradient do not run, nor do tokens after the last trained one of a
-        rollout; see docs/losses.md.
+        rollout; see docs/reference/losses.md.
 
         Args:
             batch: the rollouts, as a RolloutBatch or a list.

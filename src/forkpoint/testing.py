@@ -1,7 +1,7 @@
 """Tools for tests of exactness: tiny random models, and dense attention written out.
 
 With `dense_run` (ordinary training) and `lifted_upcasts` (float64 throughout) they check that a
-family, a kernel or a loss is exact; see docs/adding-a-model.md.
+family, a kernel or a loss is exact; see docs/develop/adding-a-model.md.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ PLAIN_ATTENTION = "forkpoint_plain"
 def registered_kernel(kernel: Kernel) -> Iterator[None]:
     """Within it `Config(attention_kernel=kernel.name)` finds the kernel, and "auto" asks it first.
 
-    For kernels that are being written; see docs/adding-a-kernel.md.
+    For kernels that are being written; see docs/develop/adding-a-kernel.md.
     """
     before = registry.KERNELS
     assert kernel.name not in {k.name for k in before}, f"there is a kernel {kernel.name!r} already"

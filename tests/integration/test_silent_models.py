@@ -103,7 +103,7 @@ def test_what_looks_like_it_is_exact(case: str, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.usefixtures("without_lists")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_small_effects_are_found_as_far_as_rounding_allows(dtype: torch.dtype) -> None:
-    """The limit that docs/verify.md states: ten times what a rounding of the embeddings does."""
+    """The limit in docs/howto/verify.md: ten times what a rounding of the embeddings does."""
     found = []
     for size in (1.0, 1e-1, 1e-4, 1e-5, 1e-6):
         model = tiny_model("llama", dtype=dtype)

@@ -1,4 +1,4 @@
-"""The recipe of docs/verl.md, as verl reads it: its keys, its checks, and what the engines say."""
+"""The recipe of docs/start/verl.md, as verl reads it: keys, checks, what the engines say."""
 
 import os
 import re
@@ -18,7 +18,7 @@ from verl.utils.config import omega_conf_to_dataclass, validate_config
 
 from forkpoint.integrations.verl.refusals import check_options, check_strategy
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "verl.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "start" / "verl.md"
 
 
 def recipe() -> list[str]:

@@ -1,4 +1,4 @@
-"""The table of docs/families.md: what the family tests measured, a microbatch a family and version.
+"""The table of docs/reference/families.md: errors by family and version of transformers.
 
 The tests append a row of JSON for each family that they find exact to the file that
 FORKPOINT_FAMILIES_ROWS names (`make test-versions` does so, with every supported version of
@@ -21,7 +21,7 @@ from forkpoint.hosts.transformers.linear_attention import recurrent_modules
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "families.jsonl"
-DOCS = ROOT / "docs" / "families.md"
+DOCS = ROOT / "docs" / "reference" / "families.md"
 VARIABLE = "FORKPOINT_FAMILIES_ROWS"
 SHARED = {
     "latents": "expanded keys and values",

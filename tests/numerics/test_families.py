@@ -1,6 +1,6 @@
 """Every supported family, stock and tiny, exact in float64 for every way of sharing.
 
-What `FAMILIES` names stands there because of these tests; docs/families.md is written from them.
+`FAMILIES` names what these tests show exact; docs/reference/families.md is written from them.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""The table of docs/losses.md is what the classes say of themselves."""
+"""The table of docs/reference/losses.md is what the classes say of themselves."""
 
 import inspect
 import re
@@ -10,7 +10,7 @@ from losses_by_loops import batch_for, evaluate, make_logprobs
 from forkpoint import losses
 from forkpoint.losses.views import batch_denominators
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "losses.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "losses.md"
 HEADER = "| loss | decomposition | divided by | needs | weights | arguments |"
 COMMON = ("kl", "kl_estimator", "entropy")
 REQUIRED = {"max_tokens": 8}
@@ -86,7 +86,7 @@ def test_the_table_is_what_the_classes_say():
     below = lines[lines.index(HEADER) + 2 :]
     found = below[: next(n for n, line in enumerate(below) if not line.startswith("|"))]
     missing, wrong = expected - set(found), set(found) - expected
-    assert not missing and not wrong, "docs/losses.md lacks\n{}\nand has\n{}".format(
+    assert not missing and not wrong, "docs/reference/losses.md lacks\n{}\nand has\n{}".format(
         "\n".join(sorted(missing)), "\n".join(sorted(wrong))
     )
     assert len(found) == len(set(found))

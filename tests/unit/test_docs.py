@@ -2,6 +2,7 @@
 
 import ast
 import re
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +16,10 @@ from lanes import slow_besides
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
-    path for folder in (ROOT, ROOT / "docs", ROOT / "benchmarks") for path in folder.glob("*.md")
+    [*ROOT.glob("*.md"), *(ROOT / "benchmarks").glob("*.md"), *(ROOT / "docs").rglob("*.md")]
 )
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+LOADED = re.compile(r"<(?:script|img|iframe)[^>]* src=\"([^\"]+)|<link [^>]*href=\"([^\"]+)")
 TARGET = re.compile(r"\bmake ([a-z][a-z-]*)")
 
 
@@ -124,10 +126,30 @@ def test_make_targets_exist() -> None:
         assert named <= targets, f"{name(path)} names make {', '.join(sorted(named - targets))}"
 
 
-def test_every_document_is_listed() -> None:
-    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    for path in (ROOT / "docs").glob("*.md"):
-        assert path.name == "index.md" or f"({path.name})" in index, f"{path.name} is not listed"
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    for path in (ROOT / "docs").rglob("*.md"):
+        page = path.relative_to(ROOT / "docs").as_posix()
+        assert f" {page}\n" in navigation, f"{page} is not in the navigation of mkdocs.yml"
+
+
+@pytest.mark.examples
+def test_site_builds_and_loads_nothing_from_a_network(tmp_path: Path) -> None:
+    """Warnings are errors: dead links, dead headings, docstrings that cannot be read."""
+    mkdocs = ROOT / ".venv-docs" / "bin" / "mkdocs"
+    if not mkdocs.exists():
+        pytest.skip("mkdocs is not installed; make docs installs it in .venv-docs")
+    done = subprocess.run(
+        [mkdocs, "build", "--site-dir", tmp_path], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) > len(list((ROOT / "docs").rglob("*.md")))
+    for page in pages:
+        found = LOADED.findall(page.read_text(encoding="utf-8"))
+        loaded = [a or b for a, b in found]
+        assert loaded, f"{page} loads no style sheet"
+        assert not [link for link in loaded if "//" in link], f"{page} loads {loaded}"
 
 
 # The runner itself --------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ NAMES = {"logprobs": "logprob", "entropies": "entropy", "values": "value"}
 def policy_metrics(
     per_token: Mapping[str, Tensor], batch: RolloutBatch, loss: Loss
 ) -> dict[str, float]:
-    """Metrics by name, of the trained tokens that have run; see docs/losses.md#metrics.
+    """Metrics by name, of the trained tokens that have run; see docs/reference/losses.md#metrics.
 
     Args:
         per_token: [T] by name, NaN at tokens that have not run.

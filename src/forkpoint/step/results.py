@@ -109,7 +109,7 @@ class StepStats(PerToken, WithExperts):
     """If the rollouts have `routed_experts`: for how many routers would have chosen others."""
 
     def metrics(self) -> dict[str, float]:
-        """Numbers to log, flat, by name: docs/losses.md#metrics lists them.
+        """Numbers to log, flat, by name: docs/reference/losses.md#metrics lists them.
 
         Means are over trained tokens that have run. On several ranks they are of this rank's
         rollouts, and `loss` is as in `StepStats`. Policy metrics are computed when this is called,

@@ -66,7 +66,7 @@ VERL = (
         call=loaded,
         prepare=file_of_options('sharing = "tree"'),
         message="forkpoint.toml: sharing is not known; allowed are config, decomposition. "
-        "docs/verl.md says what each does.",
+        "docs/start/verl.md says what each does.",
     ),
     Kind(
         name="A value that the file of options for verl does not take",

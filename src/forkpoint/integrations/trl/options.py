@@ -1,7 +1,7 @@
 """Options of TRL's configurations that are refused, each with what to do.
 
 TRL's own code computes losses and metrics of log-probs that forkpoint computes, so that every other
-option of the tested versions has the effect that it has in TRL. docs/trl.md has the same table.
+option of the tested versions has the effect that it has in TRL. docs/start/trl.md has this table.
 """
 
 import logging

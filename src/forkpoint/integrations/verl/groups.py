@@ -48,7 +48,7 @@ def sharing_message(parts: Sequence[RankPart]) -> str | None:
             "run on each: set VERL_USE_EXTERNAL_MODULES=forkpoint.integrations.verl.trainers and "
             "trainer.v1.trainer_mode=forkpoint_sync, or trainer.use_v1=false and "
             "actor_rollout_ref.actor.use_prefix_grouper=true (prompts of a batch a multiple of the "
-            "ranks). docs/verl.md says more."
+            "ranks). docs/start/verl.md says more."
         )
     given, computed = sum(part.given for part in parts), sum(part.computed for part in parts)
     if given > 0 and computed > (1 - LEAST_SAVED) * given:

@@ -55,7 +55,8 @@ def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{name}, which {VARIABLE} names, is no TOML: {error}. An example is in docs/verl.md."
+            f"{name}, which {VARIABLE} names, is no TOML: {error}. An example is in "
+            "docs/start/verl.md."
         ) from error
     table: dict[str, Any] = given.setdefault("config", {})
     if not isinstance(table, dict):
@@ -66,7 +67,7 @@ def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
             if key not in known:
                 raise ConfigError(
                     f"{name}: {prefix}{key} is not known; allowed are {', '.join(known)}. "
-                    "docs/verl.md says what each does."
+                    "docs/start/verl.md says what each does."
                 )
     decomposition = given.get("decomposition", "auto")
     if decomposition not in get_args(Decomposition):

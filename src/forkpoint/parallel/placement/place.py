@@ -81,7 +81,7 @@ def place(
             milliseconds, and the link's price is the measured one if it has that.
         split: what the ranks' `Config(split=...)` lets a step do about prompts that several of them
             have: "auto" is replicating or exchanging, whichever is cheaper. Split models and
-            options that keep ranks from exchanging (docs/ranks.md) take "replicate".
+            options that keep ranks from exchanging (docs/howto/ranks.md) take "replicate".
         loss: that of the step, whose rollouts without gradient are not run and cost nothing, nor do
             tokens after the last trained one. None, and what is right with a router loss or
             Config(all_logprobs=True): all tokens are run.

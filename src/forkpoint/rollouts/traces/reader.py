@@ -266,8 +266,8 @@ def load_rollouts(
             ids, or the path of a tokenizer.json.
         memory_limit: the most memory for the rollouts and for one line, row group or batch that is
             read to make them, as a number of bytes or text such as "8GB". Sizes are estimated
-            before anything is allocated; docs/security.md says what is not bounded. None takes
-            640 MiB, or 16 times what the file has on disk if that is more.
+            before anything is allocated; docs/reference/security.md says what is not bounded. None
+            takes 640 MiB, or 16 times what the file has on disk if that is more.
 
     Raises:
         RolloutError: a record is not a rollout, or has the rollout_id of another; or the file is
