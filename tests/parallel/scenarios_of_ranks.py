@@ -49,6 +49,18 @@ def tree(seed: int, depth: int, *, vocab: int = 60) -> list[Rollout]:
     return found
 
 
+def routed(rollouts: list[Rollout]) -> list[Rollout]:
+    """Rollouts with experts that follow from the token and its place; some are left to routers."""
+    layers, experts = 3, 4
+    found = []
+    for rollout in rollouts:
+        first = (rollout.token_ids + np.arange(len(rollout.token_ids))) % experts
+        routes = np.stack([first, (first + 1) % experts], -1)[:, None].repeat(layers, 1)
+        routes[3::7, 0] = -1
+        found.append(replace(rollout, routed_experts=routes))
+    return found
+
+
 # Rank 0 has a deep tree and two groups, rank 1 one wide group: they nest differently.
 UNEQUAL: tuple[list[Rollout], ...] = (
     [*tree(3, 4), *group(0, 3, 20, 8), *group(1, 2, 14, 9)],

@@ -1,5 +1,6 @@
 """Steps whose microbatches lie on several ranks leave the gradients of one process."""
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import device, run_ranks
-from scenarios_of_ranks import BAR, DEEP, UNEQUAL, distance, gradients, group, replicated, sharded
+from scenarios_of_ranks import (
+    BAR,
+    DEEP,
+    UNEQUAL,
+    distance,
+    gradients,
+    group,
+    replicated,
+    routed,
+    sharded,
+)
 from split_models import MOE, Split, load
 from test_ranks import (
     checkpointed,
@@ -135,6 +146,17 @@ def through_function(policy: forkpoint.Policy, batch: RolloutBatch, loss: Any) -
 
 EAGER = {"experts_implementation": "eager"}
 MIXTURE = {**MOE, **EAGER}
+
+
+def through_routes(policy: forkpoint.Policy, batch: RolloutBatch, loss: Any) -> float:
+    """The loss, and the number of choices that were forced and would have been others."""
+    stats = policy.forward_backward(batch, loss)
+    assert stats.routes is not None
+    decisions, elsewhere = stats.routes.decisions_L, stats.routes.elsewhere_L
+    assert 0 < int(elsewhere.sum()) < int(decisions.sum())
+    return stats.loss + float(decisions.sum() + 1000 * elsewhere.sum())
+
+
 TEMPERATURES = [*group(1, 3, 9, 7), *group(1, 2, 9, 5, temperature=0.7)]
 CASES = {
     "GRPO": Context(),
@@ -171,6 +193,13 @@ CASES = {
     "sinks and windows": Context(family="gpt_oss", sizes={**SINKS, **EAGER}),
     "gated linear attention": Context(make=gated_linear_attention),
     "Mamba-2": Context(make=mamba),
+    "a chain": Context(rollouts=(group(4, 3, 150, 9),)),
+    "replayed experts": Context(
+        family="qwen3_moe",
+        sizes=MIXTURE,
+        rollouts=(routed(UNEQUAL[0]),),
+        step=through_routes,
+    ),
     "short rollouts": Context(rollouts=([Rollout([1, 2], [0, 1], 1.0), *group(3, 2, 1, 4)],)),
 }
 FOUR = {
@@ -179,6 +208,11 @@ FOUR = {
     "data, a function": Context(rollouts=(UNEQUAL[0], UNEQUAL[0]), step=through_function),
     "data, log-probs": Context(rollouts=(UNEQUAL[0], UNEQUAL[0]), step=through_logprobs),
     "data, a rank without rollouts": Context(rollouts=([], UNEQUAL[1]), loss=GSPO()),
+    "data, replayed experts": Context(
+        family="qwen3_moe",
+        sizes=MIXTURE,
+        rollouts=tuple(routed(part) for part in UNEQUAL),
+    ),
     "four, two key heads": Context(cp=4),
 }
 
@@ -388,63 +422,141 @@ def test_plans_count_what_is_sent_and_kept(heads: int, changes: dict[str, Any]) 
 # ------------------------------------------------------------
 
 TP2 = Split(options={"tp_size": 2, "fsdp_size": 2})
+FSDP2_EP2 = Split(family="qwen3_moe", sizes=MOE, options={"fsdp_size": 2, "ep_size": 2})
 
 
-def split_twice(folder: Path, split: Split) -> dict[str, float]:
-    """Ranks of four that differ by two run parts of the same microbatches."""
+@dataclass(frozen=True)
+class Composed:
+    """A step of a model that transformers splits over ranks, some of which split sequences."""
+
+    split: Split
+    sizes: dict[str, int]
+    """Of the mesh, by dimension."""
+    scope: Any = None
+    """Of a router loss."""
+
+
+COMPOSED = {
+    # Four query heads: each rank has two of tensor parallelism, and runs one.
+    "tensor": Composed(TP2, {"cp": 2, "tp": 2}),
+    "tensor, two passes": Composed(replace(TP2, loss=GSPO()), {"cp": 2, "tp": 2}),
+    "experts": Composed(FSDP2_EP2, {"cp": 2}),
+    "experts, router loss": Composed(FSDP2_EP2, {"cp": 2}, scope="rollout"),
+    "experts, data": Composed(
+        replace(FSDP2_EP2, options={"fsdp_size": 4, "ep_size": 4}, rollouts=UNEQUAL),
+        {"dp": 2, "cp": 2},
+    ),
+    "experts of context ranks, data": Composed(
+        replace(FSDP2_EP2, options={"fsdp_size": 4, "ep_size": 2}, rollouts=UNEQUAL),
+        {"dp": 2, "cp": 2},
+        scope="batch",
+    ),
+    "experts, tensor": Composed(
+        replace(FSDP2_EP2, options={"tp_size": 2, "fsdp_size": 2, "ep_size": 4}),
+        {"cp": 2, "tp": 2},
+        scope="batch",
+    ),
+    "experts, tensor, replayed experts": Composed(
+        replace(
+            FSDP2_EP2,
+            options={"tp_size": 2, "fsdp_size": 2, "ep_size": 4},
+            rollouts=(routed(UNEQUAL[0]),),
+        ),
+        {"cp": 2, "tp": 2},
+    ),
+}
+
+
+def composed(folder: Path, case: Composed) -> dict[str, float]:
+    split = case.split
     model, other = load(folder, split, **split.options), load(folder, split)
-    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("cp", "tp"))
-    batch = RolloutBatch(split.rollouts[0])
+    names = tuple(case.sizes)
+    mesh = init_device_mesh(device().type, tuple(case.sizes.values()), mesh_dim_names=names)
+    place = mesh.get_local_rank("dp") if "dp" in names else 0
+    batch = RolloutBatch(split.rollouts[place])
+    whole = RolloutBatch([r for part in split.rollouts for r in part])
+    given: dict[str, Any] = {}
+    given_whole: dict[str, Any] = {}
+    if case.scope:
+        own, all_ranks = routers(Routed(rollouts=split.rollouts, scope=case.scope), place)
+        given, given_whole = {"router": own}, {"router": all_ranks}
     with lifted_upcasts(model), lifted_upcasts(other):
         policy = forkpoint.wrap(model, split.config, mesh=mesh)
         alone = forkpoint.wrap(other, split.config)
-        loss = policy.forward_backward(batch, split.loss).loss
-        wanted = alone.forward_backward(batch, split.loss).loss
+        stats = policy.forward_backward(batch, split.loss, **given)
+        wanted = alone.forward_backward(whole, split.loss, **given_whole)
     found, expected = gradients(model), gradients(other)
-    return {"error": distance(found, expected, list(expected)), "loss": abs(loss - wanted)}
+    return {
+        "error": distance(found, expected, list(expected)),
+        "loss": abs(stats.loss - wanted.loss),
+        "router loss": abs((stats.router_loss or 0.0) - (wanted.router_loss or 0.0)),
+    }
 
 
 @needs_splits
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", [GRPO(clip=0.2), GSPO()], ids=["one pass", "two passes"])
-def test_tensor_and_context_ranks(loss: Any, tmp_path: Path) -> None:
-    # Four query heads: each rank has two of tensor parallelism, and runs one.
-    split = replace(TP2, loss=loss)
-    for found in run_ranks(4, split_twice, split.save(tmp_path), split):
+@pytest.mark.parametrize("name", COMPOSED)
+def test_split_models_and_context_ranks(name: str, tmp_path: Path) -> None:
+    case = COMPOSED[name]
+    for found in run_ranks(
+        math.prod(case.sizes.values()), composed, case.split.save(tmp_path), case
+    ):
         assert max(found.values()) < BAR, found
-
-
-def with_experts_on_ranks(folder: Path, split: Split) -> str:
-    model = load(folder, split, **split.options)
-    mesh = init_device_mesh(device().type, (2,), mesh_dim_names=("cp",))
-    return raised(lambda: forkpoint.wrap(model, split.config, mesh=mesh))
-
-
-@needs_splits
-@pytest.mark.slow
-def test_experts_on_ranks_are_refused(tmp_path: Path) -> None:
-    split = Split(family="qwen3_moe", sizes=MOE, options={"fsdp_size": 2, "ep_size": 2})
-    for found in run_ranks(2, with_experts_on_ranks, split.save(tmp_path), split):
-        assert "experts are dealt out to ranks (ep_size)" in found
 
 
 # Verification
 # ------------------------------------------------------------
 
 
-def verified(context: Context) -> tuple[bool, float]:
+def verified(context: Context, router: RouterLoss | None = None) -> tuple[str, float, str]:
     mesh, model = mesh_of(2), context.model()
     policy = forkpoint.wrap(context.wrap(model, mesh), context.config, mesh=mesh)
     own = RolloutBatch(context.rollouts[mesh.get_local_rank("dp")])
-    report = policy.verify(own, context.loss)
-    return report.verdict == "passed", report.shared_error
+    report = policy.verify(own, context.loss, router=router)
+    routes = report.nearest.routes
+    return report.verdict, report.shared_error, (routes.reason or "held") if routes else ""
+
+
+VERIFIED = {
+    "two ranks": (2, Context(), None),
+    "data": (4, Context(rollouts=UNEQUAL), None),
+    "LoRA, two passes": (2, Context(make=lora, loss=GSPO()), None),
+    "router loss": (2, EXPERTS, RouterLoss(load_balancing=0.7, z=0.05)),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-def test_verify_compares_with_ordinary_training(size: int) -> None:
-    for passed, error in run_ranks(size, verified, Context(rollouts=UNEQUAL)):
-        assert passed and error < BAR
+@pytest.mark.parametrize("name", VERIFIED)
+def test_verify_compares_with_ordinary_training(name: str) -> None:
+    size, *case = VERIFIED[name]
+    for verdict, error, _ in run_ranks(size, verified, *case):
+        assert verdict == "passed" and error < BAR
+
+
+def found_broken(context: Context) -> tuple[str, str]:
+    """What verify and a self-check say of attention whose last heads are too large on one rank."""
+    to_places = DealtPlaces.to_places
+
+    def louder(self: DealtPlaces, o_THD: Tensor, tokens: int) -> Tensor:
+        return to_places(self, o_THD * (1.01 if self.rank else 1.0), tokens)
+
+    DealtPlaces.to_places = louder  # type: ignore[method-assign]
+    mesh, model = mesh_of(2), context.model()
+    checked = forkpoint.wrap(context.wrap(model, mesh), context.config, mesh=mesh)
+    trusting = forkpoint.wrap(model, replace(context.config, self_check=False), mesh=mesh)
+    batch = RolloutBatch(context.rollouts[0])
+    said = raised(lambda: checked.forward_backward(batch, context.loss))
+    assert all(gradient is None for gradient in gradients(model).values())
+    return said, trusting.verify(batch, context.loss).verdict
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_wrong_heads_of_one_rank_are_found(family: str) -> None:
+    context = EXPERTS if family == "qwen3_moe" else Context()
+    for said, verdict in run_ranks(2, found_broken, context):
+        assert said.startswith("UnsupportedError: on a sample of"), said
+        assert verdict == "failed"
 
 
 # Broken pieces
@@ -530,6 +642,68 @@ def refused() -> dict[str, str]:
         lambda: policy.forward_backward(RolloutBatch(UNEQUAL[rank]), GRPO(clip=0.2))
     )
     return found
+
+
+def refused_meshes() -> dict[str, str]:
+    """Weights held over two of four ranks, which have two batches in two parts each."""
+    mesh = mesh_of(2)
+
+    def wrapped(hold: Callable[[nn.Module], nn.Module], given: DeviceMesh | None) -> str:
+        model = tiny_model("qwen3", dtype=torch.float64)
+        return raised(lambda: forkpoint.wrap(hold(model), DEEP, mesh=given))
+
+    def sharded_over(name: str) -> Callable[[nn.Module], nn.Module]:
+        return lambda model: sharded(model, mesh=mesh[name])
+
+    def replicas(model: nn.Module) -> nn.Module:
+        return nn.parallel.DistributedDataParallel(model, process_group=mesh["dp"].get_group())
+
+    def from_group(model: nn.Module) -> nn.Module:
+        group = mesh["cp"].get_group()
+        return sharded(model, mesh=DeviceMesh.from_group(group, device().type))
+
+    return {
+        "cp is missing": wrapped(sharded_over("dp"), mesh),
+        "cp is missing of replicas": wrapped(replicas, mesh),
+        "dp is missing": wrapped(sharded_over("cp"), mesh),
+        "dp is missing, of a group": wrapped(from_group, mesh),
+        "dp is not given": wrapped(sharded_over("cp"), mesh["cp"]),
+        "no mesh is given": wrapped(sharded_over("dp"), None),
+    }
+
+
+@pytest.mark.slow
+def test_weights_held_over_a_part_of_the_mesh_are_refused() -> None:
+    for found in run_ranks(4, refused_meshes):
+        for name in ("cp is missing", "cp is missing of replicas"):
+            assert found[name].startswith("UnsupportedError: the mesh's dimension 'cp'"), found
+        assert found["dp is missing, of a group"].startswith("ConfigError: the mesh's dimension")
+        for name, missing in (
+            ("dp is missing", "dp"),
+            ("dp is not given", "dp"),
+            ("no mesh is given", "cp"),
+        ):
+            assert found[name].startswith(f"UnsupportedError: dimension {missing!r} of the model's")
+
+
+def apart() -> str:
+    """A step of two ranks of one batch, one with other experts."""
+    rollouts = routed(UNEQUAL[0])
+    if dist.get_rank():
+        routes = rollouts[0].routed_experts
+        assert routes is not None
+        other = routes.copy()
+        other[0] = (0, 2)
+        rollouts[0] = replace(rollouts[0], routed_experts=other)
+    mesh, context = mesh_of(2), EXPERTS
+    policy = forkpoint.wrap(context.wrap(context.model(), mesh), context.config, mesh=mesh)
+    return raised(lambda: policy.forward_backward(RolloutBatch(rollouts), context.loss))
+
+
+@pytest.mark.slow
+def test_ranks_of_one_batch_with_other_experts_are_refused() -> None:
+    for found in run_ranks(2, apart):
+        assert found.startswith("RankError: ranks 0 and 1"), found
 
 
 def test_what_is_not_exact_is_refused_by_name() -> None:

@@ -18,6 +18,7 @@ from scenarios_of_ranks import (
     group,
     hybrid_mesh,
     replicated,
+    routed,
     sharded,
 )
 from torch import nn
@@ -151,6 +152,12 @@ SCENARIOS = {
     "fully_shard, gated linear attention": Scenario(make=gated_linear_attention),
     "fully_shard, Mamba-2": Scenario(make=mamba),
     "fully_shard, experts": Scenario(make=with_experts),
+    "fully_shard, replayed experts": Scenario(
+        make=with_experts, rollouts=tuple(map(routed, UNEQUAL))
+    ),
+    "DistributedDataParallel, replayed experts": Scenario(
+        wrap=replicated, make=with_experts, rollouts=tuple(map(routed, UNEQUAL)), loss=GSPO()
+    ),
     "DistributedDataParallel, DPO": Scenario(
         wrap=replicated, rollouts=(pairs(0, 3), pairs(1, 1)), loss=DPO(), config=DEEP
     ),

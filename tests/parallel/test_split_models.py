@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from processes import run_ranks
-from scenarios_of_ranks import BAR, DEEP, UNEQUAL, group
+from scenarios_of_ranks import BAR, DEEP, UNEQUAL, group, routed
 from split_models import MOE, Split, compared
 from test_ranks import gated_linear_attention, mamba, pairs, valued
 from torch import nn
@@ -141,8 +141,14 @@ SPLITS: dict[str, Split] = {
     "tensor, softcaps": Split(family="gemma2", sizes={"query_pre_attn_scalar": 8}),
     "tensor, stock backward before": Split(step=after_stock_backward),
     "tensor, experts": Split(family="qwen3_moe", sizes=MOE),
+    "tensor, replayed experts": Split(
+        family="qwen3_moe", sizes=MOE, rollouts=(routed(UNEQUAL[0]),), loss=GSPO()
+    ),
     "tensor and expert": Split(family="qwen3_moe", sizes=MOE, options=EP2),
     "data and expert": Split(family="qwen3_moe", sizes=MOE, options=FSDP2_EP2, rollouts=UNEQUAL),
+    "data and expert, replayed": Split(
+        family="qwen3_moe", sizes=MOE, options=FSDP2_EP2, rollouts=tuple(map(routed, UNEQUAL))
+    ),
 }
 FOUR: dict[str, Split] = {
     "tensor x data": Split(options={"tp_size": 2, "fsdp_size": 2}, rollouts=UNEQUAL),

@@ -138,6 +138,12 @@ class ForcedRoutes:
         """Of all that has run."""
         return ReplayedRoutes(self._decisions_L, self._elsewhere_L)
 
+    def gather(self, places: Places) -> None:
+        """Add the choices of ranks that have run other places of the same microbatches.
+        Collective."""
+        self._decisions_L = places.summed(self._decisions_L)
+        self._elsewhere_L = places.summed(self._elsewhere_L)
+
     def at(self, tokens: IntArray) -> None:
         """Force the experts of these tokens from now on.
 

@@ -41,6 +41,7 @@ def contents_of(batch: RolloutBatch, plans: Sequence[Plan], numbers: Sequence[fl
     for name in (
         *("token_ids", "offsets", "loss_mask", "advantages", "old_logprobs"),
         *("reference_logprobs", "weights", "returns", "old_values", "temperatures", "group_index"),
+        "routed_experts",
     ):
         array = getattr(batch, name)
         digest.update(f"{name} {array is not None};".encode())

@@ -203,17 +203,11 @@ def check_routed_experts(host: Host, batch: RolloutBatch) -> None:
 
     Raises:
         RolloutError: they are those of another model.
-        UnsupportedError: the model is no mixture, or several ranks hold it.
+        UnsupportedError: the model is no mixture.
     """
     given_TLK = batch.routed_experts
     if given_TLK is None:
         return
-    if host.group is not None:
-        raise UnsupportedError(
-            "the rollouts have routed_experts, and several ranks hold the model, where routers "
-            "that are held to them have not been shown exact. Leave routed_experts out, or train "
-            "in one process."
-        )
     routers = host.routers
     _check_has_routers(host, "the rollouts have routed_experts")
     _, layers, chosen = given_TLK.shape

@@ -107,6 +107,8 @@ def perform(policy: StepPolicy, request: Request, finish: Finish[T], transaction
     if request.announced:
         policy.last_step = transaction.announce()
     executed = execute(policy, agreed, transaction)
+    if executed.replay is not None:
+        executed.replay.gather(policy.host.topology.places)
     return finish(policy, agreed, executed)
 
 
