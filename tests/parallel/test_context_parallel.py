@@ -534,7 +534,7 @@ def test_verify_compares_with_ordinary_training(name: str) -> None:
 
 
 def found_broken(context: Context) -> tuple[str, str]:
-    """What verify and a self-check say of attention whose last heads are too large on one rank."""
+    """Answers of a self-check and of verify where outputs of one rank's heads are too large."""
     to_places = DealtPlaces.to_places
 
     def louder(self: DealtPlaces, o_THD: Tensor, tokens: int) -> Tensor:

@@ -65,11 +65,6 @@ def context_split(mesh: DeviceMesh | None, holders: Sequence[Holder]) -> Context
             f"the mesh has the dimensions {' and '.join(found)}, which both split sequences. Use "
             "one of them."
         )
-    if any("expert" in holder.relations for holder in holders):
-        raise UnsupportedError(
-            f"the mesh's dimension {found[0]!r} splits sequences, and experts are dealt out to "
-            "ranks (ep_size), which has not been shown exact together. Leave one of them out."
-        )
     split = ContextSplit(mesh[found[0]].get_group())
     ranks = split.relations["context"]
     data = [holder.relations["data"] for holder in holders if "data" in holder.relations]
