@@ -105,7 +105,7 @@ BOMBS: dict[str, tuple[Callable[[], bytes], int | str]] = {
         lambda: packed([with_value("[" + "[]," * 14_000_000 + "[]]")]), "line 1 takes"),
     "brackets": (lambda: with_value("[" * 5_000_000), "nested too deep"),
     "a number of a million digits": (lambda: with_value("9" * 10**6), "limit (4300 digits)"),
-    "a large exponent": (lambda: with_value("1e999999999"), "extras['x'] is inf"),
+    "a large exponent": (lambda: with_value("1e999999999"), 1),  # an infinity, among the extras
     "the same key over and over": (
         lambda: b"{" + b",".join([b'"a":0'] * 500_000) + b"}\n", "the key 'a' twice"),
     "UTF-16": (lambda: GOOD.decode().encode("utf-16"), "no kind that is read"),

@@ -87,7 +87,7 @@ def rollout_of(record: dict[str, Any]) -> Rollout:
         )
     known = {key: value for key, value in record.items() if key in _FIELDS}
     unknown = {key: value for key, value in record.items() if key not in _FIELDS}
-    extras = known.get("extras") or {}
+    extras = {} if known.get("extras") is None else known["extras"]
     if unknown and isinstance(extras, dict):  # Rollout refuses anything else
         if twice := unknown.keys() & extras.keys():
             raise RolloutError(
