@@ -40,6 +40,7 @@ class Holder:
     gathers: bool = False
     reduces: bool = False
     listens: bool = False
+    length_multiple: int = 1
     """As in `Topology`, each of this holder."""
     param_dtypes: frozenset[torch.dtype] = frozenset()
     """Dtypes that parameters are cast to for forwards; empty if they are used as they are."""

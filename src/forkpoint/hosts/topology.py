@@ -6,6 +6,7 @@ mesh a warning is logged before the first gradients.
 
 import gc
 import logging
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
@@ -22,7 +23,7 @@ from forkpoint.hosts.torch_dist.fully_sharded import FullySharded
 from forkpoint.hosts.torch_dist.replicated import Replicated
 from forkpoint.hosts.torch_dist.stages import stages_of_mesh
 from forkpoint.parallel.ranks import ranks_of
-from forkpoint.parallel.topology import Relation, Topology, connected
+from forkpoint.parallel.topology import PaddedPlaces, Relation, Topology, connected
 
 _log = logging.getLogger("forkpoint")
 _warned = False
@@ -66,6 +67,8 @@ def held_by_ranks(
         topology = read_topology(holders)
         if context is not None:
             topology = replace(topology, places=context.places)
+        elif topology.length_multiple > 1:
+            topology = replace(topology, places=PaddedPlaces(topology.length_multiple))
         for holder in holders:
             for each in holder.meshes:
                 _check_root_mesh(each, topology)
@@ -112,6 +115,7 @@ def read_topology(holders: Sequence[Holder]) -> Topology:
         gathers=all(holder.gathers for holder in holders),
         reduces=any(holder.reduces for holder in holders),
         listens=any(holder.listens for holder in holders),
+        length_multiple=math.lcm(*(holder.length_multiple for holder in holders)),
     )
 
 

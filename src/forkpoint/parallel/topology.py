@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from forkpoint.tree.forest import IntArray
@@ -81,6 +83,30 @@ class Places:
 ALL_PLACES = Places()
 
 
+class PaddedPlaces(Places):
+    """All places of a microbatch, and copies of its last one up to a multiple of some length.
+
+    For modules that split sequences over ranks evenly, as sequence parallelism does.
+    """
+
+    whole = False
+
+    def __init__(self, multiple: int) -> None:
+        self.multiple: int = multiple
+
+    def own(self, tokens: int) -> IntArray:
+        return np.arange(tokens + self.padding(tokens)).clip(max=tokens - 1)
+
+    def padding(self, tokens: int) -> int:
+        return -tokens % self.multiple
+
+    def to_heads(self, tensors: Sequence[Tensor], tokens: int) -> Sequence[Tensor]:
+        return [x[:tokens] for x in tensors]
+
+    def to_places(self, o_THD: Tensor, tokens: int) -> Tensor:
+        return torch.nn.functional.pad(o_THD, (0, 0, 0, 0, 0, self.padding(tokens)))
+
+
 @dataclass(frozen=True)
 class Topology:
     """The ranks of one model and what each does in a step, read once from the model and its mesh.
@@ -113,6 +139,8 @@ class Topology:
     """Whether a wrapper takes any backward that reaches the parameters for that of its last stock
     forward, so that a step's backwards must reach others (`gradient_sums.twins`)."""
 
+    length_multiple: int = 1
+    """Stock forwards take sequences whose length is a multiple of it."""
     places: Places = ALL_PLACES
     """The places of each microbatch that this rank runs."""
 

@@ -179,7 +179,8 @@ def self_check(
     graph. Raises UnsupportedError if one of the two fails. Random generators are left as they were.
     """
     mark = transaction.changes.mark
-    comparison = StockComparison(transaction, host, config, sample_of(batch), training)
+    sample = sample_of(batch, host.topology.length_multiple)
+    comparison = StockComparison(transaction, host, config, sample, training)
     keep_random_state(host.device, transaction.changes)
     # Microbatches come first: a stock forward may renew what a hook derives from parameters,
     # such as the weight of a head under weight normalisation, and so hide that these do not.
@@ -188,17 +189,20 @@ def self_check(
     return found
 
 
-def sample_of(batch: RolloutBatch) -> RolloutBatch:
+def sample_of(batch: RolloutBatch, multiple: int = 1) -> RolloutBatch:
     """Three sequences of one length, cut from a batch: two share three quarters, all share half.
+
+    The length is a multiple of `multiple`.
 
     The tokens that all share are not trained, so that their microbatch ends without a head as
     prompts do; all others are.
     """
     longest = int(np.argmax(batch.lengths))
     shared_prompt = batch.token_ids[batch.offsets[longest] : batch.offsets[longest + 1]]
-    width = min(len(shared_prompt), WIDTH_TOKENS)
-    if width < LEAST_TOKENS:
-        shared_prompt, width = np.resize(shared_prompt, LEAST_TOKENS), LEAST_TOKENS
+    width = max(min(len(shared_prompt), WIDTH_TOKENS), LEAST_TOKENS)
+    width += -width % multiple
+    if width > len(shared_prompt):
+        shared_prompt = np.resize(shared_prompt, width)
     known = np.unique(batch.token_ids)
     # A text of one token only: with 0 and 1 there are two.
     known = known if len(known) > 1 else np.array([0, 1])

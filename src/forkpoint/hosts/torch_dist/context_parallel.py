@@ -36,10 +36,11 @@ class ContextSplit(Holder):
 
     lockstep = True
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, multiple: int = 1) -> None:
+        """`multiple`: a rank's places are padded to a multiple of this number."""
         ranks = tuple(dist.get_process_group_ranks(group))
         self.relations: Mapping[Relation, tuple[int, ...]] = {"context": ranks}
-        self.places: DealtPlaces = DealtPlaces(group)
+        self.places: DealtPlaces = DealtPlaces(group, multiple)
 
     def factor(self, *, mean: bool) -> float:
         # Gradients are parts, and the holder of the weights takes the mean over these ranks too.
@@ -65,7 +66,8 @@ def context_split(mesh: DeviceMesh | None, holders: Sequence[Holder]) -> Context
             f"the mesh has the dimensions {' and '.join(found)}, which both split sequences. Use "
             "one of them."
         )
-    split = ContextSplit(mesh[found[0]].get_group())
+    multiple = math.lcm(*(holder.length_multiple for holder in holders))
+    split = ContextSplit(mesh[found[0]].get_group(), multiple)
     ranks = split.relations["context"]
     data = [holder.relations["data"] for holder in holders if "data" in holder.relations]
     if not data or not set(ranks) <= set(data[0]):
@@ -97,8 +99,10 @@ class DealtPlaces(Places):
 
     whole = False
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, multiple: int = 1) -> None:
+        """`multiple`: each rank's places are padded to a multiple of this number."""
         self.group = group
+        self.multiple: int = multiple
         self.size: int = dist.get_world_size(group)
         self.rank: int = dist.get_rank(group)
 
@@ -106,10 +110,10 @@ class DealtPlaces(Places):
         return np.arange(self.rank, self._padded(tokens), self.size).clip(max=tokens - 1)
 
     def padding(self, tokens: int) -> int:
-        return int(self._padded(tokens) - self.size + self.rank >= tokens)
+        return self._padded(tokens) // self.size - len(range(self.rank, tokens, self.size))
 
     def _padded(self, tokens: int) -> int:
-        return -(-tokens // self.size) * self.size
+        return tokens + -tokens % (self.size * self.multiple)
 
     def own_entries(self, places: IntArray) -> tuple[IntArray, IntArray]:
         here = np.flatnonzero(places % self.size == self.rank)
