@@ -7,11 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import run_ranks
-from scenarios_of_ranks import BAR, EMPTY, UNEQUAL, Scenario, compared, said
+from scenarios_of_ranks import BAR, EMPTY, UNEQUAL, Scenario, compared
 from titan_models import titan_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.llama3.infra.parallelize import apply_fsdp
@@ -64,25 +63,3 @@ def verified() -> bool:
 
 def test_verify() -> None:
     assert run_ranks(2, verified) == [True, True]
-
-
-def split() -> str:
-    """As titan's apply_tp does it, for one projection."""
-    model: Any = titan_model("llama3")
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    parallelize_module(model, mesh, {"layers.0.attention.wq": ColwiseParallel()})
-    return said(lambda: wrap(model))
-
-
-def mixture() -> str:
-    return said(lambda: wrap(sharded(titan_model("qwen3_moe"))))
-
-
-def test_mixtures_of_experts_are_refused() -> None:
-    for found in run_ranks(2, mixture):
-        assert "mixture of experts" in found, found
-
-
-def test_tensor_parallelism_is_refused() -> None:
-    for found in run_ranks(2, split):
-        assert "layers.0.attention.wq.weight is a DTensor" in found, found

@@ -103,7 +103,7 @@ class ModelHost:
             if splits and compile_blocks:
                 raise UnsupportedError(
                     "Config(compile_blocks=True) asks for compiled decoder blocks, which have not "
-                    "been shown exact where transformers splits them over ranks. Leave "
+                    "been shown exact where their modules are split over ranks. Leave "
                     "compile_blocks out."
                 )
             if context and compile_blocks:
@@ -321,7 +321,8 @@ class ModelHost:
         return self.entry.keeps_counts
 
     def add_counts(self, logical_LE: Tensor) -> None:
-        self.entry.add_counts(logical_LE)
+        if self.topology.places.rank == 0:  # optimizers add up those of ranks with parts of a batch
+            self.entry.add_counts(logical_LE)
 
     def _take_off(self, changes: Changes) -> None:
         if self._group is not None:

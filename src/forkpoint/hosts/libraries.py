@@ -14,7 +14,8 @@ from forkpoint.hosts.host import ModelHost
 from forkpoint.hosts.modules import forget_lists
 from forkpoint.hosts.titan.entry import TitanEntry
 from forkpoint.hosts.titan.families import is_titan
-from forkpoint.hosts.titan.refusals import whole
+from forkpoint.hosts.titan.splits import split_holder as titan_split_holder
+from forkpoint.hosts.titan.splits import unsplit as titan_unsplit
 from forkpoint.hosts.titan.stock import TitanStock
 from forkpoint.hosts.topology import holders_of, unwrapped
 from forkpoint.hosts.torch_dist.copies import copy_in
@@ -26,7 +27,7 @@ from forkpoint.hosts.wrappers import uncompiled
 from forkpoint.plan.stages import stages_of_shape
 
 TRANSFORMERS = Library(TransformersEntry, TransformersStock, split_holder, unsplit)
-TITAN = Library(TitanEntry, TitanStock, whole, lambda *_: None)
+TITAN = Library(TitanEntry, TitanStock, titan_split_holder, titan_unsplit)
 
 
 def library_of(model: nn.Module) -> Library:

@@ -217,7 +217,7 @@ def finish_training(policy: StepPolicy, agreed: AgreedStep, executed: Executed) 
     assert objective is not None
     loss = policy.model_state.ratios.read(result.loss, result.per_token.get("logprobs"), batch)
     if routing is not None and policy.host.keeps_counts:
-        policy.host.add_counts(routing.counts(end).logical_LE)
+        policy.host.add_counts(routing.counts().logical_LE)
     router_loss = None
     if routing is not None and agreed.local.request.router is not None:
         router_loss = float(routing.loss) if end is None else end.loss

@@ -117,7 +117,7 @@ SPLITS: tuple[Kind, ...] = (
         name="Compiled blocks of a split model",
         error=UnsupportedError,
         message="Config(compile_blocks=True) asks for compiled decoder blocks, which have not been "
-        "shown exact where transformers splits them over ranks. Leave compile_blocks out.",
+        "shown exact where their modules are split over ranks. Leave compile_blocks out.",
         call=in_process_group(compiled),
     ),
     Kind(

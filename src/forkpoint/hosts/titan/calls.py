@@ -9,6 +9,7 @@ from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from forkpoint.engine.changes import Changes
@@ -44,8 +45,16 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Stands in for the inner attention's forward: [B, H, L, E]."""
+    """Stands in for the inner attention's forward: [B, H, L, E].
+
+    Under tensor parallelism it runs the heads of this rank; some families give DTensors of these.
+    """
     if not isinstance(block_mask, CallContext):
         refuse_call()
-    q, k, v = (x.transpose(1, 2) for x in (q_BHLD, k_BKLD, v_BKLE))
-    return attend(block_mask, module, q, k, v, scale=scale).transpose(1, 2)
+    given = (x.to_local() if isinstance(x, DTensor) else x for x in (q_BHLD, k_BKLD, v_BKLE))
+    q, k, v = (x.transpose(1, 2) for x in given)
+    output = attend(block_mask, module, q, k, v, scale=scale).transpose(1, 2)
+    if isinstance(q_BHLD, DTensor):
+        heads = q_BHLD.placements
+        output = DTensor.from_local(output, q_BHLD.device_mesh, heads, run_check=False)
+    return output

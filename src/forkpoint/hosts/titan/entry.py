@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 
 from forkpoint.engine.changes import Changes
 from forkpoint.hosts.calls import CallContext
@@ -17,7 +18,8 @@ from forkpoint.hosts.heads import LogprobHead, ModelHead
 from forkpoint.hosts.titan import calls, refusals
 from forkpoint.hosts.titan.families import Family, family_of
 from forkpoint.hosts.titan.routers import ExpertCounts, Routers
-from forkpoint.hosts.titan.shapes import model_shape, shallow_model
+from forkpoint.hosts.titan.shapes import local_shape, model_shape, shallow_model
+from forkpoint.hosts.titan.splits import SPLIT_HOOKS, split_modules, without_hooks
 from forkpoint.hosts.titan.stock import TitanStock
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.program import BLOCKS, BOUNDARY
@@ -28,7 +30,7 @@ from forkpoint.rollouts.batch import RolloutBatch
 class TitanEntry:
     """A language model of torchtitan."""
 
-    known_hooks: tuple[Definition, ...] = ()
+    known_hooks: tuple[Definition, ...] = SPLIT_HOOKS
     known_gradient_hooks: tuple[Definition, ...] = ()
     registries: tuple[Any, ...] = ()
     idle: tuple[nn.Module, ...] = ()
@@ -38,7 +40,8 @@ class TitanEntry:
         self.core: Any = model
         self.family: Family = family_of(model)
         self._counts = ExpertCounts()
-        self.head: ModelHead = LogprobHead(lambda: refusals.check_head(model), dict, ())
+        split = [module for _, module, _ in splits]
+        self.head: ModelHead = LogprobHead(lambda: refusals.check_head(model), dict, split)
 
     @property
     def decoder(self) -> nn.Module:
@@ -67,7 +70,9 @@ class TitanEntry:
         return [self.core.model_args]
 
     def shape(self, splits: Sequence[Any]) -> ModelShape:
-        return model_shape(self.core, self.blocks, checkpointed=self.checkpointed)
+        shape = model_shape(self.core, self.blocks, checkpointed=self.checkpointed)
+        tensor = next((s.tensor for _, _, s in splits if s.tensor is not None), None)
+        return shape if tensor is None else local_shape(shape, tensor.size())
 
     def shallow(self, layers: int, device: torch.device, dtype: torch.dtype) -> nn.Module:
         return shallow_model(self.core, layers, device=device, dtype=dtype)
@@ -78,6 +83,7 @@ class TitanEntry:
 
     def check_model(self) -> None:
         refusals.check_model(self.core, self.family)
+        split_modules(self.core)
 
     def check_context_parallel(self, shape: ModelShape, ranks: int) -> None:
         refusals.refuse_ranks("forkpoint's context parallelism")
@@ -112,6 +118,8 @@ class TitanEntry:
 
     def attach(self, changes: Changes) -> None:
         calls.set_attention(self.blocks, changes)
+        # Its hooks give logits; here it gets whole hidden states, and gives log-probs.
+        without_hooks(self.core.output, SPLIT_HOOKS, changes)
 
     def run(self, ids_1T: Tensor, positions_1T: Tensor, context: CallContext) -> Any:
         given = {calls.MASKS: calls.CarriedContext(context)}
@@ -127,11 +135,19 @@ class TitanEntry:
         Without the head the norm does not run either: torchtitan gives fully_shard the two as one
         group, which is gathered at the norm and freed after the head.
         """
-        rope, hidden = self.family.rope_of(self.core), self.core.tok_embeddings(ids_1T)
+        # Not by positions, which each layer would look up, and some families take as DTensors.
+        rope = self.family.rope_of(self.core)[positions[0]]
+        hidden = self.core.tok_embeddings(ids_1T)
         for block in self.core.layers.values():
-            hidden = block(hidden, rope, attention_masks=attention_masks, positions=positions)
-        ends = attention_masks.instruction.ends_at in (BOUNDARY, BLOCKS)
-        return hidden if ends else self.core.norm(hidden)
+            hidden = block(hidden, rope, attention_masks=attention_masks)
+        if attention_masks.instruction.ends_at in (BOUNDARY, BLOCKS):
+            return hidden
+        hidden = self.core.norm(hidden)
+        if isinstance(hidden, DTensor):  # ranks have parts of the sequence
+            replicated = [Replicate()] * hidden.device_mesh.ndim
+            # The head gives the whole gradient on every rank.
+            hidden = hidden.redistribute(placements=replicated).to_local()
+        return hidden
 
     def stock(self, ids_NL: Tensor) -> Tensor:
         return TitanStock(self.core).logits(ids_NL)

@@ -7,8 +7,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     CheckpointWrapper,
 )
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.code_provenance import describe_function
@@ -37,6 +35,13 @@ def check_model(model: Any, family: Family) -> None:
         "torch.nn.modules.",
         f"{CHECKPOINT}.",
     )
+    tied = getattr(model.model_args, "enable_weight_tying", False)
+    if tied and model.tok_embeddings.weight is not model.output.weight:
+        raise UnsupportedError(
+            "the model's arguments have enable_weight_tying, and its embeddings and its head have "
+            "weights of their own: torchtitan's tensor parallelism unties them. Set "
+            "tensor_parallel_degree to 1, or train a model whose weights are not tied."
+        )
     for name, module in every_module(model):
         where, kind = name or "the model", plain_class(module)
         if not f"{kind.__module__}.".startswith(allowed):
@@ -112,15 +117,3 @@ def refuse_ranks(found: str) -> NoReturn:
         f"a model of torchtitan is held by {found}, which has not been shown exact. Use "
         "torchtitan's FSDP (data_parallel_shard_degree), or one process."
     )
-
-
-def whole(model: nn.Module) -> None:
-    """Nothing splits the model. Refuses parameters that other than fully_shard holds in parts."""
-    for name, parameter in model.named_parameters():
-        if not isinstance(parameter, DTensor):
-            continue
-        if any(hasattr(layer, "moe") for layer in model.layers.values()):  # pyright: ignore
-            refuse_ranks("ranks, and is a mixture of experts")
-        split = {"tp", "ep", "etp"} & set(parameter.device_mesh.mesh_dim_names or ())
-        if split or not isinstance(model, FSDPModule):
-            refuse_ranks(f"ranks ({name} is a DTensor over {parameter.device_mesh})")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
+from forkpoint.hosts.torch_dist.copies import full
 from forkpoint.hosts.upcasts import lift_upcasts
 
 
@@ -20,7 +21,7 @@ class TitanStock:
     def logits(self, ids_NL: Tensor, keep: Tensor | None = None) -> Tensor:
         """Logits [N, L, V]; [N, n, V] of the places `keep`, int64 [n]."""
         if keep is None:
-            return self.model(ids_NL)
+            return full(self.model(ids_NL))
         output: Any = self.model.output
         own = output.forward
         with Changes() as changes:

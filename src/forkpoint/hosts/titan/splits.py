@@ -1,0 +1,187 @@
+"""Models that torchtitan splits over ranks: tensor parallelism with sequence parallelism, and
+experts.
+
+torchtitan's own code runs on every rank. Hooks of its modules convert tensors to and from DTensors
+and issue the collectives. A step adds no collective of its own but those of the head. Splits are
+read from these hooks, which close over the style of the split and the mesh, and from no
+configuration, which may have changed since.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeGuard
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from forkpoint.engine.changes import Changes
+from forkpoint.engine.distributed import Holder
+from forkpoint.errors import UnsupportedError
+from forkpoint.hosts.code_provenance import Definition, describe_function, is_defined_as
+from forkpoint.hosts.modules import HOOKS, every_module, every_parameter
+from forkpoint.hosts.wrappers import closed_over
+from forkpoint.parallel.topology import Relation
+
+STYLE = "torch.distributed.tensor.parallel.style"
+SPLIT_HOOKS: tuple[Definition, ...] = (
+    ("torch.distributed.tensor._api", "distribute_module.<locals>.<lambda>"),
+    (STYLE, "PrepareModuleInput._apply.<locals>.<lambda>"),
+    (STYLE, "PrepareModuleOutput._apply.<locals>.<lambda>"),
+)
+"""Hooks by which torch's styles of parallelism act."""
+EXCHANGES = "torchtitan.distributed.expert_parallel"
+EXACT: dict[str, tuple[str, ...]] = {
+    STYLE: (
+        *("ColwiseParallel", "RowwiseParallel", "SequenceParallel"),
+        *("PrepareModuleInput", "PrepareModuleOutput"),
+    ),
+    "torchtitan.distributed": ("NoParallel",),
+    EXCHANGES: ("TensorParallel", "ExpertParallel", "ExpertTensorParallel"),
+}
+"""Styles that have been shown exact, by the module that defines them."""
+WRONG = "ReordererSequenceParallel"
+"""A style with which gradients of torchtitan 0.2.2 itself are wrong."""
+
+
+@dataclass(frozen=True)
+class TitanStyle:
+    """How a module is split."""
+
+    style: str
+    """The class of the split."""
+    tensor: DeviceMesh | None
+    """The ranks that hold the same batch; None where the module exchanges tokens alone."""
+    expert: DeviceMesh | None
+    """The ranks that have the experts together; None where the module exchanges no tokens."""
+
+
+Split = tuple[str, nn.Module, TitanStyle]
+
+
+def split_modules(model: nn.Module) -> list[Split]:
+    """The modules of a model that are split over ranks, by name.
+
+    Raises UnsupportedError for a style that has not been shown exact.
+    """
+    return [
+        (name, module, _style(name or "the model", hook))
+        for name, module in every_module(model)
+        for hook in _hooks(module)
+    ]
+
+
+def _hooks(module: nn.Module) -> Iterator[Any]:
+    """The hooks of a module that split it."""
+    for kind in HOOKS:
+        yield from (h for h in vars(module)[kind].values() if is_defined_as(h, *SPLIT_HOOKS))
+
+
+def _style(where: str, hook: Any) -> TitanStyle:
+    inside = closed_over(hook)
+    function = inside.get("input_fn") or inside.get("output_fn") or type(inside["self"])._apply
+    while isinstance(function, partial):
+        function = function.func
+    module, style = function.__module__, function.__qualname__.partition(".")[0]
+    if style == WRONG:
+        raise UnsupportedError(
+            f"{where} is split over ranks by {WRONG}, with which torchtitan's own gradient of the "
+            "router is a part of it, another one on each rank. Set expert_tensor_parallel_degree "
+            "to tensor_parallel_degree, or one of the two parallelisms to degree 1."
+        )
+    if style not in EXACT.get(module, ()):
+        known = ", ".join(name for names in EXACT.values() for name in names)
+        raise UnsupportedError(
+            f"{where} is split over ranks by {describe_function(function)}, which has not been "
+            f"shown exact; these styles have: {known}. Use torchtitan's own parallelize function "
+            "without it."
+        )
+    mesh: DeviceMesh = inside["device_mesh"]
+    if style == "ExpertParallel":
+        return TitanStyle(style, None, mesh)
+    if style == "ExpertTensorParallel":
+        return TitanStyle(style, mesh["etp"], mesh["ep"])
+    return TitanStyle(style, mesh, None)
+
+
+def without_hooks(module: nn.Module, known: Sequence[Definition], changes: Changes) -> None:
+    """Take such hooks off a module until the changes are undone."""
+    for kind in HOOKS:
+        own = vars(module)[kind]
+        changes.set(
+            vars(module),
+            kind,
+            type(own)((n, hook) for n, hook in own.items() if not is_defined_as(hook, *known)),
+        )
+
+
+def unsplit(copy: nn.Module, _: Sequence[Split]) -> None:
+    """Let a whole copy of a model whose modules are split run on one rank."""
+    for module in copy.modules():
+        without_hooks(module, SPLIT_HOOKS, Changes())
+
+
+def split_holder(model: nn.Module) -> "TitanSplit | None":
+    """The holder of a model that torchtitan has split over ranks; None where it has not.
+
+    Raises UnsupportedError for splits that have not been shown exact.
+    """
+    splits = split_modules(model)
+    return TitanSplit(model, splits) if splits else None
+
+
+class TitanSplit(Holder):
+    """torchtitan's tensor parallelism with sequence parallelism, and its expert parallelism."""
+
+    lockstep = True
+
+    def __init__(self, model: nn.Module, splits: Sequence[Split]) -> None:
+        """Raises UnsupportedError where a part of the model is not split with the rest."""
+        self.splits: Sequence[tuple[str, nn.Module, Any]] = tuple(splits)
+        self.experts: Collection[nn.Module] = {m for _, m, s in splits if s.expert is not None}
+        tensor = _one_mesh("tensor", [style.tensor for _, _, style in splits])
+        expert = _one_mesh("expert", [style.expert for _, _, style in splits])
+        relations: dict[Relation, tuple[int, ...]] = {}
+        if expert is not None:
+            relations["expert"] = _members(expert)
+        if tensor is not None:
+            relations["tensor"] = _members(tensor)
+            self._check_all_split(model, _members(tensor))
+        self.relations: Mapping[Relation, tuple[int, ...]] = relations
+        self.meshes: Sequence[DeviceMesh] = [m for m in (tensor, expert) if m is not None]
+        self.length_multiple: int = 1 if tensor is None else tensor.size()
+
+    def _check_all_split(self, model: nn.Module, ranks: tuple[int, ...]) -> None:
+        dealt = {p for module in self.experts for p in module.parameters()}
+        for name, parameter in every_parameter(model):
+            if parameter in dealt:
+                continue
+            groups = parameter.device_mesh.get_all_groups() if _is_split(parameter) else []
+            if not any(set(ranks) <= set(dist.get_process_group_ranks(g)) for g in groups):
+                raise UnsupportedError(
+                    f"{self.splits[0][0]} is split over ranks {list(ranks)} and {name} is not, "
+                    "which has not been shown exact. Use torchtitan's own parallelize function for "
+                    "the whole model."
+                )
+
+
+def _is_split(parameter: nn.Parameter) -> TypeGuard[DTensor]:
+    return isinstance(parameter, DTensor)
+
+
+def _members(mesh: DeviceMesh) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(mesh.get_group()))
+
+
+def _one_mesh(what: str, meshes: Iterable[DeviceMesh | None]) -> DeviceMesh | None:
+    """The mesh of all modules that have one; None where none has."""
+    found = {_members(mesh): mesh for mesh in meshes if mesh is not None}
+    if len(found) > 1:
+        raise UnsupportedError(
+            f"modules of the model are split over different {what}-parallel groups of ranks "
+            f"({', '.join(map(str, sorted(found)))}), which has not been shown exact. Split all of "
+            "them over one mesh dimension."
+        )
+    return next(iter(found.values()), None)

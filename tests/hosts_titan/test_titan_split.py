@@ -1,0 +1,181 @@
+"""Models that torchtitan's own tensor, sequence and expert parallelism splits over ranks."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from processes import run_ranks
+from scenarios_of_ranks import BAR, EMPTY, UNEQUAL, distance, gradients, group, said
+from steps import ACROSS, VOCAB
+from titan_models import titan_model
+from titan_parallel import Case, compared, models_on_cpus, parallelize
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn import functional as F
+from torchtitan.components.optimizer import build_optimizers_with_moe_load_balancing
+from torchtitan.config.job_config import Optimizer
+from torchtitan.distributed.expert_parallel import DeepEPExpertParallel
+
+from forkpoint import Rollout, RolloutBatch, wrap
+from forkpoint.losses import GRPO, GSPO, LogLikelihood
+
+FULL = {"checkpoint": "full"}
+TOGETHER = {"dp_shard": 2, "ep": 2}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "case"),
+    [
+        (2, Case("llama3")),
+        (2, Case("llama3", {"tp": 2, "loss_parallel": False, **FULL}, loss=GSPO(), steps=2)),
+        (2, Case("qwen3")),
+        (2, Case("qwen3_moe")),
+        (2, Case("qwen3_moe", {"dp_shard": 2}, rollouts=UNEQUAL)),
+        (2, Case("qwen3_moe", TOGETHER, rollouts=EMPTY)),
+        (2, Case("deepseek_v3", {"tp": 2, **FULL})),
+        (2, Case("deepseek_v3", {**TOGETHER, **FULL}, rollouts=UNEQUAL)),
+        pytest.param(2, Case("deepseek_v3"), marks=pytest.mark.slow),
+        pytest.param(
+            4, Case("qwen3", {"tp": 2, "dp_shard": 2}, rollouts=UNEQUAL), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            4,
+            Case("qwen3_moe", {"tp": 2, "dp_shard": 2, "ep": 2, "etp": 2}, rollouts=UNEQUAL),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_gradients_are_those_of_one_process(ranks: int, case: Case) -> None:
+    for found in run_ranks(ranks, compared, case):
+        assert found["error"] < BAR and found["loss"] < BAR and found["scores"] < BAR, found
+        assert found["shared"] or case.rollouts is EMPTY
+
+
+def ordinary(model: nn.Module, rollouts: list[Rollout]) -> dict[str, Tensor | None]:
+    """Gradients of the model's own forward and backward of one rollout at a time."""
+    model.zero_grad()
+    trained = sum(int(rollout.loss_mask.sum()) for rollout in rollouts)
+    for rollout in rollouts:
+        ids = torch.tensor(rollout.token_ids)
+        logits = model(ids[None, :-1])
+        logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
+        labels = torch.where(torch.tensor(rollout.loss_mask), ids, -100)[1:]
+        (F.cross_entropy(logits[0], labels, reduction="sum") / trained).backward()
+    return {name: None if g is None else g.clone() for name, g in gradients(model).items()}
+
+
+EVEN = [r for seed in (5, 6) for r in group(seed, 6, 16, 12) if len(r.token_ids) % 2]
+"""Sequence parallelism takes inputs of even lengths."""
+
+
+def beside_its_own_passes() -> dict[str, Any]:
+    """A step in float32, and torchtitan's own passes in both dtypes with the same parallelism."""
+    models_on_cpus()
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        model = titan_model("qwen3", dtype=dtype)
+        parallelize(model, tp=2)
+        found.append(ordinary(model, EVEN))
+    exact, own = found
+    model.zero_grad()
+    policy = wrap(model)
+    policy.forward_backward(RolloutBatch(EVEN), LogLikelihood())
+    names = list(exact)
+    error, rounding = distance(gradients(model), exact, names), distance(own, exact, names)
+    again = ordinary(model, EVEN)
+    return {
+        "error": error,
+        "rounding": rounding,
+        "same": all(torch.equal(again[n], own[n]) for n in names),  # type: ignore[arg-type]
+        "verified": policy.verify(RolloutBatch(EVEN), GRPO()).passed,
+    }
+
+
+def test_torchtitan_s_own_passes() -> None:
+    """A step is as near to float64, and leaves no trace: later ones are the same to the bit."""
+    for found in run_ranks(2, beside_its_own_passes):
+        assert found["error"] < max(1e-5, 1.1 * found["rounding"]), found
+        assert found["same"] and found["verified"], found
+
+
+# Counts of experts
+# ------------------------------------------------------------
+
+
+def biases(family: str, options: dict[str, Any], shared: bool) -> list[Tensor]:
+    """Of each layer, after 20 steps of torchtitan's optimizer."""
+    models_on_cpus()
+    model: Any = titan_model(family)  # in float64, where rounding changes no choice
+    dims = parallelize(model, **options)
+    settings = Optimizer(lr=0.0, implementation="for-loop")
+    optimizers = build_optimizers_with_moe_load_balancing([model], settings, dims)
+    policy = wrap(model, ACROSS)
+    data = 0 if options.get("tp") else dist.get_rank()
+    for step in range(20):
+        rng = np.random.default_rng((step, data))
+        prompt = rng.integers(0, VOCAB, 8)
+        answers = rng.integers(0, VOCAB, (4, 5))
+        mask = np.repeat([0, 1], [8, 5])
+        batch = RolloutBatch(Rollout(np.append(prompt, a), mask, 1.0) for a in answers)
+        if shared:
+            policy.score(batch)
+            policy.forward_backward(batch, GRPO())
+        else:
+            ordinary(model, list(batch.rollouts))
+        optimizers.step()
+        optimizers.zero_grad()
+    return [m.expert_bias for m in model.modules() if hasattr(m, "expert_bias")]
+
+
+def biases_of_both(family: str, options: dict[str, Any]) -> tuple[bool, float]:
+    dense = biases(family, options, shared=False)
+    shared = biases(family, options, shared=True)
+    same = all(map(torch.equal, shared, dense))
+    return same, min(float(bias.abs().max()) for bias in dense)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen3_moe", {"dp_shard": 2, **FULL}),
+        pytest.param("qwen3_moe", {"tp": 2}, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", TOGETHER, marks=pytest.mark.slow),
+    ],
+)
+def test_biases_move_as_in_dense_training(family: str, options: dict[str, Any]) -> None:
+    for same, moved in run_ranks(2, biases_of_both, family, options):
+        assert same and moved > 5e-3, "they have moved"
+
+
+# Refusals
+# ------------------------------------------------------------
+
+
+def refused() -> list[str]:
+    models_on_cpus()
+    tied, partly, foreign, wrong = (
+        titan_model(*made, **options)
+        for made, options in (
+            (("qwen3",), {"enable_weight_tying": True}),
+            (("llama3",), {}),
+            (("qwen3_moe",), {}),
+            (("qwen3_moe",), {}),
+        )
+    )
+    dims = parallelize(tied, tp=2)
+    mesh = dims.get_mesh("tp")
+    parallelize_module(partly, mesh, {"layers.0.attention.wq": ColwiseParallel()})
+    DeepEPExpertParallel()._apply(foreign.layers["0"].moe.experts, mesh)  # type: ignore[operator]
+    parallelize(wrong, tp=2, ep=2)
+    return [said(lambda model=model: wrap(model)) for model in (tied, partly, foreign, wrong)]
+
+
+def test_other_splits_are_refused_by_name() -> None:
+    for tied, partly, foreign, wrong in run_ranks(2, refused):
+        assert "enable_weight_tying" in tied, tied
+        assert "tok_embeddings.weight is not" in partly, partly
+        assert "DeepEPExpertParallel" in foreign, foreign
+        assert "ReordererSequenceParallel" in wrong, wrong
