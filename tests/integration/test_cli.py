@@ -37,7 +37,8 @@ OPTIONS = {
     },
     "plan": {
         *("--model", "--batch-rollouts", "--details", "--ranks", "--limit", "--json", "--loss"),
-        *("--device-memory", "--trained-share", *READING, *CONFIG, *MEMORY),
+        *("--device-memory", "--trained-share", "--shard", "--stages"),
+        *(*READING, *CONFIG, *MEMORY),
     },
     "replay": {
         *("--model", "--limit", "--json", "--loss", "--router-loss", "--optimizer", "--lr"),
@@ -53,7 +54,7 @@ OPTIONS = {
     "calibrate": {
         *("--model", "--output", "--dtype", "--device", "--blocks", "--max-seconds", "--json"),
     },
-    "doctor": {"--json"},
+    "doctor": {"--quick", "--json"},
 }
 
 

@@ -40,13 +40,31 @@ def test_parameters_are_those_of_the_model(name: str) -> None:
 
 
 def test_a_device_has_left_what_nothing_else_takes() -> None:
-    device = DeviceMemory(80 * GB, 8 * 10**9, 2)
+    device = DeviceMemory(total_bytes=80 * GB, parameters=8 * 10**9, dtype_bytes=2)
     assert (device.weights_bytes, device.gradients_bytes) == (16 * GB, 16 * GB)
-    assert device.optimizer_bytes == 64 * GB
-    assert device.left_bytes < 0 and device.budget_bytes is None and not device.fits(0)
+    assert device.optimizer_bytes == 32 * GB
+    whole = replace(device, dtype_bytes=4)
+    assert whole.optimizer_bytes == 64 * GB
+    assert whole.left_bytes < 0 and whole.budget_bytes == GIB and not whole.fits(0)
     small = replace(device, optimizer_bytes_per_parameter=2)
     left = 80 * GB - 48 * GB - margin_bytes(80 * GB) - GIB // 2
     assert small.left_bytes == left and small.budget_bytes == left // GIB * GIB
     assert small.fits(left) and not small.fits(left + 1)
     adapters = replace(device, trained_share=0.01)
-    assert adapters.fixed_bytes == int(16 * GB + 0.01 * 8 * 10**9 * 10)
+    assert adapters.fixed_bytes == int(16 * GB + 0.01 * 8 * 10**9 * 6)
+
+
+def test_ranks_divide_what_a_device_holds() -> None:
+    """Blocks at work and the gradients of a step are whole on every rank."""
+    one = DeviceMemory(
+        total_bytes=80 * GB, parameters=10**10, dtype_bytes=2, embeddings=10**9, layers=9
+    )
+    four = replace(one, ranks=4)
+    assert four.weights_bytes == 5 * GB + 2 * (1 + 3) * GB
+    assert four.gradients_bytes == 20 * GB + 5 * GB and four.optimizer_bytes == 10 * GB
+    replicated = replace(four, sharded=False)
+    assert replicated.weights_bytes == 20 * GB and replicated.optimizer_bytes == 40 * GB
+    assert replicated.gradients_bytes == 40 * GB, "with the buckets that DDP has besides"
+    assert not one.fits(6 * GB) and one.least_ranks(6 * GB) == 2
+    assert replicated.least_ranks(6 * GB) == 4, "no fewer than there are"
+    assert replace(one, parameters=10**11).least_ranks(0) is None

@@ -86,7 +86,7 @@ def test_edges_are_those_of_what_runs(batch: RolloutBatch, data: st.DataObject) 
         estimate.add(batch, runs)
         totals.add(plan)
         assert estimate.work["none"] == plan.dense and totals.left_out == plan.left_out
-        assert totals.bound == plan.bound
+        assert estimate.bound(sharing) == plan.bound
         assert estimate.work[sharing].tokens == plan.shared.tokens
         assert estimate.unique_tokens == plan.unique_tokens
 

@@ -83,7 +83,7 @@ def test_explain_in_full() -> None:
     text = make_plan(batch, config=config).explain()
     check = [" ".join(line.replace("│", " ").split()) for line in text.splitlines()]
     assert "plan: group + across, as asked" in check
-    assert "bound on the speed-up (tokens) 1.67x" in check
+    assert "dense over this plan (tokens) 1.67x" in check
     assert "group across 1.000 chosen" in check
     assert "prefix 0 - 1 3 3" in check
     assert "leaf 1 prefix 0 3 6 0" in check

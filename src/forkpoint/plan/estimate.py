@@ -59,7 +59,10 @@ class Estimate:
         self.batches += 1
         self.groups += int(batch.group_index.max(initial=-1)) + 1
 
-    def bound(self, mode: str) -> float:
-        """Dense over `mode`, in FLOPs where there is a shape, else in tokens: the most that sharing
-        can speed up what a model computes."""
+    def bound(self, mode: str = "tree") -> float:
+        """Dense over `mode`, in FLOPs where there is a shape, else in tokens.
+
+        That of "tree" is the bound of the rollouts: the most that sharing can speed up what a model
+        computes, whatever limits a plan keeps to.
+        """
         return bound_of(self.work["none"], self.work[mode], self.shape)

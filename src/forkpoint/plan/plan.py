@@ -53,7 +53,7 @@ class Candidate:
     cost: float | None
     """Predicted cost of the step, in the plan's cost_unit."""
     refused: str | None = None
-    """Why there is no such plan."""
+    """Why there is no such plan, or why it was not chosen although it is predicted cheaper."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -462,7 +462,7 @@ def _summary(plan: Plan) -> Table:
     if plan.shape is not None:
         add("predictions rest on", plan.rests_on or "counted FLOPs and bytes")
     unit = "FLOPs" if plan.shape is not None else "tokens"
-    add(f"bound on the speed-up ({unit})", f"{plan.bound:.2f}x")
+    add(f"dense over this plan ({unit})", f"{plan.bound:.2f}x")
     return table
 
 

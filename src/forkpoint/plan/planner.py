@@ -6,7 +6,12 @@ from pathlib import Path
 
 from forkpoint.config import AUTO, Config
 from forkpoint.errors import PlanError
-from forkpoint.plan.builder import Builder, cost_with_preference, least_memory
+from forkpoint.plan.builder import (
+    KEEPING_IS_WORTH,
+    Builder,
+    cost_with_preference,
+    least_memory,
+)
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.plan import Candidate, Plan
 from forkpoint.plan.pricing.calibration import Calibration
@@ -113,7 +118,23 @@ def make_plan(
     fitting = [plan for plan in plans if plan.fits]
     plan = _chosen(fitting) if fitting else least_memory(plans)
     dense = min((p.cost for p in plans if p.sharing == "none"), default=None)
+    looked_at = {(p.sharing, p.boundary): p for p in plans}
+    candidates = [
+        replace(c, refused=c.refused or _passed_over(looked_at[c.sharing, c.boundary], plan))
+        if (c.sharing, c.boundary) in looked_at
+        else c
+        for c in candidates
+    ]
     return replace(plan, candidates=tuple(candidates), reason=_reason(plan, dense, config))
+
+
+def _passed_over(plan: Plan, chosen: Plan) -> str | None:
+    """Why a plan was not chosen that is predicted to cost less; None if it costs no less."""
+    if plan.cost >= chosen.cost:
+        return None
+    if chosen.cost <= plan.cost * (1 + NOISE):
+        return f"cheaper by less than {NOISE:.1%}, and the simpler is taken"
+    return f"cheaper by less than {KEEPING_IS_WORTH:.0%}, and does not keep all activations"
 
 
 def _chosen(plans: list[Plan]) -> Plan:

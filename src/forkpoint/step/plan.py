@@ -1,5 +1,6 @@
 """The first stage of a step: a request is checked, and its batch planned, on this rank alone."""
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import is_dataclass, replace
@@ -12,6 +13,7 @@ from forkpoint.losses.base import Loss, LossFunction, as_loss, check_denominator
 from forkpoint.losses.views import check_range
 from forkpoint.losses.zeros import zero_rollouts
 from forkpoint.plan import Plan, make_plan
+from forkpoint.plan.parting import LITTLE, MOVE, WORTH_MOVING, where_prompts_part
 from forkpoint.plan.routing import RouterDemand
 from forkpoint.plan.runs import run_lengths
 from forkpoint.plan.shared_prompts import PlannedPrompt
@@ -33,6 +35,8 @@ from forkpoint.step.router_steps import (
     router_work,
 )
 from forkpoint.tree.forest import IntArray
+
+_log = logging.getLogger("forkpoint")
 
 
 def check_and_plan(policy: StepPolicy, request: Request) -> LocalStep:
@@ -140,7 +144,19 @@ def plan_batch(
     budget_bytes = budgets.of(policy.host, policy.config)
     plan = plan_within(policy, batch, loss, budget_bytes, routers)
     budgets.planned(plan)
+    if loss is not None and not policy.model_state.looked_at_prompts:
+        policy.model_state.looked_at_prompts = True
+        _warn_of_parting(batch, plan, policy.config)
     return plan
+
+
+def _warn_of_parting(batch: RolloutBatch, plan: Plan, config: Config) -> None:
+    """Say once why a batch shares little, if equal tokens follow a difference of prompts."""
+    if config.sharing == "none" or plan.computed_tokens < LITTLE * plan.dense.tokens:
+        return
+    parting = where_prompts_part(batch)
+    if parting is not None and parting.following >= WORTH_MOVING:
+        _log.warning("the first batch shares little: %s; %s.", parting, MOVE)
 
 
 def plan_within(

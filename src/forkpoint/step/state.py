@@ -29,6 +29,8 @@ class ModelState:
         """Whether the reduction of gradients over ranks was checked."""
         self.checks: SampleChecks = SampleChecks()
         self.budgets: MemoryBudgets = MemoryBudgets()
+        self.looked_at_prompts: bool = False
+        """Whether the first batch was looked at for prompts that keep it from sharing."""
         self.ratios: Ratios = Ratios()
 
     def calibration(self, host: Host, config: Config) -> Calibration | None:

@@ -14,7 +14,11 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from forkpoint.apps.cli.output import Output
 from forkpoint.errors import ConfigError, TraceError
-from forkpoint.hosts.transformers.model_files import parameters_of_model, shape_of_model
+from forkpoint.hosts.transformers.model_files import (
+    dtype_of_model,
+    parameters_of_model,
+    shape_of_model,
+)
 from forkpoint.plan import ModelShape
 from forkpoint.plan.device_memory import DeviceMemory
 from forkpoint.rollouts.batch import Rollout, RolloutBatch
@@ -29,8 +33,9 @@ PLAN_TOKEN_BYTES = 96
 own arrays: 1.3 KB and 70 to 90 bytes were measured with `forkpoint plan`."""
 BATCH_TOKENS = 4_000_000
 """Tokens after which a batch of a long file ends with its group, or with as many again."""
-DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 DtypeName = Literal["float32", "bfloat16", "float64"]
+ModelDtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 # fmt: off
 FormatName = Literal["auto", "forkpoint", "verl", "verl-text", "trl", "trl-async", "openrlhf",
@@ -91,12 +96,12 @@ class Memory:
     """Options that decide how much memory the model takes.
 
     Attributes:
-        dtype: The dtype of its parameters.
+        dtype: The dtype of its parameters; auto is the one that its configuration names.
         gradient_checkpointing: Recompute activations in the backward instead of keeping them: less
             memory, more time.
     """
 
-    dtype: DtypeName = "float32"
+    dtype: ModelDtype = "auto"
     gradient_checkpointing: Flag = False
 
     def shape(self, model: Path | None) -> ModelShape | None:
@@ -107,11 +112,20 @@ class Memory:
         """
         if model is None:
             return None
+        dtype = self.dtype_of(model)
         return shape_of_model(
-            model,
-            dtype_bytes=DTYPE_BYTES[self.dtype],
-            checkpointed=self.gradient_checkpointing,
+            model, dtype_bytes=DTYPE_BYTES[dtype], checkpointed=self.gradient_checkpointing
         )
+
+    def dtype_of(self, model: Path) -> str:
+        """A name of DTYPE_BYTES. Raises ConfigError where the configuration names another."""
+        found = dtype_of_model(model) if self.dtype == "auto" else self.dtype
+        if found not in DTYPE_BYTES:
+            raise ConfigError(
+                f"the configuration of {model} names the dtype {found!r}; allowed are "
+                f"{', '.join(DTYPE_BYTES)}. Give the one that it is trained in (--dtype)."
+            )
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,11 +133,13 @@ class Runtime(Memory):
     """How the model is made and where it runs.
 
     Attributes:
+        dtype: The dtype of its parameters.
         device: Where it runs. auto takes a CUDA device if there is one.
         seed: Seed of the random weights that a CONFIG.json gets. They are drawn on the device: on a
             GPU they are others than on a CPU.
     """
 
+    dtype: DtypeName = "float32"
     device: DeviceName = "auto"
     seed: Seed = 0
 
@@ -137,13 +153,20 @@ class Device:
             (--optimizer-bytes-per-parameter) are counted, and the rest is the memory budget; what
             does not fit is said.
         trained_share: The part of the parameters that is trained, such as 0.01 with adapters.
+        shard: How --ranks hold the model: fully divides weights, gradients and optimizer states
+            over them, as fully_shard does; none keeps all of it on each, as DDP does.
     """
 
     device_memory: Size = None
     trained_share: float = 1.0
+    shard: Literal["fully", "none"] = "fully"
 
     def memory(
-        self, model: Path | None, shape: ModelShape | None, optimizer_bytes: float
+        self,
+        model: Path | None,
+        shape: ModelShape | None,
+        optimizer_bytes: float | None,
+        ranks: int | None,
     ) -> DeviceMemory | None:
         """Memory of the device, and what weights take of it; None where no device is given.
 
@@ -161,9 +184,17 @@ class Device:
                 f"device_memory is {self.device_memory}, but without a model bytes cannot be "
                 "predicted. Add --model Qwen/Qwen3-8B, say."
             )
-        parameters = parameters_of_model(model, shape)
+        parameters, embeddings = parameters_of_model(model, shape)
         return DeviceMemory(
-            total, parameters, shape.dtype_bytes, optimizer_bytes, self.trained_share
+            total_bytes=total,
+            parameters=parameters,
+            dtype_bytes=shape.dtype_bytes,
+            optimizer_bytes_per_parameter=optimizer_bytes,
+            trained_share=self.trained_share,
+            ranks=ranks or 1,
+            sharded=self.shard == "fully",
+            embeddings=embeddings,
+            layers=shape.layers,
         )
 
 

@@ -22,15 +22,24 @@ from forkpoint.apps.cli.options import (
     whole_number,
 )
 from forkpoint.apps.cli.output import Output
-from forkpoint.apps.cli.plan_text import answers, mode_table, modes
+from forkpoint.apps.cli.plan_text import (
+    answers,
+    further,
+    memory_answers,
+    mode_table,
+    modes,
+    plan_answers,
+)
 from forkpoint.apps.cli.ranks import Ranks
+from forkpoint.apps.cli.stages import Pipeline
 from forkpoint.config import AUTO, Config
-from forkpoint.errors import ForkpointError
+from forkpoint.errors import ConfigError, ForkpointError
 from forkpoint.parallel.placement.place import check_ranks
 from forkpoint.plan import Estimate, Totals, make_plan
 from forkpoint.plan import Plan as MadePlan
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.device_memory import DeviceMemory
+from forkpoint.plan.parting import LITTLE, Parting, where_prompts_part
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.runs import run_lengths
 from forkpoint.plan.shared_prompts import PlannedPrompt
@@ -50,6 +59,7 @@ AnyModel = DisallowNone[
     ]
 ]
 RankCount = Annotated[int | None, WholeNumber, arg(help_behavior_hint="(default: none)")]
+StageCount = Annotated[int | None, whole_number(1), arg(help_behavior_hint="(default: none)")]
 BatchRollouts = Annotated[
     int | None, whole_number(1), arg(help_behavior_hint="(default: all, up to 4 million tokens)")
 ]
@@ -74,7 +84,8 @@ class Plan:
             was looked at, and what each way to share saves.
         ranks: Show what a step costs on N data-parallel ranks, with the rollouts placed by
             forkpoint, by token counts and in the order of the file. The ranks wait for each other
-            in every forward and backward, as with sharded weights.
+            in every forward and backward, as with sharded weights. Memory is then that of a rank.
+        stages: Show the step on N stages of a pipeline: time, bubble, and memory of each.
         limit: Read only the first N rollouts of the file.
         json: Print one line of JSON and nothing else.
         config: How batches are planned and run, as forkpoint.Config describes it.
@@ -85,6 +96,7 @@ class Plan:
     batch_rollouts: BatchRollouts = None
     details: Flag = False
     ranks: RankCount = None
+    stages: StageCount = None
     limit: Limit = None
     json: Flag = False
     objective: Objective = field(default_factory=Objective)
@@ -96,18 +108,31 @@ class Plan:
     def run(self) -> int:
         out, config = Output(json_only=self.json), self.config
         shape = self.memory.shape(self.model)
-        device = self.device.memory(self.model, shape, config.optimizer_bytes_per_parameter)
+        if self.ranks is not None:
+            check_ranks(self.ranks)
+        device = self.device.memory(
+            self.model, shape, config.optimizer_bytes_per_parameter, self.ranks
+        )
+        pipeline = None
+        if self.stages is not None:
+            if self.ranks is not None:
+                raise ConfigError(
+                    f"stages is {self.stages} and ranks is {self.ranks}; a step on both is not "
+                    "predicted. Give one of the two."
+                )
+            pipeline = Pipeline.of(shape, self.stages)
+            device = None if device is None else pipeline.device(device)
         measured = config.calibration
         named = measured not in (None, AUTO)
         calibration = Calibration.load(Path(measured or "")) if named else None
         source = self.reading.open(self.file, self.limit)
         estimate, totals, first = Estimate(shape), Totals(), None
+        parting: Parting | None = None
         with out.waiting("planning"):
             loss, ranks = self.objective.make(), None
             leaves_early = shape is None or not shape.checkpointed
             capabilities = Capabilities(leaves_early=leaves_early, runs_ahead=device is not None)
             if self.ranks is not None:
-                check_ranks(self.ranks)
                 # Losses of pairs need both rollouts on one rank.
                 pairs = loss.decomposition == "joint"
                 ranks = Ranks(self.ranks, shape, calibration, config, whole_groups=pairs)
@@ -139,20 +164,32 @@ class Plan:
                 estimate.add(batch, plan.run_lengths)
                 totals.add(plan)
                 first = first or plan
+                if parting is None and plan.computed_tokens >= LITTLE * plan.dense.tokens:
+                    parting = where_prompts_part(batch)
+                if pipeline is not None:
+                    pipeline.add(plan)
                 if ranks is not None:
                     ranks.add(batch, plan, make)
         assert first is not None, "an empty file has been refused"
         show_source(source, out)
-        shown = answers(first, totals, estimate.groups, self.file, self.model, device)
+        of_rank = totals if ranks is None else ranks.of_rank
+        peak = of_rank.predicted_peak_bytes if pipeline is None else pipeline.peak
+        shown = answers(first, totals, estimate, parting)
+        shown |= memory_answers(of_rank, peak, device)
+        shown |= plan_answers(first, totals)
+        shown["next"] = further(totals, parting, self.file, self.model, device, peak)
         shown |= ranks.answers() if ranks else {}
+        shown |= pipeline.answers() if pipeline else {}
         out.show(*(f"{name:{LABEL}}{answer}" for name, answer in shown.items()))
         if self.details:
             out.show(*(["the first batch:"] if totals.batches > 1 else []))
             out.show(first.explain(width=out.width), mode_table(estimate, self.file.name))
         out.result(
             self._result(first, totals, estimate)
-            | {"device_memory": device and _device_facts(device, totals)}
+            | {"device_memory": device and _device_facts(device, peak or 0)}
+            | {"prompts_part": parting and asdict(parting)}
             | {"ranks": ranks and ranks.facts()}
+            | {"pipeline": pipeline and pipeline.facts()}
         )
         return 0
 
@@ -186,7 +223,7 @@ class Plan:
             "trained_tokens": estimate.trained_tokens,
             "microbatches": totals.microbatches,
             "plans": dict(totals.kinds.most_common()),
-            "bound": totals.bound,
+            "bound": estimate.bound(),
             "bound_unit": "tokens" if plan.shape is None else "flops",
             "predicted_speedup": totals.predicted_speedup,
             "predicted_peak_bytes": totals.predicted_peak_bytes,
@@ -200,7 +237,7 @@ class Plan:
         }
 
 
-def _device_facts(device: DeviceMemory, totals: Totals) -> dict[str, Any]:
+def _device_facts(device: DeviceMemory, peak_bytes: int) -> dict[str, Any]:
     """Memory of the device in the JSON line."""
     return {
         "bytes": device.total_bytes,
@@ -208,5 +245,7 @@ def _device_facts(device: DeviceMemory, totals: Totals) -> dict[str, Any]:
         "gradients_bytes": device.gradients_bytes,
         "optimizer_bytes": device.optimizer_bytes,
         "left_bytes": device.left_bytes,
-        "fits": device.fits(totals.predicted_peak_bytes or 0),
+        "peak_bytes": peak_bytes,
+        "fits": device.fits(peak_bytes),
+        "fits_from_ranks": device.least_ranks(peak_bytes),
     }

@@ -1,6 +1,7 @@
 """Answers of `forkpoint plan` as text. Imports no torch."""
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,35 +9,31 @@ from rich.table import Table
 
 from forkpoint.apps.cli.output import table
 from forkpoint.plan import Estimate, Plan, Totals
-from forkpoint.plan.device_memory import DeviceMemory
+from forkpoint.plan.device_memory import MOST_RANKS, DeviceMemory
+from forkpoint.plan.parting import MOVE, WORTH_MOVING, Parting
 from forkpoint.plan.plan import flops_text
+from forkpoint.plan.pricing.meters import NOISE
 from forkpoint.units import format_bytes
 
+NO = "no"
 _WHERE = {"group": "within groups", "tree": "within the batch"}
 _SHARING = {"none": "none (dense)", "group": "within a group", "tree": "within a batch (tree)"}
 
 
 def answers(
-    plan: Plan,
-    totals: Totals,
-    groups: int,
-    file: Path,
-    model: Path | None,
-    device: DeviceMemory | None,
+    plan: Plan, totals: Totals, estimate: Estimate, parting: Parting | None
 ) -> dict[str, str]:
-    """Answers by their names, each a line.
+    """Answers about sharing by their names, each a line.
 
-    `plan` is that of one batch; all are planned with the same settings. `totals` and `groups` are
+    `plan` is that of one batch; all are planned with the same settings. `totals` and `estimate` are
     of all batches.
     """
     found = {
         "shares": _shares(totals),
-        "left out": _left_out(totals, groups),
-        "speed-up": _speed_up(totals),
-        "microbatches": _microbatches(plan, totals, groups),
-        "memory": _memory(totals, device),
-        "plan": _plan(plan, totals),
-        "next": _next(totals, file, model, device),
+        "parts": str(parting or ""),
+        "left out": _left_out(totals, estimate.groups),
+        "speed-up": _speed_up(totals, estimate.bound()),
+        "microbatches": _microbatches(plan, totals, estimate.groups),
     }
     return {name: answer for name, answer in found.items() if answer}
 
@@ -66,15 +63,15 @@ def _left_out(totals: Totals, groups: int) -> str:
     return f"{tokens}: {rollouts} ({left.groups:,} of {groups:,} groups) without gradient"
 
 
-def _speed_up(totals: Totals) -> str:
+def _speed_up(totals: Totals, rollouts_bound: float) -> str:
     unit = "tokens" if totals.shape is None else "FLOPs"
-    bound = f"at most {totals.bound:.2f}x (counted in {unit})"
+    bound = f"at most {rollouts_bound:.2f}x (counted in {unit})"
     if totals.predicted_speedup is None:
         return bound
     predicted = f"predicted {totals.predicted_speedup:.2f}x over dense"
-    if totals.predicted_speedup > totals.bound:
+    if totals.predicted_speedup > rollouts_bound:
         # Short microbatches leave a device idle, dense the more often.
-        return f"{predicted} in these limits; bound {totals.bound:.2f}x in {unit}"
+        return f"{predicted} in these limits; bound {rollouts_bound:.2f}x in {unit}"
     if totals.predicted_ms is not None:
         predicted += " (calibrated)"
     return f"{predicted}, of {bound}"
@@ -87,15 +84,43 @@ def _microbatches(plan: Plan, totals: Totals, groups: int) -> str:
     return f"{totals.microbatches:,} of at most {plan.max_microbatch_tokens:,} tokens each: {of}"
 
 
-def _memory(totals: Totals, device: DeviceMemory | None) -> str:
-    if totals.predicted_peak_bytes is None:
-        return "not predicted without a model"
-    peak = format_bytes(totals.predicted_peak_bytes)
+def memory_answers(
+    totals: Totals, peak_bytes: int | None, device: DeviceMemory | None
+) -> dict[str, str]:
+    """Answers about the memory of one device by their names; `totals` of its plans."""
+    if peak_bytes is None:
+        return {"memory": "not predicted without a model"}
+    peak = format_bytes(peak_bytes)
+    policies = [NO if name == "none" else name for name in totals.checkpointing]
+    how = f"{' or '.join(sorted(policies)) or NO} checkpointing"
     if device is None:
-        return f"{peak} of activations and prefix cache; see --device-memory 80GB"
-    verdict = "fits" if device.fits(totals.predicted_peak_bytes) else "DOES NOT FIT"
-    fixed = f"{format_bytes(device.besides_bytes)} of weights etc."
-    return f"{verdict}: {fixed} + {peak} in {format_bytes(device.total_bytes)}"
+        return {"memory": f"{peak} of activations, {how}; see --device-memory"}
+    verdict = "fits" if device.fits(peak_bytes) else "DOES NOT FIT"
+    fixed, total = format_bytes(device.besides_bytes), format_bytes(device.total_bytes)
+    parts = {
+        "weights": device.weights_bytes,
+        "gradients": device.gradients_bytes,
+        "optimizer": device.optimizer_bytes,
+        "CUDA and margin": device.besides_bytes - device.fixed_bytes,
+    }
+    listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
+    return {
+        "memory": f"{verdict}: {fixed} fixed + {peak} ({how}) in {total}",
+        "fixed": listed,
+    }
+
+
+def plan_answers(plan: Plan, totals: Totals) -> dict[str, str]:
+    """Answers about the choice of a plan by their names; arguments of `answers`."""
+    found = {"plan": _plan(plan, totals)}
+    cheaper = [c for c in plan.candidates if c.cost is not None and c.refused]
+    best = min(cheaper, key=lambda c: c.cost or 0.0, default=None)
+    # Those that cost less by no more than noise are in the table of --details.
+    if best is not None and best.cost is not None and best.cost * (1 + NOISE) < plan.cost:
+        faster = plan.cost / best.cost
+        name = f"{best.sharing} + {best.boundary}"
+        found["not chosen"] = f"{name}, predicted {faster:.2f}x faster: {best.refused}"
+    return found
 
 
 def _plan(plan: Plan, totals: Totals) -> str:
@@ -109,15 +134,42 @@ def _plan(plan: Plan, totals: Totals) -> str:
     return f"{plan.sharing} + {plan.boundary}, {plan.reason}{chosen}"
 
 
-def _next(totals: Totals, file: Path, model: Path | None, device: DeviceMemory | None) -> str:
+def further(
+    totals: Totals,
+    parting: Parting | None,
+    file: Path,
+    model: Path | None,
+    device: DeviceMemory | None,
+    peak_bytes: int | None,
+) -> str:
+    """The next thing to do. `peak_bytes`: of one device."""
     if model is None:
         return "add --model Qwen/Qwen3-8B, say, to count FLOPs (or --details)"
-    if device is not None and not device.fits(totals.predicted_peak_bytes or 0):
-        return "try --dtype bfloat16, an optimizer in 8 bits, --trained-share 0.01"
+    peak = peak_bytes or 0
+    if device is not None and not device.fits(peak):
+        return _what_fits(device, peak)
+    if parting is not None and parting.following >= WORTH_MOVING:
+        return MOVE
     if all(kind.startswith("none ") for kind in totals.kinds):
         return "nothing to gain here; --details shows what was looked at"
     weights = shlex.quote(str(model)) if model.exists() else "DIR"
     return f"forkpoint verify {shlex.quote(str(file))} --model {weights} (or --details)"
+
+
+def _what_fits(device: DeviceMemory, peak_bytes: int) -> str:
+    """The first change that makes so many bytes fit: more ranks, smaller states, fewer trained."""
+    smaller = {
+        "": device,
+        "--optimizer-bytes-per-parameter 2": replace(device, optimizer_bytes_per_parameter=2),
+        "--trained-share 0.01": replace(device, trained_share=0.01),
+    }
+    for options, other in smaller.items():
+        if other.fits(peak_bytes):
+            return f"fits with {options}"
+        if (ranks := other.least_ranks(peak_bytes)) is not None:
+            given = f"--ranks {ranks} --shard fully {options}".rstrip()
+            return f"fits from {ranks} ranks on ({given})"
+    return f"does not fit on {MOST_RANKS:,} sharded ranks; --stages N divides layers"
 
 
 def modes(estimate: Estimate) -> dict[str, dict[str, Any]]:

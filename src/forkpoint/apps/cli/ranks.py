@@ -15,7 +15,7 @@ from forkpoint.parallel.placement.items import by_tokens, in_order
 from forkpoint.parallel.placement.lockstep import exchange_plans, predict_step
 from forkpoint.parallel.placement.paths import Paths, Rates
 from forkpoint.parallel.placement.place import place_paths
-from forkpoint.plan import ModelShape, Plan
+from forkpoint.plan import ModelShape, Plan, Totals
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.shared_prompts import PlannedPrompt, SharedPrompt, cannot_exchange
 from forkpoint.rollouts.batch import RolloutBatch
@@ -57,6 +57,8 @@ class Ranks:
     computed_tokens: int = 0
     """Tokens that one rank runs."""
     groups: int = 0
+    of_rank: Totals = field(default_factory=Totals)
+    """Of the plans of all ranks, with rollouts placed by forkpoint."""
     sums: dict[str, Sums] = field(default_factory=lambda: defaultdict(Sums))
 
     def add(self, batch: RolloutBatch, one_rank: Plan, make: MakePlan) -> None:
@@ -86,6 +88,9 @@ class Ranks:
             members = [np.flatnonzero(rank == number).tolist() for number in range(count)]
             parts = [batch.select(of) if of else None for of in members]
             plans = [make(part, None) if part else None for part in parts]
+            if name == "forkpoint":
+                for plan in filter(None, plans):
+                    self.of_rank.add(plan)
             step = exchanged = predict_step(plans, self.calibration)
             prompts: tuple[SharedPrompt, ...] = ()
             try:

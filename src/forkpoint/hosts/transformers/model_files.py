@@ -8,7 +8,7 @@ from typing import Any
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.hosts.transformers.families import FAMILIES, MULTIMODAL
 from forkpoint.plan import MODELS, ModelShape, known_name
-from forkpoint.plan.device_memory import total_parameters
+from forkpoint.plan.device_memory import embedding_parameters, total_parameters
 
 
 def read_config(model: Path, *, multimodal: bool = False) -> tuple[Path, dict[str, Any]]:
@@ -84,9 +84,25 @@ def shape_of_model(model: Path, **sizes: Any) -> ModelShape:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def parameters_of_model(model: Path, shape: ModelShape) -> int:
-    """The number of parameters of a model whose shape `shape_of_model` has read."""
-    return total_parameters(_known(model) or read_config(model)[1], shape)
+def parameters_of_model(model: Path, shape: ModelShape) -> tuple[int, int]:
+    """Parameters of a model whose shape `shape_of_model` has read: all, and of its embeddings."""
+    config = _known(model) or read_config(model)[1]
+    return total_parameters(config, shape), embedding_parameters(config, shape)
+
+
+def dtype_of_model(model: Path) -> str:
+    """The dtype that a model's configuration names, such as "bfloat16"; without one "float32".
+
+    Raises as `read_config`, and ConfigError where the dtype is not text.
+    """
+    if _known(model) is not None:
+        return "bfloat16"  # as all of their configurations say
+    path, config = read_config(model)
+    names = ("dtype", "torch_dtype")
+    found = next((config[name] for name in names if config.get(name) is not None), "float32")
+    if not isinstance(found, str):
+        raise ConfigError(f"{path}: dtype is {found!r}; it takes the name of a dtype.")
+    return found.removeprefix("torch.")
 
 
 def _known(model: Path) -> dict[str, Any] | None:

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from forkpoint.plan.plan import Plan
-from forkpoint.plan.pricing.cost import ModelShape, Work, bound_of
+from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.runs import LeftOut
 
 
@@ -23,9 +23,10 @@ class Totals:
     unique_tokens: int = 0
     computed_tokens: int = 0
     left_out: LeftOut = field(default_factory=LeftOut)
-    dense: Work | None = None
-    """Work of nobody sharing, which leaves out the same."""
-    shared: Work | None = None
+    dense_tokens: int = 0
+    """Of nobody sharing, which leaves out the same."""
+    checkpointing: Counter[str] = field(default_factory=Counter)
+    """How many microbatches have each policy."""
     kinds: Counter[str] = field(default_factory=Counter)
     """How many batches each "sharing + boundary" was taken for."""
     predicted_ms: float | None = None
@@ -46,8 +47,8 @@ class Totals:
         self.unique_tokens += plan.unique_tokens
         self.computed_tokens += plan.computed_tokens
         self.left_out += plan.left_out
-        self.dense = plan.dense if self.dense is None else self.dense + plan.dense
-        self.shared = plan.shared if self.shared is None else self.shared + plan.shared
+        self.dense_tokens += plan.dense.tokens
+        self.checkpointing.update(microbatch.checkpointing for microbatch in plan.microbatches)
         self.kinds[f"{plan.sharing} + {plan.boundary}"] += 1
         if plan.predicted_ms is not None:
             self.predicted_ms = (self.predicted_ms or 0.0) + plan.predicted_ms
@@ -58,13 +59,6 @@ class Totals:
         dense = [c.cost for c in plan.candidates if c.sharing == "none" and c.cost is not None]
         if self._dense_cost is not None:
             self._dense_cost = self._dense_cost + min(dense) if dense else None
-
-    @property
-    def bound(self) -> float:
-        """The counted speed-up over dense: FLOPs where the shape is known, else tokens."""
-        if self.dense is None or self.shared is None:
-            return 1.0
-        return bound_of(self.dense, self.shared, self.shape)
 
     @property
     def predicted_speedup(self) -> float | None:

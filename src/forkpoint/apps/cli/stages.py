@@ -1,0 +1,85 @@
+"""Steps on the stages of a pipeline, for `forkpoint plan --stages`. Imports no torch."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from forkpoint.errors import ConfigError
+from forkpoint.plan import ModelShape, Plan
+from forkpoint.plan.device_memory import DeviceMemory
+from forkpoint.plan.pricing.meters import meter_of
+from forkpoint.plan.stages import Stage, staged_plan, stages_of_shape
+from forkpoint.units import format_bytes
+
+
+@dataclass
+class Pipeline:
+    """Sums over batches of steps on stages; times are costs of plans, in their unit."""
+
+    stages: tuple[Stage, ...]
+    time: float = 0.0
+    busy: list[float] = field(default_factory=list)
+    """By stage: time in which it runs something."""
+    peak_bytes: list[float] = field(default_factory=list)
+    """By stage: the most bytes of activations and prefix cache of any batch."""
+
+    @classmethod
+    def of(cls, shape: ModelShape | None, count: int) -> "Pipeline":
+        """Raises ConfigError without a shape, and PlanError for more stages than layers."""
+        if shape is None:
+            raise ConfigError(
+                f"stages is {count}, but without a model there are no layers to divide. Add "
+                "--model Qwen/Qwen3-8B, say."
+            )
+        return cls(stages_of_shape(shape, count), busy=[0.0] * count, peak_bytes=[0.0] * count)
+
+    def add(self, plan: Plan) -> None:
+        """Add one batch, in the order that stages would run its plan."""
+        found = staged_plan(plan, meter_of(plan), self.stages, plan.memory_budget_bytes).schedule
+        self.time += found.time
+        for stage, (busy, peak) in enumerate(zip(found.busy, found.peak_bytes, strict=True)):
+            self.busy[stage] += busy
+            self.peak_bytes[stage] = max(self.peak_bytes[stage], peak)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes of activations and prefix cache of any stage."""
+        return round(max(self.peak_bytes))
+
+    def device(self, whole: DeviceMemory) -> DeviceMemory:
+        """Memory of the device of the stage with most parameters, from that of the whole model."""
+        blocks = whole.parameters - whole.embeddings
+        share = max(stage.share for stage in self.stages)
+        # The first stage has the embeddings and the last the head, if they are not the same.
+        ends = whole.embeddings if len(self.stages) == 1 else -(-whole.embeddings // 2)
+        return replace(whole, parameters=int(blocks * share) + ends, embeddings=ends)
+
+    def facts(self) -> dict[str, Any]:
+        """Fields of the JSON line."""
+        work, time = sum(self.busy), len(self.stages) * self.time
+        return {
+            "step_over_share": time / work if work else 1.0,
+            "bubble": 1 - work / time if time else 0.0,
+            "stages": [
+                {
+                    "layers": stage.layers,
+                    "idle_share": 1 - busy / self.time if self.time else 0.0,
+                    "peak_bytes": round(peak),
+                }
+                for stage, busy, peak in zip(self.stages, self.busy, self.peak_bytes, strict=True)
+            ],
+        }
+
+    def answers(self) -> dict[str, str]:
+        """Answers by their names, each a line."""
+        facts = self.facts()
+        found = {
+            "stages": f"{len(self.stages)} stages: step {facts['step_over_share']:.2f}x an equal "
+            f"share, bubble {facts['bubble']:.0%}"
+        }
+        for stage, fact in zip(self.stages, facts["stages"], strict=True):
+            head = " and head" if stage.is_last else ""
+            found[f"stage {stage.index}"] = (
+                f"{stage.layers} layers{head}: {fact['idle_share']:.0%} idle, "
+                f"{format_bytes(fact['peak_bytes'])} of activations"
+            )
+        return found
