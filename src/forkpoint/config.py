@@ -41,8 +41,8 @@ class Config:
             measured is run all the same, with a warning; beyond a budget that is given it is
             refused. Elsewhere auto is no limit.
         optimizer_bytes_per_parameter: Bytes of the optimizer's states for each trainable parameter,
-            which an automatic budget leaves room for until an optimizer has them: 8 for AdamW in
-            float32, 2 in 8 bits, 0 for SGD.
+            which an automatic budget leaves room for until an optimizer has them: 2 for AdamW in
+            8 bits, 0 for SGD. None is AdamW in the parameters' dtype: 8 in float32, 4 in bfloat16.
         activations: Where activations of microbatches with children are while these run: on the
             device, in the memory of the host, or nowhere, so that a second forward makes them
             again. auto keeps what fits.
@@ -104,7 +104,7 @@ class Config:
     max_microbatch_tokens: int | None = None
     max_leaf_tokens: int | None = None
     memory_budget: MemorySize | None = AUTO
-    optimizer_bytes_per_parameter: float = 8
+    optimizer_bytes_per_parameter: float | None = None
     activations: Literal["auto", "keep", "offload", "recompute"] = "auto"
     checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
     host_memory: MemorySize | None = None
@@ -178,10 +178,11 @@ class Config:
         size_in_bytes(None if self.memory_budget == AUTO else self.memory_budget, "memory_budget")
         size_in_bytes(self.host_memory, "host_memory")
         each = self.optimizer_bytes_per_parameter
-        if isinstance(each, bool) or not isinstance(each, int | float) or not 0 <= each <= 1024:
+        number = isinstance(each, int | float) and not isinstance(each, bool)
+        if each is not None and not (number and 0 <= each <= 1024):
             raise ConfigError(
-                f"optimizer_bytes_per_parameter is {each!r}; it takes a number from 0 to 1024: 8 "
-                "for AdamW in float32."
+                f"optimizer_bytes_per_parameter is {each!r}; it takes a number from 0 to 1024, or "
+                "None for AdamW in the parameters' dtype."
             )
 
     @property

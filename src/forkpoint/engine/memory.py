@@ -10,7 +10,7 @@ from torch import nn
 from forkpoint.config import AUTO, Config
 from forkpoint.engine.distributed import holder_of, local
 from forkpoint.engine.host import Host
-from forkpoint.plan.device_memory import LEAST_BYTES, margin_bytes
+from forkpoint.plan.device_memory import ADAM_STATES, LEAST_BYTES, margin_bytes
 from forkpoint.plan.plan import Plan
 from forkpoint.units import GIB, format_bytes, size_in_bytes
 
@@ -131,13 +131,14 @@ def measured_budget(
     every = [p for p in parameters if p.requires_grad]
     trained = [local(p) for p in every]
     elements = sum(p.numel() for p in trained)
-    gradients = sum(p.numel() * p.element_size() for p in trained)
+    own_bytes = sum(p.numel() * p.element_size() for p in trained)
     needed = besides_bytes
     needed += sum(local(p).numel() * p.element_size() for p in every if p.grad is None)
     needed += 4 * elements if config.grad_accumulation_dtype == "float32" else 0
-    needed += gradients if config.restore_grads else 0
-    states = int(config.optimizer_bytes_per_parameter * elements) - _state_bytes(every, device)
-    needed += max(0, states)
+    needed += own_bytes if config.restore_grads else 0
+    each = config.optimizer_bytes_per_parameter
+    states = ADAM_STATES * own_bytes if each is None else int(each * elements)
+    needed += max(0, states - _state_bytes(every, device))
     free, total = torch.cuda.mem_get_info(device)
     fraction = getattr(torch.cuda, "get_per_process_memory_fraction", None)
     reserved = torch.cuda.memory_reserved(device)
