@@ -177,8 +177,8 @@ def test_doctor(shell: Shell) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("wrong_gradients")
 def test_doctor_fails(shell: Shell) -> None:
-    done = shell("doctor")
-    assert done.code == 1
+    done = shell("doctor", "--quick")
+    assert done.code == 1 and done.result["compiled_self_test"] is None
     assert done.result["passed"] is False and "self-test: FAILED" in done.out
 
 
