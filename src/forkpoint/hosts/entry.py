@@ -80,16 +80,22 @@ class Entry(Protocol):
         """The input embeddings; the weight's rows are the tokens that are known."""
         ...
 
-    def hold_stage(self, stage: Stage) -> frozenset[nn.Parameter]:
-        """Drop what other stages of a pipeline hold.
+    def hold_stage(self, stage: Stage) -> None:
+        """Drop what other stages of a pipeline hold, unless that has been done.
 
-        Returns parameters that the first and the last stage both have. Raises UnsupportedError for
-        models whose stages have not been shown exact.
+        Raises UnsupportedError for models whose stages have not been shown exact, or that hold
+        another stage.
         """
         ...
 
-    def check_whole(self) -> None:
-        """Raises UnsupportedError where the model holds a stage alone."""
+    @property
+    def layers(self) -> tuple[range, int]:
+        """The numbers of the layers that this rank holds, and how many the model has."""
+        ...
+
+    @property
+    def tied(self) -> frozenset[nn.Parameter]:
+        """Parameters that the first and the last stage of a pipeline both have."""
         ...
 
     def set_hidden(self, hidden_1TC: Tensor | None, changes: Changes) -> None:

@@ -42,7 +42,6 @@ from forkpoint.hosts.modules import (
     cache_module_walks,
     every_module,
     every_parameter,
-    forget_lists,
 )
 from forkpoint.hosts.topology import held_by_ranks, unwrapped
 from forkpoint.hosts.torch_dist.stages import StageLinks, StageRanks
@@ -52,7 +51,7 @@ from forkpoint.parallel.topology import Topology
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.program import BLOCKS, BOUNDARY, FORWARD, Instruction
-from forkpoint.plan.stages import stages_of_shape
+from forkpoint.plan.stages import least_sizes, stages_of_layers
 from forkpoint.rollouts.batch import RolloutBatch
 
 
@@ -109,8 +108,14 @@ class ModelHost:
             if context and compile_blocks:
                 recurrent = bool(self.entry.shape(splits).recurrent_layers)
                 self._check_compiled_context(recurrent=recurrent)
+            staged = "stage" in self.topology.relations
+            if staged and compile_blocks:
+                raise UnsupportedError(
+                    "Config(compile_blocks=True) asks for compiled decoder blocks, which have not "
+                    "been shown exact on stages of a pipeline. Leave compile_blocks out."
+                )
             # With context parallelism they have not been timed on GPUs, so that they are asked for.
-            eager = bool(splits) or (bool(context) and compile_blocks is None)
+            eager = bool(splits) or staged or (bool(context) and compile_blocks is None)
             self.compiling: Compiling = Compiling(False if eager else compile_blocks)
             self._blocks = CompiledBlocks(
                 self.compiling, self.entry.context_of, self.topology.places
@@ -121,8 +126,8 @@ class ModelHost:
             shape = self.entry.shape(splits)  # which refuses parts of heads
             if context:
                 self.entry.check_context_parallel(shape, len(context))
-            self.links: Links = Links()
-            self._hold_stage(compile_blocks)
+            self._least_sizes: dict[str, Any] = {}
+            self.links: Links = self._link_stages(shape)
 
     def _check_compiled_context(self, *, recurrent: bool) -> None:
         """Refuse compiled blocks that have not been shown exact with context parallelism."""
@@ -134,32 +139,33 @@ class ModelHost:
                 "has not been shown exact with context parallelism. Leave compile_blocks out."
             )
 
-    def _hold_stage(self, compile_blocks: bool | None) -> None:
-        """Drop what other stages hold, if the ranks are stages."""
+    def _link_stages(self, shape: ModelShape) -> Links:
+        """The links of a stage with those before and after it. Collective if the ranks are
+        stages."""
         parts = self._group.parts if self._group is not None else ()
         ranks = next((part for part in parts if isinstance(part, StageRanks)), None)
+        held, layers = self.entry.layers
         if ranks is None:
-            self.entry.check_whole()
-            return
-        if compile_blocks:
-            raise UnsupportedError(
-                "Config(compile_blocks=True) asks for compiled decoder blocks, which have not been "
-                "shown exact on stages of a pipeline. Leave compile_blocks out."
-            )
-        stage = stages_of_shape(self.shape, ranks.size)[ranks.index]
-        if len(parts) > 1 and len(self.blocks) > stage.layers:
+            if len(held) < layers:
+                raise UnsupportedError(
+                    f"the model holds a stage of a pipeline ({len(held)} of {layers} layers), and "
+                    "wrap was given no mesh with the dimension 'pp'. Give it the mesh that the "
+                    "stage was made with."
+                )
+            return Links()
+        if len(held) == layers:
             raise UnsupportedError(
                 "the mesh has stages of a pipeline ('pp'), and fully_shard or "
                 "DistributedDataParallel holds all layers of the model. Call "
                 "forkpoint.cut(model, mesh) first, and shard or replicate what it leaves."
             )
-        ranks.tied = self.entry.hold_stage(stage)
-        forget_lists()
-        self._fingerprint = Fingerprint(self.model, self.entry)
-        self.compiling = Compiling(False)
-        self._blocks = CompiledBlocks(self.compiling, self.entry.context_of)
-        hidden = self.shape.hidden, self._embedding.dtype, self.device
-        self.links = StageLinks(ranks, stage, self.model, hidden)
+        every = ranks.exchange((held, shape))
+        stages = stages_of_layers([held for held, _ in every], layers)
+        ranks.tied = self.entry.tied
+        # Stages plan alike, and modules that ranks split may lie on some of them alone.
+        self._least_sizes = least_sizes([shape for _, shape in every])
+        hidden = shape.hidden, self._embedding.dtype, self.device
+        return StageLinks(ranks, stages, self.model, hidden)
 
     # Facts
     # ------------------------------------------------------------
@@ -176,7 +182,8 @@ class ModelHost:
     def shape(self) -> ModelShape:
         splits = self._group.splits if self._group else ()
         context = len(self.topology.relations.get("context", (0,)))
-        return replace(self.entry.shape(splits), compiled=self.compiles, context=context)
+        found = replace(self.entry.shape(splits), **self._least_sizes)
+        return replace(found, compiled=self.compiles, context=context)
 
     @property
     def capabilities(self) -> Capabilities:

@@ -19,7 +19,7 @@ from forkpoint.hosts.titan.splits import unsplit as titan_unsplit
 from forkpoint.hosts.titan.stock import TitanStock
 from forkpoint.hosts.topology import holders_of, unwrapped
 from forkpoint.hosts.torch_dist.copies import copy_in
-from forkpoint.hosts.torch_dist.stages import DIMENSION
+from forkpoint.hosts.torch_dist.stages import DIMENSION, has_stages
 from forkpoint.hosts.transformers.entry import TransformersEntry
 from forkpoint.hosts.transformers.stock import TransformersStock
 from forkpoint.hosts.transformers.tensor_parallel import split_holder, unsplit
@@ -38,8 +38,17 @@ def library_of(model: nn.Module) -> Library:
 def host_of(
     model: nn.Module, *, compile_blocks: bool | None = None, mesh: DeviceMesh | None = None
 ) -> ModelHost:
-    """The host of a model; arguments and errors as of `ModelHost`."""
-    return ModelHost(model, library_of(model), compile_blocks=compile_blocks, mesh=mesh)
+    """The host of a model, which is cut if the mesh has stages and no ranks hold it with other
+    batches; arguments and errors as of `ModelHost`."""
+    library = library_of(model)
+    if has_stages(mesh) and not _data_holders(model, library):
+        cut_model(model, mesh)
+    return ModelHost(model, library, compile_blocks=compile_blocks, mesh=mesh)
+
+
+def _data_holders(model: nn.Module, library: Library) -> bool:
+    holders = holders_of(uncompiled(model), library.split_holder)
+    return any("data" in holder.relations for holder in holders)
 
 
 def cut_model(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -52,10 +61,10 @@ def cut_model(model: nn.Module, mesh: DeviceMesh) -> None:
         )
     model = uncompiled(model)
     library = library_of(model)
-    if holders_of(model, library.split_holder):
+    if _data_holders(model, library):
         raise UnsupportedError(
-            "fully_shard, DistributedDataParallel or tensor parallelism holds the model already. "
-            "Cut the whole model first, and shard or replicate what is left."
+            "fully_shard or DistributedDataParallel holds the model already. Cut the whole model "
+            "first, and shard or replicate what is left."
         )
     entry = library.entry(model, ())
     stages = stages_of_shape(entry.shape(()), mesh[DIMENSION].size())

@@ -54,13 +54,6 @@ def held_by_ranks(
         holders.append(context)
     stages = stages_of_mesh(mesh)
     if stages is not None:
-        kinds = sorted({kind for holder in holders for kind in holder.relations} - {"data"})
-        if kinds:
-            raise UnsupportedError(
-                f"the mesh has stages of a pipeline ('pp'), and {' and '.join(kinds)} parallelism "
-                "holds the model as well; their composition has not been shown exact. Use a mesh "
-                "without the dimension 'pp', or fully_shard or DistributedDataParallel alone."
-            )
         holders.append(stages)
     found = None
     if holders:

@@ -7,6 +7,7 @@ Slots of the prefix cache are given for each stage's own order (`Plan.reordered`
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -96,6 +97,27 @@ def stages_of_shape(shape: ModelShape, stages: int) -> tuple[Stage, ...]:
     # A head computes its logits again in the backward, unless they are kept.
     head = float(shape.hidden * shape.vocab) * 4 / 3
     return cut_layers([layer] * shape.layers, stages, head)
+
+
+def stages_of_layers(held: Sequence[range], layers: int) -> tuple[Stage, ...]:
+    """The stages that hold these layers, the first stage's first.
+
+    Raises UnsupportedError where they are not all of the layers in their order.
+    """
+    if [n for each in held for n in each] != list(range(layers)):
+        raise UnsupportedError(
+            f"the stages of the pipeline hold the layers {[list(each) for each in held]} of a "
+            f"model with {layers}. Cut the whole model with the mesh that it is wrapped with."
+        )
+    return tuple(Stage(n, len(held), h.start, len(h), layers) for n, h in enumerate(held))
+
+
+def least_sizes(shapes: Sequence[ModelShape]) -> dict[str, Any]:
+    """Sizes that ranks which split modules have parts of, the least of all stages."""
+    names = ("heads", "kv_heads", "intermediate", "vocab", "expert_activations")
+    names += ("attention_parameters", "attention_activations")
+    every = {name: [getattr(shape, name) for shape in shapes] for name in names}
+    return {name: None if None in sizes else min(sizes) for name, sizes in every.items()}
 
 
 def nesting(program: Program) -> tuple[int, ...]:

@@ -44,7 +44,6 @@ from forkpoint.plan.stages import (
     schedule_stages,
     stage_plan,
     stage_prices,
-    stages_of_shape,
 )
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.step.plan import check_and_plan, plan_within
@@ -229,8 +228,7 @@ def _stage_prices(policy: StepPolicy, plan: Plan) -> StagePrices | None:
     host = policy.host
     if not isinstance(host.links, StageLinks):
         return None
-    stages = stages_of_shape(host.shape, host.links.stage.stages)
-    return stage_prices(plan, meter_of(plan), stages)
+    return stage_prices(plan, meter_of(plan), host.links.stages)
 
 
 def _is_sample_due(policy: StepPolicy, local: LocalStep) -> bool:

@@ -48,9 +48,9 @@ def with_nameless_mesh(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 def in_stages(model: Any, mesh: DeviceMesh) -> nn.Module:
     skip_where_models_split_otherwise()
-    from transformers.distributed.configuration_utils import DistributedConfig
+    from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 
-    model.config.distributed_config = DistributedConfig(pp_size=2)
+    model.model.layers[-1] = PipelineIdentityLayer()
     return split(model, mesh)
 
 
@@ -108,9 +108,9 @@ SPLITS: tuple[Kind, ...] = (
     Kind(
         name="Pipeline stages",
         error=UnsupportedError,
-        message="transformers has cut the model into 2 pipeline stages (pp_size), and forkpoint "
-        "cuts models itself. Load it again without pp_size, and call forkpoint.wrap(model, "
-        "mesh=mesh) with a mesh that has the dimension 'pp'.",
+        message="transformers has cut the model into pipeline stages (pp_size), and wrap was given "
+        "no mesh with the dimension 'pp'. Give it one with the same ranks: forkpoint.wrap(model, "
+        "mesh=mesh).",
         call=in_process_group(in_stages),
     ),
     Kind(

@@ -88,11 +88,16 @@ class TitanEntry:
     def check_context_parallel(self, shape: ModelShape, ranks: int) -> None:
         refusals.refuse_ranks("forkpoint's context parallelism")
 
-    def hold_stage(self, stage: Stage) -> frozenset[nn.Parameter]:
+    def hold_stage(self, stage: Stage) -> None:
         refusals.refuse_ranks("a mesh with the dimension 'pp'")
 
-    def check_whole(self) -> None:
-        pass
+    @property
+    def layers(self) -> tuple[range, int]:
+        return range(len(self.blocks)), len(self.blocks)
+
+    @property
+    def tied(self) -> frozenset[nn.Parameter]:
+        return frozenset()
 
     def set_hidden(self, hidden_1TC: Tensor | None, changes: Changes) -> None:
         raise AssertionError("torchtitan's models are not cut into stages")

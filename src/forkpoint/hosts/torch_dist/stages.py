@@ -7,12 +7,13 @@ which the plan has (`Plan.stage_backwards`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from forkpoint.engine.distributed import Holder, local
 from forkpoint.engine.feature import Root
@@ -24,6 +25,7 @@ from forkpoint.plan.plan import Plan
 from forkpoint.plan.program import BACKWARD, FORWARD, RECOMPUTE, Instruction
 from forkpoint.plan.stages import Stage
 
+T = TypeVar("T")
 DIMENSION = "pp"
 """The dimension of a device mesh whose ranks are stages, as transformers and torchtitan name it."""
 
@@ -48,6 +50,12 @@ class StageRanks(Holder):
         self.tied: frozenset[nn.Parameter] = frozenset()
         """Parameters that the first and the last stage have."""
 
+    def exchange(self, value: T) -> list[T]:
+        """The values of all stages. Collective."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.up)
+        return found
+
     def deferred_params(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
         return [parameter for parameter in parameters if parameter in self.tied]
 
@@ -59,6 +67,9 @@ class StageRanks(Holder):
             if parameter in self.tied:
                 gradient = found[at]
                 total = torch.zeros_like(parameter) if gradient is None else gradient
+                if isinstance(total, DTensor) and isinstance(parameter, DTensor):
+                    # That of embeddings is whole, or a part of a sum, on each tensor rank.
+                    total = total.redistribute(placements=parameter.placements)
                 dist.all_reduce(local(total), group=self.ends)
                 found[at] = total
         return found
@@ -76,15 +87,16 @@ class StageLinks(Links):
     def __init__(
         self,
         ranks: StageRanks,
-        stage: Stage,
+        stages: tuple[Stage, ...],
         model: nn.Module,
         hidden: tuple[int, torch.dtype, torch.device],
     ) -> None:
         """`hidden`: width, dtype and device of hidden states. `model`: its parameters here."""
         self.ranks = ranks
-        self.stage = stage
+        self.stages = stages
+        self.stage: Stage = stages[ranks.index]
         self.model = model
-        self.ends_here: bool = stage.is_last
+        self.ends_here: bool = self.stage.is_last
         self._width, self._dtype, self._device = hidden
         self._inputs: dict[int, Tensor] = {}
         """By slot: hidden states that were received, until its backward."""
@@ -104,9 +116,7 @@ class StageLinks(Links):
         if not any(i.operation == BACKWARD for i in instructions):
             return
         own = any(p.requires_grad for p in self.model.parameters())
-        found: list[Any] = [None] * self.stage.stages
-        dist.all_gather_object(found, own, group=self.ranks.up)
-        self._trains_before = any(found[: self.stage.index])
+        self._trains_before = any(self.ranks.exchange(own)[: self.stage.index])
         if not self.ends_here:
             assert plan.stage_backwards, "the plan was not made for stages"
             self._expected = list(reversed(plan.stage_backwards[self.stage.index + 1]))
@@ -190,8 +200,10 @@ class StageLinks(Links):
 
 def stages_of_mesh(mesh: DeviceMesh | None) -> StageRanks | None:
     """The pipeline of this rank; None if the mesh has none. Collective over its ranks."""
-    if not isinstance(mesh, DeviceMesh) or DIMENSION not in (mesh.mesh_dim_names or ()):
-        return None
-    if mesh[DIMENSION].size() == 1:
-        return None
-    return StageRanks(mesh[DIMENSION])
+    return StageRanks(mesh[DIMENSION]) if has_stages(mesh) else None
+
+
+def has_stages(mesh: DeviceMesh | None) -> TypeGuard[DeviceMesh]:
+    """Whether a mesh cuts models into several stages."""
+    names = mesh.mesh_dim_names if isinstance(mesh, DeviceMesh) else None
+    return mesh is not None and DIMENSION in (names or ()) and mesh[DIMENSION].size() > 1

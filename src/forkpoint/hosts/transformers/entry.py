@@ -13,7 +13,6 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from forkpoint.engine.changes import Changes
-from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.calls import CallContext
 from forkpoint.hosts.code_provenance import Definition
 from forkpoint.hosts.heads import ModelHead
@@ -31,7 +30,14 @@ from forkpoint.hosts.transformers.multimodal import (
 from forkpoint.hosts.transformers.routers import Routers
 from forkpoint.hosts.transformers.shallow import shallow_model
 from forkpoint.hosts.transformers.shapes import model_shape
-from forkpoint.hosts.transformers.stages import gate_of, held_layers, hold_stage
+from forkpoint.hosts.transformers.stages import (
+    check_cut,
+    gate_of,
+    held_layers,
+    hold_stage,
+    layers_of_stage,
+    tied_parameters,
+)
 from forkpoint.hosts.transformers.stock import TransformersStock
 from forkpoint.hosts.transformers.tensor_parallel import SUMMED_HOOK
 from forkpoint.plan.pricing.cost import ModelShape
@@ -100,17 +106,17 @@ class TransformersEntry:
     def checkpointed(self) -> bool:
         return bool(refusals.checkpointed_modules(self.core))
 
-    def hold_stage(self, stage: Stage) -> frozenset[nn.Parameter]:
-        return hold_stage(self.core, stage, FINAL_NORMS)
+    def hold_stage(self, stage: Stage) -> None:
+        hold_stage(self.core, stage, FINAL_NORMS)
 
-    def check_whole(self) -> None:
-        layers = len(decoder_of(self.core).layers)
-        if len(self.blocks) < layers:
-            raise UnsupportedError(
-                f"the model holds a stage of a pipeline ({len(self.blocks)} of "
-                f"{len(decoder_of(self.core).layers)} layers), and wrap was given no mesh with the "
-                "dimension 'pp'. Give it the mesh that the stage was made with."
-            )
+    @property
+    def layers(self) -> tuple[range, int]:
+        layers = decoder_of(self.core).layers
+        return layers_of_stage(layers), len(layers)
+
+    @property
+    def tied(self) -> frozenset[nn.Parameter]:
+        return tied_parameters(self.core)
 
     def set_hidden(self, hidden_1TC: Tensor | None, changes: Changes) -> None:
         gate = vars(gate_of(decoder_of(self.core).layers))
@@ -119,6 +125,7 @@ class TransformersEntry:
 
     def check_model(self) -> None:
         check_language_model(self.core)
+        check_cut(decoder_of(self.core).layers)
         refusals.check_modules(self.model, packages_of(self.core), self.idle)
         refusals.check_attention_function(self.model)
 

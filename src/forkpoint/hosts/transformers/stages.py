@@ -14,6 +14,9 @@ from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.transformers.families import FAMILIES
 from forkpoint.plan.stages import Stage
 
+IDENTITY = ("transformers.distributed.pipeline_parallel", "PipelineIdentityLayer")
+"""Class of what transformers puts in place of modules of other stages (pp_size)."""
+
 
 class Gate:
     """State shared by the modules of one stage that stand for those of others."""
@@ -23,6 +26,8 @@ class Gate:
         """Whether a step runs the model, which goes on at the next stage."""
         self.hidden: Tensor | None = None
         """Hidden states that the first layer here reads; None if that reads embeddings."""
+        self.tied: bool = False
+        """Whether the head's weight is that of the embeddings."""
 
 
 class PassedLayer(nn.Module):
@@ -48,7 +53,13 @@ class PassedLayer(nn.Module):
 
 def held_layers(layers: nn.ModuleList) -> list[nn.Module]:
     """Those of a decoder's layers that this rank holds."""
-    return [layer for layer in layers if not isinstance(layer, PassedLayer)]
+    return [layer for layer in layers if not _is_passed(layer)]
+
+
+def layers_of_stage(layers: nn.ModuleList) -> range:
+    """The numbers of a decoder's layers that this rank holds."""
+    held = [n for n, layer in enumerate(layers) if not _is_passed(layer)]
+    return range(held[0], held[-1] + 1)
 
 
 def gate_of(layers: nn.ModuleList) -> Gate:
@@ -56,11 +67,32 @@ def gate_of(layers: nn.ModuleList) -> Gate:
     return next(layer.gate for layer in layers if isinstance(layer, PassedLayer))
 
 
-def hold_stage(core: Any, stage: Stage, norms: tuple[str, ...]) -> frozenset[nn.Parameter]:
-    """Drop what other stages hold; returns parameters that the first and last stage both have.
+def _is_passed(layer: nn.Module) -> bool:
+    return isinstance(layer, PassedLayer) or _is_identity(layer)
+
+
+def _is_identity(module: nn.Module) -> bool:
+    """Whether transformers has put it in place of a module of another stage (pp_size)."""
+    kind = type(module)
+    return (kind.__module__, kind.__name__) == IDENTITY
+
+
+def check_cut(layers: nn.ModuleList) -> None:
+    """Raise UnsupportedError where transformers alone has cut the decoder (pp_size)."""
+    if any(map(_is_identity, layers)):
+        raise UnsupportedError(
+            "transformers has cut the model into pipeline stages (pp_size), and wrap was given no "
+            "mesh with the dimension 'pp'. Give it one with the same ranks: "
+            "forkpoint.wrap(model, mesh=mesh)."
+        )
+
+
+def hold_stage(core: Any, stage: Stage, norms: tuple[str, ...]) -> None:
+    """Drop what other stages hold.
 
     Args:
-        core: the causal model, whole; it may hold this stage already.
+        core: the causal model, whole, or with its modules split over ranks. It may hold this stage
+            already. Where transformers has cut it (pp_size), its layers stay where they are.
         stage: which layers to hold.
         norms: names of the decoder's final norms.
 
@@ -73,37 +105,66 @@ def hold_stage(core: Any, stage: Stage, norms: tuple[str, ...]) -> frozenset[nn.
             f"stages of {family!r}, a multimodal family, have not been shown exact; those of "
             "language models have. Use a mesh without the dimension 'pp'."
         )
+    held, device = layers_of_stage(decoder.layers), next(core.parameters()).device
     wanted = range(stage.first_layer, stage.first_layer + stage.layers)
-    held = [n for n, layer in enumerate(decoder.layers) if not isinstance(layer, PassedLayer)]
-    if not set(wanted) <= set(held) or len(held) not in (len(wanted), len(decoder.layers)):
+    if any(map(_is_identity, decoder.layers)):
+        wanted = held
+        _undo_layout(core, stage)
+    if held not in (wanted, range(len(decoder.layers))):
         raise UnsupportedError(
             f"the model holds layers {held[0]} to {held[-1]}, and stage {stage.index} of "
             f"{stage.stages} holds {wanted[0]} to {wanted[-1]}. Load the whole model again."
         )
-    head, embeddings = _head(core), core.get_input_embeddings()
-    tied = head.weight is embeddings.weight
-    if len(held) == len(wanted):
-        return _tied(core, stage)
+    if any(isinstance(layer, PassedLayer) for layer in decoder.layers):
+        return
     gate = Gate()
-    for n in held:
+    head, embeddings = _head(core), core.get_input_embeddings()
+    gate.tied = head.weight is embeddings.weight
+    for n in range(len(decoder.layers)):
         if n not in wanted:
             decoder.layers[n] = PassedLayer(gate, is_entrance=n == wanted[0] - 1)
     if not stage.is_last:
         for name in norms:
             if isinstance(getattr(decoder, name, None), nn.Module):
                 setattr(decoder, name, PassedLayer(gate))
-    keeps_both = tied and (stage.is_first or stage.is_last)
-    if not stage.is_first and not keeps_both:
-        _drop_weight(embeddings)
-    if not stage.is_last and not keeps_both:
-        _drop_weight(head)
-    return _tied(core, stage)
+        _drop_weight(head, device)
+    if not stage.is_first and not (gate.tied and stage.is_last):
+        _drop_weight(embeddings, device)
 
 
-def _tied(core: Any, stage: Stage) -> frozenset[nn.Parameter]:
+def _undo_layout(core: Any, stage: Stage) -> None:
+    """Put modules in place of transformers' own substitutes, but for those of layers.
+
+    Raises UnsupportedError where the ranks of the mesh are others than those of the layout.
+    """
+    layout = core._pp_stage
+    if (layout.pp_rank, layout.pp_size) != (stage.index, stage.stages):
+        raise UnsupportedError(
+            f"the mesh makes this rank stage {stage.index} of {stage.stages}, and transformers has "
+            f"loaded stage {layout.pp_rank} of {layout.pp_size} (pp_size). Give wrap a mesh with "
+            "the same ranks in the dimension 'pp'."
+        )
+    vars(core).pop("forward", None)  # it sends and receives hidden states by itself
+    dtype, config = next(core.parameters()).dtype, core.config.get_text_config()
+    # Their weights are dropped.
+    tokens, hidden, kind = config.vocab_size, config.hidden_size, {"device": "meta", "dtype": dtype}
+    embeddings = core.get_input_embeddings()
+    if _is_identity(embeddings):
+        embeddings = nn.Embedding(tokens, hidden, **kind)
+        core.set_input_embeddings(embeddings)
+    if _is_identity(_head(core)):
+        head = nn.Linear(hidden, tokens, bias=False, **kind)
+        if config.tie_word_embeddings:
+            head.weight = embeddings.weight
+        core.set_output_embeddings(head)
+
+
+def tied_parameters(core: Any) -> frozenset[nn.Parameter]:
+    """Parameters that the first and the last stage both have; none on other stages."""
+    if not gate_of(core.base_model.layers).tied:
+        return frozenset()
     weight = core.get_input_embeddings().weight
-    tied = weight is _head(core).weight
-    return frozenset({weight} if tied and (stage.is_first or stage.is_last) else ())
+    return frozenset({weight} if isinstance(weight, nn.Parameter) else ())
 
 
 def _head(core: Any) -> nn.Module:
@@ -111,9 +172,10 @@ def _head(core: Any) -> nn.Module:
     return core.score if hasattr(core, "score") else core.get_output_embeddings()
 
 
-def _drop_weight(module: nn.Module) -> None:
-    """Give a module zeros without memory in place of each parameter."""
+def _drop_weight(module: nn.Module, device: torch.device) -> None:
+    """Give a module zeros without memory in place of each parameter, which no ranks split."""
+    vars(module).pop("forward", None)  # of tensor parallelism
     for name, parameter in list(module.named_parameters(recurse=False)):
-        zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+        zero = torch.zeros((), dtype=parameter.dtype, device=device)
         del module._parameters[name]
         module.register_buffer(name, zero.expand(parameter.shape), persistent=False)

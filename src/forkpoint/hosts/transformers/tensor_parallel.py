@@ -139,14 +139,6 @@ def split_holder(model: nn.Module) -> "TensorSplit | None":
 
     Raises UnsupportedError for splits that have not been shown exact.
     """
-    config = getattr(getattr(model, "config", None), "distributed_config", None)
-    stages = getattr(config, "pp_size", None) or 1
-    if stages > 1:
-        raise UnsupportedError(
-            f"transformers has cut the model into {stages} pipeline stages (pp_size), and "
-            "forkpoint cuts models itself. Load it again without pp_size, and call "
-            "forkpoint.wrap(model, mesh=mesh) with a mesh that has the dimension 'pp'."
-        )
     splits = parallel_modules(model)
     if not splits:
         return None
