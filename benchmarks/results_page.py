@@ -104,6 +104,55 @@ STEPS = (
         for n in (4, 32)
     ),
 )
+_VERL = "qwen3-8b bf16, checkpointed, P=8192 N=32 R~U(131,2048), one GPU"
+# Words, baseline, file, case, the metrics of both times and of the ratio, in this order.
+TRAINERS = (
+    (
+        "TRL's GRPO trainer, update of 4 prompts of 6,000 to 7,700 tokens, 8 completions of 256",
+        "the same, sharing none",
+        "trl-h200",
+        HEADLINES[4][2],
+        ("forkpoint, sharing none: update", "forkpoint: update", "update: faster"),
+    ),
+    (
+        "verl, update: 32 responses of 131 to 2,048 tokens to 8,192; Qwen3-8B",
+        "verl's FSDP2 engine",
+        "verl-h200",
+        _VERL,
+        ("stock update", "shared update", "update faster"),
+    ),
+    (
+        "verl, old log-probs of the same",
+        "verl's FSDP2 engine",
+        "verl-h200",
+        _VERL,
+        ("stock log-probs", "shared log-probs", "log-probs faster"),
+    ),
+    (
+        "verl, update of the same",
+        "the same, sharing none",
+        "verl-h200",
+        _VERL,
+        ("sharing none update", "shared update", "update faster"),
+    ),
+)
+_RANKS = "qwen3-8b, 2 ranks, compiled, "
+RANKS = (
+    (
+        "one GPU, the whole model",
+        "dense",
+        "ranks-h100x2",
+        f"{_RANKS}one rank, P8192 R2048 N16 twice",
+        ("dense step", "shared step", "speed-up"),
+    ),
+    (
+        "two GPUs, `fully_shard`, weights gathered once a step",
+        "dense",
+        "ranks-h100x2",
+        f"{_RANKS}fully_shard, gather step",
+        ("dense step", "shared step", "speed-up"),
+    ),
+)
 MIXTURES = re.compile(r"compiled 16 layers P(\d+)-R(\d+)-N(\d+) (\S+)")
 MIXTURE_COMMIT = "9313e24"
 """The commit of rows whose dense side has its fastest microbatches."""
@@ -143,7 +192,15 @@ def latest(rows: Iterable[Row]) -> dict[tuple[str, str], Row]:
 
 def measured(name: str) -> dict[tuple[str, str], Row]:
     """The last row of each case and metric of a file."""
-    return latest(read_rows(RESULTS / f"{name}-h200.jsonl"))
+    return latest(read_rows(RESULTS / f"{name}.jsonl"))
+
+
+def source(row: Row) -> str:
+    """Device, versions and commit of a row."""
+    device = re.sub("NVIDIA (\\w+).*", "\\1", row["device"])
+    torch = row["versions"]["torch"].partition("+")[0]
+    optional = ", FlashAttention-4" if "flash-attn-4" in row["versions"] else ""
+    return f"{device}, torch {torch}{optional}, `{row['commit']}`"
 
 
 def markdown(header: Cells, rows: Iterable[Cells]) -> str:
@@ -160,19 +217,43 @@ def bound(row: Row) -> str:
     return f"{row['bound']:.2f}x"
 
 
-def headlines() -> str:
+def headlines(*, sources: bool = True) -> str:
     """Steps beside what users run today: a plain loop, TRL, ordinary training."""
     lines = []
     for words, name, case in HEADLINES:
-        found = measured(name)
+        found = measured(f"{name}-h200")
         called, theirs, ours, step, ratio = NAMES[name]
         seconds = [f"{found[case, f'{side}{step}']['value'] / 1e3:.2f}" for side in (theirs, ours)]
         peaks = [found[case, f"{side}peak"]["value"] / 2**30 for side in (theirs, ours)]
         row = found[case, ratio]
         peak = f"{peaks[0]:.1f}, {peaks[1]:.1f}"
         lines.append([words, called, *seconds, times(row), bound(row), peak])
-    header = ("set-up", "baseline", "baseline, s", "forkpoint, s", "ratio", "bound", "peaks, GiB")
+        lines[-1] += [source(row)] * sources
+    header = ["set-up", "baseline", "baseline, s", "forkpoint, s", "ratio", "bound", "peaks, GiB"]
+    return markdown(header + ["measured on"] * sources, lines)
+
+
+def timed(table: Sequence[tuple[str, str, str, str, tuple[str, str, str]]]) -> str:
+    """Rows with the times of a baseline and of forkpoint."""
+    lines = []
+    for words, called, name, case, (theirs, ours, ratio) in table:
+        found = measured(name)
+        before, after = (found[case, metric]["value"] / 1e3 for metric in (theirs, ours))
+        row = found[case, ratio]
+        seconds = [f"{before:.2f}", f"{after:.2f}", f"{before / after:.2f}x"]
+        lines.append([words, called, *seconds, bound(row), source(row)])
+    header = ("step", "baseline", "baseline, s", "forkpoint, s", "ratio", "bound", "measured on")
     return markdown(header, lines)
+
+
+def trainers() -> str:
+    """Updates in the trainers of other libraries."""
+    return timed(TRAINERS)
+
+
+def ranks() -> str:
+    """Steps of two ranks beside one."""
+    return timed(RANKS)
 
 
 def bounds() -> str:
@@ -191,23 +272,25 @@ def steps() -> str:
     """Steps over forkpoint's dense training."""
     lines = []
     for words, name, case, kind in STEPS:
-        row = measured(name)[case, f"{kind}speed-up"]
-        lines.append([words, times(row), bound(row), f"{row['value'] / row['bound']:.2f}"])
-    return markdown(("model and step", "over dense", "bound", "share"), lines)
+        row = measured(f"{name}-h200")[case, f"{kind}speed-up"]
+        share = f"{row['value'] / row['bound']:.2f}"
+        lines.append([words, times(row), bound(row), share, source(row)])
+    return markdown(("model and step", "ratio", "bound", "share", "measured on"), lines)
 
 
 def mixtures() -> str:
     """Steps of a mixture of experts over forkpoint's dense training."""
     lines = []
-    for (case, metric), row in measured("moe").items():
+    for (case, metric), row in measured("moe-h200").items():
         found = MIXTURES.fullmatch(case)
         if metric != "speed-up" or found is None or row.get("commit") != MIXTURE_COMMIT:
             continue
         prompt, response, count, router = found.groups()
         words = f"{count} responses of {int(response):,} to {int(prompt):,}"
         share = f"{row['value'] / row['bound']:.2f}"
-        lines.append([words, ROUTER_LOSSES[router], times(row), bound(row), share])
-    return markdown(("step", "router loss", "over dense", "bound", "share"), lines)
+        lines.append([words, ROUTER_LOSSES[router], times(row), bound(row), share, source(row)])
+    header = ("step", "router loss", "ratio", "bound", "share", "measured on")
+    return markdown(header, lines)
 
 
 def attention() -> str:
@@ -223,93 +306,106 @@ def attention() -> str:
         kernels = ("dense_fa4", "dense_cudnn", "dense_fa2")
         row = min((last[case, "speedup", k] for k in kernels), key=lambda row: row["value"])
         rate = f"{rates[0]:.0f}, {rates[1]:.0f}"
-        lines.append([f"{prompt:,}", str(count), rate, times(row), bound(row)])
-    header = ("P", "N", "TFLOP/s, forward and backward", "over dense", "bound")
+        lines.append([f"{prompt:,}", str(count), rate, times(row), bound(row), source(row)])
+    header = ("P", "N", "TFLOP/s, forward and backward", "ratio", "bound", "measured on")
     return markdown(header, lines)
 
 
-TEXT = """# Results
+TEXT = """# Benchmarks
 
-This page is written by `python -m benchmarks results` from the rows in `benchmarks/results/`. Each
-row has its device, versions, commit and command. All figures are of one H200 with random weights
-in bfloat16.
+`python -m benchmarks results` writes this page from the rows in `benchmarks/results/`. A row has
+its device, versions, commit and command. Models have the named shapes and random weights in
+bfloat16.
 
-The *bound* is counted: FLOPs of dense training over FLOPs of the shared plan. The *share* is the
-speed-up over the bound.
+!!! note "Method"
+
+    - The *bound* is the counted FLOPs of training without sharing, divided by those of the shared
+      plan ([definition](concepts/bound.md)). The *ratio* is the time of the baseline divided by
+      that of forkpoint. The *share* is the ratio divided by the bound.
+    - A step begins with a plan and ends when the device is idle. Making the plan is not included.
+    - Gradients are compared before anything is timed.
+    - If a figure was measured several times, the last row counts.
+    - Matrix products, attention and the head count the same in the bound, although they run at
+      different rates.
+    - Peaks count weights, gradients and optimizer states.
 
 ## Beside other training
 
-The baseline is the whole batch. A plain loop runs one rollout after the other through
-transformers' model, eager, with sdpa. Ratios to it can exceed the bound, because it is slower than
-forkpoint's dense mode: it compiles nothing and computes the head on all tokens. TRL's trainer runs
-8 rows at a time, checkpointed, with sdpa; that row times the update only, without generation. The
-last two rows use FlashAttention-4, the others no optional kernel. Peaks count weights, gradients
-and the optimizer's states.
+The baseline runs the whole batch. A *plain loop* runs one rollout at a time through the model of
+transformers, eager, with sdpa. Ratios to it can exceed the bound, because it is slower than
+forkpoint without sharing: it compiles nothing and computes the head on all tokens. TRL's trainer
+runs 8 rows at a time, checkpointed, with sdpa. Its row times the update only, without generation
+and without the limit of 80 GB that the other rows keep. For short rollouts the peak of forkpoint is
+up to 23% above that of the loop, because it packs them.
 
 {headlines}
 
-## Beside forkpoint's dense training
+## In trainers
 
-Forward and backward of one group or of trees, compiled on both sides, with the same kernels and
-the microbatch size that is fastest for dense. Dense is a sample of two to eight rollouts, scaled
-by counted FLOPs, except for groups of four and trees. Qwen3.5-4B rows for groups are the fastest
-of three plans, the others the planner's choice with a calibration.
+The baselines of verl are 4 of the 32 rollouts, scaled by counted FLOPs, on the fastest of five
+settings of its engine. Rows with the baseline "the same, sharing none" compare with forkpoint in
+the same trainer, without sharing.
+
+{trainers}
+
+## On two GPUs
+
+12 layers of Qwen3-8B, two prompts of 8,192 tokens with 16 responses of 2,048 each on each rank.
+
+{ranks}
+
+## Beside forkpoint without sharing
+
+Forward and backward of one group or of trees. Both sides are compiled and use the same kernels. The
+baseline has the microbatch size that is fastest for it. It is a sample of two to eight rollouts,
+scaled by counted FLOPs, except for groups of four and trees. Trees are timed three times in turn
+with the baseline, and the median counts. Rows of groups of Qwen3.5-4B are the fastest of three
+plans. The others are the planner's choice with a calibration.
 
 {steps}
 
 ## Mixtures of experts
 
-16 layers in the shapes of Qwen3-30B-A3B with FlashAttention-4, compiled; dense in microbatches of
-up to 65,536 tokens.
+16 layers of Qwen3-30B-A3B, compiled. The baseline runs microbatches of up to 65,536 tokens without
+sharing.
 
 {mixtures}
 
 ## Attention
 
 Shared-prefix attention with FlashAttention-4 in bfloat16: 32 query and 8 key-value heads of 128, N
-responses of 2,048 tokens to a prompt of P. Rates count visible pairs. Dense is two responses with
-the fastest kernel, scaled to N and timed after the shared case: ratios are good to a few percent.
+responses of 2,048 tokens to a prompt of P. Rates count visible pairs. The baseline is two responses
+with the fastest kernel, scaled to N and timed after the shared case, so ratios are good to a few
+percent.
 
 {attention}
 
 ## Counted bounds
 
-Groups in the shapes of Qwen3-8B with responses of 1,024 tokens.
+Groups of N responses of 1,024 tokens to one prompt, in the shapes of Qwen3-8B.
 
 {bounds}
-
-## How it is measured
-
-- A step begins with a plan and ends when the device is idle. Making the plan is not included.
-- Gradients are compared before anything is timed.
-- Of a figure that was measured several times the last row counts.
-- Trees are timed three times in turn with dense; the median counts.
-- FLOPs of attention, of the head and of matrix products count the same in the bound, though they
-  run at different rates.
-- Steps of two GPUs are in [ranks.md](howto/ranks.md).
 """
 
 
 def page() -> str:
     """The text of docs/results.md."""
-    made = (headlines, steps, mixtures, attention, bounds)
+    made = (headlines, trainers, ranks, steps, mixtures, attention, bounds)
     return TEXT.format(**{make.__name__: make() for make in made})
 
 
-def with_tables(text: str) -> str:
-    """The README's text with its tables of results."""
-    for table in (headlines(), bounds()):
-        header = re.escape(table.partition("\n")[0])
-        text, count = re.subn(
-            rf"^{header}\n(\|.*\n)+", lambda _, t=table: f"{t}\n", text, flags=re.M
-        )
-        assert count == 1, header
+def with_table(text: str) -> str:
+    """The README's text with its table of results."""
+    table = headlines(sources=False)
+    header = re.escape(table.partition("\n")[0])
+    text, count = re.subn(rf"^{header}\n(\|.*\n)+", lambda _: f"{table}\n", text, flags=re.M)
+    assert count == 1, header
     return text
 
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """Write docs/results.md and the README's tables from the rows.
+    """Write docs/results.md and the README's table from the rows.
 
     Attributes:
         json: Print one line of JSON and nothing else.
@@ -319,7 +415,7 @@ class Results:
 
     def run(self) -> int:
         PAGE.write_text(page(), encoding="utf-8")
-        README.write_text(with_tables(README.read_text(encoding="utf-8")), encoding="utf-8")
+        README.write_text(with_table(README.read_text(encoding="utf-8")), encoding="utf-8")
         out = Output(json_only=self.json)
         out.show(f"written: {PAGE}")
         out.result({"benchmark": "results", "written": [str(PAGE), str(README)]})

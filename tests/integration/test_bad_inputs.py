@@ -71,7 +71,10 @@ def test_every_class_of_errors_is_met() -> None:
     assert {kind.error for kind in KINDS.values()} == classes
 
 
-PAGE = (ROOT / "docs" / "reference" / "errors.md").read_text(encoding="utf-8")
+PAGE = "".join(
+    (ROOT / "docs" / "reference" / f"{page}.md").read_text(encoding="utf-8")
+    for page in ("errors", "errors-models")
+)
 
 
 def test_messages_and_classes_on_the_page_of_errors_are_raised() -> None:

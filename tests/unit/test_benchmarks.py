@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import commands
 from benchmarks.commands import APP, COMMANDS, main
-from benchmarks.results_page import PAGE, README, RESULTS, latest, page, read_rows, with_tables
+from benchmarks.results_page import PAGE, README, RESULTS, latest, page, read_rows, with_table
 from benchmarks.rows import ResultRow
 from benchmarks.runner import Benchmark, Deadline
 from forkpoint.apps.cli.app import App
@@ -130,7 +130,7 @@ def test_pages_are_those_that_rows_give() -> None:
     """Otherwise run `python -m benchmarks results`."""
     assert PAGE.read_text(encoding="utf-8") == page()
     readme = README.read_text(encoding="utf-8")
-    assert readme == with_tables(readme)
+    assert readme == with_table(readme)
     listed = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
     assert [p.name for p in RESULTS.glob("*.jsonl") if f"`results/{p.name}`" not in listed] == []
 

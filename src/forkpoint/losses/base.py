@@ -43,9 +43,10 @@ class Denominators:
 
     A count of 0 is allowed and means that there is nothing to divide.
 
-    tokens: trained tokens.
-    rollouts: rollouts, those without trained tokens included.
-    groups: groups.
+    Attributes:
+        tokens: trained tokens.
+        rollouts: rollouts, those without trained tokens included.
+        groups: groups.
 
     Raises ConfigError for a count that is negative or not finite.
     """
@@ -78,20 +79,22 @@ class LossBatch:
     loss has declared to be zero (`Loss.zero_rollouts`) may be in none. Tensors lie on the
     device of the outputs, and floats have their dtype.
 
-    offsets: int64 [n + 1]; rollout i has the view's tokens `offsets[i] : offsets[i + 1]`.
-    token_index: int64 [T]; for each token, its position in the RolloutBatch's flat tokens, for
-        values that are kept outside of the batch.
-    token_rollout: int64 [T]; for each token, which of the n rollouts it belongs to.
-    loss_mask: bool [T].
-    advantages: [T].
-    old_logprobs, reference_logprobs, weights, returns, old_values: [T], or None where the batch has
-        none.
-    rollout_tokens: [n]; trained tokens of the whole rollout, however few of them are in this view.
-    rollout_index: int64 [n]; the rollout's position in the RolloutBatch.
-    group_index: int64 [n]; the rollout's group in the RolloutBatch.
-    temperatures: [n].
-    denominators: of the whole batch, not of this view.
-    rollout_ids: n texts.
+    Attributes:
+        offsets: int64 [n + 1]; rollout i has the view's tokens `offsets[i] : offsets[i + 1]`.
+        token_index: int64 [T]; for each token, its position in the RolloutBatch's flat tokens, for
+            values that are kept outside of the batch.
+        token_rollout: int64 [T]; for each token, which of the n rollouts it belongs to.
+        loss_mask: bool [T].
+        advantages: [T].
+        old_logprobs, reference_logprobs, weights, returns, old_values: [T], or None where the batch
+            has none.
+        rollout_tokens: [n]; trained tokens of the whole rollout, however few of them are in this
+            view.
+        rollout_index: int64 [n]; the rollout's position in the RolloutBatch.
+        group_index: int64 [n]; the rollout's group in the RolloutBatch.
+        temperatures: [n].
+        denominators: of the whole batch, not of this view.
+        rollout_ids: n texts.
     """
 
     offsets: Tensor
@@ -150,18 +153,20 @@ class Loss:
 
     Every loss here raises ConfigError for arguments that are not allowed.
 
-    decomposition: "token" if the loss of the batch is the sum over any split of its tokens into
-        views, "rollout" if it is so over any split into whole rollouts, "joint" if coupled rollouts
-        (see `coupling`) must be seen together. A loss that claims too much trains on wrong
-        gradients. Views of a "token" loss may leave out tokens outside the loss mask.
-    reads: "logprobs" for a loss of a language model, "values" for one of a critic. With the other
-        model it is refused; None, of a plain function, leaves that to what the function reads.
-    needs_entropy: whether `outputs.entropies` is wanted, with gradients.
-    needs: fields of the RolloutBatch without which the loss cannot be computed.
-    takes_weights: False where the loss has no use for per-token weights; they are then refused.
-    uses_advantages: whether the loss reads advantages; a batch without any is then refused.
-    across_ranks: whether rollouts that the loss couples may lie on several ranks. Log-probs and
-        rollouts of all ranks are then gathered on each, at the price of a pass of scores.
+    Attributes:
+        decomposition: "token" if the loss of the batch is the sum over any split of its tokens into
+            views, "rollout" if it is so over any split into whole rollouts, "joint" if coupled
+            rollouts (see `coupling`) must be seen together. A loss that claims too much trains on
+            wrong gradients. Views of a "token" loss may leave out tokens outside the loss mask.
+        reads: "logprobs" for a loss of a language model, "values" for one of a critic. With the
+            other model it is refused; None, of a plain function, leaves that to what the function
+            reads.
+        needs_entropy: whether `outputs.entropies` is wanted, with gradients.
+        needs: fields of the RolloutBatch without which the loss cannot be computed.
+        takes_weights: False where the loss has no use for per-token weights; they are then refused.
+        uses_advantages: whether the loss reads advantages; a batch without any is then refused.
+        across_ranks: whether rollouts that the loss couples may lie on several ranks. Log-probs and
+            rollouts of all ranks are then gathered on each, at the price of a pass of scores.
 
     A call must not read values back to the host (`.item()`, `if tensor:`): what depends on values
     is checked in `check`, on numpy arrays, before anything runs.
@@ -236,10 +241,11 @@ LossFunction = Callable[[LossOutputs, LossBatch], Tensor]
 class FunctionLoss(Loss):
     """A function of (outputs, batch) as a loss. In a step of several ranks it is each rank's own.
 
-    function: gives the view's part of the loss, a scalar with a graph.
-    decomposition: what the function promises, as in `Loss`. A function by itself is joint, since
-        nothing is known of it.
-    needs_entropy: whether `outputs.entropies` is wanted, with gradients.
+    Attributes:
+        function: gives the view's part of the loss, a scalar with a graph.
+        decomposition: what the function promises, as in `Loss`. A function by itself is joint,
+            since nothing is known of it.
+        needs_entropy: whether `outputs.entropies` is wanted, with gradients.
     """
 
     reads: ClassVar[Head | None] = None

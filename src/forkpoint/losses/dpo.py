@@ -69,20 +69,24 @@ class DPO(PairLoss):
         m = sum_c(logprob - reference) - sum_r(logprob - reference)
 
     and the loss the sum of the pairs' terms over `denominators.groups`. Needs reference_logprobs.
+    With label smoothing e, the term of each variant is
 
-    variant: the term.
-        "sigmoid"  -log_sigmoid(beta * m), with label smoothing e
-                   -(1 - e) * log_sigmoid(beta * m) - e * log_sigmoid(-beta * m)
-                   (E. Mitchell, A note on DPO with noisy preferences, 2023, eq. 3: cDPO)
+        "sigmoid"  -(1 - e) * log_sigmoid(beta * m) - e * log_sigmoid(-beta * m)
         "robust"   (-(1 - e) * log_sigmoid(beta * m) + e * log_sigmoid(-beta * m)) / (1 - 2 * e)
-                   (arXiv 2403.00409)
-        "hinge"    max(0, 1 - beta * m)  (arXiv 2309.06657, after SLiC, arXiv 2305.10425)
-        "ipo"      (m - 1 / (2 * beta)) ** 2  (arXiv 2310.12036, eq. 17, with tau for beta)
-    beta: how strongly the policy is held to the reference; above 0.
-    label_smoothing: e, how likely a pair is the wrong way round, from 0 to below 0.5. Above 0 for
-        "sigmoid" and "robust" only.
-    length_normalized: whether means over the trained tokens take the place of the sums; with
-        variant "ipo" this is what TRL does.
+        "hinge"    max(0, 1 - beta * m)
+        "ipo"      (m - 1 / (2 * beta)) ** 2
+
+    Sources: E. Mitchell, A note on DPO with noisy preferences, 2023, eq. 3 (label smoothing: cDPO);
+    arXiv 2403.00409 (robust); arXiv 2309.06657, after SLiC, arXiv 2305.10425 (hinge); arXiv
+    2310.12036, eq. 17, with tau for beta (ipo).
+
+    Attributes:
+        variant: the term, as above.
+        beta: how strongly the policy is held to the reference; above 0.
+        label_smoothing: e, how likely a pair is the wrong way round, from 0 to below 0.5. Above 0
+            for "sigmoid" and "robust" only.
+        length_normalized: whether means over the trained tokens take the place of the sums; with
+            variant "ipo" this is what TRL does.
     """
 
     needs: tuple[str, ...] = field(init=False, repr=False, default=("reference_logprobs",))
@@ -138,10 +142,11 @@ class SimPO(PairLoss):
 
     and the loss the sum of the pairs' terms over `denominators.groups`.
 
-    beta: the scale of the rewards; above 0.
-    gamma: the margin by which the chosen reward should win, at least 0. The paper tunes it
-        together with beta; the default is that of TRL, and of the authors' code, where it is
-        0.25 * beta.
+    Attributes:
+        beta: the scale of the rewards; above 0.
+        gamma: the margin by which the chosen reward should win, at least 0. The paper tunes it
+            together with beta; the default is that of TRL, and of the authors' code, where it is
+            0.25 * beta.
     """
 
     beta: float = 2.0

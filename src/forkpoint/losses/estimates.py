@@ -42,11 +42,14 @@ def gae(
     Rollouts are estimated each on its own: where they share a trained token, its value is the same
     and its advantages and returns differ. Nothing is normalised.
 
-    values: [T] over the batch's tokens in their order, as `policy.score(batch).values` of a critic
-        gives them; entries outside the loss mask are ignored.
-    rewards: [N], one per rollout, which goes to its last trained token; or [T], one per token, 0 at
-        those that are not trained. The reward of a rollout without trained tokens is not used.
-    gamma, lam: discount and lambda, from 0 to 1.
+    Args:
+        values: [T] over the batch's tokens in their order, as `policy.score(batch).values` of a
+            critic gives them; entries outside the loss mask are ignored.
+        rewards: [N], one per rollout, which goes to its last trained token; or [T], one per token,
+            0 at those that are not trained. The reward of a rollout without trained tokens is not
+            used.
+        gamma: discount, from 0 to 1.
+        lam: lambda of the estimates, from 0 to 1.
 
     Raises ConfigError for a gamma or lam that is not allowed, RolloutError where values or rewards
     do not fit the batch.
@@ -108,15 +111,17 @@ def importance_weights(
     weights do not enter denominators: a token of weight 0 still counts in means. Clear it in the
     loss mask to leave it out of them as well.
 
-    sampler_logprobs: [T] over the batch's tokens in their order, as a list, array or tensor;
-        log-probs, at most 0 apart from rounding; entries outside the loss mask are ignored.
-    mode: "truncate" moves ratios into [floor, cap] (truncated importance sampling, TIS: F. Yao et
-        al., Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025); "mask"
-        gives those outside of it the weight 0 (masked importance sampling, MIS; with a floor,
-        IcePop, arXiv 2510.18855).
-    level: "token" weighs each token by its own ratio, "sequence" all tokens of a rollout by the
-        rollout's.
-    cap, floor: bounds of the ratios; cap above 0 (`math.inf` is none), floor from 0 to cap.
+    Args:
+        sampler_logprobs: [T] over the batch's tokens in their order, as a list, array or tensor;
+            log-probs, at most 0 apart from rounding; entries outside the loss mask are ignored.
+        mode: "truncate" moves ratios into [floor, cap] (truncated importance sampling, TIS: F. Yao
+            et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025);
+            "mask" gives those outside of it the weight 0 (masked importance sampling, MIS; with a
+            floor, IcePop, arXiv 2510.18855).
+        level: "token" weighs each token by its own ratio, "sequence" all tokens of a rollout by the
+            rollout's.
+        cap: upper bound of the ratios, above 0; `math.inf` is none.
+        floor: lower bound of the ratios, from 0 to cap.
 
     Returns float64 [T]; 1 at tokens that are not trained.
 

@@ -32,8 +32,9 @@ class LogLikelihood(Loss):
     supervised fine-tuning on trees: a shared trained token counts once for each rollout that trains
     it, as it does in ordinary fine-tuning.
 
-    normalize: the mean over `denominators.tokens` ("token": the cross-entropy of ordinary
-        fine-tuning) or `denominators.rollouts`, as in PolicyLoss; "none" is the sum.
+    Attributes:
+        normalize: the mean over `denominators.tokens` ("token": the cross-entropy of ordinary
+            fine-tuning) or `denominators.rollouts`, as in PolicyLoss; "none" is the sum.
     """
 
     decomposition: ClassVar[Decomposition] = "token"
@@ -69,14 +70,15 @@ class Distillation(Loss):
                    r = exp(logprob - old_logprob)        A = (reference - logprob).detach()
         "forward"  w * (reference - logprob)
 
-    direction: "reverse" is KL(student || teacher) on tokens that the student sampled, on-policy
-        distillation: a policy gradient whose advantage is how much likelier the teacher finds the
-        token. "forward" is KL(teacher || student) on tokens that the teacher sampled; its gradient
-        is that of LogLikelihood. The divergences are those of each token given the tokens before
-        it: what a token does to later ones is not counted.
-    clip, clip_high: of the ratio, as in GRPO; the default is no clipping, which is what makes
-        the estimate unbiased. For "reverse" only.
-    normalize: the mean over `denominators.tokens` or `denominators.rollouts`, as in PolicyLoss.
+    Attributes:
+        direction: "reverse" is KL(student || teacher) on tokens that the student sampled, on-policy
+            distillation: a policy gradient whose advantage is how much likelier the teacher finds
+            the token. "forward" is KL(teacher || student) on tokens that the teacher sampled; its
+            gradient is that of LogLikelihood. The divergences are those of each token given the
+            tokens before it: what a token does to later ones is not counted.
+        clip, clip_high: of the ratio, as in GRPO; the default is no clipping, which is what makes
+            the estimate unbiased. For "reverse" only.
+        normalize: the mean over `denominators.tokens` or `denominators.rollouts`, as in PolicyLoss.
 
     Needs reference_logprobs. The rollouts' advantages play no part; to have rewards besides, train
     a policy loss on advantages to which `reference_logprobs - old_logprobs` was added. Without

@@ -39,17 +39,20 @@ class PolicyLoss(Loss):
     the entropy H of the policy's distribution at the token stay unweighted, as in TRL and verl. A
     token that is to be left out of everything is left out of the loss mask.
 
-    kl: coefficient of the KL divergence; above 0 it needs reference_logprobs.
-    kl_estimator: how it is estimated from the sampled token (J. Schulman, Approximating KL
-        Divergence, 2020). With x = reference - logprob, k1 is -x, k2 is x**2 / 2 and k3 is
-        exp(x) - x - 1. k1 and k3 are unbiased as values. As a term of a loss it is the gradient
-        that counts (arXiv 2506.09477): on-policy, that of k2 is the reverse KL's, that of k3 the
-        forward KL's (equal near the reference), and that of k1 is 0 on average. k1 belongs into the
-        reward: subtract `kl * (old_logprobs - reference_logprobs)` from the advantages instead.
-    entropy: coefficient of the entropy bonus; above 0 the loss has `needs_entropy`.
-    normalize: "token" is the sum of the terms over `denominators.tokens`, the trained tokens of the
-        whole batch; "rollout" is the mean over `denominators.rollouts` of each rollout's mean over
-        its trained tokens, 0 for a rollout without any. Weights do not enter a denominator.
+    Attributes:
+        kl: coefficient of the KL divergence; above 0 it needs reference_logprobs.
+        kl_estimator: how it is estimated from the sampled token (J. Schulman, Approximating KL
+            Divergence, 2020). With x = reference - logprob, k1 is -x, k2 is x**2 / 2 and k3 is
+            exp(x) - x - 1. k1 and k3 are unbiased as values. As a term of a loss it is the gradient
+            that counts (arXiv 2506.09477): on-policy, that of k2 is the reverse KL's, that of k3
+            the forward KL's (equal near the reference), and that of k1 is 0 on average. k1 belongs
+            into the reward: subtract `kl * (old_logprobs - reference_logprobs)` from the advantages
+            instead.
+        entropy: coefficient of the entropy bonus; above 0 the loss has `needs_entropy`.
+        normalize: "token" is the sum of the terms over `denominators.tokens`, the trained tokens of
+            the whole batch; "rollout" is the mean over `denominators.rollouts` of each rollout's
+            mean over its trained tokens, 0 for a rollout without any. Weights do not enter a
+            denominator.
 
     Without old_logprobs the update is on-policy: `old_logprob = logprob.detach()`, the ratio is 1
     and its gradient that of the log-prob. A log-ratio counts as at most 20 (a ratio of 5e8), so
@@ -193,12 +196,13 @@ class GRPO(PolicyLoss):
     arguments are described. The sum of the terms is divided by `denominators.tokens`;
     `normalize="rollout"` is the mean of GRPO as first published.
 
-    clip, clip_high: how far the ratio may leave 1 downwards and upwards before its gradient ends;
-        clip_high None is clip (PPO, arXiv 1707.06347, eq. 7), larger is DAPO's clip-higher,
-        `math.inf` is no clipping.
-    dual_clip: None, or above 1: where A is negative the objective is at least dual_clip * A, so
-        that its gradient ends at that ratio too (dual-clip PPO, arXiv 1912.09729, eq. 5;
-        verl's clip_ratio_c, TRL's delta).
+    Attributes:
+        clip, clip_high: how far the ratio may leave 1 downwards and upwards before its gradient
+            ends; clip_high None is clip (PPO, arXiv 1707.06347, eq. 7), larger is DAPO's
+            clip-higher, `math.inf` is no clipping.
+        dual_clip: None, or above 1: where A is negative the objective is at least dual_clip * A, so
+            that its gradient ends at that ratio too (dual-clip PPO, arXiv 1912.09729, eq. 5; verl's
+            clip_ratio_c, TRL's delta).
     """
 
     clip: float = 0.2
@@ -279,7 +283,8 @@ class DrGRPO(GRPO):
     short response and in a long one, in a batch of short ones and of long ones. Its advantages are
     rewards less the group's mean, not divided by their standard deviation.
 
-    max_tokens: the most tokens that a response may have; any constant does, it scales the loss.
+    Attributes:
+        max_tokens: the most tokens that a response may have; any constant does, it scales the loss.
     """
 
     max_tokens: int
@@ -311,9 +316,11 @@ class CISPO(PolicyLoss):
     divided by `denominators.tokens`, unless normalize is "rollout". The other arguments are
     described in PolicyLoss.
 
-    clip, clip_high: how far the weight may leave 1 downwards and upwards; `math.inf` is no bound,
-        and clip_high None is clip. The paper leaves the lower side unbounded and names no number
-        for the upper one; the default bounds weights by 5. TRL's epsilon_high is 1 + clip_high.
+    Attributes:
+        clip, clip_high: how far the weight may leave 1 downwards and upwards; `math.inf` is no
+            bound, and clip_high None is clip. The paper leaves the lower side unbounded and names
+            no number for the upper one; the default bounds weights by 5. TRL's epsilon_high is 1 +
+            clip_high.
     """
 
     clip: float = math.inf
@@ -351,8 +358,9 @@ class SAPO(PolicyLoss):
     mean over `denominators.rollouts` of each rollout's mean over its trained tokens, unless
     normalize is "token". The other arguments are described in PolicyLoss.
 
-    tau_pos, tau_neg: how fast it fades, for positive advantages and for all others; above 0. The
-        defaults are the paper's.
+    Attributes:
+        tau_pos, tau_neg: how fast it fades, for positive advantages and for all others; above 0.
+            The defaults are the paper's.
     """
 
     tau_pos: float = 1.0
@@ -389,11 +397,13 @@ class GSPO(PolicyLoss):
     tokens, 0 for a rollout without any. The other arguments are described in PolicyLoss; a token's
     weight multiplies its objective, and so the rollout's by the mean of its weights.
 
-    clip, clip_high: as in GRPO, but of a ratio per rollout and hence far smaller; the defaults are
-        the paper's (section 5.1). clip_high None is clip.
-    level: "sequence" is the above. "token" is GSPO-token (eq. 13 and 14): each token has its own
-        advantage, and the ratio `s.detach() * exp(logprob - logprob.detach())`, the rollout's as a
-        value with the token's own gradient. Both are the same where a rollout's advantages are.
+    Attributes:
+        clip, clip_high: as in GRPO, but of a ratio per rollout and hence far smaller; the defaults
+            are the paper's (section 5.1). clip_high None is clip.
+        level: "sequence" is the above. "token" is GSPO-token (eq. 13 and 14): each token has its
+            own advantage, and the ratio `s.detach() * exp(logprob - logprob.detach())`, the
+            rollout's as a value with the token's own gradient. Both are the same where a rollout's
+            advantages are.
     """
 
     decomposition: ClassVar[Decomposition] = "rollout"
@@ -436,9 +446,10 @@ class GMPO(PolicyLoss):
     other arguments are described in PolicyLoss; a token's weight multiplies its objective, and so
     the rollout's by the mean of its weights.
 
-    clip, clip_high: bounds of a token's log-ratio, below 0 for negative advantages and above 0 for
-        positive ones; ratios then lie above exp(-clip) or below exp(clip_high). At least 0, or
-        infinite; the default is the paper's. clip_high None is clip.
+    Attributes:
+        clip, clip_high: bounds of a token's log-ratio, below 0 for negative advantages and above 0
+            for positive ones; ratios then lie above exp(-clip) or below exp(clip_high). At least 0,
+            or infinite; the default is the paper's. clip_high None is clip.
     """
 
     decomposition: ClassVar[Decomposition] = "rollout"

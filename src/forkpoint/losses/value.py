@@ -36,9 +36,10 @@ class ValueLoss(Loss):
     Needs a critic in place of a policy, the rollouts' returns, and with clipping their old_values;
     `losses.gae` makes returns. Weights, which correct the policy gradient, are refused.
 
-    clip: how far a value may leave the old one before its gradient ends, above 0; `math.inf` is no
-        clipping.
-    normalize: the mean over `denominators.tokens` or `denominators.rollouts`, as in PolicyLoss.
+    Attributes:
+        clip: how far a value may leave the old one before its gradient ends, above 0; `math.inf` is
+            no clipping.
+        normalize: the mean over `denominators.tokens` or `denominators.rollouts`, as in PolicyLoss.
     """
 
     decomposition: ClassVar[Decomposition] = "token"

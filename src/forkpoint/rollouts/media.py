@@ -38,7 +38,9 @@ class Media:
     ) -> None:
         """
         Args:
-            kind, inputs, tokens: see the attributes.
+            kind: as the attribute.
+            inputs: as the attribute.
+            tokens: as the attribute.
             digest: text that is equal for equal inputs alone. By default it is computed from
                 their bytes, where objects have to be compared.
 
