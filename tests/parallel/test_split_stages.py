@@ -117,11 +117,13 @@ def compared(folder: Path, case: Case) -> dict[str, float]:
     }
 
 
-def error_of(model: nn.Module, other: nn.Module) -> float:
-    """Of this stage's gradients, over the norm of all."""
-    true = dict(other.named_parameters())
+def error_of(model: nn.Module, other: nn.Module, part: str = "") -> float:
+    """Of this stage's gradients, of names with `part`, over the norm of all of these."""
+    true = {name: p for name, p in other.named_parameters() if part in name}
     apart = 0.0
     for name, parameter in model.named_parameters():
+        if part not in name:
+            continue
         found, wanted = parameter.grad, true[name].grad
         found = found.full_tensor() if hasattr(found, "full_tensor") else found
         assert (found is None) == (wanted is None), name

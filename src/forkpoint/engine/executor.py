@@ -113,6 +113,8 @@ class Executor:
                 del more
             del outputs, part, view, found
         self.links.end_pass((total, *values.by_name.values()))
+        for feature in self.features:
+            feature.end_pass()
         return total
 
     def _forward(

@@ -43,3 +43,6 @@ class Feature:
 
     def after_backward(self, instruction: Instruction) -> None:
         """A backward has ended."""
+
+    def end_pass(self) -> None:
+        """The pass has ended."""

@@ -64,8 +64,11 @@ class RouterSet(Protocol):
     """The routers of a mixture of experts, in the order of its layers."""
 
     layers: int
-    """How many layers have one; 0 of a model that is no mixture."""
+    """How many layers have one, on all stages; 0 of a model that is no mixture."""
     found: list[FoundRouter]
+    """Those of this rank's layers."""
+    first: int
+    """The number of the first of them among all."""
     defines_loss: bool
     """Whether the family's own code has a load-balancing loss."""
     coefficient: float
@@ -83,8 +86,8 @@ class RouterSet(Protocol):
 
     @property
     def biases(self) -> list[Tensor]:
-        """The bias [E] of each, which is added to scores for the choice alone; empty if the family
-        has no such biases."""
+        """The bias [E] of each found, which is added to scores for the choice alone; empty if the
+        family has no such biases."""
         ...
 
 

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from forkpoint.device import on_device
 from forkpoint.engine.feature import Feature, Root
+from forkpoint.engine.host import RouterSet
+from forkpoint.engine.links import Links
 from forkpoint.engine.microbatches import MicrobatchInputs
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.parallel.statistics import RouterEnd, StatisticsOfRanks
@@ -139,31 +141,34 @@ class Routing(Feature):
         device: torch.device,
         dtype: torch.dtype,
         *,
-        layers: int,
-        experts: int,
+        routers: RouterSet,
         terms: RouterTerms,
         of_ranks: StatisticsOfRanks | None = None,
         places: Places = ALL_PLACES,
+        links: Links | None = None,
     ) -> None:
-        """`dtype`: of the loss. `layers`: how many routers the model has. `of_ranks`: None if this
-        rank is alone."""
+        """`dtype`: of the loss. `of_ranks`: None if this rank is alone. `links`: with ranks that
+        have other layers."""
         self.plan = plan
         self.places = places
-        """Counts are of all places; sums of probabilities and the loss are parts, until they are
-        asked for."""
+        self.links: Links = links or Links()
+        """Counts are of all places, and after the first pass of all layers; sums of probabilities
+        and the loss are parts, until they are asked for."""
         self.terms = terms
         self.of_ranks = of_ranks
-        self.outputs: RouterOutputs = RouterOutputs(layers)
+        self.outputs: RouterOutputs = RouterOutputs(len(routers.found))
         self.sums: bool = False
         """Whether passes without backwards compute the loss."""
         self.loss: Tensor = torch.zeros((), dtype=dtype, device=device)
         """Of the backwards that have begun."""
-        self._layers = layers
+        self._layers, self._first, experts = routers.layers, routers.first, routers.experts
         self._device, self._dtype = device, dtype
         segments = len(plan.forest)
         self._counts_LSE: Tensor = torch.zeros(
-            (layers, segments, experts), dtype=torch.int64, device=device
+            (self._layers, segments, experts), dtype=torch.int64, device=device
         )
+        self._joined = False
+        """Whether the counts of all layers are there."""
         self._probability_SE: Tensor = self._counts_LSE.new_zeros(
             segments, experts, dtype=torch.float64
         )
@@ -213,8 +218,17 @@ class Routing(Feature):
         """
         counts = self.counts()
         logical_LE, computed_LE = counts.logical_LE.cpu(), counts.computed_LE.cpu()
-        loss = float(self.places.summed(self.loss)) if value is None else value
+        loss = float(self._over_parts(self.loss)) if value is None else value
         return RouterEnd(loss, logical_LE, computed_LE)
+
+    def end_pass(self) -> None:
+        if not self._joined:
+            self._counts_LSE = self.links.summed(self._counts_LSE)
+            self._joined = True
+
+    def _over_parts(self, x: Tensor) -> Tensor:
+        """The sum over ranks with other places and layers. Collective."""
+        return self.links.summed(self.places.summed(x))
 
     # Around a forward
     # ------------------------------------------------------------
@@ -244,7 +258,7 @@ class Routing(Feature):
         for layer, (logits_TE, chosen_Tk) in self.outputs.by_layer.items():
             self._chosen = chosen_Tk.shape[-1]
             place = (segment_T[:, None] * experts + chosen_Tk[: len(segment_T)]).flatten()
-            counts = counts_LSE[layer].view(-1)
+            counts = counts_LSE[self._first + layer].view(-1)
             counts.scatter_add_(0, place, torch.ones_like(place))
             if self.sums:
                 # The loss is linear in these.
@@ -291,7 +305,7 @@ class Routing(Feature):
         """The loss, from a pass without backwards."""
         weights_SE, z_S = self._linear_weights()
         value = (weights_SE.double() * self._probability_SE).sum() + (z_S * self._z_S).sum()
-        return self.places.summed(value).to(self._dtype)
+        return self._over_parts(value).to(self._dtype)
 
     def _linear_weights(self) -> tuple[Tensor, Tensor]:
         """By segment: weights of each probability [S, E], and of each squared logsumexp [S].

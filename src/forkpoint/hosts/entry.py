@@ -28,6 +28,13 @@ class WatchedRouters(RouterSet, Protocol):
         the changes are undone."""
         ...
 
+    def place(self, every: Sequence[tuple[int, int]], stage: int) -> None:
+        """Number them among those of all stages of a pipeline.
+
+        every: by stage, how many routers it has, and among how many experts these choose.
+        """
+        ...
+
     def end_within(self, block: nn.Module, changes: Changes) -> bool:
         """Let a forward end in the block's router, until the changes are undone.
 

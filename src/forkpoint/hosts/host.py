@@ -127,6 +127,8 @@ class ModelHost:
             if context:
                 self.entry.check_context_parallel(shape, len(context))
             self._least_sizes: dict[str, Any] = {}
+            self._mixtures: list[tuple[int, int]] = []
+            """By stage: how many routers it has, and among how many experts these choose."""
             self.links: Links = self._link_stages(shape)
 
     def _check_compiled_context(self, *, recurrent: bool) -> None:
@@ -159,11 +161,14 @@ class ModelHost:
                 "DistributedDataParallel holds all layers of the model. Call "
                 "forkpoint.cut(model, mesh) first, and shard or replicate what it leaves."
             )
-        every = ranks.exchange((held, shape))
-        stages = stages_of_layers([held for held, _ in every], layers)
+        routers = self.entry.routers
+        mixture = len(routers.found), routers.experts if routers.found else 0
+        every = ranks.exchange((held, shape, mixture))
+        stages = stages_of_layers([held for held, _, _ in every], layers)
         ranks.tied = self.entry.tied
         # Stages plan alike, and modules that ranks split may lie on some of them alone.
-        self._least_sizes = least_sizes([shape for _, shape in every])
+        self._least_sizes = least_sizes([shape for _, shape, _ in every])
+        self._mixtures = [mixture for _, _, mixture in every]
         hidden = shape.hidden, self._embedding.dtype, self.device
         return StageLinks(ranks, stages, self.model, hidden)
 
@@ -460,7 +465,10 @@ class ModelHost:
 
     @property
     def routers(self) -> WatchedRouters:
-        return self.entry.routers
+        found = self.entry.routers
+        if isinstance(self.links, StageLinks):
+            found.place(self._mixtures, self.links.stage.index)
+        return found
 
     def watch_routers(
         self, note: RouterNote | None, changes: Changes, holder: RouteHolder | None = None

@@ -1,7 +1,7 @@
 """Routers of a mixture of experts: their outputs are recorded, and their choices forced."""
 
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -61,6 +61,10 @@ class ModelRouters:
     """The routers of a model in the order of its layers, whatever library they are of."""
 
     found: list[FoundRouter]
+    layers: int
+    first: int = 0
+    elsewhere_experts: int = 0
+    """Among how many experts routers of other stages choose."""
     chosen_output: int = -1
     """The place of the experts chosen in what a router returns."""
 
@@ -73,6 +77,15 @@ class ModelRouters:
             record_routers(self.found, note, changes, chosen=self.chosen_output)
         if holder is not None:
             force_routers(self.found, holder, changes)
+
+    def place(self, every: Sequence[tuple[int, int]], stage: int) -> None:
+        """Number them among those of all stages.
+
+        every: by stage, how many routers it has, and among how many experts these choose.
+        """
+        self.first = sum(count for count, _ in every[:stage])
+        self.layers = sum(count for count, _ in every)
+        self.elsewhere_experts = max(experts for _, experts in every)
 
     def end_within(self, block: nn.Module, changes: Changes) -> bool:
         """Let a forward end in the block's router, until the changes are undone.

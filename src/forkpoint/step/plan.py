@@ -80,8 +80,6 @@ def check_and_plan(policy: StepPolicy, request: Request) -> LocalStep:
             )
         counted = counted or not isinstance(request, ComparedRequest)
     work = router_work(host, batch, router, counts, expert_counts=counted)
-    if "stage" in host.topology.relations:
-        _check_stages(batch, work)
     if work and router is not None and loss is not None:
         check_averaged(host.group, loss)
     return LocalStep(
@@ -96,15 +94,6 @@ def check_and_plan(policy: StepPolicy, request: Request) -> LocalStep:
         settings=host.settings() if request.scores and request.training else None,
         factors=() if request.scores else (scale,),
     )
-
-
-def _check_stages(batch: RolloutBatch, work: RouterWork | None) -> None:
-    """Refuse what has not been shown exact on stages of a pipeline."""
-    if work is not None or batch.routed_experts is not None:
-        raise UnsupportedError(
-            "losses of routers, counts of experts and replayed experts have not been shown exact "
-            "on stages of a pipeline. Leave them out, or use a mesh without the dimension 'pp'."
-        )
 
 
 def _check_backward(policy: StepPolicy, request: BackwardRequest) -> LocalStep:

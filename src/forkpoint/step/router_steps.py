@@ -33,6 +33,8 @@ class RouterWork:
     """int64 [N], those of each rollout that count."""
     on_ranks: bool = False
     """Whether several ranks hold the model."""
+    on_stages: bool = False
+    """Whether routers lie on several stages of a pipeline, whose counts a loss needs together."""
 
     @property
     def joins(self) -> bool:
@@ -62,7 +64,8 @@ class RouterWork:
         """Its demands on a plan. `scored`: a pass of scores comes before it in any case."""
         known = scored or self.terms.given is not None or not self.terms.load_balancing
         parts = None if known else self.terms.parts
-        return RouterDemand(self.router.last_token, parts, over_ranks=self.joins)
+        over_ranks = self.joins or self.on_stages
+        return RouterDemand(self.router.last_token, parts, over_ranks=over_ranks)
 
     def check_plan(self, plan: Plan, *, scored: bool = False) -> None:
         """Raises PlanError if the plan was not made for it: other tokens run than count, or the
@@ -86,16 +89,15 @@ class RouterWork:
 
         `of_ranks`: the statistics of all ranks; None if this one is alone.
         """
-        routers = host.routers
         return Routing(
             plan,
             host.device,
             host.loss_dtype,
-            layers=routers.layers,
-            experts=routers.experts,
+            routers=host.routers,
             terms=self.terms,
             of_ranks=of_ranks,
             places=host.topology.places,
+            links=host.links,
         )
 
 
@@ -166,7 +168,13 @@ def router_work(
         )
     terms = RouterTerms(load_balancing, z, asked.parts(batch), counts)
     tokens = np.maximum(batch.lengths - (not asked.last_token), 0).astype(np.int64)
-    work = RouterWork(asked, terms, tokens, on_ranks=host.group is not None)
+    work = RouterWork(
+        asked,
+        terms,
+        tokens,
+        on_ranks=host.group is not None,
+        on_stages="stage" in host.topology.relations,
+    )
     empty = np.flatnonzero(np.bincount(terms.parts, weights=tokens) == 0)
     if work.has_loss and not work.joins and len(empty):
         rollout = int(np.flatnonzero(terms.parts == empty[0])[0])
@@ -237,13 +245,14 @@ def route_replay(host: Host, plan: Plan, batch: RolloutBatch) -> RouteReplay | N
 
 def move_biases(host: Host, counts: object, rate: float, *, centered: bool) -> None:
     """The work of `Policy.update_router_biases`."""
-    biases = host.routers.biases
-    if not biases or len(biases) != host.routers.layers:
+    routers = host.routers
+    biases = routers.biases
+    if not routers.layers or len(biases) != len(routers.found):
         raise UnsupportedError(
             "the model's routers have no bias that balances their load, as those of DeepSeek-V3 "
             "and GLM-4-MoE have. Balance this model by router=forkpoint.losses.RouterLoss(...)."
         )
-    shape = (len(biases), len(biases[0]))
+    shape = (routers.layers, routers.experts)
     if not isinstance(counts, Tensor) or tuple(counts.shape) != shape or counts.is_complex():
         found = tuple(counts.shape) if isinstance(counts, Tensor) else short(counts)
         raise ConfigError(
@@ -251,7 +260,8 @@ def move_biases(host: Host, counts: object, rate: float, *, centered: bool) -> N
             "stats.expert_counts is."
         )
     with torch.no_grad():
-        wide = [c_E.to(b_E.device, torch.float64) for b_E, c_E in zip(biases, counts, strict=True)]
+        own = counts[routers.first :][: len(biases)]
+        wide = [c_E.to(b_E.device, torch.float64) for b_E, c_E in zip(biases, own, strict=True)]
         moves = [rate * (counts_E.mean() - counts_E).sign() for counts_E in wide]
         for bias_E, move_E in zip(biases, moves, strict=True):
             bias_E += (move_E - move_E.mean() if centered else move_E).to(bias_E.dtype)

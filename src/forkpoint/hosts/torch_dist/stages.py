@@ -169,6 +169,11 @@ class StageLinks(Links):
         for result in results:
             self.give_to_all(result)
 
+    def summed(self, x: Tensor) -> Tensor:
+        total = x.detach().clone()
+        dist.all_reduce(total, group=self.ranks.down)
+        return total
+
     # Messages
     # ------------------------------------------------------------
 

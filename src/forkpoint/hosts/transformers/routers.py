@@ -38,7 +38,7 @@ class Routers(ModelRouters):
 
     @property
     def experts(self) -> int:
-        return num_experts(self.found[0])
+        return num_experts(self.found[0]) if self.found else self.elsewhere_experts
 
     @property
     def biases(self) -> list[Tensor]:
@@ -49,7 +49,7 @@ class Routers(ModelRouters):
     @property
     def chosen(self) -> int | None:
         """To how many experts a token is sent, where routers say so."""
-        found = getattr(self.found[0].module, "top_k", None)
+        found = getattr(self.found[0].module, "top_k", None) if self.found else None
         return found if isinstance(found, int) else None
 
 
