@@ -211,11 +211,16 @@ def check_routed_experts(host: Host, batch: RolloutBatch) -> None:
 
     Raises:
         RolloutError: they are those of another model.
-        UnsupportedError: the model is no mixture.
+        UnsupportedError: the model is no mixture, or cut into stages.
     """
     given_TLK = batch.routed_experts
     if given_TLK is None:
         return
+    if "stage" in host.topology.relations:
+        raise UnsupportedError(
+            "the rollouts have routed_experts, which have not been shown exact on stages of a "
+            "pipeline. Leave them out, or use a mesh without the dimension 'pp'."
+        )
     routers = host.routers
     _check_has_routers(host, "the rollouts have routed_experts")
     _, layers, chosen = given_TLK.shape
