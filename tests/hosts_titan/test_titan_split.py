@@ -17,13 +17,18 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn import functional as F
 from torchtitan.components.optimizer import build_optimizers_with_moe_load_balancing
 from torchtitan.config.job_config import Optimizer
+from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.expert_parallel import DeepEPExpertParallel
 
-from forkpoint import Rollout, RolloutBatch, wrap
+from forkpoint import Config, Policy, Rollout, RolloutBatch, wrap
 from forkpoint.losses import GRPO, GSPO, LogLikelihood
 
 FULL = {"checkpoint": "full"}
 TOGETHER = {"dp_shard": 2, "ep": 2}
+
+
+def context(model: nn.Module, config: Config, dims: ParallelDims) -> Policy:
+    return wrap(model, config, mesh=dims.get_mesh("cp"))
 
 
 @pytest.mark.parametrize(
@@ -36,10 +41,20 @@ TOGETHER = {"dp_shard": 2, "ep": 2}
         (2, Case("qwen3_moe", {"dp_shard": 2}, rollouts=UNEQUAL)),
         (2, Case("qwen3_moe", TOGETHER, rollouts=EMPTY)),
         (2, Case("deepseek_v3", {"tp": 2, **FULL})),
+        (2, Case("llama3", {"cp": 2}, wrap=context)),
+        (2, Case("deepseek_v3", {"cp": 2, **FULL}, wrap=context)),
         (2, Case("deepseek_v3", {**TOGETHER, **FULL}, rollouts=UNEQUAL)),
         pytest.param(2, Case("deepseek_v3"), marks=pytest.mark.slow),
         pytest.param(
             4, Case("qwen3", {"tp": 2, "dp_shard": 2}, rollouts=UNEQUAL), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            4, Case("qwen3_moe", {"tp": 2, "cp": 2, **FULL}, wrap=context), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            4,
+            Case("qwen3_moe", {"dp_shard": 2, "cp": 2, "ep": 2}, rollouts=UNEQUAL, wrap=context),
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             4,

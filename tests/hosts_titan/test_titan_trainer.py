@@ -1,14 +1,18 @@
 """torchtitan's Trainer on rollouts, beside the same Trainer that runs each rollout densely."""
 
+import functools
+import warnings
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from cpu_trainer import run
 from processes import run_ranks
 from scenarios_of_ranks import group
+from titan_parallel import models_on_cpus
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
@@ -35,6 +39,7 @@ ARGUMENTS = (
 )
 
 
+@functools.cache
 def register() -> None:
     spec = get_train_spec("qwen3")
     own = replace(
@@ -45,11 +50,11 @@ def register() -> None:
 
 class Shared(RolloutSteps, Trainer):
     loss = LogLikelihood()
-    calls = 0
+    same = False
+    """Whether all ranks have the same rollouts."""
 
     def rollouts(self) -> list[Rollout]:
-        self.calls += 1
-        return group(10 * self.calls + dist.get_rank(), 4, 20, 9)
+        return group(10 * self.step + (0 if self.same else self.data_rank), 4, 20, 9)
 
 
 class Dense(Shared):
@@ -58,36 +63,84 @@ class Dense(Shared):
         for begin, end in zip(batch.offsets[:-1], batch.offsets[1:], strict=True):
             ids = torch.tensor(batch.token_ids[begin:end].copy())
             wanted = torch.where(torch.tensor(batch.loss_mask[begin:end].copy()), ids, -100)
-            logits = self.model_parts[0](ids[None, :-1])[0]
+            padded = F.pad(
+                ids[:-1], (0, (end - begin - 1) % 2)
+            )  # tensor parallelism takes even ones
+            logits = self.model_parts[0](padded[None])
+            logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
+            logits = logits[0, : end - begin - 1]
             loss = F.cross_entropy(logits, wanted[1:], reduction="sum") / global_valid_tokens
             loss.backward()
             total += loss.detach()
         return total
 
 
-def both(folder: str, *arguments: str) -> tuple[float, float, int]:
-    """The distance of weights over how far they have come, that of the losses, and steps."""
+def trained(kind: type[Shared], *arguments: str) -> tuple[Tensor, list[float]]:
+    """Weights after the steps of a trainer, and losses of its log."""
+    losses: list[float] = []
+
+    class Logged(kind):  # type: ignore[misc, valid-type]
+        def train_step(self, data: Any) -> None:
+            self.metrics_processor.log = lambda step, mean, *_, **__: losses.append(mean)
+            super().train_step(data)
+
+    models_on_cpus()
     register()
-    logged: list[list[float]] = []
-    found = []
+    weights, trainer = run(Logged, *ARGUMENTS, *arguments)
+    assert trainer.step == 3
+    return torch.cat([w.flatten() for w in weights]), losses
+
+
+def apart(one: Tensor, other: Tensor) -> float:
+    return float((one - other).norm() / other.norm())
+
+
+def both(folder: str, shared: tuple[str, ...], dense: tuple[str, ...]) -> tuple[float, float]:
+    """The distance of weights over their norm, and that of the losses."""
+    found, logged = trained(Shared, f"--job.dump_folder={folder}", *shared)
+    wanted, expected = trained(Dense, f"--job.dump_folder={folder}", *dense)
+    assert len(logged) == 3
+    return apart(found, wanted), max(abs(a - b) for a, b in zip(logged, expected, strict=True))
+
+
+FULL = ("--activation_checkpoint.mode=full",)
+TENSOR = ("--parallelism.tensor_parallel_degree=2",)
+CONTEXT = ("--parallelism.context_parallel_degree=2",)
+
+
+@pytest.mark.parametrize(("ranks", "arguments"), [(1, FULL), (2, FULL), (2, TENSOR)])
+def test_weights_after_steps(ranks: int, arguments: tuple[str, ...], tmp_path: Any) -> None:
+    for weights, losses in run_ranks(ranks, both, str(tmp_path), arguments, arguments):
+        assert weights < 1e-5 and losses < 1e-5, (weights, losses)
+
+
+def test_context_parallelism(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside data ranks with the same rollouts: torch has no context parallelism on CPUs."""
+    monkeypatch.setattr(Shared, "same", True)
+    for weights, losses in run_ranks(2, both, str(tmp_path), CONTEXT, ()):
+        assert weights < 1e-5 and losses < 1e-5, (weights, losses)
+
+
+def resumed(folder: str) -> dict[str, Any]:
+    """Runs of 3 steps, and their last step from the checkpoint that another run has saved."""
+    warnings.filterwarnings("ignore", "Detected an existing checkpoint", UserWarning)
+    kept = ("--checkpoint.enable", "--checkpoint.interval=2", *TENSOR)
+    found = {}
     for kind in (Shared, Dense):
-        losses: list[float] = []
-        logged.append(losses)
+        saved = f"--job.dump_folder={folder}/{kind.__name__}"
+        found[kind], _ = trained(kind, saved, *kept)
+    for kind in (Shared, Dense):
+        saved = f"--job.dump_folder={folder}/{kind.__name__}"
+        found[kind, "same"], _ = trained(kind, saved, *kept, "--checkpoint.load_step=2")
+        other = Dense if kind is Shared else Shared
+        found[kind, "other"], steps = trained(other, saved, *kept, "--checkpoint.load_step=2")
+        assert len(steps) == 1
+    return {
+        "same": all(torch.equal(found[kind, "same"], found[kind]) for kind in (Shared, Dense)),
+        "apart": max(apart(found[kind, "other"], found[kind]) for kind in (Shared, Dense)),
+    }
 
-        class Logged(kind):  # type: ignore[misc, valid-type]
-            def train_step(self, data: Any, losses: list[float] = losses) -> None:
-                self.metrics_processor.log = lambda step, mean, *_, **__: losses.append(mean)
-                super().train_step(data)
 
-        weights, trainer = run(Logged, *ARGUMENTS, f"--job.dump_folder={folder}", *arguments)
-        found.append(torch.cat([w.flatten() for w in weights]))
-        steps = trainer.step
-    apart = float((found[0] - found[1]).norm() / found[1].norm())
-    return apart, max(abs(a - b) for a, b in zip(*logged, strict=True)), steps
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_weights_after_steps(ranks: int, tmp_path: Any) -> None:
-    options = ("--activation_checkpoint.mode=full",)
-    for apart, losses, steps in run_ranks(ranks, both, str(tmp_path), *options):
-        assert apart < 1e-5 and losses < 1e-5 and steps == 3, (apart, losses, steps)
+def test_checkpoints_resume_with_and_without_forkpoint(tmp_path: Any) -> None:
+    for found in run_ranks(2, resumed, str(tmp_path)):
+        assert found["same"] and found["apart"] < 1e-5, found

@@ -35,10 +35,11 @@ def describe_function(function: Any) -> str:
 
 
 def _innermost(function: Any) -> Any:
-    """The function that a chain of `functools.wraps` decorators stands around."""
+    """The function that a chain of `functools.wraps` decorators and partials stands around."""
     seen: set[int] = set()
     while id(function) not in seen:
         seen.add(id(function))
+        function = function.func if isinstance(function, functools.partial) else function
         function = getattr(function, "__func__", function)
         function = getattr(function, "__wrapped__", function)
     return function

@@ -29,8 +29,16 @@ class RolloutSteps:
     _policy: Policy | None = None
 
     def rollouts(self) -> Iterable[Rollout]:
-        """The rollouts of the next step on this data rank."""
+        """The rollouts of the next step for this `data_rank`."""
         raise NotImplementedError(f"{type(self).__name__} has no method rollouts()")
+
+    @property
+    def data_rank(self) -> int:
+        """The number of this rank's rollouts. Ranks that share a batch (tensor and context
+        parallelism) have the same one."""
+        trainer: Any = self
+        mesh = trainer.parallel_dims.get_optional_mesh("batch")
+        return 0 if mesh is None else mesh.get_local_rank()
 
     @property
     def policy(self) -> Policy:
@@ -48,7 +56,8 @@ class RolloutSteps:
                     "the mean of a loss is over one batch. Give rollouts() all rollouts of a step "
                     "and set training.global_batch_size to -1."
                 )
-            self._policy = wrap(trainer.model_parts[0], self.config)
+            mesh = trainer.parallel_dims.get_optional_mesh("cp")
+            self._policy = wrap(trainer.model_parts[0], self.config, mesh=mesh)
         return self._policy
 
     def batch_generator(self, data_iterable: object) -> Iterator[tuple[dict[str, Any], Tensor]]:

@@ -19,7 +19,13 @@ from forkpoint.hosts.titan import calls, refusals
 from forkpoint.hosts.titan.families import Family, family_of
 from forkpoint.hosts.titan.routers import ExpertCounts, Routers
 from forkpoint.hosts.titan.shapes import local_shape, model_shape, shallow_model
-from forkpoint.hosts.titan.splits import SPLIT_HOOKS, split_modules, without_hooks
+from forkpoint.hosts.titan.splits import (
+    CONTEXT_HOOKS,
+    SPLIT_HOOKS,
+    split_modules,
+    splits_sequences,
+    without_hooks,
+)
 from forkpoint.hosts.titan.stock import TitanStock
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.program import BLOCKS, BOUNDARY
@@ -30,7 +36,7 @@ from forkpoint.rollouts.batch import RolloutBatch
 class TitanEntry:
     """A language model of torchtitan."""
 
-    known_hooks: tuple[Definition, ...] = SPLIT_HOOKS
+    known_hooks: tuple[Definition, ...] = (*SPLIT_HOOKS, *CONTEXT_HOOKS)
     known_gradient_hooks: tuple[Definition, ...] = ()
     registries: tuple[Any, ...] = ()
     idle: tuple[nn.Module, ...] = ()
@@ -40,6 +46,7 @@ class TitanEntry:
         self.core: Any = model
         self.family: Family = family_of(model)
         self._counts = ExpertCounts()
+        self._gives_positions: bool = splits_sequences(model)
         split = [module for _, module, _ in splits]
         self.head: ModelHead = LogprobHead(lambda: refusals.check_head(model), dict, split)
 
@@ -86,7 +93,7 @@ class TitanEntry:
         split_modules(self.core)
 
     def check_context_parallel(self, shape: ModelShape, ranks: int) -> None:
-        refusals.refuse_ranks("forkpoint's context parallelism")
+        """Every layer attends, and has been shown exact."""
 
     def hold_stage(self, stage: Stage) -> None:
         refusals.refuse_ranks("a mesh with the dimension 'pp'")
@@ -122,6 +129,7 @@ class TitanEntry:
         self._counts.add(logical_LE)
 
     def attach(self, changes: Changes) -> None:
+        self.set_stock_attention(changes)
         calls.set_attention(self.blocks, changes)
         # Its hooks give logits; here it gets whole hidden states, and gives log-probs.
         without_hooks(self.core.output, SPLIT_HOOKS, changes)
@@ -140,11 +148,12 @@ class TitanEntry:
         Without the head the norm does not run either: torchtitan gives fully_shard the two as one
         group, which is gathered at the norm and freed after the head.
         """
-        # Not by positions, which each layer would look up, and some families take as DTensors.
-        rope = self.family.rope_of(self.core)[positions[0]]
-        hidden = self.core.tok_embeddings(ids_1T)
+        rope, hidden = self.family.rope_of(self.core), self.core.tok_embeddings(ids_1T)
+        given = {"positions": positions} if self._gives_positions else {}
+        if not given:  # else each layer looks them up
+            rope = rope[positions[0]]
         for block in self.core.layers.values():
-            hidden = block(hidden, rope, attention_masks=attention_masks)
+            hidden = block(hidden, rope, attention_masks=attention_masks, **given)
         if attention_masks.instruction.ends_at in (BOUNDARY, BLOCKS):
             return hidden
         hidden = self.core.norm(hidden)
@@ -155,7 +164,9 @@ class TitanEntry:
         return hidden
 
     def stock(self, ids_NL: Tensor) -> Tensor:
-        return TitanStock(self.core).logits(ids_NL)
+        return TitanStock(self.core, gives_positions=self._gives_positions).logits(ids_NL)
 
     def set_stock_attention(self, changes: Changes) -> None:
-        """Nothing changes: the model is never left with the attention of steps."""
+        for block in self.blocks:  # each rank has whole sequences
+            attention: Any = block.attention
+            without_hooks(attention.inner_attention, CONTEXT_HOOKS, changes)

@@ -32,6 +32,12 @@ SPLIT_HOOKS: tuple[Definition, ...] = (
     (STYLE, "PrepareModuleOutput._apply.<locals>.<lambda>"),
 )
 """Hooks by which torch's styles of parallelism act."""
+ATTENTION = "torch.distributed.tensor.experimental._context_parallel._attention"
+CONTEXT_HOOKS: tuple[Definition, ...] = (
+    (ATTENTION, "_ContextParallel.sdpa_input_fn"),
+    (ATTENTION, "_ContextParallel.sdpa_output_fn"),
+)
+"""Hooks of the inner attention by which torchtitan splits sequences over ranks."""
 EXCHANGES = "torchtitan.distributed.expert_parallel"
 EXACT: dict[str, tuple[str, ...]] = {
     STYLE: (
@@ -117,10 +123,20 @@ def without_hooks(module: nn.Module, known: Sequence[Definition], changes: Chang
         )
 
 
+def splits_sequences(model: Any) -> bool:
+    """Whether torchtitan's own context parallelism is in the model, whose layers then take
+    positions."""
+    return any(
+        is_defined_as(hook, *CONTEXT_HOOKS)
+        for block in model.layers.values()
+        for hook in block.attention.inner_attention._forward_pre_hooks.values()
+    )
+
+
 def unsplit(copy: nn.Module, _: Sequence[Split]) -> None:
     """Let a whole copy of a model whose modules are split run on one rank."""
     for module in copy.modules():
-        without_hooks(module, SPLIT_HOOKS, Changes())
+        without_hooks(module, (*SPLIT_HOOKS, *CONTEXT_HOOKS), Changes())
 
 
 def split_holder(model: nn.Module) -> "TitanSplit | None":
