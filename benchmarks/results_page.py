@@ -329,7 +329,7 @@ bfloat16.
       different rates.
     - Peaks count weights, gradients and optimizer states.
 
-## Beside other training
+## Compared with other training
 
 The baseline runs the whole batch. A *plain loop* runs one rollout at a time through the model of
 transformers, eager, with sdpa. Ratios to it can exceed the bound, because it is slower than
@@ -354,7 +354,7 @@ the same trainer, without sharing.
 
 {ranks}
 
-## Beside forkpoint without sharing
+## Compared with forkpoint without sharing
 
 Forward and backward of one group or of trees. Both sides are compiled and use the same kernels. The
 baseline has the microbatch size that is fastest for it. It is a sample of two to eight rollouts,
