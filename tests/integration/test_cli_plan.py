@@ -208,7 +208,7 @@ def test_models_by_name(shell: Shell, rollouts: Path, monkeypatch: pytest.Monkey
     }
     assert flops["qwen3-8b"] == flops["Qwen/Qwen3-8B"] > 4e10 * 9 * 30
     done = shell("plan", rollouts, "--model", "Qwen/Qwen3-9B")
-    assert done.code == 2 and "did you mean qwen3-" in done.err
+    assert done.code == 2 and "did you mean qwen3-" in done.err, done.err
     Path("Qwen/Qwen3-8B").mkdir(parents=True)
     write_config(Path("Qwen/Qwen3-8B/config.json"))
     own = shell("plan", rollouts, "--model", "Qwen/Qwen3-8B").result
@@ -346,3 +346,37 @@ def test_groups_of_ranks(shell: Shell, rollouts: Path) -> None:
     pairs = placements(shell, rollouts, "--ranks", 9, "--loss", "dpo")
     assert [way["groups_split"] for way in pairs.values()] == [0, 0, 0]
     assert placements(shell, rollouts, "--ranks", 9)["file order"]["groups_split"] == 3
+
+
+# The Hub ------------------------------------------------------------------------------------------
+
+
+def test_a_model_and_a_file_of_the_hub(
+    shell: Shell, rollouts: Path, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """huggingface_hub resolves both; of the model its config.json alone is fetched."""
+    asked = []
+
+    def hf_hub_download(name: str, file: str) -> str:
+        asked.append((name, file))
+        return str(config)
+
+    class Files:
+        def get_file(self, remote: str, local: str) -> None:
+            asked.append(remote)
+            Path(local).write_bytes(rollouts.read_bytes())
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", hf_hub_download)
+    monkeypatch.setattr("fsspec.core.url_to_fs", lambda url: (Files(), url.partition("//")[2]))
+    url = "hf://datasets/someone/data/rollouts.jsonl"
+    done = shell("plan", url, "--model", "someone/model-of-theirs")
+    assert done.code == 0 and done.result["file"] == url
+    assert asked == [
+        ("someone/model-of-theirs", "config.json"),
+        "datasets/someone/data/rollouts.jsonl",
+    ]
+    wanted = shell("plan", rollouts, "--model", config).result
+    assert done.result["modes"] == wanted["modes"]
+    monkeypatch.undo()
+    missing = shell("plan", rollouts, "--model", "someone/model-of-theirs")
+    assert missing.code == 2 and "the Hub gives no config.json of it" in missing.err

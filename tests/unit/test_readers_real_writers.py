@@ -44,6 +44,16 @@ def test_lines_of_verl() -> None:
         load_rollouts(FIXTURES / "verl-lines.jsonl")
 
 
+def test_uids_of_verls_trainer_with_a_queue(tmp_path: Path) -> None:
+    """Its lines name each output: UID_ROLLOUT_OUTPUT (verl 0.9.1, trainer/ppo/v1/trainer_base.py,
+    _log_rollout_data)."""
+    line = {"input": "Why?", "output": "so", "score": 1.0}
+    lines = [line | {"uid": f"{uid}_{n}_0"} for uid in ("a-b", "c-d") for n in range(2)]
+    path = dumps.write_json(tmp_path / "7.jsonl", lines)
+    found = load_rollouts(path, tokenizer=lambda text: [*text.encode()])
+    assert [r.group_id for r in found] == ["a-b", "a-b", "c-d", "c-d"]
+
+
 def test_an_experience_of_openrlhf() -> None:
     """Samples of several lengths that concat_experiences padded."""
     file = open_rollouts(FIXTURES / "openrlhf-experience.pt")

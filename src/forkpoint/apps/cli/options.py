@@ -39,7 +39,7 @@ ModelDtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 # fmt: off
 FormatName = Literal["auto", "forkpoint", "verl", "verl-text", "trl", "trl-async", "openrlhf",
-                     "nemo-rl", "prime-rl", "slime", "skyrl"]
+                     "nemo-rl", "prime-rl", "slime", "skyrl", "chat"]
 # fmt: on
 
 
@@ -73,7 +73,7 @@ def require_extra(extra: str, *packages: str) -> None:
 
 
 WholeNumber: PrimitiveConstructorSpec[int] = whole_number(0)
-File = Positional[Annotated[Path, arg(metavar="FILE")]]
+File = Positional[Annotated[str, arg(metavar="FILE|URL")]]
 ModelPath = Annotated[Path, arg(metavar="DIR|CONFIG.json")]
 Flag = Annotated[bool, arg(help_behavior_hint="")]
 Count = Annotated[int, WholeNumber]
@@ -87,7 +87,7 @@ MemoryText = DisallowNone[
     Annotated[str | None, arg(metavar="SIZE", help_behavior_hint="(default: by the file)")]
 ]
 Tokenizer = DisallowNone[
-    Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: none)")]
+    Annotated[str | None, arg(metavar="FILE|DIR|NAME", help_behavior_hint="(default: none)")]
 ]
 
 
@@ -206,7 +206,8 @@ class Reading:
         format: How its fields are named, by the trainer that wrote it. auto sees it.
         on_error: What is done at a record that cannot be read: stop there, or leave it out and say
             how many were left out and why.
-        tokenizer: A tokenizer.json, for files that hold text; with token ids it is refused.
+        tokenizer: For files that hold text or messages: a tokenizer.json, a tokenizer's folder or
+            its name on the Hub; with token ids it is refused.
         memory_limit: The most memory for the rollouts, for what is read to make them and for their
             plan, such as 8GB. By default 640 MiB, or 16 times what FILE has on disk.
     """
@@ -216,7 +217,7 @@ class Reading:
     tokenizer: Tokenizer = None
     memory_limit: MemoryText = None
 
-    def open(self, file: Path, limit: int | None) -> RolloutFile:
+    def open(self, file: str, limit: int | None) -> RolloutFile:
         source = open_rollouts(
             file,
             format=None if self.format == "auto" else self.format,
@@ -230,7 +231,7 @@ class Reading:
         return source
 
 
-def load_batch(file: Path, limit: int | None, reading: Reading, out: Output) -> RolloutBatch:
+def load_batch(file: str, limit: int | None, reading: Reading, out: Output) -> RolloutBatch:
     """The rollouts of a file as one batch; what was left out, and what to know, is shown."""
     source = reading.open(file, limit)
     batch = RolloutBatch(source.read())

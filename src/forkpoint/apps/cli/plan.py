@@ -34,6 +34,7 @@ from forkpoint.apps.cli.ranks import Ranks
 from forkpoint.apps.cli.stages import Pipeline
 from forkpoint.config import AUTO, Config
 from forkpoint.errors import ConfigError, ForkpointError
+from forkpoint.hosts.transformers.model_files import from_hub
 from forkpoint.parallel.placement.place import check_ranks
 from forkpoint.plan import Estimate, Totals, make_plan
 from forkpoint.plan import Plan as MadePlan
@@ -75,10 +76,11 @@ class Plan:
     neither weights nor a GPU.
 
     Attributes:
-        file: Rollouts, as a trainer or forkpoint writes them, or the folder of a trace, whose
-            batches are those that were recorded.
+        file: Rollouts, as a trainer or forkpoint writes them, such as hf://datasets/NAME/FILE, or
+            the folder of a trace, whose batches are those that were recorded.
         model: A model by its name (Qwen/Qwen3-8B, llama3-8b, ...), its folder or its config.json;
-            with it FLOPs and bytes are counted, not only tokens.
+            with it FLOPs and bytes are counted, not only tokens. Of other names on the Hub the
+            config.json is fetched.
         batch_rollouts: A batch is this many rollouts, in the order of the file.
         details: Show the whole plan of the first batch as well: its microbatches and its tree, what
             was looked at, and what each way to share saves.
@@ -107,12 +109,11 @@ class Plan:
 
     def run(self) -> int:
         out, config = Output(json_only=self.json), self.config
-        shape = self.memory.shape(self.model)
+        model = None if self.model is None else from_hub(self.model)
+        shape = self.memory.shape(model)
         if self.ranks is not None:
             check_ranks(self.ranks)
-        device = self.device.memory(
-            self.model, shape, config.optimizer_bytes_per_parameter, self.ranks
-        )
+        device = self.device.memory(model, shape, config.optimizer_bytes_per_parameter, self.ranks)
         pipeline = None
         if self.stages is not None:
             if self.ranks is not None:
@@ -183,7 +184,7 @@ class Plan:
         out.show(*(f"{name:{LABEL}}{answer}" for name, answer in shown.items()))
         if self.details:
             out.show(*(["the first batch:"] if totals.batches > 1 else []))
-            out.show(first.explain(width=out.width), mode_table(estimate, self.file.name))
+            out.show(first.explain(width=out.width), mode_table(estimate, Path(self.file).name))
         out.result(
             self._result(first, totals, estimate)
             | {"device_memory": device and _device_facts(device, peak or 0)}

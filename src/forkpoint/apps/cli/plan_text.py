@@ -137,7 +137,7 @@ def _plan(plan: Plan, totals: Totals) -> str:
 def further(
     totals: Totals,
     parting: Parting | None,
-    file: Path,
+    file: str,
     model: Path | None,
     device: DeviceMemory | None,
     peak_bytes: int | None,
@@ -153,7 +153,7 @@ def further(
     if all(kind.startswith("none ") for kind in totals.kinds):
         return "nothing to gain here; --details shows what was looked at"
     weights = shlex.quote(str(model)) if model.exists() else "DIR"
-    return f"forkpoint verify {shlex.quote(str(file))} --model {weights} (or --details)"
+    return f"forkpoint verify {shlex.quote(file)} --model {weights} (or --details)"
 
 
 def _what_fits(device: DeviceMemory, peak_bytes: int) -> str:

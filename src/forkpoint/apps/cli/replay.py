@@ -141,7 +141,7 @@ class Replay:
         if recording.output is None and (recording.resume or recording.checkpoint_every):
             option = "resume" if recording.resume else "checkpoint_every"
             raise ConfigError(f"{option} needs a folder to keep things in; add --output DIR.")
-        trace = self._trace(out) if is_trace(self.file) else None
+        trace = self._trace(out) if is_trace(Path(self.file)) else None
         batch = None if trace else load_batch(self.file, self.limit, self.reading, out)
         with out.waiting("making the model"):
             from forkpoint.apps.cli.models import load_model, out_of_memory_explained
@@ -178,7 +178,7 @@ class Replay:
                 checkpoint_every=recording.checkpoint_every,
                 about={
                     "command": shlex.join(["forkpoint", *sys.argv[1:]]),
-                    "file": self.file.name,
+                    "file": Path(self.file).name,
                     "options": plain(options(self)),
                     "environment": environment(),
                 },

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.hosts.transformers.families import FAMILIES, MULTIMODAL
 from forkpoint.plan import MODELS, ModelShape, known_name
 from forkpoint.plan.device_memory import embedding_parameters, total_parameters
+from forkpoint.rollouts.batch import short
 
 
 def read_config(model: Path, *, multimodal: bool = False) -> tuple[Path, dict[str, Any]]:
@@ -22,11 +24,10 @@ def read_config(model: Path, *, multimodal: bool = False) -> tuple[Path, dict[st
         UnsupportedError: forkpoint does not know the family.
     """
     if not model.exists():
-        near = difflib.get_close_matches(model.name.lower(), MODELS, n=1)
-        perhaps = f" (did you mean {near[0]}?)" if near and near[0] != model.name.lower() else ""
         raise ConfigError(
-            f"the model {model} does not exist, as a folder or a config.json{perhaps}; nothing is "
-            f"downloaded. plan knows these by name, without weights: {', '.join(MODELS)}."
+            f"the model {model} does not exist, as a folder or a config.json{_near(model)}; "
+            "nothing is downloaded. plan knows these by name, without weights: "
+            f"{', '.join(MODELS)}."
         )
     path = model / "config.json" if model.is_dir() else model
     if not path.is_file():
@@ -55,6 +56,35 @@ def read_config(model: Path, *, multimodal: bool = False) -> tuple[Path, dict[st
             f"{', '.join(FAMILIES)}.{hint}"
         )
     return path, config
+
+
+def _near(model: Path) -> str:
+    name = model.name.lower()
+    near = difflib.get_close_matches(name, MODELS, n=1)
+    return f" (did you mean {near[0]}?)" if near and near[0] != name else ""
+
+
+def from_hub(model: Path) -> Path:
+    """The config.json of a name on the Hub, OWNER/NAME; anything else as it is.
+
+    Names that `known_name` knows and what exists here are not looked up. Only that file is fetched.
+
+    Raises:
+        ConfigError: the Hub does not give it.
+    """
+    name = model.as_posix()
+    if model.exists() or _known(model) is not None or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return model
+    try:
+        from huggingface_hub import hf_hub_download
+
+        return Path(hf_hub_download(name, "config.json"))
+    except Exception as error:  # of many kinds: offline, no such name, no access
+        reason = f"{type(error).__name__}: {short(str(error))}"
+        raise ConfigError(
+            f"the model {model} does not exist here{_near(model)}, and the Hub gives no "
+            f"config.json of it ({reason}). Give a folder, a config.json or another name."
+        ) from None
 
 
 def shape_of_model(model: Path, **sizes: Any) -> ModelShape:

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from forkpoint.errors import ConfigError, RolloutError
 from forkpoint.rollouts.batch import short
+from forkpoint.rollouts.formats import chat as chat
 from forkpoint.rollouts.formats.record import Format as Format
 from forkpoint.rollouts.formats.trainers import FORMATS as FORMATS
 

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from forkpoint.errors import RolloutError
 from forkpoint.rollouts.batch import Rollout, group_of, short
 from forkpoint.rollouts.fields import is_number, read_mask, read_vector
+from forkpoint.rollouts.formats.text import Tokenizer
 
-Tokenize = Callable[[str], list[int]]
 Made = tuple[Rollout, bool]
 """A rollout, and whether its advantage is a reward for now."""
 SHARED = "meta_info"
@@ -43,15 +43,15 @@ class Record:
     where: file and record, for messages.
     values: arrays and lists of one dimension, numbers, text; a RecordError for a value that cannot
         be assigned to the sample.
-    tokenize: makes ids of text, for formats that hold text.
+    tokenize: makes ids of text and messages, for formats that hold these.
     """
 
     def __init__(
-        self, where: str, values: Mapping[str, Any], tokenize: Tokenize | None = None
+        self, where: str, values: Mapping[str, Any], tokenize: Tokenizer | None = None
     ) -> None:
         self.where: str = where
         self.values: Mapping[str, Any] = values
-        self.tokenize: Tokenize | None = tokenize
+        self.tokenize: Tokenizer | None = tokenize
 
     def with_values(self, values: Mapping[str, Any], where: str = "") -> "Record":
         """The same sample with other values of some names."""
@@ -184,7 +184,7 @@ class Format:
 
 
 def samples(
-    where: str, table: Mapping[str, Any], format: Format, tokenize: Tokenize | None
+    where: str, table: Mapping[str, Any], format: Format, tokenize: Tokenizer | None
 ) -> Iterator[Record]:
     """The samples of a table, or the one sample that it is."""
     settings = table.get(SHARED)

@@ -4,6 +4,7 @@ Each function makes the rollouts of one record: one sample, or one packed row. I
 """
 
 import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -19,11 +20,15 @@ NO_TEMPERATURE = (
     "This format does not say the sampling temperature; 1 is taken. If it was another, log-probs "
     "and gradients differ."
 )
+TEXT_NOTE = (
+    "The file holds text: token ids were made again by the tokenizer given, without special tokens "
+    "that its writer left out. Savings are near; losses are not exact."
+)
 FORMATS: dict[str, Format] = {}
 Rollouts = Iterator[Made]
 
 
-def _format(
+def format_of(
     name: str, *signatures: str, key: str, without: str = "", **options: Any
 ) -> Callable[[Callable[[Record], Rollouts]], Callable[[Record], Rollouts]]:
     """Registers a format: see `Format`. Keys are given as text with spaces between them."""
@@ -38,7 +43,7 @@ def _format(
     return register
 
 
-@_format("forkpoint", "token_ids loss_mask", key="token_ids")
+@format_of("forkpoint", "token_ids loss_mask", key="token_ids")
 def _forkpoint(record: Record) -> Rollouts:
     """The fields of Rollout."""
     values = {name: _plain(record.get(name)) for name in record.values}
@@ -60,7 +65,7 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-@_format(
+@format_of(
     "verl",
     "prompts responses response_mask",
     "prompts responses attention_mask",
@@ -110,16 +115,12 @@ def _verl(record: Record) -> Rollouts:
     )  # fmt: skip
 
 
-@_format(
+@format_of(
     "verl-text",
     "input output score",
     key="input",
     text=True,
-    notes=(
-        "The file holds text: token ids were made again by the tokenizer given, without the "
-        "special tokens that verl leaves out of the text. Savings are near; losses are not exact.",
-        NO_TEMPERATURE,
-    ),
+    notes=(TEXT_NOTE, NO_TEMPERATURE),
 )
 def _verl_text(record: Record) -> Rollouts:
     """A line of the text that is logged with rollout_data_dir: a tokenizer makes the ids."""
@@ -136,18 +137,21 @@ def _verl_text(record: Record) -> Rollouts:
             "--tokenizer) to tokenize the text again, which shows what sharing saves; for exact "
             "work dump the DataProto, which has the ids.",
         )
-    prompt, response = (record.tokenize(text) for text in texts)
+    prompt, response = (record.tokenize.encode(text) for text in texts)
+    group = record.text("uid")
+    if group is not None and (parts := re.fullmatch(r"(.+)_\d+_\d+", group)):
+        group = parts[1]  # verl's trainer with a queue writes uid_rollout_output there
     yield make(
         record,
         {"reward": "score"},
         ids=np.array(prompt + response, np.int64),
         trained=np.ones(len(response), np.bool_),
         names=("input", "output"),
-        group_id=record.text("uid") or group_of(texts[0]),
+        group_id=group or group_of(texts[0]),
     )
 
 
-@_format(
+@format_of(
     "trl",
     "prompt_ids prompt_mask completion_ids completion_mask",
     without="completion_logprobs",  # prime-rl's
@@ -175,7 +179,7 @@ def _trl(record: Record) -> Rollouts:
     )  # fmt: skip
 
 
-@_format(
+@format_of(
     "trl-async",
     "input_ids completion_mask old_log_probs advantage",
     key="input_ids",
@@ -193,7 +197,7 @@ def _trl_async(record: Record) -> Rollouts:
     )
 
 
-@_format("openrlhf", "sequences action_mask", key="sequences", notes=(NO_TEMPERATURE,))
+@format_of("openrlhf", "sequences action_mask", key="sequences", notes=(NO_TEMPERATURE,))
 def _openrlhf(record: Record) -> Rollouts:
     """An Experience: the A entries of the action arrays belong to the last A tokens of the row."""
     if record.has("loss_mask"):  # SkyRL's Experience has the same other names
@@ -221,7 +225,7 @@ def _openrlhf(record: Record) -> Rollouts:
     )  # fmt: skip
 
 
-@_format(
+@format_of(
     "nemo-rl",
     "input_ids input_lengths token_mask",
     "token_ids input_lengths token_loss_mask",
@@ -255,7 +259,7 @@ def _nemo_rl(record: Record) -> Rollouts:
     )  # fmt: skip
 
 
-@_format(
+@format_of(
     "prime-rl",
     "token_ids mask logprobs",
     "prompt_ids completion_ids completion_mask completion_logprobs",
@@ -338,7 +342,7 @@ def _microbatch(record: Record) -> Rollouts:
         yield _prime_rl_sample(sample, "input_ids", "loss_mask", "inference_logprobs")
 
 
-@_format(
+@format_of(
     "slime",
     "tokens response_length",
     "tokens response_lengths",
@@ -369,7 +373,7 @@ def _slime(record: Record) -> Rollouts:
     )  # fmt: skip
 
 
-@_format(
+@format_of(
     "skyrl",
     "prompt_token_ids response_ids loss_masks",
     key="response_ids",

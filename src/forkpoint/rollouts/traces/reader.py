@@ -19,7 +19,8 @@ from forkpoint.rollouts.files import as_path
 from forkpoint.rollouts.formats import detect, format_named
 from forkpoint.rollouts.formats.containers import container_of, parts
 from forkpoint.rollouts.formats.limits import MemoryLimit
-from forkpoint.rollouts.formats.record import Made, RecordError, Tokenize, samples
+from forkpoint.rollouts.formats.record import Made, RecordError, samples
+from forkpoint.rollouts.formats.text import Encode, Tokenizer, tokenizer_of
 from forkpoint.rollouts.synthetic import normalised
 from forkpoint.rollouts.traces.trace import Trace, is_trace, refuse_part_of_trace
 from forkpoint.units import MemorySize, format_bytes, size_in_bytes
@@ -82,7 +83,7 @@ class RolloutFile:
         format: str | None,
         on_error: OnError,
         limit: int | None,
-        tokenize: Tokenize | None,
+        tokenize: Tokenizer | None,
         memory_limit: int | None,
     ) -> None:
         self.path: Path = path if isinstance(path, Path) else _downloaded(path, self)
@@ -97,8 +98,8 @@ class RolloutFile:
         self.notes: tuple[str, ...] = ()
         self.rewarded: bool = False
         self._asked, self._on_error, self._limit = self.format, on_error, limit
-        self._tokenize = tokenize
         self.memory: MemoryLimit = MemoryLimit(self.path, memory_limit)
+        self._tokenize = None if tokenize is None else tokenize.within(self.memory)
         self.trace: Trace | None = None
         if self.container == "trace":
             self._check_tokenizer(is_text=False)
@@ -221,7 +222,7 @@ def open_rollouts(
     format: str | None = None,
     on_error: OnError = "raise",
     limit: int | None = None,
-    tokenizer: str | os.PathLike[str] | Tokenize | None = None,
+    tokenizer: str | os.PathLike[str] | Encode | None = None,
     memory_limit: MemorySize | None = None,
 ) -> RolloutFile:
     """The rollouts of a file, to be read one at a time; arguments and errors of `load_rollouts`."""
@@ -235,10 +236,9 @@ def open_rollouts(
     if format not in (None, "trace"):
         format_named(format)
     memory_bytes = size_in_bytes(memory_limit)
-    if tokenizer is not None and not callable(tokenizer):
-        tokenizer = _tokenizer(Path(tokenizer))
+    tokenize = None if tokenizer is None else tokenizer_of(tokenizer)
     source = path if isinstance(path, str) and "://" in path else as_path(path, "a file")
-    return RolloutFile(source, format, on_error, limit, tokenizer, memory_bytes)
+    return RolloutFile(source, format, on_error, limit, tokenize, memory_bytes)
 
 
 def load_rollouts(
@@ -247,7 +247,7 @@ def load_rollouts(
     format: str | None = None,
     on_error: OnError = "raise",
     limit: int | None = None,
-    tokenizer: str | os.PathLike[str] | Tokenize | None = None,
+    tokenizer: str | os.PathLike[str] | Encode | None = None,
     memory_limit: MemorySize | None = None,
 ) -> list[Rollout]:
     """The rollouts of a file in their order.
@@ -262,8 +262,9 @@ def load_rollouts(
             out, and logs as a warning how many and why. `open_rollouts` has them as an object. A
             file that is damaged as a whole is an error either way.
         limit: at most this many rollouts; what lies beyond is not looked at.
-        tokenizer: for files that hold text, and refused for others: a function from text to token
-            ids, or the path of a tokenizer.json.
+        tokenizer: for files that hold text or messages, and refused for others: a function from
+            text to token ids, a tokenizer of transformers, the path of a tokenizer.json or of a
+            tokenizer's folder, or its name on the Hub. Messages need one with a chat template.
         memory_limit: the most memory for the rollouts and for one line, row group or batch that is
             read to make them, as a number of bytes or text such as "8GB". Sizes are estimated
             before anything is allocated; docs/reference/security.md says what is not bounded. None
@@ -301,16 +302,3 @@ def _downloaded(url: str, reader: RolloutFile) -> Path:
             "address, your access and the package of its protocol, or give a local file."
         ) from None
     return copy
-
-
-def _tokenizer(path: Path) -> Tokenize:
-    from tokenizers import Tokenizer
-
-    try:
-        made = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception
-        raise ConfigError(
-            f"tokenizer {path} cannot be read: {short(str(error))}. Give a tokenizer.json as "
-            "Hugging Face's tokenizers write it."
-        ) from None
-    return lambda text: made.encode(text, add_special_tokens=False).ids

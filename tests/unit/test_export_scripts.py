@@ -1,0 +1,89 @@
+"""Scripts that write pickled objects of trainers as JSON lines, run on objects like these."""
+
+import pickle
+import runpy
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import dumps
+from dumps import same, tensors, truth
+from forkpoint import load_rollouts
+from forkpoint.rollouts.synthetic import normalised
+from forkpoint.rollouts.traces import open_rollouts
+
+SCRIPTS = Path(__file__).parents[2] / "examples" / "export"
+
+
+@pytest.fixture
+def export(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Runs a script on a file, and gives its rollouts."""
+
+    def run(name: str, path: Path) -> list[Any]:
+        written = tmp_path / "out.jsonl"
+        monkeypatch.setattr(sys, "argv", [name, str(path), str(written)])
+        runpy.run_path(str(SCRIPTS / f"{name}.py"))
+        assert len((SCRIPTS / f"{name}.py").read_text().splitlines()) <= 30
+        assert open_rollouts(written).container == "JSON lines"
+        return load_rollouts(written, format="forkpoint")
+
+    return run
+
+
+def as_written(found: list[Any], wanted: list[Any]) -> None:
+    """Advantages are written per token, and zero where nothing is trained."""
+    same(found, wanted, "advantage")
+    for one, other in zip(found, wanted, strict=True):
+        assert (one.advantage[other.loss_mask] == other.advantage).all()
+
+
+def test_verl(export: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A class like verl's stands in for it where it is not installed."""
+    table = tensors(dumps.verl(truth()))
+    own = {name: x for name, x in table.items() if isinstance(x, torch.Tensor)}
+    other, settings = {"uid": np.array(table["uid"], object)}, {"temperature": 0.7}
+    path = tmp_path / "batch.pkl"
+    try:
+        from verl import DataProto
+    except ImportError:
+        kept = SimpleNamespace(batch=own, non_tensor_batch=other, meta_info=settings)
+        path.write_bytes(pickle.dumps(kept))
+        stub = SimpleNamespace(load_from_disk=lambda file: pickle.loads(Path(file).read_bytes()))
+        monkeypatch.setitem(sys.modules, "verl", SimpleNamespace(DataProto=stub))
+    else:
+        DataProto.from_dict(tensors=own, non_tensors=other, meta_info=settings).save_to_disk(path)
+    found = export("verl_lines", path)
+    as_written(found, truth())
+    assert {r.temperature for r in found} == {0.7}
+
+
+def test_openrlhf(export: Any, tmp_path: Path) -> None:
+    tables = [tensors(dumps.openrlhf(part)) for part in (truth()[:4], truth()[4:])]
+    try:
+        from openrlhf.trainer.ppo_utils.experience import Experience as made
+    except ImportError:
+        made = SimpleNamespace
+    experiences = [made(**table) for table in tables]
+    torch.save(experiences, tmp_path / "list.pt")
+    as_written(export("openrlhf_lines", tmp_path / "list.pt"), truth())
+    torch.save(experiences[0], tmp_path / "one.pt")
+    assert len(export("openrlhf_lines", tmp_path / "one.pt")) == 4
+
+
+def test_slime(export: Any, tmp_path: Path) -> None:
+    """With numbers of numpy, which the reader itself refuses."""
+    saved = dumps.slime_samples(truth())
+    for sample in saved["samples"]:
+        sample["reward"] = np.float64(sample["reward"])
+    torch.save(saved, tmp_path / "x.pt")
+    found = export("slime_lines", tmp_path / "x.pt")
+    same(found, truth(), "advantage", "reference_logprobs")
+    for group in range(3):
+        own = [n for n, r in enumerate(truth()) if r.group_id == f"g{group}"]
+        wanted = normalised(np.array([truth()[n].advantage for n in own]))
+        np.testing.assert_allclose([found[n].advantage for n in own], wanted, rtol=1e-12)
