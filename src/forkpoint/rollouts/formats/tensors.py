@@ -20,9 +20,8 @@ from forkpoint.rollouts.formats.limits import TIMES_FILE, MemoryLimit
 
 ZIP_MAGIC = b"PK\x03\x04"
 RECIPE = (
-    "If you trust it, load it with the trainer that wrote it and torch.save plain values, as "
-    "docs/reference/rollouts.md shows: of OpenRLHF vars(experience); of verl the columns of "
-    "data.batch, data.non_tensor_batch as lists, and data.meta_info."
+    "If you trust it, run the script of examples/export for verl, OpenRLHF or slime where that is "
+    "installed, or torch.save plain values of it (docs/reference/rollouts.md)."
 )
 _AGAIN = "Copy or write the file again."
 _MOST_DEPTH = 64
