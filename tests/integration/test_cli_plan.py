@@ -1,5 +1,6 @@
 """The command plan, run in this process on tiny files and models."""
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from commands import VOCABULARY, Shell, changed, made_up_rollouts, write_config, write_rollouts
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import forkpoint
 from forkpoint import Config, Rollout, RolloutBatch, load_rollouts, record, wrap
@@ -380,3 +383,28 @@ def test_a_model_and_a_file_of_the_hub(
     monkeypatch.undo()
     missing = shell("plan", rollouts, "--model", "someone/model-of-theirs")
     assert missing.code == 2 and "the Hub gives no config.json of it" in missing.err
+
+
+def test_a_tokenizer_by_its_folder_or_name(
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Code that a folder names is not run."""
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    folder = tmp_path / "tokenizer"
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="a").save_pretrained(folder)
+    file = tmp_path / "x.jsonl"
+    file.write_text('{"prompt": "a b", "completion": "b b"}')
+    done = shell("plan", file, "--tokenizer", folder)
+    assert done.code == 0 and done.result["logical_tokens"] == 4
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda name, **_: named[name])
+    named = {"someone/tokenizer": PreTrainedTokenizerFast(tokenizer_object=words)}
+    assert shell("plan", file, "--tokenizer", "someone/tokenizer").result == done.result
+    assert shell("plan", file, "--tokenizer", "someone/other").code == 2
+    monkeypatch.undo()
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "tokenizer_class": "Evil"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    shell("plan", file, "--tokenizer", folder)
+    assert not (tmp_path / "ran").exists()

@@ -1,16 +1,15 @@
 """Files of text and messages: completions of TRL, conversations, and pairs."""
 
-import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from forkpoint import ConfigError, RolloutBatch, RolloutError, load_rollouts, losses
-from forkpoint.rollouts.formats import text
+from forkpoint import RolloutBatch, RolloutError, load_rollouts, losses
 from forkpoint.rollouts.traces import open_rollouts
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -65,8 +64,7 @@ def test_answers_of_a_conversation_are_trained(tmp_path: Path) -> None:
         {"prompt": turns, "completion": [answer], "reward": 2.5, "group_id": "g"},
         {"prompt": "a b", "completion": "c", "group_id": "h"},
     )
-    tokenizer().save_pretrained(tmp_path / "tokenizer")
-    every, last, plain = load_rollouts(path, tokenizer=tmp_path / "tokenizer")
+    every, last, plain = load_rollouts(path, tokenizer=tokenizer())
     assert words(every.token_ids) == words(last.token_ids) == "a <eos> b c <eos> d <eos> e <eos>"
     assert words(every.token_ids[every.loss_mask]) == "b c <eos> e <eos>"
     assert words(last.token_ids[last.loss_mask]) == "e <eos>" and last.extras == {"reward": 2.5}
@@ -121,36 +119,23 @@ def test_messages_that_are_refused(record: Any, given: Any, said: str, tmp_path:
         load_rollouts(written(tmp_path / "x.jsonl", record), tokenizer=given)
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": torch.ones(2), "completion": torch.ones(2)},
+        {"prompt": torch.tensor(1), "completion": "a"},
+        {"messages": [message("user", torch.ones(2)), message("assistant", "a")]},
+        {"chosen": [message("user", torch.ones(2))], "rejected": [message("user", torch.ones(2))]},
+    ],
+)
+def test_tensors_are_no_text(record: Any, tmp_path: Path) -> None:
+    torch.save(record, tmp_path / "x.pt")
+    with pytest.raises(RolloutError, match=r"takes text, or messages|which is no text"):
+        load_rollouts(tmp_path / "x.pt", tokenizer=tokenizer(), format="chat")
+
+
 def test_text_within_the_limit_on_memory(tmp_path: Path) -> None:
     path = written(tmp_path / "x.jsonl", {"prompt": "a", "completion": "b " * 20_000})
     with pytest.raises(RolloutError, match="the tokens of a text takes"):
         load_rollouts(path, tokenizer=tokenizer(), memory_limit="8MB")
     assert len(load_rollouts(path, tokenizer=tokenizer(), memory_limit="20MB")) == 1
-
-
-def test_code_of_a_tokenizers_folder_is_not_run(tmp_path: Path) -> None:
-    tokenizer().save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    config["auto_map"] = {"AutoTokenizer": ["evil.Evil", None]}
-    config["tokenizer_class"] = "Evil"
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    with contextlib.suppress(ConfigError):
-        text.tokenizer_of(tmp_path)
-    assert not (tmp_path / "ran").exists()
-
-
-def test_a_tokenizer_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import transformers
-
-    asked = []
-
-    def from_pretrained(name: str, **options: Any) -> Any:
-        asked.append((name, options))
-        return tokenizer()
-
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", from_pretrained)
-    path = written(tmp_path / "x.jsonl", {"prompt": "a", "completion": "b"})
-    (found,) = load_rollouts(path, tokenizer="Qwen/Qwen3-8B")
-    assert words(found.token_ids) == "a b"
-    assert asked == [("Qwen/Qwen3-8B", {"trust_remote_code": False})]

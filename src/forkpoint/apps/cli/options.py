@@ -16,6 +16,7 @@ from forkpoint.apps.cli.output import Output
 from forkpoint.errors import ConfigError, TraceError
 from forkpoint.hosts.transformers.model_files import (
     dtype_of_model,
+    load_tokenizer,
     parameters_of_model,
     shape_of_model,
 )
@@ -218,12 +219,15 @@ class Reading:
     memory_limit: MemoryText = None
 
     def open(self, file: str, limit: int | None) -> RolloutFile:
+        tokenizer = self.tokenizer
+        if tokenizer is not None and not Path(tokenizer).is_file():
+            tokenizer = load_tokenizer(tokenizer)
         source = open_rollouts(
             file,
             format=None if self.format == "auto" else self.format,
             on_error="raise" if self.on_error == "stop" else "skip",
             limit=limit,
-            tokenizer=self.tokenizer,
+            tokenizer=tokenizer,
             memory_limit=self.memory_limit,
         )
         source.memory.rollout_bytes = PLAN_ROLLOUT_BYTES

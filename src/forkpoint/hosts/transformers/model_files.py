@@ -87,6 +87,23 @@ def from_hub(model: Path) -> Path:
         ) from None
 
 
+def load_tokenizer(name: str) -> Any:
+    """A tokenizer of transformers from its folder or its name on the Hub; no code of it is run.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # of many kinds
+        raise ConfigError(
+            f"tokenizer {name} cannot be read: {short(str(error))}. Give a tokenizer.json, the "
+            "folder that save_pretrained wrote, or a name on the Hub."
+        ) from None
+
+
 def shape_of_model(model: Path, **sizes: Any) -> ModelShape:
     """The sizes that FLOPs and bytes are counted from.
 

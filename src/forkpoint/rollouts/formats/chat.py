@@ -57,8 +57,8 @@ def _sample(record: Record, name: str, prompt: Any, sample: Any, **given: Any) -
     if record.tokenize is None:
         raise record.fail(
             name,
-            "the record holds text and no token ids. Give the model's tokenizer: its folder, its "
-            "tokenizer.json for plain text, or its name on the Hub (tokenizer=, --tokenizer).",
+            "the record holds text and no token ids. Give the model's tokenizer (tokenizer=, "
+            "--tokenizer): for messages that of transformers, as its folder or name on the Hub.",
         )
     if isinstance(sample, str) and isinstance(prompt, str | None) and name != "messages":
         pieces = [Piece(prompt or "", False), Piece(sample, True)]
@@ -82,8 +82,8 @@ def _sample(record: Record, name: str, prompt: Any, sample: Any, **given: Any) -
 
 def _pieces(record: Record, name: str, prompt: Any, sample: Any) -> list[Piece]:
     """The text of messages, cut before and after each answer that is trained."""
-    messages = [*_messages(record, "prompt", prompt or []), *_messages(record, name, sample)]
-    first = len(prompt or [])
+    given = _messages(record, "prompt", [] if prompt is None else prompt)
+    messages, first = [*given, *_messages(record, name, sample)], len(given)
     if len(messages) > MOST_MESSAGES:
         raise record.fail(
             name, f"there are {len(messages):,} messages; a sample has at most {MOST_MESSAGES:,}."
@@ -109,7 +109,7 @@ def _pieces(record: Record, name: str, prompt: Any, sample: Any) -> list[Piece]:
 
 def _messages(record: Record, name: str, messages: Any) -> list[dict[str, Any]]:
     """Messages without what is null, which parquet adds. Raises RecordError for anything else."""
-    if not isinstance(messages, list | tuple | np.ndarray) or any(
+    if not isinstance(messages, list | tuple) or any(
         not isinstance(message, dict) or not isinstance(message.get("role"), str)
         for message in messages
     ):
@@ -118,8 +118,9 @@ def _messages(record: Record, name: str, messages: Any) -> list[dict[str, Any]]:
         )
     for message in messages:
         content = message.get("content")
-        for part in content if isinstance(content, list | tuple) else ():
-            if not isinstance(part, dict) or part.get("type") != "text":
+        for part in content if isinstance(content, list | tuple) else [content]:
+            is_text = isinstance(part, dict) and part.get("type") == "text"
+            if not is_text and not isinstance(part, str | None):
                 raise record.fail(
                     name,
                     f"{name} holds {short(part)}, which is no text. Rollouts of text alone can be "
@@ -136,10 +137,13 @@ def _rendered(record: Record, name: str, messages: Sequence[Any], *, answers: bo
         raise record.fail(
             name,
             f"{name} holds messages, and the tokenizer has no chat template. Give the model's "
-            "tokenizer as a folder or by its name on the Hub (tokenizer=, --tokenizer).",
+            "tokenizer of transformers (tokenizer=), or its folder or name on the Hub "
+            "(--tokenizer).",
         )
     try:
         return record.tokenize.render(messages, answers, record.get("tools"))
+    except MemoryError:
+        raise
     except Exception as error:  # of any kind: templates raise their own
         reason = short(f"{type(error).__name__}: {error}")
         raise RecordError(
@@ -156,5 +160,6 @@ def _parted(record: Record, chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
         rejected = _messages(record, "rejected", rejected)
     pairs = zip(chosen, rejected, strict=False)
     least = min(len(chosen), len(rejected))
-    count = next((n for n, (one, other) in enumerate(pairs) if one != other), least)
+    # As text, because values of a file may be arrays.
+    count = next((n for n, (one, other) in enumerate(pairs) if repr(one) != repr(other)), least)
     return chosen[:count], chosen[count:], rejected[count:]

@@ -1,7 +1,4 @@
-"""Token ids of text and of messages, for files without ids. Imports no torch.
-
-transformers is imported for tokenizers of folders and of the Hub, which have chat templates.
-"""
+"""Token ids of text and of messages, for files without ids. Imports no torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -39,34 +36,26 @@ class Tokenizer:
 
 
 def tokenizer_of(given: Any) -> Tokenizer:
-    """A tokenizer from what users give.
-
-    Args:
-        given: a function from text to ids, a tokenizer of transformers, or the path of a
-            tokenizer.json, of a tokenizer's folder, or the name of one on the Hub. Code of a folder
-            or of the Hub is not run.
+    """A tokenizer from a function from text to ids, a tokenizer of transformers, or the path of a
+    tokenizer.json.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the file cannot be read.
     """
+    if hasattr(given, "apply_chat_template"):
+        return _of_transformers(given)
     if not isinstance(given, str | Path):
-        return (
-            _of_transformers(given) if hasattr(given, "apply_chat_template") else Tokenizer(given)
-        )
+        return Tokenizer(given)
+    from tokenizers import Tokenizer as Fast
+
     try:
-        if Path(given).is_file():
-            from tokenizers import Tokenizer as Fast
-
-            made = Fast.from_file(str(given))
-            return Tokenizer(lambda text: made.encode(text, add_special_tokens=False).ids)
-        from transformers import AutoTokenizer
-
-        return _of_transformers(AutoTokenizer.from_pretrained(given, trust_remote_code=False))
-    except Exception as error:  # both libraries raise errors of many kinds
+        made = Fast.from_file(str(given))
+    except Exception as error:  # the library raises plain Exception
         raise ConfigError(
-            f"tokenizer {given} cannot be read: {short(str(error))}. Give a tokenizer.json, the "
-            "folder that save_pretrained wrote, or a name on the Hub."
+            f"tokenizer {given} cannot be read: {short(str(error))}. Give a tokenizer.json as "
+            "Hugging Face's tokenizers write it."
         ) from None
+    return Tokenizer(lambda text: made.encode(text, add_special_tokens=False).ids)
 
 
 def _of_transformers(tokenizer: Any) -> Tokenizer:

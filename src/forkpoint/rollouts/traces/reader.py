@@ -263,8 +263,8 @@ def load_rollouts(
             file that is damaged as a whole is an error either way.
         limit: at most this many rollouts; what lies beyond is not looked at.
         tokenizer: for files that hold text or messages, and refused for others: a function from
-            text to token ids, a tokenizer of transformers, the path of a tokenizer.json or of a
-            tokenizer's folder, or its name on the Hub. Messages need one with a chat template.
+            text to token ids, the path of a tokenizer.json, or a tokenizer of transformers, whose
+            chat template messages need.
         memory_limit: the most memory for the rollouts and for one line, row group or batch that is
             read to make them, as a number of bytes or text such as "8GB". Sizes are estimated
             before anything is allocated; docs/reference/security.md says what is not bounded. None
