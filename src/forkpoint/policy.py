@@ -247,11 +247,6 @@ class Policy:
         """
         batch = as_batch(batch)
         check_batch(self.host, batch)
-        if "stage" in self.host.topology.relations:
-            raise UnsupportedError(
-                "verify compares with ordinary training of the whole model, and this rank holds a "
-                "stage of it. Verify the model in one process, or with a mesh without 'pp'."
-            )
         if batch.routed_experts is not None:
             raise UnsupportedError(
                 "the rollouts have routed_experts, and verify compares with a stock model, which "

@@ -23,7 +23,7 @@ from forkpoint import RolloutBatch
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.torch_dist.stages import StageLinks
 from forkpoint.hosts.transformers.stages import PassedLayer
-from forkpoint.losses import GSPO
+from forkpoint.losses import GSPO, RouterLoss
 from forkpoint.testing import lifted_upcasts
 from lanes import slow_besides
 from versions import needs_splits
@@ -224,3 +224,55 @@ def test_layouts_that_are_not_those_of_the_mesh(tmp_path: Path) -> None:
     for rank, said in enumerate(run_ranks(4, refused, case.split.save(tmp_path), case)):
         assert "wrap was given no mesh with the dimension 'pp'" in said[0]
         assert f"and transformers has loaded stage {rank} of 4" in said[1]
+
+
+# Verification
+# ------------------------------------------------------------
+
+
+def verified(folder: Path, case: Case, router: Any) -> tuple[str, float, int]:
+    meshes = Meshes(case)
+    model = split_model(folder, case, meshes)
+    policy = forkpoint.wrap(held(model, case, meshes), case.split.config, mesh=meshes.dense)
+    own = RolloutBatch(case.split.rollouts[meshes.dense.get_local_rank("dp")])
+    report = policy.verify(own, case.split.loss, router=router)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    return report.verdict, report.shared_error, len(report.plans[0].worst)
+
+
+VERIFIED: dict[str, tuple[Case, Any]] = {
+    "two": (Case(), None),
+    "tied": (Case(TIED), None),
+    "tensor": (Case(tp=2), None),
+    "data": (Case(of(rollouts=UNEQUAL), dp=2), None),
+    "context, router loss": (Case(EXPERTS, cp=2), RouterLoss(load_balancing=0.3)),
+}
+
+
+@needs_splits
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VERIFIED)
+def test_verify_compares_all_stages(name: str, tmp_path: Path) -> None:
+    case, router = VERIFIED[name]
+    folder = case.split.save(tmp_path)
+    names = len(dict(load(folder, case.split).named_parameters()))
+    found = run_ranks(case.size, verified, folder, case, router, limit_s=120)
+    for verdict, error, parameters in found:
+        assert verdict == "passed" and error < BAR and parameters == names
+    assert len(set(found)) == 1  # the same report on every rank
+
+
+@needs_splits
+@pytest.mark.slow
+def test_verify_sees_gradients_that_do_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = StageLinks._send
+
+    def nothing(self: StageLinks, tensor: torch.Tensor, *to: Any) -> None:
+        send(self, tensor * (to[0] > self.stage.index), *to)
+
+    monkeypatch.setattr(StageLinks, "_send", nothing)
+    case = Case()
+    for verdict, *_ in run_ranks(2, verified, case.split.save(tmp_path), case, None):
+        assert verdict == "failed"

@@ -235,10 +235,6 @@ def calls(policy: forkpoint.Policy) -> None:
     policy.host.model(torch.arange(9)[None])
 
 
-def verifies(policy: forkpoint.Policy) -> None:
-    policy.verify(RolloutBatch(ROLLOUTS), GRPO())
-
-
 def test_the_sample_is_compared_through_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     receive = StageLinks.receive
 
@@ -257,7 +253,6 @@ def test_the_sample_is_compared_through_the_stages(monkeypatch: pytest.MonkeyPat
     [
         (freezes, "no parameter of the model requires a gradient, on any stage"),
         (calls, "the model was called by itself, and this rank holds a stage of it"),
-        (verifies, "verify compares with ordinary training of the whole model"),
     ],
 )
 def test_what_is_refused(work: Any, said: str) -> None:

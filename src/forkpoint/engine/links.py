@@ -5,6 +5,7 @@ The executor calls them; a rank that has all blocks has none. Stages of a pipeli
 """
 
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -12,6 +13,8 @@ from forkpoint.engine.feature import Root
 from forkpoint.engine.microbatches import MicrobatchInputs
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.program import Instruction
+
+T = TypeVar("T")
 
 
 class Links:
@@ -39,6 +42,10 @@ class Links:
 
     def end_pass(self, results: Iterable[Tensor]) -> None:
         """The pass has ended: fill in its results where other ranks have computed them."""
+
+    def exchange(self, value: T) -> list[T]:
+        """The values of all ranks with other blocks, in the order of these. Collective."""
+        return [value]
 
     def summed(self, x: Tensor) -> Tensor:
         """The sum of a tensor, without a gradient, over ranks with other blocks. Collective."""

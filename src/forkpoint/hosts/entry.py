@@ -100,6 +100,13 @@ class Entry(Protocol):
         """The numbers of the layers that this rank holds, and how many the model has."""
         ...
 
+    def complete(self, exchange: Callable[[Any], list[Any]]) -> None:
+        """Give a copy of a stage the modules of all stages. Collective over these.
+
+        exchange: gives the values of all stages, from this one's.
+        """
+        ...
+
     @property
     def tied(self) -> frozenset[nn.Parameter]:
         """Parameters that the first and the last stage of a pipeline both have."""

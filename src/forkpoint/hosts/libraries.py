@@ -8,6 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from forkpoint.engine.host import FoundRouter
+from forkpoint.engine.links import Links
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.hosts.entry import Library, Stock
 from forkpoint.hosts.host import ModelHost
@@ -19,7 +21,7 @@ from forkpoint.hosts.titan.splits import unsplit as titan_unsplit
 from forkpoint.hosts.titan.stock import TitanStock
 from forkpoint.hosts.topology import holders_of, unwrapped
 from forkpoint.hosts.torch_dist.copies import copy_in
-from forkpoint.hosts.torch_dist.stages import DIMENSION, has_stages
+from forkpoint.hosts.torch_dist.stages import DIMENSION, StageLinks, has_stages
 from forkpoint.hosts.transformers.entry import TransformersEntry
 from forkpoint.hosts.transformers.stock import TransformersStock
 from forkpoint.hosts.transformers.tensor_parallel import split_holder, unsplit
@@ -87,6 +89,7 @@ def whole_copy(
     *,
     streamed: bool,
     splits: Sequence[Any] = (),
+    links: Links | None = None,
 ) -> tuple[nn.Module, list[nn.Module]]:
     """Copy a model in another dtype, with all that ranks hold in parts, and name its blocks.
 
@@ -96,9 +99,19 @@ def whole_copy(
         dtype: of the copy.
         streamed: whether the parameters of its blocks are in the host's memory.
         splits: modules that the library has split over ranks.
+        links: with ranks that have other blocks.
 
     Collective where ranks hold parts.
     """
     copy, copied = copy_in(model, blocks, dtype, streamed=streamed)
-    library_of(model).unsplit(copy, splits)
+    library = library_of(model)
+    library.unsplit(copy, splits)
+    if isinstance(links, StageLinks):
+        library.entry(copy, ()).complete(links.exchange)
+        copied = library.entry(copy, ()).blocks
     return copy, copied
+
+
+def routers_of(model: nn.Module) -> list[FoundRouter]:
+    """The routers of a model, or of a copy of one."""
+    return library_of(model).entry(model, ()).routers.found

@@ -22,7 +22,7 @@ from forkpoint.engine.route_replay import ForcedRoutes, RouteReplay
 from forkpoint.engine.timing import Event
 from forkpoint.engine.transaction import Transaction
 from forkpoint.errors import PlanError
-from forkpoint.hosts.libraries import stock_of, whole_copy
+from forkpoint.hosts.libraries import routers_of, stock_of, whole_copy
 from forkpoint.hosts.modules import forget_lists
 from forkpoint.hosts.routers import routers_of_copy
 from forkpoint.hosts.torch_dist.copies import full
@@ -168,7 +168,7 @@ class Comparison:
         self.router: RouterLoss | None = router
         self.changes: Changes = changes
         self.host: Host = policy.host
-        self.comm: RankComm = RankComm(self.host.group, loss)
+        self.comm: RankComm = RankComm(self.host.group, loss, self.host.links)
         self.host.prepare(changes)
         self.dtype: torch.dtype = self.host.compute_dtype
         self.reference_dtype: torch.dtype = (
@@ -215,11 +215,11 @@ class Comparison:
             stock_of(host.model).compute_in(self.dtype, self.changes)
         with torch.enable_grad():
             run, _ = self._single_runs(REFERENCE)
-            norms = {name: norm_of(gradient) for name, gradient in run.gradients.items()}
+            norms = comm.of_stages({n: norm_of(grad) for n, grad in run.gradients.items()})
             dense, routes, errors = run, None, dict.fromkeys(norms, 0.0)
             if not self.double:
                 dense, routes = self._single_runs(DENSE)
-                errors = distances(dense.gradients, run.gradients)
+                errors = comm.of_stages(distances(dense.gradients, run.gradients))
                 dense = replace(dense, gradients={})
             reference = Reference(run, norms, errors)
             plans = tuple(
@@ -273,7 +273,14 @@ class Comparison:
 
         def copied(streamed: bool) -> tuple[nn.Module, Sequence[nn.Module]]:
             splits = () if host.group is None else host.group.splits
-            return whole_copy(host.model, host.blocks, dtype, streamed=streamed, splits=splits)
+            return whole_copy(
+                host.model,
+                host.blocks,
+                dtype,
+                streamed=streamed,
+                splits=splits,
+                links=host.links,
+            )
 
         if not comm.whole:
             # All ranks copy together, and before anything can fail on one.
@@ -314,8 +321,9 @@ class Comparison:
         """Run rollouts one at a time, without forkpoint's code, and say how far that is."""
         host, batch, routers = self.host, self.batch, None
         if self.routed is not None:
+            found = host.routers.found
             routers = DenseRouters(
-                routers_of_copy(host.routers.found, model),
+                routers_of(model) if self.comm.staged else routers_of_copy(found, model),
                 self.routed.terms,
                 self.changes,
                 last_token=self.last_tokens,
@@ -366,8 +374,8 @@ class Comparison:
         host, comm, wanted = self.host, self.comm, reference.run
         shared, stats, routes = self._in_memory(kind, plan)
         plan = stats.plan
-        shared_errors = distances(shared, wanted.gradients)
-        elements = {name: parameter.numel() for name, parameter in host.model.named_parameters()}
+        shared_errors = comm.of_stages(distances(shared, wanted.gradients))
+        elements = comm.of_stages({name: p.numel() for name, p in host.model.named_parameters()})
         errors = parameter_errors(elements, self.dtype, shared_errors, reference)
         del shared
         _clear_gradients(host.model)

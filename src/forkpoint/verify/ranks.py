@@ -5,7 +5,7 @@ of the model, on each rank with that rank's rollouts; their gradients are then a
 hold one copy of the model together have one batch, which is counted once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from forkpoint.engine.distributed import Distributed
+from forkpoint.engine.links import Links
 from forkpoint.errors import RankError, UnsupportedError
 from forkpoint.hosts.torch_dist.copies import full
 from forkpoint.losses.base import Denominators, Loss, is_own
@@ -34,8 +35,9 @@ T = TypeVar("T")
 class RankComm:
     """The ranks of a comparison. Every method is collective; one process exchanges nothing."""
 
-    def __init__(self, group: Distributed | None, loss: Loss) -> None:
-        """`group`: the holders of the model; None where this process alone has it.
+    def __init__(self, group: Distributed | None, loss: Loss, links: Links) -> None:
+        """`group`: the holders of the model; None where this process alone has it. `links`: with
+        ranks that have other blocks.
 
         Raises UnsupportedError for losses that are computed from all ranks' log-probs.
         """
@@ -48,7 +50,11 @@ class RankComm:
         self.group = group
         self.mean: bool = group is not None and is_own(loss)
         """Whether each rank's loss is its own, so that gradients are averaged."""
-        self.whole: bool = group is None or not (group.reduces or group.topology.splits_modules)
+        self.links: Links = links
+        self.staged: bool = group is not None and "stage" in group.relations
+        """Whether this rank has some of the blocks."""
+        parts = group is not None and (group.reduces or group.topology.splits_modules)
+        self.whole: bool = not (parts or self.staged)
         """Whether the model is whole on this rank, so that it can run by itself."""
         self._told = False
         """Whether all ranks know that one has failed in this run."""
@@ -162,7 +168,8 @@ class RankComm:
         )
 
     def total(self, found: DenseRun, model: nn.Module, dtype: torch.dtype) -> DenseRun:
-        """Gradients (in `dtype`) and the loss of all ranks' runs. Log-probs are this rank's."""
+        """Gradients (in `dtype`) of this stage's parameters, and the loss, of all ranks' runs.
+        Log-probs are this rank's."""
         if self.group is None:
             return found
         parameters = dict(model.named_parameters())
@@ -171,6 +178,9 @@ class RankComm:
         there = [any(column) for column in zip(*(own for _, own, _ in every), strict=True)]
         sums: dict[str, Tensor | None] = dict.fromkeys(found.gradients)
         for (name, gradient), is_there in zip(found.gradients.items(), there, strict=True):
+            if name not in parameters:  # of another stage
+                del sums[name]
+                continue
             if not is_there:
                 continue
             p = parameters[name]
@@ -187,6 +197,10 @@ class RankComm:
             gradients=sums,
             router_loss=sum(asides) if asides else None,
         )
+
+    def of_stages(self, values: Mapping[str, T]) -> dict[str, T]:
+        """Values by parameter, of those of all stages."""
+        return {name: x for each in self.links.exchange(values) for name, x in each.items()}
 
     def every(self, passed: bool) -> bool:
         """Whether it is so on all ranks."""

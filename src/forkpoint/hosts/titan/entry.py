@@ -4,7 +4,7 @@ While microbatches run, blocks are set to "flex" attention, whose masks carry th
 the forward of their inner attention is replaced.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -101,6 +101,9 @@ class TitanEntry:
     @property
     def layers(self) -> tuple[range, int]:
         return range(len(self.blocks)), len(self.blocks)
+
+    def complete(self, exchange: Callable[[Any], list[Any]]) -> None:
+        raise AssertionError("torchtitan's models are not cut into stages")
 
     @property
     def tied(self) -> frozenset[nn.Parameter]:

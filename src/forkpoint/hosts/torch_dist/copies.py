@@ -46,6 +46,8 @@ def copy_in(
     for module in twin.modules():
         # It computes in one dtype, and functions are not copied: they call the model itself.
         vars(module).pop("forward", None)
+        # Of fully_shard, for its own parameters; they cannot be pickled.
+        module._load_state_dict_post_hooks.clear()
     names = {module: name for name, module in model.named_modules()}
     return twin, [twin.get_submodule(names[block]) for block in blocks]
 

@@ -169,6 +169,9 @@ class StageLinks(Links):
         for result in results:
             self.give_to_all(result)
 
+    def exchange(self, value: T) -> list[T]:
+        return self.ranks.exchange(value)
+
     def summed(self, x: Tensor) -> Tensor:
         total = x.detach().clone()
         dist.all_reduce(total, group=self.ranks.down)

@@ -4,7 +4,7 @@ Two settings are changed while microbatches run, and put back after: the name of
 function in the model's configurations, and the forwards of recurrent layers.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from forkpoint.hosts.transformers.shallow import shallow_model
 from forkpoint.hosts.transformers.shapes import model_shape
 from forkpoint.hosts.transformers.stages import (
     check_cut,
+    complete,
     gate_of,
     held_layers,
     hold_stage,
@@ -113,6 +114,9 @@ class TransformersEntry:
     def layers(self) -> tuple[range, int]:
         layers = decoder_of(self.core).layers
         return layers_of_stage(layers), len(layers)
+
+    def complete(self, exchange: Callable[[Any], list[Any]]) -> None:
+        complete(self.core, FINAL_NORMS, exchange)
 
     @property
     def tied(self) -> frozenset[nn.Parameter]:

@@ -5,6 +5,7 @@ stages, and the final norm on stages before the last, pass on what they are give
 the head have a weight of zeros without memory where they are another stage's.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.transformers.families import FAMILIES
 from forkpoint.plan.stages import Stage
 
+Exchange = Callable[[Any], list[Any]]
 IDENTITY = ("transformers.distributed.pipeline_parallel", "PipelineIdentityLayer")
 """Class of what transformers puts in place of modules of other stages (pp_size)."""
 
@@ -157,6 +159,22 @@ def _undo_layout(core: Any, stage: Stage) -> None:
         if config.tie_word_embeddings:
             head.weight = embeddings.weight
         core.set_output_embeddings(head)
+
+
+def complete(core: Any, norms: tuple[str, ...], exchange: Exchange) -> None:
+    """Give a copy of a stage, which no ranks split, the modules of all other stages. Collective."""
+    decoder, tied = core.base_model, gate_of(core.base_model.layers).tied
+    device = next(core.parameters()).device
+    final = [getattr(decoder, name, None) for name in norms]
+    found = [*held_layers(decoder.layers), *final, core.get_input_embeddings(), _head(core)]
+    held = {module for module in found if module is not None and list(module.parameters())}
+    own = {name: module.cpu() for name, module in core.named_modules() if module in held}
+    # What the first and the last stage both have is the first one's.
+    for parts in reversed(exchange(own)):
+        for name, module in parts.items():
+            core.set_submodule(name, module.to(device))
+    if tied:
+        _head(core).weight = core.get_input_embeddings().weight
 
 
 def tied_parameters(core: Any) -> frozenset[nn.Parameter]:
