@@ -18,6 +18,7 @@ COMMANDS = {
     "align": "planning.align:Align",
     "placement": "planning.placement:Placement",
     "stages": "planning.stages:Stages",
+    "context-ways": "planning.context_ways:ContextWays",
     "results": "results_page:Results",
 }
 APP = App(

@@ -1,0 +1,255 @@
+"""Predicted steps of long prompts on ranks of context parallelism, by how they split sequences.
+
+The batch is one prompt with some responses of 2,048 tokens each. Computation has the prices of a
+calibration (`plan.pricing.meters`), and bytes take the time that a link needs for them; transfers
+and computation do not overlap, and latencies are left out. Prefix caches and activations have
+`memory_gib` on each rank.
+
+- by heads: what forkpoint runs (`hosts.torch_dist.context_parallel`).
+- gathered: each rank has some tokens of all heads, and gathers the keys and values of a
+  microbatch's whole path before its attention, in the backward again; gradients of these go back in
+  float32. The planner's microbatches of "by heads".
+- leaves dealt out: the prompt by heads; its prefix cache is gathered once, each rank runs its share
+  of the responses whole, and gradients of the cache go back once, in float32. It is not built.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from benchmarks.rows import ResultRow
+from benchmarks.runner import Benchmark, Deadline
+from forkpoint import Config, RolloutBatch
+from forkpoint.errors import ConfigError
+from forkpoint.plan import MODELS, ModelShape, Plan, make_plan
+from forkpoint.plan.context import context_bytes
+from forkpoint.plan.predict import cache_bytes, peak_bytes, plan_cost
+from forkpoint.plan.pricing.calibration import Calibration, Link
+from forkpoint.plan.pricing.meters import meter_of
+from forkpoint.plan.program import BACKWARD, Program
+from forkpoint.plan.shared_prompts import PlannedPrompt, split_at_exchanges
+from forkpoint.rollouts.batch import Rollout
+from forkpoint.units import GIB
+
+NAME = "context-ways"
+RESPONSE_TOKENS = 2048
+WIDE = 4
+"""Bytes of a number of the gradients of keys and values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextWays(Benchmark):
+    """Predict steps on ranks of context parallelism: time, bytes and memory of each way.
+
+    Attributes:
+        model: Whose sizes are taken; the calibration is of these.
+        calibration: Measured prices of one rank.
+        ranks: Sizes of the mesh dimension.
+        prompts: Tokens of the prompt.
+        responses: Responses of 2,048 tokens each.
+        gb_per_s: Rates of the link at which each rank sends.
+        memory_gib: Activations and prefix cache that each rank may hold.
+    """
+
+    NAME: ClassVar[str] = NAME
+
+    model: str = "llama3-8b"
+    calibration: Path = Path("benchmarks/results/step-grid-h200.calibration.json")
+    ranks: tuple[int, ...] = (2, 4, 8)
+    prompts: tuple[int, ...] = (8_192, 32_768, 65_536, 131_072, 262_144)
+    responses: tuple[int, ...] = (8, 64)
+    gb_per_s: tuple[float, ...] = (244.0, 50.0)
+    memory_gib: float = 100.0
+
+    def check(self) -> None:
+        if self.model not in MODELS:
+            raise ConfigError(f"model is {self.model!r}; it takes one of {', '.join(MODELS)}.")
+        heads = ModelShape.from_config(MODELS[self.model]).heads
+        if not all(size > 1 and heads % size == 0 for size in self.ranks):
+            raise ConfigError(
+                f"ranks is {self.ranks}; each is above 1 and divides the model's {heads} heads."
+            )
+        if min(self.prompts) < 2 or min(self.responses) < 1 or min(self.gb_per_s) <= 0:
+            raise ConfigError(
+                "prompts have 2 tokens at least, and responses and gb_per_s are above 0."
+            )
+
+    def measure(self, deadline: Deadline) -> Iterator[ResultRow]:
+        calibration = Calibration.load(self.calibration)
+        cases = product(self.gb_per_s, self.responses, self.prompts, self.ranks)
+        for rate, responses, prompt, size in cases:
+            case = f"{self.model}, P{prompt}-N{responses}, {size} ranks, {rate:g} GB/s"
+            if not deadline.over(case):
+                yield from rows_of(case, Step(self, calibration, prompt, responses, size, rate))
+
+
+@dataclass(frozen=True)
+class Way:
+    """A predicted step of the slowest rank."""
+
+    ms: float
+    sent_bytes: int
+    """By each rank, without its weights."""
+    peak_bytes: int
+
+
+def rows_of(case: str, step: "Step") -> Iterator[ResultRow]:
+    """Rows of each way, the fastest that fits the memory marked."""
+    ways = {
+        "by heads": step.by_heads,
+        "gathered": step.gathered,
+        "leaves dealt out": step.dealt,
+    }
+    room = step.options.memory_gib * GIB
+    fitting = {name: way.ms for name, way in ways.items() if way.peak_bytes <= room}
+    for name, way in ways.items():
+        note = "" if name in fitting else "does not fit"
+        if name == min(fitting, key=fitting.__getitem__, default=""):
+            note = "fastest that fits"
+        yield _row(case, f"{name}: step", way.ms, "ms", note=note or None)
+        yield _row(case, f"{name}: sent by each rank", way.sent_bytes / 1e9, "GB")
+        yield _row(case, f"{name}: peak", way.peak_bytes / GIB, "GiB")
+
+
+def _row(case: str, metric: str, value: float, unit: str, **more: Any) -> ResultRow:
+    return ResultRow(bench=NAME, case=case, metric=metric, unit=unit, value=value, **more)
+
+
+class Step:
+    """One batch on ranks of one link."""
+
+    def __init__(
+        self,
+        options: ContextWays,
+        calibration: Calibration,
+        prompt: int,
+        responses: int,
+        ranks: int,
+        rate: float,
+    ) -> None:
+        self.options: ContextWays = options
+        self.ranks: int = ranks
+        self.prompt: int = prompt
+        self.responses: int = responses
+        self.bytes_per_ms: float = rate * 1e6
+        link = Link(
+            ranks=ranks,
+            backend="nccl",
+            gather_bytes_per_ms=self.bytes_per_ms,
+            gather_latency_ms=0.0,
+            send_bytes_per_ms=self.bytes_per_ms,
+            send_latency_ms=0.0,
+        )
+        self.calibration: Calibration = replace(calibration, link=link)
+        self.whole: ModelShape = ModelShape.from_config(MODELS[options.model], compiled=True)
+        self.split: ModelShape = replace(self.whole, context=ranks)
+
+    @cached_property
+    def by_heads(self) -> Way:
+        plan, meter = self._plan, meter_of(self._plan, self.calibration)
+        sent = context_bytes(self.split, plan.microbatches, plan.program)
+        return Way(plan_cost(plan, meter), sent, peak_bytes(plan, meter, self.split))
+
+    @cached_property
+    def gathered(self) -> Way:
+        sent = self._parts(gathered_bytes(self._plan, self.whole))
+        ms = self.by_heads.ms + (sent - self.by_heads.sent_bytes) / self.bytes_per_ms
+        return Way(ms, sent, self.by_heads.peak_bytes)
+
+    @cached_property
+    def dealt(self) -> Way:
+        batch = self._batch(self.responses)
+        trunk = self._make(batch, self.split, self._room, received=False)
+        around, _ = split_at_exchanges(trunk.program)
+        trunk, meter = replace(trunk, program=around), meter_of(trunk, self.calibration)
+        # What the prompt's microbatches hold while responses run, besides the whole prefix cache.
+        held = sum(
+            meter.kept_bytes(trunk.microbatches[index])
+            for index in {i.microbatch for i in around.instructions}
+            if trunk.microbatches[index].activations == "keep"
+        )
+        held += cache_bytes(trunk, self.split)
+        share = self._batch(-(-self.responses // self.ranks))  # of the rank that has most
+        leaves = self._make(share, self.whole, self._room - held, received=True)
+        leaf_meter = meter_of(leaves, self.calibration)
+        cache = self.prompt * self.whole.boundary_bytes_per_token
+        back = self.prompt * self.whole.boundary_elements * self.whole.attention_layers * WIDE
+        moved = self._parts(cache + back)
+        ms = plan_cost(trunk, meter) + plan_cost(leaves, leaf_meter) + moved / self.bytes_per_ms
+        peak = held + peak_bytes(leaves, leaf_meter, self.whole)
+        sent = moved + context_bytes(self.split, trunk.microbatches, around)
+        return Way(ms, sent, max(peak, peak_bytes(trunk, meter, self.split)))
+
+    @cached_property
+    def _plan(self) -> Plan:
+        return make_plan(
+            self._batch(self.responses),
+            self.split,
+            Config(checkpointing="auto"),
+            calibration=self.calibration,
+            measured_budget_bytes=self._room,
+        )
+
+    @property
+    def _room(self) -> int:
+        return int(self.options.memory_gib * GIB)
+
+    def _make(self, batch: RolloutBatch, shape: ModelShape, room: int, *, received: bool) -> Plan:
+        """The plan of a step whose prompt ranks exchange."""
+        prompt = PlannedPrompt(0, self.prompt, tuple(range(len(batch))), received=received)
+        return make_plan(
+            batch,
+            shape,
+            Config(checkpointing="auto"),
+            calibration=self.calibration,
+            measured_budget_bytes=max(room, 1),
+            prompts=(prompt,),
+        )
+
+    def _batch(self, responses: int) -> RolloutBatch:
+        """Responses to one prompt. The prompt has a token more than edges that they share."""
+        random = np.random.default_rng(0)
+        prompt = random.integers(1000, size=self.prompt + 1)
+        mask = np.repeat([0, 1], [self.prompt + 1, RESPONSE_TOKENS])
+        found = []
+        for number in range(responses):
+            own = random.integers(1000, size=RESPONSE_TOKENS)
+            own[0] = number
+            found.append(Rollout(np.concatenate([prompt, own]), mask, 1.0, group_id="one"))
+        return RolloutBatch(found)
+
+    def _parts(self, nbytes: int) -> int:
+        """Bytes that each rank sends where all have equal parts and get the others."""
+        return nbytes * (self.ranks - 1) // self.ranks
+
+
+def gathered_bytes(plan: Plan, shape: ModelShape) -> int:
+    """Bytes of the keys and values that the step's forwards and backwards gather, and of the
+    gradients that go back: of each microbatch those of all tokens that it attends to."""
+    ways = _gathers(plan.program)
+    total = 0
+    for microbatch in plan.microbatches:
+        segments = {s for each in microbatch.segments for s in plan.forest.path(each)}
+        tokens = int(plan.forest.length[sorted(segments)].sum())
+        forwards, backwards = ways[microbatch.index]
+        elements = tokens * shape.boundary_elements * shape.attention_layers
+        again = 1 + (microbatch.checkpointing == "full")
+        total += elements * shape.dtype_bytes * (forwards + again * backwards)
+        total += elements * WIDE * backwards
+    return total
+
+
+def _gathers(program: Program) -> dict[int, tuple[int, int]]:
+    """By microbatch, its forwards and its backwards."""
+    found: dict[int, tuple[int, int]] = {}
+    for instruction in program.instructions:
+        if not instruction.idle:
+            forwards, backwards = found.get(instruction.microbatch, (0, 0))
+            backward = instruction.operation == BACKWARD
+            found[instruction.microbatch] = (forwards + (not backward), backwards + backward)
+    return found

@@ -1,0 +1,42 @@
+"""Predicted bytes and times of steps on ranks of context parallelism."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.planning.context_ways import ContextWays, Step, gathered_bytes
+from benchmarks.runner import Deadline
+from forkpoint import Config, Rollout, RolloutBatch
+from forkpoint.plan import MODELS, ModelShape, make_plan
+from forkpoint.plan.pricing.calibration import Calibration
+
+OPTIONS = ContextWays(prompts=(4096,), ranks=(2,), responses=(6,), gb_per_s=(50.0,))
+
+
+def test_gathered_bytes_of_a_prompt_and_two_responses() -> None:
+    shape = ModelShape.from_config(MODELS["llama3-8b"])
+    prompt, mask = list(range(11)), [0] * 11 + [1] * 4
+    batch = RolloutBatch([Rollout([*prompt, n, 1, 2, 3], mask, 1.0) for n in (20, 21)])
+    config = Config(sharing="tree", boundary="across", max_microbatch_tokens=12)
+    plan = make_plan(batch, shape, config)
+    # 10 tokens of the prompt, which the microbatch of 4 tokens of each response reads again.
+    assert [microbatch.tokens for microbatch in plan.microbatches] == [10, 8]
+    elements = (10 + 18) * 32 * 8 * (128 + 128)
+    assert gathered_bytes(plan, shape) == elements * (2 + 2 + 4)
+
+
+def test_ways_of_one_step() -> None:
+    calibration = Calibration.load(OPTIONS.calibration)
+    step = Step(OPTIONS, calibration, 4096, 6, 2, 50.0)
+    faster = Step(OPTIONS, calibration, 4096, 6, 2, 100.0)
+    for one, other in ((step.gathered, faster.gathered), (step.dealt, faster.dealt)):
+        assert one.sent_bytes == other.sent_bytes
+        assert one.ms - other.ms == pytest.approx(one.sent_bytes / 100e6, rel=1e-6)
+    # Of the prompt's keys and values each rank has half: 16 bits there, 32 bits back.
+    cache = 4096 * 32 * 8 * (128 + 128) * (2 + 4) // 2
+    assert cache < step.dealt.sent_bytes < cache + step.by_heads.sent_bytes
+    rows = list(OPTIONS.measure(Deadline(None)))
+    assert len(rows) == 9 and [row.note for row in rows].count("fastest that fits") == 1
+    tight = replace(OPTIONS, memory_gib=1.0)
+    notes = [row.note for row in tight.measure(Deadline(None)) if row.unit == "ms"]
+    assert notes == ["does not fit"] * 3
