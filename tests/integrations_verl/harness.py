@@ -219,9 +219,8 @@ def configurations(case: Case, folder: Path) -> dict[str, Any]:
             load_tokenizer=False,
             override_config={"attn_implementation": "sdpa"},
             enable_gradient_checkpointing=case.checkpointing,
-            use_remove_padding=False,
             lora_rank=4 if case.lora else 0,
-            **case.model,
+            **{"use_remove_padding": False, **case.model},
         ),
         "engine_config": FSDPEngineConfig(
             **{
@@ -310,9 +309,10 @@ def gradients(engine: Any) -> dict[str, Tensor]:
 
 
 def first_step(case: Case, folder: Path, vendor: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Gradients, losses and metrics of the first mini-batch; each rank has its own rows."""
+    """Gradients, losses and metrics of the first mini-batch; each data rank has its own
+    rows."""
     engine = make_engine(case, folder, vendor)
-    mine = rows[torch.distributed.get_rank()]
+    mine = rows[engine.get_data_parallel_rank()]
     total = sum(len(one["prompts"]) for one in rows)
     with engine.train_mode():
         engine.optimizer_zero_grad()

@@ -21,10 +21,7 @@ from forkpoint.errors import UnsupportedError
 from forkpoint.integrations.verl.refusals import check_batch, check_options
 
 ENGINE = {
-    "actor_rollout_ref.ref.ulysses_sequence_parallel_size is 2": {
-        "ulysses_sequence_parallel_size": 2,
-        "forward_only": True,
-    },
+    "actor_rollout_ref.ref.pad_to_length is true": {"pad_to_length": True, "forward_only": True},
     "actor_rollout_ref.actor.fsdp_config.qat.enable is true": {"qat": QATEngineConfig(enable=True)},
     "actor_rollout_ref.actor.pad_to_length is true": {"pad_to_length": True},
     "actor_rollout_ref.actor.fsdp_config.offload_policy is true": {"offload_policy": True},

@@ -27,8 +27,11 @@ from harness import (
     save_model,
 )
 from torch import distributed as dist
+from verl.utils.ulysses import get_ulysses_sequence_parallel_world_size
+from verl.workers.utils.padding import no_padding_2_padding
 
 from forkpoint.errors import UnsupportedError
+from forkpoint.hosts.transformers.stock import TransformersStock
 from multimodal_models import tiny_multimodal
 from parallel.processes import RankFailed, run_ranks
 
@@ -107,6 +110,87 @@ def test_two_ranks_have_the_gradients_of_stock(
     for found in run_ranks(2, both, case, folder, split(padded_rows(case), *sizes)):
         assert found["error"] <= MOST
         same_metrics(found)
+
+
+def ulysses(case: Case) -> Case:
+    """The case where two ranks split sequences, for which verl wants rows without padding."""
+    return replace(
+        case,
+        engine={**case.engine, "ulysses_sequence_parallel_size": 2},
+        model={**case.model, "use_remove_padding": True},
+    )
+
+
+ULYSSES = {
+    "token means, dynamic": (12,),
+    "temperatures, KL, entropy": (9, 3),
+    "LoRA, checkpointing": (12,),
+    "gspo": (12,),
+    "critic": (12,),
+}
+"""Rows of each data rank."""
+
+
+@pytest.mark.parametrize("name", ULYSSES)
+def test_ulysses_ranks_have_the_gradients_of_one_process(name: str, folder: Path) -> None:
+    case, sizes, path = CASES[name], ULYSSES[name], folder / f"{name}.pt"
+    rows = padded_rows(case)
+    (loss,) = run_ranks(1, saved_step, case, folder, [rows], path)
+    every = run_ranks(2 * len(sizes), ulysses_step, case, folder, split(rows, *sizes), path)
+    for found in every:
+        assert found["error"] <= MOST and found["scores"] <= 1e-5
+        assert found["sizes"] == {1}
+        assert not found["said"]
+        computed, given = found["tokens"]
+        assert computed < 0.8 * given
+    # Each data rank has its own part of the loss, and verl's micro-batches are twice as long.
+    assert sum(found["loss"] for found in every[::2]) == pytest.approx(loss, rel=1e-5)
+
+
+def saved_step(case: Case, folder: Path, rows: list[dict[str, Any]], path: Path) -> float:
+    """The loss of verl's own engine in its first step; a file has its gradients and scores."""
+    found = first_step(case, folder, STOCK, rows)
+    torch.save((found["gradients"], scores_of(case, folder, STOCK, rows)), path)
+    return sum(found["loss"])
+
+
+def scores_of(case: Case, folder: Path, vendor: str, rows: list[dict[str, Any]]) -> torch.Tensor:
+    """Log-probs or values of this data rank's rows before any update."""
+    engine = make_engine(case, folder, vendor)
+    mine = rows[engine.get_data_parallel_rank()]
+    data = mini_batch(case, mine)
+    with engine.eval_mode():
+        output = engine.infer_batch(data)["model_output"]
+    values = no_padding_2_padding(output["values" if case.value else "log_probs"], data)
+    return values * mine["response_mask"]
+
+
+def ulysses_step(
+    case: Case, folder: Path, rows: list[dict[str, Any]], path: Path
+) -> dict[str, Any]:
+    """The first step of forkpoint's engine and its scores, beside those of a file."""
+    sizes: set[int] = set()
+    logits = TransformersStock.logits
+
+    def seen(self: TransformersStock, *args: Any) -> Any:
+        sizes.add(get_ulysses_sequence_parallel_world_size())
+        return logits(self, *args)
+
+    TransformersStock.logits = seen  # type: ignore[method-assign]
+    case = ulysses(case)
+    messages = warned()
+    found = first_step(case, folder, SHARED, rows)
+    scores = scores_of(case, folder, SHARED, rows)
+    gradients, whole = torch.load(path)
+    begin = sum(len(part["prompts"]) for part in rows[: dist.get_rank() // 2])
+    return {
+        "error": difference(found["gradients"], gradients),
+        "scores": float((scores - whole[begin : begin + len(scores)]).abs().max()),
+        "loss": sum(found["loss"]) / len(rows),
+        "tokens": found["tokens"],
+        "sizes": sizes,
+        "said": messages,
+    }
 
 
 @pytest.mark.parametrize("name", ["gspo", "critic"])
@@ -202,12 +286,18 @@ def test_a_loss_that_fails_on_one_rank_fails_on_all(folder: Path) -> None:
     assert max(first[2], second[2]) <= 1e-7
 
 
-def said(case: Case, folder: Path, rows: list[dict[str, Any]]) -> list[str]:
-    """Warnings of the logger `forkpoint` in two steps of this rank."""
+def warned() -> list[str]:
+    """Messages of the logger `forkpoint` from now on."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("forkpoint").addHandler(handler)
+    return messages
+
+
+def said(case: Case, folder: Path, rows: list[dict[str, Any]]) -> list[str]:
+    """Warnings of the logger `forkpoint` in two steps of this rank."""
+    messages = warned()
     engine = make_engine(case, folder, SHARED)
     mine = rows[dist.get_rank()]
     with engine.train_mode():

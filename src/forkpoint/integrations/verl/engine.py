@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Any, cast
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from forkpoint.engine.changes import Changes
 from forkpoint.errors import ConfigError
@@ -57,6 +58,9 @@ class SharedEngine:
     rank: int
     get_data_parallel_group: Callable[[], Any]
     get_data_parallel_size: Callable[[], int]
+    ulysses_device_mesh: DeviceMesh | None
+    ulysses_parallel_group: Any
+    ulysses_sequence_parallel_size: int
     _autocast_dtype: torch.dtype
     _is_offload_param: bool
     _is_offload_optimizer: bool
@@ -99,7 +103,10 @@ class SharedEngine:
         if self.engine_config.forward_only:
             config = replace(config, optimizer_bytes_per_parameter=0)
         # What has not been shown exact is refused here, before the first step.
-        self.policy = wrap(self.module, config)
+        self.policy = wrap(self.module, config, mesh=self.ulysses_device_mesh)
+        # verl sets this group while an engine works, and attention of a stock forward would
+        # exchange sequences over it. The self-check runs that forward on whole sequences.
+        self.ulysses_parallel_group = None
         found = {repr(settings) for settings in self._ranks.exchange(self.settings)}
         if len(found) > 1:
             raise ConfigError(
@@ -139,7 +146,7 @@ class SharedEngine:
         torch.distributed.all_reduce(trained, group=group)
         names.assign_non_tensor(
             data,
-            sp_size=1,
+            sp_size=self.ulysses_sequence_parallel_size,
             batch_num_tokens=trained.item(),
             dp_size=self.get_data_parallel_size(),
         )
@@ -245,7 +252,8 @@ class SharedEngine:
         """Warn once where one of the first mini-batches shares little."""
         if not self._unseen:
             return
-        message = sharing_message(self._ranks.exchange(RankPart.of(rows.batch, plan)))
+        parts = self._ranks.exchange(RankPart.of(rows.batch, plan))
+        message = sharing_message([parts[i] for i in self.policy.host.topology.contributors])
         self._unseen = 0 if message is not None else self._unseen - 1
         if message is not None and self.rank == 0:
             _log.warning("%s", message)

@@ -34,12 +34,6 @@ OFF = {
 `{model}` stand for the beginnings of a role's keys."""
 REFUSALS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     **{key: (bool, "false", reason) for key, reason in OFF.items()},
-    "{role}ulysses_sequence_parallel_size": (
-        lambda size: size != 1,
-        "1",
-        "This engine does not split sequences over ranks yet, as wrap(model, mesh=...) does. "
-        "Rollouts that share tokens need less memory than whole rows do.",
-    ),
     "{engine}mixed_precision.param_dtype": (
         lambda dtype: str(dtype).removeprefix("torch.") in ("fp16", "float16", "half"),
         "bf16 or fp32",
