@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import setups_trl as setups
 import trl
+from accelerate import ParallelismConfig
 from cases_trl import OURS, Pair
 from peft import LoraConfig, PromptTuningConfig
 from transformers import ProcessorMixin
@@ -123,6 +124,18 @@ def test_deepspeed_is_refused(tmp_path: Path) -> None:
     trainer.args.deepspeed_plugin = object()
     with pytest.raises(UnsupportedError, match=r"deepspeed=.*FSDP version 2"):
         check_options(OURS["grpo"], trainer.args)
+
+
+def test_sequences_that_accelerate_splits_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As its launcher sets it, which TRL's configuration does not see."""
+    trainer = setups.trainer("grpo", OURS["grpo"], tmp_path)
+    check_trainer(trainer)
+    found = ParallelismConfig(cp_size=2)
+    monkeypatch.setitem(vars(trainer.accelerator.state), "parallelism_config", found)
+    with pytest.raises(UnsupportedError, match=r"cp_size=2.*each rank of TRL"):
+        check_trainer(trainer)
 
 
 def test_router_losses_of_routers_that_are_not_seen_are_refused(tmp_path: Path) -> None:

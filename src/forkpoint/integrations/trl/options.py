@@ -50,8 +50,8 @@ REFUSED: dict[str, str] = {
     "neftune_noise_alpha": f"noise values {_NOISE}: leave it out.",
     "optim": "it updates weights within a backward, and a step has several: use an optimizer with "
     "a step of its own.",
-    "parallelism_config": "data-parallel ranks are supported: use accelerate's DDP or FSDP version "
-    "2.",
+    "parallelism_config": "ranks that split sequences need the same rollouts, and each rank of TRL "
+    "generates its own. Use accelerate's DDP or FSDP version 2.",
     "torch_compile": _COMPILED,
     "torch_compile_backend": _COMPILED,
     "torch_compile_mode": _COMPILED,
@@ -120,6 +120,14 @@ def check_trainer(trainer: Any) -> None:
     for name, (found, reason) in OF_TRAINER.items():
         if found(trainer):
             raise _refused(type(trainer), trainer.args, name, reason)
+    # accelerate's launcher sets it without the trainer's configuration.
+    config = getattr(trainer.accelerator, "parallelism_config", None)  # since accelerate 1.10
+    for name in ("cp_size", "sp_size"):
+        if (size := getattr(config, name, 1)) > 1:
+            raise UnsupportedError(
+                f"accelerate has a parallelism_config with {name}={size}, which forkpoint's "
+                f"{type(trainer).__name__} does not take: {REFUSED['parallelism_config']}"
+            )
     if getattr(trainer, "_is_vlm", False) or getattr(trainer, "_is_vision_dataset", False):
         raise _images(type(trainer))
     # In the mode of a training step: the checks ask what draws random numbers in training.
