@@ -43,6 +43,7 @@ import forkpoint
 from forkpoint import Config, Rollout, RolloutBatch
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.compiling import Compiling
+from forkpoint.engine.route_replay import Routes
 from forkpoint.errors import ForkpointError
 from forkpoint.hosts.compiled_attention import LayerCall
 from forkpoint.hosts.torch_dist import context_parallel
@@ -596,6 +597,26 @@ def test_a_broken_piece_is_seen(name: str) -> None:
     if name == "a mean over ranks":
         context = replace(context, step=through_function)
     for found in run_ranks(2, broken, context, name):
+        assert found["error"] > 1e-3, found
+
+
+def other_routes(context: Context) -> dict[str, Any]:
+    """The step of two ranks, one of which forces the experts of each token's neighbour."""
+    if dist.get_rank() == 1:
+        given = Routes.given.__func__  # type: ignore[attr-defined]
+
+        def shifted(*args: Any) -> Routes:
+            routes = given(Routes, *args)
+            moved = {layer: chosen.roll(1, 0) for layer, chosen in routes.chosen.items()}
+            return replace(routes, chosen=moved)
+
+        Routes.given = shifted  # type: ignore[method-assign]
+    return compared(context)
+
+
+@pytest.mark.slow
+def test_replayed_experts_of_other_tokens_are_seen() -> None:
+    for found in run_ranks(2, other_routes, replace(CASES["replayed experts"], step=step)):
         assert found["error"] > 1e-3, found
 
 
