@@ -62,6 +62,8 @@ def _site_path(path: str) -> str:
 
 def _page(path: str, config: MkDocsConfig) -> File:
     text = _read(path)
+    if path.startswith("benchmarks/history/"):
+        text = f"---\nsearch:\n  exclude: true\n---\n\n{text}"  # figures of earlier versions
     if not path.endswith(".md"):
         text = f"# {path}\n\n````{LANGUAGES.get(Path(path).suffix, 'text')}\n{text}\n````\n"
     return File.generated(
