@@ -12,6 +12,7 @@ import torch
 
 import forkpoint
 from docs_runner import blocks, reader, run_file
+from forkpoint import losses
 from lanes import slow_besides
 
 ROOT = Path(__file__).parents[2]
@@ -128,6 +129,15 @@ def headings(path: Path) -> set[str]:
     """Anchors of a document's headings: lower case, words joined by hyphens."""
     found = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+def test_options_of_papers_are_allowed() -> None:
+    text = (ROOT / "docs" / "reference" / "papers.md").read_text(encoding="utf-8")
+    names = {"Config": forkpoint.Config} | {n: getattr(losses, n) for n in losses.__all__}
+    made = [c for c in re.findall(r"`(\w+\([^`]*\))`", text) if c.partition("(")[0] in names]
+    assert len(made) > 12
+    for code in made:
+        eval(code.replace("=...", "=1"), names)  # raises for an option that is not there
 
 
 def test_make_targets_exist() -> None:
