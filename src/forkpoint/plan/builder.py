@@ -11,6 +11,7 @@ from forkpoint.config import AUTO, Config
 from forkpoint.errors import PlanError
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.entries import entries_of
+from forkpoint.plan.media import planned_media
 from forkpoint.plan.packing import (
     microbatches_across,
     microbatches_mixed,
@@ -383,6 +384,7 @@ class Builder:
             rollouts=len(self.batch),
             logical_tokens=int(self.batch.offsets[-1]),
             unique_tokens=self.unique_tokens,
+            media=planned_media(self.batch, forest, microbatches),
             left_out=self.left_out,
             last_tokens=self.last_tokens,
             num_loss_entries=num_loss_entries,

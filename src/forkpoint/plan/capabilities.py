@@ -14,3 +14,5 @@ class Capabilities:
     """Whether the host issues work ahead of the device, as with GPUs: see `predict.simulate`."""
     checkpoints: tuple[str, ...] = ("none", "selective", "full")
     """Policies of checkpointing that its blocks can run with."""
+    trains_encoder: bool = True
+    """Whether an encoder of images or video, if the model has one, has trained parameters."""

@@ -18,9 +18,11 @@ from forkpoint.errors import PlanError
 from forkpoint.plan.cache import allocate_cache
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.context import context_bytes
+from forkpoint.plan.media import PlannedMedium, with_encoders
 from forkpoint.plan.pricing.cost import ModelShape, Work, bound_of
 from forkpoint.plan.program import (
     FORWARD,
+    OF_MEDIA,
     SHARE,
     Instruction,
     Program,
@@ -90,6 +92,8 @@ class Plan:
     fingerprint: str
     capabilities: Capabilities = field(default_factory=Capabilities)
     """Capabilities of the host that the plan was made for."""
+    media: tuple[PlannedMedium, ...] = ()
+    """Images and videos of the batch, with the microbatches that read them."""
     left_out: LeftOut = field(default_factory=LeftOut)
     """Rollouts and tails that are not run, because they give no gradient."""
     counts_first: bool = False
@@ -187,6 +191,9 @@ class Plan:
         """An instruction in words, such as "forward prefix 0"."""
         if instruction.exchanges:
             return f"{instruction.operation} prompts"
+        if instruction.operation in OF_MEDIA:
+            kind = self.media[instruction.medium].kind
+            return f"{instruction.operation} {kind} {instruction.medium}"
         name = "idle" if instruction.idle else self.microbatch_names[instruction.microbatch]
         return f"{instruction.operation} {name}"
 
@@ -195,11 +202,19 @@ class Plan:
         "backward leaf 1", "backward prefix 0".
 
         "recompute prefix 0" is the forward that computes activations again which were not kept.
-        "score leaf 1" is a forward without a graph. Without `backward`: the events of
-        `policy.score`.
+        "score leaf 1" is a forward without a graph. "encode image 0" runs the encoder of an image,
+        "encode backward image 0" its backward. Without `backward`: the events of `policy.score`.
         """
         program = self.program if backward else self.score_program
-        return tuple(self.event(instruction) for instruction in program.instructions)
+        passes = (self.with_encoders(each) for each in program.passes)
+        return tuple(self.event(instruction) for each in passes for instruction in each)
+
+    def with_encoders(self, instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
+        """The instructions of one pass over the plan's microbatches, with those of encoders."""
+        if not self.media:
+            return tuple(instructions)
+        trains = self.capabilities.trains_encoder
+        return with_encoders(instructions, self.media, trains=trains)
 
     def waits_for(self) -> tuple[tuple[int, ...], ...]:
         """For each unit of the program (`Program.units`), the positions of those that it waits for.
@@ -273,11 +288,19 @@ class Plan:
             )
 
     def check_host(self, capabilities: Capabilities) -> None:
-        """Refuse a host that cannot leave the last block early, where this plan does.
+        """Refuse a host that cannot leave the last block early, where this plan does, and one whose
+        encoder is trained, where this plan has it frozen, or the other way around.
 
         Raises:
-            PlanError: it cannot.
+            PlanError: the plan is not for this host.
         """
+        trains = capabilities.trains_encoder
+        if self.media and self.capabilities.trains_encoder != trains:
+            states = {True: "has trained parameters", False: "is frozen"}
+            raise PlanError(
+                f"this plan was made for a model whose encoder {states[not trains]}, and the "
+                f"model's {states[trains]} now. Make the plan again with policy.plan."
+            )
         if self.capabilities.leaves_early and not capabilities.leaves_early:
             raise PlanError(
                 "this plan leaves the last block of the model early, and the model cannot be left "

@@ -18,7 +18,9 @@ from forkpoint.tree import Microbatch
 
 SCORE, FORWARD, RECOMPUTE, BACKWARD = "score", "forward", "recompute", "backward"
 SHARE, RETURN = "share", "return"
-OPERATIONS = (SCORE, FORWARD, RECOMPUTE, BACKWARD, SHARE, RETURN)
+ENCODE, ENCODE_BACKWARD, RELEASE = "encode", "encode backward", "release"
+OF_MEDIA = (ENCODE, ENCODE_BACKWARD, RELEASE)
+OPERATIONS = (SCORE, FORWARD, RECOMPUTE, BACKWARD, SHARE, RETURN, *OF_MEDIA)
 BOUNDARY, BLOCKS, HEAD = "boundary", "blocks", "head"
 ENDS = (BOUNDARY, BLOCKS, HEAD)
 """How far a forward goes, the nearest first."""
@@ -38,7 +40,10 @@ class Instruction(NamedTuple):
     operation: str
     """SCORE: a forward without a graph. FORWARD. RECOMPUTE: the forward again, for the activations
     that were not kept. BACKWARD. SHARE: ranks send one another prefix caches of prompts. RETURN:
-    and the gradients of these. Both are of no microbatch, and all ranks of the step take part."""
+    and the gradients of these. Both are of no microbatch, and all ranks of the step take part.
+    ENCODE: the encoder of an image or a video runs forward. ENCODE_BACKWARD: and backward. RELEASE:
+    features that get no gradient are dropped. These are of no microbatch either; passes have them
+    from `plan.media.with_encoders`, programs do not."""
     slot: int
     """The place in the nesting of forwards and backwards. Ranks whose programs were aligned run
     the same slots at the same time. In the program of one device it is the microbatch."""
@@ -52,6 +57,8 @@ class Instruction(NamedTuple):
     for a forward that is repeated by a RECOMPUTE."""
     last_backward: bool = False
     """Whether it is the last backward of the step, after which gradients may be reduced."""
+    medium: int = IDLE
+    """The medium that is encoded, as a number among those of the batch; IDLE: none."""
 
     @property
     def idle(self) -> bool:
@@ -66,6 +73,11 @@ class Instruction(NamedTuple):
     def exchanges(self) -> bool:
         """Whether it is the ranks' exchange of prefix caches, or of their gradients."""
         return self.operation in (SHARE, RETURN)
+
+    @property
+    def runs_microbatch(self) -> bool:
+        """Whether it runs a microbatch, if only an idle one; features run the others."""
+        return not self.exchanges and self.operation not in OF_MEDIA
 
     @property
     def ends_at_boundary(self) -> bool:
@@ -136,7 +148,8 @@ def _scores(instruction: Instruction) -> bool:
 def mark_last_backward(instructions: Iterable[Instruction]) -> Program:
     """The program of these instructions, in which the last backward is the step's last."""
     found = [i._replace(last_backward=False) for i in instructions]
-    last = max((at for at, i in enumerate(found) if i.operation == BACKWARD), default=None)
+    backwards = (at for at, i in enumerate(found) if i.operation in (BACKWARD, ENCODE_BACKWARD))
+    last = max(backwards, default=None)
     if last is not None:
         found[last] = found[last]._replace(last_backward=True)
     return Program(tuple(found))
