@@ -75,7 +75,7 @@ def without_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("check_random", "check_parameter_hooks"):
         monkeypatch.setattr(f"forkpoint.hosts.refusals.{name}", lambda *_: None)
     name = "forkpoint.hosts.transformers.refusals.check_checkpointing"
-    monkeypatch.setattr(name, lambda *_: None)
+    monkeypatch.setattr(name, lambda *_, **__: None)
 
 
 @pytest.fixture

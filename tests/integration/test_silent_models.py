@@ -189,7 +189,8 @@ def test_when_a_sample_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_samples_of_any_batch(lengths: list[int], vocab: int) -> None:
     rng = np.random.default_rng(0)
     batch = RolloutBatch(Rollout(rng.integers(0, vocab, n), np.arange(n) > 0, 1.0) for n in lengths)
-    sample = selfcheck.sample_of(batch)
+    policy = wrap(tiny_model("llama", dtype=torch.float32), ACROSS)
+    sample = selfcheck.sample_of(batch, policy.host)
     assert len(sample) == 3 and len(set(sample.lengths.tolist())) == 1
     width = int(sample.lengths[0])
     assert width == min(max(max(lengths), selfcheck.LEAST_TOKENS), selfcheck.WIDTH_TOKENS)
@@ -197,7 +198,7 @@ def test_samples_of_any_batch(lengths: list[int], vocab: int) -> None:
     assert (ids[0, : width // 2] == ids[2, : width // 2]).all() and (ids[0] != ids[2]).any()
     assert (ids[0, : width * 3 // 4] == ids[1, : width * 3 // 4]).all() and (ids[0] != ids[1]).any()
     assert ids.max() < max(vocab, 2)
-    wrap(tiny_model("llama", dtype=torch.float32), ACROSS).score(batch)
+    policy.score(batch)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from forkpoint.engine.executor import Executor
 from forkpoint.engine.feature import Feature
 from forkpoint.engine.gradients import GradientGuard, GradientSums, twins
 from forkpoint.engine.host import HeadOutputs, Host
+from forkpoint.engine.media import Encoding
 from forkpoint.engine.microbatches import MicrobatchInputs, prepare_microbatches
 from forkpoint.engine.objective import (
     LossPart,
@@ -256,6 +257,7 @@ class Engine:
             self.host.device,
             uses_temperature=uses_temperature,
             split=self.host.topology.places,
+            axes_AT=self.host.positions(batch) if batch.media else None,
         )
         return _Prepared(transaction, plan, batch, inputs)
 
@@ -307,8 +309,13 @@ class Engine:
         if microbatch_loss is not None:
             activations = Activations(plan, step.inputs, host, self.staging)
             transaction.changes.later(activations.close)
+        encoding = None
+        if step.batch.media:
+            trains = microbatch_loss is not None and plan.capabilities.trains_encoder
+            encoding = Encoding(host, step.batch.media, transaction, trains=trains)
         features: list[Feature | None] = [
             timing,
+            encoding,
             self.exchange,
             self.replay,
             activations,
@@ -318,7 +325,7 @@ class Engine:
         values = TokenValues(names, plan, step.batch, host.loss_dtype, host.device)
         used = [feature for feature in features if feature is not None]
         loss = Executor(transaction, host, plan, step.inputs, config, used).run(
-            instructions,
+            plan.with_encoders(instructions),
             values,
             entropy=entropy,
             loss=None if microbatch_loss is None else self._deferring(microbatch_loss),

@@ -86,7 +86,7 @@ class Executor:
                 source, inputs = plan, self.prepared[instruction.microbatch]
             for feature in self.features:
                 feature.before(instruction, inputs)
-            if instruction.exchanges:
+            if not instruction.runs_microbatch:
                 continue
             if instruction.operation == BACKWARD:
                 self._backward(instruction)

@@ -28,7 +28,7 @@ class Feature:
         """A pass begins, with this prefix cache."""
 
     def before(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
-        """An instruction begins. Instructions that exchange prefix caches run in this call."""
+        """An instruction begins. Those that run no microbatch run in this call."""
 
     def saved_tensor_hooks(self, instruction: Instruction) -> tuple[Pack, Unpack] | None:
         """Hooks for what autograd saves in a forward. At most one feature of a step has any."""

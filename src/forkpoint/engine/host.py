@@ -19,6 +19,8 @@ from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.program import Instruction
 from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.rollouts.media import Media, ShownMedia
+from forkpoint.tree.forest import IntArray
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,13 +232,18 @@ class Host(Protocol):
 
     # Stock forwards, for comparisons. Called while the model is not entered.
 
-    def stock(self, ids_NL: Tensor) -> Tensor:
-        """Logits [N, L, V] (a critic's values [N, L, 1]) of the model's own forward."""
+    def stock(self, ids_NL: Tensor, shown: ShownMedia | None = None) -> Tensor:
+        """Logits [N, L, V] (a critic's values [N, L, 1]) of the model's own forward, of rows with
+        these media."""
         ...
 
     def allow_stock(self, changes: Changes) -> None:
         """Let `stock` work with any settings of the model, on this thread alone, until the changes
         are undone."""
+        ...
+
+    def sample_medium(self, media: Sequence[Media]) -> Media:
+        """A part of one of these, to compare the model on, of as few tokens as can be."""
         ...
 
     def empty_outputs(self) -> Tensor:
@@ -268,6 +275,16 @@ class Host(Protocol):
         `state`: the prefix cache to read and write. `entropy`: whether the head gives entropies.
         `hidden` [1, T, C]: what the first block reads, in place of embeddings.
         """
+        ...
+
+    def encode(self, medium: Media) -> tuple[Tensor, ...]:
+        """Features [R, C] of the R tokens of an image or a video: those that take the place of
+        embeddings, and those that are added after each of the first blocks, if any are."""
+        ...
+
+    def positions(self, batch: RolloutBatch) -> IntArray | None:
+        """int64 [A, T] positions of the tokens of a batch with media, if those of images have
+        several axes; the first is a token's place in its rollout. None if places are all."""
         ...
 
     def backward(

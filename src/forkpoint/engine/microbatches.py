@@ -27,6 +27,18 @@ from forkpoint.tree.forest import IntArray
 
 
 @dataclass(frozen=True, eq=False)
+class MediaRows:
+    """The tokens of a microbatch that stand for images and videos, m of them."""
+
+    places: Tensor
+    """int64 [m]: where they are among the microbatch's tokens, ascending."""
+    parts: tuple[tuple[int, Tensor], ...]
+    """By medium that is read: its number among those of the batch, and which of its tokens."""
+    order: Tensor
+    """int64 [m]: for each of the places, which of the tokens of all parts, joined."""
+
+
+@dataclass(frozen=True, eq=False)
 class MicrobatchInputs:
     """Inputs of the model for one microbatch, as far as this rank runs it (`Topology.places`): t of
     its T tokens, m of the head's n entries."""
@@ -35,7 +47,8 @@ class MicrobatchInputs:
     input_ids: Tensor
     """int64 [1, t]"""
     position_ids: Tensor
-    """int64 [1, t]: positions along each token's path."""
+    """int64 [1, t]: positions along each token's path; [A, 1, t] if positions of images have
+    several axes, the first of which is the path's."""
     head_index: Tensor
     """int64 [m]: places among the t whose next token some rollout trains on, ascending, each once
     for every temperature at which it is trained."""
@@ -54,6 +67,8 @@ class MicrobatchInputs:
     """n"""
     own_entries: Tensor | None = None
     """int64 [m]: the numbers of the entries among the n; None: all of them."""
+    media: MediaRows | None = None
+    """The tokens that stand for images and videos; None where there are none."""
 
 
 class CacheView:
@@ -142,6 +157,7 @@ def prepare_microbatches(
     *,
     uses_temperature: bool = True,
     split: Places = ALL_PLACES,
+    axes_AT: IntArray | None = None,
 ) -> list[MicrobatchInputs]:
     """Turn every microbatch of a plan into tensors; the host waits for no copy of them.
 
@@ -151,6 +167,7 @@ def prepare_microbatches(
         device: of the model.
         uses_temperature: whether the head's outputs depend on temperatures, as a critic's do not.
         split: which places of a microbatch this rank runs.
+        axes_AT: positions of the batch's tokens (`Host.positions`); None: those of paths.
     """
     forest = plan.forest
     token_edge = forest.token_edges(batch.offsets)
@@ -169,7 +186,8 @@ def prepare_microbatches(
     first_token = forest.segment_tokens(batch.offsets)
     for microbatch in plan.microbatches:
         segment, step = token_steps(forest, microbatch)
-        tokens, positions = first_token[segment] + step, forest.start[segment] + step
+        tokens = first_token[segment] + step
+        positions = forest.start[segment] + step if axes_AT is None else axes_AT[:, tokens]
         edges = forest.edge_offsets[segment] + step
         microbatch_of_edge[edges] = microbatch.index
         places, numbers = entries.at(edges)
@@ -187,7 +205,7 @@ def prepare_microbatches(
         count = len(numbers)
         if own is not None:
             padding = split.padding(len(tokens))
-            tokens, positions = tokens[own], positions[own]
+            tokens, positions = tokens[own], positions[..., own]
             own = own[: len(own) - padding]
         if entries_here is not None:
             numbers, places = numbers[entries_here[0]], entries_here[1]
@@ -196,7 +214,7 @@ def prepare_microbatches(
             MicrobatchInputs(
                 microbatch=microbatch,
                 input_ids=on_device(batch.token_ids[tokens][None], device),
-                position_ids=on_device(positions[None], device),
+                position_ids=on_device(np.expand_dims(positions, -2), device),
                 head_index=on_device(places, device),
                 head_labels=on_device(label[numbers], device),
                 head_temperatures=temperatures,
@@ -205,9 +223,26 @@ def prepare_microbatches(
                 own=own,
                 entries=count,
                 own_entries=None if entries_here is None else on_device(entries_here[0], device),
+                media=_media_rows(batch, tokens, device),
             )
         )
     return prepared
+
+
+def _media_rows(batch: RolloutBatch, tokens: IntArray, device: torch.device) -> MediaRows | None:
+    """Of a microbatch with these tokens, as positions in the batch's flat tokens."""
+    if batch.media_of is None or batch.media_row is None:
+        return None
+    (places,) = np.nonzero(batch.media_of[tokens] >= 0)
+    if not len(places):
+        return None
+    medium, row = batch.media_of[tokens[places]], batch.media_row[tokens[places]]
+    by_medium = np.argsort(medium, kind="stable")
+    return MediaRows(
+        places=on_device(places, device),
+        parts=tuple((n, on_device(row[medium == n], device)) for n in np.unique(medium).tolist()),
+        order=on_device(np.argsort(by_medium, kind="stable"), device),
+    )
 
 
 def microbatch_tokens(plan: Plan, batch: RolloutBatch, microbatch: Microbatch) -> IntArray:

@@ -40,6 +40,8 @@ class PrefixCache:
         self._state: dict[Key, Tensor] = {}
         self._gradient: dict[Key, Tensor] = {}
         self._of_states: set[Key] = set()
+        self.media: Any = None
+        """Features of images and videos (engine/media.py); None in a batch without any."""
 
     def buffers(self, key: Key, like: Tensor) -> tuple[Tensor, Tensor | None]:
         """State [tokens, ...] of `like`'s dtype and its gradient buffer, made if need be."""

@@ -11,7 +11,14 @@ import torch
 from forkpoint.engine.feature import Feature
 from forkpoint.engine.microbatches import MicrobatchInputs
 from forkpoint.plan.plan import Plan
-from forkpoint.plan.program import PHASES, PREFIX_BACKWARD, PREFIX_FORWARD, SHARE, Instruction
+from forkpoint.plan.program import (
+    ENCODE,
+    PHASES,
+    PREFIX_BACKWARD,
+    PREFIX_FORWARD,
+    SHARE,
+    Instruction,
+)
 from forkpoint.plan.program import phase_of as phase_of_microbatch
 
 
@@ -50,8 +57,9 @@ class Timing(Feature):
 
     def before(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
         self._mark()
-        if instruction.exchanges:
-            phase = PREFIX_FORWARD if instruction.operation == SHARE else PREFIX_BACKWARD
+        if not instruction.runs_microbatch:
+            forward = instruction.operation in (SHARE, ENCODE)
+            phase = PREFIX_FORWARD if forward else PREFIX_BACKWARD
         else:
             phase = phase_of_microbatch(instruction.operation, inputs.microbatch)
         self._phases.append(phase)

@@ -20,6 +20,7 @@ from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.modules import add_hook
 from forkpoint.parallel.topology import ALL_PLACES, Places
 from forkpoint.plan.program import Instruction
+from forkpoint.rollouts.media import Media
 
 CLAIM = "_forkpoint_step"
 """An attribute of a model while a step runs it: the step's changes."""
@@ -61,6 +62,13 @@ class CallContext:
         self.entropy: bool = entropy
         self.ends_in: frozenset[Hashable] = ends_in
         self.places: Places = places
+
+
+class EncoderContext:
+    """The image or video that is encoded, in the place of a microbatch."""
+
+    def __init__(self, medium: Media) -> None:
+        self.medium: Media = medium
 
 
 def refuse_call(*_: Any, **__: Any) -> NoReturn:
@@ -123,7 +131,8 @@ def refuse_calls(modules: Iterable[nn.Module], changes: Changes) -> None:
     """
 
     def check(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not any(isinstance(given, CallContext) for given in (*args, *kwargs.values())):
+        own = CallContext, EncoderContext
+        if not any(isinstance(given, own) for given in (*args, *kwargs.values())):
             refuse_call()
 
     for module in modules:

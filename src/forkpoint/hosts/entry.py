@@ -10,12 +10,14 @@ from torch import Tensor, nn
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.distributed import Holder
 from forkpoint.engine.host import RouteHolder, RouterNote, RouterSet
-from forkpoint.hosts.calls import CallContext
+from forkpoint.hosts.calls import CallContext, EncoderContext
 from forkpoint.hosts.code_provenance import Definition
 from forkpoint.hosts.heads import ModelHead
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.stages import Stage
 from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.rollouts.media import Media, ShownMedia
+from forkpoint.tree.forest import IntArray
 
 
 class WatchedRouters(RouterSet, Protocol):
@@ -123,12 +125,14 @@ class Entry(Protocol):
         """The model's code and modules have been shown exact."""
         ...
 
-    def check_state(self, *, training: bool, routed: bool) -> None:
-        """Modes and settings are exact; `routed`: the step has a router loss."""
+    def check_state(self, *, training: bool, routed: bool, encodes: bool) -> None:
+        """Modes and settings are exact; `routed`: the step has a router loss; `encodes`: the batch
+        has images or video, so that what is idle without them runs."""
         ...
 
     def check_batch(self, batch: RolloutBatch) -> None:
-        """The model computes each token of these rollouts from those before it alone."""
+        """The model computes each token of these rollouts from those before it alone, and their
+        media one by one."""
         ...
 
     def check_context_parallel(self, shape: ModelShape, ranks: int) -> None:
@@ -185,6 +189,26 @@ class Entry(Protocol):
         """Call the outermost module with a microbatch; gives what the core's forward returns."""
         ...
 
+    def run_encoder(self, context: EncoderContext) -> Any:
+        """Call the outermost module with a medium; gives what the core's forward returns."""
+        ...
+
+    def encode(self, medium: Media) -> tuple[Tensor, ...]:
+        """As `engine.host.Host.encode`; runs within the core's forward."""
+        ...
+
+    def positions(self, batch: RolloutBatch) -> IntArray | None:
+        """As `engine.host.Host.positions`."""
+        ...
+
+    def sample_medium(self, media: Sequence[Media]) -> Media:
+        """As `engine.host.Host.sample_medium`."""
+        ...
+
+    def medium_of(self, kwargs: dict[str, Any]) -> Media | None:
+        """The medium among the arguments of a call of the core by `run_encoder`; None in others."""
+        ...
+
     def context_of(self, kwargs: dict[str, Any]) -> CallContext | None:
         """The microbatch among the arguments of a call of the core; None where there is none."""
         ...
@@ -193,8 +217,9 @@ class Entry(Protocol):
         """Hidden states [1, T, C] of the decoder, from the arguments of a call of the core."""
         ...
 
-    def stock(self, ids_NL: Tensor) -> Tensor:
-        """Logits [N, L, V] (a critic's values [N, L, 1]) by the model's stock forward."""
+    def stock(self, ids_NL: Tensor, shown: ShownMedia | None = None) -> Tensor:
+        """Logits [N, L, V] (a critic's values [N, L, 1]) by the model's stock forward, of rows with
+        these media."""
         ...
 
     def set_stock_attention(self, changes: Changes) -> None:
@@ -218,16 +243,21 @@ class Stock(Protocol):
         """Whether it gives a value of each token instead of logits."""
         ...
 
-    def logits(self, ids_NL: Tensor, keep: Tensor | None = None) -> Tensor:
+    def logits(
+        self, ids_NL: Tensor, keep: Tensor | None = None, shown: ShownMedia | None = None
+    ) -> Tensor:
         """Logits [N, L, V], or a critic's values [N, L, 1].
 
         Args:
             ids_NL: int64.
             keep: int64 [n], the places whose logits are wanted: [N, n, V]. By default all.
+            shown: the media of the rows; None: there are none.
         """
         ...
 
-    def run_decoder_once(self, ids_NL: Tensor, changes: Changes) -> None:
+    def run_decoder_once(
+        self, ids_NL: Tensor, changes: Changes, shown: ShownMedia | None = None
+    ) -> None:
         """Run the decoder now; until the changes are undone it gives the same outputs again.
 
         So `logits` can give those of some places at a time, by the model's own head.

@@ -25,6 +25,7 @@ from forkpoint.errors import UnsupportedError
 from forkpoint.hosts import refusals
 from forkpoint.hosts.calls import (
     CallContext,
+    EncoderContext,
     begin_forward,
     check_idle,
     claim,
@@ -53,6 +54,8 @@ from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.program import BLOCKS, BOUNDARY, FORWARD, Instruction
 from forkpoint.plan.stages import least_sizes, stages_of_layers
 from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.rollouts.media import Media, ShownMedia
+from forkpoint.tree.forest import IntArray
 
 
 class ModelHost:
@@ -91,7 +94,7 @@ class ModelHost:
             splits = self._group.splits if self._group else ()
             self.entry: Entry = library.entry(self._model, splits)
             self._fingerprint = Fingerprint(self.model, self.entry)
-            self._checked: tuple[int, bool, bool] | None = None
+            self._checked: tuple[int, bool, bool, bool] | None = None
             self._watched: WatchedRouters | None = None
             """Routers that a step takes statistics of."""
             check_idle(self.entry.core)
@@ -194,13 +197,18 @@ class ModelHost:
     def capabilities(self) -> Capabilities:
         """Without early exits where the model checkpoints itself: their exception would pass
         through the checkpoint, which lies within the block."""
-        ahead = self.device.type == "cuda"
+        encoder = (p for module in self.entry.idle for p in module._parameters.values())
+        able = Capabilities(
+            runs_ahead=self.device.type == "cuda",
+            checkpoints=("none",),
+            trains_encoder=any(p is not None and p.requires_grad for p in encoder),
+        )
         if self.entry.checkpointed:
-            return Capabilities(leaves_early=False, runs_ahead=ahead, checkpoints=("none",))
+            return replace(able, leaves_early=False)
         if self.compiles and not self.topology.places.whole:
-            return Capabilities(runs_ahead=ahead, checkpoints=("none",))  # not shown exact
+            return able  # checkpoints have not been shown exact
         selective = ("selective",) if all(map(has_mlp, self.blocks)) else ()
-        return Capabilities(runs_ahead=ahead, checkpoints=("none", *selective, "full"))
+        return replace(able, checkpoints=("none", *selective, "full"))
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -290,24 +298,21 @@ class ModelHost:
         check_idle(self.entry.core)
         # Since it was wrapped the model may have been compiled, moved, given adapters, or put into
         # another mode. What the fingerprint covers is looked at again where that has changed.
-        found = (self.fingerprint(), training, routed)
+        encodes = bool(batch.media)
+        idle = () if encodes else self.entry.idle
+        self.entry.check_batch(batch)
+        found = (self.fingerprint(), training, routed, encodes)
         if found != self._checked:
             self._check_model()
-            refusals.check_random(self.model, self.entry.idle)
-            self.entry.check_state(training=training, routed=routed)
+            refusals.check_random(self.model, idle)
+            self.entry.check_state(training=training, routed=routed, encodes=encodes)
             self._checked = found
         refusals.check_parameters(self.model, sharded=self.topology.lockstep)
-        if batch.media:
-            raise UnsupportedError(
-                f"the rollouts have media, and {type(self.entry.core).__name__} has been shown "
-                "exact for text alone. Leave these rollouts out, or train them by ordinary steps."
-            )
-        self.entry.check_batch(batch)
         if self._group is not None:
             self._group.check(self.model, training=training)
         if training:
             if "stage" not in self.topology.relations:  # else stages agree on it
-                refusals.check_trainable(self.model, self.entry.idle)
+                refusals.check_trainable(self.model, idle)
             refusals.check_parameter_hooks(self.model, self.entry.known_gradient_hooks)
         batch.check_vocabulary(self.vocab_size)
         return found[0]
@@ -433,16 +438,27 @@ class ModelHost:
         joined = places.joined(outputs["per_token"], entries, inputs.entries)
         return HeadOutputs(joined, outputs["roots"])
 
+    def encode(self, medium: Media) -> tuple[Tensor, ...]:
+        outputs = self.entry.run_encoder(EncoderContext(medium))
+        if self._group is not None:
+            self._group.end_forward()
+        return outputs["roots"]
+
+    def positions(self, batch: RolloutBatch) -> IntArray | None:
+        return self.entry.positions(batch)
+
     def _core_forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Stands in for the core's forward, under the autocast that is set around that.
 
         Returns the fields of HeadOutputs: fully_shard finds tensors in dicts and tuples, and not in
         dataclasses.
         """
-        context = self.entry.context_of(kwargs)
+        medium, context = self.entry.medium_of(kwargs), self.entry.context_of(kwargs)
         if context is None:
             refuse_call()
         with entered(self._autocasts):
+            if medium is not None:
+                return {"per_token": {}, "roots": self.entry.encode(medium)}
             top = self.entry.decode(*args, **kwargs)
             if context.instruction.ends_at in (BOUNDARY, BLOCKS):
                 return {"per_token": {}, "roots": (top,)}
@@ -481,10 +497,10 @@ class ModelHost:
     # Stock forwards, for comparisons
     # ------------------------------------------------------------
 
-    def stock(self, ids_NL: Tensor) -> Tensor:
+    def stock(self, ids_NL: Tensor, shown: ShownMedia | None = None) -> Tensor:
         """Logits [N, L, V] (a critic's values [N, L, 1]) by the model's stock forward."""
         if not isinstance(self.links, StageLinks):
-            return self.entry.stock(ids_NL)
+            return self.entry.stock(ids_NL, shown)
         return self._stock_of_stages(self.links, ids_NL)
 
     def _stock_of_stages(self, links: StageLinks, ids_NL: Tensor) -> Tensor:
@@ -509,6 +525,9 @@ class ModelHost:
         are undone."""
         keep_to_this_thread((self.entry.core, self.entry.decoder), changes)
         self.entry.set_stock_attention(changes)
+
+    def sample_medium(self, media: Sequence[Media]) -> Media:
+        return self.entry.sample_medium(media)
 
     def empty_outputs(self) -> Tensor:
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)

@@ -18,7 +18,7 @@ from forkpoint.rollouts.from_tensors import BatchFields, Made
 from forkpoint.rollouts.groups import check_unique, fill_ids, group_index, prompt_lengths
 from forkpoint.rollouts.groups import group_of as group_of
 from forkpoint.rollouts.layout import PaddedLayout as PaddedLayout
-from forkpoint.rollouts.media import Media, media_columns, share_index
+from forkpoint.rollouts.media import Media, ShownMedia, media_columns, share_index
 from forkpoint.rollouts.rollout import Rollout as Rollout
 from forkpoint.rollouts.rollout import store
 
@@ -154,6 +154,14 @@ class RolloutBatch:
     def __getitem__(self, index: int) -> Rollout:
         """Rollout `index`, with the rollout_id that it has in this batch."""
         return self.rollouts[index]
+
+    def shown(self, rollouts: Sequence[int]) -> ShownMedia | None:
+        """The media of rollouts of one length, as rows of an ordinary forward; None without any."""
+        found = [self[index] for index in rollouts]
+        if not any(rollout.media for rollout in found):
+            return None
+        types = [np.zeros(len(r)) if r.media_types is None else r.media_types for r in found]
+        return ShownMedia(tuple(r.media for r in found), np.stack(types).astype(np.int64))
 
     def __repr__(self) -> str:
         return (

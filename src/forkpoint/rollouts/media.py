@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -161,3 +161,12 @@ def share_index(
         return route_index if media_of is None else media_of + 1
     both = np.stack([route_index, media_of], axis=1)
     return np.unique(both, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
+
+
+class ShownMedia(NamedTuple):
+    """Media of the rows of an ordinary forward, N of L tokens."""
+
+    rows: tuple[tuple[Media, ...], ...]
+    """By row, in the order of their tokens."""
+    types_NL: NDArray[np.int64]
+    """0 for text, k for a token that stands for one of `KINDS[k - 1]`."""

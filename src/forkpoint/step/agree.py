@@ -216,7 +216,7 @@ def _proposal(
         couples=_coupling(loss, batch),
         gathered=batch if gathers else None,
         statistics=share,
-        sample=sample_of(batch) if _is_sample_due(policy, local) and len(batch) else None,
+        sample=sample_of(batch, host) if _is_sample_due(policy, local) and len(batch) else None,
         prompts={name: each.edges for name, each in own.items()},
         contents=contents_of(batch, (plan,), local.factors) if shares_batches else None,
         stages=None if request.scores else _stage_prices(policy, plan),
@@ -235,7 +235,11 @@ def _is_sample_due(policy: StepPolicy, local: LocalStep) -> bool:
     """Whether the model is to be compared with its stock forward before this step."""
     request = local.request
     return request.sampled and policy.model_state.checks.is_due(
-        policy.host, policy.config, local.fingerprint, training=request.training
+        policy.host,
+        policy.config,
+        local.fingerprint,
+        training=request.training,
+        encodes=bool(local.batch.media),
     )
 
 

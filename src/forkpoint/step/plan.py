@@ -80,6 +80,17 @@ def check_and_plan(policy: StepPolicy, request: Request) -> LocalStep:
             )
         counted = counted or not isinstance(request, ComparedRequest)
     work = router_work(host, batch, router, counts, expert_counts=counted)
+    if batch.media and "stage" in host.topology.relations:
+        raise UnsupportedError(
+            "the rollouts have media, which have not been shown exact on stages of a pipeline. "
+            "Leave these rollouts out, or use a mesh without the dimension 'pp'."
+        )
+    if batch.media and host.topology.lockstep and policy.config.gather != "step":
+        raise UnsupportedError(
+            f"gather is {policy.config.gather!r} and the rollouts have media: ranks that gather "
+            "weights for each microbatch would have to run encoders equally often. Use "
+            "Config(gather='step'), with which each rank runs those of its own rollouts."
+        )
     if work and router is not None and loss is not None:
         check_averaged(host.group, loss)
     return LocalStep(

@@ -28,6 +28,7 @@ from forkpoint.hosts.modules import add_hook
 from forkpoint.hosts.routers import force_routers
 from forkpoint.plan import Plan, make_plan
 from forkpoint.rollouts.batch import Rollout, RolloutBatch, short
+from forkpoint.rollouts.media import KINDS
 from forkpoint.step.weight_changes import OptimizerSteps
 
 WIDTH_TOKENS = 160
@@ -136,7 +137,8 @@ class SampleChecks:
 
         Raises as `self_check`, with the same arguments.
         """
-        state, version = self._state(host, config, fingerprint, training=training)
+        encodes = bool(batch.media)
+        state, version = self._state(host, config, fingerprint, training=training, encodes=encodes)
         fault = self_check(transaction, host, config, batch, training=training).fault()
         if fault is None:
             self._agreed[state] = [*self._agreed.get(state, []), version]
@@ -144,22 +146,25 @@ class SampleChecks:
                 self._agreed.pop(next(iter(self._agreed)))
         return fault
 
-    def is_due(self, host: Host, config: Config, fingerprint: int, *, training: bool) -> bool:
-        """Whether the model is to be compared on this rank."""
+    def is_due(
+        self, host: Host, config: Config, fingerprint: int, *, training: bool, encodes: bool
+    ) -> bool:
+        """Whether the model is to be compared on this rank. `encodes`: with media."""
         if not config.self_check:
             return False
-        state, version = self._state(host, config, fingerprint, training=training)
+        state, version = self._state(host, config, fingerprint, training=training, encodes=encodes)
         versions = self._agreed.get(state, [])
         return len(versions) < 2 and version not in versions
 
     def _state(
-        self, host: Host, config: Config, fingerprint: int, *, training: bool
+        self, host: Host, config: Config, fingerprint: int, *, training: bool, encodes: bool
     ) -> tuple[Hashable, tuple[int, int]]:
         """The state of the model, and the version of its weights."""
         kind = host.device.type
         state = (
             fingerprint,
             training,
+            encodes,
             torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
             config.attention_kernel,
             config.recurrence_kernel,
@@ -179,7 +184,7 @@ def self_check(
     graph. Raises UnsupportedError if one of the two fails. Random generators are left as they were.
     """
     mark = transaction.changes.mark
-    sample = sample_of(batch, host.topology.length_multiple)
+    sample = sample_of(batch, host)
     comparison = StockComparison(transaction, host, config, sample, training)
     keep_random_state(host.device, transaction.changes)
     # Microbatches come first: a stock forward may renew what a hook derives from parameters,
@@ -189,31 +194,48 @@ def self_check(
     return found
 
 
-def sample_of(batch: RolloutBatch, multiple: int = 1) -> RolloutBatch:
+def sample_of(batch: RolloutBatch, host: Host) -> RolloutBatch:
     """Three sequences of one length, cut from a batch: two share three quarters, all share half.
 
-    The length is a multiple of `multiple`.
+    Of text alone the length is a multiple of what the host's ranks divide it by.
 
     The tokens that all share are not trained, so that their microbatch ends without a head as
-    prompts do; all others are.
+    prompts do; all others are. Of a batch with media all have one, behind their first token.
     """
-    longest = int(np.argmax(batch.lengths))
-    shared_prompt = batch.token_ids[batch.offsets[longest] : batch.offsets[longest + 1]]
+    every, begins = batch.token_ids, batch.offsets
+    if batch.media_of is not None:
+        text = batch.media_of < 0
+        begins = np.concatenate([[0], np.cumsum(text)])[begins]
+        every = every[text]
+    longest = int(np.argmax(np.diff(begins)))
+    shared_prompt = every[begins[longest] : begins[longest + 1]]
     width = max(min(len(shared_prompt), WIDTH_TOKENS), LEAST_TOKENS)
-    width += -width % multiple
+    width += -width % host.topology.length_multiple
     if width > len(shared_prompt):
         shared_prompt = np.resize(shared_prompt, width)
-    known = np.unique(batch.token_ids)
+    known = np.unique(every)
     # A text of one token only: with 0 and 1 there are two.
     known = known if len(known) > 1 else np.array([0, 1])
     sequences = [shared_prompt[:width]]
     for fork, donor in ((width * 3 // 4, -1), (width // 2, 0)):
-        tail = np.resize(batch.token_ids[:: -1 if donor else 1], width - fork)
+        tail = np.resize(every[:: -1 if donor else 1], width - fork)
         if tail[0] == shared_prompt[fork]:
             tail[0] = known[known != shared_prompt[fork]][0]
         sequences.append(np.concatenate([shared_prompt[:fork], tail]))
     mask = np.arange(width) > width // 2
-    return RolloutBatch(Rollout(ids, mask, 0.0) for ids in sequences)
+    if not batch.media:
+        return RolloutBatch(Rollout(ids, mask, 0.0) for ids in sequences)
+    medium = host.sample_medium(batch.media)
+    assert batch.media_of is not None
+    number = next(n for n, other in enumerate(batch.media) if other.kind == medium.kind)
+    token = batch.token_ids[batch.media_of == number][0]
+    at = np.ones(medium.tokens, np.int64)  # where placeholders go
+    types = np.insert(np.zeros(width, np.int64), at, KINDS.index(medium.kind) + 1)
+    mask = np.insert(mask, at, False)
+    return RolloutBatch(
+        Rollout(np.insert(ids, at, token), mask, 0.0, media=(medium,), media_types=types)
+        for ids in sequences
+    )
 
 
 # Runs of a sample
@@ -315,8 +337,10 @@ class StockComparison:
         dtype = self.host.loss_dtype
         if self.run is not None:
             self.run.at(np.arange(begin, begin + ids_NW.numel()))
+        first = begin // self.ids_NW.shape[1]
         with torch.no_grad():
-            logits = self.host.stock(ids_NW)
+            shown = self.sample.shown(range(first, first + len(ids_NW)))
+            logits = self.host.stock(ids_NW, shown)
         if self.host.head == "values":
             return nn.functional.pad(logits[:, :-1, 0].to(dtype), (1, 0))
         sequences = zip(logits[:, :-1], ids_NW[:, 1:], strict=True)

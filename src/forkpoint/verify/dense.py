@@ -275,7 +275,12 @@ def _run_rollout(
     begin, end = int(batch.offsets[rollout]), int(batch.offsets[rollout + 1])
     trained = torch.as_tensor(np.flatnonzero(batch.loss_mask[begin:end]), device=device)
     ids = torch.as_tensor(batch.token_ids[begin:end].copy(), device=device)
-    read = ids if routers is not None and routers.last_token else ids[:-1]
+    shown = batch.shown([rollout])
+    # A medium whose last token is the rollout's is not cut; no trained token sees it.
+    whole = shown is not None and shown.types_NL[0, -1] > 0
+    read = ids if whole or (routers is not None and routers.last_token) else ids[:-1]
+    if shown is not None:
+        shown = shown._replace(types_NL=shown.types_NL[:, : len(read)])
     if len(read) == 0 or (len(trained) == 0 and routers is None):
         return
     temperature = float(batch.temperatures[rollout])
@@ -292,13 +297,13 @@ def _run_rollout(
         return use(places + begin, {"logprobs": logprobs, "entropies": entropies})
 
     def of_part(part: slice) -> Tensor | None:
-        return of_logits(part, stock.logits(read[None], trained[part] - 1)[0])
+        return of_logits(part, stock.logits(read[None], trained[part] - 1, shown)[0])
 
     with Changes() as changes:
         if head_tokens is None or stock.is_critic or len(trained) == 0:
-            total = of_logits(slice(None), stock.logits(read[None])[0, trained - 1])
+            total = of_logits(slice(None), stock.logits(read[None], shown=shown)[0, trained - 1])
         else:
-            stock.run_decoder_once(read[None], changes)
+            stock.run_decoder_once(read[None], changes, shown)
             total = None
             for first in range(0, len(trained), head_tokens):
                 part = slice(first, first + head_tokens)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from forkpoint.engine.changes import Changes
-from forkpoint.hosts.calls import CallContext
+from forkpoint.errors import UnsupportedError
+from forkpoint.hosts.calls import CallContext, EncoderContext
 from forkpoint.hosts.code_provenance import Definition
 from forkpoint.hosts.heads import LogprobHead, ModelHead
 from forkpoint.hosts.titan import calls, refusals
@@ -31,6 +32,8 @@ from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.program import BLOCKS, BOUNDARY
 from forkpoint.plan.stages import Stage
 from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.rollouts.media import Media, ShownMedia
+from forkpoint.tree.forest import IntArray
 
 
 class TitanEntry:
@@ -112,11 +115,16 @@ class TitanEntry:
     def set_hidden(self, hidden_1TC: Tensor | None, changes: Changes) -> None:
         raise AssertionError("torchtitan's models are not cut into stages")
 
-    def check_state(self, *, training: bool, routed: bool) -> None:
+    def check_state(self, *, training: bool, routed: bool, encodes: bool) -> None:
         if training:
             refusals.check_checkpointing(self.core)
 
     def check_batch(self, batch: RolloutBatch) -> None:
+        if batch.media:
+            raise UnsupportedError(
+                "the rollouts have media, and torchtitan's models have been shown exact for text "
+                "alone. Leave these rollouts out, or train them by ordinary steps."
+            )
         refusals.check_rope(self.core, self.family, int(batch.lengths.max(initial=0)))
 
     def save_counts(self, changes: Changes) -> None:
@@ -140,6 +148,21 @@ class TitanEntry:
     def run(self, ids_1T: Tensor, positions_1T: Tensor, context: CallContext) -> Any:
         given = {calls.MASKS: calls.CarriedContext(context)}
         return self.core(ids_1T, positions=positions_1T, **given)
+
+    def run_encoder(self, context: EncoderContext) -> Any:
+        raise AssertionError("media are refused")
+
+    def encode(self, medium: Media) -> tuple[Tensor, ...]:
+        raise AssertionError("media are refused")
+
+    def positions(self, batch: RolloutBatch) -> IntArray | None:
+        raise AssertionError("media are refused")
+
+    def sample_medium(self, media: Sequence[Media]) -> Media:
+        raise AssertionError("media are refused")
+
+    def medium_of(self, kwargs: dict[str, Any]) -> Media | None:
+        return None
 
     def context_of(self, kwargs: dict[str, Any]) -> CallContext | None:
         found = kwargs.get(calls.MASKS)
@@ -166,7 +189,7 @@ class TitanEntry:
             hidden = hidden.redistribute(placements=replicated).to_local()
         return hidden
 
-    def stock(self, ids_NL: Tensor) -> Tensor:
+    def stock(self, ids_NL: Tensor, shown: ShownMedia | None = None) -> Tensor:
         return TitanStock(self.core, gives_positions=self._gives_positions).logits(ids_NL)
 
     def set_stock_attention(self, changes: Changes) -> None:

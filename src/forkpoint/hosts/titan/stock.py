@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from forkpoint.engine.changes import Changes
 from forkpoint.hosts.torch_dist.copies import full
 from forkpoint.hosts.upcasts import lift_upcasts
+from forkpoint.rollouts.media import ShownMedia
 
 
 class TitanStock:
@@ -20,8 +21,10 @@ class TitanStock:
         self.model: nn.Module = model
         self._gives_positions = gives_positions
 
-    def logits(self, ids_NL: Tensor, keep: Tensor | None = None) -> Tensor:
-        """Logits [N, L, V]; [N, n, V] of the places `keep`, int64 [n]."""
+    def logits(
+        self, ids_NL: Tensor, keep: Tensor | None = None, shown: ShownMedia | None = None
+    ) -> Tensor:
+        """Logits [N, L, V]; [N, n, V] of the places `keep`, int64 [n]. There are no media."""
         if keep is None:
             return full(self._run(ids_NL))
         output: Any = self.model.output
@@ -36,7 +39,9 @@ class TitanStock:
         positions_L = torch.arange(ids_NL.shape[1], device=ids_NL.device)
         return self.model(ids_NL, positions=positions_L.expand(ids_NL.shape))
 
-    def run_decoder_once(self, ids_NL: Tensor, changes: Changes) -> None:
+    def run_decoder_once(
+        self, ids_NL: Tensor, changes: Changes, shown: ShownMedia | None = None
+    ) -> None:
         """Run the decoder now; until the changes are undone it gives the same outputs again."""
         model: Any = self.model
         kept: list[Tensor] = []

@@ -13,10 +13,17 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from forkpoint.engine.changes import Changes
-from forkpoint.hosts.calls import CallContext
+from forkpoint.hosts.calls import CallContext, EncoderContext
 from forkpoint.hosts.code_provenance import Definition
 from forkpoint.hosts.heads import ModelHead
 from forkpoint.hosts.transformers import calls, refusals
+from forkpoint.hosts.transformers.encoders import (
+    check_encoder,
+    check_media,
+    encode,
+    positions,
+    sample_medium,
+)
 from forkpoint.hosts.transformers.families import Family, known_family
 from forkpoint.hosts.transformers.heads import head_of
 from forkpoint.hosts.transformers.linear_attention import run_recurrences
@@ -44,6 +51,8 @@ from forkpoint.hosts.transformers.tensor_parallel import SUMMED_HOOK
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.stages import Stage
 from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.rollouts.media import Media, ShownMedia
+from forkpoint.tree.forest import IntArray
 
 FINAL_NORMS = ("norm", "final_layernorm")
 """Names of the norm that decoders of transformers apply after their last block."""
@@ -133,15 +142,18 @@ class TransformersEntry:
         refusals.check_modules(self.model, packages_of(self.core), self.idle)
         refusals.check_attention_function(self.model)
 
-    def check_state(self, *, training: bool, routed: bool) -> None:
+    def check_state(self, *, training: bool, routed: bool, encodes: bool) -> None:
+        if encodes:
+            check_encoder(self.core, self.idle)
         if training:
-            refusals.check_checkpointing(self.core)
+            refusals.check_checkpointing(self.core, encodes=encodes)
             if not routed:
                 refusals.check_router_loss(self.core)
 
     def check_batch(self, batch: RolloutBatch) -> None:
         refusals.check_rope(self.core, int(batch.lengths.max(initial=0)))
-        refusals.check_media(self.core, self.family, batch)
+        check_media(self.core, self.family, batch)
+        refusals.check_placeholders(self.core, self.family, batch)
 
     keeps_counts: bool = False
 
@@ -159,8 +171,25 @@ class TransformersEntry:
         given = {calls.CONTEXT_ARGUMENT: context}
         return self.model(input_ids=ids_1T, position_ids=positions_1T, **given)
 
+    def run_encoder(self, context: EncoderContext) -> Any:
+        given = {calls.CONTEXT_ARGUMENT: context}
+        return self.model(input_ids=None, position_ids=None, **given)
+
+    def encode(self, medium: Media) -> tuple[Tensor, ...]:
+        return encode(self.core, medium)
+
+    def positions(self, batch: RolloutBatch) -> IntArray | None:
+        return positions(self.core, self.family, batch)
+
     def context_of(self, kwargs: dict[str, Any]) -> CallContext | None:
         return kwargs.get(calls.CONTEXT_ARGUMENT)
+
+    def sample_medium(self, media: Sequence[Media]) -> Media:
+        return sample_medium(self.core, self.family, media)
+
+    def medium_of(self, kwargs: dict[str, Any]) -> Media | None:
+        context = kwargs.get(calls.CONTEXT_ARGUMENT)
+        return context.medium if isinstance(context, EncoderContext) else None
 
     def decode(
         self, input_ids: Tensor, position_ids: Tensor, forkpoint_context: CallContext, **kwargs: Any
@@ -168,7 +197,7 @@ class TransformersEntry:
         kwargs.pop("return_dict", None)  # what peft's models of other tasks than language ask for
         assert not any(value is not None for value in kwargs.values()), kwargs
         return self.decoder(
-            input_ids=input_ids,
+            **self._reads(input_ids, forkpoint_context),
             position_ids=position_ids,
             use_cache=False,
             # Not as the configuration says: these would keep states and install hooks.
@@ -178,8 +207,24 @@ class TransformersEntry:
             **{calls.CONTEXT_ARGUMENT: forkpoint_context},
         ).last_hidden_state
 
-    def stock(self, ids_NL: Tensor) -> Tensor:
-        return TransformersStock(self.model).logits(ids_NL)
+    def _reads(self, ids_1T: Tensor, context: CallContext) -> dict[str, Any]:
+        """The decoder's inputs, with features of media at the tokens that stand for them."""
+        features, rows = context.state.cache.media, context.inputs.media
+        if features is None:
+            return {"input_ids": ids_1T}
+        embeds_1TC = features.anchored(self.core.get_input_embeddings()(ids_1T))
+        if rows is None:
+            return {"inputs_embeds": embeds_1TC}
+        first, *deep = (x.to(embeds_1TC.dtype) for x in features.read(rows))
+        read_1TC = embeds_1TC.index_copy(1, rows.places, first[None])
+        found: dict[str, Any] = {"inputs_embeds": read_1TC}
+        if deep:
+            there_1T = torch.zeros_like(ids_1T, dtype=torch.bool).index_fill(1, rows.places, True)
+            found |= {"visual_pos_masks": there_1T, "deepstack_visual_embeds": deep}
+        return found
+
+    def stock(self, ids_NL: Tensor, shown: ShownMedia | None = None) -> Tensor:
+        return TransformersStock(self.model).logits(ids_NL, shown=shown)
 
     def set_stock_attention(self, changes: Changes) -> None:
         calls.set_stock_attention(self.model, changes)

@@ -8,6 +8,8 @@ it is; what is written down is what its causal model does after the head, which 
 from dataclasses import dataclass
 from typing import Any
 
+from forkpoint.rollouts.media import MediaKind
+
 
 @dataclass(frozen=True)
 class Family:
@@ -28,6 +30,14 @@ class Family:
     decoders: tuple[str, ...] | None = None
     """Of a multimodal family: model types of its own language models. Empty where it has any of
     `FAMILIES`."""
+    kinds: tuple[MediaKind, ...] = ()
+    """Media whose encoder has been shown exact."""
+    axes: bool = False
+    """Whether tokens of media have positions in time, height and width (get_rope_index)."""
+    joined: int = 0
+    """The dimension along which inputs of the media of one row are joined."""
+    bidirectional: bool = False
+    """Whether tokens of an image see each other both ways."""
 
     @property
     def critic_class(self) -> str:
@@ -94,27 +104,39 @@ FAMILIES = {
 PLACEHOLDERS = tuple((f"{kind}_token_id", -1) for kind in ("image", "video", "audio"))
 
 
-def _multimodal(name: str, *decoders: str) -> Family:
-    return Family(f"{name}ForConditionalGeneration", media=PLACEHOLDERS, decoders=decoders)
+IMAGES: tuple[MediaKind, ...] = ("image",)
+IMAGES_AND_VIDEO: tuple[MediaKind, ...] = ("image", "video")
+
+
+def _multimodal(name: str, *decoders: str, **fields: Any) -> Family:
+    name = f"{name}ForConditionalGeneration"
+    return Family(name, media=PLACEHOLDERS, decoders=decoders, **fields)
+
+
+def _qwen(name: str, *decoders: str) -> Family:
+    return _multimodal(name, *decoders, kinds=IMAGES_AND_VIDEO, axes=True)
 
 
 MULTIMODAL = {
-    "qwen2_vl": _multimodal("Qwen2VL", "qwen2_vl_text"),
-    "qwen2_5_vl": _multimodal("Qwen2_5_VL", "qwen2_5_vl_text"),
-    "qwen3_vl": _multimodal("Qwen3VL", "qwen3_vl_text"),
-    "qwen3_vl_moe": _multimodal("Qwen3VLMoe", "qwen3_vl_moe_text"),
-    "qwen3_5": _multimodal("Qwen3_5", "qwen3_5_text"),
-    "qwen3_5_moe": _multimodal("Qwen3_5Moe", "qwen3_5_moe_text"),
-    "gemma3": _multimodal("Gemma3", "gemma3_text"),
-    "mistral3": _multimodal("Mistral3"),
-    "internvl": _multimodal("InternVL"),
-    "llava": _multimodal("Llava"),
-    "smolvlm": _multimodal("SmolVLM"),
+    "qwen2_vl": _qwen("Qwen2VL", "qwen2_vl_text"),
+    "qwen2_5_vl": _qwen("Qwen2_5_VL", "qwen2_5_vl_text"),
+    "qwen3_vl": _qwen("Qwen3VL", "qwen3_vl_text"),
+    "qwen3_vl_moe": _qwen("Qwen3VLMoe", "qwen3_vl_moe_text"),
+    "qwen3_5": _qwen("Qwen3_5", "qwen3_5_text"),
+    "qwen3_5_moe": _qwen("Qwen3_5Moe", "qwen3_5_moe_text"),
+    "gemma3": _multimodal("Gemma3", "gemma3_text", bidirectional=True),
+    "mistral3": _multimodal("Mistral3", kinds=IMAGES),
+    "internvl": _multimodal("InternVL", kinds=IMAGES),
+    "llava": _multimodal("Llava", kinds=IMAGES),
+    "smolvlm": _multimodal("SmolVLM", kinds=IMAGES, joined=1),
     "glm4v": _multimodal("Glm4v", "glm4v_text"),
     "glm4v_moe": _multimodal("Glm4vMoe", "glm4v_moe_text"),
     "glm46v": _multimodal("Glm46V", "glm4v_text", "glm4v_moe_text"),
 }
-"""Models with encoders of images, of which text is run: tests/integration/test_multimodal.py."""
+"""Models with encoders of images; media of those that have `kinds` are run.
+
+Evidence is in tests/integration/test_multimodal.py for text, and test_images.py for media.
+"""
 
 
 def known_family(model_type: str) -> Family | None:

@@ -181,18 +181,31 @@ def check_rope(causal: PreTrainedModel, longest: int) -> None:
             )
 
 
-def check_media(causal: PreTrainedModel, family: Family, batch: RolloutBatch) -> None:
-    """Refuse tokens that stand for an image or a video, whose features no rollout has."""
+def check_placeholders(causal: PreTrainedModel, family: Family, batch: RolloutBatch) -> None:
+    """Refuse tokens that stand for an image or a video which their rollout does not have, and
+    others that are to stand for one."""
+    text = np.ones(len(batch.token_ids), bool) if batch.media_of is None else batch.media_of < 0
     for name, default in family.media:
         found = getattr(causal.config, name, default)
-        (where,) = np.nonzero(batch.token_ids == found)
+        (where,) = np.nonzero((batch.token_ids == found) & text)
         if len(where):
             rollout = int(np.searchsorted(batch.offsets, where[0], side="right")) - 1
             raise UnsupportedError(
                 f"token {found} ({name}) is at position {where[0] - batch.offsets[rollout]} of "
-                f"rollout {rollout}, and {len(where)} in all: it stands for an image or a video. "
-                "Leave such rollouts out; text alone has been shown exact."
+                f"rollout {rollout}, and {len(where)} in all: it stands for an image or a video "
+                "that the rollout does not have. Leave such rollouts out."
             )
+    if batch.media_of is None:
+        return
+    wanted = [getattr(causal.config, f"{medium.kind}_token_id") for medium in batch.media]
+    (where,) = np.nonzero(~text & (batch.token_ids != np.array(wanted)[batch.media_of]))
+    if len(where):
+        rollout = int(np.searchsorted(batch.offsets, where[0], side="right")) - 1
+        raise UnsupportedError(
+            f"token {batch.token_ids[where[0]]} at position {where[0] - batch.offsets[rollout]} of "
+            f"rollout {rollout} stands for a medium (media_types), and the model puts its features "
+            f"at tokens {wanted[batch.media_of[where[0]]]}. Give the tokens of the processor."
+        )
 
 
 def check_router_loss(causal: PreTrainedModel) -> None:
@@ -205,21 +218,24 @@ def check_router_loss(causal: PreTrainedModel) -> None:
         )
 
 
-def checkpointed_modules(causal: PreTrainedModel) -> list[tuple[str, nn.Module]]:
-    """Modules that are run, by name, that recompute their activations in backwards."""
+def checkpointed_modules(
+    causal: PreTrainedModel, *, encodes: bool = False
+) -> list[tuple[str, nn.Module]]:
+    """Modules that are run, by name, that recompute their activations in backwards; those of an
+    encoder if it `encodes`."""
     # Not getattr: where it is missing, which is nearly everywhere, modules take long to say so.
     found = [
         (name, module)
         for name, module in every_module(causal)
         if module.training and vars(module).get("gradient_checkpointing", False)
     ]
-    idle = idle_modules(causal) if found else ()
+    idle = idle_modules(causal) if found and not encodes else ()
     return [(name, module) for name, module in found if module not in idle]
 
 
-def check_checkpointing(causal: PreTrainedModel) -> None:
-    """Refuse recomputation whose forward keeps no graph."""
-    for name, module in checkpointed_modules(causal):
+def check_checkpointing(causal: PreTrainedModel, *, encodes: bool = False) -> None:
+    """Refuse recomputation whose forward keeps no graph. `encodes`: an encoder runs as well."""
+    for name, module in checkpointed_modules(causal, encodes=encodes):
         function = getattr(module, "_gradient_checkpointing_func", None)
         options = function.keywords if isinstance(function, functools.partial) else {}
         if options.get("use_reentrant", True) is not False:  # torch's default is True

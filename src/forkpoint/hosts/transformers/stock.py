@@ -9,8 +9,11 @@ from torch import Tensor, nn
 from forkpoint.engine.changes import Changes
 from forkpoint.hosts.modules import plain_class
 from forkpoint.hosts.transformers.calls import configurations
+from forkpoint.hosts.transformers.encoders import stock_arguments
+from forkpoint.hosts.transformers.families import known_family
 from forkpoint.hosts.transformers.linear_attention import recurrent_modules
 from forkpoint.hosts.upcasts import lift_upcasts
+from forkpoint.rollouts.media import ShownMedia
 
 
 class TransformersStock:
@@ -28,17 +31,26 @@ class TransformersStock:
         """Whether it gives a value of each token instead of logits."""
         return type(self._inner).__name__.endswith("ForTokenClassification")
 
-    def logits(self, ids_NL: Tensor, keep: Tensor | None = None) -> Tensor:
+    def logits(
+        self, ids_NL: Tensor, keep: Tensor | None = None, shown: ShownMedia | None = None
+    ) -> Tensor:
         """Logits [N, L, V], or a critic's values [N, L, 1].
 
         Args:
             ids_NL: int64.
             keep: int64 [n], the places whose logits are wanted: [N, n, V]. By default all.
+            shown: the media of the rows; None: there are none.
         """
-        kept = {} if keep is None else {"logits_to_keep": keep}
-        return self.model(input_ids=ids_NL, use_cache=False, return_dict=True, **kept).logits
+        more = {} if keep is None else {"logits_to_keep": keep}
+        if shown is not None:
+            family = known_family(self._inner.config.model_type)
+            assert family is not None
+            more |= stock_arguments(self._inner, family, shown)
+        return self.model(input_ids=ids_NL, use_cache=False, return_dict=True, **more).logits
 
-    def run_decoder_once(self, ids_NL: Tensor, changes: Changes) -> None:
+    def run_decoder_once(
+        self, ids_NL: Tensor, changes: Changes, shown: ShownMedia | None = None
+    ) -> None:
         """Run the decoder now; until the changes are undone it gives the same outputs again.
 
         So `logits` can give those of some places at a time, by the model's own head.
@@ -52,7 +64,7 @@ class TransformersStock:
             return ran[0]
 
         changes.replace_forward(decoder, once)
-        self.logits(ids_NL, ids_NL.new_zeros(0))
+        self.logits(ids_NL, ids_NL.new_zeros(0), shown)
 
     def compute_in(self, dtype: torch.dtype, changes: Changes) -> None:
         """Compute in `dtype` throughout, by code that takes any dtype, until the changes are

@@ -1,0 +1,135 @@
+"""Features of images and videos: encoded once, read by microbatches, trained once.
+
+They are a prefix cache whose microbatch is the model's encoder: microbatches read features as
+constants and add their gradients, in float32, to sums beside them. Once the last of them has run
+backward, the encoder's backward starts from the sums.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from forkpoint.engine.feature import Feature
+from forkpoint.engine.host import Host
+from forkpoint.engine.microbatches import MediaRows, MicrobatchInputs
+from forkpoint.engine.prefix_cache import PrefixCache
+from forkpoint.engine.transaction import Transaction
+from forkpoint.ops.dtypes import accumulate_dtype
+from forkpoint.plan.program import ENCODE, ENCODE_BACKWARD, RELEASE, Instruction
+from forkpoint.rollouts.media import Media
+
+
+class MediaFeatures:
+    """Features of the media that are encoded at one time.
+
+    Of each medium a tensor [R, C] of R tokens for the embeddings, and one for each layer after
+    which some models add features (deepstack).
+    """
+
+    def __init__(self, *, trains: bool) -> None:
+        """`trains`: whether the pass gives the encoder gradients."""
+        self.trains: bool = trains
+        self._outputs: dict[int, tuple[Tensor, ...]] = {}
+        """As the encoder gave them, with its graph if there is one."""
+        self._sums: dict[int, tuple[Tensor | None, ...]] = {}
+
+    def add(self, number: int, outputs: Sequence[Tensor]) -> None:
+        """A medium has been encoded."""
+        self._outputs[number] = tuple(outputs)
+        self._sums[number] = tuple(
+            torch.zeros_like(x, dtype=accumulate_dtype(x.dtype)) if x.requires_grad else None
+            for x in outputs
+        )
+
+    def read(self, rows: MediaRows) -> list[Tensor]:
+        """Features [m, C] of the places of a microbatch, in their order."""
+        parts = [
+            [
+                _read(x.detach(), total, index)
+                for x, total in zip(self._outputs[number], self._sums[number], strict=True)
+            ]
+            for number, index in rows.parts
+        ]
+        return [torch.cat(each).index_select(0, rows.order) for each in zip(*parts, strict=True)]
+
+    def anchored(self, embeds: Tensor) -> Tensor:
+        """Embeddings that require gradients where the encoder is trained, even if frozen.
+
+        Else a microbatch of text, below frozen layers, would leave no gradients for the prefix
+        caches that it reads, which lead to the encoder.
+        """
+        if not self.trains or embeds.requires_grad or not torch.is_grad_enabled():
+            return embeds
+        return embeds.detach().requires_grad_()
+
+    def take(self, number: int) -> list[tuple[Tensor, Tensor]]:
+        """Drop a medium; returns the encoder's outputs that need gradients, with these."""
+        pairs = zip(self._outputs.pop(number), self._sums.pop(number), strict=True)
+        return [(x, total.to(x.dtype)) for x, total in pairs if total is not None]
+
+
+class Encoding(Feature):
+    """Runs a model's encoder on the media of a batch."""
+
+    def __init__(
+        self, host: Host, media: Sequence[Media], transaction: Transaction, *, trains: bool
+    ) -> None:
+        """`trains`: whether the pass gives the encoder gradients; the transaction then has a
+        guard."""
+        self._host = host
+        self._media = media
+        self._transaction = transaction
+        self._features = MediaFeatures(trains=trains)
+
+    def begin_pass(self, cache: PrefixCache) -> None:
+        cache.media = self._features
+
+    def before(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
+        number = instruction.medium
+        if instruction.operation == ENCODE:
+            with torch.set_grad_enabled(instruction.keeps_graph):
+                outputs = self._host.encode(self._media[number])
+            self._features.add(number, outputs)
+        elif instruction.operation == RELEASE:
+            self._features.take(number)
+        elif instruction.operation == ENCODE_BACKWARD:
+            roots = self._features.take(number)
+            if roots:
+                guard = self._transaction.guard
+                assert guard is not None
+                guard.begin()
+            tensors, gradients = [x for x, _ in roots], [gradient for _, gradient in roots]
+            del roots
+            self._host.backward(tensors, gradients, last=instruction.last_backward)
+
+
+def _read(table_RC: Tensor, total_RC: Tensor | None, index: Tensor) -> Tensor:
+    if total_RC is None:
+        return table_RC.index_select(0, index)
+    # With frozen embeddings nothing else may ask for a gradient.
+    anchor = torch.zeros((), dtype=table_RC.dtype, device=table_RC.device, requires_grad=True)
+    return _Read.apply(anchor, table_RC, total_RC, index)  # type: ignore[return-value]
+
+
+class _Read(torch.autograd.Function):
+    """Rows of a table, as constants whose gradients add up beside it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, table_RC: Tensor, total_RC: Tensor, index: Tensor
+    ) -> Tensor:
+        # Not save_for_backward: what is saved there may be moved to the host's memory.
+        ctx.total, ctx.index = total_RC, index
+        return table_RC.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[None, None, None, None]:
+        # A microbatch may have a token several times; index_put_ adds these in one order.
+        ctx.total.index_put_((ctx.index,), grad_outputs[0].to(ctx.total.dtype), accumulate=True)
+        return None, None, None, None

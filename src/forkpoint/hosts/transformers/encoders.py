@@ -1,0 +1,244 @@
+"""Encoders of images and video of multimodal models, and the positions of tokens beside them."""
+
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from transformers import PreTrainedModel
+
+from forkpoint.errors import UnsupportedError
+from forkpoint.hosts.modules import every_module, plain_class
+from forkpoint.hosts.transformers.families import Family
+from forkpoint.hosts.transformers.refusals import TOKENWISE_CODE
+from forkpoint.hosts.wrappers import set_forward
+from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.rollouts.media import KINDS, Media, ShownMedia
+from forkpoint.tree.forest import IntArray
+
+
+def encode(core: Any, medium: Media) -> tuple[Tensor, ...]:
+    """Features [R, C] of a medium of R tokens, by the model's own get_image_features.
+
+    The first take the place of embeddings; the others, if any, are added after the first blocks.
+    """
+    encoder = _encoder(core, medium.kind)
+    names, device = _arguments(encoder), next(core.parameters()).device
+    given = {n: _tensor(x, device) for n, x in medium.inputs.items() if n in names}
+    found = encoder(**given, return_dict=True)
+    # Newer versions of transformers give a tensor for each image.
+    every = (found.pooler_output, *(getattr(found, "deepstack_features", None) or ()))
+    parts = ((x,) if isinstance(x, Tensor) else tuple(x) for x in every)
+    # Copies: of views fully_shard warns.
+    outputs = tuple(torch.cat([x.reshape(-1, x.shape[-1]) for x in each]) for each in parts)
+    if len(outputs[0]) != medium.tokens:
+        raise UnsupportedError(
+            f"{medium!r} stands for {medium.tokens} tokens, and {plain_class(core).__name__} gives "
+            f"{len(outputs[0])} features for it. Give the inputs of one {medium.kind}, as the "
+            "model's processor makes them."
+        )
+    return outputs
+
+
+def positions(core: Any, family: Family, batch: RolloutBatch) -> IntArray | None:
+    """int64 [4, T]: a token's place, and its positions in time, height and width by the model's
+    own get_rope_index; None where the model has places alone.
+
+    It is called once for each distinct beginning up to the last medium: what follows is text.
+    """
+    if not family.axes:
+        return None
+    place = np.arange(batch.logical_tokens) - np.repeat(batch.offsets[:-1], batch.lengths)
+    axes_4T = np.broadcast_to(place, (4, len(place))).copy()
+    assert batch.media_of is not None
+    alike: dict[tuple[bytes, tuple[Media, ...]], list[int]] = {}
+    for n, (begin, end) in enumerate(zip(batch.offsets[:-1], batch.offsets[1:], strict=True)):
+        (seen,) = np.nonzero(batch.media_of[begin:end] >= 0)
+        if len(seen):
+            until = begin + seen[-1] + 1
+            key = batch.token_ids[begin:until].tobytes(), batch[n].media
+            alike.setdefault(key, []).append(n)
+    for members in alike.values():
+        longest = max(members, key=lambda n: int(batch.lengths[n]))
+        found_3L = _rope_index(core, batch, longest)
+        for n in members:
+            begin, end = batch.offsets[n], batch.offsets[n + 1]
+            axes_4T[1:, begin:end] = found_3L[:, : end - begin]
+    return axes_4T
+
+
+def _rope_index(core: Any, batch: RolloutBatch, index: int) -> IntArray:
+    rollout = batch[index]
+    assert rollout.media_types is not None
+    find = core.base_model.get_rope_index
+    names = _arguments(find)
+    parts: dict[str, list[Tensor]] = {}
+    for medium in rollout.media:
+        for name, value in medium.inputs.items():
+            if name in names:
+                parts.setdefault(name, []).append(_tensor(value, torch.device("cpu")))
+    given = {name: torch.cat(each) for name, each in parts.items()}
+    ids = torch.as_tensor(rollout.token_ids.astype(np.int64))[None]
+    types = torch.as_tensor(rollout.media_types.astype(np.int64))[None]
+    try:
+        return find(ids, mm_token_type_ids=types, **given)[0][:, 0].numpy()
+    except (RuntimeError, StopIteration, IndexError, TypeError) as error:
+        raise UnsupportedError(
+            f"rollout {index} has tokens of images or video in an order for which the model's own "
+            f"get_rope_index finds no positions ({type(error).__name__}: {error}). Give each "
+            "medium's grid, and its tokens as the model's processor places them."
+        ) from error
+
+
+def sample_medium(core: Any, family: Family, media: Sequence[Media]) -> Media:
+    """The smallest of these; of an image in patches, which have a grid, its first few."""
+    medium = min(media, key=lambda medium: medium.tokens)
+    if not family.axes:
+        return medium
+    size = int(core.config.vision_config.spatial_merge_size)
+    patches, tokens = (2 * size) ** 2, 4
+    if medium.tokens <= tokens:
+        return medium
+    inputs: dict[str, Any] = {}
+    for name, value in medium.inputs.items():
+        grid = _tensor(value, torch.device("cpu")).new_tensor([[1, 2 * size, 2 * size]])
+        inputs[name] = grid if name.endswith("_grid_thw") else value[:patches]
+    return Media(medium.kind, inputs, tokens)
+
+
+def stock_arguments(core: Any, family: Family, shown: ShownMedia) -> dict[str, Tensor]:
+    """The arguments of a forward of the model for the media of its rows."""
+    names, device = _arguments(type(core).forward), next(core.parameters()).device
+    found: dict[str, list[Tensor]] = {}
+    for row in shown.rows:
+        own: dict[str, list[Tensor]] = {}
+        for medium in row:
+            for name, value in medium.inputs.items():
+                own.setdefault(name, []).append(_tensor(value, device))
+        for name, parts in own.items():
+            found.setdefault(name, []).append(_joined(parts, family.joined))
+    given = {name: _joined(parts, 0) for name, parts in found.items()}
+    if "mm_token_type_ids" in names:
+        given["mm_token_type_ids"] = torch.as_tensor(shown.types_NL, device=device)
+    return given
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    """Tensors in one, with zeros around those of smaller images, as processors pad them."""
+    shape = [max(sizes) for sizes in zip(*(x.shape for x in parts), strict=True)]
+    padded = []
+    for x in parts:
+        shape[dim] = x.shape[dim]
+        more = [m - n for m, n in zip(shape, x.shape, strict=True)]
+        around = [n for each in reversed(more) for n in (0, each)]
+        padded.append(nn.functional.pad(x, around) if any(around) else x)
+    return torch.cat(padded, dim)
+
+
+def _encoder(core: Any, kind: str) -> Callable[..., Any]:
+    return getattr(core.base_model, f"get_{kind}_features")
+
+
+@cache
+def _of_function(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
+def _arguments(function: Any) -> frozenset[str]:
+    return _of_function(getattr(function, "__func__", function))
+
+
+def _tensor(value: Any, device: torch.device) -> Tensor:
+    return torch.as_tensor(value, device=device)
+
+
+# Refusals
+# ------------------------------------------------------------
+
+
+def check_media(core: Any, family: Family, batch: RolloutBatch) -> None:
+    """Refuse media of a batch that have not been shown exact in models of the family."""
+    name = plain_class(core).__name__
+    for medium in batch.media:
+        if medium.kind not in family.kinds:
+            why = "text alone"
+            if family.kinds:
+                why = f"text and media of kind {' and '.join(map(repr, family.kinds))}"
+            elif family.bidirectional:
+                why = "text alone: tokens of an image see each other both ways"
+            raise UnsupportedError(
+                f"the rollouts have media of kind {medium.kind!r}, and {name} has been shown exact "
+                f"for {why}. Leave these rollouts out, or train them by ordinary steps."
+            )
+        known = _arguments(_encoder(core, medium.kind))
+        if family.axes:
+            known |= _arguments(core.base_model.get_rope_index)
+        strange = sorted(medium.inputs.keys() - known)
+        if strange:
+            raise UnsupportedError(
+                f"{medium!r} has the input {strange[0]!r}, which {name} does not take for a "
+                f"{medium.kind}. Leave it out."
+            )
+    if family.axes and batch.media_of is not None:
+        _check_neighbours(batch, batch.media_of)
+
+
+def _check_neighbours(batch: RolloutBatch, media_of: IntArray) -> None:
+    """Refuse two media of one kind without a token between them: models take them for one."""
+    kinds = np.array([KINDS.index(m.kind) + 1 for m in batch.media] + [0])
+    kind_T = kinds[media_of]
+    same = (kind_T[1:] > 0) & (kind_T[1:] == kind_T[:-1])
+    rows = batch.media_row
+    assert rows is not None
+    follows = (media_of[1:] == media_of[:-1]) & (rows[1:] == rows[:-1] + 1)
+    same[batch.offsets[1:-1] - 1] = False
+    (where,) = np.nonzero(same & ~follows)
+    if len(where):
+        rollout = int(np.searchsorted(batch.offsets, where[0], side="right")) - 1
+        raise UnsupportedError(
+            f"rollout {rollout} has two {KINDS[kind_T[where[0]] - 1]}s without a token between "
+            f"them, at position {where[0] + 1 - batch.offsets[rollout]}, and the model takes them "
+            "for one. Put text between them, as the model's processor does."
+        )
+
+
+def check_encoder(core: PreTrainedModel, encoder: Collection[nn.Module]) -> None:
+    """Refuse modules of an encoder that have not been shown exact.
+
+    Its code runs as it is, on one medium at a time; so no module may mix those of a batch.
+    """
+    allowed = ("transformers.models.", *TOKENWISE_CODE)
+    for name, module in every_module(core):
+        if module not in encoder:
+            continue
+        kind, attributes = plain_class(module), vars(module)
+        if not kind.__module__.startswith(allowed):
+            raise UnsupportedError(
+                f"{name} is a {kind.__module__}.{kind.__qualname__}, which has not been shown "
+                "exact in an encoder. Use the modules of transformers as they are."
+            )
+        if "forward" in attributes and set_forward(module) is None:
+            raise UnsupportedError(
+                f"{name} has a forward of its own, whose effect is not known. Remove it."
+            )
+        if module.training:
+            _check_training(name, module, attributes)
+
+
+def _check_training(name: str, module: nn.Module, attributes: Mapping[str, Any]) -> None:
+    if isinstance(module, _BatchNorm):
+        raise UnsupportedError(
+            f"{name} is a {type(module).__name__} in training mode, which mixes the images of a "
+            f"call. Call {name}.eval()."
+        )
+    rates = {k: v for k, v in attributes.items() if "drop" in k and isinstance(v, float)}
+    found = next((f"{k} {v}" for k, v in rates.items() if v), None)
+    if found is not None:
+        raise UnsupportedError(
+            f"{name} has {found} in training mode: dense training would draw new numbers for every "
+            "copy of an image. Set it to 0, or call model.eval()."
+        )

@@ -1,0 +1,318 @@
+"""Images and video: each distinct one is encoded once, and all gradients are those of stock."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from steps import ACROSS, clear_gradients, gradients, relative_distance
+from torch import Tensor, nn
+
+from forkpoint import Config, Media, PlanError, Rollout, RolloutBatch, UnsupportedError, wrap
+from forkpoint.engine import media as engine_media
+from forkpoint.hosts.transformers import encoders
+from forkpoint.hosts.transformers.families import MULTIMODAL
+from forkpoint.losses import GRPO, GSPO
+from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
+from lanes import slow_besides
+from media_scenes import SCENES, image, rollout, scene, stock_inputs, video
+from multimodal_models import IMAGE, tiny_multimodal
+
+BAR = 1e-10
+CONFIGS = (
+    ACROSS,
+    Config(sharing="tree", boundary="within"),
+    Config(sharing="group", boundary="mixed", max_microbatch_tokens=17),
+    Config(sharing="tree", boundary="across", max_microbatch_tokens=9, activations="recompute"),
+    Config(sharing="none"),
+)
+PAIRS = [
+    (family, name)
+    for family, known in MULTIMODAL.items()
+    for name in SCENES
+    if known.kinds and (name != "videos" or "video" in known.kinds)
+]
+FAST = [("qwen3_vl", "tool tree"), ("qwen2_5_vl", "videos"), ("mistral3", "group")]
+
+
+def weighted(outputs: Any, batch: Any) -> Tensor:
+    return -batch.trained(outputs.logprobs * batch.advantages).sum()
+
+
+def stock_gradients(model: Any, family: str, batch: RolloutBatch) -> dict[str, Tensor | None]:
+    """Of `weighted`, by the model's own forward of one rollout at a time."""
+    clear_gradients(model)
+    for one in batch:
+        ids = torch.tensor(one.token_ids.astype(np.int64))[None]
+        given = stock_inputs(model, family, one)
+        logits = model(input_ids=ids, use_cache=False, **given).logits[0, :-1]
+        chosen = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+        trained = torch.tensor(one.loss_mask[1:])
+        (-one.advantage * chosen[trained].sum()).backward()
+    found = gradients(model)
+    clear_gradients(model)
+    return found
+
+
+def tower(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters outside of the language model and the head."""
+    text = ("language_model.", "text_model.", "lm_head.")
+    return {n: p for n, p in model.named_parameters() if not any(part in n for part in text)}
+
+
+def step(policy: Any, batch: RolloutBatch, loss: Any = weighted) -> dict[str, Tensor | None]:
+    clear_gradients(policy.host.model)
+    policy.forward_backward(batch, loss)
+    return gradients(policy.host.model)
+
+
+@pytest.mark.parametrize(("family", "name"), slow_besides(FAST, PAIRS))
+def test_equals_the_stock_forward(family: str, name: str) -> None:
+    model, batch = tiny_multimodal(family), scene(name, family)
+    with lifted_upcasts(model):
+        policy = wrap(model)
+        wanted = stock_gradients(model, family, batch)
+        assert any(p is not None for n, p in wanted.items() if n in tower(model))
+        dense = dense_run(model, batch, GSPO())
+        for config in CONFIGS:
+            policy = policy.with_config(**vars(config))
+            assert relative_distance(step(policy, batch), wanted) < BAR, config
+        assert relative_distance(step(policy, batch, GSPO()), dict(dense.gradients)) < BAR
+        assert (policy.score(batch).logprobs - dense.logprobs_T).abs().max() < BAR
+
+
+def test_each_image_is_encoded_once() -> None:
+    model, batch = tiny_multimodal("qwen3_vl"), scene("group", "qwen3_vl")
+    policy = wrap(model, Config(sharing="tree", boundary="across", max_microbatch_tokens=16))
+    policy = policy.with_config(self_check=False)
+    stats = policy.forward_backward(batch, GRPO())
+    assert stats.events == stats.plan.events()
+    assert stats.events[:4] == (
+        "encode image 0",
+        "forward prefix 0",
+        "encode image 1",
+        "forward prefix 1",
+    )
+    assert stats.events[-4:] == (
+        "backward prefix 1",
+        "encode backward image 1",
+        "backward prefix 0",
+        "encode backward image 0",
+    )
+    assert sum("encode" in event for event in stats.events) == 4
+    scores = policy.score(batch).events
+    assert scores == stats.plan.events(backward=False)
+    assert [e for e in scores if "image" in e] == [
+        "encode image 0",
+        "release image 0",
+        "encode image 1",
+        "release image 1",
+    ]
+
+
+def frozen(model: Any, *parts: str, but: bool = False) -> None:
+    """Freeze parameters with one of these in their names, or all others."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(part in name for part in parts) == but)
+
+
+@pytest.mark.parametrize(
+    ("parts", "but"),
+    [
+        (("visual",), False),
+        (("visual.blocks", "visual.patch_embed", "visual.pos_embed"), False),
+        (("embed_tokens",), False),
+        (("visual",), True),
+        (("visual.merger",), True),
+    ],
+)
+def test_frozen_parts(parts: tuple[str, ...], but: bool) -> None:
+    """The tower, all of it but projectors, embeddings, all but the tower, all but a projector."""
+    model, batch = tiny_multimodal("qwen3_vl"), scene("tool tree", "qwen3_vl")
+    frozen(model, *parts, but=but)
+    with lifted_upcasts(model):
+        wanted = stock_gradients(model, "qwen3_vl", batch)
+        policy = wrap(model, ACROSS)
+        for config in CONFIGS[:2]:
+            assert relative_distance(step(policy.with_config(**vars(config)), batch), wanted) < BAR
+    trains = any(p.requires_grad for p in tower(model).values())
+    events = policy.plan(batch, GRPO()).events()
+    assert any("encode backward" in event for event in events) == trains
+
+
+def test_plans_are_of_frozen_or_trained_towers() -> None:
+    model, batch = tiny_multimodal("qwen3_vl"), scene("group", "qwen3_vl")
+    policy = wrap(model, ACROSS)
+    plan = policy.plan(batch, GRPO())
+    frozen(model, "visual")
+    with pytest.raises(PlanError, match="encoder"):
+        policy.forward_backward(batch, GRPO(), plan=plan)
+
+
+# Faults
+# ------------------------------------------------------------
+
+
+def swapped_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first two tokens of each image have each other's features."""
+    own = engine_media._read
+
+    def wrong(table: Tensor, total: Tensor | None, index: Tensor) -> Tensor:
+        return own(table, total, torch.where(index < 2, 1 - index, index))
+
+    monkeypatch.setattr(engine_media, "_read", wrong)
+
+
+def dropped_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What microbatches leave for an encoder stays there."""
+    monkeypatch.setattr(
+        engine_media._Read, "backward", staticmethod(lambda ctx, grad: (None, None, None, None))
+    )
+
+
+def first_path_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rollouts have the positions of the first rollout with media."""
+    own = encoders._rope_index
+    first: list[Any] = []
+
+    def wrong(core: Any, batch: RolloutBatch, index: int) -> Any:
+        first.append(own(core, batch, index))
+        width = first[-1].shape[1]
+        return np.resize(first[0], (3, width)) if first[0].shape[1] < width else first[0]
+
+    monkeypatch.setattr(encoders, "_rope_index", wrong)
+
+
+def places_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions know no images."""
+    monkeypatch.setattr("forkpoint.hosts.host.ModelHost.positions", lambda *_: None)
+
+
+def no_deepstack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Features of deeper layers are not added."""
+    own = engine_media.MediaFeatures.read
+    monkeypatch.setattr(engine_media.MediaFeatures, "read", lambda *a: own(*a)[:1])
+
+
+def first_image_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All images have the features of the first that was encoded."""
+    own = engine_media.MediaFeatures.add
+    first: list[Any] = []
+
+    def wrong(self: Any, number: int, outputs: Any) -> None:
+        first.append(outputs)
+        alike = [x.shape for x in first[0]] == [x.shape for x in outputs]
+        own(self, number, first[0] if alike else outputs)
+
+    monkeypatch.setattr(engine_media.MediaFeatures, "add", wrong)
+
+
+FAULTS = (swapped_rows, dropped_gradient, first_path_positions, places_alone, no_deepstack)
+GRADIENT_ALONE = (dropped_gradient, first_path_positions, first_image_alone)
+"""Faults that a sample of one image does not show."""
+
+
+@pytest.mark.parametrize("fault", [*FAULTS, first_image_alone])
+def test_faults_are_found(fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the comparison with stock, by the self-check if values of a sample show them, and by
+    verify."""
+    model, batch = tiny_multimodal("qwen3_vl"), scene("tool tree", "qwen3_vl")
+    policy = wrap(model, ACROSS)
+    with lifted_upcasts(model):
+        wanted = stock_gradients(model, "qwen3_vl", batch)
+        fault(monkeypatch)
+        unchecked = policy.with_config(self_check=False)
+        assert relative_distance(step(unchecked, batch), wanted) > 1e-3
+    assert not unchecked.verify(batch, GRPO()).passed
+    if fault not in GRADIENT_ALONE:
+        with pytest.raises(UnsupportedError, match="not the model's own"):
+            policy.forward_backward(batch, GRPO())
+
+
+# Refusals
+# ------------------------------------------------------------
+
+
+def trained(ids: list[int], media: list[Media], types: list[int]) -> list[Rollout]:
+    mask = [0] * (len(ids) - 1) + [1]
+    return [Rollout(ids, mask, 1.0, media=media, media_types=types)]
+
+
+def pixels(family: str, **inputs: Any) -> Media:
+    return Media("image", {**image(family).inputs, **inputs}, 4)
+
+
+ONE, FOUR = image("qwen3_vl"), [IMAGE] * 4
+REFUSED: dict[str, tuple[str, list[Rollout], str]] = {
+    "text alone": ("glm4v", trained([3, *FOUR, 4], [ONE], [0, 1, 1, 1, 1, 0]), "text alone"),
+    "both ways": ("gemma3", trained([3, *FOUR, 4], [ONE], [0, 1, 1, 1, 1, 0]), "both ways"),
+    "input": (
+        "qwen3_vl",
+        trained([3, *FOUR, 4], [pixels("qwen3_vl", sizes=np.ones(1))], [0, 1, 1, 1, 1, 0]),
+        "input 'sizes'",
+    ),
+    "neighbours": (
+        "qwen3_vl",
+        trained([3, *FOUR, *FOUR, 4], [ONE, ONE], [0, *[1] * 8, 0]),
+        "without a token between",
+    ),
+    "sampled": (
+        "qwen3_vl",
+        trained([3, *FOUR, 4, IMAGE, 5], [ONE], [0, 1, 1, 1, 1, 0, 0, 0]),
+        "at position 6 of rollout 0",
+    ),
+    "other tokens": (
+        "qwen3_vl",
+        trained([3, 7, 7, 7, 7, 4], [ONE], [0, 1, 1, 1, 1, 0]),
+        "token 7 at position 1",
+    ),
+    "cut": (
+        "qwen3_vl",
+        trained([3, *FOUR[:3], 4], [Media("image", ONE.inputs, 3)], [0, 1, 1, 1, 0]),
+        "no positions",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_by_name(case: str) -> None:
+    family, rollouts, message = REFUSED[case]
+    model = tiny_multimodal(family)
+    with pytest.raises(UnsupportedError, match=message):
+        wrap(model).forward_backward(rollouts, GRPO())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_towers_that_mix_or_draw_are_refused() -> None:
+    batch = scene("group", "qwen3_vl")
+
+    def refused(change: Callable[[Any], object], message: str) -> None:
+        model = tiny_multimodal("qwen3_vl")
+        change(model.model.visual)
+        with pytest.raises(UnsupportedError, match=message):
+            wrap(model).forward_backward(batch, GRPO())
+        wrap(model.eval()).score(batch)
+
+    norm = torch.nn.BatchNorm1d(3).double()
+    refused(lambda visual: visual.add_module("extra", norm), "BatchNorm1d in training mode")
+    refused(lambda visual: setattr(visual.blocks[0], "drop_path", 0.1), r"drop_path 0\.1")
+    refused(lambda visual: setattr(visual.blocks[0].attn, "dropout", 0.1), r"dropout 0\.1")
+
+
+def test_models_of_text_refuse_media() -> None:
+    with pytest.raises(UnsupportedError, match="media of kind 'image'"):
+        wrap(tiny_model("qwen3")).forward_backward(scene("group", "qwen3_vl"), GRPO())
+
+
+def test_rollouts_that_end_in_an_image() -> None:
+    """It is not run by microbatches, since nothing is trained behind it; the tower gets zeros."""
+    model = tiny_multimodal("qwen3_vl")
+    one = rollout("qwen3_vl", [[3, 4]], [[5, 6], ONE], 1.0)
+    batch = RolloutBatch([one, rollout("qwen3_vl", [[3, 4]], [[5, 7], video("qwen3_vl")], -0.5)])
+    with lifted_upcasts(model):
+        policy = wrap(model, ACROSS)
+        wanted = stock_gradients(model, "qwen3_vl", batch)
+        assert relative_distance(step(policy, batch), wanted) < BAR
+    assert sum("encode" in event for event in policy.plan(batch, GRPO()).events()) == 2
+    assert policy.verify(batch, GRPO()).passed
