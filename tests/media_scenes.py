@@ -143,7 +143,7 @@ def scene(name: str, family: str) -> RolloutBatch:
 
 
 def stock_inputs(model: Any, family: str, one: Rollout) -> dict[str, Tensor]:
-    """What a processor gives with the ids of one rollout."""
+    """Arguments that a processor gives with the ids of one rollout."""
     parts: dict[str, list[Tensor]] = {}
     for medium in one.media:
         for name, value in medium.inputs.items():

@@ -165,7 +165,7 @@ def swapped_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def dropped_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What microbatches leave for an encoder stays there."""
+    """Gradients that microbatches leave for an encoder stay there."""
     monkeypatch.setattr(
         engine_media._Read, "backward", staticmethod(lambda ctx, grad: (None, None, None, None))
     )
