@@ -295,7 +295,7 @@ def test_plan_on_stages(shell: Shell, rollouts: Path, config: Path) -> None:
     assert done.result["device_memory"]["peak_bytes"] == max(
         stage["peak_bytes"] for stage in found["stages"]
     )
-    assert "stage 1       1 layers and head: " in done.out
+    assert "stage 1       1 layer and head: " in done.out
     for more in (("--stages", 3), ("--stages", 2, "--ranks", 2)):
         assert shell(*given, *more).code == 2
     assert shell("plan", rollouts, "--stages", 2).code == 2

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from forkpoint.apps.cli.plan_text import counted
 from forkpoint.errors import ConfigError
 from forkpoint.plan import ModelShape, Plan
 from forkpoint.plan.device_memory import DeviceMemory
@@ -79,7 +80,7 @@ class Pipeline:
         for stage, fact in zip(self.stages, facts["stages"], strict=True):
             head = " and head" if stage.is_last else ""
             found[f"stage {stage.index}"] = (
-                f"{stage.layers} layers{head}: {fact['idle_share']:.0%} idle, "
+                f"{counted(stage.layers, 'layer')}{head}: {fact['idle_share']:.0%} idle, "
                 f"{format_bytes(fact['peak_bytes'])} of activations"
             )
         return found
