@@ -505,6 +505,20 @@ def test_split_models_and_context_ranks(name: str, tmp_path: Path) -> None:
         assert max(found.values()) < BAR, found
 
 
+def composed_broken(folder: Path, case: Composed) -> dict[str, float]:
+    context_parallel._Joined.backward = staticmethod(whole_gradient)  # type: ignore[method-assign]
+    return composed(folder, case)
+
+
+@needs_splits
+@pytest.mark.slow
+def test_gradients_of_experts_on_ranks_that_are_counted_twice_are_seen(tmp_path: Path) -> None:
+    case = COMPOSED["experts"]
+    case = replace(case, split=replace(case.split, config=replace(DEEP, self_check=False)))
+    for found in run_ranks(2, composed_broken, case.split.save(tmp_path), case):
+        assert found["error"] > 1e-3 and found["loss"] < BAR, found
+
+
 # Verification
 # ------------------------------------------------------------
 
