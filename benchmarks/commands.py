@@ -15,6 +15,8 @@ COMMANDS = {
     "verl": "steps.verl_update:VerlUpdate",
     "ranks": "ranks.bench:Ranks",
     "context": "ranks.context:Context",
+    "pipeline": "ranks.pipeline:Pipeline",
+    "compositions": "ranks.compositions:Compositions",
     "align": "planning.align:Align",
     "placement": "planning.placement:Placement",
     "stages": "planning.stages:Stages",

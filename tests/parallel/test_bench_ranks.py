@@ -43,7 +43,7 @@ def test_one_rank_has_no_link(
 def on_ranks(count: int, *options: str, bench: str = "ranks") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(count), "-m", "benchmarks", bench, "--tiny", "--json"]
-    command += ["--blocks", "eager", "--layers", "1", "--repeats", "1", *options]
+    command += ["--repeats", "1", *options]
     return subprocess.run(
         command,
         capture_output=True,
@@ -57,7 +57,7 @@ def on_ranks(count: int, *options: str, bench: str = "ranks") -> subprocess.Comp
 @pytest.mark.slow
 def test_all_parts_run_on_two_ranks(tmp_path: Path) -> None:
     output = tmp_path / "rows.jsonl"
-    done = on_ranks(2, "--output", str(output))
+    done = on_ranks(2, "--blocks", "eager", "--layers", "1", "--output", str(output))
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(lines) == 1 and json.loads(lines[0])["benchmark"] == "ranks"
@@ -78,8 +78,8 @@ def test_all_parts_run_on_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_context_parallelism_on_two_ranks(tmp_path: Path) -> None:
     output = tmp_path / "rows.jsonl"
-    options = ("--shapes", "qwen3-8b", "--prompts", "8192", "--output", str(output))
-    done = on_ranks(2, *options, bench="context")
+    options = ("--blocks", "eager", "--layers", "1", "--shapes", "qwen3-8b", "--prompts", "8192")
+    done = on_ranks(2, *options, "--output", str(output), bench="context")
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     found = {(row["case"].split("eager, ")[-1], row["metric"]): row for row in rows}
@@ -95,6 +95,36 @@ def test_context_parallelism_on_two_ranks(tmp_path: Path) -> None:
     assert 1 < speed_up["bound"] < 5
 
 
-def test_context_parallelism_asks_for_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["context", "--tiny"]) == 2
-    assert "torchrun --nproc-per-node 2 -m benchmarks context" in capsys.readouterr().err
+@pytest.mark.parametrize("name", ["context", "pipeline"])
+def test_several_ranks_are_asked_for(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--tiny"]) == 2
+    assert f"torchrun --nproc-per-node 2 -m benchmarks {name}" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_pipeline_of_two_ranks(tmp_path: Path) -> None:
+    output = tmp_path / "rows.jsonl"
+    options = ("--layers", "4", "--group-sizes", "6", "--output", str(output))
+    done = on_ranks(2, *options, bench="pipeline")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    found = {row["metric"]: row["value"] for row in rows}
+    assert 0 < found["predicted bubble"] < 0.5 and len(found) == len(rows) == 6
+    ratio = found["one rank's step"] / found["step"]
+    assert found["measured bubble"] == pytest.approx(1 - ratio / 2)
+    assert found["measured speed-up"] == pytest.approx(ratio)
+
+
+@pytest.mark.slow
+def test_combined_parallelism_of_eight_processes(tmp_path: Path) -> None:
+    output = tmp_path / "rows.jsonl"
+    # Chains of turns in place of a file. Of one batch the ratio in bfloat16 is chance.
+    options = ("--families", "llama", "--stages", "2", "--seeds", "1", "--data", str(tmp_path))
+    assert main(["compositions", *options, "--tensor", "2", "--output", str(output)]) in (0, 1)
+    rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    assert len(rows) == 6
+    for row in rows:
+        if "float64" in row["metric"]:
+            assert 0 < row["value"] < row["bar"] == 1e-10
+        else:
+            assert 0.5 < row["value"] < 2

@@ -4,7 +4,6 @@ process."""
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,16 +12,14 @@ from scenarios_of_ranks import BAR, DEEP, UNEQUAL
 from split_models import MOE, Split, load
 from test_data_stages import own_loss
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedModel
 
 import forkpoint
+from benchmarks.ranks.meshes import Meshes
 from forkpoint import RolloutBatch
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.torch_dist.stages import StageLinks
-from forkpoint.hosts.transformers.stages import PassedLayer
 from forkpoint.losses import GSPO, RouterLoss
 from forkpoint.testing import lifted_upcasts
 from lanes import slow_besides
@@ -48,32 +45,16 @@ class Case:
         return self.pp * self.dp * self.cp * self.tp
 
 
-class Meshes:
-    """Of one pipeline's ranks, as transformers asks for them; it makes meshes of all ranks only."""
-
-    def __init__(self, case: Case) -> None:
-        sizes = (case.pp, case.dp, case.cp, case.tp)
-        self.dense = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp", "cp", "tp"))
-        copies = case.dp * case.cp * case.tp // case.ep
-        sizes = (case.pp, copies, case.ep)
-        self.expert = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "efsdp", "ep"))
-
-    def get_mesh(self, dims: Any) -> DeviceMesh:
-        if dims == ("pp", "fsdp", "tp"):
-            return self.dense["pp", "dp", "tp"]
-        return (self.expert if dims == "ep" else self.dense)[dims]
+def meshes_of(case: Case) -> Meshes:
+    return Meshes(pp=case.pp, dp=case.dp, cp=case.cp, tp=case.tp, ep=case.ep)
 
 
 def split_model(folder: Path, case: Case, meshes: Meshes) -> Any:
     """The model, whose modules ranks of one stage split."""
-
-    def prepare(cls: Any, config: Any, device_map: Any = None) -> Any:
-        return config, device_map, meshes if config is not None else None
-
     if case.loaded:
         return load(folder, case.split, tp_size=case.tp, pp_size=case.pp)
     options = {"tp_size": case.tp, "ep_size": case.ep} if case.tp > 1 else {}
-    with patch.object(PreTrainedModel, "prepare_distribute_model", classmethod(prepare)):
+    with meshes.given_to_transformers():
         return load(folder, case.split, **options)
 
 
@@ -81,24 +62,15 @@ def held(model: Any, case: Case, meshes: Meshes) -> nn.Module:
     """The stage of a model, whose weights ranks with other tokens hold."""
     if case.dp * case.cp == 1:
         return model
+    if not case.replicated:
+        return meshes.sharded(model)
     forkpoint.cut(model, meshes.dense)
     data = meshes.dense["dp", "cp"]._flatten("data")
-    if case.replicated:
-        return DistributedDataParallel(model, process_group=data.get_group())
-    for block in model.model.layers:
-        if isinstance(block, PassedLayer):
-            continue
-        if case.ep > 1:
-            experts: Any = fully_shard(block.mlp.experts, mesh=meshes.expert["efsdp"])
-            assert isinstance(experts, FSDPModule)
-            experts.set_gradient_divide_factor(float(data.size()))
-            experts.set_force_sum_reduction_for_comms(True)
-        fully_shard(block, mesh=data)
-    return fully_shard(model, mesh=data)
+    return DistributedDataParallel(model, process_group=data.get_group())
 
 
 def compared(folder: Path, case: Case) -> dict[str, float]:
-    meshes, split = Meshes(case), case.split
+    meshes, split = meshes_of(case), case.split
     model, other = split_model(folder, case, meshes), load(folder, split)
     own = RolloutBatch(split.rollouts[meshes.dense.get_local_rank("dp")])
     whole = RolloutBatch([r for part in split.rollouts for r in part])
@@ -210,7 +182,7 @@ def refused(folder: Path, case: Case) -> list[str]:
     said = list[str]()
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     for mesh in (None, pairs):
-        model = split_model(folder, case, Meshes(case))
+        model = split_model(folder, case, meshes_of(case))
         with pytest.raises(UnsupportedError) as error:
             forkpoint.wrap(model, mesh=mesh)
         said.append(str(error.value))
@@ -231,7 +203,7 @@ def test_layouts_that_are_not_those_of_the_mesh(tmp_path: Path) -> None:
 
 
 def verified(folder: Path, case: Case, router: Any) -> tuple[str, float, int]:
-    meshes = Meshes(case)
+    meshes = meshes_of(case)
     model = split_model(folder, case, meshes)
     policy = forkpoint.wrap(held(model, case, meshes), case.split.config, mesh=meshes.dense)
     own = RolloutBatch(case.split.rollouts[meshes.dense.get_local_rank("dp")])

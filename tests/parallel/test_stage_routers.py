@@ -11,7 +11,7 @@ from scenarios_of_ranks import BAR, DEEP, EMPTY, UNEQUAL
 from split_models import MOE, Split, load
 from test_router_ranks import Routed, routers
 from test_split_models import LATENT
-from test_split_stages import Case, Meshes, error_of, held, of, split_model
+from test_split_stages import Case, error_of, held, meshes_of, of, split_model
 
 import forkpoint
 from forkpoint import RolloutBatch
@@ -39,7 +39,7 @@ class Balanced:
 
 
 def compared(folder: Path, balanced: Balanced) -> dict[str, float]:
-    case, split, meshes = balanced.case, balanced.case.split, Meshes(balanced.case)
+    case, split, meshes = balanced.case, balanced.case.split, meshes_of(balanced.case)
     model, other = split_model(folder, case, meshes), load(folder, split)
     place = meshes.dense.get_local_rank("dp")
     own, whole = balanced.own(place)
@@ -109,7 +109,7 @@ def test_counts_of_one_stage_alone_are_seen(
 
 def updated(folder: Path, split: Split) -> tuple[int, float]:
     """How many biases this stage has after updates, and how far they are from one process's."""
-    meshes = Meshes(Case(split))
+    meshes = meshes_of(Case(split))
     model, other = load(folder, split), load(folder, split)
     batch = RolloutBatch(split.rollouts[0])
     with lifted_upcasts(model), lifted_upcasts(other):
