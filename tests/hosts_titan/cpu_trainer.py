@@ -2,12 +2,14 @@
 
 import os
 import warnings
+import zlib
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.components import metrics
 from torchtitan.config import ConfigManager
 from torchtitan.distributed import parallel_dims
@@ -35,14 +37,36 @@ def on_cpus() -> None:
     warnings.filterwarnings("ignore", "DTensor .* may not have complete", UserWarning)
 
 
-def run(trainer_class: Any, *arguments: str) -> tuple[list[torch.Tensor], Any]:
-    """Train with these arguments of torchtitan's command; whole weights, and the trainer."""
+def own_name(name: str) -> str:
+    """The name of a parameter without wrappers for activation checkpointing."""
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
+@torch.no_grad()
+def set_weights(model: nn.Module) -> None:
+    """Weights by name: torchtitan draws others on stages of a pipeline."""
+    for name, parameter in model.named_parameters():
+        draw = torch.Generator().manual_seed(zlib.crc32(own_name(name).encode()))
+        noise = torch.randn(parameter.shape, generator=draw) * 0.1
+        value = noise if parameter.dim() > 1 else 1 + noise
+        if isinstance(parameter, DTensor):
+            value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+        parameter.copy_(value)
+
+
+def run(trainer_class: Any, *arguments: str) -> tuple[dict[str, torch.Tensor], Any]:
+    """Train with these arguments of torchtitan's command; whole weights of this rank's stage by
+    name, and the trainer."""
     on_cpus()
     trainer = trainer_class(ConfigManager().parse_args(list(arguments)))
     model: nn.Module = trainer.model_parts[0]
     for module in model.modules():
         if hasattr(module, "set_force_sum_reduction_for_comms"):
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sums
+    set_weights(model)
     trainer.train()
-    weights = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
-    return [weight.detach() for weight in weights], trainer
+    weights = {}
+    for name, parameter in model.named_parameters():
+        whole = getattr(parameter, "full_tensor", lambda p=parameter: p)()
+        weights[own_name(name)] = whole.detach()
+    return weights, trainer

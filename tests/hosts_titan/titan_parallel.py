@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from cpu_trainer import on_cpus
+from cpu_trainer import on_cpus, own_name
 from scenarios_of_ranks import DEEP, UNEQUAL, distance, gradients
 from titan_models import titan_model
 from torch import nn
@@ -40,6 +39,8 @@ def parallelize(
     on_cpus()
     # Of torch, where fully_shard holds an embedding by itself; nothing writes into its output.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
+    # Of torch, for modules of other stages of a pipeline.
+    warnings.filterwarnings("ignore", "Parallelize plan key", UserWarning)
     TORCH_DTYPE_MAP["float64"] = torch.float64
     given: dict[str, int] = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep"), 1)
     given |= {"etp": 1, **degrees}
@@ -51,6 +52,8 @@ def parallelize(
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     job.training.mixed_precision_param = dtype  # type: ignore[assignment]
     job.training.mixed_precision_reduce = dtype  # type: ignore[assignment]
+    if dims.pp_enabled:
+        forkpoint.cut(model, dims.get_mesh("pp"))
     PARALLELIZE[type(model).__name__](model, dims, job)
     for module in model.modules():
         if hasattr(module, "set_force_sum_reduction_for_comms"):
@@ -98,22 +101,27 @@ def compared(case: Case) -> dict[str, Any]:
     """Run the case on this rank; differences from one process."""
     models_on_cpus()
     model, other = (titan_model(case.family, **case.sizes) for _ in range(2))
-    names = [name for name, _ in model.named_parameters()]
     dims = parallelize(model, **case.options)
-    data = dist.get_rank() * len(case.rollouts) // dist.get_world_size()
+    batches = dims.get_optional_mesh("batch")
     with lifted_upcasts(model), lifted_upcasts(other):
         policy = case.wrap(model, case.config, dims)
-        own = RolloutBatch(case.rollouts[data])
+        own = RolloutBatch(case.rollouts[batches.get_local_rank() if batches else 0])
         stats = [policy.forward_backward(own, case.loss) for _ in range(case.steps)][-1]
         alone = forkpoint.wrap(other, case.config)
         whole = RolloutBatch([r for part in case.rollouts for r in part])
         wanted = [alone.forward_backward(whole, case.loss) for _ in range(case.steps)][-1]
         scores = policy.score(own, entropy=True)
         expected = alone.score(own, entropy=True) if len(own) else scores
+    found = {own_name(name): gradient for name, gradient in gradients(model).items()}
+    every = gradients(other)
+    counts = {n: b for n, b in other.named_buffers() if n.endswith("tokens_per_expert")}
+    times = 2 if case.options.get("checkpoint") else 1  # as torchtitan's optimizer expects
+    own_counts = ((own_name(n), b) for n, b in model.named_buffers())
     apart = (scores.per_token[name] - expected.per_token[name] for name in scores.per_token)
     return {
-        "error": distance(gradients(model), gradients(other), names),
+        "error": distance(found, {name: every[name] for name in found}, list(found)),
         "loss": abs(stats.loss - wanted.loss),
         "scores": max((float(x.abs().max()) for x in apart if x.numel()), default=0.0),
+        "counts": all(torch.equal(b, times * counts[n]) for n, b in own_counts if n in counts),
         "shared": stats.computed_tokens < stats.logical_tokens,
     }

@@ -173,7 +173,7 @@ class ModelHost:
         self._least_sizes = least_sizes([shape for _, shape, _ in every])
         self._mixtures = [mixture for _, _, mixture in every]
         hidden = shape.hidden, self._embedding.dtype, self.device
-        return StageLinks(ranks, stages, self.model, hidden)
+        return StageLinks(ranks, stages, self.model, hidden, self.topology.length_multiple)
 
     # Facts
     # ------------------------------------------------------------
@@ -339,7 +339,8 @@ class ModelHost:
 
     def add_counts(self, logical_LE: Tensor) -> None:
         if self.topology.places.rank == 0:  # optimizers add up those of ranks with parts of a batch
-            self.entry.add_counts(logical_LE)
+            routers = self.routers
+            self.entry.add_counts(logical_LE[routers.first :][: len(routers.found)])
 
     def _take_off(self, changes: Changes) -> None:
         if self._group is not None:

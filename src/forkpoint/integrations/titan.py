@@ -47,8 +47,9 @@ class RolloutSteps:
             trainer: Any = self
             if len(trainer.model_parts) != 1:
                 raise UnsupportedError(
-                    f"the trainer has {len(trainer.model_parts)} stages of a pipeline, which have "
-                    "not been shown exact. Set pipeline_parallel_degree to 1."
+                    f"the trainer has {len(trainer.model_parts)} stages of a pipeline on a rank, "
+                    "which has not been shown exact. Set parallelism.pipeline_parallel_schedule to "
+                    "'1F1B'."
                 )
             if trainer.gradient_accumulation_steps != 1:
                 raise UnsupportedError(
@@ -56,7 +57,9 @@ class RolloutSteps:
                     "the mean of a loss is over one batch. Give rollouts() all rollouts of a step "
                     "and set training.global_batch_size to -1."
                 )
-            mesh = trainer.parallel_dims.get_optional_mesh("cp")
+            dims = trainer.parallel_dims
+            names = [name for name in ("pp", "cp") if dims.get_optional_mesh(name) is not None]
+            mesh = dims.get_mesh(names) if names else None
             self._policy = wrap(trainer.model_parts[0], self.config, mesh=mesh)
         return self._policy
 

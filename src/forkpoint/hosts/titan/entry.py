@@ -5,6 +5,7 @@ the forward of their inner attention is replaced.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from forkpoint.hosts.heads import LogprobHead, ModelHead
 from forkpoint.hosts.titan import calls, refusals
 from forkpoint.hosts.titan.families import Family, family_of
 from forkpoint.hosts.titan.routers import ExpertCounts, Routers
-from forkpoint.hosts.titan.shapes import local_shape, model_shape, shallow_model
+from forkpoint.hosts.titan.shapes import first_mixture, local_shape, model_shape, shallow_model
 from forkpoint.hosts.titan.splits import (
     CONTEXT_HOOKS,
     SPLIT_HOOKS,
@@ -27,7 +28,14 @@ from forkpoint.hosts.titan.splits import (
     splits_sequences,
     without_hooks,
 )
-from forkpoint.hosts.titan.stock import TitanStock
+from forkpoint.hosts.titan.stages import (
+    AbsentEmbeddings,
+    absent_head,
+    check_stage,
+    hold_stage,
+    layers_of_stage,
+)
+from forkpoint.hosts.torch_dist.copies import full
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.program import BLOCKS, BOUNDARY
 from forkpoint.plan.stages import Stage
@@ -51,7 +59,9 @@ class TitanEntry:
         self._counts = ExpertCounts()
         self._gives_positions: bool = splits_sequences(model)
         split = [module for _, module, _ in splits]
-        self.head: ModelHead = LogprobHead(lambda: refusals.check_head(model), dict, split)
+        self.head: ModelHead = LogprobHead(self._output, dict, split)
+        self._hidden: Tensor | None = None
+        """Hidden states that the first block here reads; None if that reads embeddings."""
 
     @property
     def decoder(self) -> nn.Module:
@@ -70,7 +80,19 @@ class TitanEntry:
 
     @property
     def embeddings(self) -> nn.Module:
-        return self.core.tok_embeddings
+        found = self.core.tok_embeddings
+        return self._absent_embeddings if found is None else found
+
+    @cached_property
+    def _absent_embeddings(self) -> nn.Module:
+        return AbsentEmbeddings(self.core)
+
+    @cached_property
+    def _absent_head(self) -> nn.Linear:
+        return absent_head(self.core)
+
+    def _output(self) -> nn.Linear:
+        return self._absent_head if self.core.output is None else refusals.check_head(self.core)
 
     @property
     def routers(self) -> Routers:
@@ -92,6 +114,7 @@ class TitanEntry:
         return any(map(refusals.is_checkpointed, self.core.layers.values()))
 
     def check_model(self) -> None:
+        check_stage(self.core)
         refusals.check_model(self.core, self.family)
         split_modules(self.core)
 
@@ -99,21 +122,24 @@ class TitanEntry:
         """Every layer attends, and has been shown exact."""
 
     def hold_stage(self, stage: Stage) -> None:
-        refusals.refuse_ranks("a mesh with the dimension 'pp'")
+        hold_stage(self.core, stage)
 
     @property
     def layers(self) -> tuple[range, int]:
-        return range(len(self.blocks)), len(self.blocks)
+        return layers_of_stage(self.core), self.core.model_args.n_layers
 
     def complete(self, exchange: Callable[[Any], list[Any]]) -> None:
-        raise AssertionError("torchtitan's models are not cut into stages")
+        raise UnsupportedError(
+            "verify has not been shown exact with stages of torchtitan's models. Verify the model "
+            "without the mesh dimension 'pp', on fewer layers if need be."
+        )
 
     @property
     def tied(self) -> frozenset[nn.Parameter]:
         return frozenset()
 
     def set_hidden(self, hidden_1TC: Tensor | None, changes: Changes) -> None:
-        raise AssertionError("torchtitan's models are not cut into stages")
+        changes.set(vars(self), "_hidden", hidden_1TC)
 
     def check_state(self, *, training: bool, routed: bool, encodes: bool) -> None:
         if training:
@@ -134,7 +160,11 @@ class TitanEntry:
 
     @property
     def keeps_counts(self) -> bool:
-        return bool(self.routers.biases)
+        routers, args = self.routers, self.core.model_args
+        if routers.found or first_mixture(args) == args.n_layers:
+            return bool(routers.biases)
+        # Of a stage without routers: those of the others do.
+        return args.moe_args.load_balance_coeff is not None
 
     def add_counts(self, logical_LE: Tensor) -> None:
         self._counts.add(logical_LE)
@@ -143,7 +173,7 @@ class TitanEntry:
         self.set_stock_attention(changes)
         calls.set_attention(self.blocks, changes)
         # Its hooks give logits; here it gets whole hidden states, and gives log-probs.
-        without_hooks(self.core.output, SPLIT_HOOKS, changes)
+        without_hooks(self._output(), SPLIT_HOOKS, changes)
 
     def run(self, ids_1T: Tensor, positions_1T: Tensor, context: CallContext) -> Any:
         given = {calls.MASKS: calls.CarriedContext(context)}
@@ -174,7 +204,9 @@ class TitanEntry:
         Without the head the norm does not run either: torchtitan gives fully_shard the two as one
         group, which is gathered at the norm and freed after the head.
         """
-        rope, hidden = self.family.rope_of(self.core), self.core.tok_embeddings(ids_1T)
+        rope, hidden = self.family.rope_of(self.core), self._hidden
+        if hidden is None:
+            hidden = self.core.tok_embeddings(ids_1T)
         given = {"positions": positions} if self._gives_positions else {}
         if not given:  # else each layer looks them up
             rope = rope[positions[0]]
@@ -190,7 +222,15 @@ class TitanEntry:
         return hidden
 
     def stock(self, ids_NL: Tensor, shown: ShownMedia | None = None) -> Tensor:
-        return TitanStock(self.core, gives_positions=self._gives_positions).logits(ids_NL)
+        given = {}
+        if self._gives_positions:
+            positions_L = torch.arange(ids_NL.shape[1], device=ids_NL.device)
+            given = {"positions": positions_L.expand(ids_NL.shape)}
+        # A stage reads hidden states where a whole model reads tokens.
+        found = full(self.core(ids_NL if self._hidden is None else self._hidden, **given))
+        if self.core.output is not None:
+            return found
+        return found.new_zeros(*ids_NL.shape, self.head.width())
 
     def set_stock_attention(self, changes: Changes) -> None:
         for block in self.blocks:  # each rank has whole sequences

@@ -1,6 +1,6 @@
 """Refusals, by name, of torchtitan's models that the self-check on a sample does not show wrong."""
 
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -22,12 +22,6 @@ CHECKPOINT = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 
 def check_model(model: Any, family: Family) -> None:
     """Refuse a model whose modules have not been shown exact."""
-    missing = [n for n in ("tok_embeddings", "norm", "output") if getattr(model, n) is None]
-    if missing:
-        raise UnsupportedError(
-            f"the model has no {' and no '.join(missing)}: it is a stage of pipeline parallelism, "
-            "which has not been shown exact. Set pipeline_parallel_degree to 1."
-        )
     allowed = (
         family.package,
         f"{ATTENTION}.",
@@ -109,11 +103,3 @@ def check_rope(model: nn.Module, family: Family, longest: int) -> None:
             f"{known} positions. Set training.seq_len (max_seq_len of the model's arguments) to at "
             f"least {longest}."
         )
-
-
-def refuse_ranks(found: str) -> NoReturn:
-    """Refuse a model that several ranks hold."""
-    raise UnsupportedError(
-        f"a model of torchtitan is held by {found}, which has not been shown exact. Use "
-        "torchtitan's FSDP (data_parallel_shard_degree), or one process."
-    )

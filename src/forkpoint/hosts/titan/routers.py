@@ -35,12 +35,12 @@ class Routers(ModelRouters):
     @property
     def experts(self) -> int:
         """Among how many experts each chooses."""
-        return int(self._experts[0].router.num_experts)
+        return int(self._experts[0].router.num_experts) if self.found else self.elsewhere_experts
 
     @property
     def chosen(self) -> int | None:
         """To how many experts a token is sent."""
-        return int(self._experts[0].router.top_k)
+        return int(self._experts[0].router.top_k) if self.found else None
 
     @property
     def biases(self) -> list[Tensor]:

@@ -15,29 +15,38 @@ VOCABULARY = 1024
 """Of a model of few layers."""
 
 
+def first_mixture(args: Any) -> int:
+    """The number of the first layer that is a mixture of experts; that of layers if none is."""
+    mixtures = getattr(args, "moe_enabled", False)
+    return getattr(args, "n_dense_layers", 0 if mixtures else args.n_layers)
+
+
 def model_shape(model: Any, blocks: list[Any], *, checkpointed: bool) -> ModelShape:
     """The shape of a model."""
     args = model.model_args
     kv_heads = getattr(args, "n_kv_heads", None)
     sizes: dict[str, Any] = {
-        "num_hidden_layers": len(blocks),
+        "num_hidden_layers": args.n_layers,
         "hidden_size": args.dim,
         "num_attention_heads": args.n_heads,
         "num_key_value_heads": kv_heads or args.n_heads,
         "head_dim": getattr(args, "head_dim", args.dim // args.n_heads),
         "vocab_size": args.vocab_size,
     }
+    # Of a stage of a pipeline these are some.
     dense = [block for block in blocks if "feed_forward" in block._modules]
-    if dense:
-        sizes["intermediate_size"] = dense[0].feed_forward.w1.weight.shape[0]
-    if len(dense) < len(blocks):
+    first = first_mixture(args)
+    if first:
+        held = dense[0].feed_forward.w1.weight.shape[0] if dense else args.inter_dim
+        sizes["intermediate_size"] = held
+    if first < args.n_layers:
         experts, width = args.moe_args, args.moe_inter_dim
         sizes |= {
             "num_experts": experts.num_experts,
             "num_experts_per_tok": experts.top_k,
             "n_shared_experts": experts.num_shared_experts,
             "moe_intermediate_size": width,
-            "first_k_dense_replace": len(dense),
+            "first_k_dense_replace": first,
         }
     for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"):
         if hasattr(args, name):
@@ -46,7 +55,7 @@ def model_shape(model: Any, blocks: list[Any], *, checkpointed: bool) -> ModelSh
         sizes["v_head_dim"] = args.v_head_dim
     return ModelShape.from_config(
         sizes,
-        dtype_bytes=model.tok_embeddings.weight.element_size(),
+        dtype_bytes=next(model.parameters()).element_size(),
         checkpointed=checkpointed,
     )
 

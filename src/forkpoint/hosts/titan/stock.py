@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
-from forkpoint.hosts.torch_dist.copies import full
 from forkpoint.hosts.upcasts import lift_upcasts
 from forkpoint.rollouts.media import ShownMedia
 
@@ -16,28 +15,20 @@ class TitanStock:
 
     is_critic: bool = False
 
-    def __init__(self, model: nn.Module, *, gives_positions: bool = False) -> None:
-        """`gives_positions`: whether layers are called with positions."""
+    def __init__(self, model: nn.Module) -> None:
         self.model: nn.Module = model
-        self._gives_positions = gives_positions
 
     def logits(
         self, ids_NL: Tensor, keep: Tensor | None = None, shown: ShownMedia | None = None
     ) -> Tensor:
         """Logits [N, L, V]; [N, n, V] of the places `keep`, int64 [n]. There are no media."""
         if keep is None:
-            return full(self._run(ids_NL))
+            return self.model(ids_NL)
         output: Any = self.model.output
         own = output.forward
         with Changes() as changes:
             changes.replace_forward(output, lambda hidden: own(hidden.index_select(1, keep)))
             return self.model(ids_NL)
-
-    def _run(self, ids_NL: Tensor) -> Tensor:
-        if not self._gives_positions:
-            return self.model(ids_NL)
-        positions_L = torch.arange(ids_NL.shape[1], device=ids_NL.device)
-        return self.model(ids_NL, positions=positions_L.expand(ids_NL.shape))
 
     def run_decoder_once(
         self, ids_NL: Tensor, changes: Changes, shown: ShownMedia | None = None

@@ -90,14 +90,17 @@ class StageLinks(Links):
         stages: tuple[Stage, ...],
         model: nn.Module,
         hidden: tuple[int, torch.dtype, torch.device],
+        parts: int = 1,
     ) -> None:
-        """`hidden`: width, dtype and device of hidden states. `model`: its parameters here."""
+        """`hidden`: width, dtype and device of hidden states. `model`: its parameters here.
+        `parts`: over how many ranks of a stage they are split (sequence parallelism)."""
         self.ranks = ranks
         self.stages = stages
         self.stage: Stage = stages[ranks.index]
         self.model = model
         self.ends_here: bool = self.stage.is_last
         self._width, self._dtype, self._device = hidden
+        self._parts = parts
         self._inputs: dict[int, Tensor] = {}
         """By slot: hidden states that were received, until its backward."""
         self._tops: dict[int, Tensor] = {}
@@ -181,7 +184,8 @@ class StageLinks(Links):
     # ------------------------------------------------------------
 
     def receive_hidden(self, shape: tuple[int, ...]) -> Tensor:
-        hidden = torch.empty(*shape, self._width, dtype=self._dtype, device=self._device)
+        shape = shape[0], shape[1] // self._parts, self._width
+        hidden = torch.empty(shape, dtype=self._dtype, device=self._device)
         source = self.ranks.global_ranks[self.stage.index - 1]
         dist.recv(hidden, source, group=self.ranks.down)
         return hidden

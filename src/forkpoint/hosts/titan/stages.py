@@ -1,0 +1,80 @@
+"""A stage of torchtitan's models: the model without the modules of other stages, as torchtitan's
+own pipelines cut it. Layers keep their numbers."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from forkpoint.errors import UnsupportedError
+from forkpoint.plan.stages import Stage
+
+
+def layers_of_stage(model: Any) -> range:
+    """The numbers of the layers that this rank holds."""
+    numbers = sorted(map(int, model.layers))
+    return range(numbers[0], numbers[-1] + 1) if numbers else range(0)
+
+
+def hold_stage(model: Any, stage: Stage) -> None:
+    """Drop what other stages hold. Where torchtitan has cut the model, layers stay where they are.
+
+    Raises UnsupportedError where stages would share weights.
+    """
+    args = model.model_args
+    _refuse_tied(args)
+    if len(model.layers) < args.n_layers:
+        return
+    wanted = range(stage.first_layer, stage.first_layer + stage.layers)
+    for number in range(args.n_layers):
+        if number not in wanted:
+            del model.layers[str(number)]
+    if not stage.is_first:
+        model.tok_embeddings = None
+    if not stage.is_last:
+        model.norm = model.output = None
+
+
+def check_stage(model: Any) -> None:
+    """Raise UnsupportedError where embeddings, norm or head are not those of the stage's layers, or
+    stages share a weight."""
+    held = layers_of_stage(model)
+    if len(held) < model.model_args.n_layers:
+        _refuse_tied(model.model_args)
+    first, last = held.start == 0, held.stop == model.model_args.n_layers
+    wanted = {"tok_embeddings": first, "norm": last, "output": last}
+    found = {name: getattr(model, name) is not None for name in wanted}
+    if found != wanted or not held or len(held) != len(model.layers):
+        has = [name for name, there in found.items() if there]
+        raise UnsupportedError(
+            f"the model has layers {', '.join(model.layers)} of {model.model_args.n_layers} and "
+            f"{', '.join(has) or 'no more'}: it is no stage of a pipeline as torchtitan cuts "
+            "models. Use one stage a rank (pipeline_parallel_schedule = '1F1B'), or "
+            "forkpoint.cut(model, mesh)."
+        )
+
+
+def _refuse_tied(args: Any) -> None:
+    if getattr(args, "enable_weight_tying", False):
+        raise UnsupportedError(
+            "the model's arguments have enable_weight_tying, and the first and the last stage of a "
+            "pipeline would both have the weight, which has not been shown exact with torchtitan. "
+            "Train a model whose weights are not tied."
+        )
+
+
+class AbsentEmbeddings(nn.Module):
+    """In place of embeddings of another stage: a weight of zeros without memory."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        one = next(model.parameters())
+        args = model.model_args
+        zero = torch.zeros((), dtype=one.dtype, device=one.device)
+        self.weight: torch.Tensor = zero.expand(args.vocab_size, args.dim)
+
+
+def absent_head(model: Any) -> nn.Linear:
+    """In place of a head of another stage: one without memory."""
+    args, dtype = model.model_args, next(model.parameters()).dtype
+    return nn.Linear(args.dim, args.vocab_size, bias=False, device="meta", dtype=dtype)
