@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from processes import run_ranks
@@ -14,7 +15,8 @@ from test_split_models import LATENT
 from test_split_stages import Case, error_of, held, meshes_of, of, split_model
 
 import forkpoint
-from forkpoint import RolloutBatch
+from forkpoint import Rollout, RolloutBatch
+from forkpoint.engine.route_replay import Routes
 from forkpoint.hosts.torch_dist.stages import StageLinks
 from forkpoint.losses import GRPO, GSPO, RouterLoss
 from forkpoint.testing import lifted_upcasts
@@ -142,3 +144,63 @@ def test_a_stage_without_routers(tmp_path: Path) -> None:
     balanced = Balanced(Case(split))
     for found in run_ranks(2, compared, split.save(tmp_path), balanced):
         assert max(found.values()) < BAR, found
+
+
+# Replayed experts
+# ------------------------------------------------------------
+
+
+def routed(rollouts: list[Rollout]) -> list[Rollout]:
+    """Rollouts with other experts in each of four layers; some are left to routers."""
+    found = []
+    for rollout in rollouts:
+        place = np.arange(len(rollout.token_ids))
+        first = (rollout.token_ids + place)[:, None] + np.arange(4)
+        routes = np.stack([first % 4, (first + 1) % 4], -1)
+        routes[3::7, 0] = -1
+        found.append(replace(rollout, routed_experts=routes))
+    return found
+
+
+def replayed(folder: Path, case: Case) -> dict[str, float]:
+    split, meshes = case.split, meshes_of(case)
+    model, other = split_model(folder, case, meshes), load(folder, split)
+    batch = RolloutBatch(split.rollouts[0])
+    with lifted_upcasts(model), lifted_upcasts(other):
+        policy = forkpoint.wrap(held(model, case, meshes), split.config, mesh=meshes.dense)
+        alone = forkpoint.wrap(other, split.config)
+        stats: Any = policy.forward_backward(batch, split.loss)
+        wanted: Any = alone.forward_backward(batch, split.loss)
+    routes, true = stats.routes, wanted.routes
+    assert len(set(true.elsewhere_L.tolist())) > 1  # layers differ
+    return {
+        "error": error_of(model, other),
+        "decisions": float((routes.decisions_L - true.decisions_L).abs().sum()),
+        "elsewhere": float((routes.elsewhere_L - true.elsewhere_L).abs().sum()),
+    }
+
+
+REPLAYED = replace(MIXTURE, rollouts=(routed(UNEQUAL[0]),))
+
+
+@needs_splits
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [Case(REPLAYED), Case(REPLAYED, cp=2)], ids=["two", "context"])
+def test_experts_are_those_of_one_process(case: Case, tmp_path: Path) -> None:
+    for found in run_ranks(case.size, replayed, case.split.save(tmp_path), case):
+        assert max(found.values()) < BAR, found
+
+
+@needs_splits
+@pytest.mark.slow
+def test_experts_of_other_layers_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = Routes.given
+
+    def first_layers(plan: Any, batch: Any, device: Any, routers: Any) -> Any:
+        routers.first = 0
+        return given(plan, batch, device, routers)
+
+    monkeypatch.setattr(Routes, "given", first_layers)
+    case = Case(REPLAYED)
+    _, second = run_ranks(2, replayed, case.split.save(tmp_path), case)
+    assert second["error"] > 1e-3

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from forkpoint.device import on_device
 from forkpoint.engine.feature import Feature
+from forkpoint.engine.host import RouterSet
+from forkpoint.engine.links import Links
 from forkpoint.engine.microbatches import MicrobatchInputs, microbatch_tokens
 from forkpoint.errors import UnsupportedError
 from forkpoint.parallel.topology import Places
@@ -92,10 +94,13 @@ class Routes:
             self.chosen[layer] = first
 
     @classmethod
-    def given(cls, plan: Plan, batch: RolloutBatch, device: torch.device) -> "Routes":
-        """The batch's `routed_experts`, for the edges of this plan."""
+    def given(
+        cls, plan: Plan, batch: RolloutBatch, device: torch.device, routers: RouterSet
+    ) -> "Routes":
+        """The batch's `routed_experts` of these routers, for the edges of this plan."""
         given_TLK = batch.routed_experts
         assert given_TLK is not None
+        given_TLK = given_TLK[:, routers.first :][:, : len(routers.found)]
         forest = plan.forest
         first = forest.segment_tokens(batch.offsets) - forest.edge_offsets[:-1]
         token_E = np.repeat(first, forest.length) + np.arange(forest.edges)
@@ -138,11 +143,16 @@ class ForcedRoutes:
         """Of all that has run."""
         return ReplayedRoutes(self._decisions_L, self._elsewhere_L)
 
-    def gather(self, places: Places) -> None:
-        """Add the choices of ranks that have run other places of the same microbatches.
-        Collective."""
-        self._decisions_L = places.summed(self._decisions_L)
-        self._elsewhere_L = places.summed(self._elsewhere_L)
+    def gather(self, places: Places, links: Links, routers: RouterSet) -> None:
+        """Add the choices of ranks that have run other places of the same microbatches, or other
+        layers. Collective. `routers`: of this rank, among all."""
+
+        def whole(own_L: Tensor) -> Tensor:
+            all_L = own_L.new_zeros(routers.layers)
+            all_L[routers.first :][: len(own_L)] = places.summed(own_L)
+            return links.summed(all_L)
+
+        self._decisions_L, self._elsewhere_L = whole(self._decisions_L), whole(self._elsewhere_L)
 
     def at(self, tokens: IntArray) -> None:
         """Force the experts of these tokens from now on.

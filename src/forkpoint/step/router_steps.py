@@ -211,16 +211,11 @@ def check_routed_experts(host: Host, batch: RolloutBatch) -> None:
 
     Raises:
         RolloutError: they are those of another model.
-        UnsupportedError: the model is no mixture, or cut into stages.
+        UnsupportedError: the model is no mixture.
     """
     given_TLK = batch.routed_experts
     if given_TLK is None:
         return
-    if "stage" in host.topology.relations:
-        raise UnsupportedError(
-            "the rollouts have routed_experts, which have not been shown exact on stages of a "
-            "pipeline. Leave them out, or use a mesh without the dimension 'pp'."
-        )
     routers = host.routers
     _check_has_routers(host, "the rollouts have routed_experts")
     _, layers, chosen = given_TLK.shape
@@ -244,8 +239,9 @@ def route_replay(host: Host, plan: Plan, batch: RolloutBatch) -> RouteReplay | N
     """The experts that a step's routers are forced to choose; None if the batch has none."""
     if batch.routed_experts is None:
         return None
-    routes = Routes.given(plan, batch, host.device)
-    return RouteReplay(routes, host.routers.layers, host.device, plan, batch)
+    routers = host.routers
+    routes = Routes.given(plan, batch, host.device, routers)
+    return RouteReplay(routes, len(routers.found), host.device, plan, batch)
 
 
 def move_biases(host: Host, counts: object, rate: float, *, centered: bool) -> None:

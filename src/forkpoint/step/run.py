@@ -108,7 +108,8 @@ def perform(policy: StepPolicy, request: Request, finish: Finish[T], transaction
         policy.last_step = transaction.announce()
     executed = execute(policy, agreed, transaction)
     if executed.replay is not None:
-        executed.replay.gather(policy.host.topology.places)
+        host = policy.host
+        executed.replay.gather(host.topology.places, host.links, host.routers)
     return finish(policy, agreed, executed)
 
 
