@@ -1,5 +1,6 @@
 """Steps with images in every setting: adapters, offloading, recomputation, comparisons."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from test_images import BAR, PAIRS, step, tower, weighted
 from forkpoint import Config, Media, RolloutBatch, UnsupportedError, wrap
 from forkpoint.losses import GRPO, RouterLoss
 from forkpoint.losses.base import as_loss
+from forkpoint.plan.predict import plan_cost
 from forkpoint.step import self_check
 from forkpoint.testing import dense_run, lifted_upcasts
 from lanes import slow_besides
@@ -123,3 +125,32 @@ def test_wrong_numbers_of_tokens_leave_no_gradient() -> None:
     with pytest.raises(UnsupportedError, match="stands for 15 tokens"):
         policy.forward_backward(rollouts, GRPO())
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("family", slow_besides(["qwen3_vl"], FAMILIES))
+def test_prices_and_budgets(family: str) -> None:
+    """Encoders cost time and memory; beyond a budget they run again instead of being kept."""
+    model, batch = tiny_multimodal(family), scene(NAME, family)
+    with lifted_upcasts(model):
+        policy = wrap(model, ACROSS)
+        plan = policy.plan(batch, GRPO())
+        encoder = plan.capabilities.encoder
+        assert encoder is not None and not plan.encodes_again
+        patches = sum(medium.tokens for medium in plan.media) * encoder.patches_per_token
+        linear = [m for n, m in model.named_modules() if type(m) is torch.nn.Linear]
+        inside = sum(
+            m.weight.numel() for m in linear if any(m.weight is p for p in tower(model).values())
+        )
+        assert inside <= encoder.parameters <= 2 * inside + 3 * 16 * 16 * 64
+        unpriced = replace(plan, capabilities=replace(plan.capabilities, encoder=None))
+        work = plan_cost(plan) - plan_cost(unpriced)
+        assert work >= 3 * 2.0 * encoder.parameters * patches
+        assert plan.predicted_peak_bytes is not None
+        least = plan.predicted_peak_bytes - 1
+        tight = policy.with_config(memory_budget=least, checkpointing="none", activations="keep")
+        again = tight.plan(batch, GRPO())
+        assert again.encodes_again and again.events() == plan.events()
+        assert (again.predicted_peak_bytes or 0) <= least
+        assert plan_cost(again) > plan_cost(plan)
+        wanted = step(policy, batch, GRPO())
+        assert relative_distance(step(tight, batch, GRPO()), wanted) < BAR

@@ -17,6 +17,7 @@ from forkpoint.losses.outputs import Head
 from forkpoint.parallel.topology import Topology
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.pricing.cost import ModelShape
+from forkpoint.plan.pricing.encoders import EncoderShape
 from forkpoint.plan.program import Instruction
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.media import Media, ShownMedia
@@ -280,6 +281,10 @@ class Host(Protocol):
     def encode(self, medium: Media) -> tuple[Tensor, ...]:
         """Features [R, C] of the R tokens of an image or a video: those that take the place of
         embeddings, and those that are added after each of the first blocks, if any are."""
+        ...
+
+    def encoder_shape(self) -> EncoderShape | None:
+        """Sizes of the encoder of images or video, for prices of plans; None without one."""
         ...
 
     def positions(self, batch: RolloutBatch) -> IntArray | None:

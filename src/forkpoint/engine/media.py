@@ -40,7 +40,7 @@ class MediaFeatures:
         """A medium has been encoded."""
         self._outputs[number] = tuple(outputs)
         self._sums[number] = tuple(
-            torch.zeros_like(x, dtype=accumulate_dtype(x.dtype)) if x.requires_grad else None
+            torch.zeros_like(x, dtype=accumulate_dtype(x.dtype)) if self.trains else None
             for x in outputs
         )
 
@@ -65,10 +65,9 @@ class MediaFeatures:
             return embeds
         return embeds.detach().requires_grad_()
 
-    def take(self, number: int) -> list[tuple[Tensor, Tensor]]:
-        """Drop a medium; returns the encoder's outputs that need gradients, with these."""
-        pairs = zip(self._outputs.pop(number), self._sums.pop(number), strict=True)
-        return [(x, total.to(x.dtype)) for x, total in pairs if total is not None]
+    def take(self, number: int) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
+        """Drop a medium; returns the encoder's outputs and the sums of their gradients."""
+        return self._outputs.pop(number), self._sums.pop(number)
 
 
 class Encoding(Feature):
@@ -96,7 +95,13 @@ class Encoding(Feature):
         elif instruction.operation == RELEASE:
             self._features.take(number)
         elif instruction.operation == ENCODE_BACKWARD:
-            roots = self._features.take(number)
+            outputs, sums = self._features.take(number)
+            if not any(x.requires_grad for x in outputs):  # no activations were kept
+                with torch.enable_grad():
+                    outputs = self._host.encode(self._media[number])
+            pairs = zip(outputs, sums, strict=True)
+            roots = [(x, g.to(x.dtype)) for x, g in pairs if x.requires_grad and g is not None]
+            del outputs, sums
             if roots:
                 guard = self._transaction.guard
                 assert guard is not None

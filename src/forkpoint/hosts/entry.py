@@ -14,6 +14,7 @@ from forkpoint.hosts.calls import CallContext, EncoderContext
 from forkpoint.hosts.code_provenance import Definition
 from forkpoint.hosts.heads import ModelHead
 from forkpoint.plan.pricing.cost import ModelShape
+from forkpoint.plan.pricing.encoders import EncoderShape
 from forkpoint.plan.stages import Stage
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.media import Media, ShownMedia
@@ -195,6 +196,10 @@ class Entry(Protocol):
 
     def encode(self, medium: Media) -> tuple[Tensor, ...]:
         """As `engine.host.Host.encode`; runs within the core's forward."""
+        ...
+
+    def encoder_shape(self) -> EncoderShape | None:
+        """As `engine.host.Host.encoder_shape`."""
         ...
 
     def positions(self, batch: RolloutBatch) -> IntArray | None:

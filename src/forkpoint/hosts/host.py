@@ -51,6 +51,7 @@ from forkpoint.losses.outputs import Head
 from forkpoint.parallel.topology import Topology
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.pricing.cost import ModelShape
+from forkpoint.plan.pricing.encoders import EncoderShape
 from forkpoint.plan.program import BLOCKS, BOUNDARY, FORWARD, Instruction
 from forkpoint.plan.stages import least_sizes, stages_of_layers
 from forkpoint.rollouts.batch import RolloutBatch
@@ -444,6 +445,9 @@ class ModelHost:
         if self._group is not None:
             self._group.end_forward()
         return outputs["roots"]
+
+    def encoder_shape(self) -> EncoderShape | None:
+        return self.entry.encoder_shape()
 
     def positions(self, batch: RolloutBatch) -> IntArray | None:
         return self.entry.positions(batch)

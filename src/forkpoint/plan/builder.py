@@ -324,6 +324,10 @@ class Builder:
     def _with_price(self, plan: Plan, meter: Meter, budget: int | None = None) -> Plan:
         """With its cost and its peak; the cost is inf if the peak exceeds the budget."""
         peak = None if self.shape is None else peak_bytes(plan, meter, self.shape)
+        beyond = peak is not None and self.budget is not None and peak > self.budget
+        if beyond and plan.media and not plan.encodes_again and self.shape is not None:
+            plan = replace(plan, encodes_again=self.capabilities.trains_encoder)
+            peak = peak_bytes(plan, meter, self.shape)
         fits = budget is None or peak is None or peak <= budget
         cost = plan_cost(plan, meter) if fits else math.inf
         return replace(

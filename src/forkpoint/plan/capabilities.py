@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from forkpoint.plan.pricing.encoders import EncoderShape
+
 
 @dataclass(frozen=True)
 class Capabilities:
@@ -16,3 +18,5 @@ class Capabilities:
     """Policies of checkpointing that its blocks can run with."""
     trains_encoder: bool = True
     """Whether an encoder of images or video, if the model has one, has trained parameters."""
+    encoder: EncoderShape | None = None
+    """Its sizes, for a batch with media; None where they are not known."""

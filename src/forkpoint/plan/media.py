@@ -20,6 +20,7 @@ from forkpoint.plan.program import (
     mark_last_backward,
 )
 from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.rollouts.media import Media
 from forkpoint.tree import Microbatch
 from forkpoint.tree.forest import Forest
 
@@ -33,6 +34,8 @@ class PlannedMedium:
     """How many tokens stand for it."""
     readers: tuple[int, ...]
     """Indices of the microbatches that run some of these, ascending."""
+    frames: int = 1
+    """Parts of it, such as frames of a video, whose patches do not see those of others."""
 
 
 def planned_media(
@@ -54,13 +57,23 @@ def planned_media(
     for number, index in pairs.tolist():
         readers[number].append(index)
     return tuple(
-        PlannedMedium(medium.kind, medium.tokens, tuple(indices))
+        PlannedMedium(medium.kind, medium.tokens, tuple(indices), _frames(medium))
         for medium, indices in zip(batch.media, readers, strict=True)
     )
 
 
+def _frames(medium: Media) -> int:
+    """By its grid [1, 3] of patches in time, height and width; 1 without one."""
+    grids = [value for name, value in medium.inputs.items() if name.endswith("_grid_thw")]
+    return max(1, int(grids[0][0][0])) if grids else 1
+
+
 def with_encoders(
-    instructions: Sequence[Instruction], media: Sequence[PlannedMedium], *, trains: bool
+    instructions: Sequence[Instruction],
+    media: Sequence[PlannedMedium],
+    *,
+    trains: bool,
+    again: bool = False,
 ) -> tuple[Instruction, ...]:
     """The instructions of one pass, with those of encoders.
 
@@ -68,6 +81,7 @@ def with_encoders(
         instructions: as a program has them.
         media: those of the plan.
         trains: whether the encoder has parameters that are trained.
+        again: whether its backward runs it once more, so that no activations are kept.
     """
     training = any(i.operation == BACKWARD for i in instructions)
     first: dict[int, int] = {}
@@ -94,8 +108,8 @@ def with_encoders(
     for at, instruction in enumerate(instructions):
         of_medium = Instruction(instruction.pass_index, ENCODE, IDLE, IDLE, keeps_graph=False)
         for number in begins.get(at, ()):
-            encode = of_medium._replace(medium=number, keeps_graph=end == ENCODE_BACKWARD)
-            found.append(encode)
+            keeps = end == ENCODE_BACKWARD and not again
+            found.append(of_medium._replace(medium=number, keeps_graph=keeps))
         found.append(instruction)
         for number in ends.get(at, ()):
             found.append(of_medium._replace(operation=end, medium=number))

@@ -94,6 +94,8 @@ class Plan:
     """Capabilities of the host that the plan was made for."""
     media: tuple[PlannedMedium, ...] = ()
     """Images and videos of the batch, with the microbatches that read them."""
+    encodes_again: bool = False
+    """Whether an encoder's backward runs it once more, so that its activations are not kept."""
     left_out: LeftOut = field(default_factory=LeftOut)
     """Rollouts and tails that are not run, because they give no gradient."""
     counts_first: bool = False
@@ -213,8 +215,8 @@ class Plan:
         """The instructions of one pass over the plan's microbatches, with those of encoders."""
         if not self.media:
             return tuple(instructions)
-        trains = self.capabilities.trains_encoder
-        return with_encoders(instructions, self.media, trains=trains)
+        trains, again = self.capabilities.trains_encoder, self.encodes_again
+        return with_encoders(instructions, self.media, trains=trains, again=again)
 
     def waits_for(self) -> tuple[tuple[int, ...], ...]:
         """For each unit of the program (`Program.units`), the positions of those that it waits for.

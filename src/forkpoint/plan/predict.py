@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
 from forkpoint.plan.plan import Plan
-from forkpoint.plan.pricing.cost import ModelShape
+from forkpoint.plan.pricing.cost import LINEAR_BACKWARD, ModelShape
 from forkpoint.plan.pricing.meters import Meter, TokenMeter, meter_of
-from forkpoint.plan.program import BACKWARD, FORWARD, HEAD
+from forkpoint.plan.program import BACKWARD, ENCODE, ENCODE_BACKWARD, FORWARD, HEAD
 
 # Layers that a backward holds on to while it runs, and that are fetched ahead of it at least
 # (engine/offload.py).
@@ -59,7 +59,21 @@ def simulate(plan: Plan, meter: Meter) -> float:
                 out_free = sent[index] = max(out_free, begin) + out
             before = None
         now = max(now, issued)
-    return now
+    return now + encoder_cost(plan, meter)
+
+
+def encoder_cost(plan: Plan, meter: Meter) -> float:
+    """Cost of encoders in all passes, which run beside nothing."""
+    encoder, flops = plan.capabilities.encoder, 0.0
+    if encoder is None:
+        return 0.0
+    for instructions in (plan.program.scores, plan.program.training):
+        for instruction in plan.with_encoders(instructions):
+            if instruction.operation in (ENCODE, ENCODE_BACKWARD):
+                once = encoder.forward_flops(plan.media[instruction.medium])
+                backward = instruction.operation == ENCODE_BACKWARD
+                flops += once * (LINEAR_BACKWARD + plan.encodes_again if backward else 1)
+    return meter.products(flops)
 
 
 @dataclass(frozen=True)
@@ -115,6 +129,26 @@ def peak_bytes(plan: Plan, meter: Meter, shape: ModelShape) -> int:
             kept = meter.kept_bytes(microbatch)
             held -= kept if keeps else 0
             worst = max(worst, held + kept + meter.working_bytes(microbatch))
+    return worst + standing_bytes(plan, shape)
+
+
+def standing_bytes(plan: Plan, shape: ModelShape) -> int:
+    """Prefix cache, and the most that encoders hold at once, for the whole step."""
+    encoder, held, worst = plan.capabilities.encoder, 0, 0
+    if encoder is not None:
+        trains = plan.capabilities.trains_encoder
+        for instruction in plan.with_encoders(plan.program.training):
+            if instruction.medium < 0:
+                continue
+            medium = plan.media[instruction.medium]
+            features = encoder.feature_bytes(medium, trains=trains)
+            kept = encoder.kept_bytes(medium) if trains else 0
+            if instruction.operation == ENCODE:
+                held += features + kept * instruction.keeps_graph
+                worst = max(worst, held)
+            else:
+                worst = max(worst, held + kept * plan.encodes_again)
+                held -= features + kept * (not plan.encodes_again)
     return worst + cache_bytes(plan, shape)
 
 
@@ -134,7 +168,7 @@ def microbatches_to_drop(
     that are cheapest to have back for each byte. Where even that is not enough the plan would stay
     above the budget.
     """
-    room = budget - cache_bytes(plan, shape)
+    room = budget - standing_bytes(plan, shape)
     holds: list[int] = []
     """Bytes that each microbatch keeps while microbatches below it run."""
     opened: list[int] = []
@@ -182,7 +216,7 @@ def keep_logits(plan: Plan, meter: Meter, shape: ModelShape, budget: int) -> Pla
 
     All of a microbatch's logits are kept or none.
     """
-    room = budget - cache_bytes(plan, shape)
+    room = budget - standing_bytes(plan, shape)
     open_bytes: list[int] = []
     microbatches = []
     for microbatch in plan.microbatches:

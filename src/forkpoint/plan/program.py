@@ -54,7 +54,7 @@ class Instruction(NamedTuple):
     read of it. BLOCKS: through all blocks, without the head. HEAD: through the head."""
     keeps_graph: bool = True
     """Whether autograd keeps the activations of a forward for its backward. False for scores, and
-    for a forward that is repeated by a RECOMPUTE."""
+    for a forward that is repeated by a RECOMPUTE or an ENCODE_BACKWARD."""
     last_backward: bool = False
     """Whether it is the last backward of the step, after which gradients may be reduced."""
     medium: int = IDLE

@@ -176,13 +176,16 @@ def plan_within(
     loss = None if loss is None else as_loss(loss)
     coupling = None if loss is None or loss.decomposition == "token" else loss.coupling(batch)
     given = config.memory_budget_bytes is not None
+    capabilities = host.capabilities
+    if batch.media:
+        capabilities = replace(capabilities, encoder=host.encoder_shape())
     return make_plan(
         batch,
         host.shape,
         replace(config, memory_budget=budget_bytes) if given else config,
         coupling=coupling,
         calibration=policy.model_state.calibration(host, config),
-        capabilities=host.capabilities,
+        capabilities=capabilities,
         measured_budget_bytes=budget_bytes,
         uses_temperature=host.head == "logprobs",
         routers=routers,

@@ -37,6 +37,7 @@ from forkpoint.hosts.titan.stages import (
 )
 from forkpoint.hosts.torch_dist.copies import full
 from forkpoint.plan.pricing.cost import ModelShape
+from forkpoint.plan.pricing.encoders import EncoderShape
 from forkpoint.plan.program import BLOCKS, BOUNDARY
 from forkpoint.plan.stages import Stage
 from forkpoint.rollouts.batch import RolloutBatch
@@ -184,6 +185,9 @@ class TitanEntry:
 
     def encode(self, medium: Media) -> tuple[Tensor, ...]:
         raise AssertionError("media are refused")
+
+    def encoder_shape(self) -> EncoderShape | None:
+        return None
 
     def positions(self, batch: RolloutBatch) -> IntArray | None:
         raise AssertionError("media are refused")

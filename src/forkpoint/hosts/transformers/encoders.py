@@ -16,6 +16,7 @@ from forkpoint.hosts.modules import every_module, plain_class
 from forkpoint.hosts.transformers.families import Family
 from forkpoint.hosts.transformers.refusals import TOKENWISE_CODE
 from forkpoint.hosts.wrappers import set_forward
+from forkpoint.plan.pricing.encoders import EncoderShape
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.media import KINDS, Media, ShownMedia
 from forkpoint.tree.forest import IntArray
@@ -92,6 +93,41 @@ def _rope_index(core: Any, batch: RolloutBatch, index: int) -> IntArray:
             f"get_rope_index finds no positions ({type(error).__name__}: {error}). Give each "
             "medium's grid, and its tokens as the model's processor places them."
         ) from error
+
+
+def encoder_shape(
+    core: PreTrainedModel, family: Family, encoder: Collection[nn.Module]
+) -> EncoderShape | None:
+    """Sizes of an encoder, read from its modules; None of a family whose media are refused."""
+    if not family.kinds:
+        return None
+    modules = [module for _, module in every_module(core) if module in encoder]
+    linear = [module for module in modules if isinstance(module, nn.Linear)]
+    products = [*linear, *(m for m in modules if isinstance(m, nn.modules.conv._ConvNd))]
+    blocks = max((m for m in modules if isinstance(m, nn.ModuleList)), key=len)
+    inside = (module for module in blocks[0].modules() if isinstance(module, nn.Linear))
+    hidden = next(inside).in_features
+    # Inputs and outputs of products, and those of two norms in a block.
+    kept = sum(m.in_features + m.out_features for m in linear) + 4 * hidden * len(blocks)
+    if any(vars(m).get("gradient_checkpointing") and m.training for m in modules):
+        kept = hidden * len(blocks) + kept // len(blocks)
+    vision: Any = core.config.vision_config
+    outer: Any = core.config
+    deep = len(getattr(vision, "deepstack_visual_indexes", None) or ())
+    merged = getattr(vision, "spatial_merge_size", None) or getattr(
+        outer, "spatial_merge_size", None
+    )
+    merged = merged or getattr(outer, "scale_factor", None)
+    merged = merged or 1 / getattr(outer, "downsample_ratio", 1)
+    return EncoderShape(
+        parameters=sum(m.weight.numel() for m in products),
+        layers=len(blocks),
+        hidden=hidden,
+        patches_per_token=float(merged) ** 2,
+        feature_elements=outer.get_text_config().hidden_size * (1 + deep),
+        activation_elements=kept,
+        dtype_bytes=next(core.parameters()).element_size(),
+    )
 
 
 def sample_medium(core: Any, family: Family, media: Sequence[Media]) -> Media:

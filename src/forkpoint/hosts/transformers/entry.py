@@ -21,6 +21,7 @@ from forkpoint.hosts.transformers.encoders import (
     check_encoder,
     check_media,
     encode,
+    encoder_shape,
     positions,
     sample_medium,
 )
@@ -49,6 +50,7 @@ from forkpoint.hosts.transformers.stages import (
 from forkpoint.hosts.transformers.stock import TransformersStock
 from forkpoint.hosts.transformers.tensor_parallel import SUMMED_HOOK
 from forkpoint.plan.pricing.cost import ModelShape
+from forkpoint.plan.pricing.encoders import EncoderShape
 from forkpoint.plan.stages import Stage
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.media import Media, ShownMedia
@@ -177,6 +179,9 @@ class TransformersEntry:
 
     def encode(self, medium: Media) -> tuple[Tensor, ...]:
         return encode(self.core, medium)
+
+    def encoder_shape(self) -> EncoderShape | None:
+        return encoder_shape(self.core, self.family, self.idle)
 
     def positions(self, batch: RolloutBatch) -> IntArray | None:
         return positions(self.core, self.family, batch)

@@ -91,6 +91,10 @@ class Meter(ABC):
         """The head's part of a forward, or of a backward."""
         return 0.0
 
+    def products(self, flops: float) -> float:
+        """Matrix products of so many FLOPs outside of microbatches; 0 where nothing is known."""
+        return 0.0
+
     def copy(self, nbytes: int, *, out: bool) -> float | None:
         """A copy to the host's memory, or back from there; None where its price is unknown."""
         return None
@@ -155,6 +159,9 @@ class CountedMeter(Meter):
             + gradients
             + (0.0 if self._ahead else self._issued(microbatch, True))
         )
+
+    def products(self, flops: float) -> float:
+        return flops
 
     def head(self, microbatch: Microbatch, *, backward: bool) -> float:
         head = self._parts(microbatch)[1]
@@ -274,6 +281,11 @@ class MeasuredMeter(Meter):
         if backward and microbatch.keeps_logits:
             time -= curve.time(entries, backward=False)
         return max(time, 0.0)
+
+    def products(self, flops: float) -> float:
+        """As long as the products of blocks take for as many."""
+        tokens = flops / (2.0 * self.shape.linear_parameters)
+        return self.shape.layers * self.calibration.block.time(tokens, backward=False)
 
     def copy(self, nbytes: int, *, out: bool) -> float | None:
         found = self.calibration
