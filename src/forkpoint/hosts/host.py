@@ -198,18 +198,13 @@ class ModelHost:
     def capabilities(self) -> Capabilities:
         """Without early exits where the model checkpoints itself: their exception would pass
         through the checkpoint, which lies within the block."""
-        encoder = (p for module in self.entry.idle for p in module._parameters.values())
-        able = Capabilities(
-            runs_ahead=self.device.type == "cuda",
-            checkpoints=("none",),
-            trains_encoder=any(p is not None and p.requires_grad for p in encoder),
-        )
+        ahead = self.device.type == "cuda"
         if self.entry.checkpointed:
-            return replace(able, leaves_early=False)
+            return Capabilities(leaves_early=False, runs_ahead=ahead, checkpoints=("none",))
         if self.compiles and not self.topology.places.whole:
-            return able  # checkpoints have not been shown exact
+            return Capabilities(runs_ahead=ahead, checkpoints=("none",))  # not shown exact
         selective = ("selective",) if all(map(has_mlp, self.blocks)) else ()
-        return replace(able, checkpoints=("none", *selective, "full"))
+        return Capabilities(runs_ahead=ahead, checkpoints=("none", *selective, "full"))
 
     @property
     def blocks(self) -> list[nn.Module]:

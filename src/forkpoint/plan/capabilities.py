@@ -16,7 +16,10 @@ class Capabilities:
     """Whether the host issues work ahead of the device, as with GPUs: see `predict.simulate`."""
     checkpoints: tuple[str, ...] = ("none", "selective", "full")
     """Policies of checkpointing that its blocks can run with."""
-    trains_encoder: bool = True
-    """Whether an encoder of images or video, if the model has one, has trained parameters."""
     encoder: EncoderShape | None = None
-    """Its sizes, for a batch with media; None where they are not known."""
+    """The encoder of images or video, for a batch with media; None where it is not known."""
+
+    @property
+    def trains_encoder(self) -> bool:
+        """Whether the encoder has trained parameters, if only perhaps."""
+        return self.encoder is None or self.encoder.trained

@@ -13,6 +13,7 @@ from forkpoint.losses.base import Loss, LossFunction, as_loss, check_denominator
 from forkpoint.losses.views import check_range
 from forkpoint.losses.zeros import zero_rollouts
 from forkpoint.plan import Plan, make_plan
+from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.parting import LITTLE, MOVE, WORTH_MOVING, where_prompts_part
 from forkpoint.plan.routing import RouterDemand
 from forkpoint.plan.runs import run_lengths
@@ -176,22 +177,25 @@ def plan_within(
     loss = None if loss is None else as_loss(loss)
     coupling = None if loss is None or loss.decomposition == "token" else loss.coupling(batch)
     given = config.memory_budget_bytes is not None
-    capabilities = host.capabilities
-    if batch.media:
-        capabilities = replace(capabilities, encoder=host.encoder_shape())
     return make_plan(
         batch,
         host.shape,
         replace(config, memory_budget=budget_bytes) if given else config,
         coupling=coupling,
         calibration=policy.model_state.calibration(host, config),
-        capabilities=capabilities,
+        capabilities=_capabilities(host, batch),
         measured_budget_bytes=budget_bytes,
         uses_temperature=host.head == "logprobs",
         routers=routers,
         prompts=prompts,
         runs=_edges_to_run(policy, batch, loss, routers),
     )
+
+
+def _capabilities(host: Host, batch: RolloutBatch) -> Capabilities:
+    """Those of the host, with its encoder if the batch has media."""
+    found = host.capabilities
+    return replace(found, encoder=host.encoder_shape()) if batch.media else found
 
 
 def _edges_to_run(
@@ -231,7 +235,7 @@ def _plan(
     if plan.stage_backwards:  # of an earlier step; orders are made anew
         plan = replace(plan.with_program(scores=plan.program.has_scores), stage_backwards=())
     plan.check_batch(batch)
-    plan.check_host(policy.host.capabilities)
+    plan.check_host(_capabilities(policy.host, batch))
     if loss is not None and loss.decomposition != "token":
         plan.check_coupling(batch, loss.coupling(batch))
     if work is not None:

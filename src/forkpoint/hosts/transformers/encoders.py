@@ -127,6 +127,7 @@ def encoder_shape(
         feature_elements=outer.get_text_config().hidden_size * (1 + deep),
         activation_elements=kept,
         dtype_bytes=next(core.parameters()).element_size(),
+        trained=any(p.requires_grad for m in modules for p in m.parameters(recurse=False)),
     )
 
 

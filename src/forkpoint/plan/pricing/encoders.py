@@ -20,6 +20,8 @@ class EncoderShape:
     activation_elements: int
     """Numbers that one patch leaves for the backward."""
     dtype_bytes: int = 2
+    trained: bool = True
+    """Whether some of its parameters are trained."""
 
     def forward_flops(self, medium: PlannedMedium) -> float:
         """Products of weights, and attention of the patches of each frame with one another."""
@@ -28,7 +30,7 @@ class EncoderShape:
         return 2.0 * self.parameters * patches + 4.0 * self.layers * self.hidden * pairs
 
     def kept_bytes(self, medium: PlannedMedium) -> int:
-        """What a forward leaves for its backward."""
+        """Bytes that a forward leaves for its backward."""
         patches = medium.tokens * self.patches_per_token
         return int(patches * self.activation_elements * self.dtype_bytes)
 
