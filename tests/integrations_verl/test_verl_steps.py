@@ -172,9 +172,9 @@ def ulysses_step(
     sizes: set[int] = set()
     logits = TransformersStock.logits
 
-    def seen(self: TransformersStock, *args: Any) -> Any:
+    def seen(self: TransformersStock, *args: Any, **kwargs: Any) -> Any:
         sizes.add(get_ulysses_sequence_parallel_world_size())
-        return logits(self, *args)
+        return logits(self, *args, **kwargs)
 
     TransformersStock.logits = seen  # type: ignore[method-assign]
     case = ulysses(case)
