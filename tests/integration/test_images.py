@@ -316,3 +316,17 @@ def test_rollouts_that_end_in_an_image() -> None:
         assert relative_distance(step(policy, batch), wanted) < BAR
     assert sum("encode" in event for event in policy.plan(batch, GRPO()).events()) == 2
     assert policy.verify(batch, GRPO()).passed
+
+
+@pytest.mark.parametrize("parts", [(), ("language_model", "lm_head")])
+def test_advantages_of_zero_give_the_tower_zeros(parts: tuple[str, ...]) -> None:
+    """As ordinary training does, also beside a frozen language model: optimizers skip no weight."""
+    model = tiny_multimodal("qwen3_vl")
+    frozen(model, *parts)
+    batch = RolloutBatch([rollout("qwen3_vl", [[3], ONE], [[n, 6]], 0.0) for n in (4, 5)])
+    wanted = stock_gradients(model, "qwen3_vl", batch)
+    policy = wrap(model, ACROSS)
+    found = step(policy, batch, GRPO())
+    assert all((found[n] is None) == (wanted[n] is None) for n in wanted)
+    assert all(not found[n].any() for n in tower(model))  # type: ignore[union-attr]
+    assert policy.plan(batch, GRPO()).events() == ("encode image 0", "encode backward image 0")

@@ -325,7 +325,7 @@ class Engine:
         values = TokenValues(names, plan, step.batch, host.loss_dtype, host.device)
         used = [feature for feature in features if feature is not None]
         loss = Executor(transaction, host, plan, step.inputs, config, used).run(
-            plan.with_encoders(instructions),
+            plan.with_encoders(instructions, training=microbatch_loss is not None),
             values,
             entropy=entropy,
             loss=None if microbatch_loss is None else self._deferring(microbatch_loss),

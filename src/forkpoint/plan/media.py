@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from forkpoint.plan.program import (
-    BACKWARD,
     ENCODE,
     ENCODE_BACKWARD,
     IDLE,
@@ -72,6 +71,7 @@ def with_encoders(
     instructions: Sequence[Instruction],
     media: Sequence[PlannedMedium],
     *,
+    training: bool,
     trains: bool,
     again: bool = False,
 ) -> tuple[Instruction, ...]:
@@ -80,10 +80,10 @@ def with_encoders(
     Args:
         instructions: as a program has them.
         media: those of the plan.
+        training: whether it is the pass of backwards, which may have none.
         trains: whether the encoder has parameters that are trained.
         again: whether its backward runs it once more, so that no activations are kept.
     """
-    training = any(i.operation == BACKWARD for i in instructions)
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for at, instruction in enumerate(instructions):
@@ -97,20 +97,22 @@ def with_encoders(
         if places:
             begins.setdefault(min(places), []).append(number)
             ends.setdefault(max(last[m] for m in medium.readers if m in last), []).append(number)
-    if not begins and training and trains:
-        # Ordinary training runs the encoder and gives it zeros, which optimizers do not skip.
-        number = min(range(len(media)), key=lambda number: media[number].tokens)
-        begins = ends = {len(instructions) - 1: [number]}
-    if not begins:
+    if not begins and not (training and trains):
         return tuple(instructions)
     end = ENCODE_BACKWARD if training and trains else RELEASE
+    keeps = end == ENCODE_BACKWARD and not again
     found: list[Instruction] = []
+    of_medium = Instruction(0, ENCODE, IDLE, IDLE, keeps_graph=False)
     for at, instruction in enumerate(instructions):
-        of_medium = Instruction(instruction.pass_index, ENCODE, IDLE, IDLE, keeps_graph=False)
+        of_medium = of_medium._replace(pass_index=instruction.pass_index)
         for number in begins.get(at, ()):
-            keeps = end == ENCODE_BACKWARD and not again
             found.append(of_medium._replace(medium=number, keeps_graph=keeps))
         found.append(instruction)
         for number in ends.get(at, ()):
             found.append(of_medium._replace(operation=end, medium=number))
+    if not begins:
+        # Ordinary training runs the encoder and gives it zeros, which optimizers do not skip.
+        number = min(range(len(media)), key=lambda number: media[number].tokens)
+        found.append(of_medium._replace(medium=number, keeps_graph=keeps))
+        found.append(of_medium._replace(operation=end, medium=number))
     return mark_last_backward(found).instructions

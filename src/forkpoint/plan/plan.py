@@ -208,15 +208,23 @@ class Plan:
         "encode backward image 0" its backward. Without `backward`: the events of `policy.score`.
         """
         program = self.program if backward else self.score_program
-        passes = (self.with_encoders(each) for each in program.passes)
-        return tuple(self.event(instruction) for each in passes for instruction in each)
+        scores = self.with_encoders(program.scores, training=False)
+        training = self.with_encoders(program.training, training=True) if backward else ()
+        return tuple(self.event(instruction) for instruction in (*scores, *training))
 
-    def with_encoders(self, instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
-        """The instructions of one pass over the plan's microbatches, with those of encoders."""
+    def with_encoders(
+        self, instructions: Sequence[Instruction], *, training: bool
+    ) -> tuple[Instruction, ...]:
+        """The instructions of one pass over the plan's microbatches, with those of encoders.
+
+        `training`: whether it is the pass of backwards.
+        """
         if not self.media:
             return tuple(instructions)
         trains, again = self.capabilities.trains_encoder, self.encodes_again
-        return with_encoders(instructions, self.media, trains=trains, again=again)
+        return with_encoders(
+            instructions, self.media, training=training, trains=trains, again=again
+        )
 
     def waits_for(self) -> tuple[tuple[int, ...], ...]:
         """For each unit of the program (`Program.units`), the positions of those that it waits for.

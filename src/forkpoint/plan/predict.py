@@ -67,8 +67,9 @@ def encoder_cost(plan: Plan, meter: Meter) -> float:
     encoder, flops = plan.capabilities.encoder, 0.0
     if encoder is None:
         return 0.0
-    for instructions in (plan.program.scores, plan.program.training):
-        for instruction in plan.with_encoders(instructions):
+    passes = (plan.program.scores, False), (plan.program.training, True)
+    for instructions, training in passes:
+        for instruction in plan.with_encoders(instructions, training=training):
             if instruction.operation in (ENCODE, ENCODE_BACKWARD):
                 once = encoder.forward_flops(plan.media[instruction.medium])
                 backward = instruction.operation == ENCODE_BACKWARD
@@ -137,7 +138,7 @@ def standing_bytes(plan: Plan, shape: ModelShape) -> int:
     encoder, held, worst = plan.capabilities.encoder, 0, 0
     if encoder is not None:
         trains = plan.capabilities.trains_encoder
-        for instruction in plan.with_encoders(plan.program.training):
+        for instruction in plan.with_encoders(plan.program.training, training=True):
             if instruction.medium < 0:
                 continue
             medium = plan.media[instruction.medium]
