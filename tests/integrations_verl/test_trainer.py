@@ -28,9 +28,13 @@ def trained(
     vendor: str, folder: Path, how: str, script: str = "train_with_ray.py"
 ) -> list[dict[str, float]]:
     """Metrics of each step; `how` is the script's last argument."""
+    # The time of the host would decide for so small a model, and plans would share nothing.
+    settings = folder / "forkpoint.toml"
+    settings.write_text('[config]\nsharing = "group"\n')
+    variables = {"PYTHONPATH": os.pathsep.join(sys.path), "FORKPOINT_VERL_CONFIG": str(settings)}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", HERE / script, vendor, folder, how],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={**os.environ, **variables},
         capture_output=True,
         text=True,
         timeout=280,
