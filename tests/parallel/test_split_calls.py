@@ -133,7 +133,7 @@ def refused_models(folder: Path) -> dict[str, str]:
         )
 
     def other_mesh() -> None:
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("extra",))
         forkpoint.wrap(load(folder, SPLIT), DEEP, mesh=mesh)
 
     def nameless_mesh() -> None:
@@ -163,7 +163,7 @@ def test_what_is_not_exact_is_refused_by_name(tmp_path: Path) -> None:
     for found in run_ranks(2, refused_models, SPLIT.save(tmp_path)):
         assert "compile_blocks=True" in found["compiled"]
         assert "DistributedDataParallel holds a model" in found["replicas"]
-        assert "dimension 'cp' has the ranks [0, 1]" in found["other mesh"]
+        assert "dimension 'extra' has the ranks [0, 1]" in found["other mesh"]
         assert "without names" in found["nameless mesh"]
         assert not found["same mesh"] and not found["whole head"]
         assert "SequenceParallel" in found["sequence"]
