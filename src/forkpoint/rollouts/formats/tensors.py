@@ -21,7 +21,7 @@ from forkpoint.rollouts.formats.limits import TIMES_FILE, MemoryLimit
 ZIP_MAGIC = b"PK\x03\x04"
 RECIPE = (
     "If you trust it, run the script of examples/export for verl, OpenRLHF or slime where that is "
-    "installed, or torch.save plain values of it (docs/reference/rollouts.md)."
+    "installed, or torch.save its values as lists and tensors (docs/reference/rollouts.md)."
 )
 _AGAIN = "Copy or write the file again."
 _MOST_DEPTH = 64
