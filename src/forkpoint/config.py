@@ -49,9 +49,13 @@ class Config:
         checkpointing: Recomputation in a microbatch's own backward: nothing, the MLPs (selective),
             or whole decoder blocks (full). auto is nothing where that fits the budget, else what
             costs least of what fits.
-        host_memory: The most memory of the host, written likewise, that offloaded activations may
-            take (pinned, on CUDA), for as long as the policy lives; what does not fit stays on the
-            device. None is no limit.
+        prefix_cache: Where keys and values that other microbatches read are between its use in one
+            layer and the next, with their gradients: on the device, or in the memory of the host,
+            from where two layers at a time come back. auto keeps on the device what fits, and moves
+            as few layers as it takes where nothing fits.
+        host_memory: The most memory of the host, written likewise, that offloaded activations and
+            prefix caches may take (pinned, on CUDA), for as long as the policy lives; what does not
+            fit stays on the device. None is no limit.
         calibration: Prices of plans. auto takes the file that `forkpoint calibrate` wrote for this
             device and model shape if there is one; else a policy measures a few layers of random
             weights at its first plan on CUDA, in some seconds, once for a device and its versions.
@@ -107,6 +111,7 @@ class Config:
     optimizer_bytes_per_parameter: float | None = None
     activations: Literal["auto", "keep", "offload", "recompute"] = "auto"
     checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
+    prefix_cache: Literal["auto", "device", "host"] = "auto"
     host_memory: MemorySize | None = None
     calibration: str | Path | None = AUTO
     attention_kernel: str = "auto"
@@ -149,6 +154,11 @@ class Config:
                     "exchanged lie in microbatches of their own, around packed ones whose rollouts "
                     "share. Leave one of the two options out."
                 )
+        if self.split == "exchange" and self.prefix_cache == "host":
+            raise ConfigError(
+                "split is 'exchange' and prefix_cache is 'host'; prompts are exchanged between "
+                "devices. Leave one of the two options out."
+            )
         given = self.head_statistics
         unknown = not isinstance(given, tuple) or [x for x in given if x not in HEAD_STATISTICS]
         if unknown or len(set(given)) < len(given):

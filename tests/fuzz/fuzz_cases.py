@@ -118,6 +118,7 @@ def draw_case(seed: int, family: str | None = None) -> Case:
     memory = stream(seed, "memory")
     config = replace(
         config,
+        prefix_cache=one_of(stream(seed, "prefix cache"), ("auto", "auto", "host")),
         activations=one_of(memory, ("auto", "keep", "keep", "offload", "recompute", "recompute")),
         checkpointing="none" if checkpointed else one_of(memory, ("none", "selective", "full")),
     )

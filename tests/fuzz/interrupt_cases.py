@@ -403,6 +403,7 @@ CASES: dict[str, Callable[[str], Case]] = {
     "recompute": lambda n: _case(n, activations="recompute"),
     "offload": lambda n: _case(n, _deeper(), activations="offload", case=ACCUMULATED),
     "full": lambda n: _case(n, _deeper(), checkpointing="full", activations="offload"),
+    "host-cache": lambda n: _case(n, _deeper(), prefix_cache="host", case=ACCUMULATED),
     "checkpointed": lambda n: _case(n, _checkpointed(), case=ACCUMULATED),
     "two-pass": lambda n: _case(n, loss=losses.base.as_loss(squared), case=ACCUMULATED),
     "autocast": lambda n: _case(n, case={"around": _autocast}),
@@ -414,6 +415,9 @@ CASES: dict[str, Callable[[str], Case]] = {
     "failing": lambda n: _case(n, loss=FailingLoss(Failure), case=ACCUMULATED),
     "out-of-memory": lambda n: _case(
         n, loss=FailingLoss(torch.OutOfMemoryError), activations="offload", checkpointing="full"
+    ),
+    "out-of-memory-host-cache": lambda n: _case(
+        n, _deeper(), FailingLoss(torch.OutOfMemoryError), prefix_cache="host", checkpointing="full"
     ),
     "compiled": lambda n: _case(n, compile_blocks=True, case=ACCUMULATED),
 }

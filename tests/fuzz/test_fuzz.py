@@ -194,6 +194,7 @@ def test_every_family_and_option_is_drawn() -> None:
         "boundary": {"within", "mixed", "across", "auto"},
         "activations": {"auto", "keep", "offload", "recompute"},
         "checkpointing": {"none", "selective", "full"},
+        "prefix_cache": {"auto", "host"},
     }.items():
         assert {getattr(case.config, name) for case in draws()} == values
     losses = {type(case.loss).__name__ for case in draws()}

@@ -32,7 +32,9 @@ pytestmark = [
 ]
 # Others are what tests/fuzz/interrupts.py runs as well.
 DIFFERENT = ["accumulated", "sums-restoring", "lora", "recompute", "offload", "checkpointed"]
-DIFFERENT += ["two-pass", "hooks", "delta-rule", "score", "verify"]
+DIFFERENT += ["host-cache", "two-pass", "hooks", "delta-rule", "score", "verify"]
+
+FAILING = ["failing", "out-of-memory", "out-of-memory-host-cache"]
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +63,7 @@ def test_at_random_moments(name: str) -> None:
     assert tally.interrupts > 0
 
 
-@pytest.mark.parametrize("name", slow_besides(["failing"], ["failing", "out-of-memory"]))
+@pytest.mark.parametrize("name", slow_besides(["failing"], FAILING))
 def test_while_a_failed_step_is_put_back(name: str) -> None:
     tally = Tally()
     list(Interrupter(name, tally).everywhere(stride=67))

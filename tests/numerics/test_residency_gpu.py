@@ -1,6 +1,10 @@
-"""Offloading with streams and pinned memory: the same bits as keeping, and less device memory."""
+"""Host memory with streams and pinned buffers, for activations and prefix caches.
+
+Gradients are the same as on the device, and less device memory is taken.
+"""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +28,12 @@ SIZES = {
     "num_key_value_heads": 4,
     "head_dim": 128,
     "vocab_size": 1000,
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "offload": {"activations": "offload"},
+    "recompute": {"activations": "recompute"},
+    "cache": {"prefix_cache": "host"},
+    "all": {"prefix_cache": "host", "activations": "offload", "checkpointing": "full"},
 }
 GROUP = Config(sharing="group", boundary="across", max_microbatch_tokens=4096)
 
@@ -63,31 +73,31 @@ def step(model: torch.nn.Module, config: Config) -> tuple[dict[str, Tensor], int
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("activations", ["offload", "recompute"])
-def test_the_same_gradients_as_kept(activations: str, compiled: bool) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_the_same_gradients_as_kept(way: str, compiled: bool) -> None:
     model = make_model()
     config = replace(GROUP, compile_blocks=compiled, attention_kernel="fa2")
     kept, kept_peak, _ = step(model, config)
     # Kernels add with atomics, so that two runs of one plan differ as well: by so much.
     again, _, _ = step(model, config)
-    found, peak, stats = step(model, replace(config, activations=activations))
+    found, peak, stats = step(model, replace(config, **WAYS[way]))
     for name, gradient in kept.items():
         norm = float(gradient.float().norm())
         noise = float((again[name] - gradient).float().norm()) / norm
         difference = float((found[name] - gradient).float().norm()) / norm
         assert difference <= 2 * noise + 1e-3, name
     assert peak <= kept_peak
-    if activations == "offload":
+    if way != "recompute":
         assert stats.offload.out_bytes > 0 and stats.offload.left_bytes == 0
         assert stats.offload.prefetched > stats.offload.on_demand
 
 
-def test_many_steps_with_reused_host_memory() -> None:
+@pytest.mark.parametrize("way", ["offload", "cache", "all"])
+def test_many_steps_with_reused_host_memory(way: str) -> None:
     """Host memory is written again and again while copies from it may be under way."""
     model = make_model()
-    config = replace(
-        GROUP, activations="offload", max_microbatch_tokens=1024, attention_kernel="fa2"
-    )
+    config = replace(GROUP, max_microbatch_tokens=1024, attention_kernel="fa2")
+    config = replace(config, **WAYS[way])
     policy, batch = wrap(model, config), make_batch()
     norms = []
     for _ in range(6):
@@ -95,7 +105,7 @@ def test_many_steps_with_reused_host_memory() -> None:
         policy.forward_backward(batch, losses.GRPO())
         squares = [p.grad.float().square().sum() for p in model.parameters() if p.grad is not None]
         norms.append(float(torch.stack(squares).sum().sqrt()))
-    kept = wrap(model, replace(config, activations="keep"))
+    kept = wrap(model, replace(config, activations="keep", prefix_cache="device"))
     model.zero_grad()
     kept.forward_backward(batch, losses.GRPO())
     squares = [p.grad.float().square().sum() for p in model.parameters() if p.grad is not None]
@@ -104,7 +114,7 @@ def test_many_steps_with_reused_host_memory() -> None:
 
 def test_a_margin_larger_than_the_device_leaves_every_fetch_to_demand() -> None:
     model = make_model()
-    policy = wrap(model, replace(GROUP, activations="offload", attention_kernel="fa2"))
+    policy = wrap(model, replace(GROUP, **WAYS["all"], attention_kernel="fa2"))
     batch = make_batch()
     policy.forward_backward(batch, losses.GRPO())
     assert policy.model_state.staging is not None

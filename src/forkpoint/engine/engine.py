@@ -17,6 +17,7 @@ from forkpoint.engine.executor import Executor
 from forkpoint.engine.feature import Feature
 from forkpoint.engine.gradients import GradientGuard, GradientSums, twins
 from forkpoint.engine.host import HeadOutputs, Host
+from forkpoint.engine.host_cache import HostCache
 from forkpoint.engine.media import Encoding
 from forkpoint.engine.microbatches import MicrobatchInputs, prepare_microbatches
 from forkpoint.engine.objective import (
@@ -28,11 +29,12 @@ from forkpoint.engine.objective import (
     names_of,
     weighted,
 )
-from forkpoint.engine.offload import Activations, OffloadStats
+from forkpoint.engine.offload import Activations
+from forkpoint.engine.prefix_cache import PrefixCache
 from forkpoint.engine.prompt_exchange import PromptExchange
 from forkpoint.engine.route_replay import RouteReplay
 from forkpoint.engine.routing import Routing
-from forkpoint.engine.staging import Staging
+from forkpoint.engine.staging import OffloadStats, Staging
 from forkpoint.engine.timing import Observer, Timing
 from forkpoint.engine.transaction import Transaction
 from forkpoint.losses.base import Denominators, Loss
@@ -56,7 +58,7 @@ class PassResult:
     event_ms: tuple[float, ...]
     event_memory_bytes: tuple[int, ...] | None
     offload: OffloadStats | None = None
-    """Copies to the host's memory and back; None if the plan offloads nothing."""
+    """Copies to the host's memory and back; None if the plan has nothing there."""
 
     def after(self, scored: "PassResult") -> "PassResult":
         """The result, with the events and times of a pass of scores before it."""
@@ -97,7 +99,7 @@ class Engine:
         exchange: PromptExchange | None = None,
         observer: Observer | None = None,
     ) -> None:
-        """`staging`: host memory for plans that offload microbatches. `ranks`: by default there are
+        """`staging`: host memory for plans that have something there. `ranks`: by default there are
         no others. `observer` is called with each event before it runs."""
         self.host: Host = host
         self.config: Config = config
@@ -306,9 +308,22 @@ class Engine:
         mark = transaction.changes.mark
         timing = Timing(plan, host.device, self.observer)
         activations = None
+        traffic = None if self.staging is None else OffloadStats()
         if microbatch_loss is not None:
-            activations = Activations(plan, step.inputs, host, self.staging)
+            activations = Activations(plan, step.inputs, host, self.staging, traffic)
             transaction.changes.later(activations.close)
+        hosted = None
+        if plan.host_layers:
+            assert self.staging is not None and traffic is not None and plan.shape is not None
+            layers = plan.shape.attention_layers
+            hosted = HostCache(self.staging, traffic, hosted=plan.host_layers, layers=layers)
+            transaction.changes.later(hosted.finish)
+        cache = PrefixCache(
+            plan.cache_tokens,
+            gradients=microbatch_loss is not None,
+            cache_states=plan.cache_states,
+            host=hosted,
+        )
         encoding = None
         if step.batch.media:
             trains = microbatch_loss is not None and plan.capabilities.trains_encoder
@@ -327,6 +342,7 @@ class Engine:
         loss = Executor(transaction, host, plan, step.inputs, config, used).run(
             plan.with_encoders(instructions, training=microbatch_loss is not None),
             values,
+            cache,
             entropy=entropy,
             loss=None if microbatch_loss is None else self._deferring(microbatch_loss),
             scale=scale,
@@ -342,7 +358,7 @@ class Engine:
             phase_ms=timing.totals_ms(),
             event_ms=timing.each_ms(),
             event_memory_bytes=timing.allocated_bytes(),
-            offload=activations.stats if activations else None,
+            offload=traffic,
         )
 
     # Errors of a loss

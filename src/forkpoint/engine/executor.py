@@ -56,11 +56,14 @@ class Executor:
         self.links: Links = host.links
         self._roots: dict[int, list[Root]] = {}
         """By slot: the roots of its backward."""
+        self._views: dict[int, CacheView] = {}
+        """By slot: the prefix cache that its forward has read and written."""
 
     def run(
         self,
         instructions: Sequence[Instruction],
         values: TokenValues,
+        cache: PrefixCache,
         *,
         entropy: bool,
         loss: MicrobatchLoss | None = None,
@@ -69,12 +72,12 @@ class Executor:
     ) -> Tensor:
         """Run one pass, whose backwards need a `loss`; returns the sum of its microbatches' losses.
 
-        `values` collects the head's values of each token. `scale`: a factor on the gradients of
-        features' roots. `graph`: whether forwards record a graph in a pass without backwards.
+        `values` collects the head's values of each token. `cache`: an empty one. `scale`: a factor
+        on the gradients of features' roots. `graph`: whether forwards record a graph in a pass
+        without backwards.
         """
         training = loss is not None
         plan = self.plan
-        cache = PrefixCache(plan.cache_tokens, gradients=training, cache_states=plan.cache_states)
         total = torch.zeros((), dtype=self.host.loss_dtype, device=self.host.device)
         self.links.begin_pass(plan, instructions)
         for feature in self.features:
@@ -93,6 +96,7 @@ class Executor:
                 continue
             captures = instruction.operation != RECOMPUTE
             view = CacheView(source, inputs.microbatch, cache, captures=captures)
+            view.begin(backward=False)
             with torch.set_grad_enabled(training or graph):
                 outputs = self._forward(instruction, inputs, view, entropy)
                 # If a forward is repeated, the second computes the loss.
@@ -109,6 +113,7 @@ class Executor:
                 more = [root for root in found if root is not None]
                 own = _roots_of(part, outputs) if self.links.ends_here else []
                 self._roots[instruction.slot] = [*own, *more]
+                self._views[instruction.slot] = view
                 del own
                 del more
             del outputs, part, view, found
@@ -137,12 +142,15 @@ class Executor:
         assert guard is not None
         roots = [*self.links.roots(instruction), *self._roots.pop(instruction.slot)]
         tensors, gradients = [x for x, _ in roots], [gradient for _, gradient in roots]
+        view = self._views.pop(instruction.slot)
+        view.begin(backward=True)
         # With frozen layers a microbatch without trained tokens has no root.
         if roots:
             guard.begin()
         del roots
         self.host.backward(tensors, gradients, last=instruction.last_backward)
         del tensors, gradients
+        view.cache.end()
         self.links.after_backward(instruction)
         for feature in self.features:
             feature.after_backward(instruction)

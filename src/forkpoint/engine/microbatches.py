@@ -2,12 +2,14 @@
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from forkpoint.device import on_device
+from forkpoint.engine.host_cache import Rows
 from forkpoint.engine.prefix_cache import Capture, PrefixCache, RecurrentStates
 from forkpoint.ops.attention import AttentionTable, CacheSlice
 from forkpoint.ops.recurrence import ConvolutionTable, StateTable
@@ -107,14 +109,30 @@ class CacheView:
             )
         return self._tables[window]
 
-    def ancestors(self, module: Hashable) -> CacheSlice | None:
+    def ancestors(self, module: Hashable) -> "LayerAncestors | None":
         """K and V of the microbatches around this one in an attention module; None if it reads
         none."""
-        if not self._reads_cache:
-            return None
-        k, grad_k = self.cache.read((module, "k"))
-        v, grad_v = self.cache.read((module, "v"))
-        return CacheSlice(k, v, grad_k, grad_v)
+        return LayerAncestors(self.cache, module) if self._reads_cache else None
+
+    @cached_property
+    def _rows(self) -> Rows:
+        found: list[tuple[int, int]] = []
+        for segment in sorted(
+            self._plan.ancestors_of(self._microbatch), key=self._plan.cache_of.__getitem__
+        ):
+            begin = self._plan.cache_of[segment]
+            end = begin + int(self._plan.forest.length[segment])
+            if found and found[-1][1] == begin:
+                found[-1] = (found[-1][0], end)
+            else:
+                found.append((begin, end))
+        runs = self.capture.runs if self.capture is not None else ()
+        return Rows(tuple(found), tuple((at, at + end - begin) for begin, end, at in runs))
+
+    def begin(self, *, backward: bool) -> None:
+        """The microbatch's forward or backward begins."""
+        if self.cache.host is not None:
+            self.cache.begin(self._rows, backward=backward)
 
     def states(self, width: int, device: torch.device) -> RecurrentStates:
         """States and tables of layers that carry a state, with a convolution of `width`, built
@@ -133,6 +151,28 @@ class CacheView:
         """From now on a forward of this microbatch is a recomputation."""
         if self.capture is not None:
             self.capture.open = False
+        self.cache.end()
+
+
+class LayerAncestors:
+    """K and V of the microbatches around one, in one attention module.
+
+    They may be in host memory until they are opened.
+    """
+
+    def __init__(self, cache: PrefixCache, module: Hashable) -> None:
+        self._cache = cache
+        self._module = module
+
+    def open(self) -> CacheSlice:
+        """K and V, and the sums of their gradients, until the next module is opened."""
+        k, grad_k = self._cache.read((self._module, "k"))
+        v, grad_v = self._cache.read((self._module, "v"))
+        return CacheSlice(k, v, grad_k, grad_v)
+
+    def close(self) -> None:
+        """The backward has added to the sums."""
+        self._cache.close(self._module)
 
 
 def _capture_runs(plan: Plan, microbatch: Microbatch) -> list[tuple[int, int, int]]:

@@ -32,7 +32,7 @@ from forkpoint.engine.feature import Feature, Pack, Unpack
 from forkpoint.engine.host import Host
 from forkpoint.engine.microbatches import MicrobatchInputs
 from forkpoint.engine.prefix_cache import PrefixCache
-from forkpoint.engine.staging import Staging
+from forkpoint.engine.staging import OffloadStats, Staging
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.program import BACKWARD, FORWARD, Instruction
 
@@ -42,24 +42,6 @@ LAYERS_ALIVE = 2
 """Layers of a running backward that may be alive: one runs, the other gets its gradient."""
 Stays = Callable[[Tensor], bool]
 """Tells tensors that others hold on the device anyway."""
-
-
-@dataclass(eq=False)
-class OffloadStats:
-    """Traffic of a pass. Copies are counted in bytes of storages."""
-
-    out_bytes: int = 0
-    back_bytes: int = 0
-    prefetched: int = 0
-    """Storages that were on their way before the backward asked for them."""
-    on_demand: int = 0
-    """Those that it had to wait for from the start."""
-    held_back: int = 0
-    """Times that a prefetch was left for later, for want of device memory."""
-    left_bytes: int = 0
-    """Bytes that stayed on the device because the host's memory was at its limit."""
-    host_bytes: int = 0
-    """Host memory taken at the end of the pass; it is kept for the next."""
 
 
 def storage_id(tensor: Tensor) -> int:
@@ -279,9 +261,14 @@ class Activations(Feature):
     """Keeps, offloads or drops the activations of a pass with backwards."""
 
     def __init__(
-        self, plan: Plan, prepared: list[MicrobatchInputs], host: Host, staging: Staging | None
+        self,
+        plan: Plan,
+        prepared: list[MicrobatchInputs],
+        host: Host,
+        staging: Staging | None,
+        stats: OffloadStats | None,
     ) -> None:
-        """`staging` may be None if the plan offloads no microbatch."""
+        """`staging` and `stats` may be None if the plan offloads no microbatch."""
         self._layers = host.shape.layers
         # Ranks in lockstep may run one again that is to be offloaded.
         self._offloads = {
@@ -302,10 +289,11 @@ class Activations(Feature):
         self._staging = staging
         self._open: dict[int, SavedTensors] = {}
         self.stats: OffloadStats | None = None
+        """Counts copies; None if no microbatch is offloaded."""
         self._held: frozenset[int] = frozenset()
         if self._offloads:
             assert staging is not None, "a microbatch is offloaded, and there is nowhere to"
-            self.stats = OffloadStats()
+            self.stats = stats
             tensors = [
                 *(p for _, p in host.named_parameters()),
                 *holder_of(host.group).whole_parameters(),

@@ -11,13 +11,14 @@ They go the same way. Often no token of its own microbatch reads a final state, 
 added at the layer's output (`RecurrentStates.keep`).
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from forkpoint.engine.host_cache import HostCache, Rows
 from forkpoint.errors import UnsupportedError
 from forkpoint.ops.dtypes import accumulate_dtype
 from forkpoint.ops.recurrence import ConvolutionTable, StateTable
@@ -32,16 +33,75 @@ class PrefixCache:
     The plan says which of its tokens a microbatch has.
     """
 
-    def __init__(self, tokens: int, *, gradients: bool, cache_states: int = 0) -> None:
-        """`tokens` and `cache_states`: entries of tokens, and of the ends of segments."""
+    def __init__(
+        self,
+        tokens: int,
+        *,
+        gradients: bool,
+        cache_states: int = 0,
+        host: HostCache | None = None,
+    ) -> None:
+        """`tokens` and `cache_states`: entries of tokens, and of the ends of segments. `host`: the
+        layers whose entries of tokens are in host memory; None: no layer's are."""
         self.tokens: int = tokens
         self.cache_states: int = cache_states
         self.gradients: bool = gradients
+        self.host: HostCache | None = host
         self._state: dict[Key, Tensor] = {}
         self._gradient: dict[Key, Tensor] = {}
         self._of_states: set[Key] = set()
         self.media: Any = None
         """Features of images and videos (engine/media.py); None in a batch without any."""
+
+    def write(self, key: Key, x_T: Tensor, runs: Sequence[tuple[int, int, int]]) -> None:
+        """Copy a microbatch's tensor [T, ...]; its gradients are zeros then.
+
+        `runs`: (first position, one past the last, first entry of the cache).
+        """
+        host = self._host_of(key) or self._new_host_of(key, x_T)
+        if host is not None:
+            host.write(*key, x_T.detach(), runs)
+            return
+        state, gradient = self.buffers(key, x_T)
+        with torch.no_grad():
+            for begin, end, at in runs:
+                state[at : at + end - begin].copy_(x_T[begin:end])
+                if gradient is not None:
+                    gradient[at : at + end - begin].zero_()
+
+    def _host_of(self, key: Key) -> HostCache | None:
+        return self.host if self.host is not None and self.host.has(*key) else None
+
+    def _new_host_of(self, key: Key, like: Tensor) -> HostCache | None:
+        """The same for a layer's first capture."""
+        host = None if key in self._state else self.host
+        if host is None or not host.takes(*key, like, self.tokens, self.gradients):
+            return None
+        return host
+
+    def sums(self, key: Key, runs: Sequence[tuple[int, int, int]]) -> Sequence[Tensor | None]:
+        """For each run of the microbatch whose backward runs, the gradients that others left; None
+        is zero."""
+        host = self._host_of(key)
+        if host is not None:
+            return host.own_sums(*key)
+        gradient = self._gradient[key]
+        return [gradient[at : at + end - begin] for begin, end, at in runs]
+
+    def begin(self, rows: Rows, *, backward: bool) -> None:
+        """A microbatch's forward or backward begins."""
+        if self.host is not None:
+            self.host.begin(rows, backward=backward)
+
+    def close(self, layer: Hashable) -> None:
+        """The attention of a layer has added to the gradients that `read` gave."""
+        if self.host is not None:
+            self.host.close(layer)
+
+    def end(self) -> None:
+        """The microbatch's forward or backward has ended."""
+        if self.host is not None:
+            self.host.end()
 
     def buffers(self, key: Key, like: Tensor) -> tuple[Tensor, Tensor | None]:
         """State [tokens, ...] of `like`'s dtype and its gradient buffer, made if need be."""
@@ -80,6 +140,9 @@ class PrefixCache:
         backward. `.data` has a version counter of its own for each reader, so that autograd does
         not take these writes for changes of what the reader saved.
         """
+        host = self._host_of(key)
+        if host is not None:
+            return host.read(*key)
         gradient = self._gradient.get(key)
         return self._state[key].data, None if gradient is None else gradient.data
 
@@ -127,37 +190,31 @@ def capture_prefix(x_T: Tensor, key: Key, capture: Capture | None) -> Tensor:
         key: the module that calls, and the name of the tensor within it.
         capture: None in microbatches that no other microbatch reads.
     """
-    gradient = write_prefix(x_T, key, capture)
-    if capture is None or gradient is None or not x_T.requires_grad:
+    write_prefix(x_T, key, capture)
+    if capture is None or not capture.cache.gradients or not x_T.requires_grad:
         return x_T
-    return _Inject.apply(x_T, gradient, capture.runs)
+    return _Inject.apply(x_T, key, capture)
 
 
-def write_prefix(x_T: Tensor, key: Key, capture: Capture | None) -> Tensor | None:
-    """Copy a tensor of a microbatch into the cache; returns the buffer of its gradient.
+def write_prefix(x_T: Tensor, key: Key, capture: Capture | None) -> None:
+    """Copy a tensor of a microbatch into the cache, if this is not a recomputation.
 
-    Arguments as in `capture_prefix`. A recomputation copies nothing.
+    Arguments as in `capture_prefix`.
     """
-    if capture is None:
-        return None
-    state, gradient = capture.cache.buffers(key, x_T)
-    if capture.takes(key):
-        with torch.no_grad():
-            for begin, end, at in capture.runs:
-                state[at : at + end - begin].copy_(x_T[begin:end])
-                if gradient is not None:
-                    gradient[at : at + end - begin].zero_()
-    return gradient
+    if capture is not None and capture.takes(key):
+        capture.cache.write(key, x_T, capture.runs)
 
 
-def add_captured(grad_T: Tensor, gradient: Tensor, runs: list[tuple[int, int, int]]) -> Tensor:
+def add_captured(grad_T: Tensor, key: Key, capture: Capture) -> Tensor:
     """A gradient plus what other microbatches left for it in the cache, rounded once."""
-    if len(runs) == 1 and runs[0][:2] == (0, len(grad_T)):
-        at = runs[0][2]
-        return (gradient[at : at + len(grad_T)] + grad_T).to(grad_T.dtype)
+    runs = capture.runs
+    sums = capture.cache.sums(key, runs)
+    if len(runs) == 1 and runs[0][:2] == (0, len(grad_T)) and sums[0] is not None:
+        return (sums[0] + grad_T).to(grad_T.dtype)
     total = grad_T.clone()
-    for begin, end, at in runs:
-        total[begin:end] = gradient[at : at + end - begin] + grad_T[begin:end]
+    for (begin, end, _), gradient in zip(runs, sums, strict=True):
+        if gradient is not None:
+            total[begin:end] = gradient + grad_T[begin:end]
     return total
 
 
@@ -165,11 +222,9 @@ class _Inject(torch.autograd.Function):
     """The identity, whose backward adds the gradients that other microbatches left in the cache."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x_T: Tensor, gradient: Tensor, runs: list[tuple[int, int, int]]
-    ) -> Tensor:
-        # Not save_for_backward: the buffer is written on purpose until this backward reads it.
-        ctx.gradient, ctx.runs = gradient, runs
+    def forward(ctx: Any, x_T: Tensor, key: Key, capture: Capture) -> Tensor:
+        # Not save_for_backward: the cache is written on purpose until this backward reads it.
+        ctx.key, ctx.capture = key, capture
         return x_T.view_as(x_T)
 
     @staticmethod
@@ -177,7 +232,7 @@ class _Inject(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor, None, None]:
-        return add_captured(grad_outputs[0], ctx.gradient, ctx.runs), None, None
+        return add_captured(grad_outputs[0], ctx.key, ctx.capture), None, None
 
 
 # States at the ends of segments

@@ -1,9 +1,11 @@
-"""Host memory for offloaded activations, and the copies to it and back.
+"""Host memory for activations and prefix caches, and the copies to it and back.
 
 Code for a device is in one small class (`PlainTransfers`, `StreamTransfers`): streams, events,
 pinned memory and how much is free. All else is the same on every device, and is tested on a CPU.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +17,27 @@ ALIGNMENT_BYTES = 512
 CHUNK_BYTES = 1 << 30
 # Not used by prefetches: the allocator's rounding, and workspaces of the running backward.
 MARGIN_BYTES = 1 << 30
+
+
+@dataclass(eq=False)
+class OffloadStats:
+    """Traffic of a pass with host memory: of offloaded activations, counted in bytes of storages,
+    and of prefix caches."""
+
+    out_bytes: int = 0
+    back_bytes: int = 0
+    cache_bytes: int = 0
+    """Bytes of prefix caches and their gradients among both."""
+    prefetched: int = 0
+    """Storages, and layers of a prefix cache, that were on their way before they were asked for."""
+    on_demand: int = 0
+    """Those that were not."""
+    held_back: int = 0
+    """Times that a prefetch was left for later, for want of device memory."""
+    left_bytes: int = 0
+    """Bytes that stayed on the device because the host's memory was at its limit."""
+    host_bytes: int = 0
+    """Host memory taken at the end of the pass; it is kept for the next."""
 
 
 class PlainTransfers:
@@ -41,6 +64,12 @@ class PlainTransfers:
     def back(self, host: Tensor, after: Any) -> tuple[Tensor, Any]:
         """Start copying into new device memory; returns it and an event for its reader."""
         return torch.empty(len(host), dtype=torch.uint8, device=self.device).copy_(host), None
+
+    def bring(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Any) -> Any:
+        """Start copying from host memory (first) into device memory that the computation has made
+        (second); returns an event for its reader."""
+        for host, found in pairs:
+            found.copy_(host)
 
     def wait(self, arrived: Any) -> None:
         """Make all further computation wait for that copy."""
@@ -87,12 +116,19 @@ class StreamTransfers(PlainTransfers):
 
     def back(self, host: Tensor, after: torch.Event) -> tuple[Tensor, torch.Event]:
         found = torch.empty(len(host), dtype=torch.uint8, device=self.device)
+        return found, self.bring([(host, found)], after)
+
+    def bring(
+        self, pairs: Sequence[tuple[Tensor, Tensor]], after: torch.Event | None
+    ) -> torch.Event:
         # Kernels that were launched before that memory was freed may still use it.
         self._in.wait_event(torch.cuda.current_stream(self.device).record_event())
-        self._in.wait_event(after)
+        if after is not None:
+            self._in.wait_event(after)
         with torch.cuda.stream(self._in):
-            found.copy_(host, non_blocking=True)
-        return found, self._in.record_event()
+            for host, found in pairs:
+                found.copy_(host, non_blocking=True)
+        return self._in.record_event()
 
     def wait(self, arrived: torch.Event) -> None:
         torch.cuda.current_stream(self.device).wait_event(arrived)

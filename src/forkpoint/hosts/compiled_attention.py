@@ -33,11 +33,10 @@ class LayerCall:
         state = context.state
         self.places: Places = context.places
         self.tokens: int = context.inputs.microbatch.tokens
+        self.layer: nn.Module = layer
         self.capture: Capture | None = state.capture
-        self.gradients: tuple[Tensor | None, ...] = (
-            write_prefix(k_TKD, (layer, "k"), state.capture),
-            write_prefix(v_TKE, (layer, "v"), state.capture),
-        )
+        write_prefix(k_TKD, (layer, "k"), state.capture)
+        write_prefix(v_TKE, (layer, "v"), state.capture)
         table = state.table(options.window, k_TKD.device)
         cache = state.ancestors(layer)
         self.reading: Reading = Reading(table, cache, options, context.config.attention_kernel)
@@ -55,16 +54,11 @@ class LayerCall:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Gradients by q, k, v and sinks, each empty unless wanted."""
         dq, dk, dv, dsinks = attend_backward(do, q, k, v, o, lse, sinks, self.reading, wants)
-        dk = self._injected(dk, 0) if wants[1] else dk
-        dv = self._injected(dv, 1) if wants[2] else dv
+        if self.capture is not None and self.capture.cache.gradients:
+            # With what other microbatches left for the keys and values.
+            dk = add_captured(dk, (self.layer, "k"), self.capture) if wants[1] else dk
+            dv = add_captured(dv, (self.layer, "v"), self.capture) if wants[2] else dv
         return dq, dk, dv, dsinks
-
-    def _injected(self, grad_T: Tensor, number: int) -> Tensor:
-        """A gradient of the keys (0) or values (1) with what other microbatches left for it."""
-        gradient = self.gradients[number]
-        if self.capture is None or gradient is None:
-            return grad_T
-        return add_captured(grad_T, gradient, self.capture.runs)
 
 
 _calls: dict[int, LayerCall] = {}

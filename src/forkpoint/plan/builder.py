@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from forkpoint.config import AUTO, Config
 from forkpoint.errors import PlanError
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.entries import entries_of
+from forkpoint.plan.host_cache import most_host_layers
 from forkpoint.plan.media import planned_media
 from forkpoint.plan.packing import (
     microbatches_across,
@@ -22,6 +24,7 @@ from forkpoint.plan.predict import (
     drop_activations,
     keep_logits,
     microbatches_to_drop,
+    move_cache,
     peak_bytes,
     plan_cost,
 )
@@ -99,6 +102,11 @@ class Builder:
             raise PlanError(
                 f"memory_budget is {exactly(given)}, but without a model shape bytes cannot be "
                 "predicted; name the model, or limit max_microbatch_tokens instead."
+            )
+        if self.config.prefix_cache == "host" and self.shape is None:
+            raise PlanError(
+                "prefix_cache is 'host', but without a model shape it is not known how many layers "
+                "there are; name the model, or leave prefix_cache to the planner."
             )
         self.soft: bool = self.config.memory_budget == AUTO
         """Whether plans beyond the budget are made where nothing fits."""
@@ -187,7 +195,8 @@ class Builder:
         policies = self._policies()
         if self.budget is None:
             plan = self._build(sharing, boundary, tokens, policies[0])
-            return self._priced(plan, meter_of(plan, self.calibration))
+            meter = meter_of(plan, self.calibration)
+            return self._priced(self._with_cache(plan, meter, moves=False), meter)
         # As long as memory allows: what the host does for a microbatch, and adding to all
         # gradients, are paid once.
         if not given:
@@ -197,10 +206,12 @@ class Builder:
         least = self.longest if boundary == "within" else LEAST_MICROBATCH_TOKENS
         found: list[Plan] = []
         tried: list[Plan] = []
-        for policy in policies:
+        for moves, policy in product((False, True), policies):
+            if moves and (policy == policies[0]) and (found or not self._may_move(tried)):
+                break
             # Shorter microbatches than fill a device are for the policy that keeps least.
             shortest = least if policy == policies[-1] else max(least, min(tokens, FILLING_TOKENS))
-            ways = list(self._ways(sharing, boundary, policy, tokens, shortest))
+            ways = list(self._ways(sharing, boundary, policy, tokens, shortest, moves=moves))
             tried += ways
             fitting = [way for way in ways if peak_of(way) <= self.budget]
             if not fitting:
@@ -235,10 +246,40 @@ class Builder:
         able = self.capabilities.checkpoints
         return tuple(policy for policy in ("none", "selective", "full") if policy in able)
 
+    def _may_move(self, tried: Sequence[Plan]) -> bool:
+        """Whether prefix caches may be moved to the host's memory, where none of the plans tried
+        fits with all of them on the device."""
+        if self.config.prefix_cache != AUTO or self.prompts is not None:
+            return False
+        return any(plan.cache_tokens for plan in tried)
+
+    def _with_cache(self, plan: Plan, meter: Meter, *, moves: bool) -> Plan:
+        """The plan with its prefix cache where the configuration says.
+
+        `moves`: whether layers may be moved to the host's memory if it is left to the planner.
+        """
+        always = self.config.prefix_cache == "host"
+        if self.shape is None or not plan.cache_tokens or not (always or moves):
+            return plan
+        most = most_host_layers(plan.cache_tokens, self.shape, self.config.host_memory_bytes)
+        if always:
+            return replace(plan, host_layers=most)
+        assert self.budget is not None
+        return move_cache(plan, meter, self.shape, self.budget, most)
+
     def _ways(
-        self, sharing: str, boundary: str, policy: str, tokens: int, least: int
+        self,
+        sharing: str,
+        boundary: str,
+        policy: str,
+        tokens: int,
+        least: int,
+        *,
+        moves: bool,
     ) -> Iterator[Plan]:
         """Plans of shorter and shorter microbatches, what is beyond the budget among them.
+
+        `moves`: whether prefix caches may be moved to the host's memory.
 
         With a budget that was measured they end with the first that fits, in few steps: every step
         of a training run is planned so. With one that was given they go on until shorter ones pay
@@ -250,7 +291,7 @@ class Builder:
         while True:
             plan = self._build(sharing, boundary, tokens, policy)
             meter = meter_of(plan, self.calibration)
-            plan = self._priced(plan, meter)
+            plan = self._priced(self._with_cache(plan, meter, moves=moves), meter)
             ways = self._fitted(plan, meter)
             yield from ways
             needed = min(map(peak_of, ways))
@@ -408,8 +449,10 @@ class Builder:
 
 
 def cost_with_preference(plan: Plan) -> float:
-    """Its cost, and KEEPING_IS_WORTH besides where some microbatch is not kept."""
-    return plan.cost * (1 if _keeps_all(plan) else 1 + KEEPING_IS_WORTH)
+    """Its cost, and KEEPING_IS_WORTH besides where some microbatch is not kept, or prefix cache is
+    in the host's memory."""
+    keeps = _keeps_all(plan) and not plan.host_layers
+    return plan.cost * (1 if keeps else 1 + KEEPING_IS_WORTH)
 
 
 def least_memory(plans: Sequence[Plan]) -> Plan:

@@ -18,6 +18,7 @@ from forkpoint.errors import PlanError
 from forkpoint.plan.cache import allocate_cache
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.context import context_bytes
+from forkpoint.plan.host_cache import CacheCopies, layer_cache_bytes, outer_ancestors
 from forkpoint.plan.media import PlannedMedium, with_encoders
 from forkpoint.plan.pricing.cost import ModelShape, Work, bound_of
 from forkpoint.plan.program import (
@@ -98,6 +99,9 @@ class Plan:
     """Whether an encoder's backward runs it once more, so that its activations are not kept."""
     left_out: LeftOut = field(default_factory=LeftOut)
     """Rollouts and tails that are not run, because they give no gradient."""
+    host_layers: int = 0
+    """How many layers that attend have their prefix cache in the host's memory, spread evenly; two
+    of them at a time are on the device."""
     counts_first: bool = False
     """Whether the program's scores count experts, for a router loss whose statistics span
     microbatches."""
@@ -176,6 +180,28 @@ class Plan:
             for segment, place in zip(microbatch.segments, microbatch.state_index, strict=True)
             if place >= 0
         }
+
+    def ancestors_of(self, microbatch: Microbatch) -> set[int]:
+        """Segments above those of a microbatch that lie in other microbatches."""
+        return outer_ancestors(self._parents, microbatch.segments)
+
+    @cached_property
+    def _parents(self) -> list[int]:
+        return self.forest.parent.tolist()
+
+    @property
+    def cache_copies(self) -> CacheCopies | None:
+        """Copies of prefix caches to the host's memory and back; None where there are none."""
+        if self.shape is None or not self.host_layers:
+            return None
+        return CacheCopies(self.shape, self.host_layers, self.forest, self.microbatches)
+
+    @property
+    def host_cache_bytes(self) -> int:
+        """Memory of the host that prefix caches and their gradients take."""
+        if self.shape is None:
+            return 0
+        return self.host_layers * layer_cache_bytes(self.cache_tokens, self.shape)
 
     @cached_property
     def microbatch_names(self) -> tuple[str, ...]:
@@ -468,6 +494,13 @@ def _summary(plan: Plan) -> Table:
     add("labelled edges (head), for each temperature", f"{plan.num_loss_entries:,}")
     add("microbatches, segments", f"{len(plan.microbatches):,}, {len(plan.forest):,}")
     add("prefix cache held at once, tokens", f"{plan.cache_tokens:,}")
+    if plan.shape is not None and (copies := plan.cache_copies) is not None:
+        of = f"{plan.host_layers:,} of {plan.shape.attention_layers:,}"
+        add("layers whose prefix cache is in the host's memory", of)
+        add("memory of the host that it takes", format_bytes(plan.host_cache_bytes))
+        moved = [copies.of(i) for i in plan.program.instructions if i.microbatch >= 0]
+        ways = (format_bytes(sum(way)) for way in zip(*moved, strict=True))
+        add("copied there and back in a step", ", ".join(ways))
     if plan.shape is not None and plan.shape.context > 1:
         add("ranks that run parts of each microbatch", f"{plan.shape.context:,}")
         sent = context_bytes(plan.shape, plan.microbatches, plan.program)

@@ -8,6 +8,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 
+from forkpoint.plan.host_cache import LAYERS_HERE, layer_cache_bytes
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.pricing.cost import LINEAR_BACKWARD, ModelShape
 from forkpoint.plan.pricing.meters import Meter, TokenMeter, meter_of
@@ -24,6 +25,9 @@ def simulate(plan: Plan, meter: Meter) -> float:
     The host issues the work of all microbatches one after the other, and none of it ends before it
     has been issued.
 
+    Copies of prefix caches to the host's memory and back run beside the instruction that they are
+    of, and are over when it ends.
+
     A copy out begins with its microbatch's forward and is over when its bytes are through. A
     microbatch comes back while the backward before its own runs, as that gives back memory: as much
     as it had, the rest from the microbatch's own backward on, which ends no earlier than the last
@@ -33,6 +37,7 @@ def simulate(plan: Plan, meter: Meter) -> float:
     now = issued = out_free = in_free = 0.0
     before: _Backward | None = None
     sent: dict[int, float] = {}
+    copies = plan.cache_copies
     for instruction in plan.program.instructions:
         if instruction.idle:
             continue
@@ -58,6 +63,12 @@ def simulate(plan: Plan, meter: Meter) -> float:
                 out = meter.copy(meter.kept_bytes(microbatch), out=True) or 0.0
                 out_free = sent[index] = max(out_free, begin) + out
             before = None
+        if copies is not None:
+            out, back = copies.of(instruction)
+            in_free = max(in_free, begin) + _copy_back(meter, back)
+            out_free = max(out_free, begin) + (meter.copy(out, out=True) or 0.0)
+            # Nothing hides the copy of the first layer that is hosted.
+            now = max(now, in_free, out_free) + _copy_back(meter, back // plan.host_layers)
         now = max(now, issued)
     return now + encoder_cost(plan, meter)
 
@@ -155,8 +166,21 @@ def standing_bytes(plan: Plan, shape: ModelShape) -> int:
 
 def cache_bytes(plan: Plan, shape: ModelShape) -> int:
     """Prefix cache and its gradients, for the whole step."""
-    each = shape.boundary_bytes_per_token + shape.boundary_gradient_bytes_per_token
-    return plan.cache_tokens * each + plan.cache_states * shape.state_bytes
+    layers, states = shape.attention_layers, plan.cache_states * shape.state_bytes
+    here = layers - plan.host_layers + min(LAYERS_HERE, plan.host_layers)
+    return here * layer_cache_bytes(plan.cache_tokens, shape) + states
+
+
+def move_cache(plan: Plan, meter: Meter, shape: ModelShape, budget: int, most: int) -> Plan:
+    """The plan with the prefix cache of as few layers in the host's memory as it takes for its peak
+    to be within the budget; of `most` where that is not enough."""
+    over = peak_bytes(plan, meter, shape) - budget
+    layer = layer_cache_bytes(plan.cache_tokens, shape)
+    # Two layers in the host's memory free nothing: as many are on the device.
+    needed = -(-over // layer) + LAYERS_HERE if layer else 0
+    if over <= 0 or min(most, needed) <= LAYERS_HERE:
+        return plan
+    return replace(plan, host_layers=min(most, needed))
 
 
 def microbatches_to_drop(

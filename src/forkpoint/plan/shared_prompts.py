@@ -176,6 +176,8 @@ def cannot_exchange(config: Config) -> str:
     """The option that keeps a rank from exchanging prompts; empty where none does."""
     if config.sharing == "none":
         return "sharing is 'none'"
+    if config.prefix_cache == "host":
+        return "prefix_cache is 'host'"
     return "" if config.boundary in (AUTO, "mixed") else f"boundary is {config.boundary!r}"
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from forkpoint.errors import PlanError, UnsupportedError
 from forkpoint.plan.cache import captured_segments
+from forkpoint.plan.host_cache import LAYERS_HERE, layer_cache_bytes
 from forkpoint.plan.pipeline import Floats, StageSchedule, StageWork, order_stages
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.pricing.cost import ModelShape
@@ -216,7 +217,9 @@ def _captured_bytes(plan: Plan) -> list[int]:
     if shape is None:
         return [0] * len(plan.microbatches)
     read, forks = captured_segments(plan.forest, plan.microbatches)
-    each = shape.boundary_bytes_per_token + shape.boundary_gradient_bytes_per_token
+    # One stage has a part of the layers, but as many of them at a time on the device.
+    here = shape.attention_layers - plan.host_layers + min(LAYERS_HERE, plan.host_layers)
+    each = here * layer_cache_bytes(1, shape)
     length = plan.forest.length
     return [
         sum(int(length[s]) for s in m.segments if s in read) * each

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from forkpoint.device import on_device
-from forkpoint.engine.offload import OffloadStats
 from forkpoint.engine.route_replay import ReplayedRoutes
 from forkpoint.engine.routing import ExpertCounts
+from forkpoint.engine.staging import OffloadStats
 from forkpoint.losses.base import Loss
 from forkpoint.losses.outputs import PerToken
 from forkpoint.plan import Plan
@@ -100,7 +100,7 @@ class StepStats(PerToken, WithExperts):
     objective: Loss
     """The loss that the step was taken on."""
     offload: OffloadStats | None = None
-    """Copies to the host's memory and back; None if the plan offloads nothing."""
+    """Copies to the host's memory and back; None if the plan has nothing there."""
     router_loss: float | None = None
     """Of `router=`, with its coefficients and without the step's scale; `loss` is without it. None
     if the step had none."""

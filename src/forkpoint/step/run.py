@@ -128,7 +128,8 @@ def execute(policy: StepPolicy, agreed: AgreedStep, transaction: Transaction) ->
     if local.routers is not None:
         routing = local.routers.routing(plan, host, agreed.statistics)
     if isinstance(request, ScoreRequest):
-        engine = Engine(host, policy.config, routing=routing, replay=replay)
+        staging = policy.model_state.staging_of(plan, host, policy.config, training=False)
+        engine = Engine(host, policy.config, staging, routing=routing, replay=replay)
         return _score(engine, agreed, request, transaction)
     note_faster_kernels(plan, host.device, policy.config.attention_kernel)
     engine = Engine(

@@ -19,7 +19,7 @@ class ModelState:
 
     def __init__(self) -> None:
         self.staging: Staging | None = None
-        """Host memory for offloaded microbatches, made when first needed."""
+        """Host memory for offloaded activations and prefix caches, made when first needed."""
         self.found: dict[str, Calibration | None] = {}
         """By the attention kernel asked for: the calibration of this device and model, once it was
         looked for."""
@@ -64,9 +64,15 @@ class ModelState:
         """Price by this in place of what is found or measured."""
         self.found[config.attention_kernel] = calibration
 
-    def staging_of(self, plan: Plan, host: Host, config: Config) -> Staging | None:
-        """Host memory for a plan's offloaded microbatches; None if it has none."""
-        if not any(microbatch.activations == "offload" for microbatch in plan.microbatches):
+    def staging_of(
+        self, plan: Plan, host: Host, config: Config, *, training: bool = True
+    ) -> Staging | None:
+        """Host memory for what a plan has there; None if it has nothing there.
+
+        `training`: whether backwards follow, without which no activations are kept.
+        """
+        offloads = training and any(m.activations == "offload" for m in plan.microbatches)
+        if not offloads and not plan.host_layers:
             return None
         self.staging = self.staging or staging_for(host.device)
         self.staging.limit_bytes = config.host_memory_bytes

@@ -19,7 +19,7 @@ from forkpoint.ops.attention.kernel import Asked, Kernel, Options
 from forkpoint.ops.attention.merge import Part, merge
 from forkpoint.ops.attention.registry import launch_kernel
 from forkpoint.ops.attention.source import RowSum, Source
-from forkpoint.ops.attention.table import AttentionTable, CacheSlice
+from forkpoint.ops.attention.table import Ancestors, AttentionTable, CacheSlice
 from forkpoint.tree import FROM_CACHE, FROM_GATHER, FROM_OWN
 
 
@@ -30,7 +30,7 @@ def shared_attention(
     v_TKE: Tensor,
     *,
     table: AttentionTable,
-    cache: CacheSlice | None = None,
+    cache: Ancestors | None = None,
     sinks: Tensor | None = None,
     scale: float,
     softcap: float = 0.0,
@@ -68,7 +68,7 @@ class Reading(NamedTuple):
     """Tables, prefix cache and options of an attention: see `shared_attention`."""
 
     table: AttentionTable
-    cache: CacheSlice | None
+    cache: Ancestors | None
     options: Options
     kernel: str
 
@@ -77,8 +77,9 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, reading: Reading
 ) -> tuple[Tensor, Tensor]:
     """The forward: o and lse."""
-    table, cache, options, _ = reading
-    _check(q, k, v, reading)
+    table, options = reading.table, reading.options
+    cache = None if reading.cache is None else reading.cache.open()
+    _check(q, k, v, reading, cache)
     kernels = _select(q, v, reading)
 
     q = _dense_last(q)
@@ -99,10 +100,10 @@ def attend(
         return merge(parts, sinks, q.dtype)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, reading: Reading) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, reading: Reading, cache: CacheSlice | None) -> None:
     """Raise AssertionError where tensors and launches contradict one another; never a sync."""
     calls, window = reading.table.calls, reading.options.window
-    cached = 0 if reading.cache is None else len(reading.cache.k)
+    cached = 0 if cache is None else len(cache.k)
     gathers = reading.table.own_gather is not None
     assert q.ndim == 3 and len(q) == len(k) == len(v) == calls[0].q_end, "one token, one query"
     assert q.shape[2] == k.shape[2] and q.shape[1] % k.shape[1] == 0, (q.shape, k.shape)
@@ -131,7 +132,8 @@ def attend_backward(
     wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients by q, k, v and sinks, each empty unless wanted; the cache's are added to."""
-    table, cache, options, _ = reading
+    table, options = reading.table, reading.options
+    cache = None if reading.cache is None else reading.cache.open()
     wants_q, wants_k, wants_v, wants_sinks = wants
     kernels = _select(q, v, reading)
 
@@ -163,6 +165,8 @@ def attend_backward(
                 dq_sum.add(dq, launch.q_begin)
             keys.add_grad(launch, dk, wants_k, options.deterministic)
             values.add_grad(launch, dv, wants_v, options.deterministic)
+        if reading.cache is not None:
+            reading.cache.close()
         # An operator returns tensors, not None: what is not wanted is an empty one.
         return (
             dq_sum.result() if wants_q else q.new_empty(0),

@@ -6,6 +6,7 @@ FSDP copies dataclasses that it meets in call arguments.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol, Self
 
 import numpy as np
 import torch
@@ -108,6 +109,18 @@ class AttentionTable:
         return cls(calls, own_gather, cache_gather)
 
 
+class Ancestors(Protocol):
+    """Prefix cache of one layer that is at hand when it is opened, in forward and backward."""
+
+    def open(self) -> "CacheSlice":
+        """The cache, for one forward or backward of attention."""
+        ...
+
+    def close(self) -> None:
+        """A backward has added to the gradients."""
+        ...
+
+
 class CacheSlice:
     """Prefix cache of ancestors in other microbatches, in one layer, as a microbatch sees it.
 
@@ -131,6 +144,13 @@ class CacheSlice:
         self.v: Tensor = v
         self.grad_k: Tensor | None = grad_k
         self.grad_v: Tensor | None = grad_v
+
+    def open(self) -> Self:
+        """Itself: it is always at hand."""
+        return self
+
+    def close(self) -> None:
+        """Nothing has to be done."""
 
 
 def _read_launches(launches: np.ndarray, cu_cpu: Tensor, cu_device: Tensor) -> list[Launch]:

@@ -1,0 +1,326 @@
+"""Prefix cache in host memory, of which two layers at a time are on the device.
+
+A layer's cache is read in that layer's attention alone, forward and backward, and its gradients are
+added there. So a microbatch's forward sends the keys and values of each layer to the host, and
+microbatches that read them fetch one layer ahead: the next layer in a forward, the layer before in
+a backward. In a backward the sums of gradients come and go with the keys and values. A microbatch's
+own sums come once, for its own backward.
+
+Sums that no reader has added to are zeros: they are made on the device, and not copied.
+"""
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forkpoint.engine.staging import Frame, OffloadStats, Staging
+from forkpoint.ops.dtypes import accumulate_dtype
+
+Run = tuple[int, int]
+"""The first entry of the cache, and one past the last."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Entries of the cache that one microbatch needs."""
+
+    read: tuple[Run, ...]
+    """Those of its ancestors in other microbatches, ascending."""
+    own: tuple[Run, ...]
+    """Those that it captures, in the order of its tokens."""
+
+
+BLOCKS = 16
+"""Blocks of a tensor in a chunk of host memory: what they leave of a chunk is at most one."""
+
+
+class _Blocks:
+    """Entries of a tensor in host memory, in blocks that fill its chunks."""
+
+    def __init__(self, blocks: list[Tensor]) -> None:
+        self._blocks = blocks
+        self._rows: int = len(blocks[0])
+
+    @property
+    def entry(self) -> Tensor:
+        """The first entry, [1, ...]."""
+        return self._blocks[0][:1]
+
+    def pieces(self, begin: int, end: int) -> Iterator[tuple[Tensor, int, int]]:
+        """Parts of entries begin:end, and where each begins and ends among these."""
+        at = begin
+        while at < end:
+            block, offset = divmod(at, self._rows)
+            last = min(end, at + self._rows - offset)
+            yield self._blocks[block][offset : offset + last - at], at - begin, last - begin
+            at = last
+
+
+@dataclass(eq=False)
+class _Hosted:
+    """One of a layer's tensors in host memory."""
+
+    state: _Blocks
+    gradient: _Blocks | None
+    device: torch.device
+    summed: np.ndarray
+    """bool [tokens]: entries whose sum of gradients is in host memory; others are zero."""
+    sent: Any = None
+    """Event after which the host has all that was sent."""
+
+
+@dataclass(eq=False)
+class _Fetched:
+    """A layer on the device, for the microbatch that runs."""
+
+    states: dict[str, Tensor] = field(default_factory=dict)
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    own: dict[str, list[Tensor | None]] = field(default_factory=dict)
+    """By tensor: sums of the microbatch's own runs; None are zeros."""
+    arrived: list[Any] = field(default_factory=list)
+    closed: bool = False
+    """Whether its sums have gone back to the host: what is here besides `own` is out of date."""
+
+
+class HostCache:
+    """The prefix cache of `hosted` of a model's `layers` in host memory, for one pass.
+
+    Hosted layers lie evenly among the others, whose computation hides copies as well. A layer for
+    which the host's memory does not suffice stays on the device.
+    """
+
+    def __init__(self, staging: Staging, stats: OffloadStats, *, hosted: int, layers: int) -> None:
+        """
+        Args:
+            staging: host memory.
+            stats: counts copies.
+            hosted: how many layers that attend are in host memory.
+            layers: how many there are.
+        """
+        self._staging = staging
+        self._transfers = staging.transfers
+        self._stats = stats
+        self._share = hosted, layers
+        self._frame: Frame | None = None
+        self._seen: dict[Hashable, bool] = {}
+        """Layers in the order in which they first captured, and whether they are hosted."""
+        self._hosted: dict[Hashable, dict[str, _Hosted]] = {}
+        self._fetched: dict[Hashable, _Fetched] = {}
+        self._rows = Rows((), ())
+        self._backward = False
+
+    # Layers
+    # ------------------------------------------------------------
+
+    def takes(self, layer: Hashable, name: str, like: Tensor, tokens: int, sums: bool) -> bool:
+        """Make a layer's tensor [tokens, ...] in host memory; False if it stays on the device.
+
+        `sums`: whether it has gradients.
+        """
+        if layer not in self._seen:
+            hosted, layers = self._share
+            number = len(self._seen)
+            self._seen[layer] = (number + 1) * hosted // layers > number * hosted // layers
+        if not self._seen[layer]:
+            return False
+        state = self._take(tokens, like, like.dtype)
+        gradient = self._take(tokens, like, accumulate_dtype(like.dtype)) if sums else None
+        if state is None or (sums and gradient is None):
+            self._stats.left_bytes += tokens * like[:1].nbytes
+            return False
+        tensors = self._hosted.setdefault(layer, {})
+        tensors[name] = _Hosted(state, gradient, like.device, np.zeros(tokens, bool))
+        return True
+
+    def _take(self, tokens: int, like: Tensor, dtype: torch.dtype) -> _Blocks | None:
+        if self._frame is None:
+            self._frame = self._staging.begin()
+        entry = like.shape[1:]
+        nbytes = entry.numel() * dtype.itemsize
+        rows = max(1, self._transfers.chunk_bytes // BLOCKS // nbytes)
+        blocks: list[Tensor] = []
+        for begin in range(0, tokens, rows):
+            count = min(rows, tokens - begin)
+            found = self._frame.take(count * nbytes)
+            if found is None:
+                return None
+            blocks.append(found.view(dtype).view(count, *entry))
+        return _Blocks(blocks)
+
+    def has(self, layer: Hashable, name: str) -> bool:
+        """Whether this tensor of a layer is in host memory."""
+        return name in self._hosted.get(layer, {})
+
+    def write(
+        self, layer: Hashable, name: str, x_T: Tensor, runs: Sequence[tuple[int, int, int]]
+    ) -> None:
+        """Send a microbatch's tensor; `runs` as those of `Capture`. Its sums are zeros then."""
+        hosted = self._hosted[layer][name]
+        entry = hosted.state.entry
+        assert entry.dtype == x_T.dtype and entry.shape[1:] == x_T.shape[1:], (layer, name)
+        for begin, end, at in runs:
+            self._send(hosted, x_T[begin:end], hosted.state, at)
+            hosted.summed[at : at + end - begin] = False
+
+    def _send(self, hosted: _Hosted, source: Tensor, to: _Blocks, at: int) -> None:
+        for host, first, last in to.pieces(at, at + len(source)):
+            hosted.sent = self._transfers.out(source[first:last], host)
+        self._stats.out_bytes += source.nbytes
+        self._stats.cache_bytes += source.nbytes
+
+    # A microbatch
+    # ------------------------------------------------------------
+
+    def begin(self, rows: Rows, *, backward: bool) -> None:
+        """A microbatch's forward or backward begins: its first layer is fetched ahead."""
+        self._drop(tuple(self._fetched))
+        self._rows, self._backward = rows, backward
+        order = list(self._hosted)
+        if order:
+            self._fetch_ahead(order[-1 if backward else 0])
+
+    def end(self) -> None:
+        """It has ended: no layer stays on the device."""
+        self._drop(tuple(self._fetched))
+
+    def read(self, layer: Hashable, name: str) -> tuple[Tensor, Tensor | None]:
+        """A layer's tensor and the sums of its gradients, as the microbatch that runs reads them.
+
+        Entries [0, n) of the cache; those that it does not read hold anything.
+        """
+        found = self._here(layer, reads=True)
+        return found.states[name], found.sums.get(name)
+
+    def close(self, layer: Hashable) -> None:
+        """A layer's backward has added to the sums: they go back to the host."""
+        found = self._fetched.get(layer)
+        if found is None:
+            return
+        for name, total in found.sums.items():
+            hosted = self._hosted[layer][name]
+            assert hosted.gradient is not None
+            for begin, end in self._rows.read:
+                self._send(hosted, total[begin:end], hosted.gradient, begin)
+                hosted.summed[begin:end] = True
+        found.states, found.sums, found.closed = {}, {}, True
+
+    def own_sums(self, layer: Hashable, name: str) -> list[Tensor | None]:
+        """For each run of the microbatch that runs, the sum of its gradients; None is zero."""
+        return self._here(layer, reads=False).own.pop(name)
+
+    def _here(self, layer: Hashable, *, reads: bool) -> _Fetched:
+        """A layer on the device, with the next on its way; all others are dropped."""
+        found = self._fetched.get(layer)
+        if found is None or (reads and found.closed):
+            self._stats.on_demand += 1
+            found = self._fetch(layer)
+        order = list(self._hosted)
+        if self._backward:
+            order.reverse()
+        following = order[order.index(layer) + 1 :][:1]
+        self._drop([other for other in self._fetched if other not in (layer, *following)])
+        for other in following:
+            self._fetch_ahead(other)
+        self._wait(found)
+        return found
+
+    def _drop(self, layers: Sequence[Hashable]) -> None:
+        for layer in layers:
+            # What was fetched in vain may still be arriving in memory that is used again.
+            self._wait(self._fetched.pop(layer))
+
+    def _wait(self, found: _Fetched) -> None:
+        while found.arrived:
+            self._transfers.wait(found.arrived.pop())
+
+    # Copies
+    # ------------------------------------------------------------
+
+    def _fetch_ahead(self, layer: Hashable) -> None:
+        if layer in self._fetched or not (self._rows.read or self._backward):
+            return
+        room = self._transfers.headroom_bytes()
+        if room is not None and room < self._needed_bytes(layer):
+            self._stats.held_back += 1
+            return
+        self._stats.prefetched += 1
+        self._fetch(layer)
+
+    def _needed_bytes(self, layer: Hashable) -> int:
+        """Bytes of a layer on the device."""
+        top = max((end for _, end in self._rows.read), default=0)
+        own = sum(end - begin for begin, end in self._rows.own)
+        found = 0
+        for hosted in self._hosted[layer].values():
+            found += top * hosted.state.entry.nbytes
+            if self._backward and hosted.gradient is not None:
+                found += (top + own) * hosted.gradient.entry.nbytes
+        return found
+
+    def _fetch(self, layer: Hashable) -> _Fetched:
+        """Start fetching a layer, and in a backward the sums of its gradients."""
+        found = _Fetched()
+        rows = self._rows
+        for name, hosted in self._hosted[layer].items():
+            pairs: list[tuple[Tensor, Tensor]] = []
+            if rows.read:
+                found.states[name] = device = self._empty(hosted, hosted.state, rows.read[-1][1])
+                for begin, end in rows.read:
+                    pieces = hosted.state.pieces(begin, end)
+                    pairs += [(host, device[begin + a : begin + b]) for host, a, b in pieces]
+            if self._backward and hosted.gradient is not None:
+                if rows.read:
+                    total = self._empty(hosted, hosted.gradient, rows.read[-1][1])
+                    found.sums[name] = total
+                    for begin, end in rows.read:
+                        pairs += self._sums(hosted, begin, end, total[begin:end])
+                found.own[name] = []
+                for begin, end in rows.own:
+                    total = None
+                    if hosted.summed[begin:end].any():
+                        total = self._empty(hosted, hosted.gradient, end - begin)
+                        pairs += self._sums(hosted, begin, end, total)
+                    found.own[name].append(total)
+            if pairs:
+                copied = sum(host.nbytes for host, _ in pairs)
+                self._stats.back_bytes += copied
+                self._stats.cache_bytes += copied
+                found.arrived.append(self._transfers.bring(pairs, hosted.sent))
+        self._fetched[layer] = found
+        return found
+
+    def _empty(self, hosted: _Hosted, like: _Blocks, rows: int) -> Tensor:
+        entry = like.entry
+        return torch.empty((rows, *entry.shape[1:]), dtype=entry.dtype, device=hosted.device)
+
+    def _sums(
+        self, hosted: _Hosted, begin: int, end: int, total: Tensor
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Copies that fill `total` with sums of entries; those that are zero are zeroed here."""
+        assert hosted.gradient is not None
+        summed = hosted.summed[begin:end]
+        edges = [0, *(np.flatnonzero(np.diff(summed)) + 1).tolist(), end - begin]
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for first, last in pairwise(edges):
+            if summed[first]:
+                pieces = hosted.gradient.pieces(begin + first, begin + last)
+                pairs += [(host, total[first + a : first + b]) for host, a, b in pieces]
+            else:
+                total[first:last].zero_()
+        return pairs
+
+    def finish(self) -> None:
+        """End the pass, whether it failed or not: no copy is running, and host memory is free."""
+        # A device that has failed ends copies as well; its error is raised already.
+        with suppress(RuntimeError):
+            self._transfers.drain()
+        self._fetched.clear()
+        self._hosted.clear()
+        self._staging.clear()
+        self._stats.host_bytes = self._staging.held_bytes

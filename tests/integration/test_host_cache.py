@@ -1,0 +1,361 @@
+"""Prefix cache in host memory: the step is the same, and two layers at a time are on the device.
+
+In float64, for every way of sharing that has microbatches with children: loss, log-probs and every
+parameter's gradient within 1e-10 of ordinary training.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from scenarios import CHAIN, LOSSES, TIGHT
+from steps import (
+    ACROSS,
+    clear_gradients,
+    forked_batch,
+    relative_distance,
+    small_model,
+    step_error,
+    with_options,
+)
+from steps import gradients as gradients_of
+from torch import Tensor, nn
+from yardstick import Variant, label, step_faults, truth
+
+from forkpoint import Config, Policy, losses, wrap
+from forkpoint.engine.host_cache import HostCache, Rows
+from forkpoint.engine.staging import PlainTransfers, Staging
+from forkpoint.losses import LossBatch, LossOutputs
+from forkpoint.testing import lifted_upcasts, tiny_model
+from hybrids import tiny_hybrid
+from lanes import slow_besides
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory", "without_sample", "without_lists")
+
+HOSTED = replace(ACROSS, prefix_cache="host")
+NESTED = (
+    replace(HOSTED, sharing="group"),
+    replace(HOSTED, sharing="none", max_microbatch_tokens=CHAIN),
+    replace(HOSTED, max_microbatch_tokens=CHAIN),
+    replace(HOSTED, boundary="mixed", max_microbatch_tokens=TIGHT),
+)
+WAYS = (("keep", "none"), ("recompute", "selective"), ("offload", "full"), ("recompute", "full"))
+SMALL_CHUNK = 4096
+"""Bytes of host memory: a layer's tensors take several blocks."""
+
+
+def steps_of(first: int) -> list[tuple[Config, str, str]]:
+    """Every way to have activations again, with plans in turn."""
+    return [(NESTED[(first + i) % len(NESTED)], *way) for i, way in enumerate(WAYS)]
+
+
+STEPS = {
+    (Variant("llama"), "gspo"): steps_of(0),
+    (Variant("qwen3", window=7, sinks=True), "grpo"): steps_of(1),
+    (Variant("llama"), "dpo"): steps_of(2),
+    (Variant("llama", window=7, checkpointed=True), "gspo"): [
+        (config, activations, "none") for config, activations, _ in steps_of(3)
+    ],
+}
+
+
+def in_small_chunks(policy: Policy) -> Staging:
+    """Let a policy's host memory be taken in small chunks; returns it."""
+    transfers = PlainTransfers(torch.device("cpu"), chunk_bytes=SMALL_CHUNK)
+    policy.model_state.staging = Staging(transfers)
+    return policy.model_state.staging
+
+
+@pytest.mark.parametrize(("variant", "loss"), slow_besides(list(STEPS)[1:2], STEPS), ids=str)
+def test_steps_are_those_of_dense_training(variant: Variant, loss: str) -> None:
+    expected, model = truth(replace(variant, checkpointed=False), loss), variant.build()
+    faults, moved = [], []
+    with lifted_upcasts(model):
+        policy = wrap(model)
+        staging = in_small_chunks(policy)
+        for config, activations, checkpointing in STEPS[variant, loss]:
+            changed = replace(config, activations=activations, checkpointing=checkpointing)
+            model.zero_grad()
+            stats = with_options(policy, changed).forward_backward(expected.batch, LOSSES[loss])
+            name = f"{label(changed, stats.plan)}, {activations}, {checkpointing}"
+            faults += [f"{name}: {fault}" for fault in step_faults(model, stats, expected)]
+            assert stats.plan.host_layers == len(model.model.layers), name
+            assert stats.offload is not None and staging.used_bytes == 0, name
+            moved.append(stats.offload.cache_bytes)
+    assert not faults, f"{len(faults)} differences from dense:\n" + "\n".join(faults[:20])
+    assert all(moved)
+
+
+def frozen_below(model: nn.Module) -> nn.Module:
+    """Train the last layer and the head alone."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.2" in name or "lm_head" in name)
+    return model
+
+
+def experts() -> nn.Module:
+    """A mixture of experts that runs in float64."""
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    model = tiny_model("qwen3_moe", **sizes)
+    if hasattr(model, "set_experts_implementation"):
+        # The default's grouped matrix product has no float64.
+        model.set_experts_implementation("eager")
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "frozen": lambda: frozen_below(tiny_model("qwen3")),
+    "lora": lambda: get_peft_model(
+        small_model("qwen3"), LoraConfig(target_modules="all-linear", init_lora_weights=False)
+    ),
+    "experts": experts,
+    "delta rule": lambda: tiny_hybrid("qwen3_next"),
+    "mamba": lambda: tiny_hybrid("granitemoehybrid"),
+    "windows": lambda: tiny_model("gemma2"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", slow_besides(["frozen"], MODELS))
+def test_models(name: str) -> None:
+    for activations, checkpointing in WAYS[::2]:
+        config = replace(HOSTED, activations=activations, checkpointing=checkpointing)
+        assert step_error(MODELS[name](), forked_batch(), losses.GRPO(), config) < 1e-10
+
+
+def test_a_pass_of_scores_and_log_probs_with_a_graph() -> None:
+    model, batch = small_model("llama", dtype=torch.float32).train(), forked_batch()
+    found = []
+    for place in ("device", "host"):
+        policy = wrap(model, replace(ACROSS, prefix_cache=place))
+        clear_gradients(model)
+        logprobs = policy.logprobs(batch)
+        logprobs.square().sum().backward()
+        scores = policy.score(batch)
+        assert (policy.model_state.staging is not None) == (place == "host")
+        found.append((logprobs.detach(), scores.logprobs, gradients_of(model)))
+    (first, second, gradients), (other, another, wanted) = found
+    assert torch.equal(first, other) and torch.equal(second, another)
+    assert relative_distance(gradients, wanted) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("graphs_alone")
+@pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns
+def test_compiled_blocks() -> None:
+    model, found = small_model("qwen3", dtype=torch.float32), []
+    for place in ("device", "host"):
+        clear_gradients(model)
+        config = replace(ACROSS, prefix_cache=place, compile_blocks=True)
+        wrap(model, config).forward_backward(forked_batch(), losses.GRPO())
+        found.append(gradients_of(model))
+    assert relative_distance(found[1], found[0]) == 0
+
+
+# What is moved ------------------------------------------------------------------------------------
+
+
+class Short(PlainTransfers):
+    """Copies of a CPU that has no memory left for what is fetched ahead."""
+
+    def headroom_bytes(self) -> int | None:
+        return 0
+
+
+def hosted_step(
+    transfers: PlainTransfers | None = None, **options: Any
+) -> tuple[Any, Staging, float]:
+    """A step in float64 of a model of three layers: statistics, host memory, distance to dense."""
+    model = tiny_model("llama")
+    policy = wrap(model, replace(HOSTED, **options))
+    staging = Staging(transfers or PlainTransfers(torch.device("cpu"), chunk_bytes=SMALL_CHUNK))
+    policy.model_state.staging = staging
+    error = step_error(model, forked_batch(), losses.GRPO(), policy=policy)
+    clear_gradients(model)
+    stats = policy.forward_backward(forked_batch(), losses.GRPO())
+    assert staging.used_bytes == 0, "host memory is in use after the step"
+    return stats, staging, error
+
+
+def test_two_layers_are_on_the_device_and_fetched_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    most: list[int] = []
+    fetch = HostCache._fetch
+
+    def watched(self: HostCache, layer: Any) -> Any:
+        found = fetch(self, layer)
+        most.append(len(self._fetched))
+        return found
+
+    monkeypatch.setattr(HostCache, "_fetch", watched)
+    stats, _, error = hosted_step()
+    assert error < 1e-10
+    assert max(most) == 2 and stats.plan.host_layers == 3
+    assert stats.offload.on_demand == 0 and stats.offload.prefetched > 0
+    assert 0 < stats.offload.cache_bytes == stats.offload.out_bytes + stats.offload.back_bytes
+
+
+@pytest.mark.slow
+def test_without_room_nothing_is_fetched_ahead() -> None:
+    stats, _, error = hosted_step(Short(torch.device("cpu"), chunk_bytes=SMALL_CHUNK))
+    assert error < 1e-10
+    assert stats.offload.prefetched == 0 and stats.offload.held_back > 0
+    assert stats.offload.on_demand > 0
+
+
+@pytest.mark.slow
+def test_beyond_the_host_s_limit_layers_stay() -> None:
+    # The planner counts bytes, and host memory is taken in chunks: a layer more may not fit.
+    whole, staging, _ = hosted_step()
+    limit = whole.plan.host_cache_bytes
+    stats, staging, error = hosted_step(host_memory=limit)
+    assert error < 1e-10 and staging.held_bytes <= limit
+    assert stats.plan.host_layers == 3 and stats.offload.left_bytes > 0
+    stats, staging, error = hosted_step(host_memory=limit * 2 // 3)
+    assert error < 1e-10 and stats.plan.host_layers == 2
+    assert 0 < staging.held_bytes <= limit * 2 // 3
+
+
+def test_host_memory_is_kept_from_step_to_step() -> None:
+    model = small_model("llama", dtype=torch.float32)
+    policy = wrap(model, HOSTED)
+    staging, held = in_small_chunks(policy), []
+    for _ in range(4):
+        policy.forward_backward(forked_batch(), losses.GRPO())
+        held.append(staging.held_bytes)
+    assert held[0] > 0 and len(set(held)) == 1
+
+
+def test_copies_are_as_predicted() -> None:
+    """But for sums that are zero, which are not fetched."""
+    stats, _, _ = hosted_step(max_microbatch_tokens=CHAIN)
+    copies = stats.plan.cache_copies
+    assert copies is not None
+    moved = [copies.of(i) for i in stats.plan.program.training]
+    out, back = (sum(way) for way in zip(*moved, strict=True))
+    assert stats.offload.out_bytes == out
+    assert 0.5 * back < stats.offload.back_bytes <= back
+
+
+# Failures -----------------------------------------------------------------------------------------
+
+
+def test_a_failed_step_leaves_nothing() -> None:
+    model, batch = small_model("llama"), forked_batch()
+    policy = wrap(model, HOSTED)
+    staging, calls = in_small_chunks(policy), list[int]()
+
+    class Failing(losses.GRPO):
+        def __call__(self, outputs: LossOutputs, batch: LossBatch) -> Tensor:
+            calls.append(staging.used_bytes)
+            if len(calls) == 3:
+                raise torch.OutOfMemoryError("on purpose")
+            return super().__call__(outputs, batch)
+
+    with pytest.raises(torch.OutOfMemoryError, match="on purpose"):
+        policy.forward_backward(batch, Failing())
+    assert any(calls) and staging.used_bytes == 0
+    assert step_error(model, batch, losses.GRPO(), policy=policy) < 1e-10
+
+
+def test_no_memory_on_the_host() -> None:
+    class Full(PlainTransfers):
+        def host_buffer(self, nbytes: int) -> Tensor:
+            raise MemoryError(f"no {nbytes} bytes")
+
+    model = small_model("llama")
+    policy = wrap(model, HOSTED)
+    policy.model_state.staging = Staging(Full(torch.device("cpu")))
+    with pytest.raises(MemoryError, match="bytes"):
+        policy.forward_backward(forked_batch(), losses.GRPO())
+    policy.model_state.staging = None
+    assert step_error(model, forked_batch(), losses.GRPO(), policy=policy) < 1e-10
+
+
+def _never_summed(hosted: Any) -> None:
+    hosted.summed[:] = False
+
+
+def _old_sums(hosted: Any) -> None:
+    hosted.summed[:] = True
+
+
+BROKEN = ("sums are not returned", "sums are taken for zero", "old sums stay", "keys are not sent")
+
+
+@pytest.mark.parametrize("piece", slow_besides(BROKEN[:1], BROKEN))
+def test_a_broken_piece_is_found(piece: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With microbatches whose cache entries others have had before them."""
+    close, write, send = HostCache.close, HostCache.write, HostCache._send
+
+    def broken_close(self: HostCache, layer: Any) -> None:
+        close(self, layer)
+        for hosted in self._hosted[layer].values():
+            _never_summed(hosted)
+
+    def broken_write(self: HostCache, layer: Any, name: str, *rest: Any) -> None:
+        before = self._hosted[layer][name].summed.copy()
+        write(self, layer, name, *rest)
+        self._hosted[layer][name].summed |= before
+
+    def broken_send(self: HostCache, hosted: Any, source: Tensor, to: Any, at: int) -> None:
+        is_state = to is hosted.state
+        if is_state == (piece == "keys are not sent"):
+            return
+        send(self, hosted, source, to, at)
+
+    if piece == "sums are taken for zero":
+        monkeypatch.setattr(HostCache, "close", broken_close)
+    elif piece == "old sums stay":
+        monkeypatch.setattr(HostCache, "write", broken_write)
+    else:
+        monkeypatch.setattr(HostCache, "_send", broken_send)
+    model, found = small_model("llama"), []
+    for place in ("device", "host"):
+        clear_gradients(model)
+        config = replace(HOSTED, max_microbatch_tokens=CHAIN, prefix_cache=place)
+        wrap(model, config).forward_backward(forked_batch(), losses.GRPO())
+        found.append(gradients_of(model))
+    # NaN of memory that nobody wrote is found as well.
+    assert not relative_distance(found[1], found[0]) < 1e-6
+
+
+def test_entries_lie_in_blocks() -> None:
+    """Runs that cross blocks, and others beside them, come back as they were sent."""
+    transfers = PlainTransfers(torch.device("cpu"), chunk_bytes=1024)
+    cache = HostCache(Staging(transfers), _stats(), hosted=1, layers=1)
+    x_T = torch.arange(60.0, dtype=torch.float64).view(20, 3)
+    assert cache.takes("layer", "k", x_T, 50, True)
+    cache.write("layer", "k", x_T, [(0, 13, 30), (13, 20, 2)])
+    rows = Rows(read=((2, 9), (30, 43)), own=())
+    for backward in (False, True, True):
+        cache.begin(rows, backward=backward)
+        state, sums = cache.read("layer", "k")
+        assert torch.equal(state[2:9], x_T[13:]) and torch.equal(state[30:43], x_T[:13])
+        if backward:
+            assert sums is not None
+            sums[2:9] += 1
+            sums[30:43] += x_T[:13]
+            cache.close("layer")
+    cache.begin(Rows(read=(), own=((30, 43), (2, 9), (10, 12))), backward=True)
+    first, second, third = cache.own_sums("layer", "k")
+    assert first is not None and torch.equal(first, 2 * x_T[:13])
+    assert second is not None and bool((second == 2).all()) and third is None
+    cache.finish()
+
+
+def _stats() -> Any:
+    from forkpoint.engine.staging import OffloadStats
+
+    return OffloadStats()
+
+
+def test_hosted_layers_are_spread() -> None:
+    staging = Staging(PlainTransfers(torch.device("cpu"), chunk_bytes=SMALL_CHUNK))
+    cache = HostCache(staging, _stats(), hosted=3, layers=8)
+    like = torch.zeros(1, 2)
+    hosted = [cache.takes(layer, "k", like, 4, False) for layer in range(8)]
+    assert sum(hosted) == 3 and np.diff(np.flatnonzero(hosted)).tolist() == [3, 2]

@@ -1,0 +1,161 @@
+"""Plans whose prefix caches are in the host's memory: how many layers, their memory and time."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from forkpoint import Config
+from forkpoint.errors import ConfigError, PlanError
+from forkpoint.plan import Plan, make_plan
+from forkpoint.plan.host_cache import LAYERS_HERE, CacheCopies, layer_cache_bytes, outer_ancestors
+from forkpoint.plan.models import MODELS
+from forkpoint.plan.predict import cache_bytes, peak_bytes
+from forkpoint.plan.pricing.cost import ModelShape
+from forkpoint.plan.pricing.meters import meter_of
+from forkpoint.plan.shared_prompts import cannot_exchange
+from forkpoint.rollouts.batch import Rollout, RolloutBatch
+from forkpoint.units import GIB
+from made_calibrations import SHAPE as SMALL
+from made_calibrations import group as small_group
+from made_calibrations import made_up
+
+SHAPE = ModelShape.from_config(MODELS["llama3-8b"], dtype_bytes=2)
+LAYERS = SHAPE.attention_layers
+ACROSS = Config(sharing="group", boundary="across", max_microbatch_tokens=4096)
+
+
+def group(prompt: int, response: int, count: int = 2) -> RolloutBatch:
+    ids = list(range(1, prompt + 1))
+    return RolloutBatch(
+        [
+            Rollout(
+                [*ids, *range(50_000 + n, 50_000 + n + response)],
+                [0] * prompt + [1] * response,
+                1.0,
+                group_id="g",
+            )
+            for n in range(count)
+        ]
+    )
+
+
+BATCH = group(30_000, 2000)
+SMALL_BATCH = small_group(3000, 200, 2)
+
+
+def planned(config: Config = ACROSS, **options: Any) -> Plan:
+    return make_plan(BATCH, SHAPE, replace(config, **options))
+
+
+@pytest.fixture(scope="module")
+def on_device() -> Plan:
+    return planned(memory_budget="200GiB", checkpointing="full", head_logits="recompute")
+
+
+def test_layers_move_where_nothing_fits(on_device: Plan) -> None:
+    """As few as it takes; the last one too many for the budget is said to be."""
+    assert on_device.host_layers == 0 and on_device.cache_copies is None
+    layer = layer_cache_bytes(on_device.cache_tokens, SHAPE)
+    peak = on_device.predicted_peak_bytes or 0
+    for moved in (1, 5, LAYERS - LAYERS_HERE):
+        budget = peak - moved * layer
+        options: dict[str, Any] = {"checkpointing": "full", "head_logits": "recompute"}
+        options |= {"activations": "keep", "memory_budget": budget}
+        plan = planned(**options)
+        assert plan.host_layers == moved + LAYERS_HERE
+        assert plan.predicted_peak_bytes == budget
+        meter = meter_of(plan)
+        fewer = replace(plan, host_layers=plan.host_layers - 1)
+        assert moved == 1 or peak_bytes(fewer, meter, SHAPE) > budget
+        with pytest.raises(PlanError, match="memory_budget"):
+            planned(**options, prefix_cache="device")
+    with pytest.raises(PlanError, match="memory_budget"):
+        planned(**options | {"memory_budget": budget - layer})
+
+
+def test_what_fits_on_the_device_stays(on_device: Plan) -> None:
+    options: dict[str, Any] = {"checkpointing": "full", "memory_budget": "200GiB"}
+    options["head_logits"] = "recompute"
+    assert planned(**options).host_layers == 0
+    always = planned(**options, prefix_cache="host")
+    assert always.host_layers == LAYERS
+    here, there = cache_bytes(on_device, SHAPE), cache_bytes(always, SHAPE)
+    assert there == here * LAYERS_HERE // LAYERS
+    assert always.host_cache_bytes == here
+
+
+def test_host_memory_is_kept_to() -> None:
+    whole = planned(prefix_cache="host")
+    layer = layer_cache_bytes(whole.cache_tokens, SHAPE)
+    plan = planned(prefix_cache="host", host_memory=10 * layer + 1)
+    assert plan.host_layers == 10 and plan.host_cache_bytes == 10 * layer
+    assert planned(prefix_cache="host", host_memory=layer - 1).host_layers == 0
+
+
+def test_where_nothing_fits_a_measured_budget_moves_all() -> None:
+    config = replace(ACROSS, checkpointing="full", activations="keep")
+    plan = make_plan(BATCH, SHAPE, config, measured_budget_bytes=GIB)
+    assert not plan.fits and plan.host_layers == LAYERS
+
+
+def test_a_step_takes_as_long_as_its_copies() -> None:
+    """Of each instruction the direction that takes longer counts, and the first layer's copy."""
+    found: dict[str, Plan] = {}
+    for name, rate in {"fast": 1e15, "slow": 1e2}.items():
+        measured = made_up(out_bytes_per_ms=rate, back_bytes_per_ms=rate)
+        config = replace(ACROSS, prefix_cache="host", max_microbatch_tokens=1000)
+        found[name] = make_plan(SMALL_BATCH, SMALL, config, calibration=measured)
+        config = replace(config, prefix_cache="device")
+        found[f"{name}, here"] = make_plan(SMALL_BATCH, SMALL, config, calibration=measured)
+    plan = found["slow"]
+    copies = plan.cache_copies
+    assert copies is not None and len(plan.microbatches) == 4
+    moved = [copies.of(i) for i in plan.program.instructions]
+    expected = sum(max(out, back) + back / SMALL.attention_layers for out, back in moved) / 1e2
+    assert plan.cost == pytest.approx(expected, rel=0.01)
+    assert plan.cost > 100 * found["fast"].cost
+    assert found["fast"].cost == pytest.approx(found["fast, here"].cost, rel=1e-6)
+    assert found["slow, here"].cost == pytest.approx(found["fast, here"].cost, rel=1e-6)
+
+
+def test_copies_are_of_what_is_read_and_captured() -> None:
+    plan = planned(prefix_cache="host", activations="recompute")
+    shape = plan.shape
+    assert shape is not None
+    copies = CacheCopies(shape, LAYERS, plan.forest, plan.microbatches)
+    state, total = shape.boundary_bytes_per_token, shape.boundary_gradient_bytes_per_token
+    for instruction in plan.program.instructions:
+        microbatch = plan.microbatches[instruction.microbatch]
+        read = sum(m.tokens for m in plan.microbatches[: microbatch.index] if m.children)
+        own = microbatch.tokens * bool(microbatch.children)
+        expected = {
+            "forward": (own * state, read * state),
+            "recompute": (0, read * state),
+            "backward": (read * total, read * (state + total) + own * total),
+        }
+        assert copies.of(instruction) == expected[instruction.operation]
+
+
+def test_ancestors_outside_of_a_microbatch() -> None:
+    #  0 - 1 - 3 - 4
+    #   \- 2    \- 5
+    parents = [-1, 0, 0, 1, 3, 3]
+    assert outer_ancestors(parents, [4, 5]) == {0, 1, 3}
+    assert outer_ancestors(parents, [3, 4, 2]) == {0, 1}
+    assert outer_ancestors(parents, [0]) == set()
+
+
+def test_explained() -> None:
+    text = planned(prefix_cache="host").explain()
+    assert "layers whose prefix cache is in the host's memory" in text
+    assert f"{LAYERS} of {LAYERS}" in text
+    assert "host's memory" not in planned().explain()
+
+
+def test_refusals() -> None:
+    with pytest.raises(PlanError, match="without a model shape"):
+        make_plan(BATCH, None, replace(ACROSS, prefix_cache="host"))
+    with pytest.raises(ConfigError, match="exchanged between devices"):
+        Config(split="exchange", prefix_cache="host")
+    assert cannot_exchange(Config(prefix_cache="host")) == "prefix_cache is 'host'"
