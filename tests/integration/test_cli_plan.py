@@ -28,7 +28,7 @@ PLAN_FIELDS = {
     *("logical_tokens", "group_tokens", "unique_tokens", "computed_tokens", "trained_tokens"),
     *("left_out", "microbatches", "max_microbatch_tokens", "bound", "bound_unit", "plans"),
     *("predicted_peak_bytes", "predicted_ms", "predicted_speedup", "device_memory", "ranks"),
-    *("prompts_part", "pipeline"),
+    *("prompts_part", "pipeline", "longest_prompt_tokens"),
     *("sharing", "boundary", "reason", "candidates", "modes"),
 }
 
@@ -251,6 +251,23 @@ def test_a_device_is_planned_for(shell: Shell, rollouts: Path) -> None:
     ddp = shell(*plan, "--dtype", "float32", "--ranks", ranks, "--shard", "none")
     assert ddp.result["device_memory"]["weights_bytes"] == facts["weights_bytes"]
     assert all(len(line) <= 100 for line in too_much.out.splitlines())
+
+
+def test_the_longest_prompt_is_said(shell: Shell, rollouts: Path) -> None:
+    """It fits, and one step longer does not; with memory of the host it is longer."""
+    plan = ("plan", rollouts, "--model", "llama3-8b", "--device-memory", "70GiB", "--longest")
+    plan = (*plan, "--boundary", "across", "--sharing", "group", "--max-microbatch-tokens", 16_384)
+    plan = (*plan, "--checkpointing", "full", "--activations", "recompute")
+    found = {}
+    for place in ("device", "host"):
+        done = shell(*plan, "--prefix-cache", place)
+        assert done.code == 0, done.err
+        found[place] = done.result["longest_prompt_tokens"]
+        assert f"longest       {found[place]:,} tokens of prompt fit, with " in done.out
+    assert found["host"] > 1.5 * found["device"] > 0
+    done = shell(*plan, "--prefix-cache", "host", "--host-memory", "1GiB")
+    assert 0 < done.result["longest_prompt_tokens"] < found["host"]
+    assert shell("plan", rollouts, "--longest").code == 2
 
 
 def test_the_dtype_is_that_of_the_configuration(

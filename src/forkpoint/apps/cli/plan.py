@@ -1,6 +1,6 @@
 """`forkpoint plan`: what would run for a file of rollouts, and what sharing saves on it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,6 +25,7 @@ from forkpoint.apps.cli.output import Output
 from forkpoint.apps.cli.plan_text import (
     answers,
     further,
+    longest_answer,
     memory_answers,
     mode_table,
     modes,
@@ -33,13 +34,14 @@ from forkpoint.apps.cli.plan_text import (
 from forkpoint.apps.cli.ranks import Ranks
 from forkpoint.apps.cli.stages import Pipeline
 from forkpoint.config import AUTO, Config
-from forkpoint.errors import ConfigError, ForkpointError
+from forkpoint.errors import ConfigError, ForkpointError, PlanError
 from forkpoint.hosts.transformers.model_files import from_hub
 from forkpoint.parallel.placement.place import check_ranks
 from forkpoint.plan import Estimate, Totals, make_plan
 from forkpoint.plan import Plan as MadePlan
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.device_memory import DeviceMemory
+from forkpoint.plan.longest import longest, one_group, responses_of
 from forkpoint.plan.parting import LITTLE, Parting, where_prompts_part
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.runs import run_lengths
@@ -87,6 +89,8 @@ class Plan:
         ranks: Show what a step costs on N data-parallel ranks, with the rollouts placed by
             forkpoint, by token counts and in the order of the file. The ranks wait for each other
             in every forward and backward, as with sharded weights. Memory is then that of a rank.
+        longest: Show the longest prompt that fits device_memory, and host_memory, with responses as
+            long as those of the first group.
         stages: Show the step on N stages of a pipeline: time, bubble, and memory of each.
         limit: Read only the first N rollouts of the file.
         json: Print one line of JSON and nothing else.
@@ -98,6 +102,7 @@ class Plan:
     batch_rollouts: BatchRollouts = None
     details: Flag = False
     ranks: RankCount = None
+    longest: Flag = False
     stages: StageCount = None
     limit: Limit = None
     json: Flag = False
@@ -114,6 +119,11 @@ class Plan:
         if self.ranks is not None:
             check_ranks(self.ranks)
         device = self.device.memory(model, shape, config.optimizer_bytes_per_parameter, self.ranks)
+        if self.longest and (device is None or self.stages is not None):
+            raise ConfigError(
+                "longest is asked for, which is predicted for one device: give --model and "
+                "--device-memory, and no --stages."
+            )
         pipeline = None
         if self.stages is not None:
             if self.ranks is not None:
@@ -139,8 +149,12 @@ class Plan:
                 ranks = Ranks(self.ranks, shape, calibration, config, whole_groups=pairs)
 
             def make(
-                batch: RolloutBatch, prompts: tuple[PlannedPrompt, ...] | None = None
+                batch: RolloutBatch,
+                prompts: tuple[PlannedPrompt, ...] | None = None,
+                runs: IntArray | None = None,
             ) -> MadePlan:
+                if runs is None:
+                    runs = self._edges_to_run(batch, loss, source)
                 return make_plan(
                     batch,
                     shape,
@@ -150,9 +164,10 @@ class Plan:
                     capabilities=capabilities,
                     measured_budget_bytes=None if device is None else device.budget_bytes,
                     prompts=prompts,
-                    runs=self._edges_to_run(batch, loss, source),
+                    runs=runs,
                 )
 
+            responses: list[int] = []
             for batch in self._batches(source):
                 try:
                     if shape is not None:
@@ -165,18 +180,23 @@ class Plan:
                 estimate.add(batch, plan.run_lengths)
                 totals.add(plan)
                 first = first or plan
+                responses = responses or responses_of(batch)
                 if parting is None and plan.computed_tokens >= LITTLE * plan.dense.tokens:
                     parting = where_prompts_part(batch)
                 if pipeline is not None:
                     pipeline.add(plan)
                 if ranks is not None:
                     ranks.add(batch, plan, make)
+            prompt = None
+            if self.longest and device is not None and shape is not None and responses:
+                prompt = _longest_prompt(make, device, responses, shape.vocab)
         assert first is not None, "an empty file has been refused"
         show_source(source, out)
         of_rank = totals if ranks is None else ranks.of_rank
         peak = of_rank.predicted_peak_bytes if pipeline is None else pipeline.peak
         shown = answers(first, totals, estimate, parting)
         shown |= memory_answers(of_rank, peak, device)
+        shown |= {} if prompt is None else {"longest": longest_answer(prompt, responses)}
         shown |= plan_answers(first, totals)
         shown["next"] = further(totals, parting, self.file, self.model, device, peak)
         shown |= ranks.answers() if ranks else {}
@@ -188,6 +208,7 @@ class Plan:
         out.result(
             self._result(first, totals, estimate)
             | {"device_memory": device and _device_facts(device, peak or 0)}
+            | {"longest_prompt_tokens": prompt}
             | {"prompts_part": parting and asdict(parting)}
             | {"ranks": ranks and ranks.facts()}
             | {"pipeline": pipeline and pipeline.facts()}
@@ -236,6 +257,22 @@ class Plan:
             "candidates": [asdict(candidate) for candidate in plan.candidates],
             "modes": modes(estimate),
         }
+
+
+def _longest_prompt(
+    make: Callable[..., MadePlan], device: DeviceMemory, responses: list[int], vocab: int
+) -> int:
+    """The longest prompt whose plan, with these responses, fits; 0 if none does."""
+
+    def fits(prompt: int) -> bool:
+        batch = one_group(prompt, responses, vocab)
+        try:
+            plan = make(batch, runs=run_lengths(batch))
+        except PlanError:
+            return False
+        return device.fits(plan.predicted_peak_bytes or 0)
+
+    return longest(fits)
 
 
 def _device_facts(device: DeviceMemory, peak_bytes: int) -> dict[str, Any]:
