@@ -1,7 +1,8 @@
 """Predicted pipelines of 2 to 16 stages, by counted costs.
 
 Batches are 8 groups of 4 to 64 rollouts with prompts of 4,096 tokens and responses of about 2,048,
-and the trees of a file of rollouts. Each schedule takes the fastest of its microbatch sizes.
+and the trees of a file of rollouts. Each schedule takes the fastest of several sizes of
+microbatches, the first one as steps do (`plan.stage_sizes`).
 
 - stages: each stage in an order of its own, within the memory of a device (`plan.pipeline`).
 - three barriers: forwards of prefixes, then leaves, then backwards of prefixes, each on all stages
@@ -27,12 +28,11 @@ from forkpoint.errors import ConfigError
 from forkpoint.plan import MODELS, ModelShape, Plan, make_plan
 from forkpoint.plan.pipeline import StageWork, lower_bound, order_stages
 from forkpoint.plan.pricing.meters import meter_of
+from forkpoint.plan.stage_sizes import choose_size, offers_of, plans_of_sizes
 from forkpoint.plan.stages import (
     Stage,
-    best_staged,
     stage_prices,
     stage_work,
-    staged_plan,
     stages_of_shape,
 )
 from forkpoint.rollouts.synthetic import synthetic_rollouts
@@ -109,11 +109,12 @@ class Stages(Benchmark):
         for name, sharing, batch in self._batches():
             if deadline.over(name):
                 continue
-            shared = [_planned(batch, shape, sharing, size) for size in SIZES]
             longest = int(batch.lengths.max())
             sizes = {max(longest, size) for size in SIZES}
-            dense = [_planned(batch, shape, "none", size) for size in sizes]
+            dense = [_dense(batch, shape, size) for size in sizes]
+            budget = round(self.memory_gib * GIB)
             for count in self.stages:
+                shared = _shared(batch, shape, sharing, count, budget)
                 yield from self._rows(f"{name}, {count} stages", shape, shared, dense, count)
 
     def _batches(self) -> Iterator[tuple[str, str, RolloutBatch]]:
@@ -127,15 +128,23 @@ class Stages(Benchmark):
             yield "airline's trees", "tree", RolloutBatch(load_rollouts(path))
 
     def _rows(
-        self, case: str, shape: ModelShape, shared: list[Plan], dense: list[Plan], count: int
+        self,
+        case: str,
+        shape: ModelShape,
+        shared: Sequence[Plan],
+        dense: Sequence[Plan],
+        count: int,
     ) -> Iterator[ResultRow]:
-        stages, budget = stages_of_shape(shape, count), self.memory_gib * GIB
-        best = best_staged([staged_plan(p, meter_of(p), stages, budget) for p in shared])
+        stages, budget = stages_of_shape(shape, count), round(self.memory_gib * GIB)
+        best = choose_size([offers_of(shared)], stages, budget)
+        plan = shared[best.size]
+        again = sum(m.activations != "keep" or m.checkpointing != "none" for m in plan.microbatches)
         bound, time = lower_bound(best.work), best.schedule.time
         busy = sum(best.schedule.busy)
         barriers = min((three_barriers(w), _total(w)) for w in _works(shared, stages))
         one_f_one_b = min((dense_1f1b(w), _total(w)) for w in _works(dense, stages))
-        note = f"microbatches of {best.plan.max_microbatch_tokens} tokens"
+        note = f"microbatches of {plan.max_microbatch_tokens} tokens"
+        note += f", {again} of {len(plan.microbatches)} computed again" if again else ""
         note += "" if best.fits else ", which do not fit"
         bar = BAR if best.fits else None
         yield _row(case, "time over the bound", time / bound, note=note, bar=bar)
@@ -151,16 +160,25 @@ def _row(case: str, metric: str, value: float, unit: str = "1", **more: Any) -> 
     return ResultRow(bench=NAME, case=case, metric=metric, unit=unit, value=value, **more)
 
 
-def _planned(batch: RolloutBatch, shape: ModelShape, sharing: str, size: int) -> Plan:
-    boundary = "within" if sharing == "none" else "across"
-    config = Config(sharing=sharing, boundary=boundary, max_microbatch_tokens=size)  # type: ignore[arg-type]
+def _shared(
+    batch: RolloutBatch, shape: ModelShape, sharing: str, count: int, budget_bytes: int
+) -> tuple[Plan, ...]:
+    """Plans of the sizes that a step on so many stages chooses from."""
+
+    def make(config: Config, budget_bytes: int | None) -> Plan:
+        return make_plan(batch, shape, config, measured_budget_bytes=budget_bytes)
+
+    config = Config(sharing=sharing, boundary="across")  # type: ignore[arg-type]
+    return plans_of_sizes(config, budget_bytes, count, make)
+
+
+def _dense(batch: RolloutBatch, shape: ModelShape, size: int) -> Plan:
+    config = Config(sharing="none", boundary="within", max_microbatch_tokens=size)
     return make_plan(batch, shape, config)
 
 
 def _works(plans: Sequence[Plan], stages: Sequence[Stage]) -> list[StageWork]:
-    return [
-        stage_work([plan.program], [stage_prices(plan, meter_of(plan), stages)]) for plan in plans
-    ]
+    return [stage_work([p.program], [stage_prices(p, meter_of(p))], stages) for p in plans]
 
 
 def _total(work: StageWork) -> float:

@@ -25,8 +25,8 @@ from forkpoint.apps.cli import torchrun
 from forkpoint.apps.cli.options import Count, Flag
 from forkpoint.errors import ConfigError
 from forkpoint.plan import make_plan
-from forkpoint.plan.pricing.meters import meter_of
-from forkpoint.plan.stages import staged_plan, stages_of_shape
+from forkpoint.plan.stage_sizes import choose_size, offers_of
+from forkpoint.plan.stages import stages_of_shape
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.synthetic import synthetic_rollouts
 
@@ -106,7 +106,7 @@ class _Measuring:
         policy, stages = steps.policy, self.team.size
         plan = make_plan(self._batch(size), policy.host.shape, policy.config)
         cut = stages_of_shape(policy.host.shape, stages)
-        schedule = staged_plan(plan, meter_of(plan), cut).schedule
+        schedule = choose_size([offers_of([plan])], cut).schedule
         note = f"{len(plan.microbatches)} microbatches of at most {plan.max_microbatch_tokens}"
         for metric, value, unit in (
             ("one rank's step", one, "ms"),

@@ -18,7 +18,8 @@ from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.hosts.torch_dist.replicated import Replicated
 from forkpoint.hosts.transformers.stages import PassedLayer
 from forkpoint.losses import GRPO, GSPO, Loss
-from forkpoint.parallel import agreement
+from forkpoint.plan import stage_sizes
+from forkpoint.plan.pricing import meters
 from forkpoint.plan.stages import stage_work
 from forkpoint.testing import lifted_upcasts, tiny_model
 from lanes import slow_besides
@@ -89,6 +90,7 @@ def compared(case: Case) -> dict[str, Any]:
         "gradients": worst,
         "loss": abs(stats.loss - loss),
         "scores": float((scores - expected).norm()),
+        "tokens": stats.plan.max_microbatch_tokens,
     }
 
 
@@ -124,6 +126,38 @@ def test_data_ranks_of_stages(name: str) -> None:
         assert max(each["gradients"], each["loss"], each["scores"]) < BAR, each
 
 
+def largest(monkeypatch: pytest.MonkeyPatch, case: Case) -> list[int]:
+    """By rank, the most tokens of a microbatch, where a tiny model costs as much as its tokens."""
+    for name in ("HOST_BLOCK_MS", "EFFICIENT_TOKENS", "ROW_TOKENS"):
+        monkeypatch.setattr(meters, name, 0)
+    found = run_ranks(len(case.rollouts) * case.stages, compared, case)
+    for each in found:
+        assert max(each["gradients"], each["loss"], each["scores"]) < BAR, each
+    return [each["tokens"] for each in found]
+
+
+SIZED = Config(sharing="tree")
+SHORTER: dict[str, Case] = {
+    "two stages": Case(config=SIZED, rollouts=UNEQUAL[:1]),
+    "four stages": Case(config=SIZED, rollouts=UNEQUAL[:1], stages=4),
+    "two stages, two passes": Case(config=SIZED, rollouts=UNEQUAL[:1], loss=GSPO()),
+    "unequal data ranks": Case(config=SIZED),
+    "replicated data ranks": Case("replicated", config=SIZED),
+    "a rank without rollouts": Case(config=SIZED, rollouts=EMPTY),
+    "within a budget": Case(config=replace(SIZED, memory_budget="250KB")),
+}
+
+
+@pytest.mark.parametrize("name", slow_besides(("two stages",), SHORTER))
+def test_shorter_microbatches_fill_stages(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks agree on microbatches that are shorter than those of one device."""
+    case = SHORTER[name]
+    found = largest(monkeypatch, case)
+    for first in range(0, len(found), case.stages):
+        assert len({*found[first : first + case.stages]}) == 1, "of one data rank"
+    assert min(found) < 128, found
+
+
 # Faults, each of which leaves other gradients or is refused
 # ------------------------------------------------------------
 
@@ -133,11 +167,11 @@ def test_orders_that_differ_between_data_ranks(monkeypatch: pytest.MonkeyPatch) 
     """Priced by its own microbatches alone, each data rank has another order, and fully_shard
     gathers weights of other blocks than it takes them for."""
 
-    def own(programs: Any, proposals: Any) -> Any:
+    def own(programs: Any, prices: Any, stages: Any) -> Any:
         at = dist.get_rank() // 2
-        return stage_work([programs[at]], [proposals[at].stages])
+        return stage_work([programs[at]], [prices[at]], stages)
 
-    monkeypatch.setattr(agreement, "_stage_work", own)
+    monkeypatch.setattr(stage_sizes, "stage_work", own)
     with pytest.raises((AssertionError, RankFailed)):
         test_data_ranks_of_stages("sharded")
 

@@ -96,6 +96,8 @@ def test_orders_by_hand() -> None:
     assert found.bubble == pytest.approx(1 - 9 / 12)
     # With room for two, the second leaf waits for the backward of the first.
     assert words(order_stages(work_of([-1, 0, 0], 2), [2, 2]))[0] == "f0 f1 b1 f2 b2 b0"
+    # Of neighbours the one with the longest way comes first: here slot 1, which holds slot 2.
+    assert words(order_stages(work_of([-1, -1, 1], 2)))[1].startswith("f1 f2")
     # Two groups overlap.
     assert words(order_stages(work_of([-1, 0, -1, 2], 2)))[0] == "f0 f1 f2 f3 b1 b0 b3 b2"
 
@@ -117,7 +119,7 @@ def test_drawn_orders(seed: int) -> None:
         )
     free = order_stages(work)
     assert free.time <= min(three_barriers(work), one.time) * 1.05
-    assert free.time <= 1.3 * bound
+    assert free.time <= 1.18 * bound
     chosen = schedule_stages(work)
     assert chosen.time <= free.time * 1.006
     assert max(chosen.peak_bytes) <= max(free.peak_bytes)
@@ -144,7 +146,7 @@ def test_plans_of_stages(activations: str) -> None:
     plan = make_plan(RolloutBatch(made), SHAPE, config)
     plan = plan.with_program(scores=True)
     stages = cut_layers([1.0] * SHAPE.layers, 3, 2.0)
-    work = stage_work([plan.program], [stage_prices(plan, meter_of(plan), stages)])
+    work = stage_work([plan.program], [stage_prices(plan, meter_of(plan))], stages)
     meter = meter_of(plan)
     every = [i for i in plan.program.training if not i.idle]
     assert (work.forward + work.backward).sum() == pytest.approx(_total(plan, every, meter))
@@ -156,9 +158,9 @@ def test_plans_of_stages(activations: str) -> None:
         if stage.is_last:
             check_program(each)
         assert each.cache_tokens >= plan.cache_tokens
-    # Forwards keep their order, so that neighbours send and receive in the same one.
+    # Forwards have one order, so that neighbours send and receive in the same one.
     orders = [[i.slot for i in p.program.training if i.operation == FORWARD] for p in plans]
-    assert orders[0] == orders[1] == orders[2] == sorted(orders[0])
+    assert orders[0] == orders[1] == orders[2]
 
 
 def _total(plan: Plan, instructions: Sequence, meter) -> float:  # type: ignore[no-untyped-def, type-arg]

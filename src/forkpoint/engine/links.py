@@ -13,6 +13,7 @@ from forkpoint.engine.feature import Root
 from forkpoint.engine.microbatches import MicrobatchInputs
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.program import Instruction
+from forkpoint.plan.stages import Stage
 
 T = TypeVar("T")
 
@@ -22,6 +23,8 @@ class Links:
 
     ends_here: bool = True
     """Whether the head, and so losses and values of tokens, are this rank's."""
+    stages: tuple[Stage, ...] = ()
+    """Of a pipeline, the first one first."""
 
     def begin_pass(self, plan: Plan, instructions: Sequence[Instruction]) -> None:
         """A pass of these instructions begins."""

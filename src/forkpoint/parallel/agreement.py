@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -24,11 +24,11 @@ from forkpoint.plan.gathering import (
     link_cost,
     step_cost,
 )
-from forkpoint.plan.pipeline import StageWork
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.program import Program
 from forkpoint.plan.shared_prompts import SharedPrompt
-from forkpoint.plan.stages import StagePrices, stage_work
+from forkpoint.plan.stage_sizes import SizedOffer, StagedStep, choose_size
+from forkpoint.plan.stages import Stage
 from forkpoint.rollouts.batch import RolloutBatch
 
 Coupling = Literal["", "groups", "batch"]
@@ -72,8 +72,8 @@ class Proposal:
     exchanged: Offer | str | None = None
     """This rank's part of a step in which prompts are exchanged, or why it cannot run one; None
     before ranks have found that they have some in common."""
-    stages: StagePrices | None = None
-    """Prices of the plan's microbatches, where the model is cut into stages of a pipeline."""
+    sizes: tuple[SizedOffer, ...] = ()
+    """Of plans of several sizes, where the model is cut into stages of a pipeline."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ class Agreement:
     """Those that ranks exchange."""
     statistics: StatisticsOfRanks | None = None
     """Of routers, where the step takes any."""
-    stage_work: StageWork | None = None
-    """Work of the stages of a pipeline, where the model is cut into some."""
+    staged: StagedStep | None = None
+    """The step on stages of a pipeline, where the model is cut into some and trained."""
 
     @property
     def lockstep(self) -> bool:
@@ -135,6 +135,8 @@ def agreed(
     batches: Sequence[int] | None = None,
     split: str = "replicate",
     prompts: tuple[SharedPrompt, ...] = (),
+    stages: Sequence[Stage] = (),
+    strict: bool = False,
 ) -> Agreement:
     """The step that all ranks run.
 
@@ -147,6 +149,8 @@ def agreed(
         batches: by rank, which batch it has; ranks of one are counted once. None: each its own.
         split: as in the configuration.
         prompts: those that ranks have in common.
+        stages: of a pipeline, where the model is cut into some.
+        strict: whether a step on stages beyond the memory budget is refused.
 
     Raises RankError, naming the rank, where one cannot run the step or calls something else.
     """
@@ -165,6 +169,9 @@ def agreed(
         firsts = group_leaders(batches)
         proposals, names = [proposals[n] for n in firsts], [names[n] for n in firsts]
     schedule = _schedule(gather, names, [proposal.offer for proposal in proposals])
+    staged = _staged(proposals, stages, strict)
+    if staged is not None:
+        schedule = replace(schedule, programs=staged.programs)
     splitting = None
     if prompts:
         exchanging, splitting = _split(proposals, names, gather, split, prompts, schedule)
@@ -188,14 +195,18 @@ def agreed(
         splitting=splitting,
         prompts=prompts if splitting is not None and splitting.taken == "exchange" else (),
         statistics=statistics,
-        stage_work=_stage_work(schedule.programs, proposals),
+        staged=staged,
     )
 
 
-def _stage_work(programs: Sequence[Program], proposals: Sequence[Proposal]) -> StageWork | None:
-    """Work of the stages; None where the model is not cut into any, or nothing is trained."""
-    prices = [proposal.stages for proposal in proposals if proposal.stages is not None]
-    return stage_work(programs, prices) if prices else None
+def _staged(
+    proposals: Sequence[Proposal], stages: Sequence[Stage], strict: bool
+) -> StagedStep | None:
+    """The step on stages; None where the model is not cut into any, or nothing is trained."""
+    sizes = [proposal.sizes for proposal in proposals]
+    return (
+        choose_size(sizes, stages, proposals[0].budget_bytes, strict=strict) if sizes[0] else None
+    )
 
 
 def _check_calls(proposals: Sequence[Proposal], names: Sequence[int]) -> None:

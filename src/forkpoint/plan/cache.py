@@ -2,8 +2,8 @@
 
 A microbatch captures what other microbatches read of it. It takes slots at its forward and gives
 them back after its backward. Trunks that another rank sends live from the exchange of caches to
-that of gradients. Scores need no other slots: they run in the order of the forwards, or in visiting
-order, where a microbatch's readers come before all that lies beside them.
+that of gradients. Scores need no other slots: they run in visiting order, where a microbatch's
+readers come before all that lies beside them.
 
 Each microbatch takes one run of slots, the first that is free. In the program of one device
 microbatches nest, so this is a stack: a path through microbatches of one segment each (a chain, a

@@ -4,11 +4,12 @@ Work is slots that nest (`plan.program`): the forward of a slot comes after that
 lies inside of, its backward after the backwards of the slots inside. Forwards go from the first
 stage to the last, backwards from the last to the first. Costs and bytes are given by stage.
 
-Each stage runs forwards in the order of the program, and backwards as soon as they can run, that
-with the longest way to the end first. A forward waits until its bytes fit the stage's budget, or
-until all that is open at the stage is what the slot lies inside of, as on one device. So no budget
-stops a pipeline: the first forward that has not run waits only for backwards of slots before it,
-which need no memory.
+All stages run forwards in one order: a slot, then those inside of it, of neighbours the one with
+the longest way to the end first. Each stage runs backwards as soon as they can run, that with the
+longest way to the end first. A forward waits until its bytes fit the stage's budget, or until all
+that is open at the stage is what the slot lies inside of, as on one device. So no budget stops a
+pipeline: the first forward that has not run waits only for backwards of slots before it, which need
+no memory.
 """
 
 from collections.abc import Sequence
@@ -65,6 +66,7 @@ class StageSchedule:
     """By stage, in order: the slot, and whether it is its backward."""
     begins: tuple[tuple[float, ...], ...]
     """By stage, in that order: when each begins."""
+    ends: tuple[tuple[float, ...], ...]
     time: float
     """From the first begin to the last end."""
     busy: tuple[float, ...]
@@ -86,6 +88,16 @@ def order_stages(work: StageWork, budgets: Sequence[float] | None = None) -> Sta
     return _Simulation(work, budgets).run()
 
 
+def forwards_time(costs: Floats) -> float:
+    """Time of forwards alone, which all stages run in one order. `costs`: [S, N]."""
+    ends = [0.0] * len(costs)
+    for column in costs.T.tolist():
+        end = 0.0
+        for s, cost in enumerate(column):
+            end = ends[s] = max(end, ends[s]) + cost
+    return ends[-1]
+
+
 class _Simulation:
     """Stages that each take, when they are free, what can begin first."""
 
@@ -99,11 +111,15 @@ class _Simulation:
         self.depth: list[int] = []
         for parent in work.parents:
             self.depth.append(self.depth[parent] + 1 if parent >= 0 else 0)
-        self.tails = (-_tails(work)[1]).tolist()
+        tails = _tails(work)
+        self.tails = (-tails[1]).tolist()
+        self.sequence: list[int] = _longest_first(work, work.forward[0] + tails[0][0])
+        """Slots in the order of their forwards."""
+        self.position: list[int] = np.argsort(self.sequence).tolist()
         self.free = [0.0] * stages
         self.held, self.peak, self.open = [0.0] * stages, [0.0] * stages, [0] * stages
         self.next = [0] * stages
-        """By stage: the slot whose forward comes next."""
+        """By stage: the position of the slot whose forward comes next."""
         self.arrival = [[0.0] * slots, *([np.inf] * slots for _ in range(stages - 1))]
         self.waiting = [[len(c) + 1 for c in work.children] for _ in range(stages)]
         """By stage and slot: how many a backward still waits for."""
@@ -114,6 +130,7 @@ class _Simulation:
         """And those that can run when the stage is free, the most urgent first."""
         self.orders: list[list[tuple[int, bool]]] = [[] for _ in range(stages)]
         self.begins: list[list[float]] = [[] for _ in range(stages)]
+        self.ends: list[list[float]] = [[] for _ in range(stages)]
 
     def run(self) -> StageSchedule:
         stages = range(self.work.stages)
@@ -128,6 +145,7 @@ class _Simulation:
         return StageSchedule(
             tuple(map(tuple, self.orders)),
             tuple(map(tuple, self.begins)),
+            tuple(map(tuple, self.ends)),
             max(self.free),
             tuple(busy.tolist()),
             tuple(p + w for p, w in zip(self.peak, self.work.working.tolist(), strict=True)),
@@ -141,9 +159,11 @@ class _Simulation:
             heappush(now, (self.tails[s][slot], slot))
         if now:
             return free, False, now[0][1], s
-        slot, found = self.next[s], (np.inf, True, 0, s)
-        if slot < self.work.slots and self._fits(s, slot):
-            found = max(free, self.arrival[s][slot]), True, slot, s
+        found = (np.inf, True, 0, s)
+        if self.next[s] < self.work.slots:
+            slot = self.sequence[self.next[s]]
+            if self._fits(s, slot):
+                found = max(free, self.arrival[s][slot]), True, slot, s
         if later:
             found = min(found, (later[0][0], False, later[0][1], s))
         return found
@@ -153,10 +173,11 @@ class _Simulation:
         return fits or self.open[s] == self.depth[slot]
 
     def _run(self, s: int, slot: int, begin: float) -> None:
-        is_backward = self.next[s] > slot
+        is_backward = self.next[s] > self.position[slot]
         end = self.free[s] = begin + (self.backward if is_backward else self.forward)[s][slot]
         self.orders[s].append((slot, is_backward))
         self.begins[s].append(begin)
+        self.ends[s].append(end)
         if is_backward:
             waiting = self.now[s] or self.later[s]
             heappop(waiting)
@@ -182,6 +203,21 @@ class _Simulation:
         self.waiting[s][slot] -= 1
         if not self.waiting[s][slot]:
             heappush(self.later[s], (self.ready_at[s][slot], slot))
+
+
+def _longest_first(work: StageWork, ways: Floats) -> list[int]:
+    """Slots in an order that nests, of neighbours the one with the longest way first.
+
+    ways: [N]: of each slot, to the end of the pass.
+    """
+    children = work.children
+    todo, found = [slot for slot, parent in enumerate(work.parents) if parent < 0], list[int]()
+    todo.sort(key=lambda slot: (ways[slot], -slot))
+    while todo:
+        slot = todo.pop()
+        found.append(slot)
+        todo += sorted(children[slot], key=lambda slot: (ways[slot], -slot))
+    return found
 
 
 # Bounds

@@ -20,11 +20,10 @@ from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.context import context_bytes
 from forkpoint.plan.host_cache import CacheCopies, layer_cache_bytes, outer_ancestors
 from forkpoint.plan.media import PlannedMedium, with_encoders
+from forkpoint.plan.pipeline import StageSchedule
 from forkpoint.plan.pricing.cost import ModelShape, Work, bound_of
 from forkpoint.plan.program import (
-    FORWARD,
     OF_MEDIA,
-    SHARE,
     Instruction,
     Program,
     check_order,
@@ -133,8 +132,8 @@ class Plan:
     sends their prefix cache to the others (`Config.split`); "" where there are none, and before
     ranks have agreed on it."""
     split_reason: str = ""
-    stage_backwards: tuple[tuple[int, ...], ...] = ()
-    """On stages of a pipeline, by stage: slots in the order of their backwards."""
+    pipeline: StageSchedule | None = None
+    """On stages of a pipeline: the orders of all stages, and what is predicted of them."""
 
     @property
     def fits(self) -> bool:
@@ -268,7 +267,7 @@ class Plan:
     def reordered(self, order: Sequence[int]) -> Self:
         """The plan with its program in another order, and cache slots for that order.
 
-        Scores come first, in the order of the forwards. The plan has no predictions of time and
+        Scores come first, in the order that they had. The plan has no predictions of time and
         memory: these were those of the present order.
 
         Args:
@@ -279,12 +278,7 @@ class Plan:
         """
         check_order(self.waits_for(), order)
         chosen = [i for at in order for i in self.program.units[at]]
-        scores, forwards = self.program.scores, _forwards(chosen)
-        # Otherwise they stay, so that ranks with idle instructions keep one order.
-        if forwards != _forwards(self.program.training):
-            position = {microbatch: at for at, microbatch in enumerate(forwards)}
-            scores = tuple(sorted(scores, key=lambda score: position[score.microbatch]))
-        found = self._in_order(mark_last_backward((*scores, *chosen)))
+        found = self._in_order(mark_last_backward((*self.program.scores, *chosen)))
         return replace(found, predicted_ms=None, predicted_peak_bytes=None)
 
     def check_batch(self, batch: RolloutBatch) -> None:
@@ -416,11 +410,6 @@ class Plan:
         return _explained(self, width)
 
 
-def _forwards(instructions: Sequence[Instruction]) -> list[int]:
-    """The microbatches whose prefix caches are captured or received, in that order."""
-    return [i.microbatch for i in instructions if i.operation in (FORWARD, SHARE)]
-
-
 def _kind(microbatch: Microbatch) -> str:
     if microbatch.shared_prompt == "received":
         return "received"
@@ -520,6 +509,11 @@ def _summary(plan: Plan) -> Table:
         add("a pass of scores counts experts first", "yes")
     if plan.predicted_peak_bytes is not None:
         add("activations and prefix cache at the peak", format_bytes(plan.predicted_peak_bytes))
+    if plan.pipeline is not None:
+        add("stages of the pipeline", f"{len(plan.pipeline.orders):,}")
+        add("part of their time in which they run nothing", f"{plan.pipeline.bubble:.1%}")
+        peaks = ", ".join(format_bytes(round(peak)) for peak in plan.pipeline.peak_bytes)
+        add("predicted peaks of the stages", peaks)
     if plan.memory_budget_bytes is not None:
         name = "budget for them" if plan.fits else "budget for them, which DOES NOT FIT"
         add(name, format_bytes(plan.memory_budget_bytes))

@@ -7,7 +7,7 @@ Slots of the prefix cache are given for each stage's own order (`Plan.reordered`
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -143,72 +143,112 @@ def nesting(program: Program) -> tuple[int, ...]:
     return tuple(parents)
 
 
-@dataclass(frozen=True, eq=False)
-class StagePrices:
-    """Costs and bytes of one rank's microbatches at each stage. S stages, M microbatches."""
+class PartPrices(NamedTuple):
+    """Costs and bytes of one rank's microbatches, in one part of the model. M microbatches."""
 
     forward: Floats
-    """[S, M]: cost of a forward through the blocks."""
-    head: Floats
-    """[S, M]: cost of a forward through the head besides, on the last stage."""
+    """[M]: cost of a forward."""
     backward: Floats
-    """[S, M]"""
+    """[M]"""
     held: Floats
-    """[S, M]: bytes from a forward to the backward."""
+    """[M]: bytes from a forward to the backward."""
     working: Floats
-    """[S, M]: bytes that a backward needs besides."""
+    """[M]: bytes that a backward needs besides."""
 
 
-def stage_prices(plan: Plan, meter: Meter, stages: Sequence[Stage]) -> StagePrices:
-    """Costs and bytes of a plan's microbatches at each stage."""
-    forward, head, backward, held, working = np.zeros((5, len(stages), len(plan.microbatches)))
+@dataclass(frozen=True, eq=False)
+class StagePrices:
+    """Costs and bytes of one rank's microbatches."""
+
+    blocks: PartPrices
+    """Of all layers; a stage has its share of them."""
+    head: PartPrices
+    """Of the head, on the last stage."""
+    working: Floats
+    """[M]: bytes that a backward needs besides at any stage."""
+
+    def at(self, stage: Stage) -> PartPrices:
+        """Those of a stage, with the head's if it has the head."""
+        both = zip(self.blocks, self.head, strict=True)
+        found = PartPrices(*(b * stage.share + h * stage.is_last for b, h in both))
+        return found._replace(working=found.working + self.working)
+
+
+def stage_prices(plan: Plan, meter: Meter) -> StagePrices:
+    """Costs and bytes of a plan's microbatches in the blocks and in the head."""
+    blocks, head = np.zeros((2, 4, len(plan.microbatches)))
+    working = np.zeros(len(plan.microbatches))
     captured = _captured_bytes(plan)
     for m, microbatch in enumerate(plan.microbatches):
         logits = logits_bytes(microbatch, plan.shape) if plan.shape else 0
-        blocks = meter.forward(microbatch, boundary_only=True)
-        forward_head = meter.head(microbatch, backward=False)
-        backward_head = meter.head(microbatch, backward=True)
-        blocks_backward = meter.backward(microbatch) - backward_head
-        blocks_kept = meter.kept_bytes(microbatch) - logits
-        keeps = microbatch.activations == "keep"
-        for s, stage in enumerate(stages):
-            forward[s, m] = blocks * stage.share
-            head[s, m] = forward_head * stage.is_last
-            backward[s, m] = blocks_backward * stage.share + backward_head * stage.is_last
-            kept = blocks_kept * stage.share + logits * stage.is_last
-            held[s, m] = captured[m] * stage.share + (kept if keeps else 0.0)
-            working[s, m] = meter.working_bytes(microbatch) + (0.0 if keeps else kept)
-    return StagePrices(forward, head, backward, held, working)
+        kept, keeps = meter.kept_bytes(microbatch) - logits, microbatch.activations == "keep"
+        of_head = meter.head(microbatch, backward=True)
+        blocks[:, m] = (
+            meter.forward(microbatch, boundary_only=True),
+            meter.backward(microbatch) - of_head,
+            captured[m] + kept * keeps,
+            kept * (not keeps),
+        )
+        forward = meter.head(microbatch, backward=False)
+        head[:, m] = forward, of_head, logits * keeps, logits * (not keeps)
+        working[m] = meter.working_bytes(microbatch)
+    return StagePrices(PartPrices(*blocks), PartPrices(*head), working)
 
 
-def stage_work(programs: Sequence[Program], prices: Sequence[StagePrices]) -> StageWork:
+def stage_work(
+    programs: Sequence[Program], prices: Sequence[StagePrices], stages: Sequence[Stage]
+) -> StageWork:
     """Costs and bytes of the slots of a step: in each slot those of the dearest data rank.
 
     Args:
         programs: by data rank, of one common shape (`plan.align`).
         prices: by data rank, of its microbatches.
+        stages: of the pipeline, the first one first.
 
     The result is the same on all ranks that are given the same, so data ranks of a stage run their
     slots in one order, as `fully_shard` needs.
     """
     parents = nesting(programs[0])
-    stages = len(prices[0].forward)
-    forward, backward, held = np.zeros((3, stages, len(parents)))
-    working = np.zeros(stages)
+    forward, backward, held = np.zeros((3, len(stages), len(parents)))
+    working = np.zeros(len(stages))
     for program, price in zip(programs, prices, strict=True):
-        own_forward, own_backward = np.zeros((2, stages, len(parents)))
-        for _, operation, slot, m, ends_at, *_ in program.training:
-            if m == IDLE:
+        own_forward, own_backward = np.zeros((2, len(stages), len(parents)))
+        at_stages = zip(*map(price.at, stages), strict=True)
+        _, backward_SM, held_SM, working_SM = (np.array(each) for each in at_stages)
+        for instruction in program.training:
+            slot, m = instruction.slot, instruction.microbatch
+            if instruction.idle:
                 continue
-            if operation == BACKWARD:
-                own_backward[:, slot] += price.backward[:, m]
-                held[:, slot] = np.maximum(held[:, slot], price.held[:, m])
-                working = np.maximum(working, price.working[:, m])
+            if instruction.operation == BACKWARD:
+                own_backward[:, slot] += backward_SM[:, m]
+                held[:, slot] = np.maximum(held[:, slot], held_SM[:, m])
+                working = np.maximum(working, working_SM[:, m])
                 continue
-            costs = own_forward if operation == FORWARD else own_backward
-            costs[:, slot] += price.forward[:, m] + (price.head[:, m] if ends_at == HEAD else 0.0)
+            costs = own_forward if instruction.operation == FORWARD else own_backward
+            costs[:, slot] += _forward_costs(instruction, price, stages)
         forward, backward = np.maximum(forward, own_forward), np.maximum(backward, own_backward)
     return StageWork(parents, forward, backward, held, working)
+
+
+def _forward_costs(instruction: Instruction, price: StagePrices, stages: Sequence[Stage]) -> Floats:
+    """[S]: the cost of a forward at each stage."""
+    m, ends = instruction.microbatch, instruction.ends_at == HEAD
+    blocks, head = float(price.blocks.forward[m]), float(price.head.forward[m]) * ends
+    return np.array([blocks * stage.share + head * stage.is_last for stage in stages])
+
+
+def score_costs(
+    programs: Sequence[Program], prices: Sequence[StagePrices], stages: Sequence[Stage]
+) -> Floats:
+    """[S, N]: costs of the pass of scores at each stage, in each slot those of the dearest data
+    rank; N is 0 without such a pass. Arguments are those of `stage_work`."""
+    found = np.zeros((len(stages), len(programs[0].scores)))
+    for program, price in zip(programs, prices, strict=True):
+        for at, instruction in enumerate(program.scores):
+            if not instruction.idle:
+                costs = _forward_costs(instruction, price, stages)
+                found[:, at] = np.maximum(found[:, at], costs)
+    return found
 
 
 def _captured_bytes(plan: Plan) -> list[int]:
@@ -246,16 +286,24 @@ def schedule_stages(work: StageWork, budget_bytes: float | None = None) -> Stage
     return min(as_fast, key=lambda schedule: max(schedule.peak_bytes))
 
 
-def stage_plan(plan: Plan, schedule: StageSchedule, stage: Stage) -> Plan:
+def stage_plan(
+    plan: Plan, schedule: StageSchedule, stage: Stage, budget_bytes: int | None = None
+) -> Plan:
     """The plan of one stage: the program in the stage's order, and cache slots for that order.
 
     Stages before the last run all of their blocks: the next stage reads what the last block gives.
+    `budget_bytes`: of each stage; None is no limit.
     """
     units = plan.program.units
     unit_of = {(u[-1].slot, u[-1].operation == BACKWARD): at for at, u in enumerate(units)}
     found = plan.reordered([unit_of[entry] for entry in schedule.orders[stage.index]])
-    backwards = [tuple(s for s, is_backward in o if is_backward) for o in schedule.orders]
-    found = replace(found, stage_backwards=tuple(backwards))
+    peak = None if plan.shape is None else round(schedule.peak_bytes[stage.index])
+    found = replace(
+        found,
+        pipeline=schedule,
+        predicted_peak_bytes=None if plan.shape is None else peak,
+        memory_budget_bytes=budget_bytes,
+    )
     if stage.is_last:
         return found
     return replace(found, program=Program(tuple(map(_through_blocks, found.program.instructions))))
@@ -265,44 +313,3 @@ def _through_blocks(instruction: Instruction) -> Instruction:
     return (
         instruction if instruction.operation == BACKWARD else instruction._replace(ends_at=BLOCKS)
     )
-
-
-# Choice of a plan
-# ------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class StagedPlan:
-    """A plan on the stages of a pipeline, and what is predicted of it."""
-
-    plan: Plan
-    """In the order of one device."""
-    stages: tuple[Stage, ...]
-    work: StageWork
-    schedule: StageSchedule
-    budget_bytes: float | None
-
-    @property
-    def fits(self) -> bool:
-        return self.budget_bytes is None or max(self.schedule.peak_bytes) <= self.budget_bytes
-
-
-def staged_plan(
-    plan: Plan, meter: Meter, stages: Sequence[Stage], budget_bytes: float | None = None
-) -> StagedPlan:
-    """A plan on these stages. `budget_bytes`: of each stage; None is no limit."""
-    work = stage_work([plan.program], [stage_prices(plan, meter, stages)])
-    schedule = schedule_stages(work, budget_bytes)
-    return StagedPlan(plan, tuple(stages), work, schedule, budget_bytes)
-
-
-def best_staged(found: Sequence[StagedPlan]) -> StagedPlan:
-    """The fastest of those that fit, or the one that needs least memory where none does.
-
-    Plans differ in the size of their microbatches: small ones fill a pipeline sooner, large ones
-    keep a device busy.
-    """
-    fitting = [each for each in found if each.fits]
-    if fitting:
-        return min(fitting, key=lambda each: each.schedule.time)
-    return min(found, key=lambda each: max(each.schedule.peak_bytes))

@@ -27,7 +27,6 @@ from forkpoint.parallel.copies import contents_of
 from forkpoint.parallel.step import SingleProcessStep
 from forkpoint.plan import Plan
 from forkpoint.plan.gathering import LinkSizes, Offer, RankCosts, costs_of_rank
-from forkpoint.plan.pricing.meters import meter_of
 from forkpoint.plan.program import Program
 from forkpoint.plan.shared_prompts import (
     PlannedPrompt,
@@ -39,12 +38,8 @@ from forkpoint.plan.shared_prompts import (
     shared_prompts,
     worth_pricing,
 )
-from forkpoint.plan.stages import (
-    StagePrices,
-    schedule_stages,
-    stage_plan,
-    stage_prices,
-)
+from forkpoint.plan.stage_sizes import offers_of
+from forkpoint.plan.stages import stage_plan
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.step.plan import check_and_plan, plan_within
 from forkpoint.step.request import AgreedStep, LocalStep, StepPolicy
@@ -121,6 +116,8 @@ def _agree_with_others(policy: StepPolicy, group: Distributed, local: LocalStep)
             batches=ranks.batches if group.topology.shares_batches else None,
             split=policy.config.split,
             prompts=shared,
+            stages=policy.host.links.stages,
+            strict=policy.config.memory_budget_bytes is not None,
         )
     except ForkpointError:  # the same on all ranks
         ranks.phase = "told"
@@ -141,7 +138,9 @@ def _agreed_step(
     """The step of this rank: its plan for how weights are held and which prompts are exchanged."""
     host, scores = policy.host, local.request.scores
     gathering, splitting = agreement.gathering, agreement.splitting
-    plan, program = plans.lockstep, agreement.program
+    plan, program, staged = plans.lockstep, agreement.program, agreement.staged
+    if staged is not None:
+        plan = local.plans[min(staged.size, len(local.plans) - 1)]
     if gathering is not None and group.gathers:
         if gathering.taken == "step":
             plan = plans.once or plan
@@ -154,12 +153,10 @@ def _agreed_step(
     if splitting is not None:
         plan = replace(plan, split=splitting.taken, split_reason=splitting.reason)
     step = agreement.step(group.ranks, mean=local.averages)
-    if agreement.stage_work is not None:
+    if staged is not None:
         assert isinstance(host.links, StageLinks)
-        # The same on all ranks: the work is, and the budget.
-        budget = policy.model_state.budgets.of(host, policy.config)
-        schedule = schedule_stages(agreement.stage_work, budget)
-        plan = stage_plan(replace(plan, program=program), schedule, host.links.stage)
+        plan = replace(plan, program=program)
+        plan = stage_plan(plan, staged.schedule, host.links.stage, staged.budget_bytes)
         program = plan.program
     exchange = None
     if agreement.prompts:
@@ -199,10 +196,12 @@ def _proposal(
     share = local.routers.share() if local.routers else None
     gathers = loss is not None and loss.across_ranks
     shares_batches = group.topology.shares_batches
+    gathers_any = gathers or (share is not None and share.gathers)
+    sizes = local.plans if host.links.stages and not request.scores else ()
     return Proposal(
         call,
         offer=Offer(
-            _program(plan, request.scores, gathers or (share is not None and share.gathers)),
+            _program(plan, request.scores, gathers_any),
             tuple(float(m.tokens) for m in plan.microbatches),
             plans.costs,
         ),
@@ -218,17 +217,9 @@ def _proposal(
         statistics=share,
         sample=sample_of(batch, host) if _is_sample_due(policy, local) and len(batch) else None,
         prompts={name: each.edges for name, each in own.items()},
-        contents=contents_of(batch, (plan,), local.factors) if shares_batches else None,
-        stages=None if request.scores else _stage_prices(policy, plan),
+        contents=contents_of(batch, local.plans, local.factors) if shares_batches else None,
+        sizes=offers_of(sizes, [_program(each, False, gathers_any) for each in sizes]),
     )
-
-
-def _stage_prices(policy: StepPolicy, plan: Plan) -> StagePrices | None:
-    """Counted prices of a plan, the same on all stages; None where the model is not cut."""
-    host = policy.host
-    if not isinstance(host.links, StageLinks):
-        return None
-    return stage_prices(plan, meter_of(plan), host.links.stages)
 
 
 def _is_sample_due(policy: StepPolicy, local: LocalStep) -> bool:

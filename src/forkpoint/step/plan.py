@@ -18,6 +18,7 @@ from forkpoint.plan.parting import LITTLE, MOVE, WORTH_MOVING, where_prompts_par
 from forkpoint.plan.routing import RouterDemand
 from forkpoint.plan.runs import run_lengths
 from forkpoint.plan.shared_prompts import PlannedPrompt
+from forkpoint.plan.stage_sizes import choose_size, offers_of, plans_of_sizes
 from forkpoint.rollouts.batch import RolloutBatch, short
 from forkpoint.step.request import (
     BackwardRequest,
@@ -97,7 +98,7 @@ def check_and_plan(policy: StepPolicy, request: Request) -> LocalStep:
     return LocalStep(
         request=request,
         batch=batch,
-        plan=_plan(policy, request, batch, loss, work),
+        plans=_plans(policy, request, batch, loss, work),
         call=_describe(request, loss) + describe_routers(router, counts, expert_counts=counted),
         fingerprint=fingerprint,
         loss=loss,
@@ -116,7 +117,7 @@ def _check_backward(policy: StepPolicy, request: BackwardRequest) -> LocalStep:
     return LocalStep(
         request=request,
         batch=first.batch,
-        plan=first.plan,
+        plans=(first.plan,),
         call=f"backward of logprobs, entropies {'entropies' in weights}",
         fingerprint=fingerprint,
         factors=tuple(0.0 if w is None else float(w.double().norm()) for w in weights.values()),
@@ -140,15 +141,42 @@ def plan_batch(
     loss: Loss | LossFunction | None,
     routers: RouterDemand | None,
 ) -> Plan:
-    """The plan of a batch within the policy's memory budget; it becomes the last one planned."""
-    budgets = policy.model_state.budgets
+    """The plan of a batch within the policy's memory budget; it becomes the last one planned.
+
+    On stages of a pipeline it is the one of the size that is best for this rank's batch alone.
+    """
+    plans = plans_of_batch(policy, batch, loss, routers)
+    plan, links = plans[0], policy.host.links
+    if len(plans) > 1:
+        budget_bytes = policy.model_state.budgets.of(policy.host, policy.config)
+        found = choose_size([offers_of(plans)], links.stages, budget_bytes)
+        plan = found.predicted(plans[found.size])
+    return plan
+
+
+def plans_of_batch(
+    policy: StepPolicy,
+    batch: RolloutBatch,
+    loss: Loss | LossFunction | None,
+    routers: RouterDemand | None,
+) -> tuple[Plan, ...]:
+    """The plan of a batch within the policy's memory budget, as the last one planned; on stages of
+    a pipeline plans of several sizes (`plan.stage_sizes`)."""
+    budgets, stages = policy.model_state.budgets, policy.host.links.stages
     budget_bytes = budgets.of(policy.host, policy.config)
-    plan = plan_within(policy, batch, loss, budget_bytes, routers)
-    budgets.planned(plan)
+
+    def make(config: Config, budget_bytes: int | None) -> Plan:
+        return plan_within(policy, batch, loss, budget_bytes, routers, config=config)
+
+    if stages:
+        plans = plans_of_sizes(policy.config, budget_bytes, len(stages), make)
+    else:
+        plans = (make(policy.config, budget_bytes),)
+    budgets.planned(plans[0])
     if loss is not None and not policy.model_state.looked_at_prompts:
         policy.model_state.looked_at_prompts = True
-        _warn_of_parting(batch, plan, policy.config)
-    return plan
+        _warn_of_parting(batch, plans[0], policy.config)
+    return plans
 
 
 def _warn_of_parting(batch: RolloutBatch, plan: Plan, config: Config) -> None:
@@ -168,12 +196,14 @@ def plan_within(
     routers: RouterDemand | None,
     *,
     prompts: tuple[PlannedPrompt, ...] | None = None,
+    config: Config | None = None,
 ) -> Plan:
     """The plan of a batch within a budget for activations and prefix cache (None is no limit).
 
-    `loss` is None for scores and log-probs. `prompts`: those that ranks exchange.
+    `loss` is None for scores and log-probs. `prompts`: those that ranks exchange. `config`: None
+    is the policy's.
     """
-    host, config = policy.host, policy.config
+    host, config = policy.host, config or policy.config
     loss = None if loss is None else as_loss(loss)
     coupling = None if loss is None or loss.decomposition == "token" else loss.coupling(batch)
     given = config.memory_budget_bytes is not None
@@ -211,17 +241,22 @@ def _edges_to_run(
     return run_lengths(batch, zero, whole=routers is not None, last_tokens=last_tokens)
 
 
-def _plan(
+def _plans(
     policy: StepPolicy,
     request: Request,
     batch: RolloutBatch,
     loss: Loss | None,
     work: RouterWork | None,
-) -> Plan:
-    """The plan of a request: a new one, or the one that the caller gave, if it is right."""
+) -> tuple[Plan, ...]:
+    """The plan of a request: a new one, or the one that the caller gave, if it is right.
+
+    On stages of a pipeline several new ones, of which ranks choose one together where it trains.
+    """
     plan, demand = request.plan, None if work is None else work.demand(scored=request.scores)
+    if plan is None and request.scores:
+        return (plan_batch(policy, batch, loss, demand),)
     if plan is None:
-        return plan_batch(policy, batch, loss, demand)
+        return plans_of_batch(policy, batch, loss, demand)
     if not isinstance(plan, Plan):
         raise PlanError(
             f"the plan is {short(plan)} of type {type(plan).__name__}; give one that "
@@ -232,8 +267,8 @@ def _plan(
             "this plan is of a step in which ranks exchanged prefix caches, and says nothing "
             "of the other ranks. Make a plan with policy.plan(batch), or give none."
         )
-    if plan.stage_backwards:  # of an earlier step; orders are made anew
-        plan = replace(plan.with_program(scores=plan.program.has_scores), stage_backwards=())
+    if plan.pipeline is not None:  # of an earlier step; orders are made anew
+        plan = replace(plan.with_program(scores=plan.program.has_scores), pipeline=None)
     plan.check_batch(batch)
     plan.check_host(_capabilities(policy.host, batch))
     if loss is not None and loss.decomposition != "token":
@@ -241,7 +276,7 @@ def _plan(
     if work is not None:
         work.check_plan(plan, scored=request.scores)
     plan.check_runs(batch, _edges_to_run(policy, batch, loss, demand))
-    return plan
+    return (plan,)
 
 
 # Arguments

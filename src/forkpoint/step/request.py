@@ -122,11 +122,12 @@ class BackwardRequest(Request):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LocalStep:
-    """This rank's step: a request that was checked, and its plan."""
+    """This rank's step: a request that was checked, and its plans."""
 
     request: Request
     batch: RolloutBatch
-    plan: Plan
+    plans: tuple[Plan, ...]
+    """One, or on stages of a pipeline those of several sizes, of which ranks choose one."""
     call: str
     """The call, with the options that must be the same on every rank."""
     fingerprint: int
@@ -138,6 +139,11 @@ class LocalStep:
     """Of the model; only if a backward may follow."""
     factors: tuple[float, ...] = ()
     """Numbers that must agree between ranks with the same batch, up to rounding."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of one device."""
+        return self.plans[0]
 
     @property
     def averages(self) -> bool:

@@ -148,10 +148,17 @@ class Plan:
                 pairs = loss.decomposition == "joint"
                 ranks = Ranks(self.ranks, shape, calibration, config, whole_groups=pairs)
 
+            budget_bytes = config.memory_budget_bytes
+            if config.memory_budget == AUTO and device is not None:
+                budget_bytes = device.budget_bytes
+
             def make(
                 batch: RolloutBatch,
                 prompts: tuple[PlannedPrompt, ...] | None = None,
                 runs: IntArray | None = None,
+                *,
+                config: Config = config,
+                budget_bytes: int | None = budget_bytes,
             ) -> MadePlan:
                 if runs is None:
                     runs = self._edges_to_run(batch, loss, source)
@@ -162,9 +169,18 @@ class Plan:
                     coupling=None if loss.decomposition == "token" else loss.coupling(batch),
                     calibration=calibration,
                     capabilities=capabilities,
-                    measured_budget_bytes=None if device is None else device.budget_bytes,
+                    measured_budget_bytes=budget_bytes,
                     prompts=prompts,
                     runs=runs,
+                )
+
+            def planned(batch: RolloutBatch) -> MadePlan:
+                if pipeline is None:
+                    return make(batch)
+                return pipeline.plan(
+                    config,
+                    budget_bytes,
+                    lambda config, size: make(batch, config=config, budget_bytes=size),
                 )
 
             responses: list[int] = []
@@ -172,7 +188,7 @@ class Plan:
                 try:
                     if shape is not None:
                         batch.check_vocabulary(shape.vocab)
-                    plan = make(batch)
+                    plan = planned(batch)
                 except ForkpointError as error:
                     if not totals.batches:
                         raise
@@ -183,8 +199,6 @@ class Plan:
                 responses = responses or responses_of(batch)
                 if parting is None and plan.computed_tokens >= LITTLE * plan.dense.tokens:
                     parting = where_prompts_part(batch)
-                if pipeline is not None:
-                    pipeline.add(plan)
                 if ranks is not None:
                     ranks.add(batch, plan, make)
             prompt = None

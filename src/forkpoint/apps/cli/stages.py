@@ -4,11 +4,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from forkpoint.apps.cli.plan_text import counted
+from forkpoint.config import Config
 from forkpoint.errors import ConfigError
 from forkpoint.plan import ModelShape, Plan
 from forkpoint.plan.device_memory import DeviceMemory
-from forkpoint.plan.pricing.meters import meter_of
-from forkpoint.plan.stages import Stage, staged_plan, stages_of_shape
+from forkpoint.plan.stage_sizes import Planner, choose_size, offers_of, plans_of_sizes
+from forkpoint.plan.stages import Stage, stages_of_shape
 from forkpoint.units import format_bytes
 
 
@@ -33,13 +34,18 @@ class Pipeline:
             )
         return cls(stages_of_shape(shape, count), busy=[0.0] * count, peak_bytes=[0.0] * count)
 
-    def add(self, plan: Plan) -> None:
-        """Add one batch, in the order that stages would run its plan."""
-        found = staged_plan(plan, meter_of(plan), self.stages, plan.memory_budget_bytes).schedule
+    def plan(self, config: Config, budget_bytes: int | None, make: Planner) -> Plan:
+        """The plan of one batch whose microbatches have the best size for the stages; it is added
+        to the sums. `budget_bytes`: of each stage; None is no limit."""
+        plans = plans_of_sizes(config, budget_bytes, len(self.stages), make)
+        strict = config.memory_budget_bytes is not None
+        found = choose_size([offers_of(plans)], self.stages, budget_bytes, strict=strict)
         self.time += found.time
-        for stage, (busy, peak) in enumerate(zip(found.busy, found.peak_bytes, strict=True)):
+        ends = zip(found.busy, found.schedule.peak_bytes, strict=True)
+        for stage, (busy, peak) in enumerate(ends):
             self.busy[stage] += busy
             self.peak_bytes[stage] = max(self.peak_bytes[stage], peak)
+        return found.predicted(plans[found.size])
 
     @property
     def peak(self) -> int:

@@ -3,7 +3,7 @@
 Hidden states go to the next stage and their gradients to the one before, each direction in a group
 of its own. Messages have no tags (NCCL has none): each side knows the other's order. Forwards have
 one order at all stages. Gradients are received in the order in which the next stage sends them,
-which the plan has (`Plan.stage_backwards`).
+which the plan has (`Plan.pipeline`).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -121,8 +121,9 @@ class StageLinks(Links):
         own = any(p.requires_grad for p in self.model.parameters())
         self._trains_before = any(self.ranks.exchange(own)[: self.stage.index])
         if not self.ends_here:
-            assert plan.stage_backwards, "the plan was not made for stages"
-            self._expected = list(reversed(plan.stage_backwards[self.stage.index + 1]))
+            assert plan.pipeline is not None, "the plan was not made for stages"
+            order = plan.pipeline.orders[self.stage.index + 1]
+            self._expected = [slot for slot, is_backward in reversed(order) if is_backward]
 
     def receive(self, instruction: Instruction, inputs: MicrobatchInputs) -> Tensor | None:
         if self.stage.is_first:

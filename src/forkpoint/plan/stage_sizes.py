@@ -1,0 +1,224 @@
+"""Sizes of microbatches on the stages of a pipeline, chosen by the predicted time of a step.
+
+Short microbatches fill a pipeline sooner, long ones keep devices busy. Under a memory budget,
+activations that are kept spare repeated forwards, and leave room for fewer microbatches in flight.
+So a rank plans its batch in several sizes, data ranks exchange programs and prices of all, and each
+size is ordered on all stages within their memory (`plan.stages`). The fastest that fits is taken.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from forkpoint.config import AUTO, Config
+from forkpoint.errors import PlanError
+from forkpoint.plan.align import align
+from forkpoint.plan.builder import DEFAULT_MICROBATCH_TOKENS, LONGER_IS_WORTH
+from forkpoint.plan.pipeline import Floats, StageSchedule, StageWork, forwards_time, order_stages
+from forkpoint.plan.plan import Plan
+from forkpoint.plan.pricing.meters import meter_of
+from forkpoint.plan.program import Program
+from forkpoint.plan.stages import (
+    Stage,
+    StagePrices,
+    schedule_stages,
+    score_costs,
+    stage_prices,
+    stage_work,
+)
+from forkpoint.units import exactly
+
+HALVINGS = 4
+"""How often the length of microbatches is halved."""
+
+Planner = Callable[[Config, int | None], Plan]
+"""Makes the plan of a batch with a configuration and a memory budget in bytes (None is no limit),
+or raises PlanError."""
+
+
+def plans_of_sizes(
+    config: Config, budget_bytes: int | None, stages: int, make: Planner
+) -> tuple[Plan, ...]:
+    """Plans of a batch that stages of a pipeline may run, the one for a single device first.
+
+    Others have microbatches half as long, a quarter, and so on, unless the configuration limits
+    `max_microbatch_tokens`. Under a budget each length is planned for it, and for as much on each
+    stage, which holds a part of the layers.
+
+    Args:
+        config: what may be chosen.
+        budget_bytes: of each stage; None is no limit.
+        stages: how many there are.
+        make: the planner of this batch.
+
+    Raises:
+        PlanError: the first plan cannot be made.
+    """
+    wide_bytes = None if budget_bytes is None else budget_bytes * stages
+    first = _planned(make, config, budget_bytes)
+    if first is None and wide_bytes is not None:
+        first = _planned(make, config, wide_bytes)
+    first = first or make(config, budget_bytes)  # which raises
+    lengths = [first.max_microbatch_tokens]
+    if config.max_microbatch_tokens is None:
+        longest = max((microbatch.tokens for microbatch in first.microbatches), default=1)
+        halved = min(longest, DEFAULT_MICROBATCH_TOKENS)
+        lengths += [max(1, halved >> times) for times in range(1, HALVINGS + 1)]
+    shared = replace(config, sharing=first.sharing, boundary=first.boundary)
+    if config.boundary == AUTO and first.boundary == "within":
+        shared = replace(shared, boundary="mixed")  # which cuts what is too long
+    found = [first]
+    for length in lengths:
+        sized, wide = replace(shared, max_microbatch_tokens=length), None
+        if wide_bytes is not None:
+            wide = _planned(make, sized, wide_bytes)
+            found.append(wide or found[-1])
+        if length == first.max_microbatch_tokens:
+            continue
+        fits = wide is not None and (wide.predicted_peak_bytes or 0) <= (budget_bytes or 0)
+        found.append((wide if fits else _planned(make, sized, budget_bytes)) or found[-1])
+    return tuple(found)
+
+
+def _within(config: Config, budget_bytes: int | None) -> Config:
+    """The configuration with this budget, if it has one in bytes."""
+    given = config.memory_budget_bytes is not None
+    return replace(config, memory_budget=budget_bytes) if given else config
+
+
+def _planned(make: Planner, config: Config, budget_bytes: int | None) -> Plan | None:
+    """The plan, or None where there is none."""
+    try:
+        return make(_within(config, budget_bytes), budget_bytes)
+    except PlanError:
+        return None
+
+
+# The choice
+# ------------------------------------------------------------
+
+
+class SizedOffer(NamedTuple):
+    """One rank's part of a step with microbatches of one size."""
+
+    program: Program
+    tokens: tuple[float, ...]
+    """By microbatch."""
+    prices: StagePrices
+
+
+def offers_of(
+    plans: Sequence[Plan], programs: Sequence[Program] | None = None
+) -> tuple[SizedOffer, ...]:
+    """Offers of these plans, by counted prices; one plan, given twice, has one offer.
+
+    `programs`: by plan, what runs; None takes the plans' own.
+    """
+    found: dict[int, SizedOffer] = {}
+    for plan, program in zip(plans, programs or [p.program for p in plans], strict=True):
+        if id(plan) not in found:
+            tokens = tuple(float(microbatch.tokens) for microbatch in plan.microbatches)
+            found[id(plan)] = SizedOffer(program, tokens, stage_prices(plan, meter_of(plan)))
+    return tuple(found[id(plan)] for plan in plans)
+
+
+@dataclass(frozen=True, eq=False)
+class StagedStep:
+    """A step of all data ranks on the stages of a pipeline, and what is predicted of it."""
+
+    size: int
+    """Which of each rank's offers is taken; of fewer the last."""
+    programs: tuple[Program, ...]
+    """By data rank, of one common shape."""
+    work: StageWork
+    schedule: StageSchedule
+    scores: Floats
+    """[S, N]: costs of the pass of scores at each stage; N is 0 without one."""
+    budget_bytes: int | None
+    """Of each stage; None is no limit."""
+
+    @property
+    def time(self) -> float:
+        """Predicted cost of the step, in the unit of the prices."""
+        return forwards_time(self.scores) + self.schedule.time
+
+    @property
+    def peak_bytes(self) -> float:
+        """The most bytes of any stage."""
+        return max(self.schedule.peak_bytes)
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """By stage: time in which it runs something."""
+        scores = self.scores.sum(1).tolist()
+        return tuple(a + b for a, b in zip(scores, self.schedule.busy, strict=True))
+
+    def predicted(self, plan: Plan) -> Plan:
+        """The plan that is taken, with what is predicted of it on the stages."""
+        return replace(
+            plan,
+            pipeline=self.schedule,
+            predicted_peak_bytes=round(self.peak_bytes),
+            memory_budget_bytes=self.budget_bytes,
+        )
+
+    @property
+    def fits(self) -> bool:
+        return self.budget_bytes is None or self.peak_bytes <= self.budget_bytes
+
+
+def choose_size(
+    offers: Sequence[Sequence[SizedOffer]],
+    stages: Sequence[Stage],
+    budget_bytes: int | None = None,
+    *,
+    strict: bool = False,
+) -> StagedStep:
+    """The fastest step that fits the memory of each stage.
+
+    Of those that are as fast, within 1%, the one that comes first. Where none fits, the one that
+    needs least memory.
+
+    Args:
+        offers: by data rank, of one plan or of several sizes (`plans_of_sizes`).
+        stages: of the pipeline.
+        budget_bytes: of each stage; None is no limit.
+        strict: whether a step that does not fit is refused.
+
+    It depends on the arguments alone, so that ranks that have exchanged offers agree.
+
+    Raises:
+        PlanError: `strict`, and no step fits.
+    """
+    sizes = range(max(map(len, offers)))
+    taken = {size: tuple(own[min(size, len(own) - 1)] for own in offers) for size in sizes}
+    # Sizes that come to the same plans on all ranks are looked at once.
+    distinct = {tuple(map(id, taken[size])): size for size in reversed(sizes)}
+    every = [
+        _ordered(size, taken[size], stages, budget_bytes) for size in sorted(distinct.values())
+    ]
+    fitting = [step for step in every if step.fits]
+    if fitting:
+        most = min(step.time for step in fitting) * (1 + LONGER_IS_WORTH)
+        found = next(step for step in fitting if step.time <= most)
+    else:
+        found = min(every, key=lambda step: step.peak_bytes)
+    if strict and not fitting:
+        raise PlanError(
+            f"a stage of the pipeline is predicted to need {exactly(round(found.peak_bytes))}, and "
+            f"memory_budget is {exactly(budget_bytes or 0)}. Raise the budget, lower "
+            "max_microbatch_tokens, or take fewer rollouts at a time."
+        )
+    return replace(found, schedule=schedule_stages(found.work, budget_bytes))
+
+
+def _ordered(
+    size: int, offers: Sequence[SizedOffer], stages: Sequence[Stage], budget_bytes: int | None
+) -> StagedStep:
+    """One size on all stages, in the order that takes all memory that there is."""
+    programs = align([o.program for o in offers], [o.tokens for o in offers])
+    prices = [offer.prices for offer in offers]
+    work = stage_work(programs, prices, stages)
+    limits = None if budget_bytes is None else [float(budget_bytes)] * len(stages)
+    scores = score_costs(programs, prices, stages)
+    return StagedStep(size, programs, work, order_stages(work, limits), scores, budget_bytes)

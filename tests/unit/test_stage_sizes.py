@@ -1,0 +1,116 @@
+"""Sizes of microbatches on the stages of a pipeline are chosen by the predicted time of a step."""
+
+from collections.abc import Sequence
+from functools import cache, partial
+
+import pytest
+
+from forkpoint import Config, RolloutBatch
+from forkpoint.errors import PlanError
+from forkpoint.losses import GSPO
+from forkpoint.plan import MODELS, ModelShape, Plan, make_plan
+from forkpoint.plan.pipeline import forwards_time
+from forkpoint.plan.stage_sizes import SizedOffer, choose_size, offers_of, plans_of_sizes
+from forkpoint.plan.stages import stages_of_shape
+from forkpoint.rollouts.synthetic import synthetic_rollouts
+from forkpoint.units import GIB
+
+SHAPE = ModelShape.from_config(MODELS["qwen2.5-14b"])
+FREE = Config(sharing="group")
+
+
+@cache
+def batch_of(groups: int, seed: int = 0) -> RolloutBatch:
+    made = synthetic_rollouts(
+        groups=groups, rollouts_per_group=4, prompt_tokens=4096, response_tokens=2048, seed=seed
+    )
+    return RolloutBatch(made)
+
+
+def plans(
+    batch: RolloutBatch, stages: int, budget_bytes: int | None = None, config: Config = FREE
+) -> tuple[Plan, ...]:
+    def make(config: Config, budget_bytes: int | None) -> Plan:
+        coupling = GSPO().coupling(batch) if config.all_logprobs else None
+        return make_plan(
+            batch, SHAPE, config, coupling=coupling, measured_budget_bytes=budget_bytes
+        )
+
+    return plans_of_sizes(config, budget_bytes, stages, make)
+
+
+def time_of(offers: Sequence[SizedOffer], stages: int, budget_bytes: int | None) -> float:
+    """Of one offer by each data rank."""
+    ranks = [[offer] for offer in offers]
+    return choose_size(ranks, stages_of_shape(SHAPE, stages), budget_bytes).time
+
+
+@pytest.mark.parametrize("stages", [2, 8])
+@pytest.mark.parametrize("budget_bytes", [None, 40 * GIB])
+def test_no_other_size_is_faster(stages: int, budget_bytes: int | None) -> None:
+    offers = offers_of(plans(batch_of(4), stages, budget_bytes))
+    found = choose_size([offers], stages_of_shape(SHAPE, stages), budget_bytes)
+    assert found.fits and found.time <= time_of([offers[0]], stages, budget_bytes)
+    for offer in offers:
+        alone = choose_size([[offer]], stages_of_shape(SHAPE, stages), budget_bytes)
+        assert not alone.fits or found.time <= alone.time * 1.01
+    assert found.size > 0, "the first plan fills no pipeline"
+
+
+def test_lengths_and_budgets_that_are_planned() -> None:
+    batch, stages, budget = batch_of(4), 8, 40 * GIB
+    free = plans(batch, stages)
+    longest = max(m.tokens for m in free[0].microbatches)
+    lengths = [plan.max_microbatch_tokens for plan in free]
+    assert lengths == [free[0].max_microbatch_tokens, *(longest >> n for n in range(1, 5))]
+    limited = partial(plans, batch, stages, config=Config(max_microbatch_tokens=4096))
+    assert [plan.max_microbatch_tokens for plan in limited()] == [4096]
+    both = limited(budget_bytes=budget)
+    assert [plan.memory_budget_bytes for plan in both] == [budget, stages * budget]
+    assert both[1].predicted_peak_bytes > budget
+
+
+def test_a_budget_that_holds_activations_on_many_stages() -> None:
+    """On few stages activations are computed again; on many each stage keeps those of its part."""
+    batch, budget, again = batch_of(4), 16 * GIB, {}
+    for stages in (2, 16):
+        every = plans(batch, stages, budget)
+        found = choose_size([offers_of(every)], stages_of_shape(SHAPE, stages), budget)
+        assert found.fits and found.peak_bytes <= budget
+        plan = every[found.size]
+        again[stages] = any(
+            m.checkpointing != "none" or m.activations != "keep" for m in plan.microbatches
+        )
+    assert again == {2: True, 16: False}
+
+
+def test_data_ranks_choose_together() -> None:
+    """Of ranks with unequal batches, one of which has a single plan."""
+    stages = stages_of_shape(SHAPE, 4)
+    many, one = offers_of(plans(batch_of(4), 4)), offers_of(plans(batch_of(1, seed=1), 4)[:1])
+    found = choose_size([many, one], stages)
+    assert found.time <= time_of([many[0], one[0]], 4, None)
+    assert found.time == pytest.approx(time_of([many[found.size], one[0]], 4, None))
+    assert len(found.programs) == 2
+    assert len({len(program.instructions) for program in found.programs}) == 1
+    swapped = choose_size([one, many], stages)
+    assert (swapped.size, swapped.time) == (found.size, pytest.approx(found.time))
+
+
+def test_a_pass_of_scores_counts() -> None:
+    config = Config(sharing="group", all_logprobs=True)  # stands for the coupled loss above
+    offers = offers_of(plans(batch_of(4), 4, config=config))
+    stages = stages_of_shape(SHAPE, 4)
+    found = choose_size([offers[-1:]], stages)
+    assert found.scores.shape == (4, len(found.programs[0].scores)) and found.scores.size
+    assert found.time == forwards_time(found.scores) + found.schedule.time
+    # No stage can do it in less, and the last one begins after a microbatch has passed the others.
+    assert forwards_time(found.scores) >= found.scores.sum(1).max()
+    assert sum(found.busy) == pytest.approx(found.scores.sum() + sum(found.schedule.busy))
+
+
+def test_a_step_that_fits_no_stage() -> None:
+    offers, stages = offers_of(plans(batch_of(1), 2)), stages_of_shape(SHAPE, 2)
+    assert not choose_size([offers], stages, 1000).fits
+    with pytest.raises(PlanError, match=r"is predicted to need .* memory_budget is 1000 bytes"):
+        choose_size([offers], stages, 1000, strict=True)
