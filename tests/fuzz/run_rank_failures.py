@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
 
-from failing_ranks import CAUSES, WRAPS, Moment, tried
+from failing_ranks import CAUSES, MESHES, WRAPS, Moment, tried
 
 from forkpoint.parallel import watch
 
@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--kinds", nargs="+", choices=CAUSES, default=list(CAUSES))
-    parser.add_argument("--wraps", nargs="+", choices=WRAPS, default=list(WRAPS))
+    parser.add_argument("--wraps", nargs="+", choices=[*WRAPS, *MESHES], default=list(WRAPS))
     parser.add_argument("--quicker", type=float, default=1.0, help="divides the watch's waits")
     parser.add_argument("--json", type=Path, help="a line for each moment")
     given = parser.parse_args()

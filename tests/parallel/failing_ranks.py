@@ -30,6 +30,8 @@ from scenarios_of_ranks import (
     replicated,
     sharded,
 )
+from split_models import load
+from test_split_stages import Case, error_of, held, meshes_of, of, split_model
 
 import forkpoint
 from forkpoint import RolloutBatch
@@ -38,7 +40,14 @@ from forkpoint.parallel.watch import EXIT_CODE
 from forkpoint.testing import ReadOnlyHook, lifted_upcasts
 
 WRAPS: dict[str, Callable[[Any], Any]] = {"fully_shard": sharded, "DDP": replicated}
+MESHES: dict[str, Case] = {
+    "PP x CP": Case(cp=2),
+    "PP x TP": Case(tp=2),
+    "PP x FSDP2": Case(of(rollouts=UNEQUAL), dp=2),
+}
+"""Two stages of a pipeline, each on two ranks."""
 LIMIT_S = 60.0
+MODEL = "model"
 CAUSES = {
     "loss": "ValueError: raised in a loss",
     "forward": "ValueError: raised in a forward",
@@ -60,6 +69,17 @@ class Moment:
     wrap: str
     seed: int
     ranks: int = 2
+
+    def __post_init__(self) -> None:
+        if self.wrap in MESHES:
+            self.ranks = MESHES[self.wrap].size
+
+    @property
+    def victim(self) -> int:
+        """The rank that fails."""
+        if self.kind == "loss" and self.wrap in MESHES:
+            return self.ranks - 1  # of the last stage, which has the loss
+        return random.Random(self.seed).randrange(self.ranks)
 
 
 @dataclass
@@ -143,7 +163,7 @@ def _signals(number: int) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), number)
 
 
-def _trigger(kind: str, model: Any, drawn: random.Random) -> tuple[Trigger, bool]:
+def _trigger(kind: str, blocks: list[Any], drawn: random.Random) -> tuple[Trigger, bool]:
     """The trigger of a kind, and whether it counts calls of functions, of any."""
     if kind in ("interrupt", "kill", "score", "logprobs"):
         number = signal.SIGKILL if kind == "kill" else signal.SIGINT
@@ -151,7 +171,7 @@ def _trigger(kind: str, model: Any, drawn: random.Random) -> tuple[Trigger, bool
     cause = CAUSES[kind].partition(": ")[2]
     error = torch.OutOfMemoryError(cause) if kind == "memory" else ValueError(cause)
     trigger = Trigger(_raises(error))
-    block = drawn.choice(list(model.model.layers))
+    block = drawn.choice(blocks)
 
     def before(_: Any, args: Any) -> None:
         if torch.is_grad_enabled():
@@ -185,12 +205,51 @@ def _calls(kind: str, policy: forkpoint.Policy, batch: RolloutBatch) -> Callable
     return lambda: policy.forward_backward(batch, Triggered())
 
 
-def _in_rank(moment: Moment, victim: int, armed: Path) -> End:
+@dataclass
+class Trained:
+    """The models of a trial on this rank: on the ranks, and in one process."""
+
+    model: Any
+    alone: Any
+    wrap: Callable[[], Any]
+    """Holds the model on the ranks."""
+    rollouts: list[list[Any]]
+    """By data rank."""
+    data_rank: int
+    mesh: Any = None
+
+    @classmethod
+    def of(cls, moment: Moment, folder: Path) -> "Trained":
+        case = MESHES.get(moment.wrap)
+        if case is None:
+            model, alone = model_of(Scenario()), model_of(Scenario())
+            rollouts, hold = rollouts_of(moment.ranks), WRAPS[moment.wrap]
+            return cls(model, alone, lambda: hold(model), rollouts, dist.get_rank())
+        meshes = meshes_of(case)
+        model, alone = split_model(folder, case, meshes), load(folder, case.split)
+        index, rollouts = meshes.dense.get_local_rank("dp"), list(case.split.rollouts)
+        hold = lambda: held(model, case, meshes)  # noqa: E731
+        return cls(model, alone, hold, rollouts, index, meshes.dense)
+
+    @property
+    def blocks(self) -> list[Any]:
+        """Those of this rank."""
+        return [block for block in self.model.model.layers if any(True for _ in block.parameters())]
+
+    def error(self) -> float:
+        if self.mesh is not None:
+            return error_of(self.model, self.alone)
+        found, wanted = gradients(self.model), gradients(self.alone)
+        return distance(found, wanted, list(wanted))
+
+
+def _in_rank(moment: Moment, victim: int, place: Path) -> End:
     """This rank's part of a trial."""
     rank, end = dist.get_rank(), End()
+    armed = place / f"armed {rank}"
     drawn = random.Random(f"{moment.seed} {rank}")
-    model, alone = model_of(Scenario()), model_of(Scenario())
-    trigger, everywhere = _trigger(moment.kind, model, drawn)
+    trained = Trained.of(moment, place / MODEL)
+    model, alone = trained.model, trained.alone
     config = forkpoint.Config(
         sharing=DEEP.sharing,
         boundary=DEEP.boundary,
@@ -198,10 +257,10 @@ def _in_rank(moment: Moment, victim: int, armed: Path) -> End:
         restore_grads=bool(moment.seed % 2),
         self_check=False,
     )
-    rollouts = rollouts_of(moment.ranks)
-    own = RolloutBatch(rollouts[rank])
+    own = RolloutBatch(trained.rollouts[trained.data_rank])
     with lifted_upcasts(model), lifted_upcasts(alone):
-        policy = forkpoint.wrap(WRAPS[moment.wrap](model), config)
+        policy = forkpoint.wrap(trained.wrap(), config, mesh=trained.mesh)
+        trigger, everywhere = _trigger(moment.kind, trained.blocks, drawn)
         call = _calls(moment.kind, policy, own)
         step = lambda: policy.forward_backward(own, Triggered())  # noqa: E731
         step()  # which meets everything for the first time
@@ -242,11 +301,10 @@ def _in_rank(moment: Moment, victim: int, armed: Path) -> End:
             end.seconds = time.monotonic() - end.armed
             return end
         end.seconds = time.monotonic() - end.armed
-        found = gradients(model)
         other = forkpoint.wrap(alone, config)
-        other.forward_backward(RolloutBatch([r for part in rollouts for r in part]), GRPO())
-        wanted = gradients(alone)
-        end.error = distance(found, wanted, list(wanted))
+        whole = RolloutBatch([r for part in trained.rollouts for r in part])
+        other.forward_backward(whole, GRPO())
+        end.error = trained.error()
     return end
 
 
@@ -274,11 +332,13 @@ def _local(x: Any) -> torch.Tensor:
 
 def tried(moment: Moment) -> Outcome:
     """Run one moment in processes of its own, and look at how they end."""
-    victim = random.Random(moment.seed).randrange(moment.ranks)
+    victim = moment.victim
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as place:
+        if moment.wrap in MESHES:
+            MESHES[moment.wrap].split.save(Path(place, MODEL))
         children = []
         for rank in range(moment.ranks):
             child = os.fork()
@@ -311,7 +371,7 @@ def _be(rank: int, port: int, moment: Moment, victim: int, place: Path) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         size = moment.ranks
         join(rank, size, port, timeout_s=90)
-        end = _in_rank(moment, victim, place / f"armed {rank}")
+        end = _in_rank(moment, victim, place)
         (place / f"said {rank}").write_text(json.dumps(asdict(end)))
         if not end.after:
             dist.barrier()

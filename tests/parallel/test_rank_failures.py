@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from failing_ranks import Moment, tried
+from failing_ranks import CAUSES, MESHES, Moment, tried
 from processes import RankFailed, run_ranks
 from scenarios_of_ranks import (
     DEEP,
@@ -29,6 +29,7 @@ from forkpoint import RolloutBatch
 from forkpoint.errors import ConfigError, ForkpointError, RankError
 from forkpoint.losses import GRPO
 from forkpoint.parallel import watch
+from versions import needs_splits
 
 
 @pytest.fixture(autouse=True)
@@ -144,6 +145,15 @@ def test_shards_end_after_an_error_in_the_sample(
     ],
 )
 def test_a_rank_that_fails_at_a_random_moment(kind: str, wrap: str) -> None:
+    outcome = tried(Moment(kind, wrap, seed=4))
+    assert not outcome.faults, outcome
+
+
+@pytest.mark.slow
+@needs_splits
+@pytest.mark.parametrize("wrap", MESHES)
+@pytest.mark.parametrize("kind", CAUSES)
+def test_a_rank_of_two_stages_that_fails(kind: str, wrap: str) -> None:
     outcome = tried(Moment(kind, wrap, seed=4))
     assert not outcome.faults, outcome
 
