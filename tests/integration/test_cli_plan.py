@@ -318,6 +318,21 @@ def test_plan_on_stages(shell: Shell, rollouts: Path, config: Path) -> None:
     assert shell("plan", rollouts, "--stages", 2).code == 2
 
 
+def test_lanes_of_stages_in_a_report(
+    shell: Shell, rollouts: Path, config: Path, tmp_path: Path
+) -> None:
+    lanes, page = tmp_path / "lanes.json", tmp_path / "lanes.html"
+    given = ("plan", rollouts, "--model", config, "--max-microbatch-tokens", 24)
+    done = shell(*given, "--stages", 2, "--lanes", lanes)
+    found = shell("report", lanes, "--output", page)
+    assert found.result["figures"] == [["lanes"]] and page.stat().st_size > 1000
+    assert "A step on 2 stages of a pipeline, predicted." in found.out
+    assert f"{done.result['pipeline']['bubble']:.1%} of the stages' time idle" in found.out
+    assert shell(*given, "--lanes", lanes).code == 2
+    lanes.write_text("{}")
+    assert shell("report", lanes, "--output", page).code == 2
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -1,106 +1,147 @@
-"""Lanes of tests: each test is run by one command, and CI runs those that need no GPU."""
+"""Lanes of steps on stages of a pipeline: their times, their file, and how a report draws them."""
 
-import ast
-import re
-import tomllib
-from functools import cache
-from itertools import combinations
+import json
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import settings
 
-from lanes import slow_besides
-from pairwise import pairwise
+from forkpoint import Config, ConfigError, RolloutBatch
+from forkpoint.apps.report.draw import as_svg, lanes_of_stages
+from forkpoint.apps.report.lanes import lanes_chapter
+from forkpoint.apps.report.page import render_page
+from forkpoint.plan import MODELS, ModelShape, make_plan
+from forkpoint.plan.lanes import Lane, Lanes, lanes_of, measured_lane, read_lanes
+from forkpoint.plan.stage_sizes import choose_size, offers_of
+from forkpoint.plan.stages import stage_plan, stages_of_shape
+from forkpoint.rollouts.synthetic import synthetic_rollouts
 
-ROOT = Path(__file__).parents[2]
-MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
-OPTIONS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]
-MARKERS = {marker.partition(":")[0] for marker in OPTIONS["ini_options"]["markers"]}
-GPU = {"gpu", "multi_gpu"}
-
-
-def recipe(target: str) -> str:
-    found = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE)
-    assert found, f"there is no make {target}"
-    no_gpu = re.search(r"^no_gpu := (.*)$", MAKEFILE, re.MULTILINE)
-    assert no_gpu
-    return found[1].replace("$(no_gpu)", no_gpu[1])
-
-
-def runs(target: str, marks: set[str]) -> bool:
-    """Whether the command runs a test with these marks."""
-    expression = re.search(r'-m "?([a-z_ ]+)"?', recipe(target).partition("pytest")[2])
-    assert expression
-    return eval(expression[1].strip(), {name: name in marks for name in MARKERS})
+SHAPE = ModelShape.from_config(MODELS["qwen3-0.6b"])
+STAGES = stages_of_shape(SHAPE, 3)
+# A stage that waits for 2 of the 4 ms of its second event, and idles before the fourth.
+ONE = Lane(
+    events=("forward leaf 0", "backward leaf 0", "recompute prefix 1", "backward prefix 1"),
+    begins=(0.0, 1.0, 5.0, 8.0),
+    ready=(0.0, 3.0, 5.0, 8.0),
+    ends=(1.0, 5.0, 7.0, 10.0),
+)
+TWO = Lane(events=("forward leaf 0",), begins=(1.0,), ready=(1.0,), ends=(4.0,))
 
 
-def test_one_command_runs_a_test() -> None:
-    every = [*MARKERS - {"examples"}]
-    for marks in (set(x) for n in range(len(every)) for x in combinations(every, n)):
-        if marks & GPU:
-            assert not runs("test", marks) and not runs("test-slow", marks)
-            assert runs("test-gpu", marks) == ("gpu" in marks)
-        else:
-            assert runs("test", marks) == ("slow" not in marks)
-            assert runs("test-slow", marks) == ("slow" in marks and "ranks" not in marks)
-            assert runs("test-ranks", marks) == ({"slow", "ranks"} <= marks)
-        assert not runs("test-quick", marks) or runs("test", marks)
+def made(activations: str = "recompute") -> Lanes:
+    rollouts = synthetic_rollouts(
+        groups=2, rollouts_per_group=3, prompt_tokens=900, response_tokens=300
+    )
+    config = Config(
+        sharing="group",
+        boundary="across",
+        max_microbatch_tokens=512,
+        activations=activations,  # type: ignore[arg-type]
+    )
+    plan = make_plan(RolloutBatch(rollouts), SHAPE, config)
+    staged = choose_size([offers_of([plan])], STAGES)
+    found = lanes_of(staged.predicted(plan))
+    # The same from the plan of any stage.
+    for stage in STAGES:
+        assert lanes_of(stage_plan(plan, staged.schedule, stage)) == found
+    for lane, busy, order in zip(
+        found.predicted, staged.schedule.busy, staged.schedule.orders, strict=True
+    ):
+        assert lane.busy == pytest.approx(busy)
+        again = sum(event.startswith("recompute") for event in lane.events)
+        assert len(lane.events) == len(order) + again
+        assert (again > 0) == (activations == "recompute")
+    assert max(lane.ends[-1] for lane in found.predicted) == staged.schedule.time
+    return found
 
 
-def test_make_check_runs_the_examples() -> None:
-    assert not runs("test", {"examples"}) and not runs("test-slow", {"examples"})
-    (line,) = [line for line in recipe("check").splitlines() if "tests/unit/test_docs.py" in line]
-    assert "-m" not in line.partition("pytest")[2]
-    marked = {path.name for path in (ROOT / "tests").rglob("*.py") if "examples" in marks_of(path)}
-    assert marked == {"test_docs.py"}
+def groups_of(svg: bytes) -> dict[str, int]:
+    """Bars of each group of a picture that has a name."""
+    tree = ElementTree.fromstring(svg)
+    found = {}
+    for group in tree.iter("{http://www.w3.org/2000/svg}g"):
+        name = group.get("id", "")
+        if name.startswith("stage-"):
+            found[name] = len(group.findall(".//{http://www.w3.org/2000/svg}path")) or len(
+                group.findall(".//{http://www.w3.org/2000/svg}use")
+            )
+    return found
 
 
-def test_ci_runs_every_lane() -> None:
-    script = (ROOT / ".ci/run").read_text()
-    commands = re.findall(r"^make ([a-z-]+)", script, re.MULTILINE)
-    lanes = re.findall(r"^for lane in (.*); do", script, re.MULTILINE)
-    assert {"check", "test", "test-wheel"} == set(commands)
-    assert [lane.split() for lane in lanes] == [["test-ranks", "test-slow"]]
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_predicted_lanes(activations: str, tmp_path: Path) -> None:
+    found = made(activations)
+    found.save(tmp_path / "lanes.json")
+    assert read_lanes(tmp_path / "lanes.json") == found
 
 
-@cache
-def marks_of(path: Path) -> set[str]:
-    """Names that a file takes of `pytest.mark`."""
-    text = path.read_text(encoding="utf-8")
-    if "mark" not in text:  # however it is spelt; most files need not be parsed
-        return set()
-    return {
-        node.attr
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Attribute)
-        and ast.unparse(node.value) == "pytest.mark"
+def test_measured_lanes_without_scores() -> None:
+    events = ("score leaf 0", "forward leaf 0", "backward leaf 0")
+    assert measured_lane(events, (5.0, 1.0, 4.0), (0.0, 0.5, 9.0)) == Lane(
+        events=events[1:], begins=(0.0, 1.0), ready=(0.5, 5.0), ends=(1.0, 5.0)
+    )
+
+
+def test_a_lane_a_stage_is_drawn() -> None:
+    assert groups_of(as_svg(lanes_of_stages([ONE, TWO], "ms"))) == {
+        "stage-0-forward": 1,
+        "stage-0-backward": 2,
+        "stage-0-recompute": 1,
+        "stage-0-idle": 2,
+        "stage-1-forward": 1,
+        "stage-1-idle": 2,
     }
 
 
-def test_examples_of_properties_are_drawn_from_a_fixed_seed() -> None:
-    assert settings().derandomize
+def test_the_chapter_of_lanes(tmp_path: Path) -> None:
+    lanes = Lanes(unit="FLOPs", predicted=(ONE, TWO), measured=(ONE, TWO), peak_bytes=(1e9, 2e9))
+    lanes.save(tmp_path / "lanes.json")
+    chapter = lanes_chapter(tmp_path / "lanes.json")
+    assert chapter.subtitle == "A step on 2 stages of a pipeline, predicted and measured."
+    values = [tile.value for tile in chapter.tiles]
+    # Stage 0 runs 7 of 10, stage 1 runs 3.
+    assert values == ["50.0%", "50.0%", "1.9 GiB"]
+    assert "By stage: 30%, 70%." in chapter.tiles[0].remark
+    (figure,) = chapter.figures
+    assert len(figure.pictures) == 2 and len(figure.rows) == 10
+    assert render_page([chapter]).count("data:image/svg+xml") == 2
+    replace(lanes, measured=()).save(tmp_path / "lanes.json")
+    chapter = lanes_chapter(tmp_path / "lanes.json")
+    assert len(chapter.tiles) == 2 and len(chapter.figures[0].pictures) == 1
 
 
-def test_marks_are_pytest_s_or_lanes() -> None:
-    of_pytest = {"parametrize", "skipif", "usefixtures", "filterwarnings", "timeout", "xfail"}
-    for path in sorted((ROOT / "tests").rglob("*.py")):
-        assert marks_of(path) <= of_pytest | MARKERS, path.name
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"unit": "miles"}, "lanes.unit is 'miles'"),
+        ({"predicted": []}, "lanes has 0 predicted lanes"),
+        ({"peak_bytes": [1.0]}, "and 1 peaks"),
+        ({"more": 1}, "more"),
+        (
+            {"predicted": [{"events": ["forward x"], "begins": [], "ready": [], "ends": []}]},
+            "lists",
+        ),
+        ({"predicted": [{"events": ["x"], "begins": [0], "ready": [0], "ends": [1]}]}, "event 'x'"),
+        (
+            {"predicted": [{"events": ["forward x"], "begins": [2], "ready": [1], "ends": [3]}]},
+            "not in order at 2",
+        ),
+    ],
+)
+def test_files_that_are_no_lanes(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+    path = tmp_path / "lanes.json"
+    Lanes(unit="ms", predicted=(ONE, TWO)).save(path)
+    values = json.loads(path.read_text())
+    values["lanes"] |= change
+    path.write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=f"{path.name} is no file of lanes: .*{said}"):
+        read_lanes(path)
 
 
-def test_others_than_those_kept_are_marked() -> None:
-    one, two, three = slow_besides([1, (2, 3)], [1, (2, 3), (4, 5)])
-    assert (one, two) == (1, (2, 3))
-    assert three == pytest.param(4, 5, marks=pytest.mark.slow)
-    with pytest.raises(AssertionError, match=r"\[6\] are none of"):
-        slow_besides([6], [1])
-
-
-def test_every_pair_of_options_is_kept() -> None:
-    options = ("ab", "xy", "123", [[], {}])
-    rows = pairwise(*options)
-    assert 6 <= len(rows) < 24
-    for one, other in combinations(range(4), 2):
-        pairs = {(repr(row[one]), repr(row[other])) for row in rows}
-        assert len(pairs) == len(options[one]) * len(options[other])
+def test_paths_of_lanes(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_lanes(tmp_path / "none.json")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        Lanes(unit="ms", predicted=(ONE,)).save(tmp_path)

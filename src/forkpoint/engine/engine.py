@@ -57,6 +57,8 @@ class PassResult:
     phase_ms: dict[str, float]
     event_ms: tuple[float, ...]
     event_memory_bytes: tuple[int, ...] | None
+    event_wait_ms: tuple[float, ...] = ()
+    """Of `event_ms`, waits for other stages of a pipeline."""
     offload: OffloadStats | None = None
     """Copies to the host's memory and back; None if the plan has nothing there."""
 
@@ -70,6 +72,7 @@ class PassResult:
             events=(*scored.events, *self.events),
             phase_ms={k: scored.phase_ms[k] + ms for k, ms in self.phase_ms.items()},
             event_ms=(*scored.event_ms, *self.event_ms),
+            event_wait_ms=(*scored.event_wait_ms, *self.event_wait_ms),
             event_memory_bytes=held,
         )
 
@@ -358,6 +361,7 @@ class Engine:
             phase_ms=timing.totals_ms(),
             event_ms=timing.each_ms(),
             event_memory_bytes=timing.allocated_bytes(),
+            event_wait_ms=timing.waits_ms(),
             offload=traffic,
         )
 

@@ -127,6 +127,7 @@ class Executor:
     ) -> HeadOutputs:
         hooks = [h for f in self.features if (h := f.saved_tensor_hooks(instruction)) is not None]
         hidden = self.links.receive(instruction, inputs)
+        self._received(instruction)
         with saved_tensors_hooks(*hooks[0]) if hooks else nullcontext():
             outputs = self.host.forward(
                 instruction, inputs, view, self.config, entropy=entropy, hidden=hidden
@@ -141,6 +142,7 @@ class Executor:
         guard = self.transaction.guard
         assert guard is not None
         roots = [*self.links.roots(instruction), *self._roots.pop(instruction.slot)]
+        self._received(instruction)
         tensors, gradients = [x for x, _ in roots], [gradient for _, gradient in roots]
         view = self._views.pop(instruction.slot)
         view.begin(backward=True)
@@ -154,6 +156,11 @@ class Executor:
         self.links.after_backward(instruction)
         for feature in self.features:
             feature.after_backward(instruction)
+
+    def _received(self, instruction: Instruction) -> None:
+        if self.links.stages:
+            for feature in self.features:
+                feature.after_receive(instruction)
 
 
 def _roots_of(part: LossPart | None, outputs: HeadOutputs) -> list[Root]:

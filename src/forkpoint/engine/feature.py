@@ -30,6 +30,9 @@ class Feature:
     def before(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
         """An instruction begins. Those that run no microbatch run in this call."""
 
+    def after_receive(self, instruction: Instruction) -> None:
+        """Inputs of an instruction that other stages of a pipeline send have arrived."""
+
     def saved_tensor_hooks(self, instruction: Instruction) -> tuple[Pack, Unpack] | None:
         """Hooks for what autograd saves in a forward. At most one feature of a step has any."""
         return None

@@ -53,10 +53,12 @@ class Timing(Feature):
         self._phases: list[str] = []
         self._marks: list[Any] = []
         """When each instruction began, and the last ended: CUDA's events, or seconds."""
+        self._received: dict[int, Any] = {}
+        """By position: when what other stages send had arrived."""
         self._held_bytes: list[int] = []
 
     def before(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
-        self._mark()
+        self._next()
         if not instruction.runs_microbatch:
             forward = instruction.operation in (SHARE, ENCODE)
             phase = PREFIX_FORWARD if forward else PREFIX_BACKWARD
@@ -68,26 +70,43 @@ class Timing(Feature):
         if self._observer is not None:
             self._observer(Event(instruction.operation, instruction.microbatch, text))
 
+    def after_receive(self, instruction: Instruction) -> None:
+        self._received[len(self.events) - 1] = self._mark()
+
     def end(self) -> None:
         """The last instruction has run."""
-        self._mark()
+        self._next()
 
-    def _mark(self) -> None:
+    def _next(self) -> None:
+        if self._cuda:
+            self._held_bytes.append(torch.cuda.memory_allocated(self._device))
+        self._marks.append(self._mark())
+
+    def _mark(self) -> Any:
         if not self._cuda:
-            self._marks.append(time.perf_counter())
-            return
-        self._held_bytes.append(torch.cuda.memory_allocated(self._device))
+            return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
-        self._marks.append(event)
+        return event
+
+    def _ms(self, begin: Any, end: Any) -> float:
+        return begin.elapsed_time(end) if self._cuda else (end - begin) * 1e3
+
+    def _wait(self) -> None:
+        if self._cuda and self._marks:
+            torch.cuda.synchronize(self._device)
 
     def each_ms(self) -> tuple[float, ...]:
         """Milliseconds of each event. Waits for the device."""
-        if not self._cuda:
-            return tuple((end - begin) * 1e3 for begin, end in pairwise(self._marks))
-        if self._marks:
-            torch.cuda.synchronize(self._device)
-        return tuple(begin.elapsed_time(end) for begin, end in pairwise(self._marks))
+        self._wait()
+        return tuple(self._ms(begin, end) for begin, end in pairwise(self._marks))
+
+    def waits_ms(self) -> tuple[float, ...]:
+        """Milliseconds of each event until what other stages send had arrived. Waits for the
+        device."""
+        self._wait()
+        received = (self._received.get(at, mark) for at, mark in enumerate(self._marks[:-1]))
+        return tuple(self._ms(mark, end) for mark, end in zip(self._marks, received, strict=False))
 
     def totals_ms(self) -> dict[str, float]:
         """Milliseconds of every phase."""

@@ -15,6 +15,7 @@ from forkpoint.engine.staging import OffloadStats
 from forkpoint.losses.base import Loss
 from forkpoint.losses.outputs import PerToken
 from forkpoint.plan import Plan
+from forkpoint.plan.lanes import Lanes
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.step.metrics import policy_metrics
 from forkpoint.units import format_bytes
@@ -107,6 +108,8 @@ class StepStats(PerToken, WithExperts):
     experts: ExpertCounts | None = None
     routes: ReplayedRoutes | None = None
     """If the rollouts have `routed_experts`: for how many routers would have chosen others."""
+    lanes: Lanes | None = None
+    """On stages of a pipeline: what each stage ran and when, beside what was predicted."""
 
     def metrics(self) -> dict[str, float]:
         """Numbers to log, flat, by name: docs/reference/losses.md#metrics lists them.

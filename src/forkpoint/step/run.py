@@ -29,6 +29,7 @@ from forkpoint.engine.transaction import Transaction
 from forkpoint.errors import ForkpointError, RankError
 from forkpoint.losses.views import batch_denominators
 from forkpoint.parallel.call import run_on_ranks
+from forkpoint.plan.lanes import lanes_of, measured_lane
 from forkpoint.step.agree import agree
 from forkpoint.step.differentiable import Differentiable, FirstHalf, GivenWeights, Pending
 from forkpoint.step.faster_kernels import note_faster_kernels
@@ -223,6 +224,10 @@ def finish_training(policy: StepPolicy, agreed: AgreedStep, executed: Executed) 
     router_loss = None
     if routing is not None and agreed.local.request.router is not None:
         router_loss = float(routing.loss) if end is None else end.loss
+    lanes = None
+    if plan.pipeline is not None:
+        own = measured_lane(result.events, result.event_ms, result.event_wait_ms)
+        lanes = lanes_of(plan, policy.host.links.exchange(own))
     return StepStats(
         loss=loss,
         logical_tokens=plan.logical_tokens,
@@ -243,6 +248,7 @@ def finish_training(policy: StepPolicy, agreed: AgreedStep, executed: Executed) 
         router_loss=router_loss,
         experts=routing.counts(end) if routing else None,
         routes=replay.routes if replay else None,
+        lanes=lanes,
     )
 
 

@@ -41,6 +41,7 @@ from forkpoint.plan import Estimate, Totals, make_plan
 from forkpoint.plan import Plan as MadePlan
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.device_memory import DeviceMemory
+from forkpoint.plan.lanes import lanes_of
 from forkpoint.plan.longest import longest, one_group, responses_of
 from forkpoint.plan.parting import LITTLE, Parting, where_prompts_part
 from forkpoint.plan.pricing.calibration import Calibration
@@ -63,6 +64,9 @@ AnyModel = DisallowNone[
 ]
 RankCount = Annotated[int | None, WholeNumber, arg(help_behavior_hint="(default: none)")]
 StageCount = Annotated[int | None, whole_number(1), arg(help_behavior_hint="(default: none)")]
+LanesFile = DisallowNone[
+    Annotated[Path | None, arg(metavar="FILE.json", help_behavior_hint="(default: none)")]
+]
 BatchRollouts = Annotated[
     int | None, whole_number(1), arg(help_behavior_hint="(default: all, up to 4 million tokens)")
 ]
@@ -92,6 +96,7 @@ class Plan:
         longest: Show the longest prompt that fits device_memory, and host_memory, with responses as
             long as those of the first group.
         stages: Show the step on N stages of a pipeline: time, bubble, and memory of each.
+        lanes: Write what each stage runs and when, in the first batch, for forkpoint report.
         limit: Read only the first N rollouts of the file.
         json: Print one line of JSON and nothing else.
         config: How batches are planned and run, as forkpoint.Config describes it.
@@ -104,6 +109,7 @@ class Plan:
     ranks: RankCount = None
     longest: Flag = False
     stages: StageCount = None
+    lanes: LanesFile = None
     limit: Limit = None
     json: Flag = False
     objective: Objective = field(default_factory=Objective)
@@ -125,6 +131,10 @@ class Plan:
                 "--device-memory, and no --stages."
             )
         pipeline = None
+        if self.lanes is not None and self.stages is None:
+            raise ConfigError(
+                f"lanes is {self.lanes}, and lanes are those of stages. Add --stages 4, say."
+            )
         if self.stages is not None:
             if self.ranks is not None:
                 raise ConfigError(
@@ -205,6 +215,8 @@ class Plan:
             if self.longest and device is not None and shape is not None and responses:
                 prompt = _longest_prompt(make, device, responses, shape.vocab)
         assert first is not None, "an empty file has been refused"
+        if self.lanes is not None:
+            lanes_of(first).save(self.lanes)
         show_source(source, out)
         of_rank = totals if ranks is None else ranks.of_rank
         peak = of_rank.predicted_peak_bytes if pipeline is None else pipeline.peak

@@ -1,4 +1,4 @@
-"""`forkpoint report`: one HTML file of replays. Imports no torch."""
+"""`forkpoint report`: one HTML file of replays and of pipelines. Imports no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,21 +14,24 @@ from forkpoint.errors import ConfigError
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """Make one HTML page of replays: whether gradients match, how fast, how far it drifted.
+    Of steps on stages of a pipeline it shows a lane for each stage.
 
     The page needs no network and no other file. Needs forkpoint[report].
 
     Attributes:
-        inputs: Folders that forkpoint replay --output wrote. A replay may still be running.
+        inputs: Folders that forkpoint replay --output wrote, where a replay may still be running,
+            and files that forkpoint plan --lanes wrote.
         output: The HTML file; what was there is replaced.
         json: Print one line of JSON and nothing else.
     """
 
-    inputs: Annotated[tuple[Path, ...], Positional, arg(metavar="DIR...")]
+    inputs: Annotated[tuple[Path, ...], Positional, arg(metavar="INPUT...")]
     output: Annotated[Path, arg(metavar="FILE.html")] = Path("report.html")
     json: Flag = False
 
     def run(self) -> int:
         require_extra("report", "jinja2", "matplotlib")
+        from forkpoint.apps.report.lanes import lanes_chapter
         from forkpoint.apps.report.page import check_page, write_page
         from forkpoint.apps.report.replay import read_run, replay_chapter
 
@@ -36,7 +39,10 @@ class Report:
             raise ConfigError("there is nothing to report on; give the folder of a replay.")
         check_page(self.output)
         out = Output(json_only=self.json)
-        chapters = [replay_chapter(read_run(folder)) for folder in self.inputs]
+        chapters = [
+            lanes_chapter(path) if path.is_file() else replay_chapter(read_run(path))
+            for path in self.inputs
+        ]
         size = write_page(self.output, chapters)
         for chapter in chapters:
             out.show(f"{chapter.title}: {chapter.subtitle}")

@@ -9,10 +9,19 @@ import matplotlib
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from forkpoint.plan.lanes import Lane
 
 Draw = Callable[[Figure], None]
 """Draws one picture into an empty figure."""
 COLORS = {"shared": "#1f66c7", "dense": "#7d8794", "bound": "#b45f06", "difference": "#7a4fb5"}
+LANE_COLORS = {
+    "forward": "#1f66c7",
+    "recompute": "#7a4fb5",
+    "backward": "#b45f06",
+    "idle": "#dfe3e8",
+}
 STYLE: Any = {
     "font.size": 9,
     "axes.spines.top": False,
@@ -87,6 +96,46 @@ def curves(
             axes.legend(fontsize=7)
 
     return draw
+
+
+def lanes_of_stages(lanes: Sequence[Lane], label: str) -> Draw:
+    """A lane for each stage, the first at the top: what it runs, and where it is idle.
+
+    Bars of stage 0 that are forwards are the group "stage-0-forward" of the picture.
+    """
+    end = max((lane.ends[-1] for lane in lanes if lane.ends), default=0.0)
+
+    def draw(canvas: Figure) -> None:
+        canvas.set_figheight(1.2 + 0.32 * len(lanes))
+        axes = canvas.add_subplot()
+        for stage, lane in enumerate(lanes):
+            for kind, bars in _bars(lane, end).items():
+                if bars:
+                    drawn = axes.broken_barh(bars, (stage - 0.4, 0.8), color=LANE_COLORS[kind])
+                    drawn.set_gid(f"stage-{stage}-{kind}")
+                    drawn.set_linewidth(0.2)
+                    drawn.set_edgecolor("white")
+        axes.set(xlabel=label, ylabel="stage", xlim=(0, end or 1.0), ylim=(len(lanes) - 0.5, -0.5))
+        axes.set_yticks(range(len(lanes)))
+        axes.grid(visible=False)
+        colors = [Patch(color=color, label=kind) for kind, color in LANE_COLORS.items()]
+        canvas.legend(handles=colors, fontsize=7, ncols=len(colors), loc="outside upper right")
+
+    return draw
+
+
+def _bars(lane: Lane, end: float) -> dict[str, list[tuple[float, float]]]:
+    """By kind of work, the begin and the length of each bar of a lane."""
+    found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in LANE_COLORS}
+    last = 0.0
+    for event, ready, stop in zip(lane.events, lane.ready, lane.ends, strict=True):
+        if ready > last:
+            found["idle"].append((last, ready - last))
+        found[event.partition(" ")[0]].append((ready, stop - ready))
+        last = stop
+    if end > last:
+        found["idle"].append((last, end - last))
+    return found
 
 
 def _drawn(value: float | None, log: bool) -> float:

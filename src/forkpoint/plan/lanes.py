@@ -1,0 +1,176 @@
+"""Lanes of a step on the stages of a pipeline: what each stage runs and when. Imports no torch.
+
+A lane has the events of a training pass, at predicted times or at measured ones. Lanes are saved as
+a file of JSON, which `forkpoint report` draws.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Annotated
+
+from forkpoint.errors import ConfigError
+from forkpoint.plan.plan import Plan
+from forkpoint.plan.program import BACKWARD, FORWARD, RECOMPUTE, SCORE
+from forkpoint.rollouts.schema import (
+    SchemaError,
+    array,
+    number,
+    object_of,
+    one_of,
+    parse_json,
+    record,
+    text,
+)
+
+KIND = "lanes of a pipeline"
+MOST_BYTES = 64 << 20
+OPERATIONS = (FORWARD, RECOMPUTE, BACKWARD)
+_TIMES = array(number(0, 1e60))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lane:
+    """Events of one stage, in order. A stage idles between them, and waits from an event's begin
+    until it is ready."""
+
+    events: Annotated[tuple[str, ...], array(text)]
+    """In words, such as "forward leaf 1" (`Plan.events`)."""
+    begins: Annotated[tuple[float, ...], _TIMES]
+    ready: Annotated[tuple[float, ...], _TIMES]
+    """When what other stages send had arrived."""
+    ends: Annotated[tuple[float, ...], _TIMES]
+
+    @property
+    def busy(self) -> float:
+        """Time in which the stage runs something."""
+        return sum(end - ready for ready, end in zip(self.ready, self.ends, strict=True))
+
+
+def _check_lane(lane: Lane, field: str) -> None:
+    counts = {len(lane.events), len(lane.begins), len(lane.ready), len(lane.ends)}
+    if len(counts) > 1:
+        raise SchemaError(f"{field} has lists of {sorted(counts)} entries; they have one an event")
+    last = 0.0
+    for begin, ready, end in zip(lane.begins, lane.ready, lane.ends, strict=True):
+        if not last <= begin <= ready <= end:
+            raise SchemaError(f"{field} has times that are not in order at {begin:g}")
+        last = end
+    for event in lane.events:
+        if event.partition(" ")[0] not in OPERATIONS:
+            raise SchemaError(
+                f"{field} has the event {event!r}; it takes those of {', '.join(OPERATIONS)}"
+            )
+
+
+_LANES = array(object_of(Lane, _check_lane))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lanes:
+    """Lanes of a step by stage, the first stage's first."""
+
+    unit: Annotated[str, one_of("FLOPs", "ms", "tokens")]
+    """Of predicted times."""
+    predicted: Annotated[tuple[Lane, ...], _LANES]
+    measured: Annotated[tuple[Lane, ...], _LANES] = ()
+    """In milliseconds; empty where the step was not run."""
+    peak_bytes: Annotated[tuple[float, ...], _TIMES] = ()
+    """By stage: the most bytes that are predicted to be held at once."""
+
+    def save(self, path: Path | str) -> None:
+        """Write a file that `forkpoint report` draws.
+
+        Raises ConfigError where it cannot be written.
+        """
+        try:
+            Path(path).write_text(json.dumps({"kind": KIND, "lanes": asdict(self)}))
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error}. Give another path.") from None
+
+
+def _check_lanes(lanes: Lanes, field: str) -> None:
+    stages = len(lanes.predicted)
+    if not stages or {len(lanes.measured), len(lanes.peak_bytes)} - {0, stages}:
+        raise SchemaError(
+            f"{field} has {stages} predicted lanes, {len(lanes.measured)} measured ones and "
+            f"{len(lanes.peak_bytes)} peaks; it has one of each for a stage"
+        )
+
+
+_FILE = record({"kind": one_of(KIND), "lanes": object_of(Lanes, _check_lanes)})
+
+
+def read_lanes(path: Path) -> Lanes:
+    """The lanes that a file holds.
+
+    Raises ConfigError for a file that `Lanes.save` has not written, naming file and field.
+    """
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise SchemaError(
+                f"a file of {path.stat().st_size} bytes; at most {MOST_BYTES} are read"
+            )
+        return _FILE(parse_json(path.read_bytes()), "")["lanes"]
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}. Check the path.") from None
+    except SchemaError as error:
+        raise ConfigError(
+            f"{path} is no file of lanes: {error}. Give one that forkpoint plan --lanes or "
+            "stats.lanes.save has written."
+        ) from None
+
+
+def lanes_of(plan: Plan, measured: Sequence[Lane] = ()) -> Lanes:
+    """Lanes of a plan on stages, from its prediction.
+
+    Args:
+        plan: one that has `Plan.pipeline`.
+        measured: by stage; none where the step was not run.
+    """
+    schedule = plan.pipeline
+    assert schedule is not None, "the plan is of no pipeline"
+    units = {(u[-1].slot, u[-1].operation == BACKWARD): u for u in plan.program.units}
+    found = []
+    for order, begins, ends in zip(schedule.orders, schedule.begins, schedule.ends, strict=True):
+        took = {entry: e - b for entry, b, e in zip(order, begins, ends, strict=True)}
+        events, starts, stops = list[str](), list[float](), list[float]()
+        for (slot, is_backward), begin, end in zip(order, begins, ends, strict=True):
+            unit = units[slot, is_backward]
+            # A recompute takes as long as the forward; the backward has the rest of the unit.
+            again = min(took[slot, False], end - begin) if len(unit) > 1 else 0.0
+            middle = [begin + again] * (len(unit) - 1)
+            events += map(plan.event, unit)
+            starts += [begin, *middle]
+            stops += [*middle, end]
+        lane = Lane(
+            events=tuple(events), begins=tuple(starts), ready=tuple(starts), ends=tuple(stops)
+        )
+        found.append(lane)
+    return Lanes(
+        unit="FLOPs" if plan.shape is not None else "tokens",
+        predicted=tuple(found),
+        measured=tuple(measured),
+        peak_bytes=schedule.peak_bytes,
+    )
+
+
+def measured_lane(
+    events: Sequence[str], event_ms: Sequence[float], wait_ms: Sequence[float]
+) -> Lane:
+    """The lane of the training pass of a step, whose events follow one another.
+
+    `wait_ms`: of each event's time, that until inputs of other stages had arrived.
+    """
+    first = sum(event.startswith(SCORE) for event in events)
+    ends = tuple(accumulate(event_ms[first:]))
+    begins = (0.0, *ends[:-1])[: len(ends)]
+    ready = (begin + wait for begin, wait in zip(begins, wait_ms[first:], strict=True))
+    return Lane(
+        events=tuple(events[first:]),
+        begins=begins,
+        ready=tuple(map(min, ready, ends)),
+        ends=ends,
+    )
