@@ -10,6 +10,7 @@ COMMANDS = {
     "groups": "steps.groups:Groups",
     "tree": "steps.tree:Tree",
     "defaults": "steps.defaults:Defaults",
+    "capacity": "steps.capacity:Capacity",
     "plain-loop": "steps.plain_loop:PlainLoop",
     "trl": "steps.trl_update:TrlUpdate",
     "verl": "steps.verl_update:VerlUpdate",

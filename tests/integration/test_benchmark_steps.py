@@ -110,6 +110,21 @@ def test_tree(shell: Shell, tmp_path: Path) -> None:
     assert len(each) == 2 and sum(each) == pytest.approx(whole)
 
 
+def test_capacity(shell: Shell, tmp_path: Path) -> None:
+    """With the prefix cache in host memory a step has longer rollouts."""
+    small = ("--device-memory", "3MiB", "--reserve", "1KiB", "--step-tokens", 64)
+    rows = bench(
+        shell, tmp_path, "capacity", *small, "--most-tokens", 2048, *TINY[:3], "--layers", 4
+    )
+    totals = {case.rpartition(" ")[2]: n for case, n in values(rows, "largest total").items()}
+    assert 0 < totals["device"] < totals["host"]
+    ratios = values(rows, "largest total over dense")
+    assert {case.rpartition(" ")[2] for case in ratios} == {"device", "host"}
+    (moved,) = values(rows, "bytes copied").values()
+    assert moved > 0
+    assert all(value < 1e-4 for value in values(rows, "gradient over dense's").values())
+
+
 def test_defaults(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDER_VARIABLE, "")
     rows = bench(shell, tmp_path, "defaults", "--loads", "long", "--repeats", 1, *TINY)

@@ -111,6 +111,12 @@ OPTIONS = (
         lambda: policy().with_config(split="exchange"),
     ),
     option_kind(
+        "Prompts that ranks exchange, in the host's memory",
+        "split is 'exchange' and prefix_cache is 'host'; prompts are exchanged between devices. "
+        "Leave one of the two options out.",
+        lambda: Config(split="exchange", prefix_cache="host"),
+    ),
+    option_kind(
         "Prompts exchanged with forks within microbatches",
         "split is 'exchange' and boundary is 'within'; prompts that are exchanged lie in "
         "microbatches of their own, around packed ones whose rollouts share. Leave one of the two "

@@ -88,6 +88,12 @@ PLANS = (
         message="memory_budget is 9 bytes, but without a model shape bytes cannot be "
         "predicted; name the model, or limit max_microbatch_tokens instead.",
     ),
+    plan_kind(
+        "Prefix caches in the host's memory without a model",
+        argv=("plan", "ok.jsonl", "--prefix-cache", "host"),
+        message="prefix_cache is 'host', but without a model shape it is not known how many layers "
+        "there are; name the model, or leave prefix_cache to the planner.",
+    ),
     calibration_kind(
         "A calibration of another version",
         {"schema": 9},

@@ -1,0 +1,194 @@
+"""The longest rollouts that a step trains on in a given memory.
+
+Dense, and with a shared prompt whose prefix cache is on the device or in the host's memory.
+"""
+
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+from tyro.conf import DisallowNone, arg
+
+from benchmarks.rows import ResultRow
+from benchmarks.runner import Deadline
+from benchmarks.shapes import make_group
+from benchmarks.steps.cells import cell_row
+from benchmarks.steps.options import Steps
+from benchmarks.steps.stepper import DENSE, GROUP, Stepper, Timed
+from forkpoint.apps.cli.options import Count
+from forkpoint.errors import ConfigError, PlanError
+from forkpoint.plan.longest import longest
+from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.units import size_in_bytes
+
+Way = Literal["dense", "device", "host"]
+Size = DisallowNone[Annotated[str | None, arg(metavar="SIZE", help_behavior_hint="(default: all)")]]
+LIKE_DENSE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
+"""By dtype: the most that gradients may differ from dense's, relative to their norm."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capacity(Steps):
+    """Find the largest total length, of a prompt and one response, whose step fits.
+
+    The planner's prediction is tried first, and shorter lengths where that runs out of memory.
+    Blocks are checkpointed, dense and shared alike.
+
+    Attributes:
+        shape: The published model with these sizes; weights are random.
+        ways: Dense; a shared prompt with its prefix cache on the device; and in the host's memory.
+        responses: How many responses the prompt has.
+        response: Tokens of each; by default as many as the prompt has.
+        device_memory: Use no more of the device than this, such as 80GiB.
+        reserve: What plans leave of it, for what predictions leave out.
+        host_memory: The most memory of the host for prefix caches.
+        step_tokens: Lengths are multiples of this many tokens.
+        most_tokens: The largest total length that is tried.
+    """
+
+    NAME: ClassVar[str] = "capacity"
+
+    shape: Literal["llama3-8b", "qwen3-8b", "qwen3-4b", "qwen3.5-4b"] = "llama3-8b"
+    ways: tuple[Way, ...] = ("dense", "device", "host")
+    responses: Count = 2
+    response: Count = 0
+    device_memory: Size = None
+    reserve: str = "4GiB"
+    host_memory: Size = None
+    step_tokens: Count = 2048
+    most_tokens: Count = 1 << 20
+
+    def check(self) -> None:
+        super().check()
+        if not self.tiny and not torch.cuda.is_available():
+            return  # `stepper` says so
+        if self.device_memory is None and not torch.cuda.is_available():
+            raise ConfigError(
+                "device_memory is not given, and a CPU has no memory of its own to fill. Give "
+                "--device-memory 4MiB, say."
+            )
+
+    def measure(self, deadline: Deadline) -> Iterator[ResultRow]:
+        cap = size_in_bytes(self.device_memory, "device_memory")
+        if torch.cuda.is_available():
+            _, total = torch.cuda.mem_get_info()
+            cap = min(cap or total, total)
+            torch.cuda.set_per_process_memory_fraction(cap / total)
+        stepper = self.stepper(self.shape, checkpointing="full")
+        assert cap is not None
+        budget = cap - stepper.fixed_bytes - (size_in_bytes(self.reserve, "reserve") or 0)
+        if budget <= 0:
+            raise ConfigError(
+                f"device_memory is {cap} bytes, and weights, gradients and reserve take "
+                f"{cap - budget}; give more."
+            )
+        label = f"{self.shape} {stepper.mode}, {self.responses} responses"
+        label += f" of {self.response}" if self.response else ""
+        yield from self._compared(stepper, label)
+        totals: dict[Way, int] = {}
+        times: dict[Way, float] = {}
+        for way in self.ways:
+            case = f"{label}: {way}"
+            if deadline.over(case):
+                continue
+            row = partial(cell_row, self.NAME, case)
+            policy = stepper.configured(**self._options(way), memory_budget=budget)
+
+            def plan(tokens: int, policy: Any = policy) -> Timed | None:
+                try:
+                    return stepper.planned(policy, self._batch(tokens, stepper.vocab))
+                except PlanError:
+                    return None
+
+            def runs(tokens: int, policy: Any = policy) -> bool:
+                planned = plan(tokens)
+                if planned is None:
+                    return False
+                try:
+                    batch = self._batch(tokens, stepper.vocab)
+                    stepper.repeat(policy, batch, repeats=1, into=planned)
+                except torch.OutOfMemoryError:
+                    gc.collect()  # frames of the error are in cycles with what they hold
+                    torch.cuda.empty_cache()
+                    return False
+                return True
+
+            limits = {"step": self.step_tokens, "most": self.most_tokens}
+            predicted = longest(lambda tokens: plan(tokens) is not None, **limits)
+            yield row("predicted largest total", predicted, "tokens")
+            found = longest(runs, start=predicted, **limits | {"most": max(predicted, 1)})
+            batch = self._batch(found, stepper.vocab) if found else None
+            yield row("largest total", found, "tokens", note=_lengths(batch))
+            timed = plan(found) if found else None
+            if batch is None or timed is None:
+                continue
+            stepper.repeat(policy, batch, repeats=1, into=timed)
+            totals[way] = found
+            for figure in self._figures(row, timed):
+                if figure.metric == "time of a computed TFLOP":
+                    times[way] = figure.value
+                yield figure
+        for way in totals.keys() & {"device", "host"} if "dense" in totals else ():
+            row = partial(cell_row, self.NAME, f"{label}: {way}", baseline="dense")
+            yield row("largest total over dense", totals[way] / totals["dense"], "x")
+            yield row("time of a computed TFLOP over dense", times[way] / times["dense"], "x")
+
+    def _options(self, way: Way) -> dict[str, Any]:
+        if way == "dense":
+            return dict(DENSE)
+        return {**GROUP, "prefix_cache": way, "host_memory": self.host_memory}
+
+    def _batch(self, total: int, vocab: int) -> RolloutBatch:
+        response = min(self.response, total - 1) or total // 2
+        return make_group(total - response, [response] * self.responses, vocab=vocab)
+
+    def _compared(self, stepper: Stepper, label: str) -> Iterator[ResultRow]:
+        """Gradients of each way beside dense's, at a short length."""
+        batch = make_group(64, [48] * self.responses, vocab=stepper.vocab)
+        dtype = next(stepper.model.parameters()).dtype
+        found: dict[Way, list[Tensor]] = {}
+        for way in ("dense", *(way for way in self.ways if way != "dense")):
+            policy = stepper.configured(**self._options(way), max_microbatch_tokens=128)
+            stepper.step(policy, batch)
+            grads = (p.grad for p in stepper.model.parameters())
+            found[way] = [g.to("cpu", torch.float32) for g in grads if g is not None]
+            if way == "dense":
+                continue
+            pairs = list(zip(found[way], found["dense"], strict=True))
+            square = sum(float((x - y).square().sum()) for x, y in pairs)
+            norm = sum(float(y.square().sum()) for _, y in pairs)
+            value = (square / norm) ** 0.5
+            case, bar = f"{label}: {way}", LIKE_DENSE[dtype]
+            yield cell_row(self.NAME, case, "gradient over dense's", value, "1", bar=bar)
+
+    def _figures(self, row: Any, timed: Timed) -> Iterator[ResultRow]:
+        """Figures of the step at the largest length."""
+        plan, stats = timed.plan, timed.stats
+        assert plan.shape is not None and stats is not None
+        how = (
+            f"{len(plan.microbatches)} microbatches of at most {plan.max_microbatch_tokens} tokens"
+        )
+        yield row("step at the largest", timed.typical_ms, "ms", note=how)
+        flops = plan.shared.step_flops(plan.shape)
+        yield row("time of a computed TFLOP", timed.typical_ms / flops * 1e12, "ms")
+        if timed.peak_bytes is not None:
+            yield row("peak at the largest", timed.peak_bytes, "bytes")
+        if stats.offload is not None:
+            yield row("layers in the host's memory", plan.host_layers, "1")
+            yield row("memory of the host", stats.offload.host_bytes, "bytes")
+            moved = stats.offload.out_bytes + stats.offload.back_bytes
+            yield row("bytes copied", moved, "bytes")
+            waited = stats.offload.on_demand
+            yield row("layers fetched when asked for", waited, "1")
+
+
+def _lengths(batch: RolloutBatch | None) -> str | None:
+    if batch is None:
+        return None
+    first = batch[0]
+    trained = int(first.loss_mask.sum())
+    return f"prompt {len(first) - trained}, {len(batch)} responses of {trained}"
