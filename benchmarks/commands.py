@@ -9,6 +9,7 @@ COMMANDS = {
     "attention": "attention:Attention",
     "groups": "steps.groups:Groups",
     "tree": "steps.tree:Tree",
+    "peers": "steps.peers:Peers",
     "defaults": "steps.defaults:Defaults",
     "capacity": "steps.capacity:Capacity",
     "plain-loop": "steps.plain_loop:PlainLoop",

@@ -41,3 +41,17 @@ def test_prompts_of_a_file(tmp_path: Path) -> None:
     assert main(["trl", "--tiny", *SMALL, "--json", *options]) == 0
     cases = {json.loads(line)["case"] for line in output.read_text().splitlines()}
     assert cases == {"tiny, 2 prompts of 20 to 20, 4 of 2 each, checkpointed, rollouts.jsonl"}
+
+
+def test_trl_beside_its_peers(tmp_path: Path) -> None:
+    """PrefixGrouper is a package of its own, which `make test-trl` installs as well."""
+    output, size = (
+        tmp_path / "rows.jsonl",
+        ["--length", "2048", "--tokens", "128", "--repeats", "1"],
+    )
+    sides = ["--sides", "loop", "prefix-grouper", "forkpoint", "trl"]
+    assert main(["peers", "--tiny", *size, *sides, "--json", "--output", str(output)]) == 0
+    rows = {r["metric"]: r for r in map(json.loads, output.read_text().splitlines())}
+    for name in ("PrefixGrouper", "forkpoint", "TRL"):
+        assert rows[f"{name}: apart from the plain loop in float64"]["value"] < 1e-6
+        assert rows[f"{name}: update"]["value"] > 0
