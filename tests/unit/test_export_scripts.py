@@ -2,7 +2,10 @@
 
 import pickle
 import runpy
+import struct
 import sys
+from functools import partial
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +20,8 @@ from forkpoint import load_rollouts
 from forkpoint.rollouts.synthetic import normalised
 from forkpoint.rollouts.traces import open_rollouts
 
-SCRIPTS = Path(__file__).parents[2] / "examples" / "export"
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "examples" / "export"
 
 
 @pytest.fixture
@@ -87,3 +91,60 @@ def test_slime(export: Any, tmp_path: Path) -> None:
         own = [n for n, r in enumerate(truth()) if r.group_id == f"g{group}"]
         wanted = normalised(np.array([truth()[n].advantage for n in own]))
         np.testing.assert_allclose([found[n].advantage for n in own], wanted, rtol=1e-12)
+
+
+def test_prime_rl(export: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a message that prime-rl wrote. Where prime-rl and msgspec are not installed, stand-ins
+    decode it: the fields of its class, by place."""
+    path = ROOT / "tests" / "fixtures" / "prime-rl-rank_0.bin"
+    monkeypatch.setitem(sys.modules, "msgspec", SimpleNamespace(msgpack=Messages))
+    types = SimpleNamespace(MicroBatch=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "prime_rl.transports.rollouts.types", types)
+    for name in ("prime_rl", "prime_rl.transports", "prime_rl.transports.rollouts"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    by_tokens = partial(sorted, key=lambda rollout: rollout.token_ids.tolist())
+    found = by_tokens(export("prime_rl_lines", path))
+    as_written(found, by_tokens(truth()))
+    assert {r.temperature for r in found} == {1.0}
+
+
+class Messages:
+    """msgspec.msgpack for lists of numbers, flags, texts and null."""
+
+    FIELDS = (
+        *("input_ids", "loss_mask", "advantages", "inference_logprobs", "position_ids"),
+        *("sequence_lengths", "temperatures", "env_names", "seq_lens", "ref_logprobs"),
+    )
+
+    @classmethod
+    def decode(cls, content: bytes, type: Any) -> list[Any]:
+        del type
+        rest = dict.fromkeys(("mm_kwargs", "rl_weights"))
+        stream = BytesIO(content)
+        found = [
+            SimpleNamespace(**dict(zip(cls.FIELDS, values, strict=False)), **rest)
+            for values in cls.value(stream)
+        ]
+        assert not stream.read(1)
+        return found
+
+    @classmethod
+    def value(cls, stream: BytesIO) -> Any:
+        """One value, by the first byte's kinds in the definition of MessagePack."""
+        kind = stream.read(1)[0]
+
+        def number(form: str) -> Any:
+            return struct.unpack(f">{form}", stream.read(struct.calcsize(form)))[0]
+
+        if kind < 0x80 or kind >= 0xE0:
+            return kind if kind < 0x80 else kind - 0x100
+        if 0x90 <= kind < 0xA0:
+            return [cls.value(stream) for _ in range(kind & 15)]
+        if 0xA0 <= kind < 0xC0:
+            return stream.read(kind & 31).decode()
+        fixed = {0xC0: None, 0xC2: False, 0xC3: True}
+        if kind in fixed:
+            return fixed[kind]
+        if kind == 0xDC:
+            return [cls.value(stream) for _ in range(number("H"))]
+        return number({0xCB: "d", 0xCC: "B", 0xCD: "H", 0xCE: "I", 0xD0: "b"}[kind])

@@ -1,7 +1,8 @@
 """Files that trainers' own code wrote: kept ones, and new ones where that code is installed.
 
-The kept ones were written with verl 0.9.1 and OpenRLHF 0.11.2; make_verl_openrlhf.py in
-tests/fixtures says how little has to be installed. Those of TRL are in test_readers_trainers.py.
+The kept ones were written with verl 0.9.1, OpenRLHF 0.11.2 and prime-rl of 2026-08-21;
+make_verl_openrlhf.py and make_prime_rl.py in tests/fixtures say how little has to be installed.
+Those of TRL are in test_readers_trainers.py.
 """
 
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import dumps
+import forkpoint
 from dumps import same, tensors, truth
 from forkpoint import RolloutError, load_rollouts
 from forkpoint.rollouts.traces import open_rollouts
@@ -59,6 +61,22 @@ def test_an_experience_of_openrlhf() -> None:
     file = open_rollouts(FIXTURES / "openrlhf-experience.pt")
     same(file.read(), truth())
     assert (file.container, file.format) == ("torch", "openrlhf")
+
+
+def test_lines_that_prime_rl_exports() -> None:
+    """Packed samples that its TokenExporter took apart; what fills a row up is no line."""
+    file = open_rollouts(FIXTURES / "prime-rl-tokens.jsonl")
+    found = file.read()
+    assert (file.container, file.format) == ("JSON lines", "prime-rl-tokens")
+    same(in_order(found), in_order(truth()), "reference_logprobs")
+    assert all(r.weights is None and r.reference_logprobs is None for r in found)
+    with pytest.raises(RolloutError, match="line 1: has no advantage"):
+        load_rollouts(FIXTURES / "prime-rl-tokens.jsonl", format="forkpoint")
+
+
+def in_order(rollouts: list[forkpoint.Rollout]) -> list[forkpoint.Rollout]:
+    """The rollouts by their tokens: prime-rl packs samples in an order of its own."""
+    return sorted(rollouts, key=lambda rollout: rollout.token_ids.tolist())
 
 
 def test_what_verl_saves_of_a_batch(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ ModelDtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 # fmt: off
 FormatName = Literal["auto", "forkpoint", "verl", "verl-text", "trl", "trl-async", "openrlhf",
-                     "nemo-rl", "prime-rl", "slime", "skyrl", "chat"]
+                     "nemo-rl", "prime-rl", "prime-rl-tokens", "slime", "skyrl", "chat"]
 # fmt: on
 
 

@@ -43,7 +43,12 @@ def format_of(
     return register
 
 
-@format_of("forkpoint", "token_ids loss_mask", key="token_ids")
+@format_of(
+    "forkpoint",
+    "token_ids loss_mask",
+    without="inference_logprobs",  # prime-rl's
+    key="token_ids",
+)
 def _forkpoint(record: Record) -> Rollouts:
     """The fields of Rollout."""
     values = {name: _plain(record.get(name)) for name in record.values}
@@ -309,6 +314,23 @@ def _prime_rl_sample(record: Record, name: str, mask: str, logprobs: str) -> Mad
         names=(name, mask),
         temperature=temperature,
     )  # fmt: skip
+
+
+@format_of(
+    "prime-rl-tokens",
+    "token_ids loss_mask inference_logprobs trainer_logprobs",
+    key="token_ids",
+    notes=(NO_TEMPERATURE,),
+)
+def _prime_rl_tokens(record: Record) -> Rollouts:
+    """A line of token_exports/, which the trainer writes with enable_token_export.
+
+    A column that a batch does not have is a row of null there.
+    """
+    weights = record.get("rl_weights")
+    if isinstance(weights, list) and all(value is None for value in weights):
+        record = record.with_values({"rl_weights": None})
+    yield _prime_rl_sample(record, "token_ids", "loss_mask", "inference_logprobs")
 
 
 def _microbatch(record: Record) -> Rollouts:
