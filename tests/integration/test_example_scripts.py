@@ -87,3 +87,17 @@ def test_ranks_train_as_one_does(tmp_path: Path) -> None:
     one, two = found
     assert len(one) == 8 and one[0] != one[2]
     assert two == pytest.approx(one, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_from_top_to_bottom() -> None:
+    """Its cells in one namespace; what they print would be its outputs, which it has none of."""
+    notebook = json.loads((EXAMPLES / "first_steps.ipynb").read_text(encoding="utf-8"))
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"]
+            exec("".join(cell["source"]), namespace)
+    assert namespace["plan"].bound > 4 and namespace["report"].passed
+    history = namespace["history"]
+    assert sum(history[-3:]) > 1.5 * sum(history[:3])
