@@ -7,6 +7,7 @@ nothing is left in the repository. Exits with 1, and a message, at the first thi
 import filecmp
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -22,6 +23,9 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 NAME, VERSION = PROJECT["project"]["name"], PROJECT["project"]["version"]
 
+RESOLVED = ("demo", "docs", "parquet", "report", "trl", "zstd")
+"""Extras that pip is asked to resolve, without installing them. `fa4` and `fla` need CUDA, and
+`verl` needs older versions than those of constraints.txt."""
 ROLLOUTS = [
     {"token_ids": [1, 2, 3, 4, 5 + n], "loss_mask": [0, 0, 0, 0, 1], "advantage": n - 0.5}
     for n in range(2)
@@ -88,6 +92,13 @@ def check_wheel(wheel: Path) -> None:
     assert metadata["Requires-Python"] == PROJECT["project"]["requires-python"]
     extras = PROJECT["project"]["optional-dependencies"]
     assert set(metadata.get_all("Provides-Extra", [])) == set(extras)
+    required = metadata.get_all("Requires-Dist", [])
+    for extra, packages in extras.items():
+        held_by = [line for line in required if line.endswith(f"; extra == '{extra}'")]
+        assert len(held_by) == len(packages), f"the extra {extra} is {held_by}, not {packages}"
+        for line, package in zip(sorted(held_by), sorted(packages), strict=True):
+            name = re.match(r"[\w-]+(\[\w+\])?", package)
+            assert name and line.startswith(name[0]), f"{extra}: {line} is not {package}"
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     description = metadata.get_payload(decode=True)
     assert isinstance(description, bytes) and description.decode().strip() == readme.strip()
@@ -111,6 +122,8 @@ def install(folder: Path, wheel: Path) -> Path:
     constraints = ROOT / "constraints.txt"
     run(python, "-m", "pip", "install", "--quiet", "--constraint", constraints, wheel)
     run(python, "-m", "pip", "check")
+    names = f"{wheel}[{','.join(RESOLVED)}]"
+    run(python, "-m", "pip", "install", "--dry-run", "--quiet", "--constraint", constraints, names)
     return python
 
 

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from forkpoint.wrapping import cut as cut
     from forkpoint.wrapping import wrap as wrap
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Names are imported when first used that need torch, or more than most need: plans and the CLI's
 # help need no torch.

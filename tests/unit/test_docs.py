@@ -3,6 +3,7 @@
 import ast
 import re
 import subprocess
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -125,6 +126,17 @@ def test_links_lead_somewhere(path: Path) -> None:
             assert heading in headings(linked), f"{name(path)} links to {target}: no such heading"
 
 
+def test_files_that_pages_include_are_there() -> None:
+    """A line that ruff has formatted as Python would be shown as it stands."""
+    included = 0
+    for path in DOCUMENTS:
+        for line in re.findall(r"^ *--8.*$", path.read_text(encoding="utf-8"), re.MULTILINE):
+            file = re.fullmatch(r' *--8<-- "([^"]+)"', line)
+            assert file and (ROOT / file[1]).is_file(), f"{name(path)}: {line}"
+            included += 1
+    assert included
+
+
 def headings(path: Path) -> set[str]:
     """Anchors of a document's headings: lower case, words joined by hyphens."""
     found = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
@@ -138,6 +150,15 @@ def test_options_of_papers_are_allowed() -> None:
     assert len(made) > 12
     for code in made:
         eval(code.replace("=...", "=1"), names)  # raises for an option that is not there
+
+
+def test_one_version_is_named_everywhere() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    newest = next(v for v in re.findall(r"^## \[([^]]+)\]", changes, re.MULTILINE))
+    assert forkpoint.__version__ == project["version"] == newest
+    assert f"\nversion: {newest}\n" in citation
 
 
 def test_make_targets_exist() -> None:
