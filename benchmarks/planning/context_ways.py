@@ -5,12 +5,15 @@ calibration (`plan.pricing.meters`), and bytes take the time that a link needs f
 and computation do not overlap, and latencies are left out. Prefix caches and activations have
 `memory_gib` on each rank.
 
-- by heads: what forkpoint runs (`hosts.torch_dist.context_parallel`).
+- by heads: `hosts.torch_dist.context_parallel`.
 - gathered: each rank has some tokens of all heads, and gathers the keys and values of a
   microbatch's whole path before its attention, in the backward again; gradients of these go back in
   float32. The planner's microbatches of "by heads".
 - leaves dealt out: the prompt by heads; its prefix cache is gathered once, each rank runs its share
-  of the responses whole, and gradients of the cache go back once, in float32. It is not built.
+  of the responses whole, and gradients of the cache go back once, in float32 (`plan.dealing`). All
+  leaves, also where the planner would run them by heads.
+
+A note marks the fastest that fits, and the one that the planner chooses.
 """
 
 from collections.abc import Iterator
@@ -27,12 +30,13 @@ from benchmarks.runner import Benchmark, Deadline
 from forkpoint import Config, RolloutBatch
 from forkpoint.errors import ConfigError
 from forkpoint.plan import MODELS, ModelShape, Plan, make_plan
+from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.context import context_bytes
-from forkpoint.plan.predict import cache_bytes, peak_bytes, plan_cost
+from forkpoint.plan.dealing import deal, segment_entries
+from forkpoint.plan.predict import peak_bytes, plan_cost
 from forkpoint.plan.pricing.calibration import Calibration, Link
 from forkpoint.plan.pricing.meters import meter_of
 from forkpoint.plan.program import BACKWARD, Program
-from forkpoint.plan.shared_prompts import PlannedPrompt, split_at_exchanges
 from forkpoint.rollouts.batch import Rollout
 from forkpoint.units import GIB
 
@@ -108,10 +112,12 @@ def rows_of(case: str, step: "Step") -> Iterator[ResultRow]:
     room = step.options.memory_gib * GIB
     fitting = {name: way.ms for name, way in ways.items() if way.peak_bytes <= room}
     for name, way in ways.items():
-        note = "" if name in fitting else "does not fit"
+        notes = [] if name in fitting else ["does not fit"]
         if name == min(fitting, key=fitting.__getitem__, default=""):
-            note = "fastest that fits"
-        yield _row(case, f"{name}: step", way.ms, "ms", note=note or None)
+            notes.append("fastest that fits")
+        if name == step.chosen:
+            notes.append("chosen")
+        yield _row(case, f"{name}: step", way.ms, "ms", note=", ".join(notes) or None)
         yield _row(case, f"{name}: sent by each rank", way.sent_bytes / 1e9, "GB")
         yield _row(case, f"{name}: peak", way.peak_bytes / GIB, "GiB")
 
@@ -146,6 +152,7 @@ class Step:
             send_latency_ms=0.0,
         )
         self.calibration: Calibration = replace(calibration, link=link)
+        self._by_heads = Capabilities(deals_segments=False)
         self.whole: ModelShape = ModelShape.from_config(MODELS[options.model], compiled=True)
         self.split: ModelShape = replace(self.whole, context=ranks)
 
@@ -163,61 +170,41 @@ class Step:
 
     @cached_property
     def dealt(self) -> Way:
-        batch = self._batch(self.responses)
-        trunk = self._make(batch, self.split, self._room, received=False)
-        around, _ = split_at_exchanges(trunk.program)
-        trunk, meter = replace(trunk, program=around), meter_of(trunk, self.calibration)
-        # What the prompt's microbatches hold while responses run, besides the whole prefix cache.
-        held = sum(
-            meter.kept_bytes(trunk.microbatches[index])
-            for index in {i.microbatch for i in around.instructions}
-            if trunk.microbatches[index].activations == "keep"
-        )
-        held += cache_bytes(trunk, self.split)
-        share = self._batch(-(-self.responses // self.ranks))  # of the rank that has most
-        leaves = self._make(share, self.whole, self._room - held, received=True)
-        leaf_meter = meter_of(leaves, self.calibration)
-        cache = self.prompt * self.whole.boundary_bytes_per_token
-        back = self.prompt * self.whole.boundary_elements * self.whole.attention_layers * WIDE
-        moved = self._parts(cache + back)
-        ms = plan_cost(trunk, meter) + plan_cost(leaves, leaf_meter) + moved / self.bytes_per_ms
-        peak = held + peak_bytes(leaves, leaf_meter, self.whole)
-        sent = moved + context_bytes(self.split, trunk.microbatches, around)
-        return Way(ms, sent, max(peak, peak_bytes(trunk, meter, self.split)))
+        # The prompt in microbatches of its own.
+        plan = self._make(self._by_heads, sharing="tree", boundary="across")
+        plan = deal(plan, segment_entries(plan.forest, self._batch))
+        meter = meter_of(plan, self.calibration)
+        sent = context_bytes(self.split, plan.microbatches, plan.program)
+        return Way(plan_cost(plan, meter), sent, peak_bytes(plan, meter, self.split))
+
+    @cached_property
+    def chosen(self) -> str:
+        """The way that the planner takes."""
+        plan = self._make(Capabilities())
+        return "leaves dealt out" if any(m.parts for m in plan.microbatches) else "by heads"
 
     @cached_property
     def _plan(self) -> Plan:
+        return self._make(self._by_heads)
+
+    def _make(self, capabilities: Capabilities, **options: Any) -> Plan:
         return make_plan(
-            self._batch(self.responses),
+            self._batch,
             self.split,
-            Config(checkpointing="auto"),
+            Config(checkpointing="auto", **options),
             calibration=self.calibration,
-            measured_budget_bytes=self._room,
+            capabilities=capabilities,
+            measured_budget_bytes=int(self.options.memory_gib * GIB),
         )
 
-    @property
-    def _room(self) -> int:
-        return int(self.options.memory_gib * GIB)
-
-    def _make(self, batch: RolloutBatch, shape: ModelShape, room: int, *, received: bool) -> Plan:
-        """The plan of a step whose prompt ranks exchange."""
-        prompt = PlannedPrompt(0, self.prompt, tuple(range(len(batch))), received=received)
-        return make_plan(
-            batch,
-            shape,
-            Config(checkpointing="auto"),
-            calibration=self.calibration,
-            measured_budget_bytes=max(room, 1),
-            prompts=(prompt,),
-        )
-
-    def _batch(self, responses: int) -> RolloutBatch:
+    @cached_property
+    def _batch(self) -> RolloutBatch:
         """Responses to one prompt. The prompt has a token more than edges that they share."""
         random = np.random.default_rng(0)
         prompt = random.integers(1000, size=self.prompt + 1)
         mask = np.repeat([0, 1], [self.prompt + 1, RESPONSE_TOKENS])
         found = []
-        for number in range(responses):
+        for number in range(self.responses):
             own = random.integers(1000, size=RESPONSE_TOKENS)
             own[0] = number
             found.append(Rollout(np.concatenate([prompt, own]), mask, 1.0, group_id="one"))

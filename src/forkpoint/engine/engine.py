@@ -15,6 +15,7 @@ from forkpoint.config import Config
 from forkpoint.engine.distributed import Holder, holder_of
 from forkpoint.engine.executor import Executor
 from forkpoint.engine.feature import Feature
+from forkpoint.engine.gathered_cache import GatheredCache
 from forkpoint.engine.gradients import GradientGuard, GradientSums, twins
 from forkpoint.engine.host import HeadOutputs, Host
 from forkpoint.engine.host_cache import HostCache
@@ -331,10 +332,14 @@ class Engine:
         if step.batch.media:
             trains = microbatch_loss is not None and plan.capabilities.trains_encoder
             encoding = Encoding(host, step.batch.media, transaction, trains=trains)
+        gathered = None
+        if any(microbatch.gathered for microbatch in plan.microbatches):
+            gathered = GatheredCache(plan, host.topology.places)
         features: list[Feature | None] = [
             timing,
             encoding,
             self.exchange,
+            gathered,
             self.replay,
             activations,
             self.routing,

@@ -95,7 +95,8 @@ class Executor:
                 self._backward(instruction)
                 continue
             captures = instruction.operation != RECOMPUTE
-            view = CacheView(source, inputs.microbatch, cache, captures=captures)
+            read = cache.whole if inputs.microbatch.parts and cache.whole is not None else cache
+            view = CacheView(source, inputs.part, read, captures=captures)
             view.begin(backward=False)
             with torch.set_grad_enabled(training or graph):
                 outputs = self._forward(instruction, inputs, view, entropy)

@@ -46,6 +46,8 @@ class MicrobatchInputs:
     its T tokens, m of the head's n entries."""
 
     microbatch: Microbatch
+    part: Microbatch
+    """The part that attention sees here: all of it, or the segments that this rank runs whole."""
     input_ids: Tensor
     """int64 [1, t]"""
     position_ids: Tensor
@@ -241,10 +243,11 @@ def prepare_microbatches(
     prepared = []
     for microbatch, tokens, positions, places, numbers in pending:
         here = by_microbatch[bounds[microbatch.index] : bounds[microbatch.index + 1]]
-        own, entries_here = split.own(len(tokens)), split.own_entries(places)
+        of = split.of(microbatch)
+        own, entries_here = of.own(len(tokens)), of.own_entries(places)
         count = len(numbers)
         if own is not None:
-            padding = split.padding(len(tokens))
+            padding = of.padding(len(tokens))
             tokens, positions = tokens[own], positions[..., own]
             own = own[: len(own) - padding]
         if entries_here is not None:
@@ -253,6 +256,7 @@ def prepare_microbatches(
         prepared.append(
             MicrobatchInputs(
                 microbatch=microbatch,
+                part=microbatch.parts[split.rank] if microbatch.parts else microbatch,
                 input_ids=on_device(batch.token_ids[tokens][None], device),
                 position_ids=on_device(np.expand_dims(positions, -2), device),
                 head_index=on_device(places, device),

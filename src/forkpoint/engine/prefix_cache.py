@@ -52,6 +52,9 @@ class PrefixCache:
         self._of_states: set[Key] = set()
         self.media: Any = None
         """Features of images and videos (engine/media.py); None in a batch without any."""
+        self.whole: PrefixCache | None = None
+        """The cache of all heads that ranks have gathered (engine/gathered_cache.py); None where
+        they gather nothing."""
 
     def write(self, key: Key, x_T: Tensor, runs: Sequence[tuple[int, int, int]]) -> None:
         """Copy a microbatch's tensor [T, ...]; its gradients are zeros then.

@@ -57,7 +57,7 @@ def attend(
                 q_THD, k_TKD, v_TKE, own_sinks, index, factor, softcap, window, ranks
             )
         return o_THE.view(batch, length, *o_THE.shape[1:])
-    places, tokens = context.places, context.inputs.microbatch.tokens
+    places, tokens = context.places, context.inputs.part.tokens
     ends = layer in context.ends_in
     if ends:
         k_TKD, v_TKE = places.to_heads((k_TKD, v_TKE), tokens)

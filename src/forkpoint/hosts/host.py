@@ -202,7 +202,8 @@ class ModelHost:
         if self.entry.checkpointed:
             return Capabilities(leaves_early=False, runs_ahead=ahead, checkpoints=("none",))
         if self.compiles and not self.topology.places.whole:
-            return Capabilities(runs_ahead=ahead, checkpoints=("none",))  # not shown exact
+            # Others have not been shown exact.
+            return Capabilities(runs_ahead=ahead, checkpoints=("none",), deals_segments=False)
         selective = ("selective",) if all(map(has_mlp, self.blocks)) else ()
         return Capabilities(runs_ahead=ahead, checkpoints=("none", *selective, "full"))
 
@@ -418,7 +419,7 @@ class ModelHost:
             config,
             entropy=entropy,
             ends_in=frozenset(block.modules() if early and not at_router else ()),
-            places=self.topology.places,
+            places=self.topology.places.of(inputs.microbatch),
         )
         checkpoint_blocks(blocks, policy, self._changes, but=last if early else None)
         if early:
@@ -431,8 +432,8 @@ class ModelHost:
         self._changes.undo(mark)
         if self._group is not None:
             self._group.end_forward()
-        places, entries = self.topology.places, inputs.own_entries
-        joined = places.joined(outputs["per_token"], entries, inputs.entries)
+        per_token, entries = outputs["per_token"], inputs.own_entries
+        joined = context.places.joined(per_token, entries, inputs.entries)
         return HeadOutputs(joined, outputs["roots"])
 
     def encode(self, medium: Media) -> tuple[Tensor, ...]:

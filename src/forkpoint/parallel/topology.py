@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forkpoint.tree import Microbatch
 from forkpoint.tree.forest import IntArray
 
 Relation = Literal["data", "tensor", "expert", "context", "stage"]
@@ -29,6 +30,10 @@ class Places:
     """Ranks that run parts of a microbatch."""
     rank: int = 0
     """This one among them."""
+
+    def of(self, microbatch: Microbatch) -> "Places":
+        """Those of one microbatch, whose segments may be dealt out whole (`Microbatch.parts`)."""
+        return self
 
     def own(self, tokens: int) -> IntArray | None:
         """int64 [t]: the places that this rank runs of a microbatch of `tokens`; None if all."""
@@ -61,6 +66,15 @@ class Places:
     def to_places(self, o_THD: Tensor, tokens: int) -> Tensor:
         """The reverse of `to_heads`, of attention's output."""
         return o_THD
+
+    def all_heads(self, x_ThD: Tensor) -> Tensor:
+        """A tensor of the heads of each rank, without a gradient, with those of all: [T, H, D].
+        Collective."""
+        return x_ThD
+
+    def sum_of_heads(self, x_THD: Tensor) -> Tensor:
+        """The sum over ranks of tensors of all heads, of the heads here: [T, h, D]. Collective."""
+        return x_THD
 
     def own_heads(self, x_H: Tensor) -> Tensor:
         """The part of a parameter of each head, [H, ...], that belongs to the heads here."""

@@ -1,7 +1,7 @@
 """Plans of one combination of sharing and boundary, with microbatches that fit the limits."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -11,7 +11,7 @@ import numpy as np
 from forkpoint.config import AUTO, Config
 from forkpoint.errors import PlanError
 from forkpoint.plan.capabilities import Capabilities
-from forkpoint.plan.entries import entries_of
+from forkpoint.plan.dealing import cannot_deal, deal, segment_entries, worth_dealing
 from forkpoint.plan.host_cache import most_host_layers
 from forkpoint.plan.media import planned_media
 from forkpoint.plan.packing import (
@@ -30,7 +30,7 @@ from forkpoint.plan.predict import (
 )
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.pricing.cost import ModelShape, Work, dense_work, forest_work
-from forkpoint.plan.pricing.meters import EFFICIENT_TOKENS, Meter, meter_of
+from forkpoint.plan.pricing.meters import EFFICIENT_TOKENS, NOISE, Meter, meter_of
 from forkpoint.plan.program import Program
 from forkpoint.plan.routing import RouterDemand
 from forkpoint.plan.runs import LeftOut, labels_run, run_lengths, sort_running
@@ -179,7 +179,7 @@ class Builder:
         """One combination within the limits of the configuration, with its price."""
         combination = self._as(sharing), boundary
         if combination not in self._built:
-            self._built[combination] = self._fitting(*combination)
+            self._built[combination] = self._dealt_if_faster(self._fitting(*combination))
         return replace(self._built[combination], sharing=sharing)
 
     def _fitting(self, sharing: str, boundary: str) -> Plan:
@@ -352,6 +352,54 @@ class Builder:
             for way in ("recompute", *(["offload"] if priced else []))
         ]
 
+    def _dealt_if_faster(self, plan: Plan) -> Plan:
+        """The plan with leaves dealt out whole to ranks of context parallelism, where that is
+        predicted to be faster and fits."""
+        if plan.shape is None or plan.shape.context == 1:
+            return plan
+        by_heads, why_not = "leaves run by heads", cannot_deal(plan)
+        if plan.host_layers:
+            why_not = "prefix caches are in the host's memory"
+        if why_not:
+            return replace(plan, dealing=f"{by_heads}: {why_not}")
+        every = self._deal(plan)
+        if every is plan:
+            return replace(plan, dealing=f"{by_heads}: none holds as many trees as there are ranks")
+        worth = worth_dealing(plan, every, self.calibration)
+        dealt = self._deal(plan, only=worth) if worth else every
+        dealt = self._with_price(dealt, meter_of(dealt, self.calibration))
+        if dealt.cost >= plan.cost * (1 - NOISE):
+            ratio = dealt.cost / plan.cost
+            return replace(
+                plan,
+                dealing=f"{by_heads}: predicted {ratio:.2f}x faster than dealt out to ranks whole",
+            )
+        if not dealt.fits:
+            return replace(
+                plan, dealing=f"{by_heads}: dealt out whole they do not fit the memory budget"
+            )
+        ratio = plan.cost / dealt.cost
+        return replace(
+            dealt,
+            dealing=f"leaves dealt out to ranks whole: predicted {ratio:.2f}x faster than by heads",
+        )
+
+    def _deal(self, plan: Plan, only: Collection[int] | None = None) -> Plan:
+        """The plan with leaves dealt out, which have exchanged trees where it needs no other passes
+        for that."""
+        entries_S = self._entries_of_segments(plan.forest)
+        found = deal(plan, entries_S, only=only)
+        if self._first_passes(found) != self._first_passes(plan):
+            found = deal(plan, entries_S, only=only, pooled=False)
+        return found
+
+    def _first_passes(self, plan: Plan) -> tuple[bool, bool]:
+        """Whether experts must be counted before the loss of routers, and scores come before the
+        loss of log-probs."""
+        routers, coupling = self.routers, self.coupling
+        counts = routers is not None and routers.spans(plan.forest, plan.microbatches)
+        return counts, coupling is not None and plan.splits(self.batch, coupling)
+
     # Prices
     # ------------------------------------------------------------
 
@@ -385,11 +433,8 @@ class Builder:
         columns = (forest.parent, forest.start, forest.length, forest.owner_begin, forest.leaf)
         key = tuple(column.tobytes() for column in columns)
         if key not in self._num_loss_entries:
-            edges = forest.token_edges(self.batch.offsets)
-            entries = entries_of(
-                forest.edges, edges, self.batch, uses_temperature=self.uses_temperature
-            )
-            self._num_loss_entries[key] = entries.of_segments(forest)
+            found = segment_entries(forest, self.batch, uses_temperature=self.uses_temperature)
+            self._num_loss_entries[key] = found
         return self._num_loss_entries[key]
 
     def _build(self, sharing: str, boundary: str, tokens: int, policy: str) -> Plan:
@@ -441,9 +486,7 @@ class Builder:
             memory_budget_bytes=self.budget,
             shape=self.shape,
         )
-        routers, coupling = self.routers, self.coupling
-        counts_first = routers is not None and routers.spans(forest, plan.microbatches)
-        scores = coupling is not None and plan.splits(self.batch, coupling)
+        counts_first, scores = self._first_passes(plan)
         plan = replace(plan, counts_first=counts_first)
         return plan.with_program(scores=counts_first or scores)
 

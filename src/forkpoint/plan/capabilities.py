@@ -16,6 +16,9 @@ class Capabilities:
     """Whether the host issues work ahead of the device, as with GPUs: see `predict.simulate`."""
     checkpoints: tuple[str, ...] = ("none", "selective", "full")
     """Policies of checkpointing that its blocks can run with."""
+    deals_segments: bool = True
+    """Whether ranks of context parallelism can run whole segments of a microbatch (plan.dealing).
+    """
     encoder: EncoderShape | None = None
     """The encoder of images or video, for a batch with media; None where it is not known."""
 

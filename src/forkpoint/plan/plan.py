@@ -132,6 +132,9 @@ class Plan:
     sends their prefix cache to the others (`Config.split`); "" where there are none, and before
     ranks have agreed on it."""
     split_reason: str = ""
+    dealing: str = ""
+    """How ranks of context parallelism run leaves, by heads or each some of them whole, and why
+    (`plan.dealing`); "" without such ranks."""
     pipeline: StageSchedule | None = None
     """On stages of a pipeline: the orders of all stages, and what is predicted of them."""
 
@@ -318,8 +321,9 @@ class Plan:
             )
 
     def check_host(self, capabilities: Capabilities) -> None:
-        """Refuse a host that cannot leave the last block early, where this plan does, and one whose
-        encoder is trained, where this plan has it frozen, or the other way around.
+        """Refuse a host that cannot leave the last block early or run whole segments, where this
+        plan does, and one whose encoder is trained, where this plan has it frozen, or the other way
+        around.
 
         Raises:
             PlanError: the plan is not for this host.
@@ -331,11 +335,33 @@ class Plan:
                 f"this plan was made for a model whose encoder {states[not trains]}, and the "
                 f"model's {states[trains]} now. Make the plan again with policy.plan."
             )
+        if any(m.parts for m in self.microbatches) and not capabilities.deals_segments:
+            raise PlanError(
+                "this plan deals leaves out to ranks of context parallelism, and the model's "
+                "blocks are compiled, which run by heads alone. Make the plan again with "
+                "policy.plan."
+            )
         if self.capabilities.leaves_early and not capabilities.leaves_early:
             raise PlanError(
                 "this plan leaves the last block of the model early, and the model cannot be left "
                 "early now: it checkpoints itself (gradient_checkpointing). Make the plan again "
                 "with policy.plan, in the state in which the model is trained."
+            )
+
+    def check_ranks(self, context: int) -> None:
+        """Refuse to deal segments out to other ranks than the plan was made for.
+
+        Args:
+            context: ranks of context parallelism, 1 without any.
+
+        Raises:
+            PlanError: there are more or fewer.
+        """
+        dealt = {len(microbatch.parts) for microbatch in self.microbatches if microbatch.parts}
+        if dealt - {context}:
+            raise PlanError(
+                f"this plan deals leaves out to {max(dealt)} ranks of context parallelism, and the "
+                f"model has {context}. Make a plan with this policy's plan(batch)."
             )
 
     def check_coupling(self, batch: RolloutBatch, coupling: IntArray) -> None:
@@ -448,6 +474,8 @@ def _explained(plan: Plan, width: int) -> str:
     if plan.gather:
         how = "once a step" if plan.gather == "step" else "for each microbatch, in lockstep"
         title.append(f"\nweights gathered {how}: {plan.gather_reason}")
+    if plan.dealing:
+        title.append(f"\n{plan.dealing}")
     console.print(Group(title, _summary(plan), _candidates(plan), _microbatches(plan), _tree(plan)))
     output = console.file
     assert isinstance(output, io.StringIO)
@@ -493,7 +521,9 @@ def _summary(plan: Plan) -> Table:
     if plan.shape is not None and plan.shape.context > 1:
         add("ranks that run parts of each microbatch", f"{plan.shape.context:,}")
         sent = context_bytes(plan.shape, plan.microbatches, plan.program)
-        add("bytes that each sends around attention", format_bytes(sent))
+        whole = any(microbatch.gathered for microbatch in plan.microbatches)
+        also = ", and of gathered prefix cache" * whole
+        add(f"bytes that each sends around attention{also}", format_bytes(sent))
     if plan.shape is not None:
         dense, shared = plan.dense.step_flops(plan.shape), plan.shared.step_flops(plan.shape)
         same = ", which leaves out the same" * bool(away.tokens)

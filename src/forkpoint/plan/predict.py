@@ -165,10 +165,13 @@ def standing_bytes(plan: Plan, shape: ModelShape) -> int:
 
 
 def cache_bytes(plan: Plan, shape: ModelShape) -> int:
-    """Prefix cache and its gradients, for the whole step."""
+    """Prefix cache and its gradients, for the whole step, by heads and where it is gathered."""
     layers, states = shape.attention_layers, plan.cache_states * shape.state_bytes
     here = layers - plan.host_layers + min(LAYERS_HERE, plan.host_layers)
-    return here * layer_cache_bytes(plan.cache_tokens, shape) + states
+    each = layer_cache_bytes(plan.cache_tokens, shape)
+    if any(microbatch.gathered for microbatch in plan.microbatches):
+        each *= 1 + shape.context
+    return here * each + states
 
 
 def move_cache(plan: Plan, meter: Meter, shape: ModelShape, budget: int, most: int) -> Plan:

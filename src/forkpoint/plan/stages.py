@@ -262,7 +262,9 @@ def _captured_bytes(plan: Plan) -> list[int]:
     each = here * layer_cache_bytes(1, shape)
     length = plan.forest.length
     return [
-        sum(int(length[s]) for s in m.segments if s in read) * each
+        sum(int(length[s]) for s in m.segments if s in read)
+        * each
+        * (1 + shape.context * m.gathered)
         + sum(s in forks for s in m.segments) * shape.state_bytes
         for m in plan.microbatches
     ]

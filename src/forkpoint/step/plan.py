@@ -271,6 +271,7 @@ def _plans(
         plan = replace(plan.with_program(scores=plan.program.has_scores), pipeline=None)
     plan.check_batch(batch)
     plan.check_host(_capabilities(policy.host, batch))
+    plan.check_ranks(policy.host.shape.context)
     if loss is not None and loss.decomposition != "token":
         plan.check_coupling(batch, loss.coupling(batch))
     if work is not None:

@@ -1,7 +1,7 @@
 """Microbatches: segments that go through the model in one forward. In numpy."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 
@@ -40,6 +40,22 @@ class Microbatch:
     shared_prompt: Literal["", "sent", "received"] = ""
     """Whether it holds prompts, which several ranks read: sent to the others, or received from
     them, so that it does not run here."""
+    parts: tuple[Self, ...] = ()
+    """By rank of context parallelism the segments that it runs whole, as a microbatch of their own;
+    they follow one another. Empty where each of these ranks runs a part of every segment."""
+    gathered: bool = False
+    """Whether these ranks, which have its prefix cache by heads, gather it for parts of other
+    microbatches."""
+
+    @property
+    def lengths(self) -> IntArray:
+        """int64 [S]: tokens of each segment."""
+        return np.diff([*self.segment_begin, self.tokens])
+
+    @property
+    def captured_tokens(self) -> int:
+        """Tokens whose prefix cache other microbatches read."""
+        return int(self.lengths[np.asarray(self.cache_begin) >= 0].sum())
 
     @property
     def keeps_boundary(self) -> bool:

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from forkpoint.engine.distributed import Holder
 from forkpoint.errors import UnsupportedError
 from forkpoint.parallel.topology import Places, Relation
+from forkpoint.tree import Microbatch
 from forkpoint.tree.forest import IntArray
 
 NAMES = ("cp", "sp")
@@ -106,6 +107,9 @@ class DealtPlaces(Places):
         self.size: int = dist.get_world_size(group)
         self.rank: int = dist.get_rank(group)
 
+    def of(self, microbatch: Microbatch) -> Places:
+        return WholeSegments(self, microbatch) if microbatch.parts else self
+
     def own(self, tokens: int) -> IntArray:
         return np.arange(self.rank, self._padded(tokens), self.size).clip(max=tokens - 1)
 
@@ -136,6 +140,13 @@ class DealtPlaces(Places):
 
     def to_places(self, o_THD: Tensor, tokens: int) -> Tensor:
         return _ToPlaces.apply(self, tokens, o_THD)
+
+    def all_heads(self, x_ThD: Tensor) -> Tensor:
+        return torch.cat(self.all_of(x_ThD), 1)
+
+    def sum_of_heads(self, x_THD: Tensor) -> Tensor:
+        parts_wThD = x_THD.unflatten(1, (self.size, -1)).transpose(0, 1)
+        return self._exchange(parts_wThD).sum(0)
 
     def own_heads(self, x_H: Tensor) -> Tensor:
         return heads_of_rank(x_H, self.rank, self.size)
@@ -185,6 +196,45 @@ class DealtPlaces(Places):
         got_wtF = torch.empty_like(sent_wtF)
         dist.all_to_all_single(got_wtF, sent_wtF, group=self.group)
         return got_wtF
+
+
+class WholeSegments(Places):
+    """Places of a microbatch whose segments are dealt out: a rank runs all tokens of its own, in
+    all heads, and exchanges nothing around attention.
+
+    Fewer key heads than ranks are repeated as elsewhere, since a gathered prefix cache has them so.
+    """
+
+    whole = False
+
+    def __init__(self, ranks: DealtPlaces, microbatch: Microbatch) -> None:
+        self._ranks: DealtPlaces = ranks
+        self.size: int = ranks.size
+        self.rank: int = ranks.rank
+        self._begin: int = sum(part.tokens for part in microbatch.parts[: ranks.rank])
+        self._end: int = self._begin + microbatch.parts[ranks.rank].tokens
+
+    def own(self, tokens: int) -> IntArray:
+        end = self._end + self.padding(tokens)
+        return np.arange(self._begin, end).clip(max=self._end - 1)
+
+    def padding(self, tokens: int) -> int:
+        return (self._begin - self._end) % self._ranks.multiple
+
+    def own_entries(self, places: IntArray) -> tuple[IntArray, IntArray]:
+        here = np.flatnonzero((places >= self._begin) & (places < self._end))
+        return here, places[here] - self._begin
+
+    def joined(
+        self, per_token: Mapping[str, Tensor], entries: Tensor | None, count: int
+    ) -> Mapping[str, Tensor]:
+        return self._ranks.joined(per_token, entries, count)
+
+    def to_heads(self, tensors: Sequence[Tensor], tokens: int) -> Sequence[Tensor]:
+        return [repeated(x, self.size, 1)[:tokens] for x in tensors]
+
+    def to_places(self, o_THD: Tensor, tokens: int) -> Tensor:
+        return torch.nn.functional.pad(o_THD, (0, 0, 0, 0, 0, self.padding(tokens)))
 
 
 class _ToHeads(torch.autograd.Function):

@@ -245,6 +245,12 @@ class ModelShape:
         sent = self.part(tokens) * (every - queries * ends_early) * self.dtype_bytes
         return sent * (self.context - 1) // self.context
 
+    def gathered_bytes(self, tokens: int, *, backward: bool) -> int:
+        """Bytes that a rank sends where the prefix cache of so many tokens is gathered, which each
+        has by heads; `backward`: where its gradients come back."""
+        kept, gradients = self.boundary_bytes_per_token, self.boundary_gradient_bytes_per_token
+        return (self.context - 1) * tokens * (gradients if backward else kept)
+
     def repeated_flops_share(self, checkpointing: str) -> float:
         """The share of a forward of the blocks that a checkpointed backward runs again."""
         if self.checkpointed or checkpointing == "full":

@@ -1,6 +1,8 @@
 """Prices of a plan's microbatches: measured, by counted FLOPs or, without a shape, by tokens."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -99,6 +101,10 @@ class Meter(ABC):
         """A copy to the host's memory, or back from there; None where its price is unknown."""
         return None
 
+    def link(self, nbytes: int, transfers: int) -> float:
+        """Time in which a rank of context parallelism sends so much to the others."""
+        return 0.0
+
     def kept_bytes(self, microbatch: Microbatch) -> int:
         """Bytes that a microbatch keeps between its forward and its backward."""
         return 0
@@ -138,9 +144,7 @@ class CountedMeter(Meter):
     def forward(self, microbatch: Microbatch, *, boundary_only: bool = False) -> float:
         linear, head, attention = self._parts(microbatch)
         issued = 0.0 if self._ahead else self._issued(microbatch, False)
-        sent = EXCHANGE_FLOPS * self.shape.exchanged_bytes(
-            microbatch.tokens, ends_early=boundary_only
-        )
+        sent = self.link(self.shape.exchanged_bytes(microbatch.tokens, ends_early=boundary_only), 0)
         return linear + attention + (0.0 if boundary_only else head) + issued + sent
 
     def backward(self, microbatch: Microbatch) -> float:
@@ -148,7 +152,7 @@ class CountedMeter(Meter):
         again = self.shape.repeated_flops_share(microbatch.checkpointing)
         # What a selective policy runs again are products of MLPs, and no attention.
         repeated = again * linear + (attention if again == 1.0 else 0.0)
-        sent = EXCHANGE_FLOPS * self.shape.exchanged_bytes(microbatch.tokens)
+        sent = self.link(self.shape.exchanged_bytes(microbatch.tokens), 0)
         gradients = (1 + LINEAR_BACKWARD) * 2.0 * ROW_TOKENS * self.shape.linear_parameters
         return (
             LINEAR_BACKWARD * (linear + head)
@@ -162,6 +166,9 @@ class CountedMeter(Meter):
 
     def products(self, flops: float) -> float:
         return flops
+
+    def link(self, nbytes: int, transfers: int) -> float:
+        return EXCHANGE_FLOPS * nbytes
 
     def head(self, microbatch: Microbatch, *, backward: bool) -> float:
         head = self._parts(microbatch)[1]
@@ -328,12 +335,14 @@ class MeasuredMeter(Meter):
 
     def _exchange_ms(self, microbatch: Microbatch, *, ends_early: bool) -> float:
         """Time in which ranks of context parallelism exchange tensors around attention, one way."""
-        link, shape = self.calibration.link, self.shape
-        sent = shape.exchanged_bytes(microbatch.tokens, ends_early=ends_early)
-        if not sent or link is None:
-            return sent / EXCHANGE_BYTES_PER_MS
-        calls = 2 * shape.attention_layers - ends_early
-        return sent / link.send_bytes_per_ms + calls * link.send_latency_ms
+        sent = self.shape.exchanged_bytes(microbatch.tokens, ends_early=ends_early)
+        return self.link(sent, 2 * self.shape.attention_layers - ends_early)
+
+    def link(self, nbytes: int, transfers: int) -> float:
+        link = self.calibration.link
+        if not nbytes or link is None:
+            return nbytes / EXCHANGE_BYTES_PER_MS
+        return nbytes / link.send_bytes_per_ms + transfers * link.send_latency_ms
 
     def _attention_ms(self, microbatch: Microbatch, *, backward: bool) -> float:
         """All layers' launches of a microbatch."""
@@ -381,8 +390,77 @@ class MeasuredMeter(Meter):
         return found
 
 
+class DealtMeter(Meter):
+    """Prices of a plan some of whose microbatches are dealt out by whole segments.
+
+    Such a microbatch takes as long as the rank that takes longest for its part, which one rank
+    alone runs. Others have the prices of microbatches by heads, and those whose prefix cache is
+    gathered that of the transfers.
+    """
+
+    def __init__(self, plan: Plan, calibration: Calibration | None) -> None:
+        assert plan.shape is not None
+        self._shape = plan.shape
+        self._heads = _meter_by_heads(plan, calibration)
+        alone = replace(plan, shape=replace(plan.shape, context=1))
+        # A meter each, since parts have the index of their microbatch.
+        self._alone = [_meter_by_heads(alone, calibration) for _ in range(plan.shape.context)]
+        self.unit: str = self._heads.unit
+
+    def _most(self, microbatch: Microbatch, price: Callable[[Meter, Microbatch], float]) -> float:
+        """The price by heads, or of the part that costs most."""
+        if not microbatch.parts:
+            return price(self._heads, microbatch)
+        return max(map(price, self._alone, microbatch.parts))
+
+    def _gathered(self, microbatch: Microbatch, *, backward: bool) -> float:
+        if not microbatch.gathered:
+            return 0.0
+        sent = self._shape.gathered_bytes(microbatch.captured_tokens, backward=backward)
+        return self._heads.link(sent, 2 * self._shape.attention_layers)
+
+    def forward(self, microbatch: Microbatch, *, boundary_only: bool = False) -> float:
+        price = self._most(microbatch, lambda m, x: m.forward(x, boundary_only=boundary_only))
+        return price + self._gathered(microbatch, backward=False)
+
+    def backward(self, microbatch: Microbatch) -> float:
+        price = self._most(microbatch, lambda m, x: m.backward(x))
+        return price + self._gathered(microbatch, backward=True)
+
+    def host(self, microbatch: Microbatch, *, backward: bool) -> float:
+        return self._most(microbatch, lambda m, x: m.host(x, backward=backward))
+
+    def filled_tokens(self, microbatch: Microbatch) -> float:
+        return self._heads.filled_tokens(microbatch)
+
+    def head(self, microbatch: Microbatch, *, backward: bool) -> float:
+        return self._most(microbatch, lambda m, x: m.head(x, backward=backward))
+
+    def products(self, flops: float) -> float:
+        return self._heads.products(flops)
+
+    def copy(self, nbytes: int, *, out: bool) -> float | None:
+        return self._heads.copy(nbytes, out=out)
+
+    def link(self, nbytes: int, transfers: int) -> float:
+        return self._heads.link(nbytes, transfers)
+
+    def kept_bytes(self, microbatch: Microbatch) -> int:
+        return int(self._most(microbatch, lambda m, x: m.kept_bytes(x)))
+
+    def working_bytes(self, microbatch: Microbatch) -> int:
+        return int(self._most(microbatch, lambda m, x: m.working_bytes(x)))
+
+
 def meter_of(plan: Plan, calibration: Calibration | None = None) -> Meter:
     """The meter of a plan's microbatches: measured where there is a calibration, else counted."""
+    if any(microbatch.parts for microbatch in plan.microbatches):
+        return DealtMeter(plan, calibration)
+    return _meter_by_heads(plan, calibration)
+
+
+def _meter_by_heads(plan: Plan, calibration: Calibration | None) -> Meter:
+    """The meter of microbatches that ranks of context parallelism, if any, run by heads."""
     if plan.shape is None:
         return TokenMeter()
     return CountedMeter(plan) if calibration is None else MeasuredMeter(calibration, plan)

@@ -1,0 +1,148 @@
+"""Microbatches whose segments ranks of context parallelism run whole, each rank some of them.
+
+By heads each rank runs a part of every token, and exchanges queries, keys, values and outputs in
+each layer. A microbatch that no other one reads holds trees of segments that do not attend to one
+another, so that ranks can run whole trees instead and exchange nothing around attention. They read
+the prefix cache of microbatches above in all heads, which is gathered once and whose gradients come
+back once. So dealing pays where many leaves read a cache that is short beside them.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from heapq import heapify, heapreplace
+
+import numpy as np
+
+from forkpoint.plan.entries import entries_of
+from forkpoint.plan.packing import breadth_or_depth
+from forkpoint.plan.plan import Plan
+from forkpoint.plan.pricing.calibration import Calibration
+from forkpoint.plan.pricing.cost import ModelShape, Work, visible_pairs
+from forkpoint.plan.pricing.meters import meter_of
+from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.tree import Microbatch
+from forkpoint.tree.forest import Forest, IntArray
+
+
+def cannot_deal(plan: Plan) -> str:
+    """Why leaves of a plan cannot be dealt out; empty where they can, and without ranks."""
+    shape = plan.shape
+    if shape is None or shape.context == 1:
+        return ""
+    if shape.recurrent_layers:
+        return "some layers carry a state"
+    return "" if plan.capabilities.deals_segments else "blocks are compiled"
+
+
+def deal(
+    plan: Plan, entries_S: IntArray, *, only: Collection[int] | None = None, pooled: bool = True
+) -> Plan:
+    """The plan with leaves dealt out, where these hold as many trees as there are ranks.
+
+    Args:
+        plan: priced by heads, with a shape; its predictions stay those of before.
+        entries_S: int64 [S], entries that the head computes for each segment.
+        only: microbatches, -1 for none, below which leaves are dealt out; None: everywhere.
+        pooled: whether leaves below one microbatch may exchange trees, so that all of their parts
+            cost about the same.
+
+    Returns the same plan where there is nothing to deal.
+    """
+    assert plan.shape is not None
+    families: dict[int, list[Microbatch]] = {}
+    for microbatch in plan.microbatches:
+        wanted = only is None or microbatch.parent in only
+        if wanted and not microbatch.children and not microbatch.shared_prompt:
+            families.setdefault(microbatch.parent, []).append(microbatch)
+    found = list(plan.microbatches)
+    for parent, leaves in families.items():
+        for family in [leaves] if pooled else [[leaf] for leaf in leaves]:
+            for leaf in _dealt(family, plan.forest, plan.shape, entries_S):
+                found[leaf.index] = leaf
+        above = parent if any(found[leaf.index].parts for leaf in leaves) else -1
+        while above >= 0 and not found[above].gathered:
+            found[above] = replace(found[above], gathered=True)
+            above = found[above].parent
+    deals = any(microbatch.parts for microbatch in found)
+    return plan.with_microbatches(found) if deals else plan
+
+
+def worth_dealing(by_heads: Plan, dealt: Plan, calibration: Calibration | None) -> frozenset[int]:
+    """The microbatches, -1 for none, below which leaves take less time dealt out, without the
+    gathering of what they read."""
+    saved: dict[int, float] = {}
+    for plan, sign in ((by_heads, 1), (dealt, -1)):
+        meter = meter_of(plan, calibration)
+        for number, microbatch in enumerate(plan.microbatches):
+            if dealt.microbatches[number].parts:
+                price = sum(meter.alone(microbatch, backward=way) for way in (False, True))
+                saved[microbatch.parent] = saved.get(microbatch.parent, 0.0) + sign * price
+    return frozenset(parent for parent, price in saved.items() if price > 0)
+
+
+def segment_entries(
+    forest: Forest, batch: RolloutBatch, *, uses_temperature: bool = True
+) -> IntArray:
+    """int64 [S]: entries that the head computes for each segment's edges."""
+    edges = forest.token_edges(batch.offsets)
+    found = entries_of(forest.edges, edges, batch, uses_temperature=uses_temperature)
+    return found.of_segments(forest)
+
+
+def _dealt(
+    leaves: Sequence[Microbatch], forest: Forest, shape: ModelShape, entries_S: IntArray
+) -> list[Microbatch]:
+    """As many microbatches with the trees of these leaves, and a part for each rank; none where
+    there are fewer trees than parts.
+
+    The dearest tree goes first, to the part that costs least so far. Parts that cost about the same
+    are of one microbatch, since ranks wait for the dearest.
+    """
+    trees: dict[int, list[int]] = {}
+    top: dict[int, int] = {}
+    for leaf in leaves:
+        for segment in leaf.segments:  # parents come before their children
+            top[segment] = top.get(int(forest.parent[segment]), segment)
+            trees.setdefault(top[segment], []).append(segment)
+    count = len(leaves) * shape.context
+    if len(trees) < count:
+        return []
+    costs = {tree: _cost(segments, forest, shape, entries_S) for tree, segments in trees.items()}
+    parts: list[list[int]] = [[] for _ in range(count)]
+    loads = [(0.0, number) for number in range(count)]
+    heapify(loads)
+    for tree in sorted(trees, key=lambda tree: (-costs[tree], tree)):
+        load, number = loads[0]
+        parts[number] += trees[tree]
+        heapreplace(loads, (load + costs[tree], number))
+    order = [number for _, number in sorted(loads, key=lambda load: (-load[0], load[1]))]
+    found = []
+    for at, leaf in enumerate(leaves):
+        numbers = order[at * shape.context :][: shape.context]
+        own = [breadth_or_depth(forest, parts[number]) for number in numbers]
+        whole = _of(leaf, [s for part in own for s in part], forest, entries_S)
+        found.append(replace(whole, parts=tuple(_of(leaf, p, forest, entries_S) for p in own)))
+    return found
+
+
+def _of(leaf: Microbatch, segments: list[int], forest: Forest, entries_S: IntArray) -> Microbatch:
+    """A leaf with other segments."""
+    ends = np.cumsum([0, *forest.length[segments].tolist()]).tolist()
+    return replace(
+        leaf,
+        segments=tuple(segments),
+        segment_begin=tuple(ends[:-1]),
+        cache_begin=(-1,) * len(segments),
+        state_index=(-1,) * len(segments),
+        tokens=ends[-1],
+        num_loss_entries=int(entries_S[segments].sum()),
+    )
+
+
+def _cost(segments: list[int], forest: Forest, shape: ModelShape, entries_S: IntArray) -> float:
+    """FLOPs of forward and backward."""
+    start, length = forest.start[segments], forest.length[segments]
+    pairs = {window: visible_pairs(start, length, window) for window in {0, *shape.windows}}
+    entries = int(entries_S[segments].sum())
+    work = Work(tokens=int(length.sum()), pairs=pairs, num_loss_entries=entries)
+    return work.step_flops(shape)
