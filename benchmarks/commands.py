@@ -12,6 +12,7 @@ COMMANDS = {
     "peers": "steps.peers:Peers",
     "defaults": "steps.defaults:Defaults",
     "capacity": "steps.capacity:Capacity",
+    "images": "steps.images:Images",
     "plain-loop": "steps.plain_loop:PlainLoop",
     "trl": "steps.trl_update:TrlUpdate",
     "verl": "steps.verl_update:VerlUpdate",

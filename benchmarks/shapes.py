@@ -5,7 +5,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 
 from forkpoint.plan.models import MODELS
 from forkpoint.rollouts.batch import Rollout, RolloutBatch
@@ -55,6 +60,15 @@ TINY_SIZES: dict[str, int] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
+VISION_SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-vl-4b": {"depth": 24, "hidden_size": 1024, "deepstack_visual_indexes": [5, 11, 17]}
+    | {"intermediate_size": 4096},
+    "qwen3-vl-8b": {"depth": 27, "hidden_size": 1152, "deepstack_visual_indexes": [8, 16, 24]}
+    | {"intermediate_size": 4304},
+}
+"""Encoders of Qwen3-VL, whose language models have the sizes of Qwen3."""
+TINY_VISION = {"depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
+MROPE = {"rope_type": "default", "rope_theta": 5e6, "mrope_interleaved": True}
 POSITIONS = 1 << 20
 SCALE_TINY = 64
 """Divisor of lengths with a tiny model."""
@@ -83,6 +97,42 @@ def make_model(
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.train()
+
+
+def make_vision_model(
+    shape: str,
+    device: torch.device | str,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    layers: int | None = None,
+    tiny: bool = False,
+) -> PreTrainedModel:
+    """A model of a shape of VISION_SHAPES in training mode, its random weights made on the device.
+
+    layers: of the language model; the encoder then has as many, all of them with features.
+    """
+    sizes = sizes_of(shape.replace("-vl", ""), tiny=tiny, layers=layers)
+    half = sizes["head_dim"] // 2
+    # Sections of time, height and width, as 24, 20 and 20 of 64.
+    side = half * 5 // 16
+    rope = {**MROPE, "mrope_section": [half - 2 * side, side, side]}
+    vision: dict[str, Any] = {"num_heads": 16, "spatial_merge_size": 2, **VISION_SHAPES[shape]}
+    vision |= {"out_hidden_size": sizes["hidden_size"], "num_position_embeddings": 2304}
+    if tiny:
+        vision |= {**TINY_VISION, "deepstack_visual_indexes": [1]}
+    if layers is not None:
+        vision |= {"depth": layers, "deepstack_visual_indexes": [0]}
+    config = AutoConfig.for_model(
+        "qwen3_vl",
+        text_config={**sizes, "model_type": "qwen3_vl_text", "rope_parameters": rope},
+        vision_config=vision,
+        tie_word_embeddings=sizes["tie_word_embeddings"],
+        image_token_id=sizes["vocab_size"] - 1,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForImageTextToText.from_config(config, dtype=dtype)
     return model.train()
 
 

@@ -22,7 +22,7 @@ from benchmarks.steps.options import device_for
 from forkpoint.apps.cli.options import Count, Flag
 from forkpoint.config import Config
 from forkpoint.losses import GRPO
-from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.rollouts.batch import Rollout, RolloutBatch
 from forkpoint.rollouts.traces import load_rollouts
 from forkpoint.units import format_bytes, size_in_bytes
 from forkpoint.wrapping import wrap
@@ -147,10 +147,18 @@ class PlainLoop(Benchmark):
 WARM_STEPS = 2
 
 
-def plain_step(model: Callable[..., Any], device: torch.device, batch: RolloutBatch) -> None:
-    """The policy gradient of a batch, one rollout after the other, with all logits.
+def plain_step(
+    model: Callable[..., Any],
+    device: torch.device,
+    batch: RolloutBatch,
+    inputs: Callable[[Rollout], dict[str, Any]] | None = None,
+) -> None:
+    """The policy gradient of a batch, one rollout after the other.
 
     It leaves out what gives no gradient, as forkpoint does.
+
+    inputs: arguments of the model besides the ids of a rollout, such as its images. By default
+        logits of all tokens are made; `logits_to_keep` keeps those of the last ones.
     """
     trained = int(batch.loss_mask.sum())
     for n, rollout in enumerate(batch):
@@ -159,10 +167,12 @@ def plain_step(model: Callable[..., Any], device: torch.device, batch: RolloutBa
             continue
         length = int(rollout.loss_mask.nonzero()[0][-1]) + 1
         ids_BL = torch.tensor(rollout.token_ids[:length], device=device)[None]
-        logits_BLV = model(input_ids=ids_BL, use_cache=False).logits
+        more = inputs(rollout) if inputs else {}
+        logits_BLV = model(input_ids=ids_BL, use_cache=False, **more).logits
         logprobs_L = logits_BLV[0, :-1].float().log_softmax(-1)
-        taken_L = logprobs_L.gather(-1, ids_BL[0, 1:, None])[:, 0]
-        begin, end = batch.offsets[n] + 1, batch.offsets[n] + length
+        kept = len(logprobs_L)
+        taken_L = logprobs_L.gather(-1, ids_BL[0, length - kept :, None])[:, 0]
+        begin, end = batch.offsets[n] + length - kept, batch.offsets[n] + length
         advantages = batch.advantages[begin:end] * batch.loss_mask[begin:end]
         weights_L = torch.as_tensor(advantages, dtype=torch.float32, device=device)
         (-(weights_L * taken_L).sum() / trained).backward()

@@ -1,6 +1,7 @@
 """Benchmarks of whole steps on a CPU, with tiny models: they run, and rows say what they are."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,13 +10,15 @@ from commands import Shell
 
 from benchmarks.commands import main
 from benchmarks.runner import Deadline
-from benchmarks.shapes import make_group, make_model, sizes_of
+from benchmarks.shapes import make_group, make_model, make_vision_model, sizes_of
 from benchmarks.steps.groups import Groups, counted_bound, router_loss
+from benchmarks.steps.images import encoder_bounds, image_group
 from benchmarks.steps.stepper import Stepper
 from forkpoint import ModelShape, save_rollouts
 from forkpoint.plan import make_plan
 from forkpoint.plan.pricing import meters
 from forkpoint.plan.pricing.calibration import FOLDER_VARIABLE
+from forkpoint.plan.pricing.encoders import EncoderShape
 from forkpoint.plan.program import PHASES
 from forkpoint.rollouts.synthetic import synthetic_rollouts
 
@@ -173,6 +176,38 @@ def test_memory_that_runs_out_is_planned_for_again(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Stepper, "step", once)
     made = Groups(tiny=True, layers=1, blocks="eager", groups=("P128-R128-N4",))
     assert "speed-up" in {row.metric for row in made.measure(Deadline(None))} and len(calls) == 2
+
+
+@pytest.mark.slow
+def test_images(shell: Shell, tmp_path: Path) -> None:
+    options = ("--visual", "2000", "--text", "6400", "--repeats", "1")
+    rows = bench(shell, tmp_path, "images", *options, *TINY)
+    for encoder in ("trained", "frozen"):
+        case = next(case for case, _ in rows if f"encoder {encoder}" in case)
+        step = {name: rows[case, f"{name} step"]["value"] for name in ("plain loop", "forkpoint")}
+        faster = rows[case, "faster than plain loop"]
+        assert faster["value"] == pytest.approx(step["plain loop"] / step["forkpoint"])
+        once = rows[case, "bound, encoder once"]["value"]
+        assert once >= faster["bound"] > rows[case, "bound, encoder for every rollout"]["value"] > 1
+
+
+def test_bounds_of_images() -> None:
+    """Counted here again for Qwen3-VL-8B: products of weights, and attention within images."""
+    config = make_vision_model("qwen3-vl-8b", "meta").config
+    batch = image_group(config, images=8, grid=(50, 80), text=200, lengths=[300] * 8)
+    shape = ModelShape.from_config(sizes_of("qwen3-8b"))
+    # A patch embedding, 27 blocks, a merger of four patches and three more for deeper features.
+    width, four = 1152, 4 * 1152
+    weights = 3 * 2 * 16 * 16 * width + 27 * (4 * width * width + 2 * width * 4304)
+    weights += 4 * (four * four + four * 4096)
+    plan = make_plan(batch, shape)
+    for trained, once, every in ((True, 6.54, 2.58), (False, 6.29, 3.93)):
+        encoder = EncoderShape(weights, 27, width, 4.0, 0, 0, trained=trained)
+        plan = replace(plan, capabilities=replace(plan.capabilities, encoder=encoder))
+        found = encoder_bounds(plan, batch)
+        assert round(found["once"], 2) == once and round(found["every"], 2) == every
+        again = encoder_bounds(replace(plan, encodes_again=True), batch)
+        assert again["plan"] < again["once"] == found["once"] == found["plan"]
 
 
 @pytest.mark.parametrize(
