@@ -1,5 +1,6 @@
 """Models of published shapes with random weights, and groups of rollouts of given lengths."""
 
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,8 @@ VISION_SHAPES: dict[str, dict[str, Any]] = {
 TINY_VISION = {"depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
 MROPE = {"rope_type": "default", "rope_theta": 5e6, "mrope_interleaved": True}
 POSITIONS = 1 << 20
+TITAN_POSITIONS = 65_536
+"""torchtitan computes rotary embeddings of all positions beforehand."""
 SCALE_TINY = 64
 """Divisor of lengths with a tiny model."""
 
@@ -98,6 +101,38 @@ def make_model(
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.train()
+
+
+def make_titan_model(
+    shape: str,
+    device: torch.device | str,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    layers: int | None = None,
+    tiny: bool = False,
+) -> nn.Module:
+    """torchtitan's Llama 3 in training mode, its random weights made on the device."""
+    llama = import_module("torchtitan.models.llama3.model.args")
+    model = import_module("torchtitan.models.llama3.model.model")
+    sizes = sizes_of(shape, tiny=tiny, layers=layers)
+    args = llama.TransformerModelArgs(
+        dim=sizes["hidden_size"],
+        n_layers=sizes["num_hidden_layers"],
+        n_heads=sizes["num_attention_heads"],
+        n_kv_heads=sizes["num_key_value_heads"],
+        vocab_size=sizes["vocab_size"],
+        ffn_dim_multiplier=1.3,
+        multiple_of=32 if tiny else 1024,
+        rope_theta=sizes.get("rope_theta", 500_000),
+        max_seq_len=TITAN_POSITIONS,
+    )
+    torch.manual_seed(0)
+    with torch.device(device), torch.no_grad():
+        made = model.Transformer(args)
+        made.init_weights()
+    for parameter in made.parameters():  # rotary embeddings stay as they are
+        parameter.data = parameter.data.to(dtype)
+    return made.train()
 
 
 def make_vision_model(

@@ -19,7 +19,13 @@ import torch
 
 from benchmarks.rows import ResultRow
 from benchmarks.runner import Deadline
-from benchmarks.shapes import SCALE_TINY, checkpoint, make_group
+from benchmarks.shapes import (
+    SCALE_TINY,
+    checkpoint,
+    make_group,
+    make_model,
+    make_titan_model,
+)
 from benchmarks.steps.cells import cell_row, cell_rows, out_of_memory
 from benchmarks.steps.options import Steps
 from benchmarks.steps.stepper import (
@@ -67,6 +73,7 @@ class Groups(Steps):
             qwen3-30b-a3b is a mixture of experts.
         groups: Prompt, responses and their number, such as P8192-R2048-N32; P8192-R131~2048-N32
             draws lengths of responses. By default those that are published for the shape.
+        library: Whose model runs. torchtitan has llama3-8b.
         routers: Router losses of a mixture: none; rollout and batch, from counts of a score pass;
             and the same with a pass of their own, which the bound then counts.
         scores: Time the pass for log-probs as well.
@@ -81,6 +88,7 @@ class Groups(Steps):
 
     shape: Shape = "llama3-8b"
     groups: tuple[str, ...] = ()
+    library: Literal["transformers", "torchtitan"] = "transformers"
     routers: tuple[Router, ...] = ("none",)
     scores: Flag = False
     activations: Literal["auto", "keep", "offload", "recompute"] = "auto"
@@ -96,12 +104,19 @@ class Groups(Steps):
                 raise ConfigError(f"groups has {name!r}; give P8192-R2048-N32 or the like.")
         if self.routers != ("none",) and self.shape != "qwen3-30b-a3b":
             raise ConfigError(f"routers are those of a mixture, and {self.shape} has none.")
+        if self.library == "torchtitan" and (self.shape != "llama3-8b" or self.checkpointed):
+            raise ConfigError(
+                "library is torchtitan, whose llama3-8b without --checkpointed this benchmark "
+                f"runs; shape is {self.shape} and checkpointed is {self.checkpointed}."
+            )
 
     def measure(self, deadline: Deadline) -> Iterator[ResultRow]:
-        stepper = self.stepper(self.shape)
+        titan = self.library == "torchtitan"
+        stepper = self.stepper(self.shape, make_titan_model if titan else make_model)
         if self.checkpointed:
             checkpoint(stepper.model)
         layers = f" {stepper.policy.host.shape.layers} layers" if self.layers else ""
+        layers += " of torchtitan" if titan else ""
         for name in self.groups or GROUPS[self.shape]:
             batch = self._batch(name, stepper.vocab)
             for router in self.routers:

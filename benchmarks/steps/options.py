@@ -1,8 +1,9 @@
 """Options of benchmarks of whole training steps, and the model that they run."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from tyro.conf import DisallowNone, arg
@@ -60,9 +61,12 @@ class Steps(Benchmark):
     def check(self) -> None:
         check_at_least_one("layers", self.layers)
 
-    def stepper(self, shape: str, **options: object) -> Stepper:
+    def stepper(
+        self, shape: str, make_model: Callable[..., Any] = make_model, **options: object
+    ) -> Stepper:
         """A model of that shape on the CUDA device; the tiny one on a CPU where there is none.
 
+        make_model: of the arguments of `benchmarks.shapes.make_model`.
         options: changes of the Config, which has no memory limit by default.
         """
         device = device_for(self.NAME, tiny=self.tiny)

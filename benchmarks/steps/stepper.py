@@ -10,7 +10,6 @@ from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from benchmarks.timing import quantile
 from forkpoint.config import Config
@@ -71,7 +70,7 @@ class Stepper:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: nn.Module,
         *,
         compile_blocks: bool | None = None,
         **options: object,
@@ -79,7 +78,7 @@ class Stepper:
         # Dense at its best and cells that were kept: without a limit unless a benchmark sets one.
         limits = {"memory_budget": None, "checkpointing": "none"}
         base = Config(compile_blocks=compile_blocks, **{**limits, **options})  # type: ignore[arg-type]
-        self.model: nn.Module = model
+        self.model = model
         self.policy: Policy = wrap(model, base)
         self.device: torch.device = self.policy.host.device
         self.cuda: bool = self.device.type == "cuda"
