@@ -1,17 +1,23 @@
 """Images on several ranks, which run an encoder unequally often, beside one process."""
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
+import test_context_parallel
 import torch.distributed as dist
 from processes import run_ranks
 from scenarios_of_ranks import BAR, DEEP, Scenario, compared, replicated, sharded
+from test_context_parallel import Context, over_all, over_replicas, through_logprobs
 from test_multimodal_ranks import qwen3_vl, with_tower
+from torch import Tensor, nn
 
-from forkpoint import RolloutBatch, UnsupportedError, wrap
-from forkpoint.losses import GRPO, GSPO
+from forkpoint.engine.media import MediaFeatures
+from forkpoint.losses import GSPO
 from forkpoint.rollouts.rollout import Rollout
-from media_scenes import group, image, rollout, texts, tool_tree, videos
+from media_scenes import equal_tokens, group, image, rollout, texts, tool_tree, videos
+from multimodal_models import tiny_multimodal
 
 
 def equal_prompts(*seeds: int) -> tuple[list[Rollout], ...]:
@@ -35,7 +41,35 @@ UNEQUAL = [*tool_tree("qwen3_vl"), *group("qwen3_vl", 4)], videos("qwen3_vl")
 TEXT = tool_tree("qwen3_vl"), [rollout("qwen3_vl", [[3, 4, 5]], [[n, 7]], 1.0) for n in (8, 9)]
 ONCE = Scenario(wrap=with_tower, make=qwen3_vl, gather="step", rollouts=UNEQUAL)
 EXCHANGED = replace(ONCE, config=replace(DEEP, boundary="mixed", split="exchange"))
+
+
+def frozen_tower(model: Any) -> None:
+    model.model.visual.requires_grad_(False)
+
+
+def frozen_text(model: Any) -> None:
+    model.requires_grad_(False)
+    model.model.visual.requires_grad_(True)
+
+
+def tower_and_last_layer(model: Any) -> None:
+    frozen_text(model)
+    model.model.language_model.layers[-1].requires_grad_(True)
+
+
+LOCKSTEP = replace(ONCE, gather="microbatch")
 SCENARIOS = {
+    "in lockstep": LOCKSTEP,
+    "in lockstep, a rank of text": replace(LOCKSTEP, rollouts=TEXT, steps=2),
+    "in lockstep, two passes": replace(LOCKSTEP, rollouts=TEXT, loss=GSPO()),
+    "in lockstep, a frozen tower": replace(LOCKSTEP, rollouts=TEXT, alone=frozen_tower),
+    "in lockstep, tower and last layer": replace(
+        LOCKSTEP, rollouts=TEXT, alone=tower_and_last_layer
+    ),
+    "in lockstep, nothing on a rank": replace(LOCKSTEP, rollouts=(TEXT[0], [])),
+    "in lockstep, one image on both": replace(
+        EXCHANGED, rollouts=equal_prompts(0, 0), gather="microbatch"
+    ),
     "fully_shard": ONCE,
     "one group of weights": replace(ONCE, wrap=sharded, loss=GSPO(), steps=2),
     "a rank of text": replace(ONCE, rollouts=TEXT),
@@ -50,21 +84,67 @@ SCENARIOS = {
 def test_gradients_are_those_of_one_process(name: str) -> None:
     for found in run_ranks(2, compared, SCENARIOS[name]):
         assert found["error"] < BAR and found["loss"] < BAR, found
-        if name == "one image on both":
+        if "one image on both" in name:
             assert found["exchanges"]
+        if "lockstep" in name:
+            assert found["gather"] == "microbatch"
 
 
-def in_lockstep() -> str:
-    policy = wrap(with_tower(qwen3_vl()))
-    batch = RolloutBatch(TEXT[dist.get_rank()])
-    try:
-        policy.forward_backward(batch, GRPO())
-    except (UnsupportedError, RuntimeError) as error:
-        return str(error)
-    return ""
+# Microbatches that lie on several ranks: each encodes all images
+# ------------------------------------------------------------
+
+
+def tower_over_all(model: Any, mesh: Any) -> nn.Module:
+    return with_tower(model, mesh=mesh["dp", "cp"]._flatten("all"))
+
+
+def dealt(family: str, rollouts: list[Rollout], **options: Any) -> Context:
+    return Context(make=partial(tiny_multimodal, family), rollouts=(rollouts,), **options)
+
+
+FAMILIES = "qwen2_5_vl", "qwen3_vl", "qwen3_5", "mistral3", "internvl"
+DEALT = {
+    **{family: dealt(family, tool_tree(family)) for family in FAMILIES},
+    "video": dealt("qwen3_vl", videos("qwen3_vl"), wrap=over_replicas),
+    "equal tokens": dealt("qwen2_5_vl", equal_tokens("qwen2_5_vl"), wrap=over_replicas),
+    "text": dealt("qwen3_vl", TEXT[1]),
+    "log-probs": dealt("qwen3_vl", group("qwen3_vl"), step=through_logprobs),
+    "sharded tower, two passes": dealt(
+        "qwen3_vl", group("qwen3_vl"), wrap=tower_over_all, loss=GSPO(), steps=2
+    ),
+    "the tower alone": dealt("qwen3_vl", tool_tree("qwen3_vl"), alone=frozen_text),
+}
 
 
 @pytest.mark.slow
-def test_lockstep_is_refused_on_all_ranks() -> None:
-    for message in run_ranks(2, in_lockstep):
-        assert "Config(gather='step')" in message
+@pytest.mark.parametrize("name", DEALT)
+def test_dealt_places_leave_the_gradients_of_one_process(name: str) -> None:
+    for found in run_ranks(2, test_context_parallel.compared, DEALT[name]):
+        assert max(found["error"], found["loss"], found["scores"]) < BAR, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", [tower_over_all, over_replicas])
+def test_dealt_places_of_two_batches(wrap: Any) -> None:
+    context = Context(make=qwen3_vl, rollouts=TEXT, wrap=wrap)
+    for found in run_ranks(4, test_context_parallel.compared, context):
+        assert max(found["error"], found["loss"], found["scores"]) < BAR, found
+
+
+def forgetful(context: Context) -> dict[str, Any]:
+    """A step in which one rank drops the gradients of features."""
+    take = MediaFeatures.take
+
+    def without(self: MediaFeatures, number: int) -> tuple[Any, Any]:
+        outputs, sums = take(self, number)
+        return outputs, tuple(x.zero_() if isinstance(x, Tensor) else x for x in sums)
+
+    if dist.get_rank() == 1:
+        MediaFeatures.take = without  # type: ignore[method-assign]
+    return test_context_parallel.compared(context)
+
+
+@pytest.mark.slow
+def test_features_of_one_rank_alone_are_seen() -> None:
+    for found in run_ranks(2, forgetful, dealt("qwen3_vl", tool_tree("qwen3_vl"), wrap=over_all)):
+        assert found["error"] > 1e-3, found

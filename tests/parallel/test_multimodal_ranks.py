@@ -20,11 +20,11 @@ from forkpoint.losses import GSPO
 from multimodal_models import tiny_multimodal
 
 
-def with_tower(model: Any) -> nn.Module:
+def with_tower(model: Any, **options: Any) -> nn.Module:
     """fully_shard of each block of the encoder as well, as accelerate and verl do."""
     for block in model.model.visual.blocks:
-        fully_shard(block)
-    return sharded(model)
+        fully_shard(block, **options)
+    return sharded(model, **options)
 
 
 def qwen3_vl() -> nn.Module:

@@ -14,8 +14,11 @@ from forkpoint.losses import GRPO
 from forkpoint.parallel.agreement import group_digests
 from forkpoint.parallel.copies import contents_of
 from forkpoint.plan import MODELS, ModelShape, make_plan
+from forkpoint.plan.align import align
+from forkpoint.plan.media import CommonEncoders
 from forkpoint.plan.runs import run_lengths
 from forkpoint.plan.shared_prompts import prompts_of
+from forkpoint.rollouts.media import MediumOutline
 from forkpoint.testing import tiny_model
 
 SHAPE = ModelShape.from_config(MODELS["qwen3-8b"])
@@ -58,6 +61,46 @@ def test_equal_media_are_shared_and_no_others() -> None:
     # A digest that was given is no digest of bytes, and shapes are compared besides it.
     assert given != one
     assert given != image(0, 2, digest="a")
+
+
+def test_ranks_in_lockstep_run_encoders_equally_often() -> None:
+    config = Config(sharing="tree", boundary="across", max_microbatch_tokens=5)
+    outline = MediumOutline.of(image(0))
+    batches = [
+        RolloutBatch([rollout(image(0), 5), rollout(image(0), 6), rollout(image(1), 5)]),
+        RolloutBatch([rollout(image(2), 5)]),
+        RolloutBatch([rollout(None, 5), rollout(None, 6)]),
+    ]
+    plans = [make_plan(batch, SHAPE, config) for batch in batches]
+    programs = align([plan.program for plan in plans])
+    media = [plan.media for plan in plans]
+    common = CommonEncoders.of(programs, media, trains=True, idle=outline.medium())
+    ran = [
+        plan.with_encoders(program.training, training=True, common=common)
+        for plan, program in zip(plans, programs, strict=True)
+    ]
+    first, *others = [[(i.operation, i.slot, i.last_backward) for i in each] for each in ran]
+    assert all(each == first for each in others)
+    counts = [sum(i.operation == "encode backward" and i.medium >= 0 for i in each) for each in ran]
+    assert counts == [2, 1, 0]
+    assert [i.medium for i in ran[2] if i.operation == "encode"] == [-1, -1]
+    assert not any(i.keeps_graph for each in ran for i in each if i.operation == "encode")
+    frozen = replace(common, trains=False)
+    for plan, program in zip(plans, programs, strict=True):
+        found = plan.with_encoders(program.training, training=True, common=frozen)
+        assert sum(i.operation == "encode" for i in found) == 2
+        assert not any(i.operation == "encode backward" for i in found)
+
+
+def test_an_outline_makes_a_medium_of_zeros() -> None:
+    grid = np.array([[1, 4, 4]])
+    inputs = {"pixel_values": torch.ones(16, 6), "image_grid_thw": grid}
+    found = MediumOutline.of(Media("image", inputs, 4)).medium()
+    assert (found.kind, found.tokens) == ("image", 4)
+    assert found.inputs["pixel_values"].shape == (16, 6)
+    assert found.inputs["pixel_values"].dtype == np.float32
+    assert not found.inputs["pixel_values"].any()
+    assert (found.inputs["image_grid_thw"] == grid).all()
 
 
 def test_media_of_one_kind_are_in_order() -> None:

@@ -41,6 +41,7 @@ from forkpoint.engine.transaction import Transaction
 from forkpoint.losses.base import Denominators, Loss
 from forkpoint.losses.views import LossViews
 from forkpoint.parallel.step import RankStep, SingleProcessStep
+from forkpoint.plan.media import CommonEncoders
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.program import Instruction, Program
 from forkpoint.rollouts.batch import RolloutBatch
@@ -101,10 +102,12 @@ class Engine:
         routing: Routing | None = None,
         replay: RouteReplay | None = None,
         exchange: PromptExchange | None = None,
+        encoders: CommonEncoders | None = None,
         observer: Observer | None = None,
     ) -> None:
         """`staging`: host memory for plans that have something there. `ranks`: by default there are
-        no others. `observer` is called with each event before it runs."""
+        no others. `encoders`: runs of ranks in lockstep. `observer` is called with each event
+        before it runs."""
         self.host: Host = host
         self.config: Config = config
         self.staging: Staging | None = staging
@@ -113,6 +116,7 @@ class Engine:
         self.routing: Routing | None = routing
         self.replay: RouteReplay | None = replay
         self.exchange: PromptExchange | None = exchange
+        self.encoders: CommonEncoders | None = encoders
         self.observer: Observer | None = observer
         self._failure: BaseException | None = None
 
@@ -329,9 +333,16 @@ class Engine:
             host=hosted,
         )
         encoding = None
-        if step.batch.media:
-            trains = microbatch_loss is not None and plan.capabilities.trains_encoder
-            encoding = Encoding(host, step.batch.media, transaction, trains=trains)
+        training, common = microbatch_loss is not None, self.encoders
+        if step.batch.media or common is not None:
+            trains = plan.capabilities.trains_encoder if common is None else common.trains
+            encoding = Encoding(
+                host,
+                step.batch.media,
+                transaction,
+                trains=training and trains,
+                idle=None if common is None else common.idle,
+            )
         gathered = None
         if any(microbatch.gathered for microbatch in plan.microbatches):
             gathered = GatheredCache(plan, host.topology.places)
@@ -348,7 +359,7 @@ class Engine:
         values = TokenValues(names, plan, step.batch, host.loss_dtype, host.device)
         used = [feature for feature in features if feature is not None]
         loss = Executor(transaction, host, plan, step.inputs, config, used).run(
-            plan.with_encoders(instructions, training=microbatch_loss is not None),
+            plan.with_encoders(instructions, training=training, common=common),
             values,
             cache,
             entropy=entropy,

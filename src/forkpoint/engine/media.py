@@ -18,7 +18,7 @@ from forkpoint.engine.microbatches import MediaRows, MicrobatchInputs
 from forkpoint.engine.prefix_cache import PrefixCache
 from forkpoint.engine.transaction import Transaction
 from forkpoint.ops.dtypes import accumulate_dtype
-from forkpoint.plan.program import ENCODE, ENCODE_BACKWARD, RELEASE, Instruction
+from forkpoint.plan.program import ENCODE, ENCODE_BACKWARD, IDLE, RELEASE, Instruction
 from forkpoint.rollouts.media import Media
 
 
@@ -74,14 +74,21 @@ class Encoding(Feature):
     """Runs a model's encoder on the media of a batch."""
 
     def __init__(
-        self, host: Host, media: Sequence[Media], transaction: Transaction, *, trains: bool
+        self,
+        host: Host,
+        media: Sequence[Media],
+        transaction: Transaction,
+        *,
+        trains: bool,
+        idle: Media | None = None,
     ) -> None:
         """`trains`: whether the pass gives the encoder gradients; the transaction then has a
-        guard."""
+        guard. `idle`: the medium that this rank encodes with others that have more of them."""
         self._host = host
         self._media = media
         self._transaction = transaction
         self._features = MediaFeatures(trains=trains)
+        self._idle = idle
 
     def begin_pass(self, cache: PrefixCache) -> None:
         cache.media = self._features
@@ -90,15 +97,18 @@ class Encoding(Feature):
         number = instruction.medium
         if instruction.operation == ENCODE:
             with torch.set_grad_enabled(instruction.keeps_graph):
-                outputs = self._host.encode(self._media[number])
-            self._features.add(number, outputs)
+                outputs = self._encoded(number)
+            if number != IDLE:
+                self._features.add(number, outputs)
         elif instruction.operation == RELEASE:
             self._features.take(number)
         elif instruction.operation == ENCODE_BACKWARD:
-            outputs, sums = self._features.take(number)
+            outputs, sums = ((), ()) if number == IDLE else self._features.take(number)
             if not any(x.requires_grad for x in outputs):  # no activations were kept
                 with torch.enable_grad():
-                    outputs = self._host.encode(self._media[number])
+                    outputs = self._encoded(number)
+            if number == IDLE:
+                sums = tuple(torch.zeros_like(x) for x in outputs)
             pairs = zip(outputs, sums, strict=True)
             roots = [(x, g.to(x.dtype)) for x, g in pairs if x.requires_grad and g is not None]
             del outputs, sums
@@ -109,6 +119,11 @@ class Encoding(Feature):
             tensors, gradients = [x for x, _ in roots], [gradient for _, gradient in roots]
             del roots
             self._host.backward(tensors, gradients, last=instruction.last_backward)
+
+    def _encoded(self, number: int) -> tuple[Tensor, ...]:
+        medium = self._idle if number == IDLE else self._media[number]
+        assert medium is not None
+        return self._host.encode(medium)
 
 
 def _read(table_RC: Tensor, total_RC: Tensor | None, index: Tensor) -> Tensor:

@@ -24,12 +24,14 @@ from forkpoint.plan.gathering import (
     link_cost,
     step_cost,
 )
+from forkpoint.plan.media import CommonEncoders, PlannedMedium
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.program import Program
 from forkpoint.plan.shared_prompts import SharedPrompt
 from forkpoint.plan.stage_sizes import SizedOffer, StagedStep, choose_size
 from forkpoint.plan.stages import Stage
 from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.rollouts.media import MediumOutline
 
 Coupling = Literal["", "groups", "batch"]
 """Rollouts that a loss needs together: none, those of each group, or all."""
@@ -74,6 +76,10 @@ class Proposal:
     before ranks have found that they have some in common."""
     sizes: tuple[SizedOffer, ...] = ()
     """Of plans of several sizes, where the model is cut into stages of a pipeline."""
+    trains_encoder: bool = False
+    """Whether the encoder of the offer's media is trained."""
+    outline: MediumOutline | None = None
+    """Of one of these media, where fully_shard may gather weights for each microbatch."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,8 @@ class Agreement:
     """Of routers, where the step takes any."""
     staged: StagedStep | None = None
     """The step on stages of a pipeline, where the model is cut into some and trained."""
+    encoders: CommonEncoders | None = None
+    """Encoder runs of all ranks, where they run in lockstep and have other batches with media."""
 
     @property
     def lockstep(self) -> bool:
@@ -196,6 +204,21 @@ def agreed(
         prompts=prompts if splitting is not None and splitting.taken == "exchange" else (),
         statistics=statistics,
         staged=staged,
+        encoders=_encoders(schedule, proposals),
+    )
+
+
+def _encoders(schedule: "_Schedule", proposals: Sequence[Proposal]) -> CommonEncoders | None:
+    """Encoder runs of all batches; None where no rank waits for those of another batch."""
+    outline = next((p.outline for p in proposals if p.outline is not None), None)
+    lockstep = schedule.gathering is not None and schedule.gathering.taken == "microbatch"
+    if outline is None or not lockstep or len(proposals) == 1:
+        return None
+    return CommonEncoders.of(
+        schedule.programs,
+        schedule.media,
+        trains=any(p.trains_encoder for p in proposals),
+        idle=outline.medium(),
     )
 
 
@@ -239,6 +262,8 @@ class _Schedule:
     gathering: Choice[Gather] | None
     cost: float
     """The predicted cost of the step."""
+    media: Sequence[tuple[PlannedMedium, ...]]
+    """By rank."""
 
 
 def _schedule(gather: GatherOption, names: Sequence[int], offers: Sequence[Offer]) -> _Schedule:
@@ -250,7 +275,8 @@ def _schedule(gather: GatherOption, names: Sequence[int], offers: Sequence[Offer
     gathering = choose_gathering(gather, aligned, held, names) if gather else None
     cost = step_cost(gathering, aligned, held)
     lockstep = gathering is not None and gathering.taken == "microbatch"
-    return _Schedule(aligned if lockstep else programs, gathering, cost)
+    media = [offer.media for offer in offers]
+    return _Schedule(aligned if lockstep else programs, gathering, cost, media)
 
 
 def _split(

@@ -12,6 +12,7 @@ from itertools import zip_longest
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 from forkpoint.config import Gather, Split
+from forkpoint.plan.media import PlannedMedium
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.pricing.calibration import Calibration, LinkPrices
 from forkpoint.plan.pricing.cost import ModelShape
@@ -251,6 +252,7 @@ class Offer:
     held: RankCosts = field(default_factory=RankCosts)
     """Costs of both ways to hold weights."""
     link: LinkSizes = field(default_factory=LinkSizes)
+    media: tuple[PlannedMedium, ...] = ()
 
 
 def step_cost(

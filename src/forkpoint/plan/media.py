@@ -7,6 +7,7 @@ backward runs once, after the backward of the last.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import starmap
 
 import numpy as np
 
@@ -16,12 +17,15 @@ from forkpoint.plan.program import (
     IDLE,
     RELEASE,
     Instruction,
+    Program,
     mark_last_backward,
 )
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.media import Media
 from forkpoint.tree import Microbatch
 from forkpoint.tree.forest import Forest
+
+Counts = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -67,23 +71,56 @@ def _frames(medium: Media) -> int:
     return max(1, int(grids[0][0][0])) if grids else 1
 
 
-def with_encoders(
-    instructions: Sequence[Instruction],
-    media: Sequence[PlannedMedium],
-    *,
-    training: bool,
-    trains: bool,
-    again: bool = False,
-) -> tuple[Instruction, ...]:
-    """The instructions of one pass, with those of encoders.
+@dataclass(frozen=True)
+class CommonEncoders:
+    """Encoder runs of ranks in lockstep, which all issue the collectives of each.
 
-    Args:
-        instructions: as a program has them.
-        media: those of the plan.
-        training: whether it is the pass of backwards, which may have none.
-        trains: whether the encoder has parameters that are trained.
-        again: whether its backward runs it once more, so that no activations are kept.
+    A rank that has fewer media at a place of the common program than another one encodes an idle
+    medium, with a gradient of zero.
     """
+
+    scores: Counts
+    """By instruction of the pass of scores: how many encoders run before it, and how many end
+    after it."""
+    training: Counts
+    """Those of the pass of backwards."""
+    trains: bool
+    """Whether the encoder has parameters that are trained."""
+    idle: Media
+
+    @classmethod
+    def of(
+        cls,
+        programs: Sequence[Program],
+        media: Sequence[Sequence[PlannedMedium]],
+        *,
+        trains: bool,
+        idle: Media,
+    ) -> "CommonEncoders":
+        """Those of ranks with these aligned programs and media.
+
+        A step of training in which no rank reads a medium runs an encoder once, after the last
+        instruction.
+        """
+
+        def most(passes: Sequence[Sequence[Instruction]]) -> Counts:
+            every = list(starmap(_places, zip(passes, media, strict=True)))
+            return tuple(
+                (
+                    max(len(begins.get(at, ())) for begins, _ in every),
+                    max(len(ends.get(at, ())) for _, ends in every),
+                )
+                for at in range(len(passes[0]))
+            )
+
+        scores, training = [p.scores for p in programs], [p.training for p in programs]
+        return cls(most(scores), most(training), trains, idle)
+
+
+def _places(
+    instructions: Sequence[Instruction], media: Sequence[PlannedMedium]
+) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """By position of an instruction: media that are encoded before it, and that end after it."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for at, instruction in enumerate(instructions):
@@ -97,6 +134,35 @@ def with_encoders(
         if places:
             begins.setdefault(min(places), []).append(number)
             ends.setdefault(max(last[m] for m in medium.readers if m in last), []).append(number)
+    return begins, ends
+
+
+def with_encoders(
+    instructions: Sequence[Instruction],
+    media: Sequence[PlannedMedium],
+    *,
+    training: bool,
+    trains: bool,
+    again: bool = False,
+    counts: Counts = (),
+) -> tuple[Instruction, ...]:
+    """The instructions of one pass, with those of encoders.
+
+    Args:
+        instructions: as a program has them.
+        media: those of the plan.
+        training: whether it is the pass of backwards, which may have none.
+        trains: whether the encoder has parameters that are trained.
+        again: whether its backward runs it once more, so that no activations are kept.
+        counts: by instruction, how many encoders run before and end after it on ranks in lockstep;
+            empty where no other rank waits for them.
+    """
+    begins, ends = _places(instructions, media)
+    for at, (begin, ended) in enumerate(counts):
+        for places, count in ((begins, begin), (ends, ended if training and trains else 0)):
+            own = places.get(at, [])
+            if count > len(own):
+                places[at] = [*own, *[IDLE] * (count - len(own))]
     if not begins and not (training and trains):
         return tuple(instructions)
     end = ENCODE_BACKWARD if training and trains else RELEASE
@@ -112,7 +178,7 @@ def with_encoders(
             found.append(of_medium._replace(operation=end, medium=number))
     if not begins:
         # Ordinary training runs the encoder and gives it zeros, which optimizers do not skip.
-        number = min(range(len(media)), key=lambda number: media[number].tokens)
+        number = min(range(len(media)), key=lambda n: media[n].tokens, default=IDLE)
         found.append(of_medium._replace(medium=number, keeps_graph=keeps))
         found.append(of_medium._replace(operation=end, medium=number))
     return mark_last_backward(found).instructions

@@ -19,10 +19,11 @@ from forkpoint.plan.cache import allocate_cache
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.context import context_bytes
 from forkpoint.plan.host_cache import CacheCopies, layer_cache_bytes, outer_ancestors
-from forkpoint.plan.media import PlannedMedium, with_encoders
+from forkpoint.plan.media import CommonEncoders, PlannedMedium, with_encoders
 from forkpoint.plan.pipeline import StageSchedule
 from forkpoint.plan.pricing.cost import ModelShape, Work, bound_of
 from forkpoint.plan.program import (
+    IDLE,
     OF_MEDIA,
     Instruction,
     Program,
@@ -222,6 +223,8 @@ class Plan:
         if instruction.exchanges:
             return f"{instruction.operation} prompts"
         if instruction.operation in OF_MEDIA:
+            if instruction.medium == IDLE:
+                return f"{instruction.operation} idle"
             kind = self.media[instruction.medium].kind
             return f"{instruction.operation} {kind} {instruction.medium}"
         name = "idle" if instruction.idle else self.microbatch_names[instruction.microbatch]
@@ -241,12 +244,26 @@ class Plan:
         return tuple(self.event(instruction) for instruction in (*scores, *training))
 
     def with_encoders(
-        self, instructions: Sequence[Instruction], *, training: bool
+        self,
+        instructions: Sequence[Instruction],
+        *,
+        training: bool,
+        common: CommonEncoders | None = None,
     ) -> tuple[Instruction, ...]:
         """The instructions of one pass over the plan's microbatches, with those of encoders.
 
-        `training`: whether it is the pass of backwards.
+        `training`: whether it is the pass of backwards. `common`: where ranks run in lockstep.
         """
+        if common is not None:
+            # A rank that idles has no activations of another's; so no rank keeps any.
+            return with_encoders(
+                instructions,
+                self.media,
+                training=training,
+                trains=common.trains,
+                again=True,
+                counts=common.training if training else common.scores,
+            )
         if not self.media:
             return tuple(instructions)
         trains, again = self.capabilities.trains_encoder, self.encodes_again

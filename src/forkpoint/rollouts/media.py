@@ -95,6 +95,30 @@ class Media:
         return f"Media({self.kind!r}, {', '.join(self.inputs)}, {self.tokens} tokens)"
 
 
+class MediumOutline(NamedTuple):
+    """The shapes of a medium's inputs, which other ranks make one of zeros from."""
+
+    kind: MediaKind
+    tokens: int
+    floats: dict[str, tuple[tuple[int, ...], str]]
+    """By name, shape and dtype of inputs such as pixels."""
+    others: dict[str, NDArray[Any]]
+    """Inputs such as grids."""
+
+    @classmethod
+    def of(cls, medium: Media) -> "MediumOutline":
+        """The outline of a medium."""
+        arrays = {n: host_values("A medium", n, x) for n, x in medium.inputs.items()}
+        floats = {n: (x.shape, x.dtype.str) for n, x in arrays.items() if x.dtype.kind == "f"}
+        others = {n: x for n, x in arrays.items() if n not in floats}
+        return cls(medium.kind, medium.tokens, floats, others)
+
+    def medium(self) -> Media:
+        """A medium whose pixels are zeros."""
+        zeros = {name: np.zeros(shape, dtype) for name, (shape, dtype) in self.floats.items()}
+        return Media(self.kind, {**zeros, **self.others}, self.tokens)
+
+
 def read_media(
     who: str, media: Sequence[Media], types: Any, loss_mask: NDArray[np.bool_]
 ) -> tuple[tuple[Media, ...], NDArray[np.int8] | None]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from forkpoint.engine.distributed import Distributed, holder_of
+from forkpoint.engine.host import Host
 from forkpoint.engine.prompt_exchange import PromptExchange
 from forkpoint.errors import ForkpointError, PlanError
 from forkpoint.hosts.torch_dist.stages import StageLinks
@@ -41,6 +42,7 @@ from forkpoint.plan.shared_prompts import (
 from forkpoint.plan.stage_sizes import offers_of
 from forkpoint.plan.stages import stage_plan
 from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.rollouts.media import MediumOutline
 from forkpoint.step.plan import check_and_plan, plan_within
 from forkpoint.step.request import AgreedStep, LocalStep, StepPolicy
 from forkpoint.step.self_check import sample_of
@@ -172,6 +174,7 @@ def _agreed_step(
         denominators=None if local.averages else agreement.counts,
         statistics=agreement.statistics,
         exchange=exchange,
+        encoders=agreement.encoders,
         gather=None if gathering is None else gathering.taken,
     )
 
@@ -204,6 +207,7 @@ def _proposal(
             _program(plan, request.scores, gathers_any),
             tuple(float(m.tokens) for m in plan.microbatches),
             plans.costs,
+            media=plan.media,
         ),
         budget_bytes=policy.model_state.budgets.of(policy.host, policy.config),
         calibration=policy.model_state.to_agree(policy.host, policy.config),
@@ -218,8 +222,14 @@ def _proposal(
         sample=sample_of(batch, host) if _is_sample_due(policy, local) and len(batch) else None,
         prompts={name: each.edges for name, each in own.items()},
         contents=contents_of(batch, local.plans, local.factors) if shares_batches else None,
+        trains_encoder=bool(batch.media) and plan.capabilities.trains_encoder,
+        outline=_outline(host, batch) if host.topology.reduces and gather != "step" else None,
         sizes=offers_of(sizes, [_program(each, False, gathers_any) for each in sizes]),
     )
+
+
+def _outline(host: Host, batch: RolloutBatch) -> MediumOutline | None:
+    return MediumOutline.of(host.sample_medium(batch.media)) if batch.media else None
 
 
 def _is_sample_due(policy: StepPolicy, local: LocalStep) -> bool:
@@ -378,5 +388,6 @@ def _exchanging(
         tuple(float(m.tokens) for m in plan.microbatches),
         costs,
         LinkSizes.of(plan.shape),
+        lockstep.media,
     )
     return offer, RankPlans(lockstep, once, costs, prompts)

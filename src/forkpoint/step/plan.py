@@ -87,12 +87,6 @@ def check_and_plan(policy: StepPolicy, request: Request) -> LocalStep:
             "the rollouts have media, which have not been shown exact on stages of a pipeline. "
             "Leave these rollouts out, or use a mesh without the dimension 'pp'."
         )
-    if batch.media and host.topology.lockstep and policy.config.gather != "step":
-        raise UnsupportedError(
-            f"gather is {policy.config.gather!r} and the rollouts have media: ranks that gather "
-            "weights for each microbatch would have to run encoders equally often. Use "
-            "Config(gather='step'), with which each rank runs those of its own rollouts."
-        )
     if work and router is not None and loss is not None:
         check_averaged(host.group, loss)
     return LocalStep(

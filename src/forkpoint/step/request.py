@@ -17,6 +17,7 @@ from forkpoint.losses.router import RouterLoss
 from forkpoint.parallel.statistics import StatisticsOfRanks
 from forkpoint.parallel.step import RankStep
 from forkpoint.plan import Plan
+from forkpoint.plan.media import CommonEncoders
 from forkpoint.plan.program import Program
 from forkpoint.plan.routing import RouterDemand
 from forkpoint.rollouts.batch import Rollout, RolloutBatch
@@ -172,5 +173,7 @@ class AgreedStep:
     statistics: StatisticsOfRanks | None = None
     """Of routers, over all ranks."""
     exchange: PromptExchange | None = None
+    encoders: CommonEncoders | None = None
+    """Encoder runs of ranks in lockstep; None where no rank waits for those of another batch."""
     gather: Gather | None = None
     """How sharded weights are held."""

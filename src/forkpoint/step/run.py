@@ -130,7 +130,14 @@ def execute(policy: StepPolicy, agreed: AgreedStep, transaction: Transaction) ->
         routing = local.routers.routing(plan, host, agreed.statistics)
     if isinstance(request, ScoreRequest):
         staging = policy.model_state.staging_of(plan, host, policy.config, training=False)
-        engine = Engine(host, policy.config, staging, routing=routing, replay=replay)
+        engine = Engine(
+            host,
+            policy.config,
+            staging,
+            routing=routing,
+            replay=replay,
+            encoders=agreed.encoders,
+        )
         return _score(engine, agreed, request, transaction)
     note_faster_kernels(plan, host.device, policy.config.attention_kernel)
     engine = Engine(
@@ -141,6 +148,7 @@ def execute(policy: StepPolicy, agreed: AgreedStep, transaction: Transaction) ->
         routing=routing,
         replay=replay,
         exchange=agreed.exchange,
+        encoders=agreed.encoders,
         observer=policy.observer,
     )
     if isinstance(request, BackwardRequest):

@@ -20,7 +20,6 @@ from forkpoint.hosts.code_provenance import Definition, describe_function
 from forkpoint.hosts.modules import every_module, plain_class
 from forkpoint.hosts.transformers.calls import configurations
 from forkpoint.hosts.transformers.families import (
-    MULTIMODAL,
     Family,
     known_classes,
     known_family,
@@ -283,11 +282,6 @@ def check_context_parallel(core: Any, shape: ModelShape, ranks: int) -> None:
         raise UnsupportedError(
             f"the model has {shape.heads} query heads on a rank, and context parallelism splits "
             f"them over {ranks} ranks. Choose a size that divides the heads."
-        )
-    if core.config.model_type in MULTIMODAL:
-        raise UnsupportedError(
-            "the model has an encoder of images, and such models have not been shown exact with "
-            "context parallelism. Leave the dimension out of the mesh."
         )
     recurrent: dict[str, Any] = {**recurrent_modules(core)}
     for name, module in recurrent.items():
