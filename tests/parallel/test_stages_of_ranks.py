@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,8 @@ class Case:
     rollouts: list[Rollout] = field(default_factory=lambda: ROLLOUTS)
     loss: Any = field(default_factory=lambda: GRPO(clip=0.2))
     critic: bool = False
+    make: Callable[[], Any] | None = None
+    """The model, where it is another than the tiny one of these sizes."""
     steps: int = 1
     step: Callable[[forkpoint.Policy, RolloutBatch, Any], float] | None = None
     alone: Callable[[Any], object] = lambda model: None
@@ -54,9 +57,10 @@ def run(policy: forkpoint.Policy, batch: RolloutBatch, case: Case) -> float:
 
 def compared(case: Case) -> dict[str, float]:
     """Run the steps on this stage and in one process; differences of its own parameters."""
-    models = [
-        tiny_model("qwen3", dtype=torch.float64, critic=case.critic, **case.sizes) for _ in range(2)
-    ]
+    make = case.make or partial(
+        tiny_model, "qwen3", dtype=torch.float64, critic=case.critic, **case.sizes
+    )
+    models = [make() for _ in range(2)]
     for model in models:
         case.alone(model)
     staged, other = models

@@ -334,8 +334,11 @@ class Engine:
         )
         encoding = None
         training, common = microbatch_loss is not None, self.encoders
-        if step.batch.media or common is not None:
-            trains = plan.capabilities.trains_encoder if common is None else common.trains
+        if host.links.begins_here and (step.batch.media or common is not None):
+            # Stages plan for an encoder that trains.
+            plan_here = plan.with_encoder(host.encoder_shape())
+            instructions = plan_here.with_encoders(instructions, training=training, common=common)
+            trains = plan_here.capabilities.trains_encoder if common is None else common.trains
             encoding = Encoding(
                 host,
                 step.batch.media,
@@ -359,7 +362,7 @@ class Engine:
         values = TokenValues(names, plan, step.batch, host.loss_dtype, host.device)
         used = [feature for feature in features if feature is not None]
         loss = Executor(transaction, host, plan, step.inputs, config, used).run(
-            plan.with_encoders(instructions, training=training, common=common),
+            instructions,
             values,
             cache,
             entropy=entropy,

@@ -21,6 +21,8 @@ T = TypeVar("T")
 class Links:
     """No links: the first block reads embeddings, the last one is followed by the head."""
 
+    begins_here: bool = True
+    """Whether embeddings, and encoders of images, are this rank's."""
     ends_here: bool = True
     """Whether the head, and so losses and values of tokens, are this rank's."""
     stages: tuple[Stage, ...] = ()

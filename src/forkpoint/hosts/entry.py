@@ -90,6 +90,12 @@ class Entry(Protocol):
         """The input embeddings; the weight's rows are the tokens that are known."""
         ...
 
+    @property
+    def first_layers(self) -> int:
+        """How many layers the first stage of a pipeline holds at least: those that read features
+        of images, which lie there."""
+        ...
+
     def hold_stage(self, stage: Stage) -> None:
         """Drop what other stages of a pipeline hold, unless that has been done.
 

@@ -174,7 +174,8 @@ class ModelHost:
         self._least_sizes = least_sizes([shape for _, shape, _ in every])
         self._mixtures = [mixture for _, _, mixture in every]
         hidden = shape.hidden, self._embedding.dtype, self.device
-        return StageLinks(ranks, stages, self.model, hidden, self.topology.length_multiple)
+        multiple, idle = self.topology.length_multiple, self.entry.idle
+        return StageLinks(ranks, stages, self.model, hidden, multiple, idle)
 
     # Facts
     # ------------------------------------------------------------
@@ -502,9 +503,11 @@ class ModelHost:
         """Logits [N, L, V] (a critic's values [N, L, 1]) by the model's stock forward."""
         if not isinstance(self.links, StageLinks):
             return self.entry.stock(ids_NL, shown)
-        return self._stock_of_stages(self.links, ids_NL)
+        return self._stock_of_stages(self.links, ids_NL, shown)
 
-    def _stock_of_stages(self, links: StageLinks, ids_NL: Tensor) -> Tensor:
+    def _stock_of_stages(
+        self, links: StageLinks, ids_NL: Tensor, shown: ShownMedia | None
+    ) -> Tensor:
         """Outputs of the last stage, which all run their blocks for. Collective."""
         tops: list[Tensor] = []
         with Changes() as changes:
@@ -512,9 +515,11 @@ class ModelHost:
             hidden = None if first else links.receive_hidden(tuple(ids_NL.shape))
             self.entry.set_hidden(hidden, changes)
             if not links.stage.is_last:
-                hooks: Any = self.blocks[-1]._forward_hooks
+                # After features of images that enter behind the last block here.
+                last = [*self.blocks, *self.entry.final_norms][-1]
+                hooks: Any = last._forward_hooks
                 add_hook(changes, hooks, lambda _, __, top: tops.append(top))
-            outputs = self.entry.stock(ids_NL)
+            outputs = self.entry.stock(ids_NL, shown)
         if tops:
             links.send_hidden(tops[0])
         outputs = outputs.detach().contiguous()

@@ -69,7 +69,7 @@ def cut_model(model: nn.Module, mesh: DeviceMesh) -> None:
             "first, and shard or replicate what is left."
         )
     entry = library.entry(model, ())
-    stages = stages_of_shape(entry.shape(()), mesh[DIMENSION].size())
+    stages = stages_of_shape(entry.shape(()), mesh[DIMENSION].size(), entry.first_layers)
     entry.hold_stage(stages[mesh.get_local_rank(DIMENSION)])
     forget_lists()
     # Zeros in place of embeddings have no memory to which DistributedDataParallel could copy.

@@ -22,6 +22,7 @@ from forkpoint.plan.host_cache import CacheCopies, layer_cache_bytes, outer_ance
 from forkpoint.plan.media import CommonEncoders, PlannedMedium, with_encoders
 from forkpoint.plan.pipeline import StageSchedule
 from forkpoint.plan.pricing.cost import ModelShape, Work, bound_of
+from forkpoint.plan.pricing.encoders import EncoderShape
 from forkpoint.plan.program import (
     IDLE,
     OF_MEDIA,
@@ -270,6 +271,10 @@ class Plan:
         return with_encoders(
             instructions, self.media, training=training, trains=trains, again=again
         )
+
+    def with_encoder(self, encoder: EncoderShape | None) -> Self:
+        """The plan for a host with this encoder."""
+        return replace(self, capabilities=replace(self.capabilities, encoder=encoder))
 
     def waits_for(self) -> tuple[tuple[int, ...], ...]:
         """For each unit of the program (`Program.units`), the positions of those that it waits for.

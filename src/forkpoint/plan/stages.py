@@ -48,18 +48,27 @@ class Stage:
         return self.layers / self.all_layers
 
 
-def cut_layers(costs: Sequence[float], stages: int, head: float = 0.0) -> tuple[Stage, ...]:
+def cut_layers(
+    costs: Sequence[float], stages: int, head: float = 0.0, first: int = 1
+) -> tuple[Stage, ...]:
     """Cut layers into stages so that the costliest stage costs least.
 
     Args:
         costs: by layer.
         stages: how many; each gets a layer at least.
         head: cost of the head, on the last stage.
+        first: how many layers the first stage gets at least.
 
     Raises:
-        PlanError: there are fewer layers than stages.
+        PlanError: there are fewer layers than stages need.
     """
     count = len(costs)
+    if 1 < stages <= count < first + stages - 1:
+        raise PlanError(
+            f"the model has {count} layers, which are to be cut into {stages} stages, and features "
+            f"of images enter after the first {first}, which the first stage holds. Take 1 to "
+            f"{count - first + 1} stages."
+        )
     if not 1 <= stages <= count:
         raise PlanError(
             f"the model has {count} layers, which are to be cut into {stages} stages; each stage "
@@ -73,8 +82,8 @@ def cut_layers(costs: Sequence[float], stages: int, head: float = 0.0) -> tuple[
     for stage in range(stages):
         extra = head if stage == stages - 1 else 0.0
         found, begin = [(np.inf, np.inf)] * (count + 1), [0] * (count + 1)
-        for end in range(stage + 1, count - (stages - stage - 1) + 1):
-            for at in range(stage, end):
+        for end in range(stage + first, count - (stages - stage - 1) + 1):
+            for at in range(stage and stage + first - 1, end):
                 cost = total[end] - total[at] + extra
                 worst, squares = best[at]
                 found[end], begin[end] = min(
@@ -89,15 +98,16 @@ def cut_layers(costs: Sequence[float], stages: int, head: float = 0.0) -> tuple[
     return tuple(Stage(n, stages, ends[n], ends[n + 1] - ends[n], count) for n in range(stages))
 
 
-def stages_of_shape(shape: ModelShape, stages: int) -> tuple[Stage, ...]:
+def stages_of_shape(shape: ModelShape, stages: int, first: int = 1) -> tuple[Stage, ...]:
     """Cut a model's layers by their multiply-adds and the head's, every token with a label.
 
     It depends on the model alone, so that weights stay where they are whatever a batch is.
+    The first stage gets `first` layers at least.
     """
     layer = shape.linear_parameters / shape.layers
     # A head computes its logits again in the backward, unless they are kept.
     head = float(shape.hidden * shape.vocab) * 4 / 3
-    return cut_layers([layer] * shape.layers, stages, head)
+    return cut_layers([layer] * shape.layers, stages, head, first)
 
 
 def stages_of_layers(held: Sequence[range], layers: int) -> tuple[Stage, ...]:

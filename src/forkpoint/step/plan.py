@@ -82,10 +82,10 @@ def check_and_plan(policy: StepPolicy, request: Request) -> LocalStep:
             )
         counted = counted or not isinstance(request, ComparedRequest)
     work = router_work(host, batch, router, counts, expert_counts=counted)
-    if batch.media and "stage" in host.topology.relations:
+    if batch.media and "stage" in host.topology.relations and host.topology.reduces:
         raise UnsupportedError(
-            "the rollouts have media, which have not been shown exact on stages of a pipeline. "
-            "Leave these rollouts out, or use a mesh without the dimension 'pp'."
+            "the rollouts have media, which have not been shown exact on stages of a pipeline that "
+            "fully_shard holds. Use DistributedDataParallel, or a mesh without the dimension 'pp'."
         )
     if work and router is not None and loss is not None:
         check_averaged(host.group, loss)
@@ -218,8 +218,11 @@ def plan_within(
 
 def _capabilities(host: Host, batch: RolloutBatch) -> Capabilities:
     """Those of the host, with its encoder if the batch has media."""
-    found = host.capabilities
-    return replace(found, encoder=host.encoder_shape()) if batch.media else found
+    found, encoder = host.capabilities, host.encoder_shape() if batch.media else None
+    if encoder is not None and "stage" in host.topology.relations:
+        # Stages plan alike, and the first alone knows whether it trains.
+        encoder = replace(encoder, trained=True)
+    return replace(found, encoder=encoder) if batch.media else found
 
 
 def _edges_to_run(

@@ -122,6 +122,10 @@ class TitanEntry:
     def check_context_parallel(self, shape: ModelShape, ranks: int) -> None:
         """Every layer attends, and has been shown exact."""
 
+    @property
+    def first_layers(self) -> int:
+        return 1
+
     def hold_stage(self, stage: Stage) -> None:
         hold_stage(self.core, stage)
 

@@ -6,7 +6,7 @@ one order at all stages. Gradients are received in the order in which the next s
 which the plan has (`Plan.pipeline`).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -91,16 +91,20 @@ class StageLinks(Links):
         model: nn.Module,
         hidden: tuple[int, torch.dtype, torch.device],
         parts: int = 1,
+        idle: Collection[nn.Module] = (),
     ) -> None:
         """`hidden`: width, dtype and device of hidden states. `model`: its parameters here.
-        `parts`: over how many ranks of a stage they are split (sequence parallelism)."""
+        `parts`: over how many ranks of a stage they are split (sequence parallelism). `idle`:
+        modules that no batch without media runs."""
         self.ranks = ranks
         self.stages = stages
         self.stage: Stage = stages[ranks.index]
         self.model = model
+        self.begins_here: bool = self.stage.is_first
         self.ends_here: bool = self.stage.is_last
         self._width, self._dtype, self._device = hidden
         self._parts = parts
+        self._idle = idle
         self._inputs: dict[int, Tensor] = {}
         """By slot: hidden states that were received, until its backward."""
         self._tops: dict[int, Tensor] = {}
@@ -118,7 +122,8 @@ class StageLinks(Links):
             kept.clear()  # of a pass that has failed
         if not any(i.operation == BACKWARD for i in instructions):
             return
-        own = any(p.requires_grad for p in self.model.parameters())
+        run = (m for m in self.model.modules() if plan.media or m not in self._idle)
+        own = any(p.requires_grad for m in run for p in m.parameters(recurse=False))
         self._trains_before = any(self.ranks.exchange(own)[: self.stage.index])
         if not self.ends_here:
             assert plan.pipeline is not None, "the plan was not made for stages"

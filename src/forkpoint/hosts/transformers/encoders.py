@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.modules import every_module, plain_class
 from forkpoint.hosts.transformers.families import Family
+from forkpoint.hosts.transformers.multimodal import deep_layers
 from forkpoint.hosts.transformers.refusals import TOKENWISE_CODE
 from forkpoint.hosts.wrappers import set_forward
 from forkpoint.plan.pricing.encoders import EncoderShape
@@ -113,7 +114,6 @@ def encoder_shape(
         kept = hidden * len(blocks) + kept // len(blocks)
     vision: Any = core.config.vision_config
     outer: Any = core.config
-    deep = len(getattr(vision, "deepstack_visual_indexes", None) or ())
     merged = getattr(vision, "spatial_merge_size", None) or getattr(
         outer, "spatial_merge_size", None
     )
@@ -124,7 +124,7 @@ def encoder_shape(
         layers=len(blocks),
         hidden=hidden,
         patches_per_token=float(merged) ** 2,
-        feature_elements=outer.get_text_config().hidden_size * (1 + deep),
+        feature_elements=outer.get_text_config().hidden_size * (1 + deep_layers(core)),
         activation_elements=kept,
         dtype_bytes=next(core.parameters()).element_size(),
         trained=any(p.requires_grad for m in modules for p in m.parameters(recurse=False)),
@@ -147,15 +147,20 @@ def sample_medium(core: Any, family: Family, media: Sequence[Media]) -> Media:
     return Media(medium.kind, inputs, tokens)
 
 
-def stock_arguments(core: Any, family: Family, shown: ShownMedia) -> dict[str, Tensor]:
-    """The arguments of a forward of the model for the media of its rows."""
+def stock_arguments(
+    core: Any, family: Family, shown: ShownMedia, *, encodes: bool
+) -> dict[str, Tensor]:
+    """The arguments of a forward of the model for the media of its rows; those of positions alone
+    unless it `encodes`, as the first stage of a pipeline does."""
     names, device = _arguments(type(core).forward), next(core.parameters()).device
+    of_positions = _position_arguments(core, family)
     found: dict[str, list[Tensor]] = {}
     for row in shown.rows:
         own: dict[str, list[Tensor]] = {}
         for medium in row:
             for name, value in medium.inputs.items():
-                own.setdefault(name, []).append(_tensor(value, device))
+                if encodes or name in of_positions:
+                    own.setdefault(name, []).append(_tensor(value, device))
         for name, parts in own.items():
             found.setdefault(name, []).append(_joined(parts, family.joined))
     given = {name: _joined(parts, 0) for name, parts in found.items()}
@@ -189,6 +194,10 @@ def _arguments(function: Any) -> frozenset[str]:
     return _of_function(getattr(function, "__func__", function))
 
 
+def _position_arguments(core: Any, family: Family) -> frozenset[str]:
+    return _arguments(core.base_model.get_rope_index) if family.axes else frozenset()
+
+
 def _tensor(value: Any, device: torch.device) -> Tensor:
     return torch.as_tensor(value, device=device)
 
@@ -212,8 +221,7 @@ def check_media(core: Any, family: Family, batch: RolloutBatch) -> None:
                 f"for {why}. Leave these rollouts out, or train them by ordinary steps."
             )
         known = _arguments(_encoder(core, medium.kind))
-        if family.axes:
-            known |= _arguments(core.base_model.get_rope_index)
+        known |= _position_arguments(core, family)
         strange = sorted(medium.inputs.keys() - known)
         if strange:
             raise UnsupportedError(

@@ -31,6 +31,7 @@ from forkpoint.hosts.transformers.linear_attention import run_recurrences
 from forkpoint.hosts.transformers.multimodal import (
     check_language_model,
     decoder_of,
+    deep_layers,
     idle_modules,
     packages_of,
     refuse_split,
@@ -117,6 +118,10 @@ class TransformersEntry:
     @property
     def checkpointed(self) -> bool:
         return bool(refusals.checkpointed_modules(self.core))
+
+    @property
+    def first_layers(self) -> int:
+        return max(1, deep_layers(self.core))
 
     def hold_stage(self, stage: Stage) -> None:
         hold_stage(self.core, stage, FINAL_NORMS)

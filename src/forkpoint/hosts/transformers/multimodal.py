@@ -28,6 +28,12 @@ def idle_modules(core: PreTrainedModel) -> frozenset[nn.Module]:
     return frozenset(module for _, module in every_module(core) if module not in run)
 
 
+def deep_layers(core: PreTrainedModel) -> int:
+    """After how many of the first layers features of images are added (deepstack)."""
+    vision = getattr(core.config, "vision_config", None)
+    return len(getattr(vision, "deepstack_visual_indexes", None) or ())
+
+
 def packages_of(core: PreTrainedModel) -> tuple[str, ...]:
     """Packages of transformers.models that may define modules of a model that are run."""
     found = []

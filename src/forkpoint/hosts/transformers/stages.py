@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from forkpoint.errors import UnsupportedError
-from forkpoint.hosts.transformers.families import FAMILIES
+from forkpoint.hosts.transformers.multimodal import decoder_of, idle_modules
 from forkpoint.plan.stages import Stage
 
 Exchange = Callable[[Any], list[Any]]
@@ -98,18 +98,17 @@ def hold_stage(core: Any, stage: Stage, norms: tuple[str, ...]) -> None:
         stage: which layers to hold.
         norms: names of the decoder's final norms.
 
-    Raises UnsupportedError for multimodal families, and where the model holds
-    another stage.
+    Raises UnsupportedError where the model holds another stage.
     """
-    family, decoder = core.config.model_type, core.base_model
-    if family not in FAMILIES:
-        raise UnsupportedError(
-            f"stages of {family!r}, a multimodal family, have not been shown exact; those of "
-            "language models have. Use a mesh without the dimension 'pp'."
-        )
+    decoder, idle = decoder_of(core), idle_modules(core)
     held, device = layers_of_stage(decoder.layers), next(core.parameters()).device
     wanted = range(stage.first_layer, stage.first_layer + stage.layers)
     if any(map(_is_identity, decoder.layers)):
+        if idle:
+            raise UnsupportedError(
+                "transformers has cut a model with an encoder of images into stages (pp_size), "
+                "which has not been shown exact. Load the whole model, and give wrap the mesh."
+            )
         wanted = held
         _undo_layout(core, stage)
     if held not in (wanted, range(len(decoder.layers))):
@@ -132,6 +131,9 @@ def hold_stage(core: Any, stage: Stage, norms: tuple[str, ...]) -> None:
         _drop_weight(head, device)
     if not stage.is_first and not (gate.tied and stage.is_last):
         _drop_weight(embeddings, device)
+    if not stage.is_first:
+        for module in idle:  # encoders of images
+            _drop_weight(module, device)
 
 
 def _undo_layout(core: Any, stage: Stage) -> None:
@@ -163,12 +165,14 @@ def _undo_layout(core: Any, stage: Stage) -> None:
 
 def complete(core: Any, norms: tuple[str, ...], exchange: Exchange) -> None:
     """Give a copy of a stage, which no ranks split, the modules of all other stages. Collective."""
-    decoder, tied = core.base_model, gate_of(core.base_model.layers).tied
+    decoder, idle = decoder_of(core), idle_modules(core)
+    tied = gate_of(decoder.layers).tied
     device = next(core.parameters()).device
     final = [getattr(decoder, name, None) for name in norms]
-    found = [*held_layers(decoder.layers), *final, core.get_input_embeddings(), _head(core)]
+    found = [*held_layers(decoder.layers), *final, core.get_input_embeddings(), _head(core), *idle]
     held = {module for module in found if module is not None and list(module.parameters())}
     own = {name: module.cpu() for name, module in core.named_modules() if module in held}
+    own = {name: module for name, module in own.items() if name.rpartition(".")[0] not in own}
     # What the first and the last stage both have is the first one's.
     for parts in reversed(exchange(own)):
         for name, module in parts.items():
@@ -179,7 +183,7 @@ def complete(core: Any, norms: tuple[str, ...], exchange: Exchange) -> None:
 
 def tied_parameters(core: Any) -> frozenset[nn.Parameter]:
     """Parameters that the first and the last stage both have; none on other stages."""
-    if not gate_of(core.base_model.layers).tied:
+    if not gate_of(decoder_of(core).layers).tied:
         return frozenset()
     weight = core.get_input_embeddings().weight
     return frozenset({weight} if isinstance(weight, nn.Parameter) else ())

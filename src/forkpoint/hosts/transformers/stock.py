@@ -12,6 +12,8 @@ from forkpoint.hosts.transformers.calls import configurations
 from forkpoint.hosts.transformers.encoders import stock_arguments
 from forkpoint.hosts.transformers.families import known_family
 from forkpoint.hosts.transformers.linear_attention import recurrent_modules
+from forkpoint.hosts.transformers.multimodal import decoder_of
+from forkpoint.hosts.transformers.stages import layers_of_stage
 from forkpoint.hosts.upcasts import lift_upcasts
 from forkpoint.rollouts.media import ShownMedia
 
@@ -45,7 +47,8 @@ class TransformersStock:
         if shown is not None:
             family = known_family(self._inner.config.model_type)
             assert family is not None
-            more |= stock_arguments(self._inner, family, shown)
+            encodes = layers_of_stage(decoder_of(self._inner).layers).start == 0
+            more |= stock_arguments(self._inner, family, shown, encodes=encodes)
         return self.model(input_ids=ids_NL, use_cache=False, return_dict=True, **more).logits
 
     def run_decoder_once(
