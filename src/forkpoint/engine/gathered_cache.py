@@ -28,6 +28,7 @@ class GatheredCache(Feature):
     def begin_pass(self, cache: PrefixCache) -> None:
         self._cache = cache
         cache.whole = PrefixCache(self._plan.cache_tokens, gradients=cache.gradients)
+        cache.whole.media = cache.media
 
     def after_forward(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
         """Gather what a microbatch has captured. Collective."""
