@@ -19,8 +19,8 @@ from forkpoint.hosts.torch_dist.replicated import Replicated
 from forkpoint.hosts.transformers.stages import PassedLayer
 from forkpoint.losses import GRPO, GSPO, Loss
 from forkpoint.plan import stage_sizes
+from forkpoint.plan.pipeline import order_stages
 from forkpoint.plan.pricing import meters
-from forkpoint.plan.stages import stage_work
 from forkpoint.testing import lifted_upcasts, tiny_model
 from lanes import slow_besides
 
@@ -168,15 +168,13 @@ def test_shorter_microbatches_fill_stages(name: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 def test_orders_that_differ_between_data_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Priced by its own microbatches alone, with backwards that differ, each data rank has another
-    order, and fully_shard gathers weights of other blocks than it takes them for."""
+    """One data rank runs each backward as soon as it can, and the other the order of one device:
+    fully_shard gathers weights of other blocks than it takes them for."""
 
-    def own(programs: Any, prices: Any, stages: Any) -> Any:
-        at = dist.get_rank() // 2
-        work = stage_work([programs[at]], [prices[at]], stages)
-        return work if at == 0 else replace(work, backward=work.backward / 100)
+    def own(work: Any, budget: Any) -> Any:
+        return order_stages(work, [0.0] * work.stages if dist.get_rank() // 2 else None)
 
-    monkeypatch.setattr(stage_sizes, "stage_work", own)
+    monkeypatch.setattr(stage_sizes, "schedule_stages", own)
     with pytest.raises((AssertionError, RankFailed)):
         test_data_ranks_of_stages("sharded")
 

@@ -53,6 +53,12 @@ def made(activations: str = "recompute") -> Lanes:
         again = sum(event.startswith("recompute") for event in lane.events)
         assert len(lane.events) == len(order) + again
         assert (again > 0) == (activations == "recompute")
+        times = zip(lane.events, lane.begins, lane.ends, strict=True)
+        took = {event: end - begin for event, begin, end in times}
+        for event, time in took.items():
+            operation, _, name = event.partition(" ")
+            assert operation != "recompute" or time == pytest.approx(took[f"forward {name}"])
+            assert operation != "backward" or time > 0
     assert max(lane.ends[-1] for lane in found.predicted) == staged.schedule.time
     return found
 

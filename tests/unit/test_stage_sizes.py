@@ -8,7 +8,7 @@ import pytest
 from forkpoint import Config, RolloutBatch
 from forkpoint.errors import PlanError
 from forkpoint.losses import GSPO
-from forkpoint.plan import MODELS, ModelShape, Plan, make_plan
+from forkpoint.plan import MODELS, ModelShape, Plan, make_plan, stage_sizes
 from forkpoint.plan.pipeline import forwards_time
 from forkpoint.plan.stage_sizes import SizedOffer, choose_size, offers_of, plans_of_sizes
 from forkpoint.plan.stages import stages_of_shape
@@ -68,6 +68,16 @@ def test_lengths_and_budgets_that_are_planned() -> None:
     both = limited(budget_bytes=budget)
     assert [plan.memory_budget_bytes for plan in both] == [budget, stages * budget]
     assert both[1].predicted_peak_bytes > budget
+
+
+def test_short_microbatches_are_planned_where_there_are_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stage_sizes, "SHORT_TOKENS", 3000)
+    few, many = plans(batch_of(4), 64), plans(batch_of(4), 1)
+    assert len(few) == 5 and few[-1].max_microbatch_tokens < 3000
+    lengths = [plan.max_microbatch_tokens for plan in many]
+    assert lengths == [p.max_microbatch_tokens for p in few if p.max_microbatch_tokens >= 3000]
 
 
 def test_a_budget_that_holds_activations_on_many_stages() -> None:

@@ -98,6 +98,7 @@ def test_orders_by_hand() -> None:
     assert words(order_stages(work_of([-1, 0, 0], 2), [2, 2]))[0] == "f0 f1 b1 f2 b2 b0"
     # Of neighbours the one with the longest way comes first: here slot 1, which holds slot 2.
     assert words(order_stages(work_of([-1, -1, 1], 2)))[1].startswith("f1 f2")
+    assert words(order_stages(work_of([-1, 0, 0, 2], 2)))[1].startswith("f0 f2 f3")
     # Two groups overlap.
     assert words(order_stages(work_of([-1, 0, -1, 2], 2)))[0] == "f0 f1 f2 f3 b1 b0 b3 b2"
 

@@ -30,6 +30,9 @@ from forkpoint.units import exactly
 
 HALVINGS = 4
 """How often the length of microbatches is halved."""
+SHORT_TOKENS = 1000
+ENOUGH = 8
+"""Shorter microbatches are looked at only where there are fewer than so many a stage."""
 
 Planner = Callable[[Config, int | None], Plan]
 """Makes the plan of a batch with a configuration and a memory budget in bytes (None is no limit),
@@ -42,7 +45,7 @@ def plans_of_sizes(
     """Plans of a batch that stages of a pipeline may run, the one for a single device first.
 
     Others have microbatches half as long, a quarter, and so on, unless the configuration limits
-    `max_microbatch_tokens`. Under a budget each length is planned for it, and for as much on each
+    `max_microbatch_tokens`; short ones only while there are few. Under a budget each length is planned for it, and for as much on each
     stage, which holds a part of the layers.
 
     Args:
@@ -69,6 +72,8 @@ def plans_of_sizes(
         shared = replace(shared, boundary="mixed")  # which cuts what is too long
     found = [first]
     for length in lengths:
+        if length < SHORT_TOKENS and len(found[-1].microbatches) >= ENOUGH * stages:
+            break
         sized, wide = replace(shared, max_microbatch_tokens=length), None
         if wide_bytes is not None:
             wide = _planned(make, sized, wide_bytes)
