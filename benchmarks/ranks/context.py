@@ -1,10 +1,10 @@
 """Steps of prompts that are long for one GPU, on ranks of context parallelism.
 
 One prompt with 8 responses of 2,048 tokens, random tokens and weights. Ranks hold the weights by
-fully_shard and run parts of each microbatch. Beside it stand dense training under the same
-parallelism, a rollout a microbatch, extrapolated from two samples, and the same step on one GPU
-where it fits. Before anything is timed, gradients of a few layers in float32 are compared with
-those of one rank.
+fully_shard and run parts of each microbatch; a note says whether responses ran by heads or whole.
+Beside it stand dense training under the same parallelism, a rollout a microbatch, extrapolated from
+two samples, and the same step on one GPU where it fits. Before anything is timed, gradients of a
+few layers in float32 are compared with those of one rank.
 """
 
 from collections.abc import Iterator
@@ -132,11 +132,11 @@ class _Measuring:
         timed = steps.time(batch, repeats=self.options.repeats)
         plan = timed.plan
         assert plan.shape is not None
-        yield figure("shared step", timed.typical_ms, "ms")
+        yield figure("shared step", timed.typical_ms, "ms", note=plan.dealing)
         if timed.peak_bytes is not None:
             yield figure("shared peak", timed.peak_bytes, "bytes")
         sent = context_bytes(plan.shape, plan.microbatches, plan.program)
-        yield figure("sent around attention by each rank", sent, "bytes")
+        yield figure("sent by each rank", sent, "bytes")
         if alone is not None:
             yield figure("one rank's step over that of ranks", alone / timed.typical_ms, "x")
         if self._over(f"dense, {self.shape}, P{prompt}"):
