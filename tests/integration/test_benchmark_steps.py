@@ -113,6 +113,7 @@ def test_tree(shell: Shell, tmp_path: Path) -> None:
     assert len(each) == 2 and sum(each) == pytest.approx(whole)
 
 
+@pytest.mark.slow
 def test_capacity(shell: Shell, tmp_path: Path) -> None:
     """With the prefix cache in host memory a step has longer rollouts."""
     small = ("--device-memory", "3MiB", "--reserve", "1KiB", "--step-tokens", 64)
