@@ -80,7 +80,9 @@ def compared(case: Case) -> dict[str, Any]:
         expected = alone.score(own).per_token["logprobs"] if len(own) else scores
     lanes = stats.lanes
     assert lanes is not None and len(lanes.measured) == case.stages
-    assert [x.events for x in lanes.measured] == [x.events for x in lanes.predicted]
+    # Predictions know no encoders of images.
+    ran = [[e for e in x.events if not e.startswith("encode")] for x in lanes.measured]
+    assert ran == [list(x.events) for x in lanes.predicted]
     assert all(0 < lane.busy <= lane.ends[-1] for lane in lanes.measured)
     true = dict(other.named_parameters())
     worst = 0.0

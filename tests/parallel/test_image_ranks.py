@@ -10,6 +10,7 @@ import torch.distributed as dist
 from processes import run_ranks
 from scenarios_of_ranks import BAR, DEEP, Scenario, compared, replicated, sharded
 from test_context_parallel import Context, over_all, over_replicas, through_logprobs
+from test_dealt_leaves import compared_dealt
 from test_multimodal_ranks import qwen3_vl, with_tower
 from torch import Tensor, nn
 
@@ -121,6 +122,13 @@ DEALT = {
 def test_dealt_places_leave_the_gradients_of_one_process(name: str) -> None:
     for found in run_ranks(2, test_context_parallel.compared, DEALT[name]):
         assert max(found["error"], found["loss"], found["scores"]) < BAR, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "mistral3"])
+def test_images_in_leaves_that_ranks_run_whole(name: str) -> None:
+    for found in run_ranks(2, compared_dealt, DEALT[name]):
+        assert max(found["error"], found["loss"], found["scores"]) < BAR and found["dealt"], found
 
 
 @pytest.mark.slow

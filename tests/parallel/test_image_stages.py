@@ -138,7 +138,7 @@ REPLICATED = test_data_stages.Case("replicated", rollouts=(tool_tree("qwen3_vl")
 @pytest.mark.slow
 def test_data_ranks_of_stages() -> None:
     for found in run_ranks(4, of_data_ranks, REPLICATED):
-        assert max(found.values()) < BAR, found
+        assert max(found["gradients"], found["loss"], found["scores"]) < BAR, found
 
 
 def sharded_stages() -> str:
