@@ -45,8 +45,8 @@ def plans_of_sizes(
     """Plans of a batch that stages of a pipeline may run, the one for a single device first.
 
     Others have microbatches half as long, a quarter, and so on, unless the configuration limits
-    `max_microbatch_tokens`; short ones only while there are few. Under a budget each length is planned for it, and for as much on each
-    stage, which holds a part of the layers.
+    `max_microbatch_tokens`; short ones only while there are few. Under a budget each length is
+    planned for it, and for as much on each stage, which holds a part of the layers.
 
     Args:
         config: what may be chosen.
