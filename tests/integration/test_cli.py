@@ -37,7 +37,7 @@ OPTIONS = {
     },
     "plan": {
         *("--model", "--batch-rollouts", "--details", "--ranks", "--limit", "--json", "--loss"),
-        *("--device-memory", "--trained-share", "--shard", "--stages"),
+        *("--device-memory", "--trained-share", "--shard", "--stages", "--lanes", "--longest"),
         *(*READING, *CONFIG, *MEMORY),
     },
     "replay": {

@@ -70,7 +70,7 @@ class Injector:
         self.target: tuple[str, int] | None = None
         self.error: type[BaseException] = ModelError
         self.alive: list[weakref.ref[Any]] = []
-        mark, buffers = Timing._mark, PrefixCache.buffers
+        mark, buffers = Timing._next, PrefixCache.buffers
         mlp = model.get_submodule("model.layers.1.mlp")
         forward = type(mlp).forward
 
@@ -95,7 +95,7 @@ class Injector:
 
         # Not a hook: around hooked modules torch keeps tensors in closures, these in tracebacks.
         monkeypatch.setattr(type(mlp), "forward", watched_forward)
-        monkeypatch.setattr(Timing, "_mark", counting_mark)
+        monkeypatch.setattr(Timing, "_next", counting_mark)
         monkeypatch.setattr(PrefixCache, "buffers", remembering_buffers)
 
     def arm(self, place: str, event: int, error: type[BaseException]) -> None:
