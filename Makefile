@@ -96,7 +96,7 @@ $(trl_ready): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv .venv-trl
 	@.venv-trl/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
 	  --constraint constraints.txt --editable ".[trl]" "$(TRL)" accelerate peft datasets hypothesis \
-	  prefix-grouper==0.0.1.post1 pytest pytest-timeout
+	  pillow prefix-grouper==0.0.1.post1 pytest pytest-timeout
 	@echo "$(TRL)" > $@
 
 clean:  ## remove the environment and everything built or cached

@@ -391,6 +391,37 @@ class RolloutBatch:
         )
         return self._of(made)
 
+    def with_media(
+        self, media: Sequence[tuple[Media, ...]], media_types: ArrayLike
+    ) -> "RolloutBatch":
+        """A batch of the same rollouts with images and videos; it keeps ids and layout.
+
+        Args:
+            media: of each rollout, N tuples.
+            media_types: [T] over the batch's tokens in their order: 0 for text, 1 for tokens of
+                images, 2 for tokens of videos.
+
+        Raises:
+            RolloutError: media and tokens do not go together.
+        """
+        if len(media) != len(self):
+            raise RolloutError(
+                f"media has {len(media)} entries, and the batch has {len(self)} rollouts; it takes "
+                "a tuple for each."
+            )
+        made = Made(
+            [
+                replace(rollout, media=own, media_types=types)
+                for rollout, own, types in zip(
+                    self.rollouts, media, self._parts("media_types", media_types), strict=True
+                )
+            ],
+            self.layout,
+            self.completion_layout,
+            self.has_advantages,
+        )
+        return self._of(made)
+
     def _parts(self, name: str, values: ArrayLike | None) -> Sequence[Any]:
         """A field's value for each rollout, N arrays or numbers."""
         if values is None:

@@ -40,8 +40,31 @@ def checked(**options: Any) -> Callable[[], object]:
     return lambda: check_options(GRPOTrainer, GRPOConfig(**options))
 
 
+class DPOTrainer(SimpleNamespace):
+    """A trainer that takes no images."""
+
+    is_deepspeed_enabled: bool = False
+    aux_loss_enabled: bool = False
+    accelerator: Any = SimpleNamespace(num_processes=2)
+    model: Any = torch.nn.Identity()
+
+
 def with_images() -> object:
-    return check_trainer(GRPOTrainer(args=GRPOConfig(), _is_vlm=True))
+    return check_trainer(DPOTrainer(args=GRPOConfig(), _is_vlm=True))
+
+
+def without_grids() -> object:
+    ids = torch.ones(1, 4, dtype=torch.int64)
+    given = {"input_ids": ids, "labels": ids, "pixel_values": torch.zeros(1, 3, 4, 4)}
+    return CaptureProxy(nn.Identity())(**given, fused_lm_head=True)
+
+
+def with_a_cut_image() -> object:
+    ids = torch.ones(1, 6, dtype=torch.int64)
+    images = {"pixel_values": torch.zeros(32, 8), "image_grid_thw": torch.tensor([[1, 4, 4]] * 2)}
+    types = torch.tensor([[0, 1, 1, 1, 1, 1]])
+    given = {"input_ids": ids, "labels": ids, "mm_token_type_ids": types, **images}
+    return CaptureProxy(nn.Identity())(**given, fused_lm_head=True)
 
 
 def arrived(then: Callable[[Arrivals, torch.Tensor, nn.Parameter], object]) -> Callable[[], object]:
@@ -105,8 +128,22 @@ TRL = (
         name="Images in TRL",
         error=UnsupportedError,
         call=with_images,
-        message="GRPOTrainer was given images or a processor for them, which forkpoint does not "
-        "compute yet: train on text, with processing_class=AutoTokenizer.from_pretrained(...).",
+        message="DPOTrainer was given images or a processor for them, which forkpoint computes in "
+        "GRPO alone: train on text, with processing_class=AutoTokenizer.from_pretrained(...).",
+    ),
+    Kind(
+        name="Images of another family in TRL",
+        error=UnsupportedError,
+        call=without_grids,
+        message="the trainer gives its model pixel_values without image_grid_thw, by which images "
+        "belong to rows. Train a Qwen-VL model on images, or a text model.",
+    ),
+    Kind(
+        name="A cut image in TRL",
+        error=UnsupportedError,
+        call=with_a_cut_image,
+        message="the trainer's rows have 5 tokens of images, and 2 images of 32 patches do not "
+        "fill them. Leave out options that cut prompts or completions with images.",
     ),
     Kind(
         name="A TRL whose log-probs are others",

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from forkpoint.errors import UnsupportedError
 from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.rollouts.media import Media
 
 IGNORED = -100
 """The label of a token that is not scored."""
 REMEDIES = {
     "shift_labels": "Context parallelism is not supported: leave parallelism_config out.",
     "position_ids": "Rows without padding are not supported: set padding_free=False.",
-    "pixel_values": "Images are not supported yet: train on a dataset without them.",
 }
 """Arguments that TRL may give the model, and what to do about those that are refused."""
 
@@ -34,12 +34,16 @@ class Rows:
     present: bool [B, W]; False for padding.
     scored: bool [B, W]; tokens whose log-probs are asked for.
     routed: whether the load-balancing loss of a mixture's routers is asked for.
+    media: images of each row; empty where no row has any.
+    types: int64 [B, W], 1 for tokens of images, 0 for others; None where no row has any.
     """
 
     input_ids: Tensor
     present: Tensor
     scored: Tensor
     routed: bool = False
+    media: tuple[tuple[Media, ...], ...] = ()
+    types: Tensor | None = None
 
     @classmethod
     def of_call(cls, arguments: Mapping[str, Any]) -> "Rows":
@@ -52,6 +56,10 @@ class Rows:
         input_ids, labels = given.pop("input_ids"), given.pop("labels")
         mask = given.pop("attention_mask", None)
         routed = bool(given.pop("output_router_logits", False))
+        types, pixels = given.pop("mm_token_type_ids", None), given.pop("pixel_values", None)
+        media: tuple[tuple[Media, ...], ...] = ()
+        if pixels is not None:
+            media = _images(pixels, given.pop("image_grid_thw", None), types)
         # TRL's head uses no cache.
         for name in sorted(given.keys() - {"fused_lm_head", "use_cache"}):
             remedy = REMEDIES.get(name, "Leave out what makes the trainer pass it.")
@@ -67,7 +75,66 @@ class Rows:
                 "the trainer's labels are other tokens than its input_ids; log-probs of the tokens "
                 "themselves are what forkpoint computes. Use a loss of these."
             )
-        return cls(input_ids, present, scored, routed)
+        return cls(input_ids, present, scored, routed, media, types if media else None)
+
+    def of(self, chosen: Tensor) -> "Rows":
+        """Some of the rows, int64 [n], without losses of routers."""
+        return Rows(
+            self.input_ids[chosen],
+            self.present[chosen],
+            self.scored[chosen],
+            media=tuple(self.media[row] for row in chosen.tolist()) if self.media else (),
+            types=None if self.types is None else self.types[chosen],
+        )
+
+    @property
+    def image_arguments(self) -> dict[str, Tensor]:
+        """The arguments of the model's own call for the images."""
+        if self.types is None:
+            return {}
+        inputs = [one.inputs for row in self.media for one in row]
+        joined = {name: torch.cat([each[name] for each in inputs]) for name in IMAGES}
+        return {**joined, "mm_token_type_ids": self.types}
+
+
+IMAGES = ("pixel_values", "image_grid_thw")
+"""Arguments of the model for images: [patches, ...] and [images, 3]."""
+
+
+def _images(
+    pixels: Tensor, grids: Tensor | None, types_BW: Tensor | None
+) -> tuple[tuple[Media, ...], ...]:
+    """The images of each row, in the order of their tokens.
+
+    Raises UnsupportedError where an image's tokens are not known.
+    """
+    if grids is None or types_BW is None:
+        missing = "image_grid_thw" if grids is None else "mm_token_type_ids"
+        raise UnsupportedError(
+            f"the trainer gives its model pixel_values without {missing}, by which images belong "
+            "to rows. Train a Qwen-VL model on images, or a text model."
+        )
+    counts_B = (types_BW == 1).sum(1).tolist()
+    patches = grids.prod(1).tolist()
+    merged, rest = divmod(sum(patches), max(1, sum(counts_B)))
+    found: list[tuple[Media, ...]] = []
+    image = begin = 0
+    for count in counts_B:
+        row: list[Media] = []
+        while count > 0 and image < len(patches) and not rest:
+            end = begin + patches[image]
+            inputs = {"pixel_values": pixels[begin:end], "image_grid_thw": grids[image : image + 1]}
+            row.append(Media("image", inputs, patches[image] // merged))
+            count -= patches[image] // merged
+            image, begin = image + 1, end
+        if count:
+            raise UnsupportedError(
+                f"the trainer's rows have {sum(counts_B)} tokens of images, and "
+                f"{len(patches)} images of {sum(patches)} patches do not fill them. Leave out "
+                "options that cut prompts or completions with images."
+            )
+        found.append(tuple(row))
+    return tuple(found)
 
 
 class PackedRows:
@@ -95,6 +162,14 @@ class PackedRows:
         cells = np.flatnonzero(self.batch.layout.mask())
         self.cells: Tensor = torch.from_numpy(cells).to(ids.device)
         """int64 [T]: where the batch's tokens are in [N, width], flattened."""
+        if any(rows.media for rows in calls):
+            none = [() for _ in range(len(self.batch))]
+            media = [row for rows in calls for row in (rows.media or none[: len(rows.input_ids)])]
+            types = [
+                torch.zeros_like(rows.input_ids) if rows.types is None else rows.types
+                for rows in calls
+            ]
+            self.batch = self.batch.with_media(media, self.flat(types))
 
     def widened(self, values_BW: Tensor) -> Tensor:
         """With columns of zeros on the right, to the width of the widest call."""

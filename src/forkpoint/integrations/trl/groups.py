@@ -7,6 +7,7 @@ an option.
 """
 
 import logging
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -45,7 +46,11 @@ class Grouping:
                 steps,
             )
             return inputs
-        trainer._buffered_inputs = reordered(batches, kept_order(_prompts(batches)))
+        # Pixels are joined over rows: they are cut into those of each row, and joined again.
+        pixels = import_module("trl.trainer.utils")
+        rows = [pixels.split_pixel_values_by_grid(batch) for batch in batches]
+        rows = reordered(rows, kept_order(_prompts(batches)))
+        trainer._buffered_inputs = list(map(pixels.unsplit_pixel_values_by_grid, rows))
         return trainer._buffered_inputs[trainer._step % trainer.args.steps_per_generation]
 
 

@@ -60,7 +60,7 @@ class HeadChecks:
         # The one with the most tokens, and that which begins last: results may depend on padding.
         begins_B = rows.present.int().argmax(1) * (counts_B > 0)
         chosen = torch.stack([counts_B.argmax(), begins_B.argmax()]).unique()
-        few = Rows(rows.input_ids[chosen], rows.present[chosen], rows.scored[chosen])
+        few = rows.of(chosen)
         found = _compared(policy, model, few, temperature, answered)
         told = torch.tensor(
             [float(bool(found)), float(counts_B.sum())], device=rows.input_ids.device
@@ -139,4 +139,5 @@ def _run(model: nn.Module, rows: Rows) -> Any:
             attention_mask=rows.present.long(),
             labels=labels,
             fused_lm_head=True,
+            **rows.image_arguments,
         )

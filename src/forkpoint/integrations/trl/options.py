@@ -104,7 +104,7 @@ def check_arguments(trainer: type, given: Iterable[object]) -> None:
     for value in given:
         if isinstance(value, TrainingArguments):
             check_options(trainer, value)
-        if isinstance(value, ProcessorMixin):
+        if isinstance(value, ProcessorMixin) and not _takes_images(trainer):
             raise _images(trainer)
 
 
@@ -128,7 +128,8 @@ def check_trainer(trainer: Any) -> None:
                 f"accelerate has a parallelism_config with {name}={size}, which forkpoint's "
                 f"{type(trainer).__name__} does not take: {REFUSED['parallelism_config']}"
             )
-    if getattr(trainer, "_is_vlm", False) or getattr(trainer, "_is_vision_dataset", False):
+    images = getattr(trainer, "_is_vlm", False) or getattr(trainer, "_is_vision_dataset", False)
+    if images and not _takes_images(type(trainer)):
         raise _images(type(trainer))
     # In the mode of a training step: the checks ask what draws random numbers in training.
     before = [(module, module.training) for module in trainer.model.modules()]
@@ -148,9 +149,12 @@ def _refused(trainer: type, args: Any, name: str, reason: str) -> UnsupportedErr
     )
 
 
+def _takes_images(trainer: type) -> bool:
+    return any(kind.__name__ == "GRPOTrainer" for kind in trainer.__mro__)
+
+
 def _images(trainer: type) -> UnsupportedError:
     return UnsupportedError(
-        f"{trainer.__name__} was given images or a processor for them, which forkpoint "
-        "does not compute yet: train on text, with processing_class=AutoTokenizer.from_pretrained("
-        "...)."
+        f"{trainer.__name__} was given images or a processor for them, which forkpoint computes "
+        "in GRPO alone: train on text, with processing_class=AutoTokenizer.from_pretrained(...)."
     )

@@ -1,0 +1,155 @@
+"""GRPO on prompts with images, beside stock TRL."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("PIL")
+
+import setups_trl as setups
+from datasets import Dataset
+from PIL import Image
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast, ProcessorMixin, Qwen2_5_VLProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from trl import GRPOConfig, GRPOTrainer
+
+from forkpoint import Config
+from forkpoint.integrations.trl import calls, shared_trainer
+from forkpoint.rollouts.media import Media
+
+sys.path.append(str(Path(__file__).parents[1]))
+from multimodal_models import tiny_multimodal
+
+BAR = 2e-6
+TEMPLATE = (
+    "{% for message in messages %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<|vision_start|> <|image_pad|> "
+    "{% else %}{{ part['text'] }} {% endif %}{% endfor %}{% endfor %}"
+)
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class ImagesAlone(Qwen2_5_VLProcessor):
+    """Qwen2.5-VL's processor without video, whose own needs torchvision."""
+
+    def __init__(self, image_processor: Any, tokenizer: Any, chat_template: str) -> None:
+        self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
+        self.image_token_id, self.video_token_id = tokenizer.convert_tokens_to_ids(
+            [self.image_token, self.video_token]
+        )
+        ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+
+
+def processor() -> ImagesAlone:
+    special = ["<|vision_start|>", "<|image_pad|>", "<|video_pad|>"]
+    words = ["<pad>", "<bos>", "<eos>", *(f"w{i}" for i in range(3, 61)), *special]
+    inner = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+    inner.pre_tokenizer = Whitespace()
+    inner.add_special_tokens(special)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        padding_side="left",
+        additional_special_tokens=special,
+    )
+    size = {"shortest_edge": 64, "longest_edge": 64 * 64}
+    images = Qwen2VLImageProcessorPil(size=size, patch_size=4, temporal_patch_size=2, merge_size=2)
+    return ImagesAlone(images, tokenizer, TEMPLATE)
+
+
+def model(family: str) -> Any:
+    """A tiny model that ends some of its completions."""
+    found = tiny_multimodal(family, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in found.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(0.5)
+        found.get_output_embeddings().weight[2] *= 2.0
+    found.generation_config.eos_token_id, found.generation_config.pad_token_id = 2, 0
+    return found
+
+
+def pictures(count: int = 16) -> Dataset:
+    """Prompts of words around an image, of two sizes."""
+    generator = torch.Generator().manual_seed(1)
+
+    def image(rows: int, columns: int) -> Image.Image:
+        pixels = torch.randint(0, 255, (4 * rows, 4 * columns, 3), generator=generator)
+        return Image.fromarray(pixels.numpy().astype("uint8"))
+
+    def text() -> dict[str, Any]:
+        ids = torch.randint(3, 61, (4,), generator=generator).tolist()
+        return {"type": "text", "text": " ".join(f"w{i}" for i in ids)}
+
+    return Dataset.from_list(
+        [
+            {
+                "prompt": [{"role": "user", "content": [text(), {"type": "image"}, text()]}],
+                "images": [image(4, 4 + 2 * (n % 2))],
+            }
+            for n in range(count)
+        ]
+    )
+
+
+def trainer(cls: type, folder: Path, family: str, own: Any = None, **options: Any) -> Any:
+    # TRL keeps image tokens from being sampled, and no others that stand for media.
+    options |= {"generation_kwargs": {"bad_words_ids": [[61], [63]]}}
+    args = GRPOConfig(str(folder), **{**setups.COMMON, **setups.SAMPLED, **options})
+    torch.manual_seed(0)
+    return cls(
+        model=model(family),
+        args=args,
+        processing_class=processor(),
+        train_dataset=pictures(),
+        reward_funcs=[setups.reward],
+        **(own or {}),
+    )
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "qwen2_5_vl": {"max_steps": 2},
+    "qwen3_vl": {"loss_type": "dapo"},
+}
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_gradients_are_those_of_stock_trl(name: str, tmp_path: Path) -> None:
+    options = CASES[name]
+    own = {"forkpoint": Config(sharing="tree", boundary="within")}
+    ours = trainer(shared_trainer(GRPOTrainer), tmp_path / "ours", name, own, **options)
+    stock = trainer(GRPOTrainer, tmp_path / "stock", name, **options)
+    found, log = setups.run(ours)
+    expected, wanted = setups.run(stock)
+    towers = [n for n in expected if n.startswith("model.visual.")]
+    assert towers and all(float(expected[n].norm()) > 0 for n in towers[:3])
+    assert setups.apart(found, expected) < BAR
+    assert log[0]["loss"] == pytest.approx(wanted[0]["loss"], abs=1e-5)
+    plan = ours.sharing.last_plan
+    assert plan.media and plan.computed_tokens < 0.8 * plan.logical_tokens
+    # A group of four has one image.
+    assert len(plan.media) <= plan.rollouts // 2
+
+
+def test_images_of_other_rows_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = calls._images
+
+    def moved(*given: Any) -> tuple[tuple[Media, ...], ...]:
+        found = images(*given)
+        last = found[-1][0].inputs["pixel_values"].flip(0)
+        inputs = {**found[-1][0].inputs, "pixel_values": last}
+        return (*found[:-1], (Media("image", inputs, found[-1][0].tokens),))
+
+    monkeypatch.setattr(calls, "_images", moved)
+    own = {"forkpoint": Config(self_check=False)}
+    ours = trainer(shared_trainer(GRPOTrainer), tmp_path / "ours", "qwen2_5_vl", own)
+    stock = trainer(GRPOTrainer, tmp_path / "stock", "qwen2_5_vl")
+    assert setups.apart(setups.run(ours)[0], setups.run(stock)[0]) > 1e-3
