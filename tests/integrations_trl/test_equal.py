@@ -96,6 +96,8 @@ def test_dpo(name: str, tmp_path: Path) -> None:
         ours, theirs = (setups.apart(x, exact) for x in (pair.found, pair.expected))
         assert ours < 1.1 * theirs
         bar = 4e-6
+    if name == "alpha divergence":
+        bar = 4e-6  # exponentials as well, which TRL cannot compute in float64
     assert pair.apart < bar
     # On-policy the rewards of both are rounding, and which is the larger one means nothing.
     on_policy = name == "references beforehand"

@@ -17,14 +17,18 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @pytest.mark.parametrize("kind", ["grpo"])
 def test_bf16_is_as_near_to_float32_as_stock(kind: str, tmp_path: Path) -> None:
-    ours, theirs = 0.0, 0.0
-    for seed in (0, 1, 3):  # of which samples are the same in both precisions
+    ours, theirs, used = 0.0, 0.0, 0
+    for seed in range(8):
         made = {"model": setups.model(seed=seed)}
         low = Pair(kind, tmp_path / f"low {seed}", made=made, bf16=True)
         high = Pair(kind, tmp_path / f"high {seed}", made=made)
-        ours += setups.apart(low.found, high.expected) ** 2
-        theirs += setups.apart(low.expected, high.expected) ** 2
-    assert 1e-3 < theirs**0.5 < 0.1
+        off = setups.apart(low.expected, high.expected)
+        # Seeds whose samples differ between precisions are left out; they depend on the processor.
+        if off < 0.1 and used < 3:
+            used += 1
+            ours += setups.apart(low.found, high.expected) ** 2
+            theirs += off**2
+    assert used == 3 and theirs**0.5 > 1e-3
     assert ours**0.5 < 1.2 * theirs**0.5
 
 
