@@ -151,7 +151,8 @@ class Capacity(Steps):
         batch = make_group(64, [48] * self.responses, vocab=stepper.vocab)
         dtype = next(stepper.model.parameters()).dtype
         found: dict[Way, list[Tensor]] = {}
-        for way in ("dense", *(way for way in self.ways if way != "dense")):
+        ways: list[Way] = ["dense", *(way for way in self.ways if way != "dense")]
+        for way in ways:
             policy = stepper.configured(**self._options(way), max_microbatch_tokens=128)
             stepper.step(policy, batch)
             grads = (p.grad for p in stepper.model.parameters())

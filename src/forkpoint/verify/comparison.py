@@ -64,9 +64,10 @@ WORST_RATIO = 1.5
 FLOAT64_BAR = 1e-10
 # An error is one draw of rounding, and where dense happened to draw a small one, a ratio to it says
 # little. So units in the last place are allowed on top: of the gradient of each parameter, and of
-# the gradient as a whole, where draws average out.
-PARAMETER_ULPS = {torch.float32: 8.0, torch.bfloat16: 1 / 4, torch.float16: 1 / 4}
-OVERALL_ULPS = {torch.float32: 8.0, torch.bfloat16: 1 / 16, torch.float16: 1 / 16}
+# the gradient as a whole, where draws average out. Those of float32 differ between processors, by
+# whose products small models err 0.5 to 2 times as much.
+PARAMETER_ULPS = {torch.float32: 24.0, torch.bfloat16: 1 / 4, torch.float16: 1 / 4}
+OVERALL_ULPS = {torch.float32: 16.0, torch.bfloat16: 1 / 16, torch.float16: 1 / 16}
 # A parameter whose gradient is less than this part of the others' is measured by that part: a
 # gradient that cancels to nearly nothing is all rounding.
 LEAST_PART = 0.01
