@@ -269,6 +269,6 @@ def compiled(gather: Any, fails_on: int) -> tuple[dict[str, Any], str | None]:
 @pytest.mark.slow
 @pytest.mark.parametrize("gather", ["step", "microbatch"])
 def test_blocks_run_eagerly_on_the_rank_where_the_compiler_fails(gather: str) -> None:
-    first, second = run_ranks(2, compiled, gather, 1, limit_s=240)
+    first, second = run_ranks(2, compiled, gather, 1, limit_s=480)
     assert first[0]["error"] < BAR and second[0]["error"] < BAR
     assert first[1] is None and "no such kernel" in second[1]
