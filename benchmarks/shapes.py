@@ -130,7 +130,8 @@ def make_titan_model(
     with torch.device(device), torch.no_grad():
         made = model.Transformer(args)
         made.init_weights()
-    for parameter in made.parameters():  # rotary embeddings stay as they are
+    # Parameters alone: rotary embeddings are a complex buffer.
+    for parameter in made.parameters():
         parameter.data = parameter.data.to(dtype)
     return made.train()
 
@@ -145,7 +146,8 @@ def make_vision_model(
 ) -> PreTrainedModel:
     """A model of a shape of VISION_SHAPES in training mode, its random weights made on the device.
 
-    layers: of the language model; the encoder then has as many, all of them with features.
+    layers: of the language model and of the encoder, whose first block then gives the features
+        for deeper layers.
     """
     sizes = sizes_of(shape.replace("-vl", ""), tiny=tiny, layers=layers)
     half = sizes["head_dim"] // 2

@@ -29,7 +29,7 @@ from forkpoint.policy import Policy
 Encoder = Literal["trained", "frozen"]
 IMAGE_TOKENS = 1000
 PATCH_ROWS = 50
-"""Of an image of 50 x 80 patches, four of which make a token."""
+"""An image has 50 x 80 patches. Four patches make a token."""
 LEAST_SHARE = 0.8
 FLOAT32_BAR = 1e-4
 BFLOAT16_BAR = 1.1
@@ -242,7 +242,7 @@ def image_group(
 
 
 def _inputs(device: torch.device, rollout: Rollout) -> dict[str, Any]:
-    """Arguments of the stock model besides ids; logits are of the response, as in trainers."""
+    """Images and token types for the stock model, which makes logits of the response alone."""
     assert rollout.media_types is not None
     parts: dict[str, list[Tensor]] = {}
     for medium in rollout.media:

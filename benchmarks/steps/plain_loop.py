@@ -157,8 +157,8 @@ def plain_step(
 
     It leaves out what gives no gradient, as forkpoint does.
 
-    inputs: arguments of the model besides the ids of a rollout, such as its images. By default
-        logits of all tokens are made; `logits_to_keep` keeps those of the last ones.
+    inputs: returns more arguments of the model for a rollout, such as its images. With
+        `logits_to_keep` the model makes logits of the last tokens alone, else of all.
     """
     trained = int(batch.loss_mask.sum())
     for n, rollout in enumerate(batch):

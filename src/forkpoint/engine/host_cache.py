@@ -1,4 +1,4 @@
-"""Prefix cache in host memory, of which two layers at a time are on the device.
+"""Prefix cache in host memory; at most two of its layers are on the device at a time.
 
 A layer's cache is read in that layer's attention alone, forward and backward, and its gradients are
 added there. So a microbatch's forward sends the keys and values of each layer to the host, and
@@ -6,7 +6,7 @@ microbatches that read them fetch one layer ahead: the next layer in a forward, 
 a backward. In a backward the sums of gradients come and go with the keys and values. A microbatch's
 own sums come once, for its own backward.
 
-Sums that no reader has added to are zeros: they are made on the device, and not copied.
+Sums without any contribution are zeros. They are made on the device and not copied.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -85,7 +85,7 @@ class _Fetched:
     """By tensor: sums of the microbatch's own runs; None are zeros."""
     arrived: list[Any] = field(default_factory=list)
     closed: bool = False
-    """Whether its sums have gone back to the host: what is here besides `own` is out of date."""
+    """Whether its sums have gone back to the host. Then only `own` is still valid."""
 
 
 class HostCache:

@@ -492,8 +492,8 @@ class Builder:
 
 
 def cost_with_preference(plan: Plan) -> float:
-    """Its cost, and KEEPING_IS_WORTH besides where some microbatch is not kept, or prefix cache is
-    in the host's memory."""
+    """Cost of a plan, raised by KEEPING_IS_WORTH if activations are not kept or prefix caches are
+    in host memory."""
     keeps = _keeps_all(plan) and not plan.host_layers
     return plan.cost * (1 if keeps else 1 + KEEPING_IS_WORTH)
 

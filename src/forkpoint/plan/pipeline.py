@@ -38,7 +38,7 @@ class StageWork:
     held: Floats
     """[S, N]: bytes of each slot from its forward to its backward."""
     working: Floats
-    """[S]: the most bytes that a backward needs besides."""
+    """[S]: the most bytes that a backward needs in addition to `held`."""
 
     @property
     def stages(self) -> int:

@@ -163,7 +163,7 @@ class PartPrices(NamedTuple):
     held: Floats
     """[M]: bytes from a forward to the backward."""
     working: Floats
-    """[M]: bytes that a backward needs besides."""
+    """[M]: bytes that a backward needs in addition to `held`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,7 +175,7 @@ class StagePrices:
     head: PartPrices
     """Of the head, on the last stage."""
     working: Floats
-    """[M]: bytes that a backward needs besides at any stage."""
+    """[M]: bytes that a backward needs in addition, at any stage."""
 
     def at(self, stage: Stage) -> PartPrices:
         """Those of a stage, with the head's if it has the head."""

@@ -247,7 +247,7 @@ def _plans(
 ) -> tuple[Plan, ...]:
     """The plan of a request: a new one, or the one that the caller gave, if it is right.
 
-    On stages of a pipeline several new ones, of which ranks choose one together where it trains.
+    On stages of a pipeline a training request gets several new ones. Ranks choose one together.
     """
     plan, demand = request.plan, None if work is None else work.demand(scored=request.scores)
     if plan is None and request.scores:

@@ -128,7 +128,7 @@ class LocalStep:
     request: Request
     batch: RolloutBatch
     plans: tuple[Plan, ...]
-    """One, or on stages of a pipeline those of several sizes, of which ranks choose one."""
+    """One plan. On stages of a pipeline one for each size, from which ranks choose."""
     call: str
     """The call, with the options that must be the same on every rank."""
     fingerprint: int

@@ -110,7 +110,7 @@ class AttentionTable:
 
 
 class Ancestors(Protocol):
-    """Prefix cache of one layer that is at hand when it is opened, in forward and backward."""
+    """Prefix cache of one layer, which is on the device while it is open."""
 
     def open(self) -> "CacheSlice":
         """The cache, for one forward or backward of attention."""
@@ -146,7 +146,7 @@ class CacheSlice:
         self.grad_v: Tensor | None = grad_v
 
     def open(self) -> Self:
-        """Itself: it is always at hand."""
+        """Itself, because it is always on the device."""
         return self
 
     def close(self) -> None:
