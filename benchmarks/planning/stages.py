@@ -24,6 +24,7 @@ import numpy as np
 from benchmarks.rows import ResultRow
 from benchmarks.runner import Benchmark, Deadline
 from forkpoint import Config, RolloutBatch, load_rollouts
+from forkpoint.config import Sharing
 from forkpoint.errors import ConfigError
 from forkpoint.plan import MODELS, ModelShape, Plan, make_plan
 from forkpoint.plan.pipeline import StageWork, lower_bound, order_stages
@@ -117,7 +118,7 @@ class Stages(Benchmark):
                 shared = _shared(batch, shape, sharing, count, budget)
                 yield from self._rows(f"{name}, {count} stages", shape, shared, dense, count)
 
-    def _batches(self) -> Iterator[tuple[str, str, RolloutBatch]]:
+    def _batches(self) -> Iterator[tuple[str, Sharing, RolloutBatch]]:
         for size in self.group_sizes:
             made = synthetic_rollouts(
                 groups=8, rollouts_per_group=size, prompt_tokens=4096, response_tokens=2048
@@ -161,14 +162,14 @@ def _row(case: str, metric: str, value: float, unit: str = "1", **more: Any) -> 
 
 
 def _shared(
-    batch: RolloutBatch, shape: ModelShape, sharing: str, count: int, budget_bytes: int
+    batch: RolloutBatch, shape: ModelShape, sharing: Sharing, count: int, budget_bytes: int
 ) -> tuple[Plan, ...]:
     """Plans of the sizes that a step on so many stages chooses from."""
 
     def make(config: Config, budget_bytes: int | None) -> Plan:
         return make_plan(batch, shape, config, measured_budget_bytes=budget_bytes)
 
-    config = Config(sharing=sharing, boundary="across")  # type: ignore[arg-type]
+    config = Config(sharing=sharing, boundary="across")
     return plans_of_sizes(config, budget_bytes, count, make)
 
 

@@ -27,6 +27,19 @@ def check_at_least_one(name: str, value: int | None) -> None:
         raise ConfigError(f"{name} is {value}; it takes a whole number of at least 1.")
 
 
+def check_groups(groups: int, size: int, rows: int, what: str) -> None:
+    """Raises ConfigError for groups that GRPO cannot compare, or that rows do not divide.
+
+    what: the name of the option that has `size`.
+    """
+    if size < 2:
+        raise ConfigError(f"{what} is {size}; GRPO compares at least 2 of a prompt.")
+    if groups * size % rows:
+        raise ConfigError(
+            f"rows is {rows}, and a step has {groups} * {size} {what}; give a divisor of that."
+        )
+
+
 def device_for(bench: str, *, tiny: bool) -> torch.device:
     """The CUDA device; with a tiny model the CPU where there is none, else raises ConfigError."""
     if torch.cuda.is_available():

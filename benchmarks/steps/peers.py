@@ -16,7 +16,7 @@ from benchmarks.rows import ResultRow
 from benchmarks.runner import Benchmark, Deadline, Seconds
 from benchmarks.shapes import SCALE_TINY, checkpoint, make_model, sizes_of
 from benchmarks.steps.cells import cell_row
-from benchmarks.steps.options import Layers, check_at_least_one, device_for
+from benchmarks.steps.options import Layers, check_at_least_one, check_groups, device_for
 from benchmarks.steps.packed import grouper_step, tree_step
 from benchmarks.steps.plain_loop import measured, plain_step
 from benchmarks.steps.trl_task import Task, make_task, make_trainer, reward
@@ -42,8 +42,8 @@ SIDES = {
 """Names of options and of rows, in the order in which they run: TRL's trainer changes the model."""
 PACKAGES = {"prefix-grouper": "prefix_grouper", "trl": "trl"}
 FLOAT64_BAR = 1e-6
-"""Models of transformers compute norms and rotary angles in float32 whatever their dtype, so two
-orders of the same sums are about 1e-7 apart."""
+"""Models of transformers compute norms and rotary angles in float32, also in float64 models. So
+two orders of the same sums differ by about 1e-7."""
 FLOAT32_BAR = 1e-3
 
 
@@ -97,13 +97,7 @@ class Peers(Benchmark):
                 raise ConfigError(
                     f"{name} is {getattr(self, name)}; it takes at least {2 * SCALE_TINY}."
                 )
-        if self.responses < 2:
-            raise ConfigError("responses is 1; GRPO compares at least 2 of a prompt.")
-        if self.prompts * self.responses % self.rows:
-            raise ConfigError(
-                f"rows is {self.rows}, and an update has {self.prompts} * {self.responses} "
-                "responses; give a divisor of that."
-            )
+        check_groups(self.prompts, self.responses, self.rows, "responses")
         for side in self.sides:
             if not installed(side):
                 raise ConfigError(

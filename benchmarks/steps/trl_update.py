@@ -23,7 +23,7 @@ from benchmarks.rows import ResultRow
 from benchmarks.runner import Benchmark, Deadline, Seconds
 from benchmarks.shapes import SCALE_TINY, make_model, sizes_of
 from benchmarks.steps.cells import cell_row
-from benchmarks.steps.options import Layers, check_at_least_one, device_for
+from benchmarks.steps.options import Layers, check_at_least_one, check_groups, device_for
 from benchmarks.steps.trl_task import Task, check_installed, make_task, make_trainer
 from benchmarks.timing import Timing
 from forkpoint.apps.cli.options import Count, Flag
@@ -88,13 +88,7 @@ class TrlUpdate(Benchmark):
             check_at_least_one(name, getattr(self, name))
         if self.tokens < SCALE_TINY:
             raise ConfigError(f"tokens is {self.tokens}; it takes at least {SCALE_TINY}.")
-        if self.completions < 2:
-            raise ConfigError("completions is 1; GRPO compares at least 2 of a prompt.")
-        if self.prompts * self.completions % self.rows:
-            raise ConfigError(
-                f"rows is {self.rows}, and a step has {self.prompts} * {self.completions} "
-                "completions; give a divisor of that."
-            )
+        check_groups(self.prompts, self.completions, self.rows, "completions")
         if not self.sides:
             raise ConfigError("sides names none, so there is nothing to measure.")
         check_installed()

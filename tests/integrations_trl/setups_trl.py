@@ -32,9 +32,13 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def model(family: str = "qwen3", *, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A tiny model that ends some of its completions."""
-    found = tiny_model(family, seed=seed, dtype=torch.float32, **changes)
+    return ending(tiny_model(family, seed=seed, dtype=torch.float32, **changes))
+
+
+def ending(found: Any) -> Any:
+    """The same model with smaller weights, which ends some of its completions."""
     with torch.no_grad():
-        # Milder than those of forkpoint.testing, of which float32 keeps a digit less.
+        # Weights of forkpoint.testing lose one more digit in float32.
         for parameter in found.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(0.5)

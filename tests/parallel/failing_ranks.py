@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -228,7 +229,7 @@ class Trained:
         meshes = meshes_of(case)
         model, alone = split_model(folder, case, meshes), load(folder, case.split)
         index, rollouts = meshes.dense.get_local_rank("dp"), list(case.split.rollouts)
-        hold = lambda: held(model, case, meshes)  # noqa: E731
+        hold = partial(held, model, case, meshes)
         return cls(model, alone, hold, rollouts, index, meshes.dense)
 
     @property

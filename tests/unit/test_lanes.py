@@ -4,7 +4,7 @@ import json
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -30,7 +30,7 @@ ONE = Lane(
 TWO = Lane(events=("forward leaf 0",), begins=(1.0,), ready=(1.0,), ends=(4.0,))
 
 
-def made(activations: str = "recompute") -> Lanes:
+def made(activations: Literal["keep", "recompute"] = "recompute") -> Lanes:
     rollouts = synthetic_rollouts(
         groups=2, rollouts_per_group=3, prompt_tokens=900, response_tokens=300
     )
@@ -38,7 +38,7 @@ def made(activations: str = "recompute") -> Lanes:
         sharing="group",
         boundary="across",
         max_microbatch_tokens=512,
-        activations=activations,  # type: ignore[arg-type]
+        activations=activations,
     )
     plan = make_plan(RolloutBatch(rollouts), SHAPE, config)
     staged = choose_size([offers_of([plan])], STAGES)

@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -133,7 +134,7 @@ def test_bound_and_1f1b_of_equal_microbatches() -> None:
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
-def test_plans_of_stages(activations: str) -> None:
+def test_plans_of_stages(activations: Literal["keep", "recompute"]) -> None:
     """Every stage has the program in an order that keeps to the dependencies."""
     made = synthetic_rollouts(
         groups=3, rollouts_per_group=5, prompt_tokens=900, response_tokens=300, system_tokens=300
@@ -142,7 +143,7 @@ def test_plans_of_stages(activations: str) -> None:
         sharing="tree",
         boundary="across",
         max_microbatch_tokens=512,
-        activations=activations,  # type: ignore[arg-type]
+        activations=activations,
     )
     plan = make_plan(RolloutBatch(made), SHAPE, config)
     plan = plan.with_program(scores=True)
