@@ -77,6 +77,8 @@ class Case:
     """Of forkpoint's microbatches, so that a step has several."""
     split: str = "auto"
     """Of forkpoint's options: what is done about prompts of several ranks."""
+    sharing: str = "auto"
+    """Of forkpoint's options. Without sharing a step of this small model can be faster."""
     engine: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
 
@@ -276,8 +278,8 @@ def use_settings(case: Case, folder: Path) -> None:
     """Name a file of forkpoint's options, as a user does."""
     path = folder / f"forkpoint-{case.microbatch_tokens}-{os.getpid()}.toml"
     line = f"max_microbatch_tokens = {case.microbatch_tokens}\n"
-    split = f'split = "{case.split}"\n'
-    path.write_text("[config]\n" + split + (line if case.microbatch_tokens else ""))
+    options = f'split = "{case.split}"\nsharing = "{case.sharing}"\n'
+    path.write_text("[config]\n" + options + (line if case.microbatch_tokens else ""))
     os.environ["FORKPOINT_VERL_CONFIG"] = str(path)
 
 

@@ -118,6 +118,7 @@ def ulysses(case: Case) -> Case:
         case,
         engine={**case.engine, "ulysses_sequence_parallel_size": 2},
         model={**case.model, "use_remove_padding": True},
+        sharing="group",
     )
 
 
