@@ -1,7 +1,7 @@
 """`forkpoint plan`: what would run for a file of rollouts, and what sharing saves on it."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -54,6 +54,9 @@ from forkpoint.tree.forest import IntArray
 if TYPE_CHECKING:
     from forkpoint.losses import Loss
 
+LONGEST_MICROBATCHES = (16_384, 4096, 1024)
+"""Limits of microbatches with which the longest prompt is planned. Plans of shorter ones take
+minutes to make, and their microbatches do not fill a device."""
 LABEL = 14
 """Characters of the names of answers."""
 AnyModel = DisallowNone[
@@ -213,7 +216,7 @@ class Plan:
                     ranks.add(batch, plan, make)
             prompt = None
             if self.longest and device is not None and shape is not None and responses:
-                prompt = _longest_prompt(make, device, responses, shape.vocab)
+                prompt = _longest_prompt(make, config, device, responses, shape.vocab)
         assert first is not None, "an empty file has been refused"
         if self.lanes is not None:
             lanes_of(first).save(self.lanes)
@@ -286,17 +289,28 @@ class Plan:
 
 
 def _longest_prompt(
-    make: Callable[..., MadePlan], device: DeviceMemory, responses: list[int], vocab: int
+    make: Callable[..., MadePlan],
+    config: Config,
+    device: DeviceMemory,
+    responses: list[int],
+    vocab: int,
 ) -> int:
     """The longest prompt whose plan, with these responses, fits; 0 if none does."""
+    given = config.max_microbatch_tokens
+    limits = LONGEST_MICROBATCHES if given is None else (given,)
 
     def fits(prompt: int) -> bool:
         batch = one_group(prompt, responses, vocab)
-        try:
-            plan = make(batch, runs=run_lengths(batch))
-        except PlanError:
-            return False
-        return device.fits(plan.predicted_peak_bytes or 0)
+        runs = run_lengths(batch)
+        for tokens in limits:
+            try:
+                limited = replace(config, max_microbatch_tokens=tokens)
+                plan = make(batch, runs=runs, config=limited)
+            except PlanError:
+                continue
+            if device.fits(plan.predicted_peak_bytes or 0):
+                return True
+        return False
 
     return longest(fits)
 
