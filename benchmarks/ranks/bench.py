@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -67,8 +68,10 @@ class Ranks(OnRanks):
 
     Attributes:
         max_seconds: Start no measurement after so many seconds, and list the missing ones.
-        parts: What to measure: data (two prompts of 8,192 with 16 responses of 2,048 a rank, both
+        parts: What to measure: data (two prompts of 8,192 with `responses` of 2,048 a rank, both
             ways to hold weights), group (one of 32, its prompt exchanged and replicated).
+        responses: Of each prompt of `data`.
+        mixed: Lengths of these are drawn from 131 to 2,048 instead.
         layers: Give the model fewer layers than its shape has.
         blocks: Whether decoder blocks are compiled, dense and shared alike.
         repeats: How often a step is timed after a first time.
@@ -81,6 +84,8 @@ class Ranks(OnRanks):
 
     max_seconds: Seconds = 540.0
     parts: tuple[Part, ...] = ("data", "group")
+    responses: Count = 16
+    mixed: Flag = False
     layers: Layers = None
     blocks: Literal["compiled", "eager"] = "compiled"
     repeats: Count = 2
@@ -91,6 +96,11 @@ class Ranks(OnRanks):
     def check(self) -> None:
         for name in ("layers", "repeats"):
             check_at_least_one(name, getattr(self, name))
+        if self.responses < SAMPLES[1]:
+            raise ConfigError(
+                f"responses is {self.responses}; dense training is extrapolated from samples of "
+                f"{SAMPLES[0]} and {SAMPLES[1]} of them. Give {SAMPLES[1]} or more."
+            )
         if not torchrun.is_on_ranks() or (torchrun.size() < 2 and self.parts != ("data",)):
             raise ConfigError(
                 "ranks measures steps of several ranks, and this process is alone. Start it by "
@@ -113,6 +123,7 @@ class _Measuring:
     def __init__(self, options: Ranks, team: Team, deadline: Deadline) -> None:
         self.options, self.team, self.deadline = options, team, deadline
         self.shape = f"tiny {SHAPE}" if options.tiny else SHAPE
+        self.shape += f" {options.layers} layers" if options.layers else ""
         self.scale = SCALE_TINY if options.tiny else 1
         self.dtype = torch.bfloat16 if team.cuda else torch.float32
         self.compiled = None if options.blocks == "compiled" else False
@@ -128,7 +139,9 @@ class _Measuring:
         alone: OneRank | None = None
         if "data" in parts and not self._over("one rank"):
             alone = self._alone()
-            figure = partial(self._row, "one rank, P8192 R2048 N16 twice")
+            lengths = "131-2048" if self.options.mixed else "2048"
+            load = f"P8192 R{lengths} N{self.options.responses}"
+            figure = partial(self._row, f"one rank, {load} twice")
             yield figure("shared step", alone.shared_ms, "ms")
             yield figure("dense step", alone.dense_ms, "ms")
             yield figure("speed-up", alone.speed_up, "x", **BESIDE, bound=alone.bound)
@@ -185,8 +198,11 @@ class _Measuring:
         return RolloutBatch(rollouts)
 
     def _load(self, vocab: int, rank: int) -> RolloutBatch:
-        """Two prompts of 8,192 with 16 responses of 2,048 each."""
-        return self._groups([(8192, [2048] * 16)] * 2, vocab, seed=100 * rank)
+        """Two prompts of 8,192 with responses of the same lengths on all ranks."""
+        lengths = [2048] * self.options.responses
+        if self.options.mixed:
+            lengths = np.random.default_rng(42).integers(131, 2049, len(lengths)).tolist()
+        return self._groups([(8192, lengths)] * 2, vocab, seed=100 * rank)
 
     def _checked(self) -> Iterator[ResultRow]:
         vocab = 64

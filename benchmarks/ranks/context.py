@@ -1,46 +1,66 @@
 """Steps of prompts that are long for one GPU, on ranks of context parallelism.
 
 One prompt with 8 responses of 2,048 tokens, random tokens and weights. Ranks hold the weights by
-fully_shard and run parts of each microbatch; a note says whether responses ran by heads or whole.
-Beside it stand dense training under the same parallelism, a rollout a microbatch, extrapolated from
-two samples, and the same step on one GPU where it fits. Before anything is timed, gradients of a
-few layers in float32 are compared with those of one rank.
+fully_shard and run parts of each microbatch. Both ways are timed: all of it by heads, and responses
+dealt out whole. The third way gathers the keys and values of the whole path for every microbatch
+(schedule-level reuse, section 4.4). Its collectives alone are timed, and its step is
+estimated: that by heads, with those collectives instead of the exchanges around attention.
+
+Beside these stand the same step on one GPU where it fits, and dense training under the same
+parallelism, a rollout a microbatch, extrapolated from two samples. Before anything is timed,
+gradients of a few layers in float32 are compared with those of one rank.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 import forkpoint
-from benchmarks.ranks.team import OnRanks, RankSteps, Team, dense_ms, team_here
+from benchmarks.planning.context_ways import gathered_bytes
+from benchmarks.ranks.collectives import Collectives
+from benchmarks.ranks.team import OnRanks, RankSteps, RankTimed, Team, dense_ms, team_here
 from benchmarks.rows import ResultRow
 from benchmarks.runner import Deadline, Seconds
 from benchmarks.shapes import SCALE_TINY, make_group, make_model
 from benchmarks.steps.cells import cell_row
 from benchmarks.steps.options import Layers, check_at_least_one, device_for
-from benchmarks.steps.stepper import DENSE, Stepper, Timed
+from benchmarks.steps.stepper import DENSE, GROUP, Stepper, Timed
 from forkpoint.apps.cli import torchrun
 from forkpoint.apps.cli.options import Count, Flag
 from forkpoint.errors import ConfigError, PlanError
 from forkpoint.losses import GRPO
+from forkpoint.plan import builder
 from forkpoint.plan.context import context_bytes
+from forkpoint.plan.longest import longest, one_group
+from forkpoint.policy import Policy
 from forkpoint.rollouts.batch import RolloutBatch
 
 RESPONSES = [2048] * 8
-SAMPLES = (2, 4)
+SAMPLES = (1, 2)
 """Rollouts of the two samples of dense training."""
 CHECKED_LAYERS = 2
 MOST_ERROR = 1e-4
 """Of a parameter's gradient in float32, by its norm."""
+ACROSS: dict[str, Any] = dict(GROUP)
 Shape = Literal["qwen3-8b", "llama3-8b"]
+Way = Literal["by heads", "leaves dealt out"]
+WAYS: tuple[Way, ...] = ("by heads", "leaves dealt out")
+Alone = tuple[float, float | None] | None
+"""Milliseconds and peak bytes of the step on one rank; None where it does not fit."""
+ONE_RANK_BAR = 0.56
+"""The most that the faster way takes on two ranks, of the step on one."""
+LONGEST_STEP, MOST_TOKENS = 8192, 1 << 20
+"""Lengths of the longest prompt that are tried: multiples of the one, up to the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +75,9 @@ class Context(OnRanks):
         blocks: Whether decoder blocks are compiled, dense and shared alike.
         repeats: How often a step is timed after a first time.
         unchecked: Leave out the comparison of gradients.
+        undense: Leave out dense training.
+        longest: The longest prompt whose step fits one rank and all ranks is predicted as well, and
+            a step of it runs on all ranks.
         tiny: Tiny models and lengths divided by 64, to try the command out, on CPUs as well.
     """
 
@@ -67,6 +90,8 @@ class Context(OnRanks):
     blocks: Literal["compiled", "eager"] = "compiled"
     repeats: Count = 2
     unchecked: Flag = False
+    undense: Flag = False
+    longest: Flag = False
     tiny: Flag = False
 
     def check(self) -> None:
@@ -99,20 +124,16 @@ class _Measuring:
 
     def rows(self) -> Iterator[ResultRow]:
         if not self.options.unchecked and not self._over("comparison of gradients"):
-            yield self._checked()
-        alone: dict[int, float] = {}
-        for prompt in self.options.prompts:
-            if not self._over(f"one rank, {self.shape}, P{prompt}"):
-                found = self.team.exchange(self._alone(prompt) if self.team.rank == 0 else None)
-                self.team.free()
-                if found[0] is None:
-                    yield self._row(f"P{prompt}, one rank", "out of memory", 1.0, "1")
-                else:
-                    alone[prompt], peak = found[0]
-                    figure = partial(self._row, f"P{prompt}, one rank")
-                    yield figure("shared step", alone[prompt], "ms")
-                    if peak is not None:
-                        yield figure("shared peak", peak, "bytes")
+            yield from self._checked()
+        alone, one_longest = self._one_rank()
+        for prompt, found in alone.items():
+            figure = partial(self._row, f"P{prompt}, one rank")
+            if found is None:
+                yield figure("out of memory", 1.0, "1")
+                continue
+            yield figure("shared step", found[0], "ms")
+            if found[1] is not None:
+                yield figure("shared peak", found[1], "bytes")
         if self._over(f"context parallelism, {self.shape}"):
             return
         steps = RankSteps(
@@ -122,96 +143,196 @@ class _Measuring:
             checkpointing="auto",
             mesh=self.mesh,
         )
+        fastest: dict[int, RankTimed] = {}
         for prompt in self.options.prompts:
             if not self._over(f"{self.shape}, P{prompt}"):
-                yield from self._figures(steps, prompt, alone.get(prompt))
+                timed = yield from self._ways(steps, prompt, alone.get(prompt))
+                fastest[prompt] = timed
+        for prompt, timed in fastest.items():
+            if not self.options.undense and not self._over(f"dense, {self.shape}, P{prompt}"):
+                yield from self._dense(steps, prompt, timed)
+        if self.options.longest and not self._over("the longest prompt"):
+            yield from self._longest(steps, one_longest)
 
-    def _figures(self, steps: RankSteps, prompt: int, alone: float | None) -> Iterator[ResultRow]:
+    # One rank
+    # ------------------------------------------------------------
+
+    def _one_rank(self) -> tuple[dict[int, Alone], int | None]:
+        """Steps on the first rank alone, by prompt, and the longest prompt that is predicted to
+        fit it. Collective."""
+        found: tuple[dict[int, Alone], int | None] = {}, None
+        if self.team.rank == 0:
+            found = self._measured_alone()
+        self.team.free()
+        return self.team.exchange(found)[0]
+
+    def _measured_alone(self) -> tuple[dict[int, Alone], int | None]:
+        stepper = Stepper(
+            self._model(self.dtype),
+            compile_blocks=self.compiled,
+            self_check=False,
+            checkpointing="auto",
+            memory_budget="auto",
+            optimizer_bytes_per_parameter=0,
+        )
+        policy = stepper.configured()
+        most = self._longest_of(policy) if self.options.longest else None
+        found: dict[int, Alone] = {}
+        for prompt in self.options.prompts:
+            if self.deadline.over(f"one rank, {self.shape}, P{prompt}"):
+                continue
+            batch = self._batch(prompt, stepper.vocab)
+            try:
+                first = stepper.step(policy, batch)
+                timed = stepper.repeat(
+                    policy, batch, repeats=self.options.repeats, into=Timed(first.plan)
+                )
+            except (torch.OutOfMemoryError, PlanError):
+                found[prompt] = None
+            else:
+                found[prompt] = timed.typical_ms, timed.peak_bytes
+        return found, most
+
+    # All ranks
+    # ------------------------------------------------------------
+
+    def _ways(
+        self, steps: RankSteps, prompt: int, alone: Alone
+    ) -> Generator[ResultRow, None, RankTimed]:
+        """Rows of each way to split sequences; returns the fastest that ran."""
         batch = self._batch(prompt, steps.policy.host.shape.vocab)
-        figure = partial(self._row, f"P{prompt}")
-        timed = steps.time(batch, repeats=self.options.repeats)
-        plan = timed.plan
+        ran: dict[Way, RankTimed] = {}
+        for way in WAYS:
+            with _forced(way):
+                timed = steps.time(batch, repeats=self.options.repeats, planned=False, **ACROSS)
+            if any(m.parts for m in timed.plan.microbatches) == (way == "leaves dealt out"):
+                ran[way] = timed
+        chosen = "leaves dealt out" if self._deals(steps, batch) else "by heads"
+        for way, timed in ran.items():
+            figure = partial(self._row, f"P{prompt}, {way}")
+            note = "chosen by the planner" if way == chosen else None
+            yield figure("shared step", timed.typical_ms, "ms", note=note)
+            if timed.peak_bytes is not None:
+                yield figure("shared peak", timed.peak_bytes, "bytes")
+            assert timed.plan.shape is not None
+            plan = timed.plan
+            sent = context_bytes(timed.plan.shape, plan.microbatches, plan.program)
+            yield figure("sent by each rank", sent, "bytes")
+            if alone is not None:
+                bar = ONE_RANK_BAR if self.team.cuda and self.team.size == 2 else None
+                ratio, baseline = timed.typical_ms / alone[0], "one rank"
+                yield figure("shared step over one rank's", ratio, "1", bar=bar, baseline=baseline)
+        yield from self._gathered(prompt, ran["by heads"])
+        return min(ran.values(), key=lambda timed: timed.typical_ms)
+
+    def _deals(self, steps: RankSteps, batch: RolloutBatch) -> bool:
+        """Whether the planner takes leaves dealt out. On the first rank's budget."""
+        plan = steps.policy.plan(batch)
+        return self.team.exchange(any(m.parts for m in plan.microbatches))[0]
+
+    def _gathered(self, prompt: int, by_heads: RankTimed) -> Iterator[ResultRow]:
+        """Collectives of the way that gathers every path, beside the exchanges by heads."""
+        plan = by_heads.plan
         assert plan.shape is not None
-        yield figure("shared step", timed.typical_ms, "ms", note=plan.dealing)
-        if timed.peak_bytes is not None:
-            yield figure("shared peak", timed.peak_bytes, "bytes")
-        sent = context_bytes(plan.shape, plan.microbatches, plan.program)
+        collectives = Collectives(self.team, self.mesh.get_group(), self.dtype)
+        exchanges, gathers = collectives.by_heads_ms(plan), collectives.gathered_ms(plan)
+        whole = replace(plan.shape, context=1)
+        parts = self.team.size - 1
+        figure = partial(self._row, f"P{prompt}, gathered for every microbatch")
+        sent = gathered_bytes(plan, whole) * parts // self.team.size
         yield figure("sent by each rank", sent, "bytes")
-        if alone is not None:
-            yield figure("one rank's step over that of ranks", alone / timed.typical_ms, "x")
-        if self._over(f"dense, {self.shape}, P{prompt}"):
-            return
+        yield figure("collectives alone", gathers, "ms")
+        estimate = by_heads.typical_ms - exchanges + gathers
+        note = "that by heads, with these collectives instead of its exchanges"
+        yield figure("estimated step", estimate, "ms", note=note)
+        yield self._row(f"P{prompt}, by heads", "collectives alone", exchanges, "ms")
+
+    def _dense(self, steps: RankSteps, prompt: int, shared: RankTimed) -> Iterator[ResultRow]:
+        batch = self._batch(prompt, steps.policy.host.shape.vocab)
         rows: dict[str, Any] = {**DENSE, "max_microbatch_tokens": int(batch.lengths.max())}
         peaks: list[float | None] = []
 
         def run(some: RolloutBatch) -> float:
-            found = steps.time(some, repeats=1, **rows)
+            found = steps.time(some, repeats=1, planned=False, **rows)
             peaks.append(found.peak_bytes)
             return found.typical_ms
 
         dense = dense_ms(run, batch, SAMPLES)
+        figure = partial(self._row, f"P{prompt}")
         yield figure("dense step", dense, "ms")
         if peaks[-1] is not None:
             yield figure("dense peak", peaks[-1], "bytes")
         yield figure(
             "speed-up",
-            dense / timed.typical_ms,
+            dense / shared.typical_ms,
             "x",
             baseline="dense",
             baseline_leaves_out=True,
-            bound=plan.bound,
+            bound=shared.plan.bound,
         )
 
-    def _alone(self, prompt: int) -> tuple[float, float | None] | None:
-        """Milliseconds and peak of the step on the first rank alone; None where it does not
-        fit."""
-        try:
-            model = self._model(self.dtype)
-            stepper = Stepper(
-                model,
-                compile_blocks=self.options.blocks == "compiled",
-                self_check=False,
-                checkpointing="auto",
-                memory_budget="auto",
-                optimizer_bytes_per_parameter=0,
-            )
-            batch = self._batch(prompt, stepper.vocab)
-            policy = stepper.configured()
-            first = stepper.step(policy, batch)
-            timed = stepper.repeat(
-                policy, batch, repeats=self.options.repeats, into=Timed(first.plan)
-            )
-        except (torch.OutOfMemoryError, PlanError):
-            return None
-        return timed.typical_ms, timed.peak_bytes
+    def _longest(self, steps: RankSteps, one_longest: int | None) -> Iterator[ResultRow]:
+        """The longest prompt with the same responses; then a step of it on all ranks."""
+        figure = partial(self._row, "longest prompt")
+        if one_longest is not None:
+            yield figure("predicted, one rank", one_longest, "tokens")
+        policy = steps.policy.with_config(**ACROSS)
+        found = min(self.team.exchange(self._longest_of(policy)))
+        yield figure("predicted, all ranks", found, "tokens")
+        if one_longest:
+            yield figure("all ranks over one", found / one_longest, "x", baseline="one rank")
+        if not found:
+            return
+        batch = self._longest_batch(found, policy.host.shape.vocab)
+        timed = steps.time(batch, repeats=1, warm=0, planned=False, **ACROSS)
+        yield figure("step of it", timed.typical_ms, "ms", note="the first one")
+        if timed.peak_bytes is not None:
+            yield figure("peak of it", timed.peak_bytes, "bytes")
 
-    def _checked(self) -> ResultRow:
+    def _longest_of(self, policy: Policy) -> int:
+        """The longest prompt whose plan fits the budget of this rank; 0 if none does."""
+
+        def fits(prompt: int) -> bool:
+            try:
+                return policy.plan(self._longest_batch(prompt, policy.host.shape.vocab)).fits
+            except PlanError:
+                return False
+
+        most = MOST_TOKENS // self.scale
+        return longest(fits, step=LONGEST_STEP // self.scale, most=most)
+
+    def _longest_batch(self, prompt: int, vocab: int) -> RolloutBatch:
+        return one_group(prompt, [n // self.scale for n in RESPONSES], min(vocab, 8192))
+
+    def _checked(self) -> Iterator[ResultRow]:
         """Gradients of small models, beside those of one rank."""
         batch = self._group(64, [24] * 3, vocab=64)
-        found: list[dict[str, Tensor]] = []
-        for sharded in (True, False):
-            make = self._sharded_model if sharded else self._model
-            model = make(torch.float32, CHECKED_LAYERS)
-            policy = forkpoint.wrap(
-                model,
-                forkpoint.Config(compile_blocks=self.compiled),
-                mesh=self.mesh if sharded else None,
+        wanted = self._small_gradients(batch, self._model, None)
+        for way in WAYS:
+            with _forced(way):
+                found = self._small_gradients(batch, self._sharded_model, self.mesh)
+            worst = max(
+                float((found[name] - gradient).norm() / gradient.norm().clamp_min(1e-30))
+                for name, gradient in wanted.items()
             )
-            policy.forward_backward(batch, GRPO())
-            found.append(_gradients(model))
-            del model, policy
-            self.team.free()
-        worst = max(
-            float((found[0][name] - wanted).norm() / wanted.norm().clamp_min(1e-30))
-            for name, wanted in found[1].items()
-        )
-        return self._row(
-            f"{CHECKED_LAYERS} layers, float32",
-            "error of gradients beside one rank's",
-            self.team.most(worst),
-            "1",
-            bar=MOST_ERROR,
-        )
+            yield self._row(
+                f"{CHECKED_LAYERS} layers, float32, {way}",
+                "error of gradients beside one rank's",
+                self.team.most(worst),
+                "1",
+                bar=MOST_ERROR,
+            )
+
+    def _small_gradients(
+        self, batch: RolloutBatch, make: Callable[..., PreTrainedModel], mesh: DeviceMesh | None
+    ) -> dict[str, Tensor]:
+        model = make(torch.float32, CHECKED_LAYERS)
+        config = forkpoint.Config(compile_blocks=self.compiled, **ACROSS)
+        forkpoint.wrap(model, config, mesh=mesh).forward_backward(batch, GRPO())
+        found = _gradients(model)
+        del model
+        self.team.free()
+        return found
 
     # Models and batches
     # ------------------------------------------------------------
@@ -248,6 +369,11 @@ class _Measuring:
 
     def _group(self, prompt: int, responses: list[int], vocab: int) -> RolloutBatch:
         return make_group(max(2, prompt), responses, vocab=vocab)
+
+
+def _forced(way: Way) -> AbstractContextManager[object]:
+    """Within it the planner takes this way wherever it can."""
+    return patch.object(builder, "NOISE", float("inf") if way == "by heads" else -float("inf"))
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -2,8 +2,10 @@
 
 Groups of rollouts train a model that is cut into as many stages as there are ranks. The same plan
 runs on the first rank alone, with the whole model. The measured bubble is the part of the stages'
-time that the step on one rank does not explain; so it has the cost of sending as well. Blocks run
-eagerly on both sides. Where one rank cannot hold the whole model and its step, give fewer layers.
+time that the step on one rank does not explain; so it has the cost of sending as well. Another
+bubble is predicted: that with a barrier after the forwards of prefixes and after the leaves
+(`benchmarks stages`). Blocks run eagerly on both sides. Where one rank cannot hold the whole model
+and its step, give fewer layers.
 """
 
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
+from benchmarks.planning.stages import three_barriers
 from benchmarks.ranks.team import OnRanks, RankSteps, Team, team_here
 from benchmarks.rows import ResultRow
 from benchmarks.runner import Deadline, Seconds
@@ -106,14 +109,17 @@ class _Measuring:
         policy, stages = steps.policy, self.team.size
         plan = make_plan(self._batch(size), policy.host.shape, policy.config)
         cut = stages_of_shape(policy.host.shape, stages)
-        schedule = choose_size([offers_of([plan])], cut).schedule
+        staged = choose_size([offers_of([plan])], cut)
+        schedule, barriers = staged.schedule, three_barriers(staged.work)
+        busy = sum(schedule.busy)
         note = f"{len(plan.microbatches)} microbatches of at most {plan.max_microbatch_tokens}"
         for metric, value, unit in (
             ("one rank's step", one, "ms"),
             ("step", ms, "ms"),
             ("predicted bubble", schedule.bubble, "1"),
+            ("predicted bubble of three barriers", 1 - busy / (stages * barriers), "1"),
             ("measured bubble", 1 - one / (stages * ms), "1"),
-            ("predicted speed-up", sum(schedule.busy) / schedule.time, "x"),
+            ("predicted speed-up", busy / schedule.time, "x"),
             ("measured speed-up", one / ms, "x"),
         ):
             baseline = "one rank" if unit == "x" else None

@@ -113,13 +113,20 @@ class RankSteps:
         self.policy: Policy = wrap(model, config, mesh=mesh)
 
     def time(
-        self, batch: RolloutBatch, *, repeats: int, planned: bool = True, **changes: object
+        self,
+        batch: RolloutBatch,
+        *,
+        repeats: int,
+        warm: int = 1,
+        planned: bool = True,
+        **changes: object,
     ) -> RankTimed:
-        """Time a step of all ranks, after one to warm up. Collective.
+        """Time a step of all ranks, after some to warm up. Collective.
 
         Args:
             batch: of this rank.
             repeats: how often it is timed.
+            warm: steps before that.
             planned: whether the plan is made before; otherwise the step makes it, as it must where
                 ranks exchange prompts, and it is part of the time.
             changes: of the configuration.
@@ -127,11 +134,11 @@ class RankSteps:
         policy = self.policy.with_config(**changes)
         plan = policy.plan(batch) if planned else None
         timed: RankTimed | None = None
-        for repeat in range(1 + repeats):
+        for step in range(warm + repeats):
             found, ms = self._once(policy, batch, plan)
             timed = timed or RankTimed(found)
             timed.plan = found
-            if repeat:
+            if step >= warm:
                 timed.ms.append(ms)
         assert timed is not None
         if self.team.cuda:
@@ -169,16 +176,19 @@ def dense_ms(
 ) -> float:
     """Milliseconds of a dense step of a whole batch, by those of two samples of it.
 
-    Work that comes once a step, such as reducing gradients, is in both samples and is not scaled.
+    The time is linear in the tokens. Work that comes once a step, such as reducing gradients, is in
+    both samples and is not scaled.
 
     Args:
         run: times a step of some of the rollouts.
-        batch: rollouts of about equal lengths.
+        batch: rollouts of about equal lengths, or with prompts that are long beside the rest.
         counts: of rollouts in the samples, the smaller first.
     """
-    few, more = (run(batch.select(list(range(count)))) for count in counts)
-    each = (more - few) / (counts[1] - counts[0])
-    return more + max(0.0, each) * (len(batch) - counts[1])
+    samples = [batch.select(list(range(count))) for count in counts]
+    few, more = map(run, samples)
+    tokens = [int(sample.lengths.sum()) for sample in samples]
+    each = (more - few) / (tokens[1] - tokens[0])
+    return more + max(0.0, each) * (int(batch.lengths.sum()) - tokens[1])
 
 
 def exposed_ms(record: profile) -> float:

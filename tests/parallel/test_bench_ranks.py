@@ -84,15 +84,23 @@ def test_context_parallelism_on_two_ranks(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     found = {(row["case"].split("eager, ")[-1], row["metric"]): row for row in rows}
     assert len(found) == len(rows)
-    check = found["2 layers, float32", "error of gradients beside one rank's"]
-    assert 0 < check["value"] <= check["bar"]
-    shared = found["P8192", "shared step"]["value"]
-    ratio = found["P8192", "one rank's step over that of ranks"]["value"]
-    assert ratio == pytest.approx(found["P8192, one rank", "shared step"]["value"] / shared)
+    steps = []
+    for way in ("by heads", "leaves dealt out"):
+        check = found[f"2 layers, float32, {way}", "error of gradients beside one rank's"]
+        assert 0 < check["value"] <= check["bar"]
+        steps.append(found[f"P8192, {way}", "shared step"]["value"])
+        ratio = found[f"P8192, {way}", "shared step over one rank's"]["value"]
+        assert ratio == pytest.approx(steps[-1] / found["P8192, one rank", "shared step"]["value"])
     speed_up = found["P8192", "speed-up"]
-    assert speed_up["value"] == pytest.approx(found["P8192", "dense step"]["value"] / shared)
-    assert found["P8192", "sent by each rank"]["value"] > 0
+    dense = found["P8192", "dense step"]["value"]
+    assert speed_up["value"] == pytest.approx(dense / min(steps))
     assert 1 < speed_up["bound"] < 5
+    gathered, heads = "P8192, gathered for every microbatch", "P8192, by heads"
+    assert found[heads, "sent by each rank"]["value"] > 0
+    assert found[gathered, "sent by each rank"]["value"] > 0
+    difference = found[gathered, "estimated step"]["value"] - steps[0]
+    times = [found[case, "collectives alone"]["value"] for case in (gathered, heads)]
+    assert difference == pytest.approx(times[0] - times[1])
 
 
 @pytest.mark.parametrize("name", ["context", "pipeline"])
@@ -109,7 +117,8 @@ def test_a_pipeline_of_two_ranks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     found = {row["metric"]: row["value"] for row in rows}
-    assert 0 < found["predicted bubble"] < 0.5 and len(found) == len(rows) == 6
+    assert 0 < found["predicted bubble"] < 0.5 and len(found) == len(rows) == 7
+    assert found["predicted bubble"] <= found["predicted bubble of three barriers"]
     ratio = found["one rank's step"] / found["step"]
     assert found["measured bubble"] == pytest.approx(1 - ratio / 2)
     assert found["measured speed-up"] == pytest.approx(ratio)
