@@ -43,7 +43,7 @@ def test_the_library_refuses(kind: Kind) -> None:
     # What a reader raises besides is of a public class.
     kinds = [e for e in type(caught.value).__mro__ if e.__module__ == errors.__name__]
     assert kinds[0] is kind.error
-    assert str(caught.value) == kind.message
+    assert kind.message in str(caught.value)
 
 
 IN_BOTH = [name for name in ON_COMMAND_LINE if KINDS[name].call]
@@ -62,7 +62,7 @@ def test_the_command_line_refuses(
     """A defect would be raised here: `main` catches errors of users alone."""
     done = Shell(capsys)(*kind.argv, *more)
     assert (done.code, done.out) == (2, "")
-    assert done.err == f"error: {kind.message}\n"
+    assert done.err.startswith("error: ") and kind.message in done.err
 
 
 def test_every_class_of_errors_is_met() -> None:

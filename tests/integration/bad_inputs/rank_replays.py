@@ -54,46 +54,38 @@ RANK_REPLAYS = (
     Kind(
         name="A baseline on several ranks",
         error=ConfigError,
-        message="baseline is 'dense', which trains a copy of the model, and torchrun has started "
-        "several ranks, whose shards are not copied. Leave --baseline out, or run without "
-        "torchrun.",
+        message="baseline is 'dense', which trains a copy of the model, and torchrun has started",
         argv=(*REPLAY, "--baseline", "dense"),
         prepare=on_ranks,
     ),
     Kind(
         name="Ranks that replay different things",
         error=ConfigError,
-        message="the ranks replay different things: steps is '4' on rank 0 and '5' on rank 1. "
-        "Start every rank with the same file, model and options.",
+        message="the ranks replay different things: steps is '4' on rank 0 and '5' on rank 1.",
         call=different,
     ),
     Kind(
         name="A rank that has died in a replay",
         error=RankError,
-        message="a rank has died or ended: look at the output of the other ranks. Start all of "
-        "them again, a replay that has a folder with --resume. The collective's error: "
-        "RuntimeError: [third_party/gloo/pair.cc:534] Connection closed by peer",
+        message="a rank has died or ended: look at the output of the other ranks.",
         call=died,
     ),
     Kind(
         name="A checkpoint that is cut short",
         error=ConfigError,
-        message=f"{SAVED} is no whole checkpoint: it has no state.json. Begin anew in another "
-        "folder.",
+        message="is no whole checkpoint: it has no state.json.",
         call=saved(None),
     ),
     Kind(
         name="A checkpoint of another version",
         error=ConfigError,
-        message=f"{SAVED}/state.json has schema 99, and this forkpoint reads 2. Use the "
-        "forkpoint that wrote it, or replay again.",
+        message="/state.json has schema 99, and this forkpoint reads 2.",
         call=saved({"schema": 99}),
     ),
     Kind(
         name="A checkpoint that says something else",
         error=ConfigError,
-        message=f"{SAVED}/state.json: step is missing; it has to be there. The file is not as "
-        "forkpoint wrote it: take the folder as it was written, or replay again.",
+        message="/state.json: step is missing; it has to be there.",
         call=saved({"schema": 2}),
     ),
 )

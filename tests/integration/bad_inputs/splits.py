@@ -81,50 +81,37 @@ SPLITS: tuple[Kind, ...] = (
     Kind(
         name="Ranks of one copy with different losses",
         error=RankError,
-        message="ranks 0 and 1 hold one copy of the model together (tensor, context or pipeline "
-        "parallelism), and came to different losses (0.5 and 0.75), so no rank keeps its "
-        "gradients. A loss there must not draw random numbers of a rank's own, nor depend on the "
-        "rank.",
+        message="ranks 0 and 1 hold one copy of the model together (tensor, context or pipeline",
         call=lambda: check_same_losses([0.5, 0.75], [0, 1], [0, 0]),
     ),
     Kind(
         name="DistributedDataParallel around a split model",
         error=UnsupportedError,
-        message="DistributedDataParallel holds a model whose modules are split over ranks, which "
-        "has not been shown exact. Use fully_shard for the data dimension.",
+        message="DistributedDataParallel holds a model whose modules are split over ranks, which",
         call=in_process_group(within_replicas),
     ),
     Kind(
         name="Sequence parallelism",
         error=UnsupportedError,
-        message="model.norm is split over ranks by SequenceParallel "
-        "(transformers.distributed.tensor_parallel), which has not been shown exact; these have: "
-        "ColwiseParallel, RowwiseParallel, EmbeddingParallel, ReplicatedWithGradAllReduce, "
-        "PackedColwiseParallel, MoeExpertsParallel, MlaKvAProjParallel, AllReduceParallel, "
-        "LocalParamsParallel, TensorParallelLayer, EpDispatchExpertsParallel. Leave its rule out "
-        "of tp_plan and ep_plan.",
+        message="model.norm is split over ranks by SequenceParallel",
         call=in_process_group(lambda model, mesh: split(model, mesh, "sequence_parallel")),
     ),
     Kind(
         name="Pipeline stages",
         error=UnsupportedError,
-        message="transformers has cut the model into pipeline stages (pp_size), and wrap was given "
-        "no mesh with the dimension 'pp'. Give it one with the same ranks: forkpoint.wrap(model, "
-        "mesh=mesh).",
+        message="transformers has cut the model into pipeline stages (pp_size), and wrap was",
         call=in_process_group(in_stages),
     ),
     Kind(
         name="Compiled blocks of a split model",
         error=UnsupportedError,
-        message="Config(compile_blocks=True) asks for compiled decoder blocks, which have not been "
-        "shown exact where their modules are split over ranks. Leave compile_blocks out.",
+        message="Config(compile_blocks=True) asks for compiled decoder blocks, which have not",
         call=in_process_group(compiled),
     ),
     Kind(
         name="A mesh without names",
         error=ConfigError,
-        message="mesh is a DeviceMesh without names of its dimensions; it takes the DeviceMesh "
-        "that the model was split over, made with mesh_dim_names.",
+        message="mesh is a DeviceMesh without names of its dimensions;",
         call=in_process_group(with_nameless_mesh),
     ),
 )

@@ -146,9 +146,7 @@ STATES: tuple[Kind, ...] = (
     state_kind(
         "Reentrant checkpointing",
         lambda m: checkpointing(m.train(), use_reentrant=True),
-        message="model is checkpointed by a partial of torch.utils.checkpoint.checkpoint, and not "
-        "with use_reentrant=False, so that gradients of shared tokens may be lost. Enable "
-        'checkpointing with gradient_checkpointing_kwargs={"use_reentrant": False}.',
+        message="model is checkpointed by a partial of torch.utils.checkpoint.checkpoint, and not",
         training_only=True,
     ),
     state_kind(
@@ -169,57 +167,44 @@ STATES: tuple[Kind, ...] = (
     state_kind(
         "Dropout in a module",
         dropout_module,
-        message="model.layers.0.mlp.act_fn.1 has dropout 0.25 in training mode: dense training "
-        "would draw new numbers for every copy of a shared token. Set it to 0, or call "
-        "model.eval().",
+        message="model.layers.0.mlp.act_fn.1 has dropout 0.25 in training mode:",
     ),
     state_kind(
         "A rope_type that is not known",
         unknown_rope,
-        message="rope_type is 'spiral', and it is not known whether its frequencies depend on the "
-        "length of a rollout. Use one of default, linear, llama3, proportional, yarn, dynamic, "
-        "longrope.",
+        message="rope_type is 'spiral', and it is not known whether its frequencies depend on the",
     ),
     call_kind(
         "Rollouts beyond the length of dynamic rope",
         too_long({"rope_type": "dynamic", "factor": 2.0}, 8),
-        message="rope_type is 'dynamic' and the longest rollout has 21 tokens: beyond 8 tokens "
-        "frequencies depend on the length, so rollouts would differ on tokens they share. Use "
-        "rollouts of at most 8 tokens or another rope_type.",
+        message="rope_type is 'dynamic' and the longest rollout has 21 tokens:",
     ),
     state_kind(
         "A model that is frozen",
         lambda m: m.requires_grad_(False),
-        message="no parameter of the model requires a gradient; unfreeze some, or use policy.score "
-        "for log-probs alone.",
+        message="no parameter of the model requires a gradient;",
         training_only=True,
     ),
     state_kind(
         "An optimizer that steps in the backward",
         optimizer_in_backward,
-        message="parameter model.norm.weight has a hook on its gradient (builtins.print). A step "
-        "has several backwards, so it would see parts of the gradient. Remove it, and do its work "
-        "after the step.",
+        message="parameter model.norm.weight has a hook on its gradient (builtins.print).",
         training_only=True,
     ),
     state_kind(
         "Router noise of a mixture of experts",
         router_noise,
-        message="model.layers.1.mlp has router jitter 0.1 in training mode: dense training would "
-        "draw new numbers for every copy of a shared token. Set it to 0, or call model.eval().",
+        message="model.layers.1.mlp has router jitter 0.1 in training mode:",
     ),
     state_kind(
         "A mask for attention",
         argument_of_attention("attention_mask", torch.zeros(1)),
-        message="LlamaAttention asks for a mask in attention; forkpoint knows causal attention "
-        "without masks of one's own and without dropout. Set attention_dropout to 0 and "
-        "give no attention_mask.",
+        message="LlamaAttention asks for a mask in attention; forkpoint knows causal attention",
     ),
     state_kind(
         "An argument of attention that is not known",
         argument_of_attention("attn_bias", torch.zeros(1)),
-        message="LlamaAttention passes attn_bias to its attention function, and what that changes "
-        "is not known, so that forkpoint cannot be exact. Leave it out.",
+        message="LlamaAttention passes attn_bias to its attention function, and what that changes",
     ),
     call_kind(
         "A step in inference mode",
@@ -230,23 +215,16 @@ STATES: tuple[Kind, ...] = (
     call_kind(
         "A copy of a policy",
         lambda: copy.deepcopy(wrap(tiny_model("llama"))),
-        message="a policy belongs to a model in this process, and is neither copied "
-        "(copy.deepcopy) nor pickled. Copy or save the model, and wrap that: "
-        "forkpoint.wrap(copy.deepcopy(model), policy.config).",
+        message="a policy belongs to a model in this process, and is neither copied",
     ),
     call_kind(
         "A call of the model within a step",
         model_within_a_step,
-        message="the model, or a part of it, was called while a step of forkpoint runs it (from a "
-        "loss, a hook or another thread), or its attn_implementation was set to 'forkpoint'. Call "
-        "it when no step runs. What a loss needs is computed before the step, by policy.score or "
-        "by a copy of the model (copy.deepcopy).",
+        message="the model, or a part of it, was called while a step of forkpoint runs it (from a",
     ),
     call_kind(
         "A step within a step",
         step_within_a_step,
-        message="the model is inside a step of forkpoint already (this call comes from a loss, a "
-        "hook or another thread); let that step end first. Log-probs that a loss needs are "
-        "computed before it, by policy.score.",
+        message="the model is inside a step of forkpoint already (this call comes from a loss, a",
     ),
 )

