@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -112,17 +113,23 @@ def places(path: Path, change: Change) -> Iterator[int]:
     text = path.read_text(encoding="utf-8")
     wanted, name = change.old.splitlines(), change.scope.rpartition(".")[2]
     lines = text.splitlines()
-    spans = [
-        (node.lineno - 1, node.end_lineno or 0)
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name == name
-    ]
+    spans = _spans(text).get(name, [])
     for at in range(len(lines) - len(wanted) + 1):
         if lines[at].strip() != wanted[0].strip():
             continue
         here = textwrap.dedent("\n".join(lines[at : at + len(wanted)])).splitlines()
         if here == wanted and (not name or any(begin <= at < end for begin, end in spans)):
             yield at
+
+
+@cache
+def _spans(text: str) -> dict[str, list[tuple[int, int]]]:
+    """First line and end of every function and class of a text, by their names."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.setdefault(node.name, []).append((node.lineno - 1, node.end_lineno or 0))
+    return found
 
 
 def _indentation(text: str) -> str:
