@@ -68,6 +68,7 @@ def test_groups(shell: Shell, tmp_path: Path) -> None:
     assert "4 rollouts, scaled by 2;" in rows[names[0], "dense step"]["note"]
 
 
+@pytest.mark.slow
 def test_groups_of_a_hybrid(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # What the host takes for so small a model leaves no gain for sharing.
     monkeypatch.setattr(meters, "HOST_BLOCK_MS", 0.0)
@@ -192,6 +193,7 @@ def test_images(shell: Shell, tmp_path: Path) -> None:
         assert once >= faster["bound"] > rows[case, "bound, encoder for every rollout"]["value"] > 1
 
 
+@pytest.mark.slow
 def test_bounds_of_images() -> None:
     """Counted here again for Qwen3-VL-8B: products of weights, and attention within images."""
     config = make_vision_model("qwen3-vl-8b", "meta").config

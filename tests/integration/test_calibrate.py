@@ -155,6 +155,7 @@ def test_scores_in_inference_mode_measure(cache: Path) -> None:
     assert policy.plan(forked_batch()).predicted_ms
 
 
+@pytest.mark.slow
 def test_a_step_that_measures_has_the_gradients_of_its_plan(cache: Path) -> None:
     model = random_model(MODEL, torch.float32, 0).train()
     policy = wrap(model)

@@ -208,6 +208,7 @@ def test_reward_rises(shell: Shell, tmp_path: Path) -> None:
     assert result["last_quarter_reward"] > result["first_quarter_reward"] + 0.2
 
 
+@pytest.mark.slow
 def test_no_rise_is_said(run: Callable[..., Any]) -> None:
     """Without learning there is none to claim."""
     done = run("--steps", 8, "--lr", 0)

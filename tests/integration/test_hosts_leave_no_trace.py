@@ -112,6 +112,7 @@ def test_two_policies_on_one_model() -> None:
     assert step_error(model, BATCH, LOSS, policy=second) < 1e-10
 
 
+@pytest.mark.slow
 def test_the_model_may_change_between_steps() -> None:
     """Nothing of it is remembered that a step depends on."""
     model = small_model("llama", dtype=torch.float32)

@@ -40,7 +40,7 @@ def model_of(family: str) -> PreTrainedModel:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, derandomize=True, deadline=None)
+@settings(max_examples=25, derandomize=True, deadline=None)
 @given(
     family=st.sampled_from(("llama", "qwen3")),
     batch=batches(logprobs=True),

@@ -117,6 +117,7 @@ def means(monkeypatch: pytest.MonkeyPatch, *, biased: bool) -> list[float]:
     return [step.difference.mean for step in report.steps if step.difference is not None]
 
 
+@pytest.mark.slow
 def test_one_sided_rounding_is_a_trend(monkeypatch: pytest.MonkeyPatch) -> None:
     """A drift that the bar must find: a unit in the last place a step, always downwards."""
     found = trend(means(monkeypatch, biased=True))

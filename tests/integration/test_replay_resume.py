@@ -284,6 +284,7 @@ def test_a_disk_without_room(processes: Any, tmp_path: Path) -> None:
     assert len(rows(folder)) == 2
 
 
+@pytest.mark.slow
 def test_state_in_float32_of_parameters_in_16_bits_is_not_rounded(tmp_path: Path) -> None:
     """torch's load_state_dict would cast it to the parameters' dtype."""
 

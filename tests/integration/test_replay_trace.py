@@ -67,6 +67,7 @@ def test_a_step_is_a_recorded_batch_with_what_its_loss_was_given(tmp_path: Path)
         torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_the_command_takes_the_recorded_loss(shell: Shell, tmp_path: Path) -> None:
     record(tmp_path / "trace", loss=LogLikelihood())
     config = write_config(tmp_path / "config.json")

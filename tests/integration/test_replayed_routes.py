@@ -154,6 +154,7 @@ def ordinary_of_tiny() -> Any:
         return ordinary(tiny(), BATCH, GRPO())
 
 
+@pytest.mark.slow
 def test_models_that_checkpoint_and_losses_that_couple() -> None:
     model = routed_model("qwen3_moe")
     with lifted_upcasts(model):  # before it is checkpointed: its recomputation would route itself
@@ -246,6 +247,7 @@ def own_routes(batch: RolloutBatch) -> RolloutBatch:
     return RolloutBatch(found)
 
 
+@pytest.mark.slow
 def test_choices_that_would_have_gone_elsewhere_are_counted() -> None:
     batch = own_routes(ragged_batch())
     policy = wrap(tiny(), ACROSS)

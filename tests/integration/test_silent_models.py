@@ -100,6 +100,7 @@ def test_what_looks_like_it_is_exact(case: str, monkeypatch: pytest.MonkeyPatch)
         assert step_error(model, BATCH, LOSS, config) < 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_lists")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_small_effects_are_found_as_far_as_rounding_allows(dtype: torch.dtype) -> None:

@@ -127,6 +127,7 @@ def test_an_untouched_model_passes(family: str, dtype: torch.dtype, config: Conf
         assert 1e-7 < report.shared_error < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("remembered_dense")
 def test_an_untouched_bfloat16_model_passes() -> None:
     report = wrap(real_model("llama"), GROUPS_ACROSS).verify(real_batch(), losses.GRPO())
@@ -136,6 +137,7 @@ def test_an_untouched_bfloat16_model_passes() -> None:
     assert 0.5 < report.shared_error / report.dense_error < 1.1
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_float32_adapters_on_a_bfloat16_base() -> None:
     adapters = LoraConfig(r=4, target_modules="all-linear", task_type=TaskType.CAUSAL_LM)
@@ -225,6 +227,7 @@ def test_the_bars(tampered: Any, dtype: torch.dtype, off: float, passes: bool) -
     assert tiny_report("llama", dtype, ACROSS).passed == passes
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("remembered_dense")
 def test_one_small_parameter_alone_fails_in_bfloat16(tampered: Any) -> None:
     """A norm inside attention has the smallest gradient there is, and few elements."""

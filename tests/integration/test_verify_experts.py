@@ -183,6 +183,7 @@ def test_bfloat16_passes_with_routes_held(family: str) -> None:
     assert shared.fraction < 0.05
 
 
+@pytest.mark.slow
 def test_routes_decide_what_is_measured() -> None:
     """Without holding them the errors of both sides are those of flips."""
     policy, held = wrap(expert_model("gpt_oss"), ACROSS), report_of("gpt_oss")
@@ -244,6 +245,7 @@ def test_grouped_products_of_experts() -> None:
     assert model.config._experts_implementation == before
 
 
+@pytest.mark.slow
 def test_rollouts_in_which_nothing_is_trained_choose_for_themselves() -> None:
     """Dense training does not run them, so that there are no routes to hold them to."""
     given = list(expert_batch())
@@ -290,6 +292,7 @@ def test_the_table_and_json_have_the_counts() -> None:
 # It disturbs nothing, and fails loudly -----------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_model_and_policy_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     model = expert_model("gpt_oss")
     policy = wrap(model, ACROSS)

@@ -208,6 +208,7 @@ def chosen(budgets: tuple[int | None, ...], config: Config) -> tuple[str, str, i
     return plan.gather, plan.gather_reason, plan.memory_budget_bytes
 
 
+@pytest.mark.slow
 def test_ranks_keep_to_the_least_budget_and_choose_alike() -> None:
     roomy, tight = 1 << 30, 700_000
     found = run_ranks(2, chosen, (roomy, None), DEEP)
@@ -222,6 +223,7 @@ def whole_weights_bytes() -> int:
     return sum(weights.group_bytes())
 
 
+@pytest.mark.slow
 def test_whole_weights_count_against_the_budget() -> None:
     nbytes = max(run_ranks(2, whole_weights_bytes))
     found = run_ranks(2, chosen, (nbytes // 4, nbytes // 4), DEEP)

@@ -103,6 +103,7 @@ def measures(folder: Path) -> tuple[float, list[str]]:
     return found.seconds, sorted(policy.model_state.agreed)
 
 
+@pytest.mark.slow
 def test_ranks_take_one_measurement(tmp_path: Path) -> None:
     assert run_ranks(3, measures, tmp_path) == [(1.0, ["auto"])] * 3
 

@@ -96,6 +96,7 @@ def interrupts() -> None:
     time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_replicas_go_on_after_an_error_in_the_sample() -> None:
     first, second = run_ranks(2, step_with, replicated, raises)
     assert first[0].startswith("UnsupportedError") and "MemoryError" in first[0]

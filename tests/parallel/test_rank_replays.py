@@ -46,6 +46,7 @@ def furthest(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) ->
     return max(float((found[n].double() - wanted[n].double()).abs().max()) for n in found)
 
 
+@pytest.mark.slow
 def test_two_ranks_resume_bitwise(undisturbed: Path, tmp_path: Path) -> None:
     folder = copied(undisturbed / "begun", tmp_path / "out")
     first, second = run_ranks(2, summary, folder)

@@ -192,6 +192,7 @@ def test_router_losses_are_those_of_one_process(name: str) -> None:
     assert all((own > 0) is bool(part) for own, part in zip(owns, case.rollouts, strict=True))
 
 
+@pytest.mark.slow
 def test_counts_of_one_rank_alone_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: a statistic of the batch takes this rank's counts."""
     monkeypatch.setattr(Routing, "gather", lambda self, ranks: None)
@@ -260,6 +261,7 @@ def updated(steps: int) -> list[torch.Tensor]:
     ]
 
 
+@pytest.mark.slow
 def test_biases_take_the_counts_of_all_ranks() -> None:
     skip_without_router_logits("glm4_moe")
     first, second = run_ranks(2, updated, 4)

@@ -73,6 +73,7 @@ def refused_calls(folder: Path) -> tuple[dict[str, str], list[str], float]:
     return found, touched, afterwards(policy, folder)
 
 
+@pytest.mark.slow
 def test_ranks_of_one_copy_have_the_same_batch(tmp_path: Path) -> None:
     for rank, (found, touched, error) in enumerate(
         run_ranks(2, refused_calls, SPLIT.save(tmp_path))

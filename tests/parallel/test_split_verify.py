@@ -68,6 +68,7 @@ def check(
     return found
 
 
+@pytest.mark.slow
 def test_ranks_of_one_copy_verify_together(tmp_path: Path) -> None:
     found = check(2, tmp_path, SPLIT)
     assert max(found[0]["norms"]) > 0 and max(found[0]["errors"]) < BAR

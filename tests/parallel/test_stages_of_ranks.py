@@ -184,6 +184,7 @@ def test_each_stage_has_an_order_of_its_own() -> None:
 # ------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_gradients_that_do_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     send = StageLinks._send
 

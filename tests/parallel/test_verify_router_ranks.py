@@ -137,6 +137,7 @@ def louder_router(case: Verified) -> dict[str, Any]:
     return verified(case)
 
 
+@pytest.mark.slow
 def test_a_router_gradient_of_one_rank_is_found() -> None:
     """The losses of log-probs are exact, and values of the router loss."""
     for each in run_ranks(2, louder_router, Verified(BATCH)):

@@ -162,6 +162,7 @@ def unheld() -> tuple[list[str], list[str]]:
     return before, warnings.texts
 
 
+@pytest.mark.slow
 def test_a_model_that_no_wrapper_holds_is_warned_of_once() -> None:
     for before, (text,) in run_ranks(2, unheld):
         assert not before
@@ -181,6 +182,7 @@ def within_ddp() -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_a_model_within_ddp_is_refused_when_it_trains() -> None:
     for texts in run_ranks(2, within_ddp):
         for text in texts:
@@ -200,6 +202,7 @@ def held_over_a_part() -> list[str]:
     return [*found, said(lambda: forkpoint.wrap(plain(), mesh=mesh))]
 
 
+@pytest.mark.slow
 def test_a_dimension_of_the_mesh_that_nothing_holds_is_refused() -> None:
     for *held, part, named in run_ranks(2, held_over_a_part):
         assert held == ["", ""]

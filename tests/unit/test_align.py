@@ -114,7 +114,7 @@ def check(aligned: Sequence[Program], programs: Sequence[Program]) -> None:
     nodes_of(aligned[0])
 
 
-@settings(max_examples=75, derandomize=True, deadline=None)
+@settings(max_examples=30, derandomize=True, deadline=None)
 @given(ranks(), st.randoms(use_true_random=False))
 def test_ranks_run_the_same_operations_around_their_programs(drawn, rng: random.Random) -> None:
     programs, costs = drawn
@@ -172,7 +172,7 @@ def greatest_saving(one: Shape, other: Shape, costs: list[list[float]]) -> float
     return most(children(one, -1), children(other, -1))
 
 
-@settings(max_examples=40, derandomize=True, deadline=None)
+@settings(max_examples=20, derandomize=True, deadline=None)
 @given(shapes(most=6), shapes(most=6), st.randoms(use_true_random=False))
 def test_two_shapes_lie_over_each_other_for_the_greatest_saving(
     one: Shape, other: Shape, rng: random.Random

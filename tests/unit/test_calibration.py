@@ -29,7 +29,7 @@ from made_calibrations import SHAPE, flat, group, line, made_up
 from strategies import batches
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
+@settings(max_examples=40, derandomize=True, deadline=None)
 @given(
     points=st.lists(
         st.tuples(st.integers(1, 1 << 20), st.floats(1e-3, 1e6), st.floats(1e-3, 1e6)),
@@ -146,7 +146,7 @@ def as_defined(plan: Plan, meter: Meter, budget: int) -> list[str]:
     return ways
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
+@settings(max_examples=40, derandomize=True, deadline=None)
 @given(
     batches(),
     st.integers(1, 12),
@@ -168,7 +168,7 @@ def test_rows_are_let_go_as_defined(batch, tokens, boundary, share, moved) -> No
     assert [row.activations for row in fitted.microbatches] == as_defined(plan, meter, budget)
 
 
-@settings(max_examples=30, derandomize=True, deadline=None)
+@settings(max_examples=15, derandomize=True, deadline=None)
 @given(
     st.integers(2, 300),
     st.integers(1, 60),

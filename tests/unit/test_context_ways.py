@@ -25,6 +25,7 @@ def test_gathered_bytes_of_a_prompt_and_two_responses() -> None:
     assert gathered_bytes(plan, shape) == elements * (2 + 2 + 4)
 
 
+@pytest.mark.slow
 def test_ways_of_one_step() -> None:
     calibration = Calibration.load(OPTIONS.calibration)
     step = Step(OPTIONS, calibration, 4096, 6, 2, 50.0)

@@ -25,7 +25,7 @@ TINY = ModelShape(
 )
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
+@settings(max_examples=40, derandomize=True, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=6),
     st.integers(0, 40),

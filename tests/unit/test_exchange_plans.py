@@ -57,7 +57,7 @@ CONFIGS = st.builds(
 
 
 @given(batches=dealt(), config=CONFIGS, coupled=st.booleans())
-@settings(max_examples=75, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_plans_of_ranks_that_exchange(
     batches: list[RolloutBatch], config: Config, coupled: bool
 ) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from forkpoint.tree.forest import Forest, SortedRollouts, build_forest, sort_rollouts
 from strategies import token_lists
 
-EXAMPLES = settings(max_examples=250, derandomize=True, deadline=None)
+EXAMPLES = settings(max_examples=60, derandomize=True, deadline=None)
 
 Edge = tuple[int, tuple[int, ...]]
 """A class of rollouts that may share, and a rollout's tokens up to the edge's label."""

@@ -23,7 +23,7 @@ from forkpoint.tree import (
 )
 from strategies import COMBINATIONS, batches, naming
 
-EXAMPLES = settings(max_examples=25, derandomize=True, deadline=None)
+EXAMPLES = settings(max_examples=10, derandomize=True, deadline=None)
 
 Slot = tuple[int, int]
 """(FROM_OWN, place of the microbatch) or (FROM_CACHE, place of the cache)."""

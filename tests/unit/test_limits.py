@@ -134,7 +134,7 @@ def test_torch_files_take_room(archive: bool, tmp_path: Path) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_lines_are_those_of_a_split(data: st.DataObject, tmp_path_factory: Any) -> None:
     content = data.draw(st.lists(st.sampled_from(list(b"\n\n ab\r\t\v")), max_size=60).map(bytes))
     pack = data.draw(st.sampled_from([bytes, gzip.compress, zstandard.compress]))

@@ -63,7 +63,7 @@ def cost_of(priced: Priced, rollouts: list[int], batch: RolloutBatch) -> int:
 @given(
     batch=batches(), ranks=st.integers(1, 6), whole=st.booleans(), tokens=st.sampled_from([4, 99])
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_each_rollout_is_on_one_rank(
     batch: RolloutBatch, ranks: int, whole: bool, tokens: int
 ) -> None:
@@ -80,7 +80,7 @@ def test_each_rollout_is_on_one_rank(
 
 
 @given(batch=batches(), ranks=st.integers(2, 5), whole=st.booleans())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_no_worse_than_knowing_less(batch: RolloutBatch, ranks: int, whole: bool) -> None:
     paths = Paths.of_batch(batch)
     priced = Priced.of(paths, paths.forest(), TOKEN)
@@ -95,7 +95,7 @@ def test_no_worse_than_knowing_less(batch: RolloutBatch, ranks: int, whole: bool
 
 
 @given(batch=batches(), ranks=st.integers(1, 5))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_costs_count_each_shared_token_once(batch: RolloutBatch, ranks: int) -> None:
     paths = Paths.of_batch(batch)
     priced = Priced.of(paths, paths.forest(), TOKEN)
@@ -111,7 +111,7 @@ def test_costs_count_each_shared_token_once(batch: RolloutBatch, ranks: int) -> 
 
 
 @given(batch=batches(), ranks=st.integers(1, 4), capacity=st.integers(1, 12))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_pieces_are_those_of_the_ranks_own_forest(
     batch: RolloutBatch, ranks: int, capacity: int
 ) -> None:
@@ -198,6 +198,7 @@ def test_costs_are_flops_with_a_model() -> None:
     assert cost[0] == pytest.approx(flops, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_the_same_in_other_processes(tmp_path: Path) -> None:
     code = (
         "import json, forkpoint, numpy as np\n"

@@ -82,7 +82,7 @@ def test_auto_avoids_splitting_what_a_loss_couples_where_that_is_cheaper() -> No
         assert make_plan(batch, config=config, coupling=pairs).boundary == "mixed"
 
 
-@settings(max_examples=120, derandomize=True, deadline=None)
+@settings(max_examples=40, derandomize=True, deadline=None)
 @given(
     batches(),
     st.sampled_from((None, SHAPE)),
@@ -278,7 +278,7 @@ def test_auto_shares_from_the_length_on_where_it_pays(prompt: int, sharing: str)
     assert plan.sharing == sharing, plan.explain()
 
 
-@settings(max_examples=30, derandomize=True, deadline=None)
+@settings(max_examples=15, derandomize=True, deadline=None)
 @given(batch=batches(), boundary=st.sampled_from(("within", "mixed", "across")))
 def test_one_group_is_shared_by_groups_as_by_tree(batch: RolloutBatch, boundary: Any) -> None:
     together = RolloutBatch(dataclasses.replace(rollout, group_id="g") for rollout in batch)

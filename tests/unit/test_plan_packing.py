@@ -33,7 +33,7 @@ def test_first_fit_decreasing() -> None:
     assert first_fit_decreasing([9, 1], 5) == [[0], [1]], "what is too large is alone"
 
 
-@settings(max_examples=150, derandomize=True, deadline=None)
+@settings(max_examples=60, derandomize=True, deadline=None)
 @given(st.lists(st.integers(1, 20), max_size=30), st.integers(1, 25))
 def test_bins_hold_everything_once_and_no_two_could_be_one(sizes: list[int], capacity: int) -> None:
     bins = first_fit_decreasing(sizes, capacity)

@@ -72,7 +72,7 @@ def paths(plan: Plan, batch: RolloutBatch) -> list[list[int]]:
     ]
 
 
-@settings(max_examples=75, derandomize=True, deadline=None)
+@settings(max_examples=30, derandomize=True, deadline=None)
 @given(
     batches(max_rollouts=8, max_tokens=16),
     st.sampled_from(COMBINATIONS),

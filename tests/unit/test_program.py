@@ -155,7 +155,7 @@ def check_slots(plan: Plan) -> int:
     return peak
 
 
-@settings(max_examples=40, derandomize=True, deadline=None)
+@settings(max_examples=15, derandomize=True, deadline=None)
 @given(batches(), configs, st.booleans(), st.randoms(use_true_random=False))
 def test_in_any_order_slots_do_not_clash(
     batch: RolloutBatch, config: Config, coupled: bool, rng: random.Random
@@ -172,7 +172,7 @@ def test_in_any_order_slots_do_not_clash(
     assert again.cache_tokens == nested.cache_tokens
 
 
-@settings(max_examples=40, derandomize=True, deadline=None)
+@settings(max_examples=15, derandomize=True, deadline=None)
 @given(batches(), configs, st.booleans(), st.randoms(use_true_random=False))
 def test_in_any_order_each_microbatch_reads_its_own_ancestors(
     batch: RolloutBatch, config: Config, coupled: bool, rng: random.Random
@@ -248,7 +248,7 @@ def test_a_host_that_is_not_left_early_gets_no_such_plan() -> None:
 # ------------------------------------------------------------
 
 
-@settings(max_examples=40, derandomize=True, deadline=None)
+@settings(max_examples=15, derandomize=True, deadline=None)
 @given(st.data())
 def test_aligned_ranks_execute_the_same_operations(data: st.DataObject) -> None:
     plans = []

@@ -93,7 +93,7 @@ KEPT = ("torch", "safetensors", "parquet", "gzip", "JSON lines")
 @pytest.mark.parametrize("container", slow_besides(KEPT, WRITERS))
 @given(data=st.data())
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_random_damage_is_an_error_or_harmless(
     container: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory

@@ -129,6 +129,7 @@ class InterruptAt:
 
 
 # Between a with block and its end, where Python itself lets no signal in, a file stays open.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*FileIO name:pytest.PytestUnraisableExceptionWarning")
 def test_interrupted_at_any_moment(tmp_path: Path) -> None:
     """The trace and its recorder know of the same batches, and go on with the next."""

@@ -310,6 +310,7 @@ def changed_folders(folder: Path, place: Path) -> Iterator[tuple[str, Path]]:
                 yield f"{name} {kind}", place
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_pictures")
 def test_hostile_values_one_at_a_time(tmp_path: Path) -> None:
     """Each is refused by file and field, or is text in the page."""

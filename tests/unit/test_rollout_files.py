@@ -44,7 +44,7 @@ def many(count: int) -> list[Rollout]:
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 @given(rollouts=rollout_lists())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_round_trip_is_exact(suffix, rollouts):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"r{suffix}"

@@ -50,7 +50,7 @@ def test_json_that_is_none(content: bytes, said: str) -> None:
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists, max_leaves=9))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_json_comes_back(value: Any) -> None:
     assert parse_json(json.dumps(value).encode()) == value == tree(value, "x")
 

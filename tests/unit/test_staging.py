@@ -37,7 +37,7 @@ def test_a_limit_below_a_chunk_is_used() -> None:
     assert frame.take(2 * ALIGNMENT_BYTES) is None
 
 
-@settings(max_examples=100, derandomize=True, deadline=None)
+@settings(max_examples=40, derandomize=True, deadline=None)
 @given(
     st.lists(
         st.one_of(
