@@ -45,7 +45,7 @@ from forkpoint.engine.changes import Changes
 from forkpoint.engine.compiling import Compiling
 from forkpoint.engine.route_replay import Routes
 from forkpoint.errors import ForkpointError
-from forkpoint.hosts.compiled_attention import LayerCall
+from forkpoint.hosts import compiled_attention
 from forkpoint.hosts.torch_dist import context_parallel
 from forkpoint.hosts.torch_dist.context_parallel import ContextSplit, DealtPlaces
 from forkpoint.hosts.transformers.stock import run_plain_recurrences
@@ -329,7 +329,7 @@ def compiled(context: Context, fails_on: int | None, broken: bool) -> dict[str, 
         patch.setattr(torch, "compile", traced)
         patch.setattr(Compiling, "give_up", noting(failures))
         if broken:
-            patch.setattr(LayerCall, "_injected", lambda self, gradient, number: gradient)
+            patch.setattr(compiled_attention, "add_captured", lambda gradient, *_: gradient)
         config = replace(context.config, compile_blocks=True)
         found = compared(replace(context, config=config))
     return {**found, "failed": failures, "graphs": counters["stats"]["unique_graphs"]}

@@ -11,6 +11,7 @@ from processes import run_ranks
 from scenarios_of_ranks import BAR, DEEP, group
 from test_context_parallel import (
     CASES,
+    COMPILED,
     COMPOSED,
     FOUR,
     ROUTERS,
@@ -19,6 +20,7 @@ from test_context_parallel import (
     Context,
     balanced,
     compared,
+    compiled,
     composed,
     mesh_of,
     raised,
@@ -97,6 +99,22 @@ def test_gradients_are_those_of_one_process(name: str) -> None:
     for found in run_ranks(2, compared_dealt, DEALT[name]):
         assert found["error"] < BAR and found["dealt"], found
         assert found["loss"] < BAR and found["scores"] < BAR, found
+
+
+def compiled_dealt(context: Context) -> dict[str, Any]:
+    counts = always_deal()
+    return {**compiled(context, None, False), "dealt": max(counts)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    ["GRPO", "one key head, recomputed", "sinks and windows", "latent attention", "short rollouts"],
+)
+def test_compiled_blocks_leave_the_gradients_of_one_process(name: str) -> None:
+    for found in run_ranks(2, compiled_dealt, COMPILED[name], limit_s=480):
+        assert found["error"] < BAR and found["scores"] < BAR and found["dealt"], found
+        assert found["graphs"] and not found["failed"], found
 
 
 DEALT_TO_FOUR = {**FOUR, "four, two key heads": Context(cp=4, rollouts=(WIDE,))}

@@ -143,7 +143,6 @@ def test_the_planner_deals_where_that_is_predicted_to_be_faster(
     assert whole.microbatches[-1].parts
     if taken != "by heads":
         assert plan.cost < heads.cost
-    assert heads.dealing == "leaves run by heads: blocks are compiled"
 
 
 def test_leaves_that_do_not_fit_run_by_heads() -> None:
@@ -174,9 +173,9 @@ def test_other_ranks_than_the_plan_was_made_for_are_refused() -> None:
             plan.check_ranks(ranks)
 
 
-def test_compiled_blocks_refuse_whole_leaves() -> None:
+def test_models_with_states_refuse_whole_leaves() -> None:
     plan = dealt(group(1001, 400, 5))
     plan.check_host(Capabilities())
     by_heads(group(1001, 400, 5)).check_host(BY_HEADS)
-    with pytest.raises(PlanError, match="blocks are compiled, which run by heads alone"):
+    with pytest.raises(PlanError, match="carry a state, which run by heads alone"):
         plan.check_host(BY_HEADS)

@@ -8,7 +8,7 @@ from forkpoint.hosts.calls import CallContext
 from forkpoint.hosts.compiled_attention import layer_attention, numbered
 from forkpoint.hosts.compiled_context import context_attention
 from forkpoint.hosts.early_exit import EarlyExit
-from forkpoint.hosts.torch_dist.context_parallel import heads_of_rank, repeated
+from forkpoint.hosts.torch_dist.context_parallel import repeated
 from forkpoint.ops.attention import shared_attention
 
 
@@ -47,14 +47,13 @@ def attend(
     factor = dim**-0.5 if scale is None else scale
     q_THD, k_TKD, v_TKE = (x.flatten(0, 1) for x in _autocast(q_BLHD, k_BLKD, v_BLKE))
     if torch.compiler.is_compiling():
-        index, rank, ranks = numbered(layer)
+        index, ranks = numbered(layer)
         if ranks == 1:
             o_THE, *_ = layer_attention(q_THD, k_TKD, v_TKE, sinks, index, factor, softcap, window)
         else:
             k_TKD, v_TKE = repeated(k_TKD, ranks, 1), repeated(v_TKE, ranks, 1)
-            own_sinks = None if sinks is None else heads_of_rank(sinks, rank, ranks)
             o_THE, *_ = context_attention(
-                q_THD, k_TKD, v_TKE, own_sinks, index, factor, softcap, window, ranks
+                q_THD, k_TKD, v_TKE, sinks, index, factor, softcap, window, ranks
             )
         return o_THE.view(batch, length, *o_THE.shape[1:])
     places, tokens = context.places, context.inputs.part.tokens

@@ -32,7 +32,7 @@ class LayerCall:
         """Captures keys and values."""
         state = context.state
         self.places: Places = context.places
-        self.tokens: int = context.inputs.microbatch.tokens
+        self.tokens: int = context.inputs.part.tokens
         self.layer: nn.Module = layer
         self.capture: Capture | None = state.capture
         write_prefix(k_TKD, (layer, "k"), state.capture)
@@ -88,18 +88,19 @@ class BlockCall:
 
 
 def number_modules(block: nn.Module, places: Places, changes: Changes) -> tuple[nn.Module, ...]:
-    """A block's modules, each with its index and this rank's place until the changes are undone.
+    """A block's modules, each with its index and the number of context ranks until the changes are
+    undone.
 
     Compiled code has these as constants, which are the same in all blocks of one kind.
     """
     modules = tuple(block.modules())
     for index, module in enumerate(modules):
-        changes.set(vars(module), _NUMBERED, (index, places.rank, places.size))
+        changes.set(vars(module), _NUMBERED, (index, places.size))
     return modules
 
 
-def numbered(layer: nn.Module) -> tuple[int, int, int]:
-    """A module's index in its block; this rank among those of context parallelism; their number."""
+def numbered(layer: nn.Module) -> tuple[int, int]:
+    """A module's index in its block, and the number of ranks of context parallelism."""
     return getattr(layer, _NUMBERED)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.hosts.compiled_attention import begin_call, call_of, current_call
-from forkpoint.hosts.torch_dist.context_parallel import DealtPlaces
+from forkpoint.hosts.torch_dist.context_parallel import DealtPlaces, WholeSegments
 from forkpoint.ops.attention.operator import attend
 from forkpoint.ops.dtypes import accumulate_dtype
 from forkpoint.parallel.topology import Places
@@ -31,20 +31,22 @@ def context_attention(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Attention of a module of the block that runs, at this rank's places.
 
-    q, k, v: [t, H, D] of so many heads that the ranks divide them. sinks: of the heads here.
-    Returns o [t, H, E]; q, k, v, o and lse [h, T] of the heads here at all places; and the handle.
+    q, k, v: [t, H, D] of so many heads that the ranks divide them. sinks: [H].
+    Returns o [t, H, E]; q, k, v, o and lse [h, T] of the heads here at all places, or of all heads
+    at the places here, as if they were these; and the handle.
     """
-    places = _dealt(current_call().places)
+    places, tokens = _places(current_call().places), current_call().inputs.part.tokens
     rows = len(q) * ranks
+    own_sinks = None if sinks is None else places.own_heads(sinks)
     q, k, v = (x.contiguous() for x in places.heads_of((q, k, v), rows))
-    tokens = current_call().inputs.microbatch.tokens
     call, handle = begin_call(k[:tokens], v[:tokens], index, scale, softcap, window)
-    o_THE, lse_HT = attend(q[:tokens], k[:tokens], v[:tokens], sinks, call.reading)
-    if tokens < rows:
-        o_THE = torch.nn.functional.pad(o_THE, (0, 0, 0, 0, 0, rows - tokens))
-        lse_HT = torch.nn.functional.pad(lse_HT, (0, rows - tokens))
-    (own_o_tHE,) = places.places_of((o_THE,), rows)
-    return own_o_tHE, q, k, v, o_THE, lse_HT, handle
+    o_THE, lse_HT = attend(q[:tokens], k[:tokens], v[:tokens], own_sinks, call.reading)
+    (own_o_tHE,) = places.places_of((o_THE,), tokens)
+    if tokens < len(q):
+        o_THE = torch.nn.functional.pad(o_THE, (0, 0, 0, 0, 0, len(q) - tokens))
+        lse_HT = torch.nn.functional.pad(lse_HT, (0, len(q) - tokens))
+    q, k, v, o_THE = (x.contiguous().view(rows, -1, x.shape[2]) for x in (q, k, v, o_THE))
+    return own_o_tHE, q, k, v, o_THE, lse_HT.contiguous().view(-1, rows), handle
 
 
 @torch.library.custom_op("forkpoint::context_attention_backward", mutates_args=())
@@ -65,21 +67,29 @@ def context_attention_backward(
     failed on another rank.
     """
     call = call_of(handle)
-    places, tokens = _dealt(call.places), call.tokens
+    places, tokens = _places(call.places), call.tokens
+    own_sinks = None if sinks is None else places.own_heads(sinks)
     (do_THE,) = places.heads_of((do,), tokens)
-    *found, dsinks = call.backward(
-        do_THE, q[:tokens], k[:tokens], v[:tokens], o[:tokens], lse[:, :tokens], sinks, wants
-    )
+    heads = do_THE.shape[1]
+    q_THD = q.view(-1, heads, q.shape[2])
+    k_TKD, v_TKE, o_THE = (x.view(len(q_THD), -1, x.shape[2])[:tokens] for x in (k, v, o))
+    qkv = (q_THD[:tokens], k_TKD, v_TKE)
+    lse_HT = lse.view(heads, -1)[:, :tokens]
+    *found, dsinks = call.backward(do_THE, *qkv, o_THE, lse_HT, own_sinks, wants)
     gradients = tuple(
-        dx if wanted else torch.zeros_like(x[:tokens])
-        for dx, x, wanted in zip(found, (q, k, v), wants[:3], strict=True)
+        dx if wanted else torch.zeros_like(x)
+        for dx, x, wanted in zip(found, qkv, wants[:3], strict=True)
     )
     dq, dk, dv = (x.contiguous() for x in places.places_of(gradients, tokens))
+    if sinks is not None and wants[3]:
+        every = torch.zeros_like(sinks)
+        places.own_heads(every).copy_(dsinks)
+        dsinks = every
     return dq, dk, dv, dsinks
 
 
-def _dealt(places: Places) -> DealtPlaces:
-    assert isinstance(places, DealtPlaces)
+def _places(places: Places) -> DealtPlaces | WholeSegments:
+    assert isinstance(places, DealtPlaces | WholeSegments)
     return places
 
 

@@ -200,13 +200,14 @@ class ModelHost:
         """Without early exits where the model checkpoints itself: their exception would pass
         through the checkpoint, which lies within the block."""
         ahead = self.device.type == "cuda"
+        deals = not self.shape.recurrent_layers
+        able = Capabilities(runs_ahead=ahead, checkpoints=("none",), deals_segments=deals)
         if self.entry.checkpointed:
-            return Capabilities(leaves_early=False, runs_ahead=ahead, checkpoints=("none",))
+            return replace(able, leaves_early=False)
         if self.compiles and not self.topology.places.whole:
-            # Others have not been shown exact.
-            return Capabilities(runs_ahead=ahead, checkpoints=("none",), deals_segments=False)
+            return able  # not shown exact with checkpoints
         selective = ("selective",) if all(map(has_mlp, self.blocks)) else ()
-        return Capabilities(runs_ahead=ahead, checkpoints=("none", *selective, "full"))
+        return replace(able, checkpoints=("none", *selective, "full"))
 
     @property
     def blocks(self) -> list[nn.Module]:

@@ -11,7 +11,7 @@ import numpy as np
 from forkpoint.config import AUTO, Config
 from forkpoint.errors import PlanError
 from forkpoint.plan.capabilities import Capabilities
-from forkpoint.plan.dealing import cannot_deal, deal, segment_entries, worth_dealing
+from forkpoint.plan.dealing import deal, segment_entries, worth_dealing
 from forkpoint.plan.host_cache import most_host_layers
 from forkpoint.plan.media import planned_media
 from forkpoint.plan.packing import (
@@ -357,7 +357,9 @@ class Builder:
         predicted to be faster and fits."""
         if plan.shape is None or plan.shape.context == 1:
             return plan
-        by_heads, why_not = "leaves run by heads", cannot_deal(plan)
+        by_heads, why_not = "leaves run by heads", ""
+        if not self.capabilities.deals_segments:
+            why_not = "some layers carry a state"
         if plan.host_layers:
             why_not = "prefix caches are in the host's memory"
         if why_not:

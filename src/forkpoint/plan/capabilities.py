@@ -18,7 +18,7 @@ class Capabilities:
     """Policies of checkpointing that its blocks can run with."""
     deals_segments: bool = True
     """Whether ranks of context parallelism can run whole segments of a microbatch (plan.dealing).
-    """
+    Not where layers carry a state."""
     encoder: EncoderShape | None = None
     """The encoder of images or video, for a batch with media; None where it is not known."""
 

@@ -24,16 +24,6 @@ from forkpoint.tree import Microbatch
 from forkpoint.tree.forest import Forest, IntArray
 
 
-def cannot_deal(plan: Plan) -> str:
-    """Why leaves of a plan cannot be dealt out; empty where they can, and without ranks."""
-    shape = plan.shape
-    if shape is None or shape.context == 1:
-        return ""
-    if shape.recurrent_layers:
-        return "some layers carry a state"
-    return "" if plan.capabilities.deals_segments else "blocks are compiled"
-
-
 def deal(
     plan: Plan, entries_S: IntArray, *, only: Collection[int] | None = None, pooled: bool = True
 ) -> Plan:

@@ -359,8 +359,8 @@ class Plan:
             )
         if any(m.parts for m in self.microbatches) and not capabilities.deals_segments:
             raise PlanError(
-                "this plan deals leaves out to ranks of context parallelism, and the model's "
-                "blocks are compiled, which run by heads alone. Make the plan again with "
+                "this plan deals leaves out to ranks of context parallelism, and some of the "
+                "model's layers carry a state, which run by heads alone. Make the plan again with "
                 "policy.plan."
             )
         if self.capabilities.leaves_early and not capabilities.leaves_early:

@@ -76,7 +76,10 @@ def make_plan(
     if calibration is None and config.calibration not in (None, AUTO):
         calibration = Calibration.load(Path(config.calibration or ""))
     if capabilities is None:
-        capabilities = Capabilities(leaves_early=shape is None or not shape.checkpointed)
+        capabilities = Capabilities(
+            leaves_early=shape is None or not shape.checkpointed,
+            deals_segments=shape is None or not shape.recurrent_layers,
+        )
     builder = Builder(
         batch,
         shape,

@@ -234,7 +234,16 @@ class WholeSegments(Places):
         return [repeated(x, self.size, 1)[:tokens] for x in tensors]
 
     def to_places(self, o_THD: Tensor, tokens: int) -> Tensor:
-        return torch.nn.functional.pad(o_THD, (0, 0, 0, 0, 0, self.padding(tokens)))
+        return self.places_of((o_THD,), tokens)[0]
+
+    def heads_of(self, tensors: Sequence[Tensor], tokens: int) -> tuple[Tensor, ...]:
+        """Copies [at most tokens, H, D] of [t, H, D]."""
+        return tuple(x[:tokens].clone() for x in tensors)
+
+    def places_of(self, tensors: Sequence[Tensor], tokens: int) -> tuple[Tensor, ...]:
+        """Copies [t, H, D] of [tokens, H, D]; 0 at padding."""
+        padding = (0, 0, 0, 0, 0, self.padding(tokens))
+        return tuple(torch.nn.functional.pad(x, padding) for x in tensors)
 
 
 class _ToHeads(torch.autograd.Function):
