@@ -36,7 +36,7 @@ from integration.sabotage import (
 )
 from lanes import slow_besides
 
-SHARDS = 8
+SHARDS = 16
 CASES = int(os.environ.get("FORKPOINT_FUZZ_CASES", "160"))
 FIRST = int(os.environ.get("FORKPOINT_FUZZ_SEED", "0"))
 

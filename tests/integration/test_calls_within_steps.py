@@ -113,7 +113,7 @@ WHERE = ("a loss", "each event", "each event, checkpointed")
 @pytest.mark.parametrize(
     ("kind", "where"),
     slow_besides(
-        [("qwen3", "a loss"), ("qwen3", "each event")],
+        [("qwen3", "each event")],
         [(kind, where) for kind in MODELS for where in WHERE],
     ),
 )

@@ -19,6 +19,7 @@ from peft import LoraConfig, TrainableTokensConfig, get_peft_model
 from steps import ACROSS, clear_gradients, small_model, step_error
 
 from forkpoint import wrap
+from lanes import slow_besides_every
 
 pytestmark = quiet_peft
 
@@ -35,7 +36,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("adapter", slow_besides_every(2, ADAPTERS))
 def test_adapters_on_a_frozen_base(adapter: str) -> None:
     number = list(ADAPTERS).index(adapter)
     family, config, dtype = (

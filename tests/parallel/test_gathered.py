@@ -42,7 +42,7 @@ from forkpoint.plan.pricing import meters
 from lanes import slow_besides
 
 NAMES = [name for name in SCENARIOS if name.startswith("fully_shard")]
-IN_CORE = ("fully_shard, a rank without rollouts", "fully_shard, accumulated")
+IN_CORE = ("fully_shard, a rank without rollouts",)
 
 
 @pytest.mark.parametrize("name", slow_besides(IN_CORE, NAMES))

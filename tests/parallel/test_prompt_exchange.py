@@ -95,7 +95,6 @@ CASES = [
 ]
 IN_CORE = (
     ("two passes", "step"),
-    ("gated linear attention", "microbatch"),
     ("DistributedDataParallel", ""),
 )
 

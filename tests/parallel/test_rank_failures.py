@@ -126,12 +126,11 @@ def test_shards_end_after_an_error_in_the_sample(
 @pytest.mark.parametrize(
     ("kind", "wrap"),
     [
-        ("forward", "fully_shard"),
         ("interrupt", "fully_shard"),
-        ("kill", "fully_shard"),
         *(
             pytest.param(kind, wrap, marks=pytest.mark.slow)
             for kind, wrap in (
+                ("forward", "fully_shard"),
                 ("forward", "DDP"),
                 ("loss", "fully_shard"),
                 ("backward", "fully_shard"),
@@ -140,6 +139,7 @@ def test_shards_end_after_an_error_in_the_sample(
                 ("interrupt", "DDP"),
                 ("score", "DDP"),
                 ("logprobs", "fully_shard"),
+                ("kill", "fully_shard"),
                 ("kill", "DDP"),
             )
         ),

@@ -179,11 +179,7 @@ SCENARIOS = {
 }
 
 
-IN_CORE = (
-    "fully_shard, two passes",
-    "fully_shard, LoRA",
-    "DistributedDataParallel, accumulated",
-)
+IN_CORE = ("fully_shard, two passes", "DistributedDataParallel, accumulated")
 
 
 @pytest.mark.parametrize("name", slow_besides(IN_CORE, SCENARIOS))
