@@ -51,13 +51,13 @@ def test_states_in_which_nothing_runs(model: nn.Module, name: str) -> None:
     policy, state = wrap(model, ACROSS), model_state(model)
     with pytest.raises(UnsupportedError) as caught:
         policy.forward_backward(BATCH, losses.GRPO())
-    assert str(caught.value) == kind.message
+    assert kind.message in str(caught.value)
     if kind.training_only:
         assert len(policy.score(BATCH).logprobs) == BATCH.logical_tokens
     else:
         with pytest.raises(UnsupportedError) as caught:
             policy.score(BATCH)
-        assert str(caught.value) == kind.message
+        assert kind.message in str(caught.value)
     assert model_state(model) == state
     assert all(p.grad is None for p in model.parameters())
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from commands import write_config, write_rollouts
 
-from forkpoint import load_rollouts
-from forkpoint.errors import ForkpointError, RolloutError
+from forkpoint.errors import ForkpointError
 
 Prepare = Callable[[pytest.MonkeyPatch], object]
 
@@ -49,22 +48,3 @@ def with_field(name: str, value: str) -> str:
     if name in old:
         return GOOD.replace(f'"{name}":{old[name]}', f'"{name}":{value}')
     return f'{GOOD[:-1]},"{name}":{value}}}'
-
-
-def file_kind(
-    name: str,
-    content: str | bytes,
-    *,
-    message: str,
-    file: str = "bad.jsonl",
-) -> Kind:
-    """A file of rollouts that neither `load_rollouts` nor `forkpoint plan` takes."""
-    data = content.encode() if isinstance(content, str) else content
-    return Kind(
-        name=name,
-        error=RolloutError,
-        message=message,
-        prepare=lambda _: Path(file).write_bytes(data),
-        call=lambda: load_rollouts(file),
-        argv=("plan", file),
-    )

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 from steps import forked_batch
 
 from bad_inputs.kind import Kind
@@ -15,7 +14,6 @@ from forkpoint.errors import (
     ConfigError,
     ForkpointError,
     RolloutError,
-    UnsupportedError,
 )
 from forkpoint.losses import Loss
 
@@ -77,10 +75,6 @@ def vector(outputs: Any, batch: Any) -> Any:
     return outputs.logprobs
 
 
-def learned(outputs: Any, batch: Any) -> Any:
-    return torch.ones(2, requires_grad=True).sum() * batch.total(outputs.logprobs, "token")
-
-
 def detached(outputs: Any, batch: Any) -> Any:
     return outputs.logprobs.detach().sum()
 
@@ -103,28 +97,6 @@ WEIGHTED = RolloutBatch(
 
 LOSSES = (
     loss_kind(
-        "An argument without its name",
-        lambda: losses.GRPO(0.2),  # type: ignore[misc]
-        error=ArgumentError,
-        message="GRPO takes arguments by name, and got 0.2 without one.",
-    ),
-    loss_kind(
-        "A function that reads entropies and does not ask for them",
-        trained(bonus),
-        message="the loss bonus reads outputs.entropies, which is None because it does not ask",
-    ),
-    loss_kind(
-        "A function that reads what the rollouts do not have",
-        trained(ratio, WITHOUT),
-        message="the loss ratio reads batch.old_logprobs, which is None because the rollouts have",
-    ),
-    loss_kind(
-        "An argument of TRL or verl",
-        lambda: losses.GRPO(epsilon=0.2, loss_agg_mode="seq-mean-token-mean"),  # type: ignore[call-arg]
-        message="GRPO has no argument epsilon: give clip=0.2. GRPO has no argument loss_agg_mode:",
-        error=ArgumentError,
-    ),
-    loss_kind(
         "An argument whose number has another meaning",
         lambda: losses.CISPO(epsilon_high=5.0),  # type: ignore[call-arg]
         message="CISPO has no argument epsilon_high: TRL's cispo bounds weights by it, and",
@@ -136,12 +108,6 @@ LOSSES = (
         message="DPO has no argument bata; it takes beta, variant, label_smoothing, "
         "length_normalized. Perhaps beta is meant.",
         error=ArgumentError,
-    ),
-    Kind(
-        name="An option whose name another loss has",
-        error=ArgumentError,
-        message="GRPO has no argument beta: give kl=0.04.",
-        argv=("replay", "ok.jsonl", "--model", "ok.json", "--loss", "grpo,beta=0.04"),
     ),
     loss_kind(
         "A class in place of a loss",
@@ -181,12 +147,6 @@ LOSSES = (
         "torch.no_grad().",
     ),
     loss_kind(
-        "A loss that reads another trainable tensor",
-        trained(learned),
-        message="the loss reads a trainable tensor of shape (2,) and dtype torch.float32, which",
-        error=UnsupportedError,
-    ),
-    loss_kind(
         "Reference log-probs that are missing",
         trained(losses.GRPO(kl=0.1), RolloutBatch([Rollout([1, 2], [0, 1], 1.0)])),
         message="GRPO(kl=0.1, kl_estimator='k3', entropy=0.0, normalize='token', clip=0.2, "
@@ -194,12 +154,6 @@ LOSSES = (
         "none. Give every Rollout its reference_logprobs; policy.score(batch) computes "
         "log-probs under a model.",
         error=RolloutError,
-    ),
-    Kind(
-        name="Reference log-probs that are missing from a file",
-        error=RolloutError,
-        message="DPO(beta=0.1, variant='sigmoid', label_smoothing=0.0, length_normalized=False)",
-        argv=("replay", "ok.jsonl", "--model", "ok.json", "--loss", "dpo"),
     ),
     loss_kind(
         "Weights that have no use",
@@ -217,12 +171,6 @@ LOSSES = (
         "A pair without a preference",
         trained(losses.DPO(), pair({"advantage": 0.5}, {"advantage": 0.5})),
         message="Group g ('0', '1') has the advantage 0.5 twice;",
-        error=RolloutError,
-    ),
-    loss_kind(
-        "A pair with nothing trained",
-        trained(losses.DPO(), pair({"advantage": 1}, {"advantage": 0, "loss_mask": [0, 0, 0]})),
-        message="Group g ('0', '1'): rollout '1' has no trained tokens;",
         error=RolloutError,
     ),
     loss_kind(

@@ -7,7 +7,7 @@ import torch
 from commands import write_config
 
 from bad_inputs.kind import Kind
-from forkpoint.errors import ConfigError, ForkpointError, RolloutError, UnsupportedError
+from forkpoint.errors import ConfigError, ForkpointError, UnsupportedError
 from forkpoint.testing import tiny_model
 
 
@@ -87,19 +87,6 @@ MODEL_FILES = (
         message="bad.json is no model configuration: it has no model_type.",
     ),
     config_kind(
-        "A family that has not been shown exact",
-        model_type="mamba2",
-        error=UnsupportedError,
-        message="bad.json: model_type 'mamba2' has not been shown exact;",
-    ),
-    config_kind(
-        "A model whose text part is supported",
-        model_type="qwen3_5",
-        text_config={"model_type": "qwen3_5_text"},
-        error=UnsupportedError,
-        message="bad.json: model_type 'qwen3_5' has not been shown exact;",
-    ),
-    config_kind(
         "A quantized model",
         command="replay",
         quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True},
@@ -155,18 +142,5 @@ MODEL_FILES = (
         message="the weights in model lack 1 of the model's parameters, among them",
         argv=("replay", "ok.jsonl", "--model", "model"),
         prepare=lambda _: without_some_weights(),
-    ),
-    config_kind(
-        "A vocabulary that the rollouts do not fit",
-        vocab_size=8,
-        error=RolloutError,
-        message="Rollout 'g0-r0': token_ids[0] is 51, but the vocabulary has 8 entries, so that",
-    ),
-    config_kind(
-        "Dropout in the configuration",
-        command="replay",
-        attention_dropout=0.1,
-        error=UnsupportedError,
-        message="model.layers.0.self_attn has dropout 0.1 in training mode:",
     ),
 )

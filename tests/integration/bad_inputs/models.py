@@ -196,11 +196,6 @@ MODELS: tuple[Kind, ...] = (
         message="model.layers.1.mlp is a bad_inputs.models.MyMLP, which has not been shown exact.",
     ),
     model_kind(
-        "A forward set on an instance",
-        instance_forward,
-        message="model.layers.1.mlp has a forward of its own (bad_inputs.models.doubled), whose",
-    ),
-    model_kind(
         "A hook on a compiled module",
         hooked_compiled,
         message="model.layers.1 is what torch.compile returned, and has a hook of its own.",

@@ -1,9 +1,7 @@
 """Batches that no plan fits, plans of something else, and kernels that cannot serve."""
 
-import json
 from collections.abc import Callable
-from dataclasses import fields, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,13 +10,12 @@ from steps import forked_batch
 from bad_inputs.kind import Kind
 from bad_inputs.rollouts import policy
 from forkpoint import Config, RolloutBatch, losses, wrap
-from forkpoint.errors import ConfigError, ForkpointError, PlanError, UnsupportedError
+from forkpoint.errors import ForkpointError, PlanError, UnsupportedError
 from forkpoint.ops.attention import select_kernel
 from forkpoint.ops.attention.kernel import Asked
 from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.dealing import deal, segment_entries
-from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.testing import tiny_model
 
 BATCH = forked_batch()
@@ -35,17 +32,6 @@ def plan_kind(
     error: type[ForkpointError] = PlanError,
 ) -> Kind:
     return Kind(name=name, error=error, message=message, call=call, argv=argv)
-
-
-def calibration_kind(name: str, values: dict[str, Any], *, message: str) -> Kind:
-    return Kind(
-        name=name,
-        error=ConfigError,
-        message=message,
-        call=lambda: Calibration.load(Path("calibration.json")),
-        argv=("plan", "ok.jsonl", "--calibration", "calibration.json"),
-        prepare=lambda _: Path("calibration.json").write_text(json.dumps(values)),
-    )
 
 
 def dealt() -> Plan:
@@ -90,29 +76,6 @@ PLANS = (
         "activations.",
     ),
     plan_kind(
-        "A budget without a model",
-        argv=(
-            *("plan", "ok.jsonl", "--sharing", "group", "--boundary", "mixed"),
-            *("--memory-budget", "9"),
-        ),
-        message="memory_budget is 9 bytes, but without a model shape bytes cannot be predicted;",
-    ),
-    plan_kind(
-        "Prefix caches in the host's memory without a model",
-        argv=("plan", "ok.jsonl", "--prefix-cache", "host"),
-        message="prefix_cache is 'host', but without a model shape it is not known how many",
-    ),
-    calibration_kind(
-        "A calibration of another version",
-        {"schema": 9},
-        message="calibration.json has schema 9 and this forkpoint reads calibrations of schema 1;",
-    ),
-    calibration_kind(
-        "A damaged calibration",
-        {"schema": 1, **{item.name: None for item in fields(Calibration)}},
-        message="the calibration calibration.json is damaged: host_block_ms is None;",
-    ),
-    plan_kind(
         "A plan of another batch",
         lambda: policy().score(BATCH, plan=policy().plan(OTHER)),
         message="this plan was made for a batch with fingerprint cad55e9bf914d5e1, and this batch "
@@ -123,11 +86,6 @@ PLANS = (
         "A plan of other ranks",
         lambda: policy().score(BATCH, plan=dealt()),
         message="this plan deals leaves out to 2 ranks of context parallelism, and the model has",
-    ),
-    plan_kind(
-        "A plan that leaves out rollouts whose log-probs are asked for",
-        lambda: policy().score(FLAT, plan=policy().plan(FLAT, losses.GRPO())),
-        message="this plan runs 0 tokens of rollout 'g0r0', and this call needs 20 and more of 5",
     ),
     plan_kind(
         "Something else in place of a plan",
@@ -146,18 +104,6 @@ KERNELS = (
         "A kernel that there is none of",
         scored_with(attention_kernel="flashy"),
         message="There is no attention kernel 'flashy'; there are 'auto', 'fa4', 'cudnn', 'fa2',",
-        error=UnsupportedError,
-    ),
-    plan_kind(
-        "A kernel of another device",
-        scored_with(attention_kernel="fa4"),
-        message="Attention kernel 'fa4' cannot serve: it runs on cuda, not on cpu.",
-        error=UnsupportedError,
-    ),
-    plan_kind(
-        "A kernel without what the model needs",
-        scored_with("gemma2", attention_kernel="cpu_flash"),
-        message="Attention kernel 'cpu_flash' cannot serve: it has no softcap (asked for 50.0).",
         error=UnsupportedError,
     ),
     plan_kind(

@@ -76,16 +76,4 @@ RANK_REPLAYS = (
         message="is no whole checkpoint: it has no state.json.",
         call=saved(None),
     ),
-    Kind(
-        name="A checkpoint of another version",
-        error=ConfigError,
-        message="/state.json has schema 99, and this forkpoint reads 2.",
-        call=saved({"schema": 99}),
-    ),
-    Kind(
-        name="A checkpoint that says something else",
-        error=ConfigError,
-        message="/state.json: step is missing; it has to be there.",
-        call=saved({"schema": 2}),
-    ),
 )

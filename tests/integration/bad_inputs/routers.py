@@ -130,11 +130,6 @@ ROUTERS = (
         message="router_counts are torch.int64 of shape (2, 8), and the model and the scope take",
     ),
     router_kind(
-        "Counts of other tokens",
-        trained(RouterLoss(0.1), router_counts=torch.ones(2, 8).long()),
-        message="router_counts have 8 choices in layer 0, and the tokens that count make 36.",
-    ),
-    router_kind(
         "A plan without last tokens",
         with_plan(None, RouterLoss(0.1)),
         message="this plan does not run rollouts' last tokens, and last_token of the router loss",
@@ -156,29 +151,5 @@ ROUTERS = (
         "Counts of other experts",
         lambda: mixture("deepseek_v3").update_router_biases(torch.ones(2, 8), rate=0.001),
         message="expert_counts are (2, 8); the model takes a tensor of shape (1, 8), as",
-    ),
-    router_kind(
-        "Routes of another model",
-        lambda: mixture().score(RolloutBatch([routed(ROUTES[:, :1])])),
-        message="routed_experts have 1 layers with 2 experts a token, and the model has 2 layers",
-        error=RolloutError,
-    ),
-    router_kind(
-        "Routes to experts that are not there",
-        lambda: mixture().score(RolloutBatch([routed(ROUTES + 7)])),
-        message="routed_experts have expert 8, and the model's routers choose among 8, from 0.",
-        error=RolloutError,
-    ),
-    router_kind(
-        "Routes for a dense model",
-        lambda: policy().score(RolloutBatch([routed(ROUTES)])),
-        message="the rollouts have routed_experts, and the model has no routers that transformers",
-        error=UnsupportedError,
-    ),
-    router_kind(
-        "Verifying replayed routes",
-        lambda: mixture().verify(RolloutBatch([routed(ROUTES)]), GRPO()),
-        message="the rollouts have routed_experts, and verify compares with a stock model, which",
-        error=UnsupportedError,
     ),
 )

@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from steps import forked_batch
 
 from bad_inputs.kind import Kind
-from forkpoint import load_rollouts
 from forkpoint.apps.cli import main
-from forkpoint.errors import ConfigError, ForkpointError, RolloutError, TraceError
+from forkpoint.errors import ConfigError, ForkpointError, TraceError
 from forkpoint.rollouts.disk import lock_folder
 from forkpoint.rollouts.traces import open_trace, record
 
@@ -65,22 +63,9 @@ def nameless() -> None:
     record(nothing)
 
 
-def without_a_line() -> None:
-    recorded()
-    path = Path("trace/manifest.jsonl")
-    first, _, last = path.read_text().splitlines(keepends=True)
-    path.write_text(first + last)
-
-
 def adding(loss_inputs: Any) -> None:
     with record("trace") as recorder:
         recorder.add(BATCH, loss_inputs)
-
-
-def without_the_end() -> None:
-    recorded()
-    path = Path("trace/manifest.jsonl")
-    path.write_text(path.read_text().splitlines(keepends=True)[0])
 
 
 def closed() -> None:
@@ -137,134 +122,15 @@ def forked() -> None:
 
 TRACES = (
     trace_kind(
-        "A folder that holds no trace",
-        lambda: open_trace("folder"),
-        prepare=lambda: Path("folder").mkdir(),
-        message="folder is no trace: there is no manifest.jsonl in it.",
-    ),
-    Kind(
-        name="A trace without batches",
-        error=TraceError,
-        message="trace has no whole batch yet. Wait until its recorder has added one, or record",
-        argv=("plan", "trace"),
-        prepare=lambda _: record("trace").close(),
-    ),
-    Kind(
-        name="A file out of a trace",
-        error=RolloutError,
-        message="trace/batch-000001.safetensors is a part of a trace, which is read as a whole.",
-        prepare=lambda _: recorded(),
-        call=lambda: load_rollouts("trace/batch-000001.safetensors"),
-        argv=("plan", "trace/batch-000001.safetensors"),
-    ),
-    trace_kind(
-        "A file in place of a folder to record into",
-        lambda: record("ok.jsonl"),
-        message="ok.jsonl is a file; a trace is a folder. Give another path.",
-    ),
-    trace_kind(
-        "Something else than a path",
-        nameless,
-        message="path is None of type NoneType; it takes the path of a folder, as text or a",
-        error=ConfigError,
-    ),
-    trace_kind(
-        "A folder to record into that is in use",
-        lambda: record("trace"),
-        prepare=recorded,
-        message="trace is not empty: it holds 'batch-000000.safetensors'.",
-    ),
-    trace_kind(
-        "A folder that is being recorded into",
-        lambda: record("trace", resume=True),
-        prepare=lambda: held("trace"),
-        message="another recorder writes into trace; a trace has one recorder at a time.",
-    ),
-    trace_kind(
-        "A batch for a recorder that is closed",
-        closed,
-        message="the recorder of trace is closed. Add batches inside the with block, or go on",
-    ),
-    trace_kind(
-        "A manifest that lacks a line",
-        lambda: open_trace("trace"),
-        prepare=without_a_line,
-        message="trace/manifest.jsonl, line 2: file is 'batch-000001.safetensors', not",
-    ),
-    trace_kind(
-        "A manifest that lacks its end",
-        lambda: open_trace("trace"),
-        prepare=without_the_end,
-        message="trace/manifest.jsonl lists 0 batches, and the folder has 2:",
-    ),
-    trace_kind(
-        "A line of a manifest that lacks a field",
-        lambda: open_trace("trace"),
-        prepare=lambda: edited(bytes=None),
-        message="trace/manifest.jsonl, line 2: bytes is missing;",
-    ),
-    trace_kind(
         "A field of a manifest of another type",
         lambda: open_trace("trace"),
         prepare=lambda: edited(trained_tokens="two"),
         message="trace/manifest.jsonl, line 2: trained_tokens is 'two';",
     ),
-    trace_kind(
-        "A trace of an earlier format",
-        lambda: open_trace("trace"),
-        prepare=old,
-        message="trace is a trace of schema 1, written by forkpoint '0.1.0.dev0';",
-    ),
-    trace_kind(
-        "A batch added by a forked process",
-        forked,
-        message="the recorder of trace belongs to process 4711, and this process was forked from",
-    ),
-    trace_kind(
-        "Loss inputs without names",
-        lambda: adding([0.5]),
-        message="loss_inputs is [0.5] of type list; it takes a mapping of names to values, such",
-        error=ConfigError,
-    ),
-    trace_kind(
-        "A loss input that is a sparse tensor",
-        lambda: adding({"mask": torch.eye(2).to_sparse()}),
-        message="The batch: the loss input 'mask' is a Tensor of torch.float32, torch.sparse_coo,",
-        error=RolloutError,
-    ),
-    folder_kind(
-        "A folder that holds a replay already",
-        *("--output", "out"),
-        prepare=replayed,
-        message="out holds a replay already. Add --resume to go on with it, or give another",
-    ),
-    folder_kind(
-        "A folder that a replay is writing",
-        *("--output", "out", "--resume"),
-        prepare=lambda _: held("out"),
-        message="another replay writes into out; a folder has one at a time.",
-    ),
-    folder_kind(
-        "A folder that holds something else",
-        *("--output", "out"),
-        prepare=lambda _: (Path("out").mkdir(), Path("out/notes.txt").write_text("mine")),
-        message="out holds no replay, but 1 other files, among them notes.txt.",
-    ),
     folder_kind(
         "A file in place of a folder for a replay",
         *("--output", "ok.jsonl"),
         message="ok.jsonl is a file; a replay is a folder. Give another path.",
-    ),
-    folder_kind(
-        "A replay that goes on with other options",
-        *("--output", "out", "--resume", "--lr", "1"),
-        prepare=replayed,
-        message="the replay in out was begun with other input:",
-    ),
-    folder_kind(
-        "Checkpoints without a folder",
-        *("--checkpoint-every", "1"),
-        message="checkpoint_every needs a folder to keep things in; add --output DIR.",
     ),
     folder_kind(
         "A schedule shorter than its warm-up",

@@ -1,13 +1,9 @@
 """Options of verl, and of forkpoint's engines for it, that are not allowed. verl is not needed."""
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import pytest
-
 from bad_inputs.kind import Kind
-from forkpoint.errors import ConfigError, UnsupportedError
+from forkpoint.errors import UnsupportedError
 from forkpoint.integrations.verl.refusals import check_options, check_strategy
 from forkpoint.integrations.verl.settings import VARIABLE, load_settings
 
@@ -21,10 +17,6 @@ class Options(dict[str, Any]):
 
 def checked(**engine: Any) -> None:
     check_options(Options(forward_only=False, **engine), Options())
-
-
-def file_of_options(text: str) -> Callable[[pytest.MonkeyPatch], object]:
-    return lambda monkeypatch: Path("forkpoint.toml").write_text(text)
 
 
 def loaded() -> object:
@@ -43,25 +35,5 @@ VERL = (
         error=UnsupportedError,
         call=lambda: checked(qat=Options(enable=True)),
         message="actor_rollout_ref.actor.fsdp_config.qat.enable is true;",
-    ),
-    Kind(
-        name="No file of options for verl",
-        error=ConfigError,
-        call=loaded,
-        message="FORKPOINT_VERL_CONFIG is 'forkpoint.toml', which cannot be read (No such file or",
-    ),
-    Kind(
-        name="A key that the file of options for verl does not have",
-        error=ConfigError,
-        call=loaded,
-        prepare=file_of_options('sharing = "tree"'),
-        message="forkpoint.toml: sharing is not known; allowed are config, decomposition.",
-    ),
-    Kind(
-        name="A value that the file of options for verl does not take",
-        error=ConfigError,
-        call=loaded,
-        prepare=file_of_options('[config]\nsharing = "all"'),
-        message="forkpoint.toml, table [config]: sharing is 'all';",
     ),
 )
