@@ -26,7 +26,8 @@ def test_what_is_not_hidden_is_what_nothing_covers() -> None:
 
 def test_dense_steps_are_extrapolated_without_what_comes_once() -> None:
     batch = RolloutBatch(group(0, 10, 6, 5))
-    assert dense_ms(lambda some: 7.0 + 3.0 * len(some), batch, (2, 4)) == 7.0 + 3.0 * 10
+    whole = 7.0 + 3.0 * int(batch.lengths.sum())
+    assert dense_ms(lambda some: 7.0 + 3.0 * int(some.lengths.sum()), batch, (2, 4)) == whole
 
 
 def test_one_rank_has_no_link(
