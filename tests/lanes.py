@@ -4,13 +4,10 @@ Most cases of some tests are of one kind: families, dtypes, optimizers, damaged 
 run in `make test`, so that what breaks the kind is noticed there.
 """
 
-from collections.abc import Collection, Iterable, Sequence
-from itertools import product
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
-
-from pairwise import pairwise
 
 
 def slow_besides(
@@ -32,8 +29,3 @@ def slow_besides_every(nth: int, values: Iterable[Any]) -> list[Any]:
     """The values for `parametrize`, of which every nth is not marked, from the first on."""
     values = list(values)
     return slow_besides(values[::nth], values)
-
-
-def slow_besides_pairs(*options: Sequence[Any]) -> list[Any]:
-    """The product of options, of which rows with every pair of values are not marked."""
-    return slow_besides(pairwise(*options), product(*options))

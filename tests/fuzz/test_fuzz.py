@@ -113,7 +113,7 @@ ONE_BUG = [("across", one_child_dropped)]
     ("boundary", "bug"), slow_besides(ONE_BUG, BUGS), ids=lambda x: getattr(x, "__name__", x)
 )
 def test_bugs_are_found(boundary: str, bug: Sabotage, monkeypatch: pytest.MonkeyPatch) -> None:
-    seeds = telling_seeds(boundary, 5)
+    seeds = telling_seeds(boundary, 3)
     bug(monkeypatch)
     missed = [seed for seed in seeds if not check(draw_case(seed)).faults]
     assert len(missed) < len(seeds) / 2, f"{missed} of {seeds} are exact in spite of it"

@@ -56,14 +56,15 @@ def interrupt(name: str) -> Tally:
     return tally
 
 
-@pytest.mark.parametrize("name", slow_besides(("accumulated", "score"), DIFFERENT))
+@pytest.mark.parametrize("name", slow_besides(("accumulated",), DIFFERENT))
 def test_at_random_moments(name: str) -> None:
     tally = interrupt(name)
     assert not tally.failures
     assert tally.interrupts > 0
 
 
-@pytest.mark.parametrize("name", slow_besides(["failing"], FAILING))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAILING)
 def test_while_a_failed_step_is_put_back(name: str) -> None:
     tally = Tally()
     list(Interrupter(name, tally).everywhere(stride=67))

@@ -66,7 +66,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize(("variant", "loss"), slow_besides(list(STEPS)[1::2], STEPS), ids=str)
+@pytest.mark.parametrize(("variant", "loss"), slow_besides([(VARIANTS[1], "grpo")], STEPS), ids=str)
 def test_steps_are_those_of_dense_training(variant: Variant, loss: str) -> None:
     expected, model = truth(replace(variant, checkpointed=False), loss), variant.build()
     faults, moved = [], set()
@@ -92,7 +92,8 @@ def test_steps_are_those_of_dense_training(variant: Variant, loss: str) -> None:
     assert moved == set(RESIDENCIES)
 
 
-@pytest.mark.parametrize("activations", slow_besides(["offload"], RESIDENCIES[1:]))
+@pytest.mark.slow
+@pytest.mark.parametrize("activations", RESIDENCIES[1:])
 def test_experts(activations: str) -> None:
     config = replace(ACROSS, activations=activations)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}

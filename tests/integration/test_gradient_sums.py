@@ -1,7 +1,6 @@
 """Gradients of a step's microbatches summed in float32 instead of in the parameters' dtype."""
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from steps import ACROSS, clear_gradients, forked_batch, gradients
@@ -15,7 +14,6 @@ from forkpoint.losses.views import batch_denominators
 from forkpoint.testing import tiny_model
 
 BATCH = forked_batch()
-FLOAT32: Any = {"grad_accumulation_dtype": "float32"}
 CONFIGS = {
     "across": ACROSS,
     "recompute": replace(ACROSS, activations="recompute", checkpointing="full"),

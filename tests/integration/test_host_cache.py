@@ -279,10 +279,6 @@ def _never_summed(hosted: Any) -> None:
     hosted.summed[:] = False
 
 
-def _old_sums(hosted: Any) -> None:
-    hosted.summed[:] = True
-
-
 BROKEN = ("sums are not returned", "sums are taken for zero", "old sums stay", "keys are not sent")
 
 

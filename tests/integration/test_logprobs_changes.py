@@ -209,11 +209,6 @@ def added(model: Any) -> None:
     model.double()
 
 
-def there_and_back(model: Any) -> None:
-    model.set_adapter("other")
-    model.set_adapter("default")
-
-
 ALLOWED: dict[str, tuple[str, Callable[[Any], object]]] = {
     "evaluation": ("qwen3", lambda m: m.eval()),
     "evaluation with adapters": ("adapters", lambda m: m.eval()),

@@ -15,7 +15,6 @@ from forkpoint.losses import GRPO, GSPO
 from forkpoint.plan import make_plan
 from forkpoint.testing import lifted_upcasts, tiny_model
 from forkpoint.tree.forest import IntArray
-from lanes import slow_besides
 
 VOCABULARY = 8192
 LOSSES = {"grpo": GRPO(clip=0.2, kl=0.05), "gspo": GSPO(clip=0.02)}
@@ -100,7 +99,8 @@ def check(model: PreTrainedModel, batch: RolloutBatch, loss: str) -> list[int]:
     return microbatches
 
 
-@pytest.mark.parametrize("loss", slow_besides(["gspo"], LOSSES))
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", LOSSES)
 def test_answers_to_one_context(shared_data: Find, model: PreTrainedModel, loss: str) -> None:
     batch = slice_of(shared_data("rag.jsonl"), {"rag-3"}, drop=(30, 5900), most=400)
     forest = make_plan(batch, config=Config(sharing="group", boundary="mixed")).forest

@@ -22,7 +22,6 @@ from forkpoint import ConfigError, RolloutBatch
 from forkpoint.apps.replay.folder import CHECKPOINT, ROWS, SAVING, read_manifest
 from forkpoint.losses import GRPO
 from forkpoint.testing import tiny_model
-from lanes import slow_besides
 
 # Each replay would begin with the same sample of the same model.
 pytestmark = pytest.mark.usefixtures("without_sample")
@@ -54,7 +53,8 @@ def finish(process: Any) -> int:
     return process.exitcode
 
 
-@pytest.mark.parametrize("call", slow_besides(["rename"], ["rename", "replace", "fsync"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["rename", "replace", "fsync"])
 def test_killed_while_it_saves(call: str, processes: Any, tmp_path: Path) -> None:
     """Before each rename and each sync, in turn; a checkpoint that was made stays."""
     expected, had = tmp_path / "expected", False

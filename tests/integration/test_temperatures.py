@@ -92,7 +92,8 @@ def test_steps_are_those_of_dense_training(loss: str) -> None:
     assert passes == {False, coupled}
 
 
-@pytest.mark.parametrize("model", [pytest.param("windows", marks=pytest.mark.slow), "hybrid"])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["windows", "hybrid"])
 def test_steps_of_other_layers(model: str) -> None:
     configs = CONFIGS[4:6] + CONFIGS[8:12]
     faults, _ = faults_of_steps(MODELS[model](), truth(model, "gspo"), OBJECTIVES["gspo"], configs)

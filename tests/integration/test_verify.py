@@ -173,6 +173,7 @@ def test_denominators_of_the_caller() -> None:
 # What is not is caught ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("remembered_dense")
 @pytest.mark.parametrize(
     ("family", "config", "sabotage"),
@@ -248,7 +249,8 @@ def test_the_bars_of_bfloat16(ratio: float, passes: bool, monkeypatch: pytest.Mo
         return [replace(e, shared_error=ratio * e.dense_error) for e in errors_of(*args)]
 
     monkeypatch.setattr(verify_module, "parameter_errors", scaled_errors)
-    report = wrap(real_model("qwen3"), GROUPS_ACROSS).verify(real_batch(), losses.GRPO())
+    batch = real_batch().select([0, 1, 8])
+    report = wrap(real_model("qwen3"), GROUPS_ACROSS).verify(batch, losses.GRPO())
     assert report.passed == passes, report.table()
     wide = [e.excess for e in report.worst if "proj" in e.name]
     assert (max(wide) <= 1) == (ratio < 1.5)

@@ -91,7 +91,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("family", "changes"), slow_besides(CASES[:1], CASES), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "changes"), CASES, ids=str)
 def test_shared_and_dense_agree_on_routes_of_another_model(
     family: str, changes: dict[str, Any]
 ) -> None:
@@ -166,7 +167,8 @@ def report_of(family: str, config: Config = ACROSS) -> VerifyReport:
     return wrap(expert_model(family), config).verify(expert_batch(), LOSS)
 
 
-@pytest.mark.parametrize("family", slow_besides(["deepseek_v3"], FAMILIES))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_passes_with_routes_held(family: str) -> None:
     report = report_of(family, (ACROSS, WITHIN_CONFIG)[list(FAMILIES).index(family) % 2])
     assert report.passed, report.table()
@@ -276,6 +278,7 @@ def test_compiled_blocks_are_held_and_come_back(monkeypatch: pytest.MonkeyPatch)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
+@pytest.mark.slow
 def test_the_table_and_json_have_the_counts() -> None:
     report = report_of("gpt_oss")
     assert report.routes is not None

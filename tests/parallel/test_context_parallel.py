@@ -407,6 +407,7 @@ def counted(context: Context) -> tuple[int, int, str, float]:
     return sent[0], context_bytes(shape, plan.microbatches, plan.program), plan.explain(), part
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "heads, changes", [(2, {}), pytest.param(1, {"checkpointing": "full"}, marks=pytest.mark.slow)]
 )

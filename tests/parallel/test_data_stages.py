@@ -155,7 +155,8 @@ SHORTER: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_besides(("two stages",), SHORTER))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHORTER)
 def test_shorter_microbatches_fill_stages(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks agree on microbatches that are shorter than those of one device."""
     case = SHORTER[name]

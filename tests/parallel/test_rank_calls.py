@@ -119,8 +119,9 @@ def through_logprobs(wrap: Any, rollouts: Any) -> float:
     return apart(policy, alone)
 
 
+@pytest.mark.slow
 @sharded_first
-@pytest.mark.parametrize("rollouts", [UNEQUAL, pytest.param(EMPTY, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rollouts", [UNEQUAL, EMPTY])
 def test_losses_of_logprobs_are_averaged(wrap: Any, rollouts: Any) -> None:
     assert max(run_ranks(2, through_logprobs, wrap, rollouts)) < BAR
 
@@ -185,7 +186,8 @@ def in_bfloat16(gather: Any) -> tuple[float, float]:
     return apart(ranks, exact), apart(narrow, exact)
 
 
-@pytest.mark.parametrize("gather", slow_besides(["microbatch"], ["microbatch", "step"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("gather", ["microbatch", "step"])
 def test_parameters_in_bfloat16_reduced_in_float32(gather: str) -> None:
     for ranks, narrow in run_ranks(2, in_bfloat16, gather):
         assert ranks < 1.1 * narrow
@@ -391,7 +393,8 @@ GATHERED = list(product(WRAPS, ("unequal", "empty", "split"), ("across", "within
 IN_CORE = [("fully_shard", "split", "across")]
 
 
-@pytest.mark.parametrize(("wrap", "parts", "boundary"), slow_besides(IN_CORE, GATHERED))
+@pytest.mark.slow
+@pytest.mark.parametrize(("wrap", "parts", "boundary"), GATHERED)
 def test_log_probs_are_gathered_for_losses_that_ask(wrap: str, parts: str, boundary: str) -> None:
     rollouts = {"unequal": UNEQUAL, "empty": EMPTY, "split": SPLIT}[parts]
     config = DEEP if boundary == "across" else Config(boundary="within")

@@ -23,7 +23,6 @@ from forkpoint.losses import GRPO, RouterLoss
 from forkpoint.parallel import statistics
 from forkpoint.parallel.ranks import DataRanks
 from forkpoint.testing import lifted_upcasts
-from lanes import slow_besides
 from versions import needs_splits
 
 pytestmark = needs_splits
@@ -146,7 +145,8 @@ CASES: dict[str, tuple[int, Case]] = {
 IN_CORE = ("tensor and expert",)
 
 
-@pytest.mark.parametrize("name", slow_besides(IN_CORE, CASES))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_router_losses_are_those_of_one_process(name: str, tmp_path: Path) -> None:
     size, case = CASES[name]
     found = run_ranks(size, compared, case.split.save(tmp_path), case)

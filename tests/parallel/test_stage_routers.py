@@ -20,7 +20,6 @@ from forkpoint.engine.route_replay import Routes
 from forkpoint.hosts.torch_dist.stages import StageLinks
 from forkpoint.losses import GRPO, GSPO, RouterLoss
 from forkpoint.testing import lifted_upcasts
-from lanes import slow_besides
 from versions import needs_splits, skip_without_router_logits
 
 MIXTURE = of(Split(family="qwen3_moe", sizes=MOE))
@@ -90,8 +89,9 @@ BALANCED: dict[str, Balanced] = {
 }
 
 
+@pytest.mark.slow
 @needs_splits
-@pytest.mark.parametrize("name", slow_besides(("batch",), BALANCED))
+@pytest.mark.parametrize("name", BALANCED)
 def test_router_losses_are_those_of_one_process(name: str, tmp_path: Path) -> None:
     case = BALANCED[name].case
     for found in run_ranks(case.size, compared, case.split.save(tmp_path), BALANCED[name]):

@@ -18,7 +18,6 @@ from forkpoint.engine.routing import Routing
 from forkpoint.hosts.routers import WATCHED
 from forkpoint.losses import GRPO, GSPO, RouterLoss
 from forkpoint.verify.dense import DenseRouters
-from lanes import slow_besides
 from versions import needs_splits
 
 TREE = Config(sharing="tree", compile_blocks=False)
@@ -90,7 +89,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", slow_besides(("DistributedDataParallel, batch",), CASES))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_ranks_verify_router_losses_of_all(name: str) -> None:
     check(run_ranks(2, verified, Verified(CASES[name])))
 

@@ -19,8 +19,8 @@ def walk(seed: int, *, steps: int = 100, bias: float = 0.0, memory: float = 0.0)
 @pytest.mark.parametrize("memory", [0.0, 0.9])
 def test_walks_without_drift_are_noise(memory: float) -> None:
     """At the rates that the limit's docstring names, with room for chance."""
-    found = [trend(walk(seed, memory=memory)).is_noise for seed in range(2000)]
-    most = 2000 * (1 / 1000 if memory == 0 else 1 / 70)
+    found = [trend(walk(seed, memory=memory)).is_noise for seed in range(500)]
+    most = 500 * (1 / 1000 if memory == 0 else 1 / 70)
     assert len(found) - sum(found) <= 2 * most + 3
 
 
