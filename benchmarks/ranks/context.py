@@ -59,7 +59,7 @@ Alone = tuple[float, float | None] | None
 """Milliseconds and peak bytes of the step on one rank; None where it does not fit."""
 ONE_RANK_BAR = 0.56
 """The most that the faster way takes on two ranks, of the step on one."""
-LONGEST_STEP, MOST_TOKENS = 8192, 1 << 20
+LONGEST_STEP, MOST_TOKENS = 16_384, 1 << 19
 """Lengths of the longest prompt that are tried: multiples of the one, up to the other."""
 
 
@@ -176,7 +176,6 @@ class _Measuring:
             optimizer_bytes_per_parameter=0,
         )
         policy = stepper.configured()
-        most = self._longest_of(policy) if self.options.longest else None
         found: dict[int, Alone] = {}
         for prompt in self.options.prompts:
             if self.deadline.over(f"one rank, {self.shape}, P{prompt}"):
@@ -191,6 +190,7 @@ class _Measuring:
                 found[prompt] = None
             else:
                 found[prompt] = timed.typical_ms, timed.peak_bytes
+        most = self._longest_of(policy) if self.options.longest else None
         return found, most
 
     # All ranks

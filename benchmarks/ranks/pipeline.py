@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
 from benchmarks.planning.stages import three_barriers
-from benchmarks.ranks.team import OnRanks, RankSteps, Team, team_here
+from benchmarks.ranks.team import OnRanks, RankSteps, RankTimed, Team, team_here
 from benchmarks.rows import ResultRow
 from benchmarks.runner import Deadline, Seconds
 from benchmarks.shapes import SCALE_TINY, make_model
@@ -27,9 +27,7 @@ from benchmarks.steps.stepper import Stepper, Timed
 from forkpoint.apps.cli import torchrun
 from forkpoint.apps.cli.options import Count, Flag
 from forkpoint.errors import ConfigError
-from forkpoint.plan import make_plan
 from forkpoint.plan.stage_sizes import choose_size, offers_of
-from forkpoint.plan.stages import stages_of_shape
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.synthetic import synthetic_rollouts
 
@@ -90,7 +88,7 @@ class _Measuring:
             "sharing": "group",
             "boundary": "across",
             "max_microbatch_tokens": max(1, options.microbatch // self.scale),
-            "memory_budget": None,
+            "memory_budget": "auto" if team.cuda else None,
         }
 
     def rows(self) -> Iterator[ResultRow]:
@@ -103,14 +101,17 @@ class _Measuring:
             if self._over(f"groups of {size}"):
                 continue
             timed = steps.time(self._batch(size), repeats=self.options.repeats, planned=False)
-            yield from self._figures(size, one, timed.typical_ms, steps)
+            yield from self._figures(size, one, timed, steps)
 
-    def _figures(self, size: int, one: float, ms: float, steps: RankSteps) -> Iterator[ResultRow]:
-        policy, stages = steps.policy, self.team.size
-        plan = make_plan(self._batch(size), policy.host.shape, policy.config)
-        cut = stages_of_shape(policy.host.shape, stages)
-        staged = choose_size([offers_of([plan])], cut)
-        schedule, barriers = staged.schedule, three_barriers(staged.work)
+    def _figures(
+        self, size: int, one: float, timed: RankTimed, steps: RankSteps
+    ) -> Iterator[ResultRow]:
+        stages, plan, ms = self.team.size, timed.plan, timed.typical_ms
+        schedule = plan.pipeline
+        assert schedule is not None
+        cut = steps.policy.host.links.stages
+        nested = plan.with_program(scores=False)
+        barriers = three_barriers(choose_size([offers_of([nested])], cut).work)
         busy = sum(schedule.busy)
         note = f"{len(plan.microbatches)} microbatches of at most {plan.max_microbatch_tokens}"
         for metric, value, unit in (

@@ -257,11 +257,12 @@ def test_saved_and_loaded_as_before(tmp_path: Any) -> None:
 def test_shallow_models(family: str) -> None:
     """Automatic calibration measures a language model of few layers."""
     policy = wrap(tiny_multimodal(family))
-    model = policy.host.shallow(2)
-    assert model is not None
-    few = wrap(model).host
-    assert len(few.blocks) == 2
-    assert few.shape.hidden == policy.host.shape.hidden
+    for layers in (2, len(policy.host.blocks) + 1):
+        model = policy.host.shallow(layers)
+        assert model is not None
+        few = wrap(model).host
+        assert len(few.blocks) == layers
+        assert few.shape.hidden == policy.host.shape.hidden
 
 
 def test_the_command_verify_takes_a_folder(shell: Shell, rollouts: Path, tmp_path: Path) -> None:

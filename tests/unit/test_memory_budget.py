@@ -13,7 +13,7 @@ from forkpoint.engine import memory
 from forkpoint.engine.memory import measured_budget
 from forkpoint.errors import ConfigError
 from forkpoint.plan import Plan, make_plan
-from forkpoint.plan.builder import peak_of
+from forkpoint.plan.builder import MOST_MICROBATCHES, Builder, peak_of
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.device_memory import margin_bytes
 from forkpoint.plan.models import MODELS
@@ -147,6 +147,25 @@ def test_no_batch_is_too_long_for_a_chain() -> None:
     free = make_plan(long, SHAPE, Config(boundary="within"))
     assert peak_of(free) > 200 * GIB
     assert make_plan(long, SHAPE, Config(), measured_budget_bytes=30 * GIB).fits
+
+
+def test_microbatches_of_a_long_batch_are_not_tried_at_every_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A prompt of 120,000 tokens took a minute, most of it for plans of 1,000 microbatches."""
+    counts: list[int] = []
+    build = Builder._build
+
+    def counted(*given: Any) -> Plan:
+        plan = build(*given)
+        counts.append(len(plan.microbatches))
+        return plan
+
+    monkeypatch.setattr(Builder, "_build", counted)
+    long = batch_of(120_000, 500, 2)
+    for budget in (3 * GIB, 20 * GIB):
+        make_plan(long, SHAPE, Config(checkpointing="auto"), measured_budget_bytes=budget)
+    assert max(counts) < 2 * MOST_MICROBATCHES and len(counts) < 400
 
 
 @pytest.mark.parametrize("value", [-1, True, "8", float("nan")])

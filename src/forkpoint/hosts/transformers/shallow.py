@@ -44,6 +44,7 @@ def shallow_model(
 def _shallow(config: dict[str, Any], layers: int) -> dict[str, Any]:
     changed = {**config, "num_hidden_layers": layers, "vocab_size": VOCABULARY}
     changed |= dict.fromkeys(OF_TOKENS)
-    if config.get("layer_types"):
-        changed["layer_types"] = config["layer_types"][:layers]
+    if kinds := config.get("layer_types"):
+        # More layers than the model has repeat its pattern.
+        changed["layer_types"] = [kinds[layer % len(kinds)] for layer in range(layers)]
     return changed
