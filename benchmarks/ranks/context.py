@@ -59,6 +59,7 @@ Alone = tuple[float, float | None] | None
 """Milliseconds and peak bytes of the step on one rank; None where it does not fit."""
 ONE_RANK_BAR = 0.56
 """The most that the faster way takes on two ranks, of the step on one."""
+LONGEST_MICROBATCH = 4096
 LONGEST_STEP, MOST_TOKENS = 16_384, 1 << 19
 """Lengths of the longest prompt that are tried: multiples of the one, up to the other."""
 
@@ -276,21 +277,21 @@ class _Measuring:
         figure = partial(self._row, "longest prompt")
         if one_longest is not None:
             yield figure("predicted, one rank", one_longest, "tokens")
-        policy = steps.policy.with_config(**ACROSS)
-        found = min(self.team.exchange(self._longest_of(policy)))
+        found = min(self.team.exchange(self._longest_of(steps.policy)))
         yield figure("predicted, all ranks", found, "tokens")
         if one_longest:
             yield figure("all ranks over one", found / one_longest, "x", baseline="one rank")
         if not found:
             return
-        batch = self._longest_batch(found, policy.host.shape.vocab)
-        timed = steps.time(batch, repeats=1, warm=0, planned=False, **ACROSS)
+        batch = self._longest_batch(found, steps.policy.host.shape.vocab)
+        timed = steps.time(batch, repeats=1, warm=0, planned=False, **self._of_longest())
         yield figure("step of it", timed.typical_ms, "ms", note="the first one")
         if timed.peak_bytes is not None:
             yield figure("peak of it", timed.peak_bytes, "bytes")
 
     def _longest_of(self, policy: Policy) -> int:
         """The longest prompt whose plan fits the budget of this rank; 0 if none does."""
+        policy = policy.with_config(**self._of_longest())
 
         def fits(prompt: int) -> bool:
             try:
@@ -300,6 +301,10 @@ class _Measuring:
 
         most = MOST_TOKENS // self.scale
         return longest(fits, step=LONGEST_STEP // self.scale, most=most)
+
+    def _of_longest(self) -> dict[str, Any]:
+        """Changes of the configuration: plans of one length of microbatches are made fast."""
+        return {**ACROSS, "max_microbatch_tokens": max(1, LONGEST_MICROBATCH // self.scale)}
 
     def _longest_batch(self, prompt: int, vocab: int) -> RolloutBatch:
         return one_group(prompt, [n // self.scale for n in RESPONSES], min(vocab, 8192))
