@@ -8,8 +8,11 @@ ready := $(venv)/.installed
 verl_venv := .venv-verl
 verl_ready := $(verl_venv)/.installed
 verl_needs := tests/integrations_verl/requirements.txt
-titan_needs := tests/hosts_titan/requirements.txt
-titan_ready := .venv-titan/.installed
+# make test-titan TITAN=0.3.0 has another environment, with another torch.
+TITAN ?= 0.2.2
+titan_venv := .venv-titan-$(TITAN)
+titan_needs := tests/hosts_titan/requirements-$(TITAN).txt
+titan_ready := $(titan_venv)/.installed
 docs_ready := .venv-docs/.installed
 pytest := OMP_NUM_THREADS=1 $(bin)/python -m pytest
 no_gpu := not gpu and not multi_gpu
@@ -74,8 +77,8 @@ test-gpu: $(ready)  ## the tests that need one CUDA device
 test-verl: $(verl_ready)  ## the engines for verl, beside verl's own; 6 minutes, in .venv-verl
 	@OMP_NUM_THREADS=1 $(verl_venv)/bin/python -m pytest tests/integrations_verl
 
-test-titan: $(titan_ready)  ## the models of torchtitan; in .venv-titan
-	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-titan/bin/python -m pytest tests/hosts_titan
+test-titan: $(titan_ready)  ## the models of torchtitan; TITAN=0.3.0 for another version
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(titan_venv)/bin/python -m pytest tests/hosts_titan
 
 test-wheel:  ## build sdist and wheel, and use the wheel in an empty environment
 	@$(PYTHON) scripts/test_wheel.py
@@ -100,7 +103,7 @@ $(trl_ready): pyproject.toml constraints.txt
 	@echo "$(TRL)" > $@
 
 clean:  ## remove the environment and everything built or cached
-	rm -rf $(venv) .venv-trl .venv-verl .venv-titan .venv-docs .venvs build dist site demo-output mutate-output .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(venv) .venv-trl .venv-verl .venv-titan-* .venv-docs .venvs build dist site demo-output mutate-output .pytest_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch is named by constraints.txt from the start, so that nothing pulls another build of it.
@@ -136,10 +139,13 @@ $(docs_ready): pyproject.toml constraints.txt
 	  --constraint constraints.txt --requirement .venv-docs/needs.txt
 	@touch $@
 
+# torch is the one of the requirements if they name it, and else that of constraints.txt.
 $(titan_ready): pyproject.toml constraints.txt $(titan_needs)
-	@$(PYTHON) -m venv .venv-titan
-	@.venv-titan/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
-	  --constraint constraints.txt --editable ".[dev]"
-	@.venv-titan/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
+	@$(PYTHON) -m venv $(titan_venv)
+	@cat $(titan_needs) constraints.txt | grep -v "^#" | awk -F == '!seen[$$1]++' \
+	  > $(titan_venv)/constraints.txt
+	@$(titan_venv)/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
+	  --constraint $(titan_venv)/constraints.txt --editable ".[dev]"
+	@$(titan_venv)/bin/python -m pip install --quiet --quiet --disable-pip-version-check \
 	  --no-deps --requirement $(titan_needs)
 	@touch $@

@@ -16,7 +16,7 @@ from steps import (
     relative_distance,
     step_error,
 )
-from titan_models import titan_model
+from titan_models import FLEX, HEAD, titan_model
 from torch import nn
 
 from forkpoint import Config, Rollout, RolloutBatch, UnsupportedError, losses, wrap
@@ -144,13 +144,13 @@ def test_models_of_few_layers() -> None:
 
 
 def test_attention_of_other_kinds_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"FlexAttentionWrapper.*attn_type"):
-        wrap(titan_model("qwen3", attn_type="flex"))
+    with pytest.raises(UnsupportedError, match=r"FlexAttention.*(attn_type|inner_attention)"):
+        wrap(titan_model("qwen3", **FLEX))
 
 
 def test_a_stage_of_a_pipeline_is_refused() -> None:
     model = titan_model("llama3")
-    model.output = None  # pyright: ignore[reportAttributeAccessIssue]
+    setattr(model, HEAD, None)
     with pytest.raises(UnsupportedError, match="no stage of a pipeline"):
         wrap(model)
 
@@ -170,8 +170,8 @@ def test_a_converted_linear_is_refused() -> None:
         pass
 
     model: Any = titan_model("llama3")
-    model.layers["0"].attention.wq = Float8Linear(32, 32, bias=False)
-    with pytest.raises(UnsupportedError, match=r"layers.0.attention.wq.*converters"):
+    model.layers["0"].attention.wo = Float8Linear(32, 32, bias=False)
+    with pytest.raises(UnsupportedError, match=r"layers.0.attention.wo.*converters"):
         wrap(model)
 
 

@@ -5,9 +5,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from forkpoint import Config, Policy, Rollout, RolloutBatch, UnsupportedError, wrap
+from forkpoint.hosts.titan.families import family_of
+from forkpoint.hosts.titan.versions import Version03
 from forkpoint.losses import Loss
 
 IGNORED = -100
@@ -57,6 +59,7 @@ class RolloutSteps:
                     "the mean of a loss is over one batch. Give rollouts() all rollouts of a step "
                     "and set training.global_batch_size to -1."
                 )
+            _check_version(trainer.model_parts[0])
             dims = trainer.parallel_dims
             names = [name for name in ("pp", "cp") if dims.get_optional_mesh(name) is not None]
             mesh = dims.get_mesh(names) if names else None
@@ -85,6 +88,15 @@ class RolloutSteps:
         mesh = trainer.parallel_dims.get_optional_mesh("loss")
         return torch.tensor(
             stats.loss / (1 if mesh is None else mesh.size()), device=trainer.device
+        )
+
+
+def _check_version(model: nn.Module) -> None:
+    if isinstance(family_of(model).version, Version03):
+        raise UnsupportedError(
+            "the trainer is of torchtitan 0.3, whose steps, configuration and mixed precision "
+            "RolloutSteps has not been shown exact with. Call forkpoint.wrap(model) in a training "
+            "loop instead, or use torchtitan 0.2.2."
         )
 
 

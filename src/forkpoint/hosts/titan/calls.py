@@ -35,6 +35,29 @@ def set_attention(blocks: Iterable[Any], changes: Changes) -> None:
         changes.replace_forward(inner, MethodType(_attend, inner))
 
 
+def set_inner_attention(blocks: Iterable[Any], changes: Changes) -> None:
+    """The same for blocks that give any mask to their inner attention (torchtitan 0.3)."""
+    for block in blocks:
+        inner = block.attention.inner_attention
+        changes.replace_forward(inner, MethodType(_attend_BLHD, inner))
+
+
+def _attend_BLHD(
+    module: nn.Module,
+    q_BLHD: Tensor,
+    k_BLKD: Tensor,
+    v_BLKE: Tensor,
+    *,
+    attention_masks: object = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Stands in for the inner attention's forward: [B, L, H, E]."""
+    if not isinstance(attention_masks, CallContext):
+        refuse_call()
+    return attend(attention_masks, module, q_BLHD, k_BLKD, v_BLKE, scale=scale)
+
+
 def _attend(
     module: nn.Module,
     q_BHLD: Tensor,

@@ -18,7 +18,7 @@ from forkpoint.hosts.calls import CallContext, EncoderContext
 from forkpoint.hosts.code_provenance import Definition
 from forkpoint.hosts.heads import LogprobHead, ModelHead
 from forkpoint.hosts.titan import calls, refusals
-from forkpoint.hosts.titan.families import Family, family_of
+from forkpoint.hosts.titan.families import Family, family_of, head_of, sizes_of
 from forkpoint.hosts.titan.routers import ExpertCounts, Routers
 from forkpoint.hosts.titan.shapes import first_mixture, local_shape, model_shape, shallow_model
 from forkpoint.hosts.titan.splits import (
@@ -93,14 +93,14 @@ class TitanEntry:
         return absent_head(self.core)
 
     def _output(self) -> nn.Linear:
-        return self._absent_head if self.core.output is None else refusals.check_head(self.core)
+        return self._absent_head if head_of(self.core) is None else refusals.check_head(self.core)
 
     @property
     def routers(self) -> Routers:
         return Routers(self.core)
 
     def configs(self) -> list[Any]:
-        return [self.core.model_args]
+        return [sizes_of(self.core)]
 
     def shape(self, splits: Sequence[Any]) -> ModelShape:
         shape = model_shape(self.core, self.blocks, checkpointed=self.checkpointed)
@@ -131,7 +131,7 @@ class TitanEntry:
 
     @property
     def layers(self) -> tuple[range, int]:
-        return layers_of_stage(self.core), self.core.model_args.n_layers
+        return layers_of_stage(self.core), sizes_of(self.core).n_layers
 
     def complete(self, exchange: Callable[[Any], list[Any]]) -> None:
         raise UnsupportedError(
@@ -165,7 +165,7 @@ class TitanEntry:
 
     @property
     def keeps_counts(self) -> bool:
-        routers, args = self.routers, self.core.model_args
+        routers, args = self.routers, sizes_of(self.core)
         if routers.found or first_mixture(args) == args.n_layers:
             return bool(routers.biases)
         # Of a stage without routers: those of the others do.
@@ -176,7 +176,7 @@ class TitanEntry:
 
     def attach(self, changes: Changes) -> None:
         self.set_stock_attention(changes)
-        calls.set_attention(self.blocks, changes)
+        self.family.version.set_attention(self.blocks, changes)
         # Its hooks give logits; here it gets whole hidden states, and gives log-probs.
         without_hooks(self._output(), SPLIT_HOOKS, changes)
 
@@ -212,14 +212,17 @@ class TitanEntry:
         Without the head the norm does not run either: torchtitan gives fully_shard the two as one
         group, which is gathered at the norm and freed after the head.
         """
-        rope, hidden = self.family.rope_of(self.core), self._hidden
+        hidden = self._hidden
         if hidden is None:
             hidden = self.core.tok_embeddings(ids_1T)
-        given = {"positions": positions} if self._gives_positions else {}
-        if not given:  # else each layer looks them up
-            rope = rope[positions[0]]
-        for block in self.core.layers.values():
-            hidden = block(hidden, rope, attention_masks=attention_masks, **given)
+        hidden = self.family.version.run_blocks(
+            self.core,
+            hidden,
+            positions,
+            attention_masks,
+            self.family.rope,
+            split=self._gives_positions,
+        )
         if attention_masks.instruction.ends_at in (BOUNDARY, BLOCKS):
             return hidden
         hidden = self.core.norm(hidden)
@@ -236,7 +239,7 @@ class TitanEntry:
             given = {"positions": positions_L.expand(ids_NL.shape)}
         # A stage reads hidden states where a whole model reads tokens.
         found = full(self.core(ids_NL if self._hidden is None else self._hidden, **given))
-        if self.core.output is not None:
+        if head_of(self.core) is not None:
             return found
         return found.new_zeros(*ids_NL.shape, self.head.width())
 

@@ -1,11 +1,13 @@
-"""The models of torchtitan 0.2 that have been shown exact."""
+"""The models of torchtitan that have been shown exact."""
 
 from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.modules import plain_class
+from forkpoint.hosts.titan.versions import Version, Version02, Version03
 
 PACKAGE = "torchtitan."
 """Where modules of torchtitan come from."""
@@ -18,22 +20,25 @@ class Family:
     module: str
     """The file that defines it."""
     name: str
-    rope: str
-    """The model's buffer that its blocks take, with a row for each position."""
+    version: Version
+    rope: str = ""
+    """The model's buffer that its blocks take, with a row for each position; where attention has
+    none itself."""
 
     @property
     def package(self) -> str:
         """The package of its modules."""
-        return self.module.rpartition(".model.")[0] + "."
-
-    def rope_of(self, model: nn.Module) -> Tensor:
-        return model.get_buffer(self.rope)
+        return ".".join(self.module.split(".")[:3]) + "."
 
 
 FAMILIES = (
-    Family("torchtitan.models.llama3.model.model", "Transformer", "freqs_cis"),
-    Family("torchtitan.models.qwen3.model.model", "Qwen3Model", "rope_cache"),
-    Family("torchtitan.models.deepseek_v3.model.model", "DeepSeekV3Model", "freqs_cis"),
+    Family("torchtitan.models.llama3.model.model", "Transformer", Version02(), "freqs_cis"),
+    Family("torchtitan.models.qwen3.model.model", "Qwen3Model", Version02(), "rope_cache"),
+    Family(
+        "torchtitan.models.deepseek_v3.model.model", "DeepSeekV3Model", Version02(), "freqs_cis"
+    ),
+    Family("torchtitan.models.llama3.model", "Llama3Model", Version03()),
+    Family("torchtitan.models.qwen3.model", "Qwen3Model", Version03()),
 )
 
 
@@ -52,3 +57,13 @@ def family_of(model: nn.Module) -> Family:
         f"{kind.__module__}.{kind.__qualname__} has not been shown exact; supported are "
         f"{', '.join(f'{f.module}.{f.name}' for f in FAMILIES)}, not subclasses of them."
     )
+
+
+def sizes_of(model: nn.Module) -> Any:
+    """The sizes of a model, under the names of torchtitan 0.2's arguments."""
+    return family_of(model).version.sizes(model)
+
+
+def head_of(model: nn.Module) -> Any:
+    """The head of a model; None on a stage of a pipeline that has none."""
+    return getattr(model, family_of(model).version.head)

@@ -11,12 +11,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.code_provenance import describe_function
 from forkpoint.hosts.modules import every_module, plain_class
-from forkpoint.hosts.titan.families import Family
+from forkpoint.hosts.titan.families import Family, family_of, head_of, sizes_of
 from forkpoint.hosts.wrappers import set_forward
 
-ATTENTION = "torchtitan.models.attention"
-EXPERTS = "torchtitan.models.moe.moe"
-INNER = "ScaledDotProductAttentionWrapper"
+INNER = "attention.inner_attention"
+"""The name that inner attention has in blocks."""
 CHECKPOINT = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 
 
@@ -24,13 +23,12 @@ def check_model(model: Any, family: Family) -> None:
     """Refuse a model whose modules have not been shown exact."""
     allowed = (
         family.package,
-        f"{ATTENTION}.",
-        f"{EXPERTS}.",
+        *family.version.packages,
         "torch.nn.modules.",
         f"{CHECKPOINT}.",
     )
-    tied = getattr(model.model_args, "enable_weight_tying", False)
-    if tied and model.tok_embeddings.weight is not model.output.weight:
+    tied = getattr(sizes_of(model), "enable_weight_tying", False)
+    if tied and model.tok_embeddings.weight is not head_of(model).weight:
         raise UnsupportedError(
             "the model's arguments have enable_weight_tying, and its embeddings and its head have "
             "weights of their own: torchtitan's tensor parallelism unties them. Set "
@@ -38,6 +36,9 @@ def check_model(model: Any, family: Family) -> None:
         )
     for name, module in every_module(model):
         where, kind = name or "the model", plain_class(module)
+        refused = family.version.refused(module)
+        if refused is not None:
+            raise UnsupportedError(f"{where} {refused}")
         if not f"{kind.__module__}.".startswith(allowed):
             raise UnsupportedError(
                 f"{where} is a {kind.__module__}.{kind.__qualname__}, which has not been shown "
@@ -54,11 +55,11 @@ def check_model(model: Any, family: Family) -> None:
                 f"{where} has a forward of its own ({found}), whose effect is not known. Wrap the "
                 "model before what sets it, or remove it: del module.forward."
             )
-        if kind.__module__ == ATTENTION and kind.__name__ != INNER:
+        module_of_inner, inner = family.version.inner
+        if kind.__module__ == module_of_inner and name.endswith(INNER) and kind.__name__ != inner:
             raise UnsupportedError(
-                f"{where} is a {kind.__name__}; stock forwards of {INNER} have been shown exact, "
-                "and steps run forkpoint's kernels in any case. Set attn_type to 'sdpa' in the "
-                "model's arguments."
+                f"{where} is a {kind.__name__}; stock forwards of {inner} have been shown exact, "
+                f"and steps run forkpoint's kernels in any case. {family.version.remedy}"
             )
 
 
@@ -86,17 +87,19 @@ def check_checkpointing(model: nn.Module) -> None:
 
 def check_head(model: Any) -> nn.Linear:
     """The output head, whose weights log-probs are computed from. Refuses other modules."""
-    if plain_class(model.output) is not nn.Linear:
+    head, version = head_of(model), family_of(model).version
+    kind = plain_class(head)
+    if (kind.__module__, kind.__qualname__) != version.linear:
         raise UnsupportedError(
-            f"output is a {plain_class(model.output).__qualname__}; forkpoint computes log-probs "
-            "from a plain torch.nn.Linear. Leave it out of converters."
+            f"{version.head} is a {kind.__qualname__}; forkpoint computes log-probs from a plain "
+            f"{'.'.join(version.linear)}. Leave it out of converters."
         )
-    return model.output
+    return head
 
 
 def check_rope(model: nn.Module, family: Family, longest: int) -> None:
     """Refuse rollouts beyond the positions that the model has rotary embeddings of."""
-    known = family.rope_of(model).shape[0]
+    known = family.version.positions(model, family.rope)
     if longest > known:
         raise UnsupportedError(
             f"the longest rollout has {longest} tokens, and the model has rotary embeddings of "

@@ -1,6 +1,5 @@
 """Sizes of torchtitan's models, by which plans are priced."""
 
-from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 from torch import nn
 
 from forkpoint.errors import UnsupportedError
-from forkpoint.hosts.modules import plain_class
+from forkpoint.hosts.titan.families import family_of, sizes_of
 from forkpoint.plan.pricing.cost import ModelShape
 
 VOCABULARY = 1024
@@ -23,7 +22,7 @@ def first_mixture(args: Any) -> int:
 
 def model_shape(model: Any, blocks: list[Any], *, checkpointed: bool) -> ModelShape:
     """The shape of a model."""
-    args = model.model_args
+    args = sizes_of(model)
     kv_heads = getattr(args, "n_kv_heads", None)
     sizes: dict[str, Any] = {
         "num_hidden_layers": args.n_layers,
@@ -92,12 +91,11 @@ def shallow_model(
 
     Random number generators end as they were.
     """
-    args = deepcopy(model.model_args)  # with attributes that are no fields of it
-    args.n_layers, args.vocab_size = layers, VOCABULARY
+    version = family_of(model).version
     devices = [device] if device.type == "cuda" else []
     with torch.no_grad(), torch.random.fork_rng(devices), torch.device(device):
-        shallow = plain_class(model)(args)
-        shallow.init_weights(buffer_device=device)
+        shallow = version.build(model, layers, VOCABULARY)
+        version.initialize(shallow, device)
     for parameter in shallow.parameters():  # not the rotary embeddings
         parameter.data = parameter.data.to(dtype)
     return shallow.train()

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from forkpoint.errors import UnsupportedError
+from forkpoint.hosts.titan.families import family_of, sizes_of
 from forkpoint.plan.stages import Stage
 
 
@@ -21,7 +22,7 @@ def hold_stage(model: Any, stage: Stage) -> None:
 
     Raises UnsupportedError where stages would share weights.
     """
-    args = model.model_args
+    args = sizes_of(model)
     _refuse_tied(args)
     if len(model.layers) < args.n_layers:
         return
@@ -32,22 +33,23 @@ def hold_stage(model: Any, stage: Stage) -> None:
     if not stage.is_first:
         model.tok_embeddings = None
     if not stage.is_last:
-        model.norm = model.output = None
+        model.norm = None
+        setattr(model, family_of(model).version.head, None)
 
 
 def check_stage(model: Any) -> None:
     """Raise UnsupportedError where embeddings, norm or head are not those of the stage's layers, or
     stages share a weight."""
-    held = layers_of_stage(model)
-    if len(held) < model.model_args.n_layers:
-        _refuse_tied(model.model_args)
-    first, last = held.start == 0, held.stop == model.model_args.n_layers
-    wanted = {"tok_embeddings": first, "norm": last, "output": last}
+    held, args, head = layers_of_stage(model), sizes_of(model), family_of(model).version.head
+    if len(held) < args.n_layers:
+        _refuse_tied(args)
+    first, last = held.start == 0, held.stop == args.n_layers
+    wanted = {"tok_embeddings": first, "norm": last, head: last}
     found = {name: getattr(model, name) is not None for name in wanted}
     if found != wanted or not held or len(held) != len(model.layers):
         has = [name for name, there in found.items() if there]
         raise UnsupportedError(
-            f"the model has layers {', '.join(model.layers)} of {model.model_args.n_layers} and "
+            f"the model has layers {', '.join(model.layers)} of {args.n_layers} and "
             f"{', '.join(has) or 'no more'}: it is no stage of a pipeline as torchtitan cuts "
             "models. Use one stage a rank (pipeline_parallel_schedule = '1F1B'), or "
             "forkpoint.cut(model, mesh)."
@@ -69,12 +71,12 @@ class AbsentEmbeddings(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         one = next(model.parameters())
-        args = model.model_args
+        args = sizes_of(model)
         zero = torch.zeros((), dtype=one.dtype, device=one.device)
         self.weight: torch.Tensor = zero.expand(args.vocab_size, args.dim)
 
 
 def absent_head(model: Any) -> nn.Linear:
     """In place of a head of another stage: one without memory."""
-    args, dtype = model.model_args, next(model.parameters()).dtype
+    args, dtype = sizes_of(model), next(model.parameters()).dtype
     return nn.Linear(args.dim, args.vocab_size, bias=False, device="meta", dtype=dtype)

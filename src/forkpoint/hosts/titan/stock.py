@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
+from forkpoint.hosts.titan.families import head_of
 from forkpoint.hosts.upcasts import lift_upcasts
 from forkpoint.rollouts.media import ShownMedia
 
@@ -24,7 +25,7 @@ class TitanStock:
         """Logits [N, L, V]; [N, n, V] of the places `keep`, int64 [n]. There are no media."""
         if keep is None:
             return self.model(ids_NL)
-        output: Any = self.model.output
+        output = head_of(self.model)
         own = output.forward
         with Changes() as changes:
             changes.replace_forward(output, lambda hidden: own(hidden.index_select(1, keep)))
@@ -36,12 +37,13 @@ class TitanStock:
         """Run the decoder now; until the changes are undone it gives the same outputs again."""
         model: Any = self.model
         kept: list[Tensor] = []
-        own = model.output.forward
+        output = head_of(model)
+        own = output.forward
         with Changes() as during:
-            during.replace_forward(model.output, lambda hidden: kept.append(hidden) or hidden)
+            during.replace_forward(output, lambda hidden: kept.append(hidden) or hidden)
             model(ids_NL)
-        changes.replace_forward(model, lambda _: model.output(kept[0]))
-        assert model.output.forward == own
+        changes.replace_forward(model, lambda _: output(kept[0]))
+        assert output.forward == own
 
     def compute_in(self, dtype: torch.dtype, changes: Changes) -> None:
         """Compute in `dtype` throughout, until the changes are undone."""

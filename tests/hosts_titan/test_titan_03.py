@@ -1,0 +1,142 @@
+"""Models of torchtitan 0.3 that are checkpointed or on two ranks, and what is refused by name."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from processes import run_ranks
+from scenarios_of_ranks import BAR, DEEP, EMPTY, UNEQUAL, Scenario, compared, distance, gradients
+from steps import ACROSS, forked_batch, step_error
+from titan_models import titan_model
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
+from torchtitan.models.common.config_utils import (
+    make_moe_config,
+    make_routed_experts_config,
+    make_router_config,
+)
+
+import forkpoint
+from forkpoint import RolloutBatch, UnsupportedError, losses, wrap
+from forkpoint.integrations.titan import RolloutSteps
+from forkpoint.losses import GRPO, GSPO
+from forkpoint.testing import lifted_upcasts
+
+BATCH = forked_batch()
+
+
+@pytest.mark.parametrize("policy", [FullAC, SelectiveAC])
+def test_activation_checkpointing(policy: Any) -> None:
+    model = titan_model("qwen3")
+    policy.Config().build().apply(model)
+    assert step_error(model, BATCH, losses.GRPO(), ACROSS) < BAR
+    assert wrap(model).verify(BATCH, losses.GRPO()).passed
+
+
+def test_projections_of_queries_keys_and_values_apart() -> None:
+    assert step_error(titan_model("llama3", fuse_qkv=False), BATCH, losses.GRPO(), ACROSS) < BAR
+
+
+# Ranks
+# ------------------------------------------------------------
+
+
+def sharded(model: Any, *, checkpoint: bool = False, reshard: str = "default") -> nn.Module:
+    """As parallelize_llama and parallelize_qwen3 do it with the backend "partial_dtensor"."""
+    if checkpoint:
+        FullAC.Config().build().apply(model)
+    apply_fsdp_to_decoder(
+        model,
+        init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)),
+        param_dtype=torch.float64,
+        reduce_dtype=torch.float64,
+        pp_enabled=False,
+        reshard_after_forward_policy=reshard,
+    )
+    for module in model.modules():
+        if hasattr(module, "set_force_sum_reduction_for_comms"):
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sums
+    return model
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "scenario"),
+    [
+        ("llama3", {}, {"gather": "step"}),
+        ("qwen3", {"checkpoint": True}, {"rollouts": EMPTY}),
+        ("qwen3", {"reshard": "always"}, {"loss": GSPO(), "steps": 2}),
+        ("tied", {}, {}),
+    ],
+)
+def test_fully_shard(family: str, options: dict[str, Any], scenario: dict[str, Any]) -> None:
+    tied = {"enable_weight_tying": True} if family == "tied" else {}
+    make = partial(titan_model, family, **tied)
+    made = Scenario(wrap=partial(sharded, **options), make=make, **scenario)
+    for found in run_ranks(2, compared, made):
+        assert found["error"] < BAR and found["loss"] < BAR, found
+        assert found["shared"] or made.rollouts is EMPTY
+
+
+def one_batch(family: str, dimension: str) -> float:
+    """The distance from one process of a step whose layers or tokens two ranks have in parts."""
+    model, other = (titan_model(family) for _ in range(2))
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(dimension,))
+    if dimension == "pp":
+        forkpoint.cut(model, mesh)
+    else:
+        sharded(model)
+    batch = RolloutBatch(UNEQUAL[0])
+    with lifted_upcasts(model), lifted_upcasts(other):
+        wrap(model, DEEP, mesh=mesh).forward_backward(batch, GRPO())
+        wrap(other, DEEP).forward_backward(batch, GRPO())
+    found = gradients(model)
+    return distance(found, {name: gradients(other)[name] for name in found}, list(found))
+
+
+@pytest.mark.parametrize(("family", "dimension"), [("llama3", "pp"), ("qwen3", "cp")])
+def test_stages_and_context(family: str, dimension: str) -> None:
+    for error in run_ranks(2, one_batch, family, dimension):
+        assert error < BAR
+
+
+# Refusals
+# ------------------------------------------------------------
+
+
+def test_parallelized_modules_are_refused() -> None:
+    model: Any = titan_model("llama3")
+    model.layers["0"].attention.parallelize(None)
+    with pytest.raises(UnsupportedError, match=r"Module.parallelize.*partial_dtensor.*0\.2\.2"):
+        wrap(model)
+
+
+def test_mixtures_of_experts_are_refused() -> None:
+    model: Any = titan_model("qwen3")
+    drawn = dict.fromkeys(("weight", "w1_EFD", "w2_EDF", "w3_EFD"), nn.init.normal_)
+    config = make_moe_config(
+        num_experts=4,
+        router=make_router_config(dim=32, num_experts=4, gate_param_init=drawn),
+        routed_experts=make_routed_experts_config(
+            dim=32,
+            hidden_dim=16,
+            num_experts=4,
+            top_k=1,
+            param_init=drawn,
+            comm_backend="standard",
+        ),
+    )
+    model.layers["0"].moe = config.build()
+    with pytest.raises(UnsupportedError, match=r"layers.0.moe is a mixture.*bfloat16.*0\.2\.2"):
+        wrap(model)
+
+
+def test_the_trainer_is_refused() -> None:
+    class Trainer(RolloutSteps):
+        model_parts = (titan_model("llama3"),)
+        gradient_accumulation_steps = 1
+
+    with pytest.raises(UnsupportedError, match=r"trainer is of torchtitan 0\.3.*0\.2\.2"):
+        _ = Trainer().policy
