@@ -99,9 +99,9 @@ class Capacity(Steps):
             row = partial(cell_row, self.NAME, case)
             policy = stepper.configured(**self._options(way), memory_budget=budget)
 
-            def plan(tokens: int, policy: Any = policy) -> Timed | None:
+            def plan(tokens: int, policy: Any = policy, way: Way = way) -> Timed | None:
                 try:
-                    return stepper.planned(policy, self._batch(tokens, stepper.vocab))
+                    return stepper.planned(policy, self._batch(tokens, stepper.vocab, way))
                 except PlanError:
                     return None
 
@@ -109,12 +109,12 @@ class Capacity(Steps):
             stepper.step(policy, make_group(1024, [512] * self.responses, vocab=stepper.vocab))
             ran: dict[int, Timed] = {}
 
-            def runs(tokens: int, policy: Any = policy, ran: Any = ran) -> bool:
+            def runs(tokens: int, policy: Any = policy, ran: Any = ran, way: Way = way) -> bool:
                 planned = plan(tokens)
                 if planned is None:
                     return False
                 try:
-                    batch = self._batch(tokens, stepper.vocab)
+                    batch = self._batch(tokens, stepper.vocab, way)
                     ran[tokens] = stepper.repeat(policy, batch, repeats=1, into=planned)
                 except torch.OutOfMemoryError:
                     gc.collect()  # frames of the error are in cycles with what they hold
@@ -126,7 +126,7 @@ class Capacity(Steps):
             predicted = longest(lambda tokens: plan(tokens) is not None, **limits)
             yield row("predicted largest total", predicted, "tokens")
             found = longest(runs, start=predicted, **limits | {"most": max(predicted, 1)})
-            batch = self._batch(found, stepper.vocab) if found else None
+            batch = self._batch(found, stepper.vocab, way) if found else None
             yield row("largest total", found, "tokens", note=_lengths(batch))
             if batch is None:
                 continue
@@ -145,9 +145,11 @@ class Capacity(Steps):
             return dict(DENSE)
         return {**GROUP, "prefix_cache": way, "host_memory": self.host_memory}
 
-    def _batch(self, total: int, vocab: int) -> RolloutBatch:
+    def _batch(self, total: int, vocab: int, way: Way) -> RolloutBatch:
+        """One rollout for dense, which runs one at a time: all take the same time and memory."""
         response = min(self.response, total - 1) or total // 2
-        return make_group(total - response, [response] * self.responses, vocab=vocab)
+        count = 1 if way == "dense" else self.responses
+        return make_group(total - response, [response] * count, vocab=vocab)
 
     def _compared(self, device: torch.device, label: str) -> Iterator[ResultRow]:
         """Gradients of each way beside dense's, in float32 at few layers and a short length."""
@@ -201,4 +203,4 @@ def _lengths(batch: RolloutBatch | None) -> str | None:
         return None
     first = batch[0]
     trained = int(first.loss_mask.sum())
-    return f"prompt {len(first) - trained}, {len(batch)} responses of {trained}"
+    return f"prompt {len(first) - trained}, responses of {trained}: {len(batch)}"
