@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
         ("grpo", "gradient_checkpointing_kwargs", {"use_reentrant": True}, "use_reentrant to"),
         ("grpo", "activation_checkpointing_kwargs", {"use_reentrant": True}, "use_reentrant to"),
         ("grpo", "ddp_static_graph", True, "leave it out"),
-        ("grpo", "parallelism_config", object(), "FSDP"),
+        ("grpo", "parallelism_config", ParallelismConfig(sp_size=2), "sp_size=1"),
     ],
 )
 def test_refused(kind: str, name: str, value: Any, remedy: str, tmp_path: Path) -> None:
@@ -129,12 +129,12 @@ def test_deepspeed_is_refused(tmp_path: Path) -> None:
 def test_sequences_that_accelerate_splits_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As its launcher sets it, which TRL's configuration does not see."""
+    """As an Accelerator that was made before the trainer has it."""
     trainer = setups.trainer("grpo", OURS["grpo"], tmp_path)
     check_trainer(trainer)
     found = ParallelismConfig(cp_size=2)
     monkeypatch.setitem(vars(trainer.accelerator.state), "parallelism_config", found)
-    with pytest.raises(UnsupportedError, match=r"cp_size=2.*each rank of TRL"):
+    with pytest.raises(UnsupportedError, match=r"cp_size=2.*before any other Accelerator"):
         check_trainer(trainer)
 
 

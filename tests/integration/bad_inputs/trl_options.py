@@ -17,6 +17,7 @@ from forkpoint.integrations.trl.arrivals import Arrivals
 from forkpoint.integrations.trl.calls import CaptureProxy, HeadAnswer, PackedRows, Rows
 from forkpoint.integrations.trl.options import check_options, check_trainer
 from forkpoint.integrations.trl.trainers import _SharedTrainer
+from forkpoint.parallel.topology import ALL_PLACES
 from forkpoint.testing import tiny_model
 
 
@@ -31,9 +32,11 @@ class GRPOTrainer(SimpleNamespace):
     """A trainer, likewise."""
 
     is_deepspeed_enabled: bool = False
+    is_fsdp_enabled: bool = False
     aux_loss_enabled: bool = False
     accelerator: Any = SimpleNamespace(num_processes=2)
     model: Any = torch.nn.Identity()
+    sharing: Any = SimpleNamespace(context_ranks=1)
 
 
 def checked(**options: Any) -> Callable[[], object]:
@@ -44,9 +47,11 @@ class DPOTrainer(SimpleNamespace):
     """A trainer that takes no images."""
 
     is_deepspeed_enabled: bool = False
+    is_fsdp_enabled: bool = False
     aux_loss_enabled: bool = False
     accelerator: Any = SimpleNamespace(num_processes=2)
     model: Any = torch.nn.Identity()
+    sharing: Any = SimpleNamespace(context_ranks=1)
 
 
 def with_images() -> object:
@@ -107,7 +112,7 @@ def called(**arguments: Any) -> Callable[[], object]:
 def packed() -> object:
     ids = torch.tensor([[0, 7, 9]])
     rows = Rows(ids, present=ids > 0, scored=ids > 0)
-    return PackedRows([rows], temperature=1.0)
+    return PackedRows([rows], temperature=1.0, places=ALL_PLACES)
 
 
 def trainers_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:

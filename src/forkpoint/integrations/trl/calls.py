@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from forkpoint.errors import UnsupportedError
+from forkpoint.parallel.topology import Places
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.media import Media
 
 IGNORED = -100
 """The label of a token that is not scored."""
 REMEDIES = {
-    "shift_labels": "Context parallelism is not supported: leave parallelism_config out.",
+    "shift_labels": "Sequences are split by forkpoint itself: leave out what shifts labels.",
     "position_ids": "Rows without padding are not supported: set padding_free=False.",
 }
 """Arguments that TRL may give the model, and what to do about those that are refused."""
@@ -138,17 +139,34 @@ def _images(
 
 
 class PackedRows:
-    """Several calls' rows as one batch, and its values back in the calls' own shapes."""
+    """Several calls' rows as one batch, and its values back in the calls' own shapes.
 
-    def __init__(self, calls: Sequence[Rows], temperature: float) -> None:
-        """Raises UnsupportedError where a row's first token is scored, which stock TRL scores from
-        padding; RolloutError for padding between tokens."""
+    Ranks of context parallelism have the same batch: the rows of all of them, in the order of the
+    ranks. What is per token has two lengths: T for the batch, t for the rows of this rank.
+    """
+
+    def __init__(self, calls: Sequence[Rows], temperature: float, places: Places) -> None:
+        """places: of the model's topology. Collective over the ranks of context parallelism.
+
+        Raises UnsupportedError where a row's first token is scored, which stock TRL scores from
+        padding; RolloutError for padding between tokens.
+        """
         self.calls: tuple[Rows, ...] = tuple(calls)
+        self.ranks: int = places.size
+        """Ranks whose rows the batch has."""
+        self._places: Places = places
         self.width: int = max(rows.input_ids.shape[1] for rows in calls)
-        ids, present, scored = (
-            torch.cat([self.widened(getattr(rows, name)) for rows in calls])
-            for name in ("input_ids", "present", "scored")
+        own = torch.cat(
+            [
+                self.widened(torch.stack([rows.input_ids, rows.present.long(), rows.scored.long()]))
+                for rows in calls
+            ],
+            1,
         )
+        every = _of_ranks(own, places)
+        self.width = every[0].shape[2]
+        ids, present, scored = torch.cat(every, 1)
+        present, scored = present.bool(), scored.bool()
         first = present & (present.cumsum(1) == 1)
         if bool((first & scored).any()):
             raise UnsupportedError(
@@ -160,8 +178,12 @@ class PackedRows:
             ids, present, scored & present, temperatures=temperature
         )
         cells = np.flatnonzero(self.batch.layout.mask())
-        self.cells: Tensor = torch.from_numpy(cells).to(ids.device)
-        """int64 [T]: where the batch's tokens are in [N, width], flattened."""
+        begin = sum(x.shape[1] for x in every[: places.rank]) * self.width
+        here = np.searchsorted(cells, (begin, begin + own.shape[1] * self.width))
+        self.tokens: slice = slice(*here.tolist())
+        """Those of this rank's rows among the batch's."""
+        self.cells: Tensor = torch.from_numpy(cells[self.tokens] - begin).to(ids.device)
+        """int64 [t]: where they are in [N, width] of this rank's N rows, flattened."""
         if any(rows.media for rows in calls):
             none = [() for _ in range(len(self.batch))]
             media = [row for rows in calls for row in (rows.media or none[: len(rows.input_ids)])]
@@ -171,27 +193,47 @@ class PackedRows:
             ]
             self.batch = self.batch.with_media(media, self.flat(types))
 
-    def widened(self, values_BW: Tensor) -> Tensor:
-        """With columns of zeros on the right, to the width of the widest call."""
-        return torch.nn.functional.pad(values_BW, (0, self.width - values_BW.shape[1]))
+    def widened(self, values: Tensor) -> Tensor:
+        """[..., W] with columns of zeros on the right, to the width of the widest call."""
+        return torch.nn.functional.pad(values, (0, self.width - values.shape[-1]))
 
     def flat(self, values: Sequence[Tensor]) -> Tensor:
-        """Values of the calls, each [B, W], for the batch's tokens: [T]."""
+        """Values of the calls, each [B, W], for their tokens: [t]."""
         return torch.cat([self.widened(x) for x in values]).flatten()[self.cells]
 
-    def unpacked(self, values_T: Tensor) -> list[Tensor]:
-        """Values of the batch's tokens, with their graph, in the shapes of TRL's outputs.
+    def joined(self, values_t: Tensor) -> Tensor:
+        """Values of the calls' tokens with those of all ranks, without a graph: [T]. Collective."""
+        values_T = values_t.new_zeros(len(self.batch.layout.columns))
+        values_T[self.tokens] = values_t.detach()
+        return self._places.summed(values_T)
+
+    def own(self, per_token: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those of this rank's rows, [t], of values of the batch's tokens, [T]."""
+        return {name: values_T[self.tokens] for name, values_T in per_token.items()}
+
+    def unpacked(self, values_t: Tensor) -> list[Tensor]:
+        """Values of the calls' tokens, with their graph, in the shapes of TRL's outputs.
 
         Each is [B, W - 1]: column j belongs to the token of column j + 1, and is 0 where that is
         not scored.
         """
         sizes = [len(rows.input_ids) for rows in self.calls]
-        every = values_T.new_zeros(sum(sizes) * self.width).index_put((self.cells,), values_T)
+        every = values_t.new_zeros(sum(sizes) * self.width).index_put((self.cells,), values_t)
         parts = every.view(-1, self.width).split(sizes)
         return [
             part[:, 1 : rows.input_ids.shape[1]]
             for part, rows in zip(parts, self.calls, strict=True)
         ]
+
+
+def _of_ranks(own: Tensor, places: Places) -> list[Tensor]:
+    """Tensors [3, N, W] of the ranks of context parallelism, each with its N and all as wide as the
+    widest, filled up with zeros. Collective."""
+    sizes = torch.stack(places.all_of(torch.tensor(own.shape[1:], device=own.device)))
+    rows, width = sizes.amax(0).tolist()
+    fill = (0, width - own.shape[2], 0, rows - own.shape[1])
+    every = places.all_of(torch.nn.functional.pad(own, fill))
+    return [x[:, :count] for x, count in zip(every, sizes[:, 0].tolist(), strict=True)]
 
 
 @dataclass(eq=False)

@@ -6,7 +6,8 @@ whose factors are known beforehand, the terms here have the same gradients, toke
 a step they are compared with TRL's own code on log-probs made at random (`agrees`), and TRL's code
 computes the loss that is logged and all metrics after the step.
 
-On several ranks the gradients of TRL's losses are averaged over the ranks.
+On several ranks the gradients of TRL's losses are averaged over the ranks. Ranks of context
+parallelism run the sum of their losses, so their steps divide by the number of these ranks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -105,19 +106,20 @@ class TokenTerms:
     def agrees(self, theirs: Callable[[Tensor, Tensor], Tensor]) -> bool:
         """Whether the gradients are those of TRL's loss, at log-probs and entropies at random.
 
-        theirs: gives TRL's loss of log-probs and entropies [T].
+        theirs: gives TRL's loss of log-probs and entropies [t] of this rank's rows.
         """
+        tokens = self._packed.tokens
         count, device = len(self._packed.cells), self._packed.cells.device
         generator = torch.Generator().manual_seed(0)
-        noise_2T = torch.randn(2, count, generator=generator).to(device)
-        middle_T = torch.full_like(noise_2T[0], -2.0) if self._old is None else self._old
-        scored_T = self._packed.flat([rows.scored for rows in self._packed.calls])
-        logprobs_T = torch.where(scored_T, middle_T + 0.3 * noise_2T[0], 0).detach()
-        entropies_T = noise_2T[1].abs()
-        whole = partial(self.total, at_T=torch.arange(count, device=device))
+        noise_2t = torch.randn(2, count, generator=generator).to(device)
+        middle_t = torch.full_like(noise_2t[0], -2.0) if self._old is None else self._old[tokens]
+        scored_t = self._packed.flat([rows.scored for rows in self._packed.calls])
+        logprobs_t = torch.where(scored_t, middle_t + 0.3 * noise_2t[0], 0).detach()
+        entropies_t = noise_2t[1].abs()
+        own = partial(self.total, at_T=torch.arange(tokens.start, tokens.stop, device=device))
         found = []
-        for function in (theirs, whole):
-            leaves = [x.clone().requires_grad_() for x in (logprobs_T, entropies_T)]
+        for function in (theirs, own):
+            leaves = [x.clone().requires_grad_() for x in (logprobs_t, entropies_t)]
             value = function(*leaves)
             grads = torch.autograd.grad(value, leaves, allow_unused=True, materialize_grads=True)
             found.append(torch.cat(grads))
@@ -137,7 +139,7 @@ class TokenTerms:
             length = one["completion_ids"].shape[1]
             wide_BC = value_BC.expand(-1, length).float()
             padded.append(torch.nn.functional.pad(wide_BC, (one["prompt_ids"].shape[1], 0)))
-        return self._packed.flat(padded)
+        return self._packed.joined(self._packed.flat(padded))
 
 
 def _column(values: Tensor) -> Tensor:
@@ -217,17 +219,18 @@ def weighted_step(
     router: RouterLoss | None = None,
     router_counts: Tensor | None = None,
 ) -> StepStats:
-    """A step of the sum of log-probs, and of entropies, times weights [T]: the gradients of a loss
+    """A step of the sum of log-probs, and of entropies, times weights [t]: the gradients of a loss
     of them, whose own gradients by them the weights are."""
+    joined = {name: packed.joined(weights_t) for name, weights_t in weights.items()}
 
     def weighted(outputs: LossOutputs, batch: LossBatch) -> Tensor:
         at_T = batch.token_index
-        parts = [(w_T[at_T] * outputs.per_token[n]).sum() for n, w_T in weights.items()]
+        parts = [(w_T[at_T] * outputs.per_token[n]).sum() for n, w_T in joined.items()]
         return torch.stack(parts).sum()
 
     loss = additive(policy, weighted, router, needs_entropy="entropies" in weights)
     return policy.forward_backward(
-        packed.batch, loss, scale=scale, router=router, router_counts=router_counts
+        packed.batch, loss, scale=scale / packed.ranks, router=router, router_counts=router_counts
     )
 
 
@@ -244,7 +247,7 @@ def in_two_halves(
     where its own plan happens to have its loss.
     """
     scores = policy.score(packed.batch, entropy=True, router=router)
-    scored = dict(scores.per_token)
+    scored = packed.own(scores.per_token)
     names = ("logprobs", "entropies")
     leaves = [scored[name].requires_grad_() for name in names]
     with torch.enable_grad():

@@ -50,8 +50,8 @@ REFUSED: dict[str, str] = {
     "neftune_noise_alpha": f"noise values {_NOISE}: leave it out.",
     "optim": "it updates weights within a backward, and a step has several: use an optimizer with "
     "a step of its own.",
-    "parallelism_config": "ranks that split sequences need the same rollouts, and each rank of TRL "
-    "generates its own. Use accelerate's DDP or FSDP version 2.",
+    "parallelism_config": "its dimensions dp_replicate, dp_shard and cp have been shown exact: set "
+    "tp_size=1 and sp_size=1. cp_size splits sequences.",
     "torch_compile": _COMPILED,
     "torch_compile_backend": _COMPILED,
     "torch_compile_mode": _COMPILED,
@@ -62,6 +62,10 @@ FOUND: dict[str, Callable[[Any], bool]] = {
     **{name: _reentrant(name) for name in REFUSED if name.endswith("checkpointing_kwargs")},
     "deepspeed": lambda args: any(getattr(args, x, 0) for x in ("deepspeed", "deepspeed_plugin")),
     "optim": _stepless,
+    "parallelism_config": lambda args: any(
+        getattr(getattr(args, "parallelism_config", None), name, 1) > 1
+        for name in ("tp_size", "sp_size")
+    ),
 }
 """Whether a configuration has a value that is refused; of other options any that is true."""
 OF_TRAINER: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -122,15 +126,31 @@ def check_trainer(trainer: Any) -> None:
             raise _refused(type(trainer), trainer.args, name, reason)
     # accelerate's launcher sets it without the trainer's configuration.
     config = getattr(trainer.accelerator, "parallelism_config", None)  # since accelerate 1.10
-    for name in ("cp_size", "sp_size"):
+    reasons = {
+        "cp_size": "accelerate was set up before the trainer, and its ranks of one sequence are to "
+        "have the same rows. Make the trainer before any other Accelerator.",
+        "sp_size": REFUSED["parallelism_config"],
+    }
+    for name, reason in reasons.items():
         if (size := getattr(config, name, 1)) > 1:
             raise UnsupportedError(
                 f"accelerate has a parallelism_config with {name}={size}, which forkpoint's "
-                f"{type(trainer).__name__} does not take: {REFUSED['parallelism_config']}"
+                f"{type(trainer).__name__} does not take: {reason}"
             )
     images = getattr(trainer, "_is_vlm", False) or getattr(trainer, "_is_vision_dataset", False)
     if images and not _takes_images(type(trainer)):
         raise _images(type(trainer))
+    beside = {
+        "images": images,
+        "a load-balancing loss (router_aux_loss_coef)": getattr(trainer, "aux_loss_enabled", False),
+        "a model that FSDP version 2 does not shard": not trainer.is_fsdp_enabled,
+    }
+    for what, found in beside.items():
+        if found and (size := trainer.sharing.context_ranks) > 1:
+            raise UnsupportedError(
+                f"accelerate has a parallelism_config with cp_size={size}, which has not been "
+                f"shown exact with {what}. Set cp_size=1, or leave the other out."
+            )
     # In the mode of a training step: the checks ask what draws random numbers in training.
     before = [(module, module.training) for module in trainer.model.modules()]
     trainer.model.train()

@@ -17,7 +17,10 @@ from importlib import import_module
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
 from forkpoint.config import HEAD_STATISTICS, Config
 from forkpoint.errors import UnsupportedError
@@ -110,6 +113,8 @@ class Sharing:
         self.streams: bool | None = None
         """Whether steps are streamed; None until the first one has looked at the options."""
         self.counts: Counts = Counts(config)
+        self.context_ranks: int = 1
+        """Ranks that run one sequence together."""
         self.last_plan: Plan | None = None
         self._window: list[Call] = []
         """Micro-batches, or calls of the model, that a backward has reached."""
@@ -135,8 +140,19 @@ class Sharing:
         key = (id(model), type(model))  # fully_shard changes the class
         known = self._policies.get(key)
         if known is None:
-            known = self._policies[key] = (model, wrap(model, self.config))
+            mesh = self._mesh if isinstance(model, FSDPModule) else None
+            known = self._policies[key] = (model, wrap(model, self.config, mesh=mesh))
         return known[1]
+
+    @cached_property
+    def _mesh(self) -> DeviceMesh | None:
+        """With neighbouring ranks in one context group, as in accelerate's mesh; None without
+        context parallelism. Collective the first time."""
+        if self.context_ranks == 1:
+            return None
+        sizes = (dist.get_world_size() // self.context_ranks, self.context_ranks)
+        device = self.trainer.accelerator.device.type
+        return init_device_mesh(device, sizes, mesh_dim_names=("data", "cp"))
 
     @cached_property
     def temperature(self) -> float:
@@ -163,13 +179,18 @@ class Sharing:
         policy = self.policy(model)
         return policy.with_config(head_statistics=self._statistics) if self._statistics else policy
 
+    def _packed(self, policy: Policy, calls: Sequence[Rows]) -> PackedRows:
+        """Collective over ranks of context parallelism."""
+        return PackedRows(calls, self.temperature, policy.host.topology.places)
+
     def _check_head(self, model: nn.Module, rows: Rows) -> None:
         """Compare TRL's own head on a model, where that is due. Collective."""
 
         def answered(few: Rows, temperature: float) -> HeadAnswer:
-            packed = PackedRows([few], temperature)
-            scores = self._reading(model).score(packed.batch, entropy=True)
-            return self._answers(packed, scores.per_token)[0]
+            policy = self._reading(model)
+            packed = PackedRows([few], temperature, policy.host.topology.places)
+            scores = policy.score(packed.batch, entropy=True)
+            return self._answers(packed, packed.own(scores.per_token))[0]
 
         policy = self.policy(model)
         self._heads.check(self.trainer, policy, model, rows, self.temperature, answered)
@@ -177,11 +198,11 @@ class Sharing:
     def _answers(
         self, packed: PackedRows, per_token: Mapping[str, Tensor], routers: Tensor | None = None
     ) -> list[HeadAnswer]:
-        """Answers of TRL's head for each of the calls, from outputs [T] by forkpoint's names, with
+        """Answers of TRL's head for each of the calls, from outputs [t] by forkpoint's names, with
         the mean of their load-balancing losses."""
         found: list[dict[str, Tensor]] = [{} for _ in packed.calls]
-        for name, values_T in per_token.items():
-            for answer, x_BW in zip(found, packed.unpacked(values_T), strict=True):
+        for name, values_t in per_token.items():
+            for answer, x_BW in zip(found, packed.unpacked(values_t), strict=True):
                 answer[NAMES[name]] = x_BW.bool() if name == "is_top1" else x_BW
         return [HeadAnswer(**answer, aux_loss=routers) for answer in found]
 
@@ -326,7 +347,7 @@ class Sharing:
     def _finish_calls(self, model: nn.Module, calls: list[Call]) -> None:
         """Run a step with the gradients that have arrived at a model's log-probs."""
         policy = self.policy(model)
-        packed = PackedRows([one.rows for one in calls], self.temperature)
+        packed = self._packed(policy, [one.rows for one in calls])
         weights: dict[str, Tensor] = {
             name: torch.cat([one.weight(name) for one in calls])
             for name in dict.fromkeys(name for one in calls for name in one.names)
@@ -362,8 +383,8 @@ class Sharing:
         """Run a window, its gradients times `scale`; the losses of all its micro-batches."""
         model = window[-1].model
         policy = self._reading(model)
-        packed = PackedRows([one.rows for one in window], self.temperature)
-        references = self._references(packed)
+        packed = self._packed(policy, [one.rows for one in window])
+        references = self._references(packed.calls)
         begin = time.perf_counter()
         routed, device = window[0].rows.routed, packed.cells.device
         unknown = torch.zeros((), device=device) if routed else None
@@ -395,13 +416,14 @@ class Sharing:
             loss: Loss = FunctionLoss(whole, needs_entropy=True)
             if terms is not None:
                 loss = additive(policy, terms, router)
+            scale /= packed.ranks
             stats = policy.forward_backward(packed.batch, loss, scale=scale, router=router)
         mean = None
         if factor is not None and stats.router_loss is not None:
             mean = torch.tensor(stats.router_loss / factor, device=device)
         if terms is not None or routed:
             with torch.no_grad():
-                values.append(losses(stats.per_token, mean))
+                values.append(losses(packed.own(stats.per_token), mean))
         self._count(stats, packed, begin)
         return values[-1].detach().clone()
 
@@ -424,8 +446,8 @@ class Sharing:
             return None
         terms = TokenTerms(trainer, [one.inputs for one in window], packed)
 
-        def by_name(logprobs_T: Tensor, entropies_T: Tensor) -> Tensor:
-            return losses({"logprobs": logprobs_T, "entropies": entropies_T})
+        def by_name(logprobs_t: Tensor, entropies_t: Tensor) -> Tensor:
+            return losses({"logprobs": logprobs_t, "entropies": entropies_t})
 
         agreed = torch.tensor(float(terms.agrees(by_name)), device=packed.cells.device)
         state.restore()
@@ -486,12 +508,12 @@ class Sharing:
         """
 
         def score(rows: Rows) -> HeadAnswer:
-            packed = PackedRows([rows], self.temperature)
             self._check_head(model, rows)
             policy = self._reading(model) if entropy else self.policy(model)
+            packed = self._packed(policy, [rows])
             router = router_loss(packed, 1.0) if rows.routed else None
             found = policy.score(packed.batch, entropy=entropy, router=router)
-            values, routers = dict(found.per_token), None
+            values, routers = packed.own(found.per_token), None
             if found.own_router_loss is not None:
                 # This rank's part of the mean over ranks, which have one call each.
                 own = found.own_router_loss * ranks_of(policy)
@@ -514,7 +536,7 @@ class Sharing:
 
         return Scorer(model, score)
 
-    def _references(self, packed: PackedRows) -> list[HeadAnswer] | None:
+    def _references(self, calls: Sequence[Rows]) -> list[HeadAnswer] | None:
         if not self._asks:
             return None
         trainer = self.trainer
@@ -524,9 +546,11 @@ class Sharing:
             name = "ref" if "ref" in model.peft_config else None
             adapters = import_module("trl.trainer.utils").use_adapter(model, adapter_name=name)
         with torch.no_grad(), adapters:
-            self._check_head(model, packed.calls[0])
-            found = self.policy(model).score(packed.batch)
-        return self._answers(packed, found.per_token)
+            self._check_head(model, calls[0])
+            policy = self.policy(model)
+            packed = self._packed(policy, calls)
+            found = policy.score(packed.batch)
+        return self._answers(packed, packed.own(found.per_token))
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -538,10 +562,9 @@ class Sharing:
         before = trainer.ref_model
 
         def score(rows: Rows) -> HeadAnswer:
-            packed = PackedRows([rows], self.temperature)
             trainer.ref_model = before
             try:
-                found = self._references(packed)
+                found = self._references([rows])
             finally:
                 trainer.ref_model = stand_in
             assert found is not None

@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 from forkpoint.config import Config
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.integrations.trl.calls import StandIn
+from forkpoint.integrations.trl.context import as_data_ranks
 from forkpoint.integrations.trl.groups import Grouping
 from forkpoint.integrations.trl.losses import check_routers
 from forkpoint.integrations.trl.options import (
@@ -80,6 +81,11 @@ class _SharedTrainer(Base):
             # have been sharded.
             check_routers(self, self.sharing.policy(self.accelerator.unwrap_model(self.model)))
         self.add_callback(_Finished(self.sharing))
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """An accelerator that sees ranks of context parallelism as data ranks."""
+        with as_data_ranks(self.args) as self.sharing.context_ranks:
+            super().create_accelerator_and_postprocess()
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         self.sharing.forget()
