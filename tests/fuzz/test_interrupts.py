@@ -73,6 +73,7 @@ def test_while_a_failed_step_is_put_back(name: str) -> None:
     assert {key[2] for key in tally.counts} == {outcome}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sums-restoring"])
 def test_there_is_one_moment_at_which_a_step_happens(name: str) -> None:
     """Before it nothing is added, after it everything: at each of the last bytecodes."""

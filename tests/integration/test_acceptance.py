@@ -114,13 +114,13 @@ def check_steps(variant: Variant, loss: str, configs: list[Config]) -> set[str]:
     return ways
 
 
-@pytest.mark.parametrize(("variant", "loss"), slow_besides_every(5, STEPS), ids=str)
+@pytest.mark.parametrize(("variant", "loss"), slow_besides_every(9, STEPS), ids=str)
 def test_steps_are_those_of_dense_training(variant: Variant, loss: str) -> None:
     ways = check_steps(variant, loss, STEPS[variant, loss])
     assert ways <= WAYS - NEVER.get(loss, set())
 
 
-@pytest.mark.parametrize("loss", ["grpo", "gspo", "dpo", "coupled"])
+@pytest.mark.parametrize("loss", slow_besides_every(2, ["grpo", "gspo", "dpo", "coupled"]))
 def test_losses_meet_microbatches_in_every_way(loss: str) -> None:
     ways = check_steps(VARIANTS[0], loss, list(CONFIGS[::4]))
     assert ways == WAYS - NEVER.get(loss, set())
@@ -137,7 +137,7 @@ def test_weights_and_gradients_of_entropies(variant: Variant, loss: str) -> None
     check_steps(variant, loss, OF_ENTROPIES[variant, loss])
 
 
-@pytest.mark.parametrize("variant", slow_besides_every(5, SCORED), ids=str)
+@pytest.mark.parametrize("variant", slow_besides_every(9, SCORED), ids=str)
 def test_scores_are_those_of_a_dense_forward(variant: Variant) -> None:
     expected, model = truth(replace(variant, checkpointed=False), "grpo"), variant.build()
     faults = []
@@ -178,7 +178,7 @@ def test_several_calls_add_up_to_one_dense_step(loss: GRPO | GSPO) -> None:
     assert not list(gradient_faults(model, expected, before))
 
 
-@pytest.mark.parametrize("loss", ["grpo", "gspo", "coupled"])
+@pytest.mark.parametrize("loss", slow_besides_every(3, ["grpo", "gspo", "coupled"]))
 def test_scale_multiplies_gradients_and_not_the_loss(loss: str) -> None:
     expected, model = truth(VARIANTS[4], loss), VARIANTS[4].build()
     policy = wrap(model, Config(sharing="tree", boundary="across"))

@@ -49,6 +49,7 @@ def values(rows: Rows, metric: str) -> dict[str, float]:
     return {case: row["value"] for (case, name), row in rows.items() if name == metric}
 
 
+@pytest.mark.slow
 def test_groups(shell: Shell, tmp_path: Path) -> None:
     groups = ("--groups", "P6144-R6144-N8", "P8192-R131~2048-N4")
     rows = bench(shell, tmp_path, "groups", *groups, "--scores", *TINY)

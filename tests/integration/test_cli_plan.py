@@ -170,37 +170,18 @@ def test_plan_takes_the_batches_of_a_trace(shell: Shell, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "given",
-    [
-        *((), ("--model", "Qwen/Qwen3-8B"), ("--sharing", "none"), ("--sharing", "tree")),
-        ("--model", "Qwen/Qwen3-8B", "--memory-budget", "1.7GB"),
-        ("--batch-rollouts", "4", "--model", "llama3-405b"),
-    ],
-    ids=" ".join,
+    "given", [(), ("--model", "Qwen/Qwen3-8B"), ("--sharing", "none")], ids=str
 )
-def test_plan_answers_in_six_lines(
-    given: tuple[str, ...], shell: Shell, rollouts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(rollouts.parent)
-    done = shell("plan", rollouts.name, *given)
+def test_plan_answers_in_six_lines(given: tuple[str, ...], shell: Shell, rollouts: Path) -> None:
+    done = shell("plan", rollouts, *given)
     result, lines = done.result, done.out.splitlines()
-    assert done.code == 0 and done.err == "" and max(map(len, lines)) <= 80
-    names = ["shares", "speed-up", "microbatches", "memory", "plan", "next"]
-    assert [line.split()[0] for line in lines] == names
-    shares, speed_up, microbatches, memory, plan, further = lines
-    if all(kind.startswith("none ") for kind in result["plans"]):
-        assert "nothing" in shares
-    else:
-        assert f"{result['computed_tokens']:,} of {result['logical_tokens']:,} tokens" in shares
-    assert f"{result['bound']:.2f}x" in speed_up
-    assert ("in FLOPs" if "--model" in given else "in tokens") in speed_up
-    predicted = result["predicted_speedup"]
-    assert ("predicted" in speed_up) == (predicted is not None)
-    assert predicted is None or f"predicted {predicted:.2f}x over dense" in speed_up
-    assert f" {result['microbatches']} of at most" in microbatches and "9 rollouts" in microbatches
-    assert ("iB of activations" in memory) == ("--model" in given)
-    assert ("checkpointing" in memory) == ("--model" in given)
-    assert next(iter(result["plans"])) in plan and "--details" in further
+    assert done.code == 0 and done.err == "" and len(lines) == 6
+    counts = f"{result['computed_tokens']:,} of {result['logical_tokens']:,} tokens"
+    assert (counts in lines[0]) == ("none" not in given)
+    assert f"{result['bound']:.2f}x" in lines[1]
+    assert ("predicted" in lines[1]) == (result["predicted_speedup"] is not None)
+    assert f" {result['microbatches']} of at most" in lines[2]
+    assert ("iB of activations" in lines[3]) == ("--model" in given)
 
 
 def test_models_by_name(shell: Shell, rollouts: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from forkpoint.apps.cli.losses import CLASSES, Objective, RoutedObjective
 from forkpoint.apps.cli.output import Output
 from forkpoint.apps.cli.verify import groups_with_gradient
 from forkpoint.engine.engine import Engine
+from lanes import slow_besides_every
 
 
 @pytest.fixture
@@ -111,7 +112,9 @@ def test_options_reach_the_router_loss() -> None:
     assert made == losses.RouterLoss(z=0.1, scope="rollout", last_token=False)
 
 
-@pytest.mark.parametrize("loss", ["dr_grpo,max_tokens=9", "gspo", "sft", "distillation", "dpo"])
+@pytest.mark.parametrize(
+    "loss", slow_besides_every(3, ["dr_grpo,max_tokens=9", "gspo", "sft", "distillation", "dpo"])
+)
 def test_verify_with_losses(loss: str, shell: Shell, tmp_path: Path, config: Path) -> None:
     pairs = [
         changed(rollout, advantage=n % 2, reference_logprobs=-np.ones(len(rollout)))

@@ -29,6 +29,7 @@ from forkpoint.losses import GRPO, Loss, LossBatch, LossOutputs, ValueLoss, gae
 from forkpoint.losses.base import as_loss
 from forkpoint.testing import ReadOnlyHook, dense_run, lifted_upcasts, tiny_model
 from forkpoint.verify.dense import DenseRun
+from lanes import slow_besides_every
 
 BAR = 1e-10
 CONFIGS = (
@@ -145,7 +146,7 @@ def step_faults(
 STEPS = {pair: CONFIGS[n::3] for n, pair in enumerate(zip(MODELS, LOSSES, strict=True))}
 
 
-@pytest.mark.parametrize(("family", "loss"), STEPS)
+@pytest.mark.parametrize(("family", "loss"), slow_besides_every(2, STEPS))
 def test_steps_are_those_of_dense_training(family: str, loss: str) -> None:
     model, faults = critic(family), []
     with lifted_upcasts(model):
@@ -219,7 +220,7 @@ STATES: list[Callable[[nn.Module], nn.Module]] = [
 ]
 
 
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("state", slow_besides_every(3, STATES))
 def test_states_of_a_critic(state: Any) -> None:
     model = state(critic("qwen3"))
     report = wrap(model, ACROSS).verify(estimated(model), ValueLoss(clip=0.5))

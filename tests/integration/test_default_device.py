@@ -33,7 +33,7 @@ CASES += [
 ]
 
 
-KEPT = [("llama", "across"), ("llama", "offload")]
+KEPT = [("llama", "offload")]
 
 
 @pytest.mark.parametrize(("family", "name"), slow_besides(KEPT, CASES))

@@ -35,6 +35,7 @@ from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.hosts.compiled import CompiledBlocks
 from forkpoint.losses.base import LossBatch, LossOutputs
 from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
+from lanes import slow_besides_every
 
 pytestmark = pytest.mark.usefixtures("without_sample", "without_lists")
 
@@ -265,7 +266,9 @@ FAILURES: list[tuple[str, int, bool, bool, str, type[BaseException]]] = [
 ]
 
 
-@pytest.mark.parametrize(("place", "event", "couples", "began", "grads", "error"), FAILURES)
+@pytest.mark.parametrize(
+    ("place", "event", "couples", "began", "grads", "error"), slow_besides_every(2, FAILURES)
+)
 def test_a_failed_step_leaves_nothing(
     model: nn.Module,
     injector: Injector,
@@ -291,7 +294,7 @@ def test_a_failed_step_leaves_nothing(
     )
 
 
-@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("error", slow_besides_every(3, ERRORS))
 def test_error_while_activations_are_recomputed(
     monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:

@@ -90,7 +90,7 @@ ROWS = (("llama", torch.float64, ACROSS), ("qwen3", torch.float32, TREE_IN_ROW))
 
 @pytest.mark.parametrize(
     ("state", "row"),
-    slow_besides_every(2, pairwise(STATES, ROWS)),
+    slow_besides_every(4, pairwise(STATES, ROWS)),
     ids=id_of,
 )
 def test_states_of_a_model(state: Callable[[nn.Module], nn.Module], row: Any) -> None:

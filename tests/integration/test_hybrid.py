@@ -64,7 +64,7 @@ STEPS: dict[tuple[str, bool], list[Config]] = {
     ("dpo", True): [CONFIGS[5], CONFIGS[7], CONFIGS[10]],
     ("coupled", False): [CONFIGS[0], CONFIGS[2], CONFIGS[3]],
 }
-IN_CORE = (("grpo", True), ("gspo", False), ("coupled", False))
+IN_CORE = (("grpo", True), ("gspo", False))
 
 
 @pytest.mark.usefixtures("poisoned_memory")

@@ -28,7 +28,7 @@ CONFIGS = (
     Config(sharing="none"),
 )
 BATCH = forked_batch()
-FAST = ("qwen3_vl", "gemma3")
+FAST = ("qwen3_vl",)
 
 
 def weighted(outputs: Any, batch: Any) -> Tensor:

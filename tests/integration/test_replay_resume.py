@@ -22,6 +22,7 @@ from forkpoint import ConfigError, RolloutBatch
 from forkpoint.apps.replay.folder import CHECKPOINT, ROWS, SAVING, read_manifest
 from forkpoint.losses import GRPO
 from forkpoint.testing import tiny_model
+from lanes import slow_besides_every
 
 # Each replay would begin with the same sample of the same model.
 pytestmark = pytest.mark.usefixtures("without_sample")
@@ -119,7 +120,7 @@ CHANGES: list[tuple[Callable[[], dict[str, Any]], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "said"), CHANGES)
+@pytest.mark.parametrize(("make", "said"), slow_besides_every(2, CHANGES))
 def test_another_replay_is_refused(
     make: Callable[[], dict[str, Any]], said: str, begun: Path
 ) -> None:

@@ -93,7 +93,7 @@ def test_the_sample_alone_finds_what_no_list_names(
     assert all(p.grad is None or bool((p.grad == 1).all()) for p in model.parameters())
 
 
-@pytest.mark.parametrize("case", slow_besides_every(3, EXACT))
+@pytest.mark.parametrize("case", slow_besides_every(9, EXACT))
 def test_what_looks_like_it_is_exact(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(EXACT[case], monkeypatch, dtype=torch.float64)
     for config in (CHECKED, Config(sharing="tree", boundary="within")):
@@ -204,7 +204,9 @@ def test_samples_of_any_batch(lengths: list[int], vocab: int) -> None:
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [("llama", torch.bfloat16), ("qwen3", torch.float32), ("gemma2", torch.bfloat16)],
+    slow_besides_every(
+        3, [("llama", torch.bfloat16), ("qwen3", torch.float32), ("gemma2", torch.bfloat16)]
+    ),
     ids=str,
 )
 def test_rounding_alone_is_never_refused(family: str, dtype: torch.dtype) -> None:

@@ -81,7 +81,7 @@ def truth(model: str, loss: str) -> Truth:
     )
 
 
-@pytest.mark.parametrize("loss", slow_besides_every(2, OBJECTIVES))
+@pytest.mark.parametrize("loss", slow_besides_every(5, OBJECTIVES))
 def test_steps_are_those_of_dense_training(loss: str) -> None:
     faults, plans = faults_of_steps(
         MODELS["full"](), truth("full", loss), OBJECTIVES[loss], CONFIGS

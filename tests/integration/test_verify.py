@@ -30,6 +30,7 @@ from forkpoint.testing import DenseRun, dense_run, tiny_model
 from forkpoint.verify import comparison as verify_module
 from forkpoint.verify.comparison import Comparison
 from forkpoint.verify.memory import PLAIN, SMALL, STREAMED, MemoryStrategy
+from lanes import slow_besides_every
 
 TREE_IN_ROW = Config(sharing="tree", boundary="within")
 GROUPS_ACROSS = Config(sharing="group", boundary="across", max_microbatch_tokens=400)
@@ -406,7 +407,9 @@ def test_sharing_within_and_across_microbatches_is_compared() -> None:
     assert kinds == ["within", "across"]
 
 
-@pytest.mark.parametrize("sabotage", [*ACROSS_MICROBATCHES, *WITHIN, one_owner_counts])
+@pytest.mark.parametrize(
+    "sabotage", slow_besides_every(2, [*ACROSS_MICROBATCHES, *WITHIN, one_owner_counts])
+)
 def test_whatever_the_planner_chooses_sabotage_is_caught(
     sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

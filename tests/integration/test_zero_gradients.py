@@ -11,6 +11,7 @@ from torch import Tensor
 from forkpoint import Config, Rollout, RolloutBatch, losses, wrap
 from forkpoint.losses.base import Loss, LossBatch, LossOutputs, as_loss
 from forkpoint.testing import dense_run, tiny_model
+from lanes import slow_besides_every
 
 pytestmark = quiet_peft
 PROMPT = [3, 1, 4, 1, 5]
@@ -73,13 +74,15 @@ def _kind(gradient: Tensor | None) -> str:
     return "some" if float(gradient.abs().max()) > 1e-12 else "zeros"
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("config", slow_besides_every(2, CONFIGS.values()), ids=CONFIGS)
 @every_batch
 def test_ways_of_running(batch: list[Rollout], config: Config) -> None:
     assert not faults(tiny_model("qwen3"), batch, config)
 
 
-@pytest.mark.parametrize("kind", ["tied", "frozen", "lora", "checkpointed", "critic", "coupled"])
+@pytest.mark.parametrize(
+    "kind", slow_besides_every(2, ["tied", "frozen", "lora", "checkpointed", "critic", "coupled"])
+)
 @every_batch
 def test_kinds_of_models(batch: list[Rollout], kind: str) -> None:
     tied = {"tie_word_embeddings": True} if kind == "tied" else {}

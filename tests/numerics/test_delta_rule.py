@@ -276,6 +276,7 @@ def test_gradients_of_inputs_that_are_read_often_are_rounded_once() -> None:
         pytest.param(torch.float64, False, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_the_compiled_convolution_is_the_eager_one(dtype: torch.dtype, biased: bool) -> None:
     """Value and gradients; in 16 bits no further from float64 than the library's convolution.
 

@@ -107,7 +107,7 @@ def in_partial_sums(scenario: Scenario, sequences: tuple[str, ...]) -> dict[str,
     return {calls: WithoutAllReduce(scenario).run(calls.split()) for calls in sequences}
 
 
-@pytest.mark.parametrize("name", slow_besides(IN_CORE, {**IN_CORE, **CASES}))
+@pytest.mark.parametrize("name", slow_besides(["sharded"], {**IN_CORE, **CASES}))
 def test_gradients_are_those_of_dense_training(name: str) -> None:
     scenario, sequences = {**IN_CORE, **CASES}[name]
     work = in_partial_sums if scenario.wrap is hybrid_without_all_reduce else mixed

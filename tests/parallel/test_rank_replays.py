@@ -56,6 +56,7 @@ def test_two_ranks_resume_bitwise(undisturbed: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_another_number_of_ranks_resumes_within_rounding(
     ranks: int, undisturbed: Path, tmp_path: Path
 ) -> None:

@@ -48,6 +48,7 @@ def test_examples_run(
     run_file(path, reader(tmp_path), capsys)
 
 
+@pytest.mark.examples
 def test_readme_runs_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -138,8 +138,7 @@ def read(table: dict[str, Any], format: Format) -> None:
             assert len(str(error)) < 1500 or format.name == "forkpoint"
 
 
-# Formats of two trainers, one of them a critic's.
-KEPT = ("verl", "slime, critic")
+KEPT = ("slime, critic",)
 
 
 @pytest.mark.parametrize("name", slow_besides(KEPT, TABLES))

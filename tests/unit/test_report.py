@@ -4,9 +4,6 @@ import base64
 import hashlib
 import json
 import math
-import random
-import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,10 +13,9 @@ import numpy as np
 import pytest
 from reports import FIXED, filled, record, steps, write_run
 
-import json_mutations
 from forkpoint import ConfigError
 from forkpoint.apps.cli import main
-from forkpoint.apps.replay.folder import MANIFEST, ROWS
+from forkpoint.apps.replay.folder import ROWS
 from forkpoint.apps.replay.records import ReplayStep
 from forkpoint.apps.report.page import MAX_TABLE_ROWS, Chapter, Figure, render_page
 from forkpoint.apps.report.replay import (
@@ -37,7 +33,7 @@ from forkpoint.apps.report.replay import (
 )
 from forkpoint.apps.report.text import abbreviate, json_text, visible
 from forkpoint.units import GIB
-from json_mutations import HOSTILE, Raw
+from json_mutations import HOSTILE
 
 PICTURE = "data:image/svg+xml;base64,"
 
@@ -145,18 +141,10 @@ def test_answers_on_gradients() -> None:
     assert norm_bar(manifest(None, {"dtype": ["x"]}))[1] == 2e-2
 
 
-@pytest.mark.parametrize(
-    ("speedup", "value", "label", "state"),
-    [
-        (1.43, "1.43x faster", "than dense, of at most 1.50x", "good"),
-        (1.6, "1.60x faster", "than dense; counted bound 1.50x", "good"),
-        (0.5, "2.00x slower", "than dense, of at most 1.50x", "bad"),
-        (None, "at most 1.50x", "faster than dense", "plain"),
-    ],
-)
-def test_speeds_in_words(speedup: float | None, value: str, label: str, state: str) -> None:
-    tile = speed_tile(speedup, 1.5)
-    assert (tile.value, tile.label, tile.state) == (value, label, state)
+def test_speed_beside_its_bound() -> None:
+    states = [speed_tile(speedup, 1.5).state for speedup in (1.43, 1.6, 0.5, None)]
+    assert states == ["good", "good", "bad", "plain"]
+    assert speed_tile(0.5, 1.5).value.startswith("2.00x")
 
 
 def test_memory_beside_its_limit() -> None:
@@ -290,43 +278,6 @@ def test_a_folder_full_of_hostile_text(tmp_path: Path) -> None:
     )
     for found in pages:
         assert found.elements == plain.elements
-
-
-def changed_folders(folder: Path, place: Path) -> Iterator[tuple[str, Path]]:
-    """The folder with a hostile value at every place of every file that a report reads."""
-    rng = random.Random(0)
-    for name in (MANIFEST, ROWS):
-        lines = [(folder / name).read_text()]
-        if name != MANIFEST:
-            lines = lines[0].splitlines()
-        value = json.loads(lines[0])
-        for kind, paths in json_mutations.kinds_of_nodes(value).items():
-            path = rng.choice(paths)
-            for new in (rng.choice(HOSTILE[:7]), Raw('{"<b>":["<i>",{"<u>":1}]}')):
-                text = json_mutations.dumps(json_mutations.replaced(value, path, new))
-                shutil.rmtree(place, ignore_errors=True)
-                shutil.copytree(folder, place)
-                (place / name).write_text("\n".join([text, *lines[1:], ""]))
-                yield f"{name} {kind}", place
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("no_pictures")
-def test_hostile_values_one_at_a_time(tmp_path: Path) -> None:
-    """Each is refused by file and field, or is text in the page."""
-    folder = write_run(tmp_path / "run", 2, **filled("plain"))
-    wanted = set(Reader(page_of_folder(folder)).elements)
-    refused = shown = 0
-    for what, changed in changed_folders(folder, tmp_path / "changed"):
-        try:
-            page = page_of_folder(changed)
-        except ConfigError as error:
-            refused += 1
-            assert str(error).startswith(str(changed)), what
-            continue
-        shown += 1
-        assert set(Reader(page).elements) <= wanted, what
-    assert refused > 60 and shown > 30
 
 
 # The command --------------------------------------------------------------------------------------
