@@ -7,13 +7,20 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from bad_inputs.kind import Kind
 from bad_inputs.traces import REPLAY
+from forkpoint import Rollout, RolloutBatch
 from forkpoint.apps.replay.folder import STATE, read_state
+from forkpoint.apps.replay.loop import replay
 from forkpoint.apps.replay.ranks import check_same
-from forkpoint.errors import ConfigError, ForkpointError, RankError
+from forkpoint.errors import ConfigError, ForkpointError, RankError, UnsupportedError
+from forkpoint.hosts.libraries import library_of
+from forkpoint.losses import GRPO
 from forkpoint.parallel.group import RankGroup, lost_rank
+from forkpoint.plan.stages import stages_of_layers
+from forkpoint.testing import tiny_model
 
 SAVED = Path("out/checkpoint-00000002")
 
@@ -50,7 +57,22 @@ def died() -> None:
     raise error
 
 
+def a_stage() -> None:
+    model = tiny_model("llama", num_hidden_layers=2)
+    library_of(model).entry(model, ()).hold_stage(stages_of_layers([range(1), range(1, 2)], 2)[0])
+    batch = RolloutBatch([Rollout([1, 2, 3], [0, 1, 1], 1.0)])
+    replay(model, batch, GRPO(), optimizer=torch.optim.AdamW, steps=1, baseline=False)
+
+
 RANK_REPLAYS = (
+    Kind(
+        name="A replay of a stage of a pipeline",
+        error=UnsupportedError,
+        message="the model holds a stage of a pipeline (1 of 2 layers), and replay trains whole "
+        "models. Give it the whole model, under fully_shard on several ranks, or train the stages "
+        "by policy.forward_backward of wrap(model, mesh=mesh).",
+        call=a_stage,
+    ),
     Kind(
         name="A baseline on several ranks",
         error=ConfigError,

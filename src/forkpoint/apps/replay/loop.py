@@ -30,6 +30,9 @@ from forkpoint.apps.replay.records import (
 from forkpoint.config import AUTO, Config
 from forkpoint.engine.memory import measured_budget
 from forkpoint.errors import ConfigError, UnsupportedError
+from forkpoint.hosts.libraries import library_of
+from forkpoint.hosts.topology import unwrapped
+from forkpoint.hosts.wrappers import uncompiled
 from forkpoint.losses.base import Loss, LossFunction, as_loss
 from forkpoint.losses.router import RouterLoss
 from forkpoint.parallel.group import RankGroup
@@ -96,7 +99,7 @@ def replay(
     Raises:
         ConfigError: fewer groups than `groups_per_step`, a count below 1, or a folder that holds
             another replay than this one; what differs is named.
-        UnsupportedError: a baseline on several ranks.
+        UnsupportedError: a baseline on several ranks, or a stage of a pipeline.
         RankError: another rank fails, which it names.
 
     A model that torch's fully_shard holds on several ranks is trained on all of them: every rank
@@ -105,6 +108,7 @@ def replay(
     Otherwise as `Policy.forward_backward`; what can be checked is checked before the first step.
     """
     config, loss = config or Config(), as_loss(loss)
+    _refuse_stages(model)
     if baseline and any(isinstance(module, FSDPModule) for module in model.modules()):
         raise UnsupportedError(
             "a baseline trains a copy of the model, and fully_shard's models are not copied. "
@@ -202,6 +206,17 @@ def replay(
             if on_step is not None:
                 on_step(row)
         return ReplayReport(steps=tuple(done), resumed_at=resumed_at)
+
+
+def _refuse_stages(model: nn.Module) -> None:
+    plain = unwrapped(uncompiled(model))
+    held, layers = library_of(plain).entry(plain, ()).layers
+    if len(held) < layers:
+        raise UnsupportedError(
+            f"the model holds a stage of a pipeline ({len(held)} of {layers} layers), and replay "
+            "trains whole models. Give it the whole model, under fully_shard on several ranks, or "
+            "train the stages by policy.forward_backward of wrap(model, mesh=mesh)."
+        )
 
 
 def rate_factor(index: int, schedule: Schedule, warmup_steps: int, steps: int) -> float:
