@@ -10,6 +10,9 @@ pipeline. Batches are flat groups, and trees of a file of agents' rollouts, thin
   dense training under the same parallelism.
 
 Mixtures of experts have router losses.
+
+Models of torchtitan, which define no router losses, run in float32 in the place of bfloat16: the
+distance of the gradient to one of float64, beside that of torchtitan's model in one process.
 """
 
 import multiprocessing
@@ -17,7 +20,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from itertools import product
 from logging import getLogger
@@ -28,6 +31,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import start_processes
 from transformers import AutoModelForCausalLM
@@ -35,6 +39,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging
 
 import forkpoint
+from benchmarks.ranks import titan
 from benchmarks.ranks.meshes import Meshes
 from benchmarks.rows import ResultRow
 from benchmarks.runner import Benchmark, Deadline
@@ -55,6 +60,8 @@ DENSE = Config(sharing="none", boundary="within", **LIMITS)
 LOSS = GRPO(clip=0.2)
 ROUTER = RouterLoss(load_balancing=0.01, z=0.001)
 FLOAT64_BAR, BFLOAT16_BAR = 1e-10, 1.1
+FLOAT32_BAR = 1e-5
+"""Of a distance over the norm, or 1.1 times torchtitan's own if that is more."""
 SIZES = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
@@ -67,6 +74,8 @@ class Layout:
     tp: int
     cp: int = 2
     ep: int = 1
+    etp: int = 1
+    """Ranks that have each expert in parts; torchtitan's models alone."""
 
     @property
     def size(self) -> int:
@@ -89,6 +98,8 @@ class Compositions(Benchmark):
         families: Whose models run.
         stages: Sizes of the pipeline.
         tensor: Ranks of tensor parallelism, and of expert parallelism.
+        library: Whose models run. Of torchtitan's (0.2) a stage has its part of the tensor ranks,
+            so that each case has 8 processes, and experts are split over tensor and context ranks.
         data: The folder of airline.jsonl; chains of turns take its place where it is missing.
         seeds: How many batches and models the distances in bfloat16 are summed over.
     """
@@ -98,13 +109,18 @@ class Compositions(Benchmark):
     families: tuple[Family, ...] = ("llama", "qwen3_moe")
     stages: tuple[int, ...] = (1, 2)
     tensor: Literal[2, 4] = 4
+    library: Literal["transformers", "torchtitan"] = "transformers"
     data: Path = Path("../shared/data")
     seeds: Count = 8
 
     def measure(self, deadline: Deadline) -> Iterator[ResultRow]:
         for stages, family in product(self.stages, self.families):
-            experts = self.tensor if family == "qwen3_moe" else 1
-            layout = Layout(stages, self.tensor, ep=experts)
+            titan = self.library == "torchtitan"
+            layout = Layout(stages, self.tensor // stages if titan else self.tensor)
+            if family == "qwen3_moe" and titan:
+                layout = replace(layout, ep=layout.cp, etp=layout.tp)
+            elif family == "qwen3_moe":
+                layout = replace(layout, ep=layout.tp)
             case = f"{family}, {layout}"
             if not deadline.over(case):
                 yield from _rows(case, family, layout, self)
@@ -113,7 +129,8 @@ class Compositions(Benchmark):
 def _rows(case: str, family: Family, layout: Layout, options: Compositions) -> Iterator[ResultRow]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        work = _Work(family, layout, folder, options.data.absolute(), options.seeds)
+        kind = _TitanWork if options.library == "torchtitan" else _Work
+        work = kind(family, layout, folder, options.data.absolute(), options.seeds)
         _on_processes(1, work.ordinary)
         _on_processes(layout.size, work.parallel)
         parts = [torch.load(folder / f"stage-{n}.pt") for n in range(layout.pp)]
@@ -130,19 +147,13 @@ def _rows(case: str, family: Family, layout: Layout, options: Compositions) -> I
             bar=FLOAT64_BAR,
             **row,
         )
-        shared, dense = (sum(found[kind]) ** 0.5 for kind in ("shared", "dense"))
-        yield ResultRow(
-            metric="distance from float32, bfloat16",
-            value=shared / dense,
-            baseline="dense",
-            bar=BFLOAT16_BAR,
-            **row,
-        )
+        shared, dense, wide = (sum(found[kind]) ** 0.5 for kind in ("shared", "dense", "wide"))
+        yield ResultRow(**work.distance(shared, dense, wide), **row)
 
 
-FIGURES = ("gradient", "norm", "weight", "shared", "dense")
-"""Of one stage: squared errors and norms of gradients, the largest error of a weight, and squared
-distances in bfloat16."""
+FIGURES = ("gradient", "norm", "weight", "shared", "dense", "wide")
+"""Of one stage: squared errors and norms of gradients in float64, the largest error of a weight,
+squared distances in the narrow dtype, and squared norms of what these are distances from."""
 
 
 class _Work:
@@ -154,9 +165,20 @@ class _Work:
         self.family, self.layout, self.folder = family, layout, folder
         self.data, self.seeds = data, seeds
 
+    narrow: torch.dtype = torch.bfloat16
+
     @property
     def router(self) -> RouterLoss | None:
         return ROUTER if self.family == "qwen3_moe" else None
+
+    def distance(self, shared: float, dense: float, wide: float) -> dict[str, Any]:
+        """The row of the distances in the narrow dtype."""
+        return {
+            "metric": "distance from float32, bfloat16",
+            "value": shared / dense,
+            "baseline": "dense",
+            "bar": BFLOAT16_BAR,
+        }
 
     def batches(self, seed: int) -> dict[str, RolloutBatch]:
         return {"groups": _groups(seed), "trees": _trees(seed, self.data)}
@@ -167,13 +189,9 @@ class _Work:
     def ordinary(self) -> None:
         """Write models, and gradients and weights of ordinary training."""
         for seed in range(self.seeds):
-            sizes: dict[str, Any] = {**SIZES, **(EXPERTS if self.router else {})}
-            model = tiny_model(self.family, seed=seed, dtype=torch.float64, **sizes)
-            model.save_pretrained(self.folder / f"model-{seed}")
+            self.make(seed)
             for name, batch in self.batches(seed).items():
-                # In float32 with the weights of the model in bfloat16.
-                narrow = self.load(seed, torch.bfloat16).float()
-                kept: dict[str, Any] = {"float32": self.gradients(narrow, batch)}
+                kept = self.references(seed, batch)
                 if seed == 0:
                     model = self.load(seed, torch.float64)
                     with lifted_upcasts(model):
@@ -183,6 +201,17 @@ class _Work:
                     _adamw(model)
                     kept["weights"] = {n: p.detach() for n, p in model.named_parameters()}
                 torch.save(kept, self.folder / f"{name}-{seed}.pt")
+
+    def make(self, seed: int) -> None:
+        """Write the model that `load` reads."""
+        sizes: dict[str, Any] = {**SIZES, **(EXPERTS if self.router else {})}
+        model = tiny_model(self.family, seed=seed, dtype=torch.float64, **sizes)
+        model.save_pretrained(self.folder / f"model-{seed}")
+
+    def references(self, seed: int, batch: RolloutBatch) -> dict[str, Any]:
+        """Gradients that those in the narrow dtype are compared with: of float32 with the weights
+        of the model in bfloat16."""
+        return {"wide": self.gradients(self.load(seed, self.narrow).float(), batch)}
 
     def gradients(self, model: nn.Module, batch: RolloutBatch) -> dict[str, Tensor | None]:
         host = forkpoint.wrap(model).host
@@ -215,7 +244,7 @@ class _Work:
 
     def parallel(self) -> None:
         """Run steps on this rank, and write figures of each stage."""
-        meshes = Meshes(**asdict(self.layout))
+        self.begin()
         figures: dict[tuple[str, str], float] = {}
         for name in ("groups", "trees"):
             for kind in FIGURES:
@@ -224,8 +253,8 @@ class _Work:
                 batch = self.batches(seed)[name]
                 wanted = torch.load(self.folder / f"{name}-{seed}.pt")
                 if seed == 0:
-                    model = self.model(seed, torch.float64, meshes)
-                    policy = forkpoint.wrap(model, SHARED, mesh=meshes.dense)
+                    model, mesh = self.model(seed, torch.float64)
+                    policy = forkpoint.wrap(model, SHARED, mesh=mesh)
                     with lifted_upcasts(model):
                         policy.forward_backward(batch, LOSS, router=self.router)
                     apart, norm = _apart(model, wanted["float64"])
@@ -236,21 +265,82 @@ class _Work:
                         float((_whole(p.detach()) - weights[n]).abs().max())
                         for n, p in model.named_parameters()
                     )
-                model = self.model(seed, torch.bfloat16, meshes)
-                for kind, config in (("shared", SHARED), ("dense", DENSE)):
-                    policy = forkpoint.wrap(model, config, mesh=meshes.dense)
+                model, mesh = self.model(seed, self.narrow)
+                for kind, config in self.configs.items():
+                    policy = forkpoint.wrap(model, config, mesh=mesh)
                     policy.forward_backward(batch, LOSS, router=self.router)
-                    figures[name, kind] += _apart(model, wanted["float32"])[0]
+                    apart, norm = _apart(model, wanted["wide"])
+                    figures[name, kind] += apart
+                    figures[name, "wide"] += norm / len(self.configs)
                     model.zero_grad()
-        place = meshes.dense.get_coordinate()
-        assert place is not None
-        if not any(place[1:]):
-            torch.save(figures, self.folder / f"stage-{place[0]}.pt")
+                figures[name, "dense"] += wanted.get("own", 0.0) / self.layout.pp
+        stage, place = divmod(dist.get_rank(), self.layout.size // self.layout.pp)
+        if place == 0:
+            torch.save(figures, self.folder / f"stage-{stage}.pt")
 
-    def model(self, seed: int, dtype: torch.dtype, meshes: Meshes) -> nn.Module:
-        with meshes.given_to_transformers():
-            model = self.load(seed, dtype, meshes)
-        return meshes.sharded(model)
+    configs: ClassVar[dict[str, Config]] = {"shared": SHARED, "dense": DENSE}
+    """Plans that run in the narrow dtype."""
+
+    def begin(self) -> None:
+        """Make what all models of this process need. Collective."""
+        degrees = asdict(self.layout)
+        del degrees["etp"]
+        self.meshes = Meshes(**degrees)
+
+    def model(self, seed: int, dtype: torch.dtype) -> tuple[nn.Module, DeviceMesh]:
+        """This rank's part of a model, and the mesh of `forkpoint.wrap`."""
+        with self.meshes.given_to_transformers():
+            model = self.load(seed, dtype, self.meshes)
+        return self.meshes.sharded(model), self.meshes.dense
+
+
+class _TitanWork(_Work):
+    """The work with models of torchtitan."""
+
+    narrow = torch.float32
+    configs: ClassVar[dict[str, Config]] = {"shared": SHARED}
+
+    def distance(self, shared: float, dense: float, wide: float) -> dict[str, Any]:
+        return {
+            "metric": "distance from float64 over the norm, float32",
+            "value": shared / wide,
+            "bar": max(FLOAT32_BAR, BFLOAT16_BAR * dense / wide),
+            "note": f"torchtitan's own, in one process: {dense / wide:.2g}",
+        }
+
+    @property
+    def router(self) -> RouterLoss | None:
+        return None
+
+    def make(self, seed: int) -> None:
+        """Nothing: models are drawn wherever they are used."""
+
+    def load(self, seed: int, dtype: torch.dtype, meshes: Meshes | None = None) -> Any:
+        layers = SIZES["num_hidden_layers"]
+        return titan.make_tiny(self.family, seed, dtype, layers=layers, vocabulary=VOCABULARY)
+
+    def references(self, seed: int, batch: RolloutBatch) -> dict[str, Any]:
+        model = self.load(seed, torch.float64)
+        with lifted_upcasts(model):
+            exact = self.gradients(model, batch)
+        own = self.load(seed, self.narrow)
+        for name, gradient in self.gradients(own, batch).items():
+            own.get_parameter(name).grad = gradient
+        return {"wide": exact, "own": _apart(own, exact)[0]}
+
+    def ordinary(self) -> None:
+        titan.models_on_cpus()
+        super().ordinary()
+
+    def begin(self) -> None:
+        titan.models_on_cpus()
+
+    def model(self, seed: int, dtype: torch.dtype) -> tuple[nn.Module, DeviceMesh]:
+        model, layout = self.load(seed, dtype), self.layout
+        dims = titan.parallelize(
+            model, pp=layout.pp, tp=layout.tp, cp=layout.cp, ep=layout.ep, etp=layout.etp
+        )
+        return model, dims.get_mesh(["pp", "cp"] if layout.pp > 1 else ["cp"])
 
 
 def _adamw(model: nn.Module) -> None:
@@ -326,7 +416,8 @@ def _chains(rng: np.random.Generator) -> RolloutBatch:
 def _on_processes(count: int, work: Any) -> None:
     """Call `work` in processes of one group, forked from one that has imported everything."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    # Modules that are not installed are left out.
+    context.set_forkserver_preload([__name__, *titan.MODULES])
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -10,7 +10,7 @@ from processes import run_ranks
 from scenarios_of_ranks import BAR, EMPTY, UNEQUAL, distance, gradients, group, said
 from steps import ACROSS, VOCAB
 from titan_models import titan_model
-from titan_parallel import Case, compared, models_on_cpus, parallelize
+from titan_parallel import Case, compared
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -22,6 +22,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.expert_parallel import DeepEPExpertParallel
 
 import forkpoint
+from benchmarks.ranks.titan import models_on_cpus, parallelize
 from forkpoint import Config, Policy, Rollout, RolloutBatch, wrap
 from forkpoint.losses import GRPO, GSPO, LogLikelihood
 

@@ -10,7 +10,6 @@ import torch
 from cpu_trainer import run
 from processes import run_ranks
 from scenarios_of_ranks import group
-from titan_parallel import models_on_cpus
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -19,6 +18,7 @@ from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 from torchtitan.train import Trainer
 
+from benchmarks.ranks.titan import models_on_cpus
 from forkpoint import Rollout
 from forkpoint.integrations.titan import NoData, RolloutSteps
 from forkpoint.losses import LogLikelihood

@@ -1,82 +1,21 @@
 """Models that torchtitan's own parallelize functions have split over ranks."""
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from cpu_trainer import on_cpus, own_name
+from cpu_trainer import own_name
 from scenarios_of_ranks import DEEP, UNEQUAL, distance, gradients
 from titan_models import titan_model
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
-from torchtitan.config import TORCH_DTYPE_MAP, JobConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.models.attention import ScaledDotProductAttentionWrapper
-from torchtitan.models.deepseek_v3.infra.parallelize import parallelize_deepseekv3
-from torchtitan.models.llama3.infra.parallelize import parallelize_llama
-from torchtitan.models.moe import kernels, utils
-from torchtitan.models.qwen3.infra.parallelize import parallelize_qwen3
 
 import forkpoint
+from benchmarks.ranks.titan import models_on_cpus, parallelize
 from forkpoint import Config, Rollout, RolloutBatch
 from forkpoint.losses import GRPO
 from forkpoint.testing import lifted_upcasts
-
-PARALLELIZE = {
-    "Transformer": parallelize_llama,
-    "Qwen3Model": parallelize_qwen3,
-    "DeepSeekV3Model": parallelize_deepseekv3,
-}
-
-
-def parallelize(
-    model: nn.Module, *, checkpoint: str = "none", loss_parallel: bool = True, **degrees: int
-) -> ParallelDims:
-    """Do with a model as torchtitan's trainer does; gives the dimensions that it is split over."""
-    on_cpus()
-    # Of torch, where fully_shard holds an embedding by itself; nothing writes into its output.
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
-    # Of torch, for modules of other stages of a pipeline.
-    warnings.filterwarnings("ignore", "Parallelize plan key", UserWarning)
-    TORCH_DTYPE_MAP["float64"] = torch.float64
-    given: dict[str, int] = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep"), 1)
-    given |= {"etp": 1, **degrees}
-    size = given["dp_replicate"] * given["dp_shard"] * given["cp"] * given["tp"] * given["pp"]
-    dims = ParallelDims(**given, world_size=size)
-    job = JobConfig()
-    job.activation_checkpoint.mode = checkpoint  # type: ignore[assignment]
-    job.parallelism.disable_loss_parallel = not loss_parallel
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    job.training.mixed_precision_param = dtype  # type: ignore[assignment]
-    job.training.mixed_precision_reduce = dtype  # type: ignore[assignment]
-    if dims.pp_enabled:
-        forkpoint.cut(model, dims.get_mesh("pp"))
-    PARALLELIZE[type(model).__name__](model, dims, job)
-    for module in model.modules():
-        if hasattr(module, "set_force_sum_reduction_for_comms"):
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sums
-    return dims
-
-
-def local_attention(_: nn.Module, *qkv: Any, scale: float | None = None, **__: Any) -> Any:
-    q, k, v = (x.to_local() if isinstance(x, DTensor) else x for x in qkv)
-    options: dict[str, Any] = {"scale": scale, "is_causal": True, "enable_gqa": True}
-    found = F.scaled_dot_product_attention(q, k, v, **options)
-    if isinstance(qkv[0], DTensor):
-        return DTensor.from_local(found, qkv[0].device_mesh, qkv[0].placements, run_check=False)
-    return found
-
-
-def models_on_cpus() -> None:
-    """Let models run without CUDA: there torch.histc takes no integers, tokens are put into order
-    by a kernel of triton, and attention takes no DTensors."""
-    ScaledDotProductAttentionWrapper.forward = local_attention  # type: ignore[method-assign]
-    own, fill = torch.histc, kernels.generate_permute_indices
-    torch.histc = lambda x, **options: own(x.float(), **options).to(x.dtype)  # type: ignore[assignment]
-    utils.generate_permute_indices = lambda *args: fill(*args, use_cpu=True)
 
 
 @dataclass(frozen=True)
