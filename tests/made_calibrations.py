@@ -6,9 +6,17 @@ import numpy as np
 
 import plan_shapes
 from forkpoint import Rollout, RolloutBatch
-from forkpoint.plan.pricing.calibration import Calibration, Curve
+from forkpoint.plan.pricing.calibration import Calibration, Curve, Link
 
 SHAPE = replace(plan_shapes.SHAPE, layers=4, windows=())
+LINK = Link(
+    ranks=2,
+    backend="gloo",
+    gather_bytes_per_ms=1e6,
+    gather_latency_ms=0.5,
+    send_bytes_per_ms=2e6,
+    send_latency_ms=0.25,
+)
 
 
 def line(per_token: float, *, backward: float = 2.0, floor: float = 1.0) -> Curve:

@@ -40,19 +40,24 @@ def weighted(outputs: Any, batch: Any) -> Tensor:
     return -batch.trained(outputs.logprobs * batch.advantages).sum()
 
 
-def stock_gradients(model: Any, family: str, batch: RolloutBatch) -> dict[str, Tensor | None]:
-    """Of `weighted`, by the model's own forward of one rollout at a time."""
+def gradients_by_rollout(
+    model: Any, batch: RolloutBatch, inputs: Callable[[Rollout], dict[str, Any]]
+) -> dict[str, Tensor | None]:
+    """Of `weighted`, by the model's own forward of one rollout at a time and its inputs."""
     clear_gradients(model)
     for one in batch:
         ids = torch.tensor(one.token_ids.astype(np.int64))[None]
-        given = stock_inputs(model, family, one)
-        logits = model(input_ids=ids, use_cache=False, **given).logits[0, :-1]
+        logits = model(input_ids=ids, use_cache=False, **inputs(one)).logits[0, :-1]
         chosen = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
         trained = torch.tensor(one.loss_mask[1:])
         (-one.advantage * chosen[trained].sum()).backward()
     found = gradients(model)
     clear_gradients(model)
     return found
+
+
+def stock_gradients(model: Any, family: str, batch: RolloutBatch) -> dict[str, Tensor | None]:
+    return gradients_by_rollout(model, batch, lambda one: stock_inputs(model, family, one))
 
 
 def tower(model: nn.Module) -> dict[str, nn.Parameter]:

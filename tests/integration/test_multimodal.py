@@ -9,7 +9,8 @@ from commands import Shell
 from host_models import checkpointing, lora, quiet_peft
 from peft import PeftModel
 from steps import ACROSS, clear_gradients, forked_batch, gradients, relative_distance
-from torch import Tensor, nn
+from test_images import gradients_by_rollout, tower, weighted
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from forkpoint import Config, Rollout, RolloutBatch, UnsupportedError, wrap
@@ -31,34 +32,18 @@ BATCH = forked_batch()
 FAST = ("qwen3_vl",)
 
 
-def weighted(outputs: Any, batch: Any) -> Tensor:
-    return -batch.trained(outputs.logprobs * batch.advantages).sum()
-
-
 def stock_gradients(model: Any, batch: RolloutBatch) -> dict[str, Tensor | None]:
-    """Of `weighted`, by the model's own forward of one rollout at a time, with positions as it
-    finds them itself."""
-    clear_gradients(model)
-    for rollout in batch:
+    """With positions as the model finds them itself."""
+
+    def positions(rollout: Rollout) -> dict[str, Tensor]:
+        if not hasattr(model.model, "get_rope_index"):
+            return {}
         ids = torch.tensor(rollout.token_ids)[None]
-        positions = {}
-        if hasattr(model.model, "get_rope_index"):
-            found = model.model.get_rope_index(ids, mm_token_type_ids=torch.zeros_like(ids))[0]
-            assert (found == torch.arange(ids.shape[1])).all()
-            positions = {"position_ids": found}
-        logits = model(input_ids=ids, use_cache=False, **positions).logits[0, :-1]
-        chosen = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-        trained = torch.tensor(rollout.loss_mask[1:])
-        (-rollout.advantage * chosen[trained].sum()).backward()
-    found = gradients(model)
-    clear_gradients(model)
-    return found
+        found = model.model.get_rope_index(ids, mm_token_type_ids=torch.zeros_like(ids))[0]
+        assert (found == torch.arange(ids.shape[1])).all()
+        return {"position_ids": found}
 
-
-def tower(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters outside of the language model and the head."""
-    text = ("language_model.", "text_model.", "lm_head.")
-    return {n: p for n, p in model.named_parameters() if not any(part in n for part in text)}
+    return gradients_by_rollout(model, batch, positions)
 
 
 @pytest.mark.parametrize("family", slow_besides(FAST, MULTIMODAL))

@@ -7,17 +7,9 @@ import pytest
 
 from forkpoint.errors import ConfigError
 from forkpoint.plan.gathering import LinkSizes, RankCosts, gathering_cost, link_cost, prices_of
-from forkpoint.plan.pricing.calibration import Calibration, Link, LinkPrices
-from made_calibrations import SHAPE, made_up
+from forkpoint.plan.pricing.calibration import Calibration, LinkPrices
+from made_calibrations import LINK, SHAPE, made_up
 
-LINK = Link(
-    ranks=2,
-    backend="gloo",
-    gather_bytes_per_ms=1e6,
-    gather_latency_ms=0.5,
-    send_bytes_per_ms=2e6,
-    send_latency_ms=0.25,
-)
 PRICES = LinkPrices(gathering=8.0, calls=1.0, byte=0.5, transfer=2.0)
 COSTS = RankCosts(forward=(300.0,), tokens=300)
 

@@ -14,9 +14,8 @@ from forkpoint.parallel.placement.lockstep import exchange_plans, predict_step
 from forkpoint.parallel.placement.paths import Paths, Rates
 from forkpoint.parallel.placement.place import place_paths
 from forkpoint.plan import MODELS, ModelShape, make_plan
-from forkpoint.plan.pricing.calibration import Link
 from forkpoint.tree.forest import IntArray
-from made_calibrations import SHAPE, made_up
+from made_calibrations import LINK, SHAPE, made_up
 
 QWEN = ModelShape.from_config(MODELS["qwen3-8b"], dtype_bytes=2)
 RATES = Rates.of(QWEN)
@@ -106,15 +105,7 @@ def test_what_groups_share_with_others_is_run_with_each_prompt() -> None:
 
 def test_prices_of_sending_are_measured_ones_where_there_are_any() -> None:
     assert ExchangePrices.of(None, Rates.of(None)) is None
-    link = Link(
-        ranks=2,
-        backend="gloo",
-        gather_bytes_per_ms=1e6,
-        gather_latency_ms=0.5,
-        send_bytes_per_ms=2e6,
-        send_latency_ms=0.25,
-    )
-    calibration = made_up(link=link)
+    calibration = made_up(link=LINK)
     found = ExchangePrices.of(SHAPE, Rates.of(SHAPE, calibration), calibration)
     assert found is not None
     nbytes = SHAPE.boundary_bytes_per_token + SHAPE.boundary_gradient_bytes_per_token
@@ -123,7 +114,7 @@ def test_prices_of_sending_are_measured_ones_where_there_are_any() -> None:
     dear = ExchangePrices.of(
         SHAPE,
         Rates.of(SHAPE, calibration),
-        replace(calibration, link=replace(link, send_bytes_per_ms=1e6)),
+        replace(calibration, link=replace(LINK, send_bytes_per_ms=1e6)),
     )
     assert dear is not None and dear.token == pytest.approx(2 * found.token)
     nominal = ExchangePrices.of(QWEN, RATES)

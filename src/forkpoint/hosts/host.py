@@ -230,10 +230,6 @@ class ModelHost:
         # A critic predicts no tokens.
         return min(known, self.entry.head.width()) if self.head == "logprobs" else known
 
-    @property
-    def head_weight(self) -> Tensor:
-        return self.entry.head.weight()
-
     def shallow(self, layers: int) -> nn.Module | None:
         trained = all(p.requires_grad for block in self.blocks for p in block.parameters())
         if not trained or (self._group is not None and self._group.splits):
