@@ -14,21 +14,24 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import forkpoint
-from forkpoint import Config, Rollout, RolloutBatch, load_rollouts, record, wrap
+from forkpoint import Config, Rollout, RolloutBatch, load_rollouts, record, save_rollouts, wrap
 from forkpoint.apps.cli import options
 from forkpoint.apps.cli.losses import Objective
 from forkpoint.apps.cli.models import load_model
 from forkpoint.apps.cli.options import Runtime
+from forkpoint.losses import GRPO
 from forkpoint.parallel.placement.lockstep import predict_step
 from forkpoint.plan import make_plan
 from forkpoint.testing import tiny_model
+from media_scenes import scene
+from multimodal_models import tiny_multimodal
 
 PLAN_FIELDS = {
     *("command", "file", "model", "format", "skipped", "batches", "rollouts", "groups"),
     *("logical_tokens", "group_tokens", "unique_tokens", "computed_tokens", "trained_tokens"),
     *("left_out", "microbatches", "max_microbatch_tokens", "bound", "bound_unit", "plans"),
     *("predicted_peak_bytes", "predicted_ms", "predicted_speedup", "device_memory", "ranks"),
-    *("prompts_part", "pipeline", "longest_prompt_tokens"),
+    *("prompts_part", "pipeline", "encoder", "longest_prompt_tokens"),
     *("sharing", "boundary", "reason", "candidates", "modes"),
 }
 
@@ -53,6 +56,46 @@ def test_plan_counts_tokens(shell: Shell, rollouts: Path) -> None:
     assert (result["rollouts"], result["groups"], result["bound_unit"]) == (9, 3, "tokens")
     assert result["trained_tokens"] == batch.trained_tokens
     assert "looked at" in done.out, "explain() is missing"
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_plan_prices_encoders_without_pixels(frozen: bool, shell: Shell, tmp_path: Path) -> None:
+    model, batch = tiny_multimodal("qwen3_vl"), scene("equal tokens", "qwen3_vl")
+    model.config.dtype = "float64"
+    model.config.save_pretrained(tmp_path)
+    file = tmp_path / "r.jsonl"
+    save_rollouts(file, batch)
+    (tmp_path / "r.jsonl.media.safetensors").unlink()
+    base: Any = model.model
+    base.visual.requires_grad_(not frozen)
+    options = ["--loss", "grpo,kl=0.1", "--boundary", "across", "--sharing", "tree"]
+    if frozen:
+        options.append("--frozen-encoder")
+    argv = ("plan", file, "--model", tmp_path, "--max-microbatch-tokens", 16, *options)
+    done = shell(*argv)
+    assert done.code == 0, done.err
+    config = Config(boundary="across", sharing="tree", max_microbatch_tokens=16)
+    policy = wrap(model, replace(config, calibration=None))
+    wanted = policy.plan(batch, GRPO(kl=0.1))
+    encodes = sum(event.startswith("encode image") for event in wanted.events())
+    backwards = sum(event.startswith("encode backward") for event in wanted.events())
+    assert (encodes, backwards) == (2, 0 if frozen else 2)
+    found = done.result["encoder"]
+    assert (found["places"], found["forwards"], found["backwards"]) == (6, 2, backwards)
+    encoder, shape = wanted.capabilities.encoder, wanted.shape
+    assert encoder is not None and shape is not None and encoder.trained != frozen
+    assert done.result["predicted_peak_bytes"] == wanted.predicted_peak_bytes
+    one = encoder.forward_flops(wanted.media[0]) * (1 if frozen else 3)
+    decoder, dense = wanted.shared.step_flops(shape), wanted.dense.step_flops(shape)
+    assert found["share"] == pytest.approx(2 * one / (2 * one + decoder))
+    assert found["bound"] == pytest.approx((6 * one + dense) / (2 * one + decoder))
+    assert f"2 forwards and {backwards} backwards for 6 images" in done.out
+    fits = shell(*argv, "--device-memory", "8GB").result["device_memory"]
+    parameters = sum(p.numel() for p in model.parameters())
+    assert 0.9 < fits["weights_bytes"] / (8 * parameters) <= 1
+    unpriced = shell("plan", file)
+    assert unpriced.result["encoder"]["share"] is None
+    assert "for 6 images and videos in rollouts; not priced without its model" in unpriced.out
 
 
 def test_plan_obeys_its_options(shell: Shell, rollouts: Path, config: Path) -> None:

@@ -21,7 +21,7 @@ from forkpoint.plan.program import (
     mark_last_backward,
 )
 from forkpoint.rollouts.batch import RolloutBatch
-from forkpoint.rollouts.media import Media
+from forkpoint.rollouts.media import Absent, Media
 from forkpoint.tree import Microbatch
 from forkpoint.tree.forest import Forest
 
@@ -37,6 +37,9 @@ class PlannedMedium:
     """How many tokens stand for it."""
     readers: tuple[int, ...]
     """Indices of the microbatches that run some of these, ascending."""
+    rollouts: int = 1
+    """In how many places of rollouts it runs: so often does training encode it that shares
+    nothing."""
     frames: int = 1
     """Parts of it, such as frames of a video, whose patches do not see those of others."""
 
@@ -54,21 +57,27 @@ def planned_media(
     first = forest.segment_tokens(batch.offsets) - forest.edge_offsets[:-1]
     tokens = np.repeat(first, forest.length) + np.arange(forest.edges)
     medium, reader = batch.media_of[tokens], np.repeat(microbatch_of, forest.length)
+    assert batch.media_row is not None
     there = (medium >= 0) & (reader >= 0)
+    begins = there & (batch.media_row[tokens] == 0)
+    times = np.repeat(forest.multiplicity, forest.length)[begins]
+    places = np.bincount(medium[begins], times, len(batch.media)).astype(int).tolist()
     pairs = np.unique(np.stack([medium[there], reader[there]], axis=1), axis=0)
     readers: list[list[int]] = [[] for _ in batch.media]
     for number, index in pairs.tolist():
         readers[number].append(index)
     return tuple(
-        PlannedMedium(medium.kind, medium.tokens, tuple(indices), _frames(medium))
-        for medium, indices in zip(batch.media, readers, strict=True)
+        PlannedMedium(medium.kind, medium.tokens, tuple(indices), count, _frames(medium))
+        for medium, indices, count in zip(batch.media, readers, places, strict=True)
     )
 
 
 def _frames(medium: Media) -> int:
     """By its grid [1, 3] of patches in time, height and width; 1 without one."""
-    grids = [value for name, value in medium.inputs.items() if name.endswith("_grid_thw")]
-    return max(1, int(grids[0][0][0])) if grids else 1
+    for name, value in medium.inputs.items():
+        if name.endswith("_grid_thw") and tuple(value.shape) == (1, 3):
+            return 1 if isinstance(value, Absent) else max(1, int(value[0][0]))
+    return 1
 
 
 @dataclass(frozen=True)

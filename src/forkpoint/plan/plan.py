@@ -24,6 +24,8 @@ from forkpoint.plan.pipeline import StageSchedule
 from forkpoint.plan.pricing.cost import ModelShape, Work, bound_of
 from forkpoint.plan.pricing.encoders import EncoderShape
 from forkpoint.plan.program import (
+    ENCODE,
+    ENCODE_BACKWARD,
     IDLE,
     OF_MEDIA,
     Instruction,
@@ -271,6 +273,19 @@ class Plan:
         return with_encoders(
             instructions, self.media, training=training, trains=trains, again=again
         )
+
+    @property
+    def encoder_runs(self) -> tuple[int, int]:
+        """How many forwards and backwards of encoders a step has; a backward that runs its forward
+        again counts as both."""
+        passes = (self.program.scores, False), (self.program.training, True)
+        runs = [
+            instruction.operation
+            for instructions, training in passes
+            for instruction in self.with_encoders(instructions, training=training)
+        ]
+        backwards = runs.count(ENCODE_BACKWARD)
+        return runs.count(ENCODE) + backwards * self.encodes_again, backwards
 
     def with_encoder(self, encoder: EncoderShape | None) -> Self:
         """The plan for a host with this encoder."""
@@ -531,6 +546,10 @@ def _summary(plan: Plan) -> Table:
         add("last tokens run for routers, among those computed", f"{ends:,}")
     add("computed tokens (edges run)", f"{plan.computed_tokens:,}")
     add("labelled edges (head), for each temperature", f"{plan.num_loss_entries:,}")
+    if plan.media:
+        places = sum(medium.rollouts for medium in plan.media)
+        runs = ", ".join(f"{count:,}" for count in (places, *plan.encoder_runs))
+        add("images and videos of rollouts, encoder forwards, backwards", runs)
     add("microbatches, segments", f"{len(plan.microbatches):,}, {len(plan.forest):,}")
     add("prefix cache held at once, tokens", f"{plan.cache_tokens:,}")
     if plan.shape is not None and (copies := plan.cache_copies) is not None:

@@ -12,6 +12,13 @@ from filelock import FileLock, Timeout
 LOCK = ".lock"
 """The file that a writer locks. It stays; the operating system's lock ends with the process."""
 TEMPORARY = ".tmp"
+PIXELS = ".media.safetensors"
+"""Added to the name of a file of rollouts: the file beside it with the inputs of their media."""
+
+
+def pixels_path(path: Path) -> Path:
+    """The file beside a file of rollouts that holds the inputs of their media."""
+    return path.with_name(path.name + PIXELS)
 
 
 def lock_folder(folder: Path) -> FileLock | None:

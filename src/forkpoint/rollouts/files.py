@@ -1,7 +1,8 @@
 """Writing forkpoint's own files of rollouts, JSON lines, and their fields. Imports no torch.
 
 A line holds one JSON object whose keys are the fields of `Rollout`; token_ids, loss_mask and
-advantage are required. Blank lines between objects are allowed.
+advantage are required. Blank lines between objects are allowed. Inputs of media are in a second
+file beside it (`media_entries.py`).
 """
 
 import gzip
@@ -14,13 +15,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+import safetensors.numpy
+
 from forkpoint.errors import ConfigError, RolloutError
 from forkpoint.rollouts.batch import Rollout, check_rollouts, short
-from forkpoint.rollouts.disk import replacing
+from forkpoint.rollouts.disk import pixels_path, replacing
+from forkpoint.rollouts.media_entries import Arrays, entries_of
 
-_MEDIA = ("media", "media_types")
-"""Fields that no file has yet."""
-_FIELDS = tuple(field.name for field in fields(Rollout) if field.name not in _MEDIA)
+_FIELDS = tuple(field.name for field in fields(Rollout))
 REQUIRED = ("token_ids", "loss_mask", "advantage")
 _SUFFIXES = (".jsonl", ".gz", ".zst")
 
@@ -54,11 +57,14 @@ def save_rollouts(path: str | os.PathLike[str], rollouts: Iterable[Rollout]) -> 
     """Writes rollouts, one JSON object a line, so that `load_rollouts` gives equal ones.
 
     The suffix chooses the format: .jsonl plain, .gz gzip, .zst zstd. What was at `path` is replaced
-    once everything is written; after an error it is as before.
+    once everything is written; after an error it is as before. If rollouts have images or videos,
+    their inputs are written once each into a second file, whose name is that of `path` with
+    ".media.safetensors" behind it.
 
     Raises RolloutError for another suffix, a missing folder, a path that is a directory, no
-    rollouts, things that are none, a rollout_id that is there twice, media, and extras that JSON
-    cannot give back as they are; and ConfigError for what is no path.
+    rollouts, things that are none, a rollout_id that is there twice, media without pixels or with
+    inputs of other types than numbers, and extras that JSON cannot give back as they are; and
+    ConfigError for what is no path.
     """
     path = as_path(path, "a file")
     if path.suffix not in _SUFFIXES:
@@ -70,9 +76,14 @@ def save_rollouts(path: str | os.PathLike[str], rollouts: Iterable[Rollout]) -> 
     if path.is_dir():
         raise RolloutError(f"{path} is a directory. Give the path of a file to write.")
     rollouts = check_rollouts(rollouts, "a file")
-    with replacing(path) as file, _writer(file, path.suffix) as writer:
-        for position, rollout in enumerate(rollouts):
-            writer.write(_line(rollout, position))
+    arrays: Arrays = {}
+    with replacing(path) as file:
+        with _writer(file, path.suffix) as writer:
+            for position, rollout in enumerate(rollouts):
+                writer.write(_line(rollout, position, arrays))
+        if arrays:
+            with replacing(pixels_path(path)) as pixels:
+                pixels.write(encode_arrays(arrays))
 
 
 def rollout_of(record: dict[str, Any]) -> Rollout:
@@ -108,12 +119,22 @@ def _writer(file: BinaryIO, suffix: str) -> AbstractContextManager[Any]:
     return nullcontext(file)
 
 
-def _line(rollout: Rollout, position: int) -> bytes:
+def encode_arrays(arrays: Arrays) -> bytes:
+    """The content of a safetensors file."""
+    # safetensors writes the memory of a view, not its elements.
+    return safetensors.numpy.save(
+        {name: np.ascontiguousarray(x).reshape(x.shape) for name, x in arrays.items()}
+    )
+
+
+def _line(rollout: Rollout, position: int, arrays: Arrays) -> bytes:
     record: dict[str, Any] = {}
     for name in ("group_id", "rollout_id", *_FIELDS):  # names first, for who reads the file
-        value = getattr(rollout, name)
+        value: Any = getattr(rollout, name)
         if name == "loss_mask":
             value = value.astype(int)  # 0 and 1 take a third of the bytes of false and true
+        if name == "media":
+            value = media_entries(rollout, position, arrays)
         if value is not None:
             record[name] = value.tolist() if hasattr(value, "tolist") else value
     check_writable(rollout, position)
@@ -121,17 +142,16 @@ def _line(rollout: Rollout, position: int) -> bytes:
     return line.encode() + b"\n"
 
 
+def media_entries(rollout: Rollout, position: int, arrays: Arrays) -> Any:
+    """The entries of a rollout's media, None without any; their arrays are added to `arrays`."""
+    return entries_of(rollout.media, arrays, _named(rollout, position)) or None
+
+
 def check_writable(rollout: Rollout, position: int) -> None:
-    """Raises RolloutError, naming the rollout, for media, and for extras that JSON cannot give back
-    as they are.
+    """Raises RolloutError, naming the rollout, for extras that JSON cannot give back as they are.
 
     `position` is the rollout's place among those that are written.
     """
-    if rollout.media:
-        raise RolloutError(
-            f"{_named(rollout, position)} has media, which files do not hold yet. Keep such "
-            "rollouts in memory, or write the processor's inputs yourself."
-        )
     try:
         text = json.dumps(rollout.extras, allow_nan=False)
         same = json.loads(text) == rollout.extras

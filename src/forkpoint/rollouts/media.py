@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,13 @@ from forkpoint.rollouts.fields import host_values, read_vector, refuse_where, sh
 MediaKind = Literal["image", "video"]
 KINDS: tuple[MediaKind, ...] = ("image", "video")
 """Kind k of `Rollout.media_types` is `KINDS[k - 1]`; 0 is text."""
+
+
+class Absent(NamedTuple):
+    """Shape and dtype of an input, without its numbers: for plans, which read none."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
 
 
 class Media:
@@ -67,20 +74,52 @@ class Media:
         self.kind: MediaKind = kind
         self.inputs: dict[str, Any] = dict(inputs)
         self.tokens: int = int(tokens)
-        self._digest = None if digest is None else f"given {digest}"
-        parts = sorted((n, tuple(x.shape), str(x.dtype)) for n, x in self.inputs.items())
+        self.given_digest: str | None = digest
+        self._sha256: str | None = None
+        parts = sorted((n, tuple(x.shape), _dtype(x)) for n, x in self.inputs.items())
         self._shape = (kind, self.tokens, tuple(parts))
+
+    @classmethod
+    def absent(
+        cls,
+        kind: MediaKind,
+        inputs: Mapping[str, Any],
+        tokens: int,
+        digest: str | None,
+        *,
+        sha256: str,
+    ) -> Self:
+        """A medium some of whose inputs are `Absent`, with the hash that it has with them."""
+        found = cls(kind, inputs, tokens, digest)
+        found._sha256 = sha256
+        return found
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether numbers of its inputs are lacking, so that it can be planned and not run."""
+        return any(isinstance(x, Absent) for x in self.inputs.values())
+
+    def array(self, name: str) -> NDArray[Any]:
+        """An input as a numpy array, in the byte order of this machine."""
+        array = host_values("A medium", name, self.inputs[name])
+        return np.asarray(array, array.dtype.newbyteorder("="))
+
+    @property
+    def sha256(self) -> str:
+        """Of all that it holds, as 64 hexadecimal digits; computed once."""
+        if self._sha256 is None:
+            found = hashlib.sha256(repr(self._shape).encode())
+            for name in sorted(self.inputs):
+                array = np.ascontiguousarray(self.array(name))
+                found.update(array.data.cast("B") if array.size else b"")
+            self._sha256 = found.hexdigest()
+        return self._sha256
 
     @property
     def digest(self) -> str:
-        """Equal for media of equal content, also in other processes; computed once."""
-        if self._digest is None:
-            found = hashlib.sha256(repr(self._shape).encode())
-            for name in sorted(self.inputs):
-                array = host_values("A medium", name, self.inputs[name])
-                found.update(np.ascontiguousarray(array).data.cast("B"))
-            self._digest = f"sha256 {found.hexdigest()}"
-        return self._digest
+        """Equal for media of equal content, also in other processes."""
+        given = self.given_digest
+        return f"sha256 {self.sha256}" if given is None else f"given {given}"
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Media):
@@ -93,6 +132,13 @@ class Media:
 
     def __repr__(self) -> str:
         return f"Media({self.kind!r}, {', '.join(self.inputs)}, {self.tokens} tokens)"
+
+
+def _dtype(value: Any) -> str:
+    """The name of a dtype as numpy has it; narrow floats that it lacks are read as float32."""
+    dtype = value.dtype
+    name = dtype.name if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
+    return "float32" if name.startswith(("bfloat16", "float8", "float4")) else name
 
 
 class MediumOutline(NamedTuple):
@@ -108,7 +154,7 @@ class MediumOutline(NamedTuple):
     @classmethod
     def of(cls, medium: Media) -> "MediumOutline":
         """The outline of a medium."""
-        arrays = {n: host_values("A medium", n, x) for n, x in medium.inputs.items()}
+        arrays = {name: medium.array(name) for name in medium.inputs}
         floats = {n: (x.shape, x.dtype.str) for n, x in arrays.items() if x.dtype.kind == "f"}
         others = {n: x for n, x in arrays.items() if n not in floats}
         return cls(medium.kind, medium.tokens, floats, others)

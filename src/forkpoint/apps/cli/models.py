@@ -19,7 +19,7 @@ from forkpoint.apps.cli.options import Runtime
 from forkpoint.errors import ConfigError, ForkpointError, UnsupportedError
 from forkpoint.hosts.transformers.families import MULTIMODAL
 from forkpoint.hosts.transformers.model_files import read_config
-from forkpoint.hosts.transformers.shallow import shallow_model
+from forkpoint.hosts.transformers.shallow import enable_checkpointing, shallow_model
 from forkpoint.plan import ModelShape
 
 
@@ -58,9 +58,7 @@ def load_model(model: Path, options: Runtime) -> PreTrainedModel:
             f"Correct {path.name}, or give a model that this transformers ({__version__}) knows."
         ) from error
     if options.gradient_checkpointing:
-        # Newer transformers warn of the old name; both take the same first argument.
-        enable = getattr(made, "activation_checkpointing_enable", None)
-        (enable or made.gradient_checkpointing_enable)({"use_reentrant": False})
+        enable_checkpointing(made)
     made.train()
     made.to(device)  # pyright: ignore[reportArgumentType]  (a decorator of transformers)
     return made

@@ -218,7 +218,7 @@ class Reading:
     tokenizer: Tokenizer = None
     memory_limit: MemoryText = None
 
-    def open(self, file: str, limit: int | None) -> RolloutFile:
+    def open(self, file: str, limit: int | None, *, pixels: bool = True) -> RolloutFile:
         tokenizer = self.tokenizer
         if tokenizer is not None and not Path(tokenizer).is_file():
             tokenizer = load_tokenizer(tokenizer)
@@ -229,6 +229,7 @@ class Reading:
             limit=limit,
             tokenizer=tokenizer,
             memory_limit=self.memory_limit,
+            pixels=pixels,
         )
         source.memory.rollout_bytes = PLAN_ROLLOUT_BYTES
         source.memory.token_bytes = PLAN_TOKEN_BYTES

@@ -35,9 +35,9 @@ from forkpoint.apps.cli.ranks import Ranks
 from forkpoint.apps.cli.stages import Pipeline
 from forkpoint.config import AUTO, Config
 from forkpoint.errors import ConfigError, ForkpointError, PlanError
-from forkpoint.hosts.transformers.model_files import from_hub
+from forkpoint.hosts.transformers.model_files import encoder_of_model, from_hub
 from forkpoint.parallel.placement.place import check_ranks
-from forkpoint.plan import Estimate, Totals, make_plan
+from forkpoint.plan import Estimate, ModelShape, Totals, make_plan
 from forkpoint.plan import Plan as MadePlan
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.device_memory import DeviceMemory
@@ -45,6 +45,8 @@ from forkpoint.plan.lanes import lanes_of
 from forkpoint.plan.longest import longest, one_group, responses_of
 from forkpoint.plan.parting import LITTLE, Parting, where_prompts_part
 from forkpoint.plan.pricing.calibration import Calibration
+from forkpoint.plan.pricing.encoders import EncoderShape
+from forkpoint.plan.pricing.totals import EncoderTotals
 from forkpoint.plan.runs import run_lengths
 from forkpoint.plan.shared_prompts import PlannedPrompt
 from forkpoint.rollouts.batch import RolloutBatch
@@ -100,6 +102,7 @@ class Plan:
             long as those of the first group.
         stages: Show the step on N stages of a pipeline: time, bubble, and memory of each.
         lanes: Write what each stage runs and when, in the first batch, for forkpoint report.
+        frozen_encoder: The encoder of images and video is not trained.
         limit: Read only the first N rollouts of the file.
         json: Print one line of JSON and nothing else.
         config: How batches are planned and run, as forkpoint.Config describes it.
@@ -113,6 +116,7 @@ class Plan:
     longest: Flag = False
     stages: StageCount = None
     lanes: LanesFile = None
+    frozen_encoder: Flag = False
     limit: Limit = None
     json: Flag = False
     objective: Objective = field(default_factory=Objective)
@@ -149,7 +153,7 @@ class Plan:
         measured = config.calibration
         named = measured not in (None, AUTO)
         calibration = Calibration.load(Path(measured or "")) if named else None
-        source = self.reading.open(self.file, self.limit)
+        source = self.reading.open(self.file, self.limit, pixels=False)
         estimate, totals, first = Estimate(shape), Totals(), None
         parting: Parting | None = None
         with out.waiting("planning"):
@@ -175,13 +179,14 @@ class Plan:
             ) -> MadePlan:
                 if runs is None:
                     runs = self._edges_to_run(batch, loss, source)
+                encoder = self._encoder(model, shape) if batch.media else None
                 return make_plan(
                     batch,
                     shape,
                     config,
                     coupling=None if loss.decomposition == "token" else loss.coupling(batch),
                     calibration=calibration,
-                    capabilities=capabilities,
+                    capabilities=replace(capabilities, encoder=encoder),
                     measured_budget_bytes=budget_bytes,
                     prompts=prompts,
                     runs=runs,
@@ -244,6 +249,14 @@ class Plan:
         )
         return 0
 
+    def _encoder(self, model: Path | None, shape: ModelShape | None) -> EncoderShape | None:
+        if model is None or shape is None:
+            return None
+        found = encoder_of_model(
+            model, dtype_bytes=shape.dtype_bytes, checkpointed=shape.checkpointed
+        )
+        return None if found is None else replace(found, trained=not self.frozen_encoder)
+
     def _batches(self, source: RolloutFile) -> Iterator[RolloutBatch]:
         if source.trace is not None and self.limit is None and self.batch_rollouts is None:
             return recorded_batches(source)
@@ -273,6 +286,7 @@ class Plan:
             "computed_tokens": totals.computed_tokens,
             "trained_tokens": estimate.trained_tokens,
             "microbatches": totals.microbatches,
+            "encoder": _encoder_facts(totals.encoders),
             "plans": dict(totals.kinds.most_common()),
             "bound": estimate.bound(),
             "bound_unit": "tokens" if plan.shape is None else "flops",
@@ -313,6 +327,20 @@ def _longest_prompt(
         return False
 
     return longest(fits)
+
+
+def _encoder_facts(found: EncoderTotals) -> dict[str, Any] | None:
+    """Runs of encoders in the JSON line; None where rollouts have no images or video."""
+    if not found.places:
+        return None
+    return {
+        "places": found.places,
+        "forwards": found.forwards,
+        "backwards": found.backwards,
+        "flops": found.flops or None,
+        "share": found.share,
+        "bound": found.bound,
+    }
 
 
 def _device_facts(device: DeviceMemory, peak_bytes: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from forkpoint.plan.device_memory import MOST_RANKS, DeviceMemory
 from forkpoint.plan.parting import MOVE, WORTH_MOVING, Parting
 from forkpoint.plan.plan import flops_text
 from forkpoint.plan.pricing.meters import NOISE
+from forkpoint.plan.pricing.totals import EncoderTotals
 from forkpoint.units import format_bytes
 
 NO = "no"
@@ -32,6 +33,7 @@ def answers(
         "shares": _shares(totals),
         "parts": str(parting or ""),
         "left out": _left_out(totals, estimate.groups),
+        "encoder": _encoder(totals.encoders),
         "speed-up": _speed_up(totals, estimate.bound()),
         "microbatches": _microbatches(plan, totals, estimate.groups),
     }
@@ -61,6 +63,16 @@ def _left_out(totals: Totals, groups: int) -> str:
         return f"{tokens}, after the last trained token of their rollout"
     rollouts = counted(left.rollouts, "rollout")
     return f"{tokens}: {rollouts} ({left.groups:,} of {groups:,} groups) without gradient"
+
+
+def _encoder(found: EncoderTotals) -> str:
+    if not found.places:
+        return ""
+    runs = f"{counted(found.forwards, 'forward')} and {counted(found.backwards, 'backward')}"
+    runs += f" for {found.places:,} images and videos in rollouts"
+    if found.share is None or found.bound is None:
+        return f"{runs}; not priced without its model"
+    return f"{runs}; {found.share:.0%} of the step's FLOPs; with it at most {found.bound:.2f}x"
 
 
 def _speed_up(totals: Totals, rollouts_bound: float) -> str:

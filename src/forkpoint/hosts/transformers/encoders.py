@@ -220,6 +220,11 @@ def check_media(core: Any, family: Family, batch: RolloutBatch) -> None:
                 f"the rollouts have media of kind {medium.kind!r}, and {name} has been shown exact "
                 f"for {why}. Leave these rollouts out, or train them by ordinary steps."
             )
+        if medium.is_absent:
+            raise UnsupportedError(
+                f"{medium!r} was read without its pixels, for planning. Read the rollouts with "
+                "pixels=True."
+            )
         known = _arguments(_encoder(core, medium.kind))
         known |= _position_arguments(core, family)
         strange = sorted(medium.inputs.keys() - known)

@@ -1,15 +1,20 @@
-"""Configurations of models, as folders, as files and by name. Imports no torch."""
+"""Configurations of models, as folders, as files and by name.
+
+Imports no torch, but where a multimodal configuration is read.
+"""
 
 import difflib
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from forkpoint.errors import ConfigError, UnsupportedError
+from forkpoint.errors import ConfigError, ForkpointError, UnsupportedError
 from forkpoint.hosts.transformers.families import FAMILIES, MULTIMODAL
 from forkpoint.plan import MODELS, ModelShape, known_name
 from forkpoint.plan.device_memory import embedding_parameters, total_parameters
+from forkpoint.plan.pricing.encoders import EncoderShape
 from forkpoint.rollouts.batch import short
 
 
@@ -115,7 +120,9 @@ def shape_of_model(model: Path, **sizes: Any) -> ModelShape:
     """
     if (known := _known(model)) is not None:
         return ModelShape.from_config(known, **sizes)
-    path, config = read_config(model)
+    path, config = read_config(model, multimodal=True)
+    if config["model_type"] in MULTIMODAL:
+        config = _language_model(path, config)
     # What a left out key means is known to the model's code alone, which would need torch.
     needed = ["num_key_value_heads", "head_dim"] if config["model_type"] != "llama" else []
     needed += ["layer_types"] if config.get("use_sliding_window") else []
@@ -132,9 +139,76 @@ def shape_of_model(model: Path, **sizes: Any) -> ModelShape:
 
 
 def parameters_of_model(model: Path, shape: ModelShape) -> tuple[int, int]:
-    """Parameters of a model whose shape `shape_of_model` has read: all, and of its embeddings."""
-    config = _known(model) or read_config(model)[1]
-    return total_parameters(config, shape), embedding_parameters(config, shape)
+    """Parameters of a model whose shape `shape_of_model` has read: all, and of its embeddings.
+
+    Encoders of a multimodal model are counted among all.
+    """
+    config, encoder = _known(model), 0
+    if config is None:
+        path, config = read_config(model, multimodal=True)
+        if config["model_type"] in MULTIMODAL:
+            _, encoder = _encoder(path, checkpointed=False)
+            config = _language_model(path, config)
+    return total_parameters(config, shape) + encoder, embedding_parameters(config, shape)
+
+
+def encoder_of_model(
+    model: Path, *, dtype_bytes: int, checkpointed: bool = False
+) -> EncoderShape | None:
+    """Sizes of the encoder of images or video of a model; None where its media are refused.
+
+    Args:
+        model: a folder, a config.json, or else a name that `known_name` knows.
+        dtype_bytes: of its parameters.
+        checkpointed: whether its blocks keep only their inputs for their backward.
+
+    Raises as `read_config`, and ConfigError where transformers makes no model of it.
+    """
+    if _known(model) is not None:
+        return None
+    path, config = read_config(model, multimodal=True)
+    if config["model_type"] not in MULTIMODAL:
+        return None
+    shape, _ = _encoder(path, checkpointed=checkpointed)
+    return None if shape is None else replace(shape, dtype_bytes=dtype_bytes)
+
+
+def _language_model(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of the language model of a multimodal one, with its defaults.
+
+    Raises UnsupportedError for one that has not been shown exact.
+    """
+    text = _read_by_transformers(path, config).get_text_config()
+    kinds = MULTIMODAL[config["model_type"]].decoders or tuple(FAMILIES)
+    if text.model_type not in kinds:
+        raise UnsupportedError(
+            f"{path}: the language model is a {text.model_type!r}, which has not been shown exact; "
+            f"supported are {', '.join(kinds)}."
+        )
+    tied = config.get("tie_word_embeddings", text.tie_word_embeddings)
+    return {**text.to_dict(), "tie_word_embeddings": tied}
+
+
+def _read_by_transformers(path: Path, config: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.for_model(**config)
+    except Exception as error:  # of many kinds, each about the file
+        raise ConfigError(f"transformers cannot read {path}: {error}") from error
+
+
+def _encoder(path: Path, *, checkpointed: bool) -> tuple[EncoderShape | None, int]:
+    """Sizes of the encoder of a multimodal configuration, and its parameters."""
+    from forkpoint.hosts.transformers.shallow import encoder_sizes
+
+    config = read_config(path, multimodal=True)[1]
+    try:
+        return encoder_sizes(_read_by_transformers(path, config), checkpointed=checkpointed)
+    except ForkpointError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"transformers makes no model of {path}: {error}") from error
 
 
 def dtype_of_model(model: Path) -> str:
@@ -144,9 +218,12 @@ def dtype_of_model(model: Path) -> str:
     """
     if _known(model) is not None:
         return "bfloat16"  # as all of their configurations say
-    path, config = read_config(model)
+    path, config = read_config(model, multimodal=True)
+    text = config.get("text_config")
+    parts = (config, text) if isinstance(text, dict) else (config,)
     names = ("dtype", "torch_dtype")
-    found = next((config[name] for name in names if config.get(name) is not None), "float32")
+    given = (part[name] for part in parts for name in names if part.get(name) is not None)
+    found = next(given, "float32")
     if not isinstance(found, str):
         raise ConfigError(f"{path}: dtype is {found!r}; it takes the name of a dtype.")
     return found.removeprefix("torch.")

@@ -1,4 +1,5 @@
-"""Models of a configuration with few layers, to measure what a layer takes."""
+"""Models of a configuration with few layers, to measure what a layer takes, or without memory, to
+read their sizes."""
 
 from typing import Any
 
@@ -7,10 +8,14 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    PretrainedConfig,
     PreTrainedModel,
 )
 
+from forkpoint.hosts.transformers.encoders import encoder_shape
 from forkpoint.hosts.transformers.families import FAMILIES, MULTIMODAL
+from forkpoint.hosts.transformers.multimodal import idle_modules
+from forkpoint.plan.pricing.encoders import EncoderShape
 
 VOCABULARY = 1024
 OF_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
@@ -39,6 +44,30 @@ def shallow_model(
     with torch.random.fork_rng(devices), torch.device(device):
         model = auto.from_config(AutoConfig.for_model(**changed), dtype=dtype)
     return model.train()
+
+
+def encoder_sizes(
+    config: PretrainedConfig, *, checkpointed: bool
+) -> tuple[EncoderShape | None, int]:
+    """Sizes of the encoder of a multimodal configuration, and how many parameters it has.
+
+    The model is made on the device "meta": it takes no memory, and has no weights.
+    """
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config).train()
+    if checkpointed:
+        enable_checkpointing(model)
+    idle = idle_modules(model)
+    parameters = {p: p.numel() for m in idle for p in m.parameters(recurse=False)}
+    family = MULTIMODAL[config.model_type]
+    return encoder_shape(model, family, idle), sum(parameters.values())
+
+
+def enable_checkpointing(model: Any) -> None:
+    """Let blocks keep only their inputs for their backward."""
+    # Newer transformers warn of the old name; both take the same first argument.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
 
 
 def _shallow(config: dict[str, Any], layers: int) -> dict[str, Any]:

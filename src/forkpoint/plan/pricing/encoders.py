@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from forkpoint.plan.media import PlannedMedium
+from forkpoint.plan.pricing.cost import LINEAR_BACKWARD
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,10 @@ class EncoderShape:
         patches = medium.tokens * self.patches_per_token
         pairs = patches * patches / medium.frames
         return 2.0 * self.parameters * patches + 4.0 * self.layers * self.hidden * pairs
+
+    def step_flops(self, medium: PlannedMedium) -> float:
+        """A forward, and a backward if it has trained parameters."""
+        return self.forward_flops(medium) * (1 + LINEAR_BACKWARD * self.trained)
 
     def kept_bytes(self, medium: PlannedMedium) -> int:
         """Bytes that a forward leaves for its backward."""

@@ -9,6 +9,56 @@ from forkpoint.plan.runs import LeftOut
 
 
 @dataclass
+class EncoderTotals:
+    """Sums over plans of what encoders of images and video run, and what they would without
+    sharing."""
+
+    places: int = 0
+    """Images and videos of rollouts, each as often as it is there: runs of dense training."""
+    forwards: int = 0
+    backwards: int = 0
+    flops: float = 0.0
+    """Of one forward and backward for each distinct medium of a batch; 0 without its sizes."""
+    dense_flops: float = 0.0
+    """Of one for each place."""
+    decoder_flops: float = 0.0
+    """Of forward and backward of the language model, in the plans."""
+    dense_decoder_flops: float = 0.0
+
+    def add(self, plan: Plan) -> None:
+        """Count one more batch."""
+        forwards, backwards = plan.encoder_runs
+        self.places += sum(medium.rollouts for medium in plan.media)
+        self.forwards += forwards
+        self.backwards += backwards
+        encoder = plan.capabilities.encoder
+        if encoder is not None:
+            each = [encoder.step_flops(medium) for medium in plan.media]
+            self.flops += sum(x for x, m in zip(each, plan.media, strict=True) if m.readers)
+            pairs = zip(each, plan.media, strict=True)
+            self.dense_flops += sum(x * medium.rollouts for x, medium in pairs)
+        if plan.shape is not None:
+            self.decoder_flops += plan.shared.step_flops(plan.shape)
+            self.dense_decoder_flops += plan.dense.step_flops(plan.shape)
+
+    @property
+    def share(self) -> float | None:
+        """The encoder's part of a step's FLOPs; None where its sizes are not known."""
+        if not self.flops:
+            return None
+        return self.flops / (self.flops + self.decoder_flops)
+
+    @property
+    def bound(self) -> float | None:
+        """FLOPs of dense training over those of the plans, encoders among them; None where its
+        sizes are not known."""
+        if not self.flops:
+            return None
+        dense = self.dense_flops + self.dense_decoder_flops
+        return dense / (self.flops + self.decoder_flops)
+
+
+@dataclass
 class Totals:
     """Sums over plans, one a batch: what an epoch of optimizer steps runs, and what it saves.
 
@@ -25,6 +75,7 @@ class Totals:
     left_out: LeftOut = field(default_factory=LeftOut)
     dense_tokens: int = 0
     """Of nobody sharing, which leaves out the same."""
+    encoders: EncoderTotals = field(default_factory=EncoderTotals)
     checkpointing: Counter[str] = field(default_factory=Counter)
     """How many microbatches have each policy."""
     kinds: Counter[str] = field(default_factory=Counter)
@@ -48,6 +99,7 @@ class Totals:
         self.computed_tokens += plan.computed_tokens
         self.left_out += plan.left_out
         self.dense_tokens += plan.dense.tokens
+        self.encoders.add(plan)
         self.checkpointing.update(microbatch.checkpointing for microbatch in plan.microbatches)
         self.kinds[f"{plan.sharing} + {plan.boundary}"] += 1
         if plan.predicted_ms is not None:

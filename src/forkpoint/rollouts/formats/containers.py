@@ -9,6 +9,7 @@ from typing import Any
 
 from forkpoint.errors import RolloutError
 from forkpoint.rollouts.batch import short
+from forkpoint.rollouts.disk import PIXELS
 from forkpoint.rollouts.formats import parquet
 from forkpoint.rollouts.formats.json_lines import COMPRESSED, json_lines, parse_object
 from forkpoint.rollouts.formats.limits import MemoryLimit
@@ -42,6 +43,11 @@ def container_of(path: Path) -> str:
             what = "is a pipe or a device, and files are read more than once"
         raise RolloutError(
             f"{path} {what}. Give the path of a file of rollouts, or the folder of a trace."
+        )
+    if path.name.endswith(PIXELS):
+        raise RolloutError(
+            f"{path} has the pixels of rollouts, and no rollouts. Give the file beside it, "
+            f"{path.name.removesuffix(PIXELS)}."
         )
     with path.open("rb") as file:
         head = file.read(64)

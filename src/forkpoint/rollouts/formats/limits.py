@@ -13,6 +13,7 @@ import numpy as np
 
 from forkpoint.errors import RolloutError
 from forkpoint.rollouts.batch import Rollout
+from forkpoint.rollouts.disk import pixels_path
 from forkpoint.units import MIB, format_bytes
 
 LEAST_BYTES = 640 * MIB
@@ -25,7 +26,7 @@ ROLLOUT_BYTES = 512
 
 
 def bytes_on_disk(path: Path) -> int:
-    """Bytes that a file takes on disk; of a folder, those of the files in it.
+    """Bytes that a file takes on disk, with pixels beside it; of a folder, of the files in it.
 
     A file with holes takes fewer than its length.
     """
@@ -34,7 +35,9 @@ def bytes_on_disk(path: Path) -> int:
     found = path.stat()
     # Some file systems count no blocks, and Windows has no such count.
     blocks = 0 if sys.platform == "win32" else found.st_blocks
-    return min(found.st_size, blocks * 512) if blocks else found.st_size
+    held = min(found.st_size, blocks * 512) if blocks else found.st_size
+    beside = pixels_path(path)
+    return held + (bytes_on_disk(beside) if beside.is_file() else 0)
 
 
 class MemoryLimit:

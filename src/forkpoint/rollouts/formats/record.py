@@ -15,6 +15,7 @@ from forkpoint.errors import RolloutError
 from forkpoint.rollouts.batch import Rollout, group_of, short
 from forkpoint.rollouts.fields import is_number, read_mask, read_vector
 from forkpoint.rollouts.formats.text import Tokenizer
+from forkpoint.rollouts.media_entries import MediaEntries
 
 Made = tuple[Rollout, bool]
 """A rollout, and whether its advantage is a reward for now."""
@@ -44,18 +45,25 @@ class Record:
     values: arrays and lists of one dimension, numbers, text; a RecordError for a value that cannot
         be assigned to the sample.
     tokenize: makes ids of text and messages, for formats that hold these.
+    media: reads images and videos, for formats that have them.
     """
 
     def __init__(
-        self, where: str, values: Mapping[str, Any], tokenize: Tokenizer | None = None
+        self,
+        where: str,
+        values: Mapping[str, Any],
+        tokenize: Tokenizer | None = None,
+        media: MediaEntries | None = None,
     ) -> None:
         self.where: str = where
         self.values: Mapping[str, Any] = values
         self.tokenize: Tokenizer | None = tokenize
+        self.media: MediaEntries | None = media
 
     def with_values(self, values: Mapping[str, Any], where: str = "") -> "Record":
         """The same sample with other values of some names."""
-        return Record(self.where + where, ChainMap(dict(values), dict(self.values)), self.tokenize)
+        changed = ChainMap(dict(values), dict(self.values))
+        return Record(self.where + where, changed, self.tokenize, self.media)
 
     def fail(self, field: str, message: str) -> RecordError:
         return RecordError(f"{self.where}: {message}", field)
@@ -184,14 +192,18 @@ class Format:
 
 
 def samples(
-    where: str, table: Mapping[str, Any], format: Format, tokenize: Tokenizer | None
+    where: str,
+    table: Mapping[str, Any],
+    format: Format,
+    tokenize: Tokenizer | None,
+    media: MediaEntries | None = None,
 ) -> Iterator[Record]:
     """The samples of a table, or the one sample that it is."""
     settings = table.get(SHARED)
     shared: dict[str, Any] = dict(settings) if isinstance(settings, Mapping) else {}
     key = next((name for name in format.key if table.get(name) is not None), None)
     if key is None or not _is_batch(table[key], text=format.text):
-        yield Record(where, {**shared, **table}, tokenize)
+        yield Record(where, {**shared, **table}, tokenize, media)
         return
     count = len(table[key])
     columns: dict[str, Any] = {}
@@ -210,7 +222,7 @@ def samples(
             )
     for n in range(count):
         row = {name: column[n] for name, column in columns.items()}
-        yield Record(f"{where}, row {n}", ChainMap(row, shared), tokenize)
+        yield Record(f"{where}, row {n}", ChainMap(row, shared), tokenize, media)
 
 
 def _is_batch(value: Any, *, text: bool) -> bool:

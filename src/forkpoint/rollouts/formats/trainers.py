@@ -15,6 +15,7 @@ from forkpoint.errors import RolloutError
 from forkpoint.rollouts.batch import group_of, short
 from forkpoint.rollouts.files import REQUIRED, rollout_of
 from forkpoint.rollouts.formats.record import Format, Made, Record, RecordError, field_of, make
+from forkpoint.rollouts.schema import SchemaError
 
 NO_TEMPERATURE = (
     "This format does not say the sampling temperature; 1 is taken. If it was another, log-probs "
@@ -55,6 +56,11 @@ def _forkpoint(record: Record) -> Rollouts:
     for name in ("group_id", "rollout_id"):
         if isinstance(values.get(name), int):
             values[name] = record.text(name)  # which refuses numbers of thousands of digits
+    if record.media is not None and values.get("media") is not None:
+        try:
+            values["media"] = record.media.read(values["media"], "media")
+        except SchemaError as error:
+            raise record.fail("media", f"{error}.") from None
     try:
         yield rollout_of(values), False
     except RolloutError as error:

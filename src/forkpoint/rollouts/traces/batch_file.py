@@ -1,8 +1,8 @@
 """One recorded batch as a safetensors file. Imports no torch.
 
 `rollouts.N.FIELD` is a field of rollout N that is an array, `loss_inputs.NAME` a loss input that is
-one. `json` uint8 holds everything else as JSON: for each rollout its other fields, and the loss
-inputs that are no arrays.
+one, `media.SHA256.INPUT` an input of an image or video. `json` uint8 holds everything else as JSON:
+for each rollout its other fields, and the loss inputs that are no arrays.
 """
 
 import json
@@ -17,7 +17,10 @@ from numpy.typing import NDArray
 
 from forkpoint.errors import RolloutError
 from forkpoint.rollouts.batch import Rollout, RolloutBatch, short
+from forkpoint.rollouts.files import encode_arrays, media_entries
 from forkpoint.rollouts.formats.limits import ROLLOUT_BYTES, TIMES_FILE, MemoryLimit
+from forkpoint.rollouts.media import Absent
+from forkpoint.rollouts.media_entries import MediaEntries
 from forkpoint.rollouts.schema import SchemaError, array, mapping, parse_json, record
 
 Arrays = dict[str, NDArray[Any]]
@@ -38,19 +41,22 @@ def encode(batch: RolloutBatch, loss_arrays: Arrays, loss_values: Mapping[str, A
     """
     arrays = {f"loss_inputs.{name}": value for name, value in loss_arrays.items()}
     others: list[dict[str, Any]] = [{} for _ in batch]
+    media: Arrays = {}
     for number, rollout in enumerate(batch):
         for name in (field.name for field in fields(Rollout)):
             value = getattr(rollout, name)
             if name == "token_ids":
                 value = value.astype(np.int32)
+            if name == "media":
+                value = media_entries(rollout, number, media)
             if isinstance(value, np.ndarray):
                 arrays[f"rollouts.{number}.{name}"] = value
             elif value is not None:
                 others[number][name] = value
+    arrays |= {f"media.{name}": value for name, value in media.items()}
     text = json.dumps({"rollouts": others, "loss_inputs": loss_values}, sort_keys=True)
     arrays["json"] = np.frombuffer(text.encode(), np.uint8)
-    # safetensors writes the memory of a view, not its elements.
-    return safetensors.numpy.save({n: np.ascontiguousarray(a) for n, a in arrays.items()})
+    return encode_arrays(arrays)
 
 
 def decode(content: bytes, memory: MemoryLimit) -> tuple[RolloutBatch, dict[str, Any]]:
@@ -72,6 +78,7 @@ def decode(content: bytes, memory: MemoryLimit) -> tuple[RolloutBatch, dict[str,
     # Nine numbers of 8 bytes per token at most, in a rollout and again in the batch.
     taken_bytes = 4 * len(content) + 2 * ROLLOUT_BYTES * len(rollouts) + 144 * tokens
     memory.check(taken_bytes, "a batch")
+    pixels: Arrays = {}
     for name, value in arrays.items():
         kind, _, rest = name.partition(".")
         number, _, field = rest.partition(".")
@@ -79,9 +86,26 @@ def decode(content: bytes, memory: MemoryLimit) -> tuple[RolloutBatch, dict[str,
             rollouts[int(number)][field] = value
         elif kind == "loss_inputs":
             loss_inputs[rest] = value.copy()
+        elif kind == "media":
+            pixels[rest] = value
         else:
             raise SchemaError(f"the array {short(name)} is unknown")
+    media = MediaEntries(lambda name, outline: _array(pixels, name, outline), memory)
+    for number, rollout in enumerate(rollouts):
+        if "media" in rollout:
+            rollout["media"] = media.read(rollout["media"], f"rollouts[{number}].media")
     try:
         return RolloutBatch(Rollout(**rollout) for rollout in rollouts), loss_inputs
     except (RolloutError, TypeError) as error:  # TypeError: fields that are missing or unknown
         raise SchemaError(str(error)) from None
+
+
+def _array(arrays: Arrays, name: str, outline: Absent) -> NDArray[Any]:
+    value = arrays.get(name)
+    if value is None or (value.shape, value.dtype) != outline:
+        found = "missing" if value is None else f"of shape {value.shape} and dtype {value.dtype}"
+        raise SchemaError(
+            f"the array media.{short(name)} is {found}, and the rollout says {outline.shape} and "
+            f"{outline.dtype}"
+        )
+    return value

@@ -15,12 +15,14 @@ import numpy as np
 
 from forkpoint.errors import ConfigError, RolloutError
 from forkpoint.rollouts.batch import Rollout, short
+from forkpoint.rollouts.disk import PIXELS, pixels_path
 from forkpoint.rollouts.files import as_path
 from forkpoint.rollouts.formats import detect, format_named
 from forkpoint.rollouts.formats.containers import container_of, parts
 from forkpoint.rollouts.formats.limits import MemoryLimit
 from forkpoint.rollouts.formats.record import Made, RecordError, samples
 from forkpoint.rollouts.formats.text import Encode, Tokenizer, tokenizer_of
+from forkpoint.rollouts.media_entries import MediaEntries, PixelFile
 from forkpoint.rollouts.synthetic import normalised
 from forkpoint.rollouts.traces.trace import Trace, is_trace, refuse_part_of_trace
 from forkpoint.units import MemorySize, format_bytes, size_in_bytes
@@ -85,8 +87,10 @@ class RolloutFile:
         limit: int | None,
         tokenize: Tokenizer | None,
         memory_limit: int | None,
+        pixels: bool,
     ) -> None:
-        self.path: Path = path if isinstance(path, Path) else _downloaded(path, self)
+        self._pixels = pixels
+        self.path: Path = path if isinstance(path, Path) else _downloaded(path, self, pixels)
         self.container: str = "trace" if is_trace(self.path) else container_of(self.path)
         if format is not None and (format == "trace") != (self.container == "trace"):
             raise ConfigError(
@@ -160,6 +164,8 @@ class RolloutFile:
 
     def _of_records(self) -> Iterator[Made | RecordError]:
         format = format_named(self._asked) if self._asked else None
+        array_of = PixelFile(self.path, self.memory).array_of if self._pixels else None
+        media = MediaEntries(array_of, self.memory)
         seen: dict[str, str] = {}
         for where, value in parts(self.path, self.container, self.memory):
             if isinstance(value, RecordError):
@@ -174,7 +180,7 @@ class RolloutFile:
                     continue
             self.format, self.notes = format.name, format.notes
             self._check_tokenizer(is_text=format.text)
-            for record in samples(where, value, format, self._tokenize):
+            for record in samples(where, value, format, self._tokenize, media):
                 try:
                     for made in format.rollouts(record):
                         self._check_new(made[0].rollout_id, record.where, seen)
@@ -224,8 +230,16 @@ def open_rollouts(
     limit: int | None = None,
     tokenizer: str | os.PathLike[str] | Encode | None = None,
     memory_limit: MemorySize | None = None,
+    pixels: bool = True,
 ) -> RolloutFile:
-    """The rollouts of a file, to be read one at a time; arguments and errors of `load_rollouts`."""
+    """The rollouts of a file, to be read one at a time.
+
+    Args:
+        pixels: False reads images and videos without their pixels, whose file need not be there.
+            Such rollouts can be planned, and steps refuse them.
+
+    The other arguments, and errors, are those of `load_rollouts`.
+    """
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise ConfigError(
             f"limit is {short(limit)}; it takes a whole number of at least 1. Leave it out to read "
@@ -238,7 +252,7 @@ def open_rollouts(
     memory_bytes = size_in_bytes(memory_limit)
     tokenize = None if tokenizer is None else tokenizer_of(tokenizer)
     source = path if isinstance(path, str) and "://" in path else as_path(path, "a file")
-    return RolloutFile(source, format, on_error, limit, tokenize, memory_bytes)
+    return RolloutFile(source, format, on_error, limit, tokenize, memory_bytes, pixels)
 
 
 def load_rollouts(
@@ -254,7 +268,8 @@ def load_rollouts(
 
     Args:
         path: JSON lines (plain, gzip or zstd), parquet, safetensors, a torch file, or the folder
-            of a recorded trace. The content tells which it is. A url that fsspec opens, such as
+            of a recorded trace. The content tells which it is. Inputs of images and videos are in
+            FILE.media.safetensors beside it. A url that fsspec opens, such as
             "hf://datasets/NAME/FILE" or "s3://BUCKET/FILE", is fetched as a whole first.
         format: how its fields are named, one of `forkpoint.traces.FORMATS`; None sees it from the
             first record.
@@ -286,8 +301,11 @@ def load_rollouts(
     ).read()
 
 
-def _downloaded(url: str, reader: RolloutFile) -> Path:
-    """A local copy of the file at a url, which is removed when nobody has the reader any more."""
+def _downloaded(url: str, reader: RolloutFile, pixels: bool) -> Path:
+    """A local copy of the file at a url, which is removed when nobody has the reader any more.
+
+    With `pixels`, the file of its media comes with it, if there is one.
+    """
     folder = tempfile.mkdtemp(prefix="forkpoint-")
     weakref.finalize(reader, shutil.rmtree, folder, ignore_errors=True)
     try:
@@ -296,6 +314,8 @@ def _downloaded(url: str, reader: RolloutFile) -> Path:
         files, remote = url_to_fs(url)
         copy = Path(folder) / Path(remote).name
         files.get_file(remote, str(copy))
+        if pixels and files.exists(remote + PIXELS):
+            files.get_file(remote + PIXELS, str(pixels_path(copy)))
     except Exception as error:  # of any kind: each protocol raises its own
         raise RolloutError(
             f"{url} cannot be fetched: {type(error).__name__}: {short(str(error))}. Check the "

@@ -1,0 +1,241 @@
+"""Images and videos in files of rollouts: an entry of JSON each, and their arrays once a file.
+
+An entry has the kind, tokens, SHA-256 and digest of a medium, and the dtype and shape of each
+input. A few numbers, such as a grid, are in the entry; longer inputs are arrays named
+`SHA256.INPUT`. So plans can be made of the entries alone. Imports no torch.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors
+from numpy.typing import NDArray
+
+from forkpoint.errors import RolloutError
+from forkpoint.rollouts.disk import PIXELS, pixels_path
+from forkpoint.rollouts.fields import short
+from forkpoint.rollouts.formats.limits import MemoryLimit
+from forkpoint.rollouts.media import KINDS, Absent, Media
+from forkpoint.rollouts.schema import (
+    SchemaError,
+    array,
+    flag,
+    mapping,
+    number,
+    one_of,
+    record,
+    text,
+    text_like,
+    whole,
+)
+
+MOST_VALUES = 64
+"""Numbers of an input that an entry holds; more are an array."""
+MOST_INPUTS = 32
+MOST_DIMENSIONS = 16
+_WHOLE = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+_FLOATS = ("float16", "float32", "float64")
+_ENTRY_BYTES = 4096
+"""Memory of a medium without its arrays."""
+
+_INPUT = record(
+    {
+        "dtype": one_of("bool", *_WHOLE, *_FLOATS),
+        "shape": array(whole(1, 2**40)),
+        "values": array(lambda value, _: value),
+    },
+    optional=["values"],
+)
+_ENTRY = record(
+    {
+        "kind": one_of(*KINDS),
+        "tokens": whole(1),
+        "sha256": text_like("[0-9a-f]{64}", "64 hexadecimal digits"),
+        "digest": text,
+        "inputs": mapping(_INPUT),
+    },
+    optional=["digest"],
+)
+_ENTRIES = array(_ENTRY)
+
+Arrays = dict[str, NDArray[Any]]
+ArrayOf = Callable[[str, Absent], NDArray[Any]]
+"""The array of a name, of this shape and dtype. Raises SchemaError where it is another."""
+
+
+def entries_of(media: tuple[Media, ...], arrays: Arrays, where: str) -> list[dict[str, Any]]:
+    """The entries of media; the arrays that they name are added to `arrays`.
+
+    Raises RolloutError, beginning with `where`, for inputs that files do not hold.
+    """
+    return [_entry_of(medium, arrays, where) for medium in media]
+
+
+def _entry_of(medium: Media, arrays: Arrays, where: str) -> dict[str, Any]:
+    if medium.is_absent:
+        raise RolloutError(
+            f"{where} has {medium!r} without its pixels, which cannot be written. Read its file "
+            "with pixels=True."
+        )
+    inputs: dict[str, Any] = {}
+    for name in medium.inputs:
+        value = medium.array(name)
+        if value.dtype.name not in ("bool", *_WHOLE, *_FLOATS) or not value.size:
+            raise RolloutError(
+                f"{where} has a medium whose {short(name)} is an array of {value.dtype} and shape "
+                f"{list(value.shape)}; files hold numbers, at least one. Convert it, or leave it "
+                "out."
+            )
+        inputs[name] = {"dtype": value.dtype.name, "shape": list(value.shape)}
+        if value.size <= MOST_VALUES and np.isfinite(value).all():
+            inputs[name]["values"] = value.ravel().tolist()
+        else:
+            arrays[f"{medium.sha256}.{name}"] = value
+    entry = {"kind": medium.kind, "tokens": medium.tokens, "sha256": medium.sha256}
+    given = medium.given_digest
+    return entry | ({} if given is None else {"digest": given}) | {"inputs": inputs}
+
+
+class MediaEntries:
+    """Reads entries of one file: equal entries give one medium.
+
+    Args:
+        array_of: reads an array; None leaves out the numbers of arrays (`Media.is_absent`).
+        memory: what media are charged to. They are held until the whole file is read.
+    """
+
+    def __init__(self, array_of: ArrayOf | None, memory: MemoryLimit) -> None:
+        self._array_of, self._memory = array_of, memory
+        self._known: dict[str, Media] = {}
+
+    def read(self, entries: Any, field: str) -> tuple[Media, ...]:
+        """The media of a list of entries.
+
+        Raises:
+            SchemaError: an entry is none, or its arrays are missing or others.
+            RolloutError: they take more memory than is left, or no array can be read.
+        """
+        return tuple(self._read(entry, f"{field}[{n}]") for n, entry in enumerate(
+            _ENTRIES(entries, field)
+        ))  # fmt: skip
+
+    def _read(self, entry: dict[str, Any], field: str) -> Media:
+        key = json.dumps(entry, sort_keys=True)
+        if key not in self._known:
+            self._memory.hold(_ENTRY_BYTES + len(key), "a medium")
+            self._known[key] = self._make(entry, field)
+        return self._known[key]
+
+    def _make(self, entry: dict[str, Any], field: str) -> Media:
+        sha256 = entry["sha256"]
+        if not 0 < len(entry["inputs"]) <= MOST_INPUTS:
+            raise SchemaError(
+                f"{field}.inputs has {len(entry['inputs'])} entries; it takes 1 to {MOST_INPUTS}"
+            )
+        inputs: dict[str, Any] = {}
+        for name, given in entry["inputs"].items():
+            of = f"{field}.inputs.{name if name.isidentifier() else short(name)}"
+            outline = Absent(given["shape"], np.dtype(given["dtype"]))
+            if len(outline.shape) > MOST_DIMENSIONS:
+                raise SchemaError(
+                    f"{of}.shape has {len(outline.shape)} dimensions; it takes at most "
+                    f"{MOST_DIMENSIONS}"
+                )
+            if "values" in given:
+                inputs[name] = _of_values(given["values"], outline, of)
+            elif self._array_of is None:
+                inputs[name] = outline
+            else:
+                inputs[name] = self._array_of(f"{sha256}.{name}", outline)
+        digest = entry.get("digest")
+        try:
+            if self._array_of is None:
+                kind, tokens = entry["kind"], entry["tokens"]
+                return Media.absent(kind, inputs, tokens, digest, sha256=sha256)
+            medium = Media(entry["kind"], inputs, entry["tokens"], digest)
+        except RolloutError as error:
+            raise SchemaError(f"{field}: {error}".rstrip(".")) from None
+        if medium.sha256 != sha256:
+            raise SchemaError(
+                f"{field}.sha256 is {sha256}, and its inputs have {medium.sha256}: they belong to "
+                "another file, or have been changed"
+            )
+        return medium
+
+
+def _of_values(values: tuple[Any, ...], outline: Absent, field: str) -> NDArray[Any]:
+    shape, dtype = outline
+    if len(values) != int(np.prod(shape, dtype=object)) or len(values) > MOST_VALUES:
+        raise SchemaError(
+            f"{field} has {len(values)} values for the shape {list(shape)}; it takes as many as "
+            f"the shape has, up to {MOST_VALUES}"
+        )
+    if dtype.kind == "b":
+        check = flag
+    elif dtype.kind == "f":
+        check = number(float(np.finfo(dtype).min), float(np.finfo(dtype).max))
+    else:
+        check = whole(int(np.iinfo(dtype).min), int(np.iinfo(dtype).max))
+    checked = [check(value, f"{field}.values[{n}]") for n, value in enumerate(values)]
+    return np.array(checked, dtype).reshape(shape)
+
+
+class PixelFile:
+    """The arrays beside a file of rollouts, in a safetensors file that is opened when needed."""
+
+    def __init__(self, path: Path, memory: MemoryLimit) -> None:
+        self.path: Path = pixels_path(path)
+        self._memory = memory
+        self._file: Any = None
+        self._names: frozenset[str] = frozenset()
+
+    def array_of(self, name: str, outline: Absent) -> NDArray[Any]:
+        """The array of this name.
+
+        Raises:
+            SchemaError: there is none, or it has another shape or dtype.
+            RolloutError: there is no such file, it is damaged, or the array takes more memory than
+                is left.
+        """
+        try:
+            if self._file is None:
+                self._file = safetensors.safe_open(self.path, framework="np")
+                self._names = frozenset(self._file.keys())
+            if name not in self._names:
+                raise SchemaError(
+                    f"{self.path} has no array {short(name)}: it belongs to other rollouts"
+                )
+            part = self._file.get_slice(name)
+            found = tuple(part.get_shape()), _NAMES.get(part.get_dtype(), part.get_dtype())
+            if found != (outline.shape, outline.dtype.name):
+                raise SchemaError(
+                    f"{self.path} has {short(name)} of shape {list(found[0])} and dtype "
+                    f"{found[1]}, and the rollout says {list(outline.shape)} and "
+                    f"{outline.dtype.name}"
+                )
+            count = int(np.prod(outline.shape, dtype=object)) * outline.dtype.itemsize
+            self._memory.hold(count, f"the array {short(name)} of {self.path.name}")
+            return self._file.get_tensor(name)
+        except FileNotFoundError:
+            raise RolloutError(
+                f"{self.path} does not exist, and rollouts have images or videos whose inputs are "
+                f"there. Keep FILE and FILE{PIXELS} in one folder; only forkpoint plan needs no "
+                "pixels."
+            ) from None
+        except (OSError, safetensors.SafetensorError) as error:
+            raise RolloutError(
+                f"{self.path} cannot be read as safetensors: {short(str(error))}. Copy or write "
+                "the file again."
+            ) from None
+
+
+_SIZES = {"i": (1, 2, 4, 8), "u": (1, 2, 4, 8), "f": (2, 4, 8)}
+_NAMES = {"BOOL": "bool"} | {
+    f"{kind.upper()}{8 * size}": np.dtype(f"{kind}{size}").name
+    for kind, sizes in _SIZES.items()
+    for size in sizes
+}
+"""numpy's names of the dtypes of safetensors."""
