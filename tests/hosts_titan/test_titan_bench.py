@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.__main__ import main
+from benchmarks.commands import main
 from benchmarks.runner import Deadline
 from benchmarks.shapes import make_model, make_titan_model
 from benchmarks.steps.groups import Groups
