@@ -65,8 +65,9 @@ LONGER_IS_WORTH = 0.01
 # Microbatches are cut no shorter than this to fit a budget.
 LEAST_MICROBATCH_TOKENS = 64
 MOST_MICROBATCHES = 128
-"""No shorter microbatches are tried than would divide a batch so. What one of them keeps is a small
-part of the prefix cache of a prompt of so many tokens, and each plan takes long to make."""
+"""No shorter microbatches are tried than divide the longest rollout so. What one of them keeps is a
+small part of the prefix cache of such a prompt, and plans of more microbatches take long to make.
+"""
 
 
 @dataclass(eq=False)
@@ -202,11 +203,11 @@ class Builder:
             return self._priced(self._with_cache(plan, meter, moves=False), meter)
         # As long as memory allows: what the host does for a microbatch, and adding to all
         # gradients, are paid once.
-        every = int(self._order(sharing).new_edges.sum())
         if not given:
+            every = int(self._order(sharing).new_edges.sum())
             tokens = max(tokens, min(LARGEST_MICROBATCH_TOKENS, every))
         # A microbatch that holds whole paths is no shorter than the longest of them.
-        least = max(LEAST_MICROBATCH_TOKENS, min(every // MOST_MICROBATCHES, FILLING_TOKENS))
+        least = max(LEAST_MICROBATCH_TOKENS, self.longest // MOST_MICROBATCHES)
         if boundary == "within":
             least = self.longest
         found: list[Plan] = []
