@@ -38,6 +38,7 @@ OPTIONS = {
     "plan": {
         *("--model", "--batch-rollouts", "--details", "--ranks", "--limit", "--json", "--loss"),
         *("--device-memory", "--trained-share", "--shard", "--stages", "--lanes", "--longest"),
+        "--frozen-encoder",
         *(*READING, *CONFIG, *MEMORY),
     },
     "replay": {
