@@ -20,7 +20,7 @@ DEVICE = SimpleNamespace(
     get_device_properties=lambda *_: SimpleNamespace(total_memory=1 << 30),
     memory_stats=lambda *_: {},
 )
-"""Stands in for torch.cuda."""
+"""Replaces torch.cuda."""
 PARALLELIZE = {
     "Transformer": ("llama3", "parallelize_llama"),
     "Qwen3Model": ("qwen3", "parallelize_qwen3"),
@@ -98,11 +98,16 @@ def parallelize(
     family, function = PARALLELIZE[type(model).__name__]
     module = import_module(f"torchtitan.models.{family}.infra.parallelize")
     getattr(module, function)(model, dims, job)
-    each: Any
-    for each in model.modules():
-        if hasattr(each, "set_force_sum_reduction_for_comms"):
-            each.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sums
+    without_scaled_sums(model)
     return dims
+
+
+def without_scaled_sums(model: nn.Module) -> None:
+    """Let modules under fully_shard sum gradients as gloo can."""
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "set_force_sum_reduction_for_comms"):
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def make_tiny(family: str, seed: int, dtype: torch.dtype, *, layers: int, vocabulary: int) -> Any:
@@ -128,9 +133,9 @@ def make_tiny(family: str, seed: int, dtype: torch.dtype, *, layers: int, vocabu
             model = kind(args(**sizes, **mixture, head_dim=8, hidden_dim=48))
         with torch.no_grad():
             for parameter in model.parameters():
-                # Their own initialisation is so small that attention is uniform.
+                # torchtitan's initial weights are so small that attention is uniform.
                 noise = torch.randn(parameter.shape) * 0.3
                 parameter.copy_(noise if parameter.dim() > 1 else 1 + noise)
-    for parameter in model.parameters():  # rotary embeddings stay as they are
+    for parameter in model.parameters():  # rotary embeddings keep their dtype
         parameter.data = parameter.data.to(dtype)
     return model.train()

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.config import ConfigManager
 from torchtitan.distributed import utils as dist_utils
 
-from benchmarks.ranks.titan import on_cpus
+from benchmarks.ranks.titan import on_cpus, without_scaled_sums
 
 
 def own_name(name: str) -> str:
@@ -40,9 +40,7 @@ def run(trainer_class: Any, *arguments: str) -> tuple[dict[str, torch.Tensor], A
     os.environ["LOCAL_RANK"] = "0"
     trainer = trainer_class(ConfigManager().parse_args(list(arguments)))
     model: nn.Module = trainer.model_parts[0]
-    for module in model.modules():
-        if hasattr(module, "set_force_sum_reduction_for_comms"):
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sums
+    without_scaled_sums(model)
     set_weights(model)
     trainer.train()
     weights = {}

@@ -20,6 +20,7 @@ from torchtitan.models.common.config_utils import (
 )
 
 import forkpoint
+from benchmarks.ranks.titan import without_scaled_sums
 from forkpoint import RolloutBatch, UnsupportedError, losses, wrap
 from forkpoint.integrations.titan import RolloutSteps
 from forkpoint.losses import GRPO, GSPO
@@ -56,9 +57,7 @@ def sharded(model: Any, *, checkpoint: bool = False, reshard: str = "default") -
         pp_enabled=False,
         reshard_after_forward_policy=reshard,
     )
-    for module in model.modules():
-        if hasattr(module, "set_force_sum_reduction_for_comms"):
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sums
+    without_scaled_sums(model)
     return model
 
 

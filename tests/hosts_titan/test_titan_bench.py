@@ -31,7 +31,7 @@ def test_a_group_is_timed() -> None:
 @pytest.mark.slow
 def test_combined_parallelism(tmp_path: Path) -> None:
     output = tmp_path / "rows.jsonl"
-    # Chains of turns in place of a file.
+    # Without the file, batches are chains of turns.
     options = ("--families", "qwen3_moe", "--stages", "2", "--seeds", "1", "--data", str(tmp_path))
     found = main(["compositions", "--library", "torchtitan", *options, "--output", str(output)])
     rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]

@@ -15,6 +15,7 @@ from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.llama3.infra.parallelize import apply_fsdp
 
+from benchmarks.ranks.titan import without_scaled_sums
 from forkpoint import RolloutBatch, wrap
 from forkpoint.losses import GRPO, GSPO
 
@@ -32,9 +33,7 @@ def sharded(model: Any, *, checkpoint: bool = False, reshard: str = "default") -
         pp_enabled=False,
         reshard_after_forward_policy=reshard,
     )
-    for module in model.modules():
-        if hasattr(module, "set_force_sum_reduction_for_comms"):
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sums
+    without_scaled_sums(model)
     return model
 
 

@@ -28,6 +28,6 @@ def titan_model(
             noise = torch.randn(parameter.shape) * 0.3
             parameter.copy_(noise if parameter.dim() > 1 else 1 + noise)
     torch.set_rng_state(state)
-    for parameter in model.parameters():  # rotary embeddings stay as they are
+    for parameter in model.parameters():  # rotary embeddings keep their dtype
         parameter.data = parameter.data.to(dtype)
     return model

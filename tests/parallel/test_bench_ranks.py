@@ -128,7 +128,7 @@ def test_a_pipeline_of_two_ranks(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_combined_parallelism_of_eight_processes(tmp_path: Path) -> None:
     output = tmp_path / "rows.jsonl"
-    # Chains of turns in place of a file. Of one batch the ratio in bfloat16 is chance.
+    # Without the file, batches are chains of turns. The ratio in bfloat16 of one batch is chance.
     options = ("--families", "llama", "--stages", "2", "--seeds", "1", "--data", str(tmp_path))
     assert main(["compositions", *options, "--tensor", "2", "--output", str(output)]) in (0, 1)
     rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]

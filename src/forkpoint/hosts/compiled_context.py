@@ -32,8 +32,9 @@ def context_attention(
     """Attention of a module of the block that runs, at this rank's places.
 
     q, k, v: [t, H, D] of so many heads that the ranks divide them. sinks: [H].
-    Returns o [t, H, E]; q, k, v, o and lse [h, T] of the heads here at all places, or of all heads
-    at the places here, as if they were these; and the handle.
+    Returns o [t, H, E]; q, k, v, o and lse [h, T] of the heads here at all places; and the handle.
+    Where segments are dealt out whole, these are of all heads at the places here, viewed in the
+    same shapes.
     """
     places, tokens = _places(current_call().places), current_call().inputs.part.tokens
     rows = len(q) * ranks

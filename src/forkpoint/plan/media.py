@@ -38,8 +38,7 @@ class PlannedMedium:
     readers: tuple[int, ...]
     """Indices of the microbatches that run some of these, ascending."""
     rollouts: int = 1
-    """In how many places of rollouts it runs: so often does training encode it that shares
-    nothing."""
+    """How often rollouts have it: runs of its encoder in dense training."""
     frames: int = 1
     """Parts of it, such as frames of a video, whose patches do not see those of others."""
 

@@ -58,13 +58,12 @@ def save_rollouts(path: str | os.PathLike[str], rollouts: Iterable[Rollout]) -> 
 
     The suffix chooses the format: .jsonl plain, .gz gzip, .zst zstd. What was at `path` is replaced
     once everything is written; after an error it is as before. If rollouts have images or videos,
-    their inputs are written once each into a second file, whose name is that of `path` with
-    ".media.safetensors" behind it.
+    their inputs are written once each into a second file, `path` with ".media.safetensors" added.
 
     Raises RolloutError for another suffix, a missing folder, a path that is a directory, no
-    rollouts, things that are none, a rollout_id that is there twice, media without pixels or with
-    inputs of other types than numbers, and extras that JSON cannot give back as they are; and
-    ConfigError for what is no path.
+    rollouts, other objects among them, a rollout_id that is there twice, media without pixels or
+    with inputs that are no numbers, and extras that JSON would change; and ConfigError for another
+    type of path.
     """
     path = as_path(path, "a file")
     if path.suffix not in _SUFFIXES:
@@ -148,7 +147,7 @@ def media_entries(rollout: Rollout, position: int, arrays: Arrays) -> Any:
 
 
 def check_writable(rollout: Rollout, position: int) -> None:
-    """Raises RolloutError, naming the rollout, for extras that JSON cannot give back as they are.
+    """Raises RolloutError, naming the rollout, for extras that JSON would change.
 
     `position` is the rollout's place among those that are written.
     """

@@ -96,7 +96,7 @@ class Media:
 
     @property
     def is_absent(self) -> bool:
-        """Whether numbers of its inputs are lacking, so that it can be planned and not run."""
+        """Whether its inputs have shapes without numbers: it can be planned, and not run."""
         return any(isinstance(x, Absent) for x in self.inputs.values())
 
     def array(self, name: str) -> NDArray[Any]:
@@ -106,7 +106,7 @@ class Media:
 
     @property
     def sha256(self) -> str:
-        """Of all that it holds, as 64 hexadecimal digits; computed once."""
+        """SHA-256 of kind, tokens and inputs, as 64 hexadecimal digits; computed once."""
         if self._sha256 is None:
             found = hashlib.sha256(repr(self._shape).encode())
             for name in sorted(self.inputs):
@@ -135,7 +135,7 @@ class Media:
 
 
 def _dtype(value: Any) -> str:
-    """The name of a dtype as numpy has it; narrow floats that it lacks are read as float32."""
+    """numpy's name of a dtype; float32 for narrow floats, which numpy lacks."""
     dtype = value.dtype
     name = dtype.name if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
     return "float32" if name.startswith(("bfloat16", "float8", "float4")) else name

@@ -115,12 +115,11 @@ class MediaEntries:
         """The media of a list of entries.
 
         Raises:
-            SchemaError: an entry is none, or its arrays are missing or others.
+            SchemaError: an entry is wrong, or its arrays are missing or differ.
             RolloutError: they take more memory than is left, or no array can be read.
         """
-        return tuple(self._read(entry, f"{field}[{n}]") for n, entry in enumerate(
-            _ENTRIES(entries, field)
-        ))  # fmt: skip
+        checked = _ENTRIES(entries, field)
+        return tuple(self._read(entry, f"{field}[{n}]") for n, entry in enumerate(checked))
 
     def _read(self, entry: dict[str, Any], field: str) -> Media:
         key = json.dumps(entry, sort_keys=True)

@@ -36,7 +36,7 @@ def set_attention(blocks: Iterable[Any], changes: Changes) -> None:
 
 
 def set_inner_attention(blocks: Iterable[Any], changes: Changes) -> None:
-    """The same for blocks that give any mask to their inner attention (torchtitan 0.3)."""
+    """Let attention of blocks of torchtitan 0.3 run microbatches, until the changes are undone."""
     for block in blocks:
         inner = block.attention.inner_attention
         changes.replace_forward(inner, MethodType(_attend_BLHD, inner))
@@ -52,7 +52,7 @@ def _attend_BLHD(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Stands in for the inner attention's forward: [B, L, H, E]."""
+    """Forward of the inner attention in microbatches: [B, L, H, E]."""
     if not isinstance(attention_masks, CallContext):
         refuse_call()
     return attend(attention_masks, module, q_BLHD, k_BLKD, v_BLKE, scale=scale)
@@ -68,7 +68,7 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Stands in for the inner attention's forward: [B, H, L, E].
+    """Forward of the inner attention in microbatches: [B, H, L, E].
 
     Under tensor parallelism it runs the heads of this rank; some families give DTensors of these.
     """

@@ -7,7 +7,7 @@ from torch import nn
 
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.modules import plain_class
-from forkpoint.hosts.titan.versions import Version, Version02, Version03
+from forkpoint.hosts.titan.versions import Version, Version03
 
 PACKAGE = "torchtitan."
 """Where modules of torchtitan come from."""
@@ -32,11 +32,9 @@ class Family:
 
 
 FAMILIES = (
-    Family("torchtitan.models.llama3.model.model", "Transformer", Version02(), "freqs_cis"),
-    Family("torchtitan.models.qwen3.model.model", "Qwen3Model", Version02(), "rope_cache"),
-    Family(
-        "torchtitan.models.deepseek_v3.model.model", "DeepSeekV3Model", Version02(), "freqs_cis"
-    ),
+    Family("torchtitan.models.llama3.model.model", "Transformer", Version(), "freqs_cis"),
+    Family("torchtitan.models.qwen3.model.model", "Qwen3Model", Version(), "rope_cache"),
+    Family("torchtitan.models.deepseek_v3.model.model", "DeepSeekV3Model", Version(), "freqs_cis"),
     Family("torchtitan.models.llama3.model", "Llama3Model", Version03()),
     Family("torchtitan.models.qwen3.model", "Qwen3Model", Version03()),
 )

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,78 +14,36 @@ from forkpoint.hosts.modules import plain_class
 from forkpoint.hosts.titan import calls
 
 
-class Version(Protocol):
-    """The models of one version."""
+class Version:
+    """Models of torchtitan 0.2: blocks take rotary embeddings, and the inner attention
+    [B, H, L, D]. Later versions override what differs."""
 
-    head: str
+    head: str = "output"
     """The model's attribute that is its head; None on a stage without one."""
-    linear: Definition
+    linear: Definition = ("torch.nn.modules.linear", "Linear")
     """The class of the head."""
-    packages: tuple[str, ...]
-    """Modules whose classes have been shown exact, besides those of the model's own package."""
-    inner: Definition
-    """The inner attention whose stock forwards have been shown exact, by the module that defines
-    every kind."""
-    remedy: str
+    packages: tuple[str, ...] = ("torchtitan.models.attention.", "torchtitan.models.moe.moe.")
+    """Modules outside of the model's package whose classes have been shown exact."""
+    inner: Definition = ("torchtitan.models.attention", "ScaledDotProductAttentionWrapper")
+    """The inner attention whose stock forwards have been shown exact; its module defines every
+    kind."""
+    remedy: str = "Set attn_type to 'sdpa' in the model's arguments."
     """How to build a model that has it."""
 
     def refused(self, module: nn.Module) -> str | None:
         """A reason, with a remedy, why a module has not been shown exact; None if there is none."""
-        ...
-
-    def sizes(self, model: Any) -> Any:
-        """The sizes of a model, under the names of 0.2's arguments."""
-        ...
-
-    def positions(self, model: Any, rope: str) -> int:
-        """For how many positions there are rotary embeddings. rope: their buffer's name in 0.2."""
-        ...
-
-    def set_attention(self, blocks: Iterable[Any], changes: Changes) -> None:
-        """Let attention of blocks run microbatches, until the changes are undone."""
-        ...
-
-    def run_blocks(
-        self,
-        model: Any,
-        hidden_1TC: Tensor,
-        positions_1T: Tensor,
-        masks: object,
-        rope: str,
-        *,
-        split: bool,
-    ) -> Tensor:
-        """Run all blocks. split: torchtitan's own context parallelism is in the model."""
-        ...
-
-    def build(self, model: Any, layers: int, vocabulary: int) -> Any:
-        """A model of fewer layers and tokens, with weights as they are allocated."""
-        ...
-
-    def initialize(self, model: Any, device: Any) -> None:
-        """Draw weights and compute buffers."""
-        ...
-
-
-class Version02:
-    """torchtitan 0.2: blocks take rotary embeddings, and the inner attention [B, H, L, D]."""
-
-    head: str = "output"
-    linear: Definition = ("torch.nn.modules.linear", "Linear")
-    packages: tuple[str, ...] = ("torchtitan.models.attention.", "torchtitan.models.moe.moe.")
-    inner: Definition = ("torchtitan.models.attention", "ScaledDotProductAttentionWrapper")
-    remedy: str = "Set attn_type to 'sdpa' in the model's arguments."
-
-    def refused(self, module: nn.Module) -> str | None:
         return None
 
     def sizes(self, model: Any) -> Any:
+        """The sizes of a model, under the names of 0.2's arguments."""
         return model.model_args
 
     def positions(self, model: Any, rope: str) -> int:
+        """For how many positions there are rotary embeddings. rope: their buffer's name in 0.2."""
         return model.get_buffer(rope).shape[0]
 
     def set_attention(self, blocks: Iterable[Any], changes: Changes) -> None:
+        """Let attention of blocks run microbatches, until the changes are undone."""
         calls.set_attention(blocks, changes)
 
     def run_blocks(
@@ -98,6 +56,7 @@ class Version02:
         *,
         split: bool,
     ) -> Tensor:
+        """Run all blocks. split: torchtitan's own context parallelism is in the model."""
         table = model.get_buffer(rope)
         given = {"positions": positions_1T} if split else {}
         if not split:  # else each layer looks them up
@@ -107,15 +66,17 @@ class Version02:
         return hidden_1TC
 
     def build(self, model: Any, layers: int, vocabulary: int) -> Any:
+        """A model of fewer layers and tokens, its weights not initialized."""
         args = deepcopy(model.model_args)  # with attributes that are no fields of it
         args.n_layers, args.vocab_size = layers, vocabulary
         return plain_class(model)(args)
 
     def initialize(self, model: Any, device: Any) -> None:
+        """Draw weights and compute buffers."""
         model.init_weights(buffer_device=device)
 
 
-class Version03:
+class Version03(Version):
     """torchtitan 0.3: attention has rotary embeddings, and gives its inner one [B, L, H, D]."""
 
     head: str = "lm_head"
@@ -142,9 +103,9 @@ class Version03:
             )
         if plain_class(module).__module__ == "torchtitan.models.common.moe":
             return (
-                "is a mixture of experts of torchtitan 0.3, whose experts compute in bfloat16 "
-                "whatever the dtype of their weights, which has not been shown exact. Use a dense "
-                "model, or torchtitan 0.2.2."
+                "is a mixture of experts of torchtitan 0.3, which computes in bfloat16 for weights "
+                "of every dtype and has not been shown exact. Use a dense model, or torchtitan "
+                "0.2.2."
             )
         return None
 

@@ -194,7 +194,7 @@ def _read_by_transformers(path: Path, config: dict[str, Any]) -> Any:
 
     try:
         return AutoConfig.for_model(**config)
-    except Exception as error:  # of many kinds, each about the file
+    except Exception as error:  # transformers raises many kinds for a wrong configuration
         raise ConfigError(f"transformers cannot read {path}: {error}") from error
 
 
@@ -207,7 +207,7 @@ def _encoder(path: Path, *, checkpointed: bool) -> tuple[EncoderShape | None, in
         return encoder_sizes(_read_by_transformers(path, config), checkpointed=checkpointed)
     except ForkpointError:
         raise
-    except Exception as error:
+    except Exception as error:  # as above
         raise ConfigError(f"transformers makes no model of {path}: {error}") from error
 
 

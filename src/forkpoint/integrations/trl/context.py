@@ -1,7 +1,7 @@
-"""accelerate's configuration of context parallelism, of which a trainer's steps alone know.
+"""accelerate's configuration of context parallelism, which only a trainer's steps use.
 
 accelerate would give the ranks of one sequence the same rows, and TRL's trainers that generate
-refuse that. Here TRL and accelerate see these ranks as data ranks: each has rows of its own, and
+refuse that. Here TRL and accelerate see these ranks as data ranks. Each rank has other rows, and
 batch sizes, generation, rewards, advantages and metrics are those of training without context
 parallelism. A step runs the rows of all of these ranks together (`calls.PackedRows`).
 """
@@ -18,8 +18,9 @@ _LAUNCHED = "ACCELERATE_USE_PARALLELISM_CONFIG"
 
 @contextmanager
 def as_data_ranks(args: Any) -> Iterator[int]:
-    """Within it a trainer's arguments have accelerate's configuration with data ranks in the place
-    of context ranks; gives the number of ranks that run one sequence together.
+    """Replace context ranks by data ranks in the configuration of a trainer's arguments, within it.
+
+    Gives the number of ranks that run one sequence together.
 
     The configuration is that of the arguments, or of accelerate's launcher.
     """

@@ -10,17 +10,17 @@ from forkpoint.plan.runs import LeftOut
 
 @dataclass
 class EncoderTotals:
-    """Sums over plans of what encoders of images and video run, and what they would without
-    sharing."""
+    """Runs and FLOPs of encoders of images and video, summed over plans, and those of dense
+    training."""
 
     places: int = 0
-    """Images and videos of rollouts, each as often as it is there: runs of dense training."""
+    """Images and videos of all rollouts: runs of the encoder in dense training."""
     forwards: int = 0
     backwards: int = 0
     flops: float = 0.0
     """Of one forward and backward for each distinct medium of a batch; 0 without its sizes."""
     dense_flops: float = 0.0
-    """Of one for each place."""
+    """Of one for each image or video of all rollouts."""
     decoder_flops: float = 0.0
     """Of forward and backward of the language model, in the plans."""
     dense_decoder_flops: float = 0.0
@@ -50,7 +50,7 @@ class EncoderTotals:
 
     @property
     def bound(self) -> float | None:
-        """FLOPs of dense training over those of the plans, encoders among them; None where its
+        """FLOPs of dense training over those of the plans, with encoders; None where the encoder's
         sizes are not known."""
         if not self.flops:
             return None

@@ -302,7 +302,7 @@ def load_rollouts(
 
 
 def _downloaded(url: str, reader: RolloutFile, pixels: bool) -> Path:
-    """A local copy of the file at a url, which is removed when nobody has the reader any more.
+    """A local copy of the file at a url, removed when the reader is garbage-collected.
 
     With `pixels`, the file of its media comes with it, if there is one.
     """
