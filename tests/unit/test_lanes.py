@@ -90,6 +90,25 @@ def test_measured_lanes_without_scores() -> None:
     )
 
 
+@pytest.mark.parametrize("scores", [True, False])
+def test_measured_lanes_of_images(scores: bool, tmp_path: Path) -> None:
+    """Features that scores have read belong to their pass, and a file of lanes has encoders."""
+    before = ("encode image 0", "score leaf 0", "release image 0") * scores
+    events = ("encode image 0", "forward leaf 0", "backward leaf 0", "encode backward image 0")
+    took = (1.0,) * len(before) + (2.0, 1.0, 4.0, 3.0)
+    lane = measured_lane(before + events, took, (0.0,) * len(took))
+    assert lane.events == events and lane.ends == (2.0, 3.0, 7.0, 10.0)
+    times = len(before) + 2
+    frozen = measured_lane(
+        (*before, "encode image 0", "release image 0"), (1.0,) * times, (0.0,) * times
+    )
+    assert frozen.events == ("encode image 0", "release image 0")
+    Lanes(unit="FLOPs", predicted=(lane, frozen)).save(tmp_path / "lanes.json")
+    assert read_lanes(tmp_path / "lanes.json").predicted == (lane, frozen)
+    drawn = groups_of(as_svg(lanes_of_stages([lane, frozen], "ms")))
+    assert drawn["stage-0-encode"] == 2 and drawn["stage-1-encode"] == 2
+
+
 def test_a_lane_a_stage_is_drawn() -> None:
     assert groups_of(as_svg(lanes_of_stages([ONE, TWO], "ms"))) == {
         "stage-0-forward": 1,

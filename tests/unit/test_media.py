@@ -16,8 +16,12 @@ from forkpoint.parallel.copies import contents_of
 from forkpoint.plan import MODELS, ModelShape, make_plan
 from forkpoint.plan.align import align
 from forkpoint.plan.media import CommonEncoders
+from forkpoint.plan.predict import plan_cost
+from forkpoint.plan.pricing.encoders import EncoderShape
 from forkpoint.plan.runs import run_lengths
 from forkpoint.plan.shared_prompts import prompts_of
+from forkpoint.plan.stage_sizes import choose_size, offers_of
+from forkpoint.plan.stages import stages_of_shape
 from forkpoint.rollouts.media import MediumOutline
 from forkpoint.testing import tiny_model
 
@@ -90,6 +94,37 @@ def test_ranks_in_lockstep_run_encoders_equally_often() -> None:
         found = plan.with_encoders(program.training, training=True, common=frozen)
         assert sum(i.operation == "encode" for i in found) == 2
         assert not any(i.operation == "encode backward" for i in found)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_the_first_stage_has_the_time_and_memory_of_encoders(trained: bool) -> None:
+    """Each distinct image is encoded once in scores and once in training, and has one backward; a
+    recomputed forward does not encode again."""
+    config = Config(
+        sharing="tree", boundary="across", max_microbatch_tokens=5, activations="recompute"
+    )
+    batch = RolloutBatch([rollout(image(0), 5), rollout(image(0), 6), rollout(image(1), 5)])
+    text = make_plan(batch, SHAPE, config).with_program(scores=True)
+    plan = text.with_encoder(EncoderShape(10**9, 2, 8, 4.0, 100, 200, trained=trained))
+    stages = stages_of_shape(SHAPE, 2)
+    without, found = (choose_size([offers_of([each])], stages) for each in (text, plan))
+    once = 2 * (2e9 * 12 + 4 * 2 * 8 * 12 * 12)
+    extra = found.work.forward - without.work.forward
+    assert extra[0].sum() == pytest.approx(once) and (extra[0] > 0).sum() == 2
+    assert (found.work.backward - without.work.backward)[0].sum() == pytest.approx(
+        2 * once * trained
+    )
+    assert (found.scores - without.scores)[0].sum() == pytest.approx(once)
+    for name in ("forward", "backward", "working"):
+        assert np.array_equal(getattr(found.work, name)[1], getattr(without.work, name)[1])
+    assert np.array_equal(found.scores[1], without.scores[1])
+    # The prompts follow one another, so the features of one image are held at a time, or of both.
+    more = (found.work.working - without.work.working)[0]
+    features, kept = 3 * 100 * (2 + 4 * trained), 12 * 200 * 2 * trained
+    assert more in (features + kept, 2 * (features + kept))
+    assert sum(found.busy) - sum(without.busy) == pytest.approx(once * (2 + 2 * trained))
+    simulated = plan_cost(plan) - plan_cost(text)
+    assert simulated == pytest.approx(once * (2 + 2 * trained))
 
 
 def test_an_outline_makes_a_medium_of_zeros() -> None:

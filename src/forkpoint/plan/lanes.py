@@ -13,7 +13,7 @@ from typing import Annotated
 
 from forkpoint.errors import ConfigError
 from forkpoint.plan.plan import Plan
-from forkpoint.plan.program import BACKWARD, FORWARD, RECOMPUTE, SCORE
+from forkpoint.plan.program import BACKWARD, ENCODE, FORWARD, RECOMPUTE, RELEASE, SCORE
 from forkpoint.rollouts.schema import (
     SchemaError,
     array,
@@ -27,7 +27,8 @@ from forkpoint.rollouts.schema import (
 
 KIND = "lanes of a pipeline"
 MOST_BYTES = 64 << 20
-OPERATIONS = (FORWARD, RECOMPUTE, BACKWARD)
+OPERATIONS = (FORWARD, RECOMPUTE, BACKWARD, ENCODE, RELEASE)
+"""First words of events."""
 _TIMES = array(number(0, 1e60))
 
 
@@ -124,7 +125,8 @@ def read_lanes(path: Path) -> Lanes:
 
 
 def lanes_of(plan: Plan, measured: Sequence[Lane] = ()) -> Lanes:
-    """Lanes of a plan on stages, from its prediction.
+    """Lanes of a plan on stages, from its prediction, in which forwards and backwards of the first
+    stage have the time of encoders.
 
     Args:
         plan: one that has `Plan.pipeline`.
@@ -164,7 +166,10 @@ def measured_lane(
 
     `wait_ms`: of each event's time, that until inputs of other stages had arrived.
     """
-    first = sum(event.startswith(SCORE) for event in events)
+    scores = (at for at, event in enumerate(events, 1) if event.startswith(SCORE))
+    first = max(scores, default=0)
+    while first and events[first : first + 1] and events[first].startswith(RELEASE):
+        first += 1  # of features that scores have read
     ends = tuple(accumulate(event_ms[first:]))
     begins = (0.0, *ends[:-1])[: len(ends)]
     ready = (begin + wait for begin, wait in zip(begins, wait_ms[first:], strict=True))

@@ -75,17 +75,33 @@ def simulate(plan: Plan, meter: Meter) -> float:
 
 def encoder_cost(plan: Plan, meter: Meter) -> float:
     """Cost of encoders in all passes, which run beside nothing."""
-    encoder, flops = plan.capabilities.encoder, 0.0
-    if encoder is None:
-        return 0.0
-    passes = (plan.program.scores, False), (plan.program.training, True)
-    for instructions, training in passes:
-        for instruction in plan.with_encoders(instructions, training=training):
-            if instruction.operation in (ENCODE, ENCODE_BACKWARD):
-                once = encoder.forward_flops(plan.media[instruction.medium])
-                backward = instruction.operation == ENCODE_BACKWARD
-                flops += once * (LINEAR_BACKWARD + plan.encodes_again if backward else 1)
-    return meter.products(flops)
+    passes = (encoder_flops(plan, training=training) for training in (False, True))
+    return meter.products(sum(sum(map(sum, each)) for each in passes))
+
+
+def encoder_flops(plan: Plan, *, training: bool) -> tuple[list[float], list[float]]:
+    """FLOPs of encoders before the forward of each microbatch, and after its backward.
+
+    `training`: whether it is the pass of backwards, or that of scores.
+    """
+    forwards, backwards = ([0.0] * len(plan.microbatches) for _ in range(2))
+    encoder, begun, last = plan.capabilities.encoder, 0.0, 0
+    if encoder is None or not plan.microbatches:
+        return forwards, backwards
+    instructions = plan.program.training if training else plan.program.scores
+    for instruction in plan.with_encoders(instructions, training=training):
+        if instruction.operation in (ENCODE, ENCODE_BACKWARD):
+            once = encoder.forward_flops(plan.media[instruction.medium])
+            if instruction.operation == ENCODE:
+                begun += once
+            else:
+                backwards[last] += once * (LINEAR_BACKWARD + plan.encodes_again)
+        elif instruction.runs_microbatch:
+            last = instruction.microbatch
+            forwards[last] += begun
+            begun = 0.0
+    backwards[last] += begun  # no microbatch reads a medium
+    return forwards, backwards
 
 
 @dataclass(frozen=True)
@@ -146,22 +162,28 @@ def peak_bytes(plan: Plan, meter: Meter, shape: ModelShape) -> int:
 
 def standing_bytes(plan: Plan, shape: ModelShape) -> int:
     """Prefix cache, and the most that encoders hold at once, for the whole step."""
+    return encoder_bytes(plan) + cache_bytes(plan, shape)
+
+
+def encoder_bytes(plan: Plan) -> int:
+    """The most that encoders hold at once: features, their gradients, and activations."""
     encoder, held, worst = plan.capabilities.encoder, 0, 0
-    if encoder is not None:
-        trains = plan.capabilities.trains_encoder
-        for instruction in plan.with_encoders(plan.program.training, training=True):
-            if instruction.medium < 0:
-                continue
-            medium = plan.media[instruction.medium]
-            features = encoder.feature_bytes(medium, trains=trains)
-            kept = encoder.kept_bytes(medium) if trains else 0
-            if instruction.operation == ENCODE:
-                held += features + kept * instruction.keeps_graph
-                worst = max(worst, held)
-            else:
-                worst = max(worst, held + kept * plan.encodes_again)
-                held -= features + kept * (not plan.encodes_again)
-    return worst + cache_bytes(plan, shape)
+    if encoder is None:
+        return 0
+    trains = plan.capabilities.trains_encoder
+    for instruction in plan.with_encoders(plan.program.training, training=True):
+        if instruction.medium < 0:
+            continue
+        medium = plan.media[instruction.medium]
+        features = encoder.feature_bytes(medium, trains=trains)
+        kept = encoder.kept_bytes(medium) if trains else 0
+        if instruction.operation == ENCODE:
+            held += features + kept * instruction.keeps_graph
+            worst = max(worst, held)
+        else:
+            worst = max(worst, held + kept * plan.encodes_again)
+            held -= features + kept * (not plan.encodes_again)
+    return worst
 
 
 def cache_bytes(plan: Plan, shape: ModelShape) -> int:

@@ -16,9 +16,19 @@ from forkpoint.plan.cache import captured_segments
 from forkpoint.plan.host_cache import LAYERS_HERE, layer_cache_bytes
 from forkpoint.plan.pipeline import Floats, StageSchedule, StageWork, order_stages
 from forkpoint.plan.plan import Plan
+from forkpoint.plan.predict import encoder_bytes, encoder_flops
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.pricing.meters import NOISE, Meter, logits_bytes
-from forkpoint.plan.program import BACKWARD, BLOCKS, FORWARD, HEAD, IDLE, Instruction, Program
+from forkpoint.plan.program import (
+    BACKWARD,
+    BLOCKS,
+    FORWARD,
+    HEAD,
+    IDLE,
+    RECOMPUTE,
+    Instruction,
+    Program,
+)
 
 BUDGETS = 5
 """How many budgets are tried, from that of one device to all memory."""
@@ -174,18 +184,22 @@ class StagePrices:
     """Of all layers; a stage has its share of them."""
     head: PartPrices
     """Of the head, on the last stage."""
+    encoders: PartPrices
+    """Of encoders of images, on the first stage. They run before the forward of the microbatch that
+    reads their features first, and after the backward of the last; `working` has all they hold."""
     working: Floats
     """[M]: bytes that a backward needs in addition, at any stage."""
 
     def at(self, stage: Stage) -> PartPrices:
-        """Those of a stage, with the head's if it has the head."""
-        both = zip(self.blocks, self.head, strict=True)
-        found = PartPrices(*(b * stage.share + h * stage.is_last for b, h in both))
+        """Those of a stage, with those of the head and of encoders if it has them."""
+        parts = zip(self.blocks, self.head, self.encoders, strict=True)
+        ends = stage.is_last, stage.is_first
+        found = PartPrices(*(b * stage.share + h * ends[0] + e * ends[1] for b, h, e in parts))
         return found._replace(working=found.working + self.working)
 
 
 def stage_prices(plan: Plan, meter: Meter) -> StagePrices:
-    """Costs and bytes of a plan's microbatches in the blocks and in the head."""
+    """Costs and bytes of a plan's microbatches in the blocks, in the head and in encoders."""
     blocks, head = np.zeros((2, 4, len(plan.microbatches)))
     working = np.zeros(len(plan.microbatches))
     captured = _captured_bytes(plan)
@@ -202,7 +216,11 @@ def stage_prices(plan: Plan, meter: Meter) -> StagePrices:
         forward = meter.head(microbatch, backward=False)
         head[:, m] = forward, of_head, logits * keeps, logits * (not keeps)
         working[m] = meter.working_bytes(microbatch)
-    return StagePrices(PartPrices(*blocks), PartPrices(*head), working)
+    flops = encoder_flops(plan, training=True)
+    before, after = (np.array(list(map(meter.products, each))) for each in flops)
+    held = np.full(len(working), float(encoder_bytes(plan)))
+    encoders = PartPrices(before, after, np.zeros_like(held), held)
+    return StagePrices(PartPrices(*blocks), PartPrices(*head), encoders, working)
 
 
 def stage_work(
@@ -242,9 +260,11 @@ def stage_work(
 
 def _forward_costs(instruction: Instruction, price: StagePrices, stages: Sequence[Stage]) -> Floats:
     """[S]: the cost of a forward at each stage."""
-    m, ends = instruction.microbatch, instruction.ends_at == HEAD
-    blocks, head = float(price.blocks.forward[m]), float(price.head.forward[m]) * ends
-    return np.array([blocks * stage.share + head * stage.is_last for stage in stages])
+    m, repeated = instruction.microbatch, instruction.operation == RECOMPUTE
+    blocks = float(price.blocks.forward[m])
+    head = float(price.head.forward[m]) * (instruction.ends_at == HEAD)
+    encoders = 0.0 if repeated else float(price.encoders.forward[m])
+    return np.array([blocks * s.share + head * s.is_last + encoders * s.is_first for s in stages])
 
 
 def score_costs(

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from forkpoint.plan.lanes import Lane
+from forkpoint.plan.program import RELEASE
 
 Draw = Callable[[Figure], None]
 """Draws one picture into an empty figure."""
@@ -20,6 +21,7 @@ LANE_COLORS = {
     "forward": "#1f66c7",
     "recompute": "#7a4fb5",
     "backward": "#b45f06",
+    "encode": "#2e8b57",
     "idle": "#dfe3e8",
 }
 STYLE: Any = {
@@ -108,9 +110,11 @@ def lanes_of_stages(lanes: Sequence[Lane], label: str) -> Draw:
     def draw(canvas: Figure) -> None:
         canvas.set_figheight(1.2 + 0.32 * len(lanes))
         axes = canvas.add_subplot()
+        shown = set[str]()
         for stage, lane in enumerate(lanes):
             for kind, bars in _bars(lane, end).items():
                 if bars:
+                    shown.add(kind)
                     drawn = axes.broken_barh(bars, (stage - 0.4, 0.8), color=LANE_COLORS[kind])
                     drawn.set_gid(f"stage-{stage}-{kind}")
                     drawn.set_linewidth(0.2)
@@ -118,8 +122,10 @@ def lanes_of_stages(lanes: Sequence[Lane], label: str) -> Draw:
         axes.set(xlabel=label, ylabel="stage", xlim=(0, end or 1.0), ylim=(len(lanes) - 0.5, -0.5))
         axes.set_yticks(range(len(lanes)))
         axes.grid(visible=False)
-        colors = [Patch(color=color, label=kind) for kind, color in LANE_COLORS.items()]
-        canvas.legend(handles=colors, fontsize=7, ncols=len(colors), loc="outside upper right")
+        colors = [Patch(color=c, label=kind) for kind, c in LANE_COLORS.items() if kind in shown]
+        canvas.legend(
+            handles=colors, fontsize=7, ncols=max(1, len(colors)), loc="outside upper right"
+        )
 
     return draw
 
@@ -131,7 +137,8 @@ def _bars(lane: Lane, end: float) -> dict[str, list[tuple[float, float]]]:
     for event, ready, stop in zip(lane.events, lane.ready, lane.ends, strict=True):
         if ready > last:
             found["idle"].append((last, ready - last))
-        found[event.partition(" ")[0]].append((ready, stop - ready))
+        kind = event.partition(" ")[0]
+        found["encode" if kind == RELEASE else kind].append((ready, stop - ready))
         last = stop
     if end > last:
         found["idle"].append((last, end - last))
