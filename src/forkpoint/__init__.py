@@ -4,7 +4,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from forkpoint.config import Config as Config
-from forkpoint.errors import ArgumentError as ArgumentError
 from forkpoint.errors import ConfigError as ConfigError
 from forkpoint.errors import ForkpointError as ForkpointError
 from forkpoint.errors import PlanError as PlanError
@@ -22,7 +21,6 @@ from forkpoint.rollouts.traces import load_rollouts as load_rollouts
 from forkpoint.rollouts.traces import record as record
 
 __all__ = [
-    "ArgumentError",
     "Config",
     "ConfigError",
     "ForkpointError",

@@ -22,10 +22,6 @@ class ConfigError(ForkpointError, ValueError):
     """An option whose value is not allowed, alone or together with another."""
 
 
-class ArgumentError(ConfigError, TypeError):
-    """An argument that a loss does not have; a TypeError too, as for any function."""
-
-
 class PlanError(ForkpointError, ValueError):
     """A batch for which no plan fits the limits that were set."""
 

@@ -13,9 +13,8 @@ from steps import ACROSS, clear_gradients, forked_batch, gradients, small_model
 from torch import Tensor
 
 from forkpoint import Policy, Rollout, RolloutBatch, losses, wrap
-from forkpoint.errors import ArgumentError, ConfigError, RolloutError, UnsupportedError
+from forkpoint.errors import ConfigError, RolloutError, UnsupportedError
 from forkpoint.losses import LossBatch, LossOutputs
-from forkpoint.losses.arguments import TAKES
 
 BATCH = forked_batch()
 
@@ -61,12 +60,6 @@ def test_copies(policy: Policy) -> None:
             call(policy)
     twin = copy.copy(policy)
     assert twin.host is policy.host and twin.config == policy.config
-
-
-@pytest.mark.parametrize("name", sorted({*TAKES} - {"RouterLoss"}))
-def test_every_loss_takes_arguments_by_name(name: str) -> None:
-    with pytest.raises(ArgumentError, match=f"{name} takes arguments by name, and got 0.5, 'x'"):
-        getattr(losses, name)(0.5, "x")
 
 
 # Fields that are None

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from forkpoint.errors import ConfigError, RolloutError
-from forkpoint.losses.arguments import explains_arguments
 from forkpoint.losses.base import (
     Decomposition,
     Loss,
@@ -58,7 +57,6 @@ class PairLoss(Loss):
         return batch.group_index
 
 
-@explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class DPO(PairLoss):
     """Direct preference optimization (arXiv 2305.18290, eq. 7), joint over pairs.
@@ -130,7 +128,6 @@ class DPO(PairLoss):
         return (1 - smoothing) * right_P + smoothing * wrong_P
 
 
-@explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class SimPO(PairLoss):
     """Simple preference optimization (arXiv 2405.14734), joint over pairs, without a reference.

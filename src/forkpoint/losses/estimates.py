@@ -7,7 +7,6 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from forkpoint.errors import ConfigError, RolloutError
-from forkpoint.losses.arguments import explains_arguments
 from forkpoint.losses.base import check_choice, check_number
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.fields import host_values, short
@@ -21,7 +20,6 @@ class Estimates(NamedTuple):
     returns: NDArray[np.float64]
 
 
-@explains_arguments
 def gae(
     batch: RolloutBatch,
     values: ArrayLike | Tensor,
@@ -92,7 +90,6 @@ def gae(
     return Estimates(advantages_T, returns_T)
 
 
-@explains_arguments
 def importance_weights(
     batch: RolloutBatch,
     sampler_logprobs: ArrayLike | Tensor,

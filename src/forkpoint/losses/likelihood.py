@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from forkpoint.errors import ConfigError
-from forkpoint.losses.arguments import explains_arguments
 from forkpoint.losses.base import Decomposition, Loss, LossBatch, LossOutputs, check_choice
 from forkpoint.losses.policy_loss import check_clips, clipped_surrogate, log_ratios, ratios
 from forkpoint.rollouts.batch import RolloutBatch
@@ -22,7 +21,6 @@ def without_weight(self: Loss, batch: RolloutBatch) -> NDArray[np.bool_]:
     return batch.where_all_trained(batch.weights == 0)
 
 
-@explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class LogLikelihood(Loss):
     """The negative log-likelihood of the trained tokens, token-additive.
@@ -57,7 +55,6 @@ SFT = LogLikelihood
 """The same loss under the field's name."""
 
 
-@explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class Distillation(Loss):
     """Towards a teacher whose log-probs are the reference_logprobs, token-additive.

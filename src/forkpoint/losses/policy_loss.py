@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from forkpoint.errors import ConfigError
-from forkpoint.losses.arguments import explains_arguments
 from forkpoint.losses.base import (
     Decomposition,
     Loss,
@@ -183,7 +182,6 @@ def check_clips(clip: float, clip_high: float | None) -> None:
         check_number("clip_high", clip_high, infinite=True)
 
 
-@explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class GRPO(PolicyLoss):
     """The clipped policy gradient of GRPO (arXiv 2402.03300, eq. 3), token-additive.
@@ -233,7 +231,6 @@ class GRPO(PolicyLoss):
         return self.zero_without_advantage(batch)
 
 
-@explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class PPO(GRPO):
     """The policy loss of PPO (arXiv 1707.06347, eq. 7), token-additive: GRPO's under its own name.
@@ -245,7 +242,6 @@ class PPO(GRPO):
     """
 
 
-@explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class DAPO(GRPO):
     """DAPO's loss (arXiv 2503.14476, eq. 8): the token mean and clip-higher, token-additive.
@@ -259,7 +255,6 @@ class DAPO(GRPO):
     normalize: Literal["token", "rollout"] = field(init=False, repr=False, default="token")
 
 
-@explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class BNPO(GRPO):
     """TRL's loss type "bnpo", token-additive: the terms over the trained tokens of the batch.
@@ -274,7 +269,6 @@ class BNPO(GRPO):
     normalize: Literal["token", "rollout"] = field(init=False, repr=False, default="token")
 
 
-@explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class DrGRPO(GRPO):
     """Dr. GRPO (arXiv 2503.20783): one constant in place of lengths, token-additive.
@@ -302,7 +296,6 @@ class DrGRPO(GRPO):
         return self.zero_without_advantage(batch)
 
 
-@explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class CISPO(PolicyLoss):
     """Clipped importance-sampling-weight policy optimization (MiniMax-M1, arXiv 2506.13585, eq. 4
@@ -345,7 +338,6 @@ class CISPO(PolicyLoss):
         return self.zero_without_advantage(batch)
 
 
-@explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class SAPO(PolicyLoss):
     """Soft adaptive policy optimization (arXiv 2511.20347, eq. 5), token-additive.
@@ -383,7 +375,6 @@ class SAPO(PolicyLoss):
         return self.zero_without_advantage(batch)
 
 
-@explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class GSPO(PolicyLoss):
     """Group sequence policy optimization (arXiv 2507.18071, eq. 5 and 7), rollout-additive.
@@ -431,7 +422,6 @@ class GSPO(PolicyLoss):
         return self.zero_without_advantage(batch, of_rollout=self.level == "sequence")
 
 
-@explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class GMPO(PolicyLoss):
     """Geometric-mean policy optimization (arXiv 2507.20673, algorithm 1), rollout-additive.

@@ -8,14 +8,12 @@ from typing import Literal, TypeGuard
 import numpy as np
 
 from forkpoint.errors import ConfigError
-from forkpoint.losses.arguments import explains_arguments
 from forkpoint.rollouts.batch import RolloutBatch, short
 from forkpoint.tree.forest import IntArray
 
 RouterScope = Literal["rollout", "batch"] | Sequence[Sequence[int]]
 
 
-@explains_arguments
 @dataclass(frozen=True)
 class RouterLoss:
     """Load-balancing and z losses of routers, over the tokens as rollouts have them.

@@ -7,7 +7,6 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from forkpoint.losses.arguments import explains_arguments
 from forkpoint.losses.base import (
     Decomposition,
     Loss,
@@ -19,7 +18,6 @@ from forkpoint.losses.base import (
 from forkpoint.losses.outputs import Head
 
 
-@explains_arguments
 @dataclass(frozen=True, kw_only=True)
 class ValueLoss(Loss):
     """The regression of a critic's values on returns as PPO implementations clip it,

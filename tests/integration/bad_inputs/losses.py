@@ -10,7 +10,6 @@ from bad_inputs.kind import Kind
 from bad_inputs.rollouts import policy
 from forkpoint import Rollout, RolloutBatch, losses
 from forkpoint.errors import (
-    ArgumentError,
     ConfigError,
     ForkpointError,
     RolloutError,
@@ -96,19 +95,6 @@ WEIGHTED = RolloutBatch(
 )
 
 LOSSES = (
-    loss_kind(
-        "An argument whose number has another meaning",
-        lambda: losses.CISPO(epsilon_high=5.0),  # type: ignore[call-arg]
-        message="CISPO has no argument epsilon_high: TRL's cispo bounds weights by it, and",
-        error=ArgumentError,
-    ),
-    loss_kind(
-        "An argument that no loss has",
-        lambda: losses.DPO(bata=0.2),  # type: ignore[call-arg]
-        message="DPO has no argument bata; it takes beta, variant, label_smoothing, "
-        "length_normalized. Perhaps beta is meant.",
-        error=ArgumentError,
-    ),
     loss_kind(
         "A class in place of a loss",
         trained(losses.GRPO),

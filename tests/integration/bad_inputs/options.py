@@ -159,6 +159,13 @@ OPTIONS = (
         *(*REPLAY, "--loss", "dr_grpo,clip=0.1"),
     ),
     option_kind(
+        "An option that a loss does not have",
+        "the loss dpo has no option bata; it takes beta, variant, label_smoothing, "
+        "length_normalized.",
+        None,
+        *(*REPLAY, "--loss", "dpo,bata=0.2"),
+    ),
+    option_kind(
         "An option of a loss without a value",
         "loss has 'kl', which is no option or comes twice; it takes NAME,OPTION=VALUE,... with "
         "each option once.",

@@ -63,6 +63,7 @@ class Objective:
         if name not in CLASSES:
             raise ConfigError(f"loss is {name!r}; it takes one of {', '.join(CLASSES)}.")
         kind = getattr(losses, CLASSES[name])
+        _check_options(kind, options, f"the loss {name}")
         needed = [f.name for f in fields(kind) if f.init and f.default is MISSING]
         for missing in (option for option in needed if option not in options):
             raise ConfigError(
@@ -91,7 +92,18 @@ class RoutedObjective(Objective):
             return None
         from forkpoint.losses import RouterLoss
 
-        return RouterLoss(**_options(f"scope={self.router_loss}".split(","), "router_loss"))
+        options = _options(f"scope={self.router_loss}".split(","), "router_loss")
+        _check_options(RouterLoss, options, "router_loss")
+        return RouterLoss(**options)
+
+
+def _check_options(kind: type[Any], options: dict[str, Any], what: str) -> None:
+    """Raises ConfigError for options that are no arguments of a dataclass."""
+    takes = [f.name for f in fields(kind) if f.init]
+    if unknown := [option for option in options if option not in takes]:
+        raise ConfigError(
+            f"{what} has no option {', '.join(unknown)}; it takes {', '.join(takes) or 'none'}."
+        )
 
 
 def _options(words: list[str], field: str) -> dict[str, Any]:
