@@ -11,6 +11,7 @@ import torch
 from commands import Shell, changed, made_up_rollouts
 
 from forkpoint import Config, RolloutBatch, load_rollouts, wrap
+from forkpoint.apps.cli import torchrun
 from forkpoint.apps.cli.models import load_model
 from forkpoint.apps.cli.options import Runtime
 from forkpoint.apps.replay import loop as replay_loop
@@ -146,8 +147,16 @@ def test_events_have_their_times() -> None:
         assert record is not None
         assert len(record.event_ms) == len(record.events) > 4
         assert sum(record.event_ms) == pytest.approx(sum(record.phase_ms.values()))
-        assert record.event_memory_bytes is None
     assert report.steps[0].shared.phase_ms["prefix forward"] > 0
+
+
+def test_processes_of_torchrun_are_refused(
+    shell: Shell, rollouts: Path, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in torchrun.VARIABLES:
+        monkeypatch.setenv(name, "0")
+    ran = shell("replay", rollouts, "--model", config)
+    assert ran.code == 2 and "replay trains a model of one process" in ran.err
 
 
 @pytest.mark.gpu
@@ -162,10 +171,8 @@ def test_memory_is_measured_on_cuda() -> None:
         config=Config(sharing="tree", boundary="across", max_microbatch_tokens=24),
     )
     for record in (report.steps[1].shared, report.steps[1].dense):
-        assert record is not None and record.event_memory_bytes is not None
-        assert len(record.event_memory_bytes) == len(record.events)
-        assert record.peak_memory_bytes is not None
-        assert 0 < max(record.event_memory_bytes) <= record.peak_memory_bytes
+        assert record is not None and record.peak_memory_bytes is not None
+        assert record.peak_memory_bytes > 0
         assert sum(record.event_ms) <= record.ms
 
 

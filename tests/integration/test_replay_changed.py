@@ -144,10 +144,10 @@ RESEALED: dict[str, tuple[Change, str]] = {
         "is no state of these models",
     ),
     "a generator": (
-        lambda t, s: s["generators"][0].update(cpu="zz"),
+        lambda t, s: s["generators"].update(cpu="zz"),
         "no states of random number generators",
     ),
-    "no generators": (lambda t, s: s.update(generators=[]), "no states of random number gen"),
+    "no generators": (lambda t, s: s.update(generators={}), "no states of random number gen"),
 }
 
 

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import forkpoint
 from forkpoint import RolloutBatch
+from forkpoint.apps.replay.loop import replay
 from forkpoint.engine.objective import LossPart, MicrobatchLosses
 from forkpoint.errors import RankError, RolloutError, UnsupportedError
 from forkpoint.hosts.torch_dist.copies import copy_in
@@ -197,6 +198,8 @@ def copied() -> tuple[list[str], bool]:
     ordinary = [type(m).__name__ for m in twin.modules() if type(m).__name__.startswith("FSDP")]
     hooks = len(twin.model.layers[0]._forward_hooks)  # type: ignore[union-attr]
     assert hooks == 1, "the user's own hook is copied, and those of fully_shard are not"
+    with pytest.raises(UnsupportedError, match="replay trains a model of one process"):
+        replay(parts, RolloutBatch(UNEQUAL[0]), GRPO(), optimizer=torch.optim.SGD, steps=1)
     return ordinary, same
 
 

@@ -17,7 +17,6 @@ def record(**changes: Any) -> StepRecord:
         "phase_ms": {"prefix forward": 0.0, "leaf": 8.0, "prefix backward": 0.0},
         "events": ("forward leaf 0", "backward leaf 0"),
         "event_ms": (3.0, 5.0),
-        "event_memory_bytes": None,
         "sharing": "group",
         "boundary": "within",
         "microbatches": 1,

@@ -58,7 +58,6 @@ class PassResult:
     events: tuple[str, ...]
     phase_ms: dict[str, float]
     event_ms: tuple[float, ...]
-    event_memory_bytes: tuple[int, ...] | None
     event_wait_ms: tuple[float, ...] = ()
     """Of `event_ms`, waits for other stages of a pipeline."""
     offload: OffloadStats | None = None
@@ -66,16 +65,12 @@ class PassResult:
 
     def after(self, scored: "PassResult") -> "PassResult":
         """The result, with the events and times of a pass of scores before it."""
-        held = self.event_memory_bytes
-        if held is not None:
-            held = (*(scored.event_memory_bytes or ()), *held)
         return replace(
             self,
             events=(*scored.events, *self.events),
             phase_ms={k: scored.phase_ms[k] + ms for k, ms in self.phase_ms.items()},
             event_ms=(*scored.event_ms, *self.event_ms),
             event_wait_ms=(*scored.event_wait_ms, *self.event_wait_ms),
-            event_memory_bytes=held,
         )
 
 
@@ -379,7 +374,6 @@ class Engine:
             events=tuple(timing.events),
             phase_ms=timing.totals_ms(),
             event_ms=timing.each_ms(),
-            event_memory_bytes=timing.allocated_bytes(),
             event_wait_ms=timing.waits_ms(),
             offload=traffic,
         )

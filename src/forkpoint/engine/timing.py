@@ -55,10 +55,9 @@ class Timing(Feature):
         """When each instruction began, and the last ended: CUDA's events, or seconds."""
         self._received: dict[int, Any] = {}
         """By position: when what other stages send had arrived."""
-        self._held_bytes: list[int] = []
 
     def before(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
-        self._next()
+        self._marks.append(self._mark())
         if not instruction.runs_microbatch:
             forward = instruction.operation in (SHARE, ENCODE)
             phase = PREFIX_FORWARD if forward else PREFIX_BACKWARD
@@ -75,11 +74,6 @@ class Timing(Feature):
 
     def end(self) -> None:
         """The last instruction has run."""
-        self._next()
-
-    def _next(self) -> None:
-        if self._cuda:
-            self._held_bytes.append(torch.cuda.memory_allocated(self._device))
         self._marks.append(self._mark())
 
     def _mark(self) -> Any:
@@ -114,7 +108,3 @@ class Timing(Feature):
         for phase, ms in zip(self._phases, self.each_ms(), strict=True):
             totals[phase] += ms
         return totals
-
-    def allocated_bytes(self) -> tuple[int, ...] | None:
-        """Bytes that CUDA held allocated after each event; None on the CPU."""
-        return tuple(self._held_bytes[1:]) if self._cuda else None

@@ -16,8 +16,8 @@ def lost_rank(error: BaseException) -> BaseException:
     if isinstance(error, ForkpointError) or not of_backend(error):
         return error
     return RankError(
-        "a rank has died or ended: look at the output of the other ranks. Start all of them again, "
-        f"a replay that has a folder with --resume. The collective's error: {described(error)}"
+        "a rank has died or ended: look at the output of the other ranks. Start all of them again. "
+        f"The collective's error: {described(error)}"
     )
 
 

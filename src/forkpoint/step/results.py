@@ -90,8 +90,6 @@ class StepStats(PerToken, WithExperts):
     have read."""
     event_ms: tuple[float, ...]
     """Of each of `events`."""
-    event_memory_bytes: tuple[int, ...] | None
-    """Bytes that CUDA held allocated when each of `events` had been issued; None on the CPU."""
     peak_memory_bytes: int | None
     """CUDA's peak of allocated bytes since it was last reset; None on the CPU."""
     per_token: Mapping[str, Tensor]

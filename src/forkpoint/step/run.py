@@ -245,7 +245,6 @@ def finish_training(policy: StepPolicy, agreed: AgreedStep, executed: Executed) 
         events=result.events,
         phase_ms=result.phase_ms,
         event_ms=result.event_ms,
-        event_memory_bytes=result.event_memory_bytes,
         peak_memory_bytes=(
             torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
         ),

@@ -11,7 +11,6 @@ from bad_inputs.model_files import MODEL_FILES
 from bad_inputs.models import MODELS
 from bad_inputs.options import OPTIONS
 from bad_inputs.plans import KERNELS, PLANS
-from bad_inputs.rank_replays import RANK_REPLAYS
 from bad_inputs.rollouts import ROLLOUTS
 from bad_inputs.routers import ROUTERS
 from bad_inputs.splits import SPLITS
@@ -38,7 +37,6 @@ TOPICS: dict[str, tuple[Kind, ...]] = {
     "Attention kernels": KERNELS,
     "Traces and folders of replays": TRACES,
     "Folders of replays that were changed": FOLDERS,
-    "Replays on several ranks": RANK_REPLAYS,
 }
 KINDS: dict[str, Kind] = {kind.name: kind for kinds in TOPICS.values() for kind in kinds}
 

@@ -98,9 +98,6 @@ class Recording:
 class Replay:
     """Train a model for some steps on a file of rollouts or a trace, and measure it.
 
-    Started by torchrun on several ranks (torchrun --nproc-per-node 8 -m forkpoint replay ...), the
-    model is sharded over them by fully_shard, and each step's rollouts are placed on them.
-
     With --baseline dense every step is also run by ordinary dense training (whole rollouts packed
     into microbatches), and the two are compared. The line of --json holds what the table shows.
 
@@ -126,17 +123,12 @@ class Replay:
     runtime: Runtime = field(default_factory=Runtime)
 
     def run(self) -> int:
-        if self.training.baseline == "dense" and torchrun.is_on_ranks():
+        if torchrun.is_on_ranks():
             raise ConfigError(
-                "baseline is 'dense', which trains a copy of the model, and torchrun has started "
-                "several ranks, whose shards are not copied. Leave --baseline out, or run without "
-                "torchrun."
+                "torchrun has started this process, and replay trains a model of one process. Run "
+                "it without torchrun; on ranks, measure steps of a policy (stats.metrics())."
             )
-        out = Output(json_only=self.json, silent=torchrun.rank() > 0)
-        with torchrun.process_group(self.runtime.device):
-            return self._run(out)
-
-    def _run(self, out: Output) -> int:
+        out = Output(json_only=self.json)
         training, recording = self.training, self.recording
         if recording.output is None and (recording.resume or recording.checkpoint_every):
             option = "resume" if recording.resume else "checkpoint_every"
@@ -154,8 +146,6 @@ class Replay:
             optimizer = make_optimizer(training.optimizer, training.lr)
             batches, loss = self._batches(trace, batch)
             model = load_model(self.model, self.runtime)
-            if torchrun.is_on_ranks():
-                model = torchrun.sharded(model)
         device = next(model.parameters()).device
         with (
             out_of_memory_explained(),

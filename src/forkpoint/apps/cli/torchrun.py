@@ -1,16 +1,15 @@
-"""Commands that torchrun starts on several ranks: the process group, and the model's shards."""
+"""Commands that torchrun starts on several ranks: their numbers and the process group."""
 
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 from forkpoint.apps.cli.options import DeviceName
 from forkpoint.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel
 
     from forkpoint.plan.pricing.calibration import Link
 
@@ -95,18 +94,3 @@ def process_group(device: DeviceName) -> Iterator[None]:
     yield
     # After an error the others may not come to its end.
     dist.destroy_process_group()
-
-
-def sharded(model: "PreTrainedModel") -> "PreTrainedModel":
-    """The model, sharded by torch's fully_shard over all ranks: each block, then the rest."""
-    import torch.distributed as dist
-    from torch import nn
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    kind = next(model.parameters()).device.type
-    mesh = init_device_mesh(kind, (dist.get_world_size(),))
-    for block in cast(nn.ModuleList, model.get_decoder().layers):
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model

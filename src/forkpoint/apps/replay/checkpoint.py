@@ -1,8 +1,7 @@
 """Checkpoints of a replay: safetensors of whole tensors, and a state.json with everything else.
 
-A checkpoint is a folder, `checkpoint-00000012` after 12 steps. The first rank writes the tensors,
-put together from all shards, in files of at most a few GiB, so that any number of ranks can read
-them. Tensors come back bit by bit: optimizer state is put into the optimizer as it was, because
+A checkpoint is a folder, `checkpoint-00000012` after 12 steps, with tensors in files of at most a
+few GiB. Tensors come back bit by bit: optimizer state is put into the optimizer as it was, because
 `load_state_dict` would cast it to the parameters' dtype.
 """
 
@@ -16,13 +15,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from forkpoint.apps.replay.folder import ReplayFolder
-from forkpoint.apps.replay.ranks import full_tensor
 from forkpoint.apps.replay.records import ReplayStep
 from forkpoint.errors import ConfigError, UnsupportedError
-from forkpoint.parallel.group import RankGroup
 from forkpoint.parallel.step import described
 from forkpoint.rollouts.batch import short
 
@@ -33,54 +29,44 @@ _FILE_BYTES = 1 << 31
 
 
 class Checkpoints:
-    """The state that a step changes, saved in a replay's folder. Methods are collective.
+    """The state that a step changes, saved in a replay's folder.
 
     Args:
         folder: of the replay.
         sides: the models with their optimizers, by name.
-        ranks: those that hold the models.
     """
 
-    def __init__(self, folder: ReplayFolder, sides: Mapping[str, Side], ranks: RankGroup) -> None:
+    def __init__(self, folder: ReplayFolder, sides: Mapping[str, Side]) -> None:
         self.folder = folder
         self.sides = sides
-        self.ranks = ranks
 
     def save(self, step: int) -> None:
         """Make the state after `step` steps the checkpoint.
 
         Raises:
-            UnsupportedError: an optimizer keeps state that is neither tensors nor plain values, or
-                the buffers of a model differ between ranks.
+            UnsupportedError: an optimizer keeps state that is neither tensors nor plain values.
             ConfigError: the files cannot be written.
         """
-        path = self.ranks.first(self.folder.begin_checkpoint)
-        state = self.ranks.each(lambda: self._write(path))
-        self.ranks.first(lambda: self.folder.finish_checkpoint(step, state))
+        state = self._write(self.folder.begin_checkpoint())
+        self.folder.finish_checkpoint(step, state)
 
     def restore(self) -> list[ReplayStep]:
         """Put the last checkpoint back, and return the steps up to it; none without a checkpoint.
 
         Raises ConfigError, before anything changes, unless it is whole and fits the models.
         """
-        found = self.ranks.first(self.folder.last_checkpoint)
+        found = self.folder.last_checkpoint()
         steps: list[ReplayStep] = []
         if found is not None:
             path, state, steps = found
-            self.ranks.first(lambda: _check_files(path, state["files"]))
-            self.ranks.each(lambda: self._check(path, state))
-            self.ranks.each(lambda: self._read(path, state))
-        self.ranks.first(lambda: self.folder.cut(len(steps)))
+            _check_files(path, state["files"])
+            self._check(path, state)
+            self._read(path, state)
+        self.folder.cut(len(steps))
         return steps
 
     def _write(self, path: Path) -> dict[str, Any]:
         """Write the tensors, and return what belongs beside them."""
-        buffers = (pair for model, _ in self.sides.values() for pair in model.named_buffers())
-        if len(set(self.ranks.exchange(digest_of(buffers)))) > 1:
-            raise UnsupportedError(
-                "buffers of the model differ between ranks, and a checkpoint holds one of each. "
-                "Replay without a folder, or on one rank."
-            )
         plain, on_cpu, tensors = {}, [], self._of_models()
         for side, (_, optimizer) in self.sides.items():
             for index, parameter in enumerate(parameters_of(optimizer)):
@@ -99,29 +85,21 @@ class Checkpoints:
                             "another optimizer."
                         )
         files = self._write_tensors(path, tensors)
-        generators = self.ranks.exchange(_generators())
-        return {"files": files, "plain": plain, "on_cpu": on_cpu, "generators": generators}
+        return {"files": files, "plain": plain, "on_cpu": on_cpu, "generators": _generators()}
 
     def _write_tensors(self, path: Path, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-        """Write files of tensors on the first rank, and return their SHA-256."""
+        """Write files of tensors, and return their SHA-256."""
         files: dict[str, str] = {}
         held: dict[str, Tensor] = {}
-        error: Exception | None = None
-        for number, (key, tensor) in enumerate(tensors.items(), start=1):
-            # Every rank takes part in every gather, also after the first one has failed to write.
-            whole = full_tensor(tensor.detach())
-            if self.ranks.index or error is not None:
-                continue
-            held[key] = whole.to("cpu", copy=True).contiguous()
-            if sum(t.nbytes for t in held.values()) >= _FILE_BYTES or number == len(tensors):
-                file = path / f"{len(files):05d}.safetensors"
-                try:
+        try:
+            for number, (key, tensor) in enumerate(tensors.items(), start=1):
+                held[key] = tensor.detach().to("cpu", copy=True).contiguous()
+                if sum(t.nbytes for t in held.values()) >= _FILE_BYTES or number == len(tensors):
+                    file = path / f"{len(files):05d}.safetensors"
                     save_file(held, file)
                     files[file.name] = _sha256(file)
-                except (OSError, SafetensorError) as found:
-                    error = found
-                held = {}
-        if error is not None:
+                    held = {}
+        except (OSError, SafetensorError) as error:
             raise ConfigError(
                 f"the checkpoint {path} cannot be written: {described(error)} Look at the room on "
                 "its disk, and at its permissions."
@@ -140,11 +118,9 @@ class Checkpoints:
                     f"{path} is the checkpoint of another model: {short(key)} has the shape "
                     f"{found.get(key, 'nothing')}, and here it has {shape}. {_AGAIN}"
                 )
-        given = state["generators"]
         try:
-            # A rank that the checkpoint has none of takes those of another.
-            _set_generators(given[self.ranks.index % len(given)])
-        except (KeyError, ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
+            _set_generators(state["generators"])
+        except (LookupError, ValueError, TypeError, RuntimeError) as error:
             raise ConfigError(
                 f"{path} has no states of random number generators: {described(error)} {_AGAIN}"
             ) from error
@@ -155,11 +131,10 @@ class Checkpoints:
         for file, key in _saved(path, state):
             value = file.get_tensor(key)
             if key in models:
-                models[key].copy_(_like(models[key], value))
+                models[key].copy_(value)
                 continue
             states, name, parameter = self._parameter(path, key)
-            value = value if key in state["on_cpu"] else value.to(parameter.device)
-            states[name] = _like(parameter, value) if value.shape == parameter.shape else value
+            states[name] = value if key in state["on_cpu"] else value.to(parameter.device)
         for key, value in state["plain"].items():
             states, name, _ = self._parameter(path, key)
             states[name] = value
@@ -216,20 +191,12 @@ def _saved(path: Path, state: Mapping[str, Any]) -> Iterator[tuple[Any, str]]:
             raise ConfigError(f"{path} is no checkpoint ({error!r}). {_AGAIN}") from error
 
 
-def _like(tensor: Tensor, value: Tensor) -> Tensor:
-    """A whole tensor, or this rank's shard of it where `tensor` is sharded."""
-    if not isinstance(tensor, DTensor):
-        return value
-    value = value.to(tensor.device)
-    return distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
-
-
 def digest_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """A digest of names, dtypes, shapes and bytes. Collective if tensors are sharded."""
+    """A digest of names, dtypes, shapes and bytes."""
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in tensors:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        flat = full_tensor(tensor).detach().cpu().contiguous().reshape(-1)
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
         digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
@@ -240,7 +207,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 def _generators() -> dict[str, str]:
-    """The states of this rank's random number generators of torch, in hexadecimal digits."""
+    """The states of torch's random number generators, in hexadecimal digits."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()

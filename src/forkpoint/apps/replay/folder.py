@@ -43,7 +43,7 @@ from forkpoint.rollouts.schema import (
     whole,
 )
 
-SCHEMA = 2
+SCHEMA = 3
 MANIFEST, ROWS, STATE = "manifest.json", "rows.jsonl", "state.json"
 CALIBRATION = "calibration.json"
 CHECKPOINT = "checkpoint-"
@@ -86,7 +86,7 @@ _STATE = record(
         "files": mapping(text),
         "plain": mapping(_scalar),
         "on_cpu": array(text),
-        "generators": array(mapping(text)),
+        "generators": mapping(text),
     }
 )
 
@@ -181,7 +181,7 @@ def _changed(where: str, error: SchemaError) -> ConfigError:
 
 
 class ReplayFolder:
-    """Where a replay writes, and from where it is resumed. On several ranks, the first uses it.
+    """Where a replay writes, and from where it is resumed.
 
     Args:
         path: the folder, made if it is not there.

@@ -10,17 +10,16 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from forkpoint.apps.replay.batches import Batches, GroupBatches, StepInput
 from forkpoint.apps.replay.checkpoint import Checkpoints, digest_of
 from forkpoint.apps.replay.folder import CALIBRATION, ReplayFolder
-from forkpoint.apps.replay.ranks import check_same, clip, full_tensor, placed
 from forkpoint.apps.replay.records import (
     ParameterDifference,
     ReplayReport,
@@ -35,7 +34,6 @@ from forkpoint.hosts.topology import unwrapped
 from forkpoint.hosts.wrappers import uncompiled
 from forkpoint.losses.base import Loss, LossFunction, as_loss
 from forkpoint.losses.router import RouterLoss
-from forkpoint.parallel.group import RankGroup
 from forkpoint.plan import Plan
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.policy import Policy
@@ -88,8 +86,7 @@ def replay(
         max_grad_norm: gradients of a larger norm are scaled down to it, on both sides.
         router: an auxiliary loss of a mixture's routers, on both sides. A scope that is a list is
             of the rollouts of each step.
-        folder: where rows and checkpoints are written, and from where a replay is resumed; on
-            several ranks one that all of them see.
+        folder: where rows and checkpoints are written, and from where a replay is resumed.
         checkpoint_every: after how many steps the state of both sides is saved; it is saved after
             the last step in any case. Needs a folder.
         about: what the folder's manifest says besides, such as the command; ready for JSON.
@@ -99,21 +96,12 @@ def replay(
     Raises:
         ConfigError: fewer groups than `groups_per_step`, a count below 1, or a folder that holds
             another replay than this one; what differs is named.
-        UnsupportedError: a baseline on several ranks, or a stage of a pipeline.
-        RankError: another rank fails, which it names.
-
-    A model that torch's fully_shard holds on several ranks is trained on all of them: every rank
-    calls this with the same arguments, and each step's rollouts are placed by `forkpoint.place`.
+        UnsupportedError: several ranks hold the model, or it is a stage of a pipeline.
 
     Otherwise as `Policy.forward_backward`; what can be checked is checked before the first step.
     """
     config, loss = config or Config(), as_loss(loss)
-    _refuse_stages(model)
-    if baseline and any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise UnsupportedError(
-            "a baseline trains a copy of the model, and fully_shard's models are not copied. "
-            "Replay without a baseline on several ranks, or on one without fully_shard."
-        )
+    _refuse_ranks(model)
     for name, value in (("steps", steps), ("checkpoint_every", checkpoint_every)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; it takes a whole number of at least 1.")
@@ -137,8 +125,7 @@ def replay(
         sides["dense"] = _Side(copy.deepcopy(model), plain, optimizer, router)
     shared = sides["shared"] = _Side(model, config, optimizer, router)
     policy, host = shared.policy, shared.policy.host
-    ranks = RankGroup(None if host.group is None else host.group.ranks)
-    # All of it decides the results, and has to be the same on every rank and on resuming.
+    # All of it decides the results, and has to be the same on resuming.
     fixed: dict[str, Any] = {
         "batches": batches.describe(),
         "loss": repr(loss),
@@ -149,12 +136,9 @@ def replay(
         "baseline": baseline,
         "config": asdict(config),
         **({} if router is None else {"router": asdict(router)}),
-        **({"sharded": True} if ranks.is_sharded else {}),
     }
-    same = {"folder": folder and folder.path, "checkpoint_every": checkpoint_every}
-    check_same(ranks, {**fixed, **same})
-    _set_budgets(list(sides.values()), config, folder, ranks)
-    prices = _set_prices(list(sides.values()), config, folder, ranks)
+    _set_budgets(list(sides.values()), config, folder)
+    prices = _set_prices(list(sides.values()), config, folder)
     loss.check_head(host.head)
     for part in batches.every():
         loss.check(part)
@@ -175,30 +159,27 @@ def replay(
                 "memory_budget_bytes": policy.memory_budget_bytes,
             }
             trained = {name: (side.model, side.optimizer) for name, side in sides.items()}
-            checkpoints = Checkpoints(folder, trained, ranks)
-            if ranks.first(lambda: folder.open(fixed, about or {})):
+            checkpoints = Checkpoints(folder, trained)
+            if folder.open(fixed, about or {}):
                 done = checkpoints.restore()
                 if done and on_resume is not None:
                     on_resume(len(done))
             elif prices is not None:
-                ranks.first(partial(prices.save, folder.path / CALIBRATION))
+                prices.save(folder.path / CALIBRATION)
         resumed_at = len(done) or None
 
         for index in range(len(done), steps):
-            given = batches.at(index)
-            runs_all = config.all_logprobs or router is not None
-            mine = placed(ranks, given.batch, policy, loss, runs_all=runs_all)
+            inputs = batches.at(index)
             factor = rate_factor(index, schedule, warmup_steps, steps)
             order = sides if index % 2 == 0 else reversed(sides)
-            inputs = replace(given, batch=mine)
             ran = {n: sides[n].step(inputs, loss, factor, max_grad_norm) for n in order}
             apart = None
             if baseline:
                 apart = parameter_difference(shared.model, sides["dense"].model, start)
             lr = float(shared.optimizer.param_groups[0]["lr"])
-            row = _row(index + 1, inputs.batch, ran, lr, apart, ranks)
+            row = _row(index + 1, inputs.batch, ran, lr, apart)
             done.append(row)
-            if folder is not None and ranks.index == 0:
+            if folder is not None:
                 folder.add_row(asdict(row))
             due = index + 1 == steps or (index + 1) % (checkpoint_every or steps) == 0
             if checkpoints is not None and due:
@@ -208,14 +189,21 @@ def replay(
         return ReplayReport(steps=tuple(done), resumed_at=resumed_at)
 
 
-def _refuse_stages(model: nn.Module) -> None:
+def _refuse_ranks(model: nn.Module) -> None:
+    """Raises UnsupportedError for a model that several ranks hold."""
+    sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    if sharded or isinstance(model, DistributedDataParallel):
+        raise UnsupportedError(
+            "several ranks hold the model, and replay trains a model of one process. Give it the "
+            "whole model, or train on ranks by policy.forward_backward."
+        )
     plain = unwrapped(uncompiled(model))
     held, layers = library_of(plain).entry(plain, ()).layers
     if len(held) < layers:
         raise UnsupportedError(
             f"the model holds a stage of a pipeline ({len(held)} of {layers} layers), and replay "
-            "trains whole models. Give it the whole model, under fully_shard on several ranks, or "
-            "train the stages by policy.forward_backward of wrap(model, mesh=mesh)."
+            "trains whole models. Give it the whole model, or train the stages by "
+            "policy.forward_backward of wrap(model, mesh=mesh)."
         )
 
 
@@ -231,9 +219,7 @@ def rate_factor(index: int, schedule: Schedule, warmup_steps: int, steps: int) -
     }[schedule]
 
 
-def _set_budgets(
-    sides: list["_Side"], config: Config, folder: ReplayFolder | None, ranks: RankGroup
-) -> None:
+def _set_budgets(sides: list["_Side"], config: Config, folder: ReplayFolder | None) -> None:
     """Let all sides plan for the memory that is free for each, or that was when the replay began.
 
     Gradients and optimizers of all sides stay allocated while one of them runs.
@@ -241,28 +227,24 @@ def _set_budgets(
     device = sides[0].policy.host.device
     if config.memory_budget != AUTO or device.type != "cuda":
         return
-    budget = None if folder is None else ranks.first(folder.memory_budget_bytes)
+    budget = None if folder is None else folder.memory_budget_bytes()
     if budget is None:
         parameters = [parameter for side in sides for parameter in side.parameters]
-        budget = min(ranks.exchange(measured_budget(device, parameters, config)))
+        budget = measured_budget(device, parameters, config)
     for side in sides:
         side.policy.use_memory_budget(budget)
 
 
 def _set_prices(
-    sides: list["_Side"], config: Config, folder: ReplayFolder | None, ranks: RankGroup
+    sides: list["_Side"], config: Config, folder: ReplayFolder | None
 ) -> Calibration | None:
-    """Let all sides of all ranks plan by one calibration: that of the replay to be resumed, or what
-    the first rank finds or measures now."""
+    """Let all sides plan by one calibration: that of the replay to be resumed, or what is found or
+    measured now."""
     policy = sides[0].policy
     if config.calibration != AUTO:
         return None
-
-    def first() -> Calibration | None:
-        saved = None if folder is None else folder.calibration()
-        return saved or policy.model_state.calibration(policy.host, config)
-
-    found = ranks.first(first)
+    saved = None if folder is None else folder.calibration()
+    found = saved or policy.model_state.calibration(policy.host, config)
     for side in sides:
         side.policy.model_state.use_calibration(config, found)
     return found
@@ -313,10 +295,10 @@ class _Side:
         norm = _gradient_norm(self.parameters)
         with clock:
             if max_grad_norm is not None:
-                clip(self.parameters, max_grad_norm, norm)
+                nn.utils.clip_grads_with_norm_(self.parameters, max_grad_norm, norm)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-        plan, memory = stats.plan, stats.event_memory_bytes
+        plan = stats.plan
         assert plan.shape is not None
         record = StepRecord(
             loss=stats.loss,
@@ -325,7 +307,6 @@ class _Side:
             phase_ms=stats.phase_ms,
             events=stats.events,
             event_ms=stats.event_ms,
-            event_memory_bytes=None if memory is None else tuple(n - held for n in memory),
             sharing=plan.sharing,
             boundary=plan.boundary,
             microbatches=len(plan.microbatches),
@@ -363,12 +344,10 @@ def _row(
     ran: Mapping[str, tuple[StepRecord, Plan]],
     lr: float,
     difference: ParameterDifference | None,
-    ranks: RankGroup,
 ) -> ReplayStep:
-    """The row of a step: the first rank's, with the counts of all. Collective."""
     record, plan = ran["shared"]
     assert plan.shape is not None
-    own = ReplayStep(
+    return ReplayStep(
         step=step,
         fingerprint=plan.fingerprint,
         lr=lr,
@@ -381,12 +360,6 @@ def _row(
         dense=ran["dense"][0] if "dense" in ran else None,
         difference=difference,
     )
-    rows = ranks.exchange(own)
-    names = ("rollouts", "logical_tokens", "unique_tokens", "left_out_tokens", "dense_flops")
-    sums = {name: sum(getattr(other, name) for other in rows) for name in names}
-    of_plan = ("microbatches", "computed_tokens", "flops")
-    shared = {name: sum(getattr(other.shared, name) for other in rows) for name in of_plan}
-    return replace(rows[0], **sums, shared=replace(rows[0].shared, **shared))
 
 
 def parameter_difference(
@@ -426,7 +399,7 @@ def _on_host(parameter: nn.Parameter) -> Tensor:
 def _gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
     """Summed in float64, whatever the gradients' dtype: 16 bits would hide what is compared."""
     norms = [
-        full_tensor(torch.linalg.vector_norm(p.grad, dtype=torch.float64))
+        torch.linalg.vector_norm(p.grad, dtype=torch.float64)
         for p in parameters
         if p.grad is not None
     ]

@@ -52,9 +52,6 @@ class StepRecord:
     events: Annotated[tuple[str, ...], _events]
     """The order of work, such as "forward prefix 0" (`Plan.events`)."""
     event_ms: Annotated[tuple[float, ...], array(_MS)]
-    event_memory_bytes: Annotated[tuple[int, ...] | None, or_null(array(whole(-(2**62), 2**62)))]
-    """Bytes that CUDA held allocated once each of `events` was issued, above those held when the
-    step began; None on the CPU."""
     sharing: Annotated[str, one_of(*get_args(Sharing))]
     boundary: Annotated[str, one_of(*get_args(Boundary))]
     microbatches: Tokens
@@ -70,8 +67,7 @@ class StepRecord:
 
 
 def _check_events(record: StepRecord, field: str) -> None:
-    held = record.event_memory_bytes
-    if {len(record.event_ms), len(held or record.events)} != {len(record.events)}:
+    if len(record.event_ms) != len(record.events):
         raise SchemaError(
             f"{field}.event_ms has {len(record.event_ms)} entries and {field}.events "
             f"{len(record.events)}; they have one for each event"
@@ -97,11 +93,7 @@ class ParameterDifference:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayStep:
-    """One batch, trained on shared and, with a baseline, dense.
-
-    On several ranks counts are sums over ranks, losses and norms are of all ranks, and events and
-    times are the first rank's.
-    """
+    """One batch, trained on shared and, with a baseline, dense."""
 
     step: Annotated[int, STEPS]
     """Counted from 1."""
