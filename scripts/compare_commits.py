@@ -227,8 +227,11 @@ def difference(old: dict[str, np.ndarray], new: dict[str, np.ndarray]) -> float:
     worst = 0.0
     for kind in {name.split(" ")[0] for name in old}:
         names = [name for name in old if name.split(" ")[0] == kind]
-        moved = np.sqrt(sum(float(np.square(old[n] - new[n]).sum()) for n in names))
-        total = np.sqrt(sum(float(np.square(old[n]).sum()) for n in names))
+        if any((np.isnan(old[n]) != np.isnan(new[n])).any() for n in names):
+            return float("inf")
+        # Log-probs of rollouts that did not run are NaN.
+        moved = np.sqrt(sum(float(np.nansum(np.square(old[n] - new[n]))) for n in names))
+        total = np.sqrt(sum(float(np.nansum(np.square(old[n]))) for n in names))
         ratio = moved / total if total else float("inf") * bool(moved)
         worst = max(worst, ratio if ratio == ratio else float("inf"))
     return max(worst, np.nextafter(0, 1))

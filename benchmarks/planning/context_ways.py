@@ -31,7 +31,6 @@ from forkpoint import Config, RolloutBatch
 from forkpoint.errors import ConfigError
 from forkpoint.plan import MODELS, ModelShape, Plan, make_plan
 from forkpoint.plan.capabilities import Capabilities
-from forkpoint.plan.context import context_bytes
 from forkpoint.plan.dealing import deal, segment_entries
 from forkpoint.plan.predict import peak_bytes, plan_cost
 from forkpoint.plan.pricing.calibration import Calibration, Link
@@ -159,8 +158,7 @@ class Step:
     @cached_property
     def by_heads(self) -> Way:
         plan, meter = self._plan, meter_of(self._plan, self.calibration)
-        sent = context_bytes(self.split, plan.microbatches, plan.program)
-        return Way(plan_cost(plan, meter), sent, peak_bytes(plan, meter, self.split))
+        return Way(plan_cost(plan, meter), plan.sent_bytes, peak_bytes(plan, meter, self.split))
 
     @cached_property
     def gathered(self) -> Way:
@@ -174,8 +172,7 @@ class Step:
         plan = self._make(self._by_heads, sharing="tree", boundary="across")
         plan = deal(plan, segment_entries(plan.forest, self._batch))
         meter = meter_of(plan, self.calibration)
-        sent = context_bytes(self.split, plan.microbatches, plan.program)
-        return Way(plan_cost(plan, meter), sent, peak_bytes(plan, meter, self.split))
+        return Way(plan_cost(plan, meter), plan.sent_bytes, peak_bytes(plan, meter, self.split))
 
     @cached_property
     def chosen(self) -> str:

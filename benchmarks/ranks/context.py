@@ -40,7 +40,6 @@ from forkpoint.apps.cli.options import Count, Flag
 from forkpoint.errors import ConfigError, PlanError
 from forkpoint.losses import GRPO
 from forkpoint.plan import builder
-from forkpoint.plan.context import context_bytes
 from forkpoint.plan.longest import longest, one_group
 from forkpoint.policy import Policy
 from forkpoint.rollouts.batch import RolloutBatch
@@ -215,10 +214,7 @@ class _Measuring:
             yield figure("shared step", timed.typical_ms, "ms", note=note)
             if timed.peak_bytes is not None:
                 yield figure("shared peak", timed.peak_bytes, "bytes")
-            assert timed.plan.shape is not None
-            plan = timed.plan
-            sent = context_bytes(timed.plan.shape, plan.microbatches, plan.program)
-            yield figure("sent by each rank", sent, "bytes")
+            yield figure("sent by each rank", timed.plan.sent_bytes, "bytes")
             if alone is not None:
                 bar = ONE_RANK_BAR if self.team.cuda and self.team.size == 2 else None
                 ratio, baseline = timed.typical_ms / alone[0], "one rank"

@@ -23,6 +23,7 @@ from scenarios_of_ranks import (
     sharded,
 )
 from split_models import MOE, Split, load
+from test_left_out_ranks import OfAllRanks
 from test_ranks import (
     checkpointed,
     critic,
@@ -45,13 +46,13 @@ from forkpoint.engine.changes import Changes
 from forkpoint.engine.compiling import Compiling
 from forkpoint.engine.route_replay import Routes
 from forkpoint.errors import ForkpointError
-from forkpoint.hosts import compiled_attention
+from forkpoint.hosts import compiled_attention, topology
 from forkpoint.hosts.torch_dist import context_parallel
 from forkpoint.hosts.torch_dist.context_parallel import ContextSplit, DealtPlaces
 from forkpoint.hosts.transformers.stock import run_plain_recurrences
 from forkpoint.losses import DPO, GRPO, GSPO, RouterLoss, ValueLoss
-from forkpoint.plan.context import context_bytes
 from forkpoint.testing import lifted_upcasts, tiny_model
+from forkpoint.units import format_bytes
 from lanes import slow_besides
 from versions import needs_splits
 
@@ -176,6 +177,7 @@ CASES = {
     "replicas, a function": Context(wrap=over_replicas, step=through_function),
     "recomputed": Context(config=replace(DEEP, activations="recompute")),
     "offloaded": Context(config=replace(DEEP, activations="offload")),
+    "prefix caches of the host": Context(config=replace(DEEP, prefix_cache="host")),
     "full checkpoints": Context(config=replace(DEEP, checkpointing="full")),
     "selective checkpoints": Context(config=replace(DEEP, checkpointing="selective")),
     "the model's checkpoints": Context(alone=checkpointed),
@@ -208,6 +210,7 @@ FOUR = {
     "hybrid shards": Context(rollouts=UNEQUAL, wrap=over_both),
     "data, a function": Context(rollouts=(UNEQUAL[0], UNEQUAL[0]), step=through_function),
     "data, log-probs": Context(rollouts=(UNEQUAL[0], UNEQUAL[0]), step=through_logprobs),
+    "data, coupled over ranks": Context(rollouts=UNEQUAL, loss=OfAllRanks()),
     "data, a rank without rollouts": Context(rollouts=([], UNEQUAL[1]), loss=GSPO()),
     "data, replayed experts": Context(
         family="qwen3_moe",
@@ -390,8 +393,9 @@ def test_gradients_that_compiled_blocks_leave_out_are_seen() -> None:
 # ------------------------------------------------------------
 
 
-def counted(context: Context) -> tuple[int, int, str, float]:
-    """Bytes that a step sends and that its plan counts, explain(), and cache bytes by one's."""
+def counted(context: Context) -> tuple[list[float], str, str, float]:
+    """Bytes that a step sends and that its plan and metrics count; explain(), the printed step, and
+    cache bytes by one's."""
     sent, exchange = [0], DealtPlaces._exchange
 
     def exchanging(self: DealtPlaces, x: Tensor) -> Tensor:
@@ -401,23 +405,34 @@ def counted(context: Context) -> tuple[int, int, str, float]:
     DealtPlaces._exchange = exchanging  # type: ignore[method-assign]
     mesh, model = mesh_of(2), context.model()
     policy = forkpoint.wrap(context.wrap(model, mesh), context.config, mesh=mesh)
-    plan = policy.forward_backward(RolloutBatch(context.rollouts[0]), context.loss).plan
+    stats = policy.forward_backward(RolloutBatch(context.rollouts[0]), context.loss)
+    counts = [sent[0], stats.plan.sent_bytes, stats.metrics()["sent_gib"] * 2**30]
     shape, whole = policy.host.shape, forkpoint.wrap(context.model()).host.shape
     part = shape.boundary_bytes_per_token / whole.boundary_bytes_per_token
-    return sent[0], context_bytes(shape, plan.microbatches, plan.program), plan.explain(), part
+    return counts, stats.plan.explain(), repr(stats), part
+
+
+PRICED = {
+    "two key heads": (Context(), 0.5),
+    "one key head, full checkpoints": (
+        Context(config=replace(DEEP, checkpointing="full"), sizes={"num_key_value_heads": 1}),
+        1.0,
+    ),
+    "gated linear attention": (CASES["gated linear attention"], 0.5),
+    "Mamba-2": (CASES["Mamba-2"], 0.5),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "heads, changes", [(2, {}), pytest.param(1, {"checkpointing": "full"}, marks=pytest.mark.slow)]
-)
-def test_plans_count_what_is_sent_and_kept(heads: int, changes: dict[str, Any]) -> None:
-    config = replace(DEEP, self_check=False, **changes)
-    context = Context(config=config, sizes={"num_key_value_heads": heads})
-    for sent, wanted, text, part in run_ranks(2, counted, context):
-        assert sent == wanted > 0
-        assert "bytes that each sends around attention" in text
-        assert part == (0.5 if heads == 2 else 1.0)
+@pytest.mark.parametrize("name", PRICED)
+def test_plans_count_what_is_sent_and_kept(name: str) -> None:
+    context, kept = PRICED[name]
+    context = replace(context, config=replace(context.config, self_check=False))
+    for (sent, *said), explained, printed, part in run_ranks(2, counted, context):
+        assert said == [sent, sent] and sent > 0
+        assert "bytes that each sends around attention" in explained
+        assert f"each rank sends {format_bytes(int(sent))}" in printed
+        assert part == kept
 
 
 # Tensor parallelism
@@ -513,11 +528,33 @@ def composed_broken(folder: Path, case: Composed) -> dict[str, float]:
 
 @needs_splits
 @pytest.mark.slow
-def test_gradients_of_experts_on_ranks_that_are_counted_twice_are_seen(tmp_path: Path) -> None:
-    case = COMPOSED["experts"]
+@pytest.mark.parametrize("name", ["tensor", "experts"])
+def test_gradients_of_split_models_that_are_counted_twice_are_seen(
+    name: str, tmp_path: Path
+) -> None:
+    case = COMPOSED[name]
     case = replace(case, split=replace(case.split, config=replace(DEEP, self_check=False)))
-    for found in run_ranks(2, composed_broken, case.split.save(tmp_path), case):
+    size = math.prod(case.sizes.values())
+    for found in run_ranks(size, composed_broken, case.split.save(tmp_path), case):
         assert found["error"] > 1e-3 and found["loss"] < BAR, found
+
+
+def composed_verified(folder: Path, case: Composed) -> tuple[str, float]:
+    names = tuple(case.sizes)
+    mesh = init_device_mesh(device().type, tuple(case.sizes.values()), mesh_dim_names=names)
+    model = load(folder, case.split, **case.split.options)
+    policy = forkpoint.wrap(model, case.split.config, mesh=mesh)
+    report = policy.verify(RolloutBatch(case.split.rollouts[0]), case.split.loss)
+    return report.verdict, report.shared_error
+
+
+@needs_splits
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tensor", "experts"])
+def test_verify_of_split_models(name: str, tmp_path: Path) -> None:
+    case, size = COMPOSED[name], math.prod(COMPOSED[name].sizes.values())
+    for verdict, error in run_ranks(size, composed_verified, case.split.save(tmp_path), case):
+        assert verdict == "passed" and error < BAR
 
 
 # Verification
@@ -585,33 +622,66 @@ def whole_gradient(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     return gradient[ctx.saved_tensors[0]], None, None, None
 
 
-BROKEN: dict[str, tuple[object, str, Any]] = {
-    "entries of one rank counted again": (context_parallel._Joined, "backward", whole_gradient),
-    "a mean over ranks": (ContextSplit, "factor", lambda self, mean: 1.0),
+def in_another_order(self: DealtPlaces, sent_wtF: Tensor) -> Tensor:
+    return exchange(self, sent_wtF).flip(0)
+
+
+exchange = DealtPlaces._exchange
+ONE_KEY_HEAD = Context(sizes={"num_key_value_heads": 1})
+BROKEN: dict[str, tuple[Context, object, str, Any]] = {
+    "entries of one rank counted again": (
+        ONE_KEY_HEAD,
+        context_parallel._Joined,
+        "backward",
+        staticmethod(whole_gradient),
+    ),
+    "a mean over ranks": (
+        replace(ONE_KEY_HEAD, step=through_function),
+        ContextSplit,
+        "factor",
+        lambda self, mean: 1.0,
+    ),
+    "a batch of each rank": (
+        Context(rollouts=UNEQUAL),
+        topology,
+        "connected",
+        lambda groups, rank: (tuple(groups), tuple(range(len(groups)))),
+    ),
     "heads in another order": (
+        ONE_KEY_HEAD,
         DealtPlaces,
         "_repeated",
         lambda self, x: (
             x if x.shape[1] > 1 else x.repeat(1, 2, 1) * torch.tensor([1, 0.9])[:, None]
         ),
     ),
+    **{
+        f"parts in another order, {name}": (CASES[name], DealtPlaces, "_exchange", in_another_order)
+        for name in ("softcaps and windows", "latent attention", "experts", "a chain")
+    },
+    **{
+        f"another rank's heads, {name}": (
+            CASES[name],
+            DealtPlaces,
+            "own_heads",
+            lambda self, x_H: context_parallel.heads_of_rank(x_H, 1 - self.rank, 2),
+        )
+        for name in ("sinks and windows", "gated linear attention", "Mamba-2")
+    },
 }
 
 
-def broken(context: Context, name: str) -> dict[str, Any]:
-    owner, attribute, value = BROKEN[name]
-    setattr(owner, attribute, staticmethod(value) if name.startswith("entries") else value)
-    return compared(context)
+def broken(name: str) -> dict[str, Any]:
+    context, owner, attribute, value = BROKEN[name]
+    setattr(owner, attribute, value)
+    return compared(replace(context, config=replace(context.config, self_check=False)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_piece_is_seen(name: str) -> None:
-    config = replace(DEEP, self_check=False)
-    context = Context(config=config, sizes={"num_key_value_heads": 1})
-    if name == "a mean over ranks":
-        context = replace(context, step=through_function)
-    for found in run_ranks(2, broken, context, name):
+    size = 2 * len(BROKEN[name][0].rollouts)
+    for found in run_ranks(size, broken, name):
         assert found["error"] > 1e-3, found
 
 

@@ -196,6 +196,13 @@ class Plan:
         return self.forest.parent.tolist()
 
     @property
+    def sent_bytes(self) -> int:
+        """Bytes that each rank of context parallelism sends in a step, without those of weights."""
+        if self.shape is None or self.shape.context == 1:
+            return 0
+        return context_bytes(self.shape, self.microbatches, self.program)
+
+    @property
     def cache_copies(self) -> CacheCopies | None:
         """Copies of prefix caches to the host's memory and back; None where there are none."""
         if self.shape is None or not self.host_layers:
@@ -561,10 +568,9 @@ def _summary(plan: Plan) -> Table:
         add("copied there and back in a step", ", ".join(ways))
     if plan.shape is not None and plan.shape.context > 1:
         add("ranks that run parts of each microbatch", f"{plan.shape.context:,}")
-        sent = context_bytes(plan.shape, plan.microbatches, plan.program)
         whole = any(microbatch.gathered for microbatch in plan.microbatches)
         also = ", and of gathered prefix cache" * whole
-        add(f"bytes that each sends around attention{also}", format_bytes(sent))
+        add(f"bytes that each sends around attention{also}", format_bytes(plan.sent_bytes))
     if plan.shape is not None:
         dense, shared = plan.dense.step_flops(plan.shape), plan.shared.step_flops(plan.shape)
         same = ", which leaves out the same" * bool(away.tokens)

@@ -126,6 +126,8 @@ class StepStats(PerToken, WithExperts):
         found |= {f"{name.replace(' ', '_')}_ms": ms for name, ms in self.phase_ms.items()}
         if self.router_loss is not None:
             found["router_loss"] = self.router_loss
+        if self.plan.sent_bytes:
+            found["sent_gib"] = self.plan.sent_bytes / 2**30
         if self.peak_memory_bytes is not None:
             found["peak_memory_gib"] = self.peak_memory_bytes / 2**30
         return found | policy_metrics(self.per_token, self.batch, self.objective)
@@ -137,6 +139,8 @@ class StepStats(PerToken, WithExperts):
         parts += [_plan_text(self.plan), f"{sum(self.phase_ms.values()):,.1f} ms"]
         if self.routes is not None:
             parts.append(f"{100 * self.routes.elsewhere:.2g}% of given routes otherwise")
+        if self.plan.sent_bytes:
+            parts.append(f"each rank sends {format_bytes(self.plan.sent_bytes)}")
         if self.peak_memory_bytes is not None:
             parts.append(f"peak memory {format_bytes(self.peak_memory_bytes)}")
         return f"StepStats({', '.join(parts)})"

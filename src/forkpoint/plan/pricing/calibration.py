@@ -331,7 +331,8 @@ _FIELDS = record(
 
 
 def _comparable(shape: ModelShape) -> dict[str, Any]:
-    differ = ("layers", "windows", "checkpointed", "compiled", "context")
+    exchanged = ("recurrent_key_heads", "recurrent_key_elements", "recurrent_elements")
+    differ = ("layers", "windows", "checkpointed", "compiled", "context", *exchanged)
     return {k: v for k, v in asdict(shape).items() if k not in differ}
 
 

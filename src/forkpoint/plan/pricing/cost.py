@@ -55,6 +55,13 @@ class ModelShape:
     """Elements of its state at the end of a segment, kept in float32."""
     tail_elements: int = 0
     """Elements of the last inputs of its convolution there."""
+    recurrent_key_heads: int = 0
+    """Heads of its keys, or groups of Mamba-2. Ranks of context parallelism that do not divide them
+    exchange each several times."""
+    recurrent_key_elements: int = 0
+    """Elements of a token that these ranks exchange for one of them."""
+    recurrent_elements: int = 0
+    """Elements of a token that they exchange besides: values, gates and the output."""
     expert_layers: int = 0
     """Layers whose MLP is a mixture of experts."""
     expert_activations: int = 0
@@ -135,7 +142,7 @@ class ModelShape:
                     f"layer_types has {short(kind)}; of this model forkpoint counts layers of "
                     f"{', '.join(known)}. Take a model of these alone."
                 )
-        recurrent = recurrent_shape(config, kinds)
+        recurrent = recurrent_shape(config, kinds, changes.get("dtype_bytes", 2))
         kinds = [kind for kind in kinds if kind not in recurrent_kinds(config)]
         if config.get("use_sliding_window") is False:
             window = 0
@@ -235,13 +242,16 @@ class ModelShape:
 
     def exchanged_bytes(self, tokens: int, *, ends_early: bool = False) -> int:
         """Bytes that a rank sends around attention in one way of a microbatch of so many tokens:
-        queries, keys, values and outputs of its own, but for the heads that it keeps.
+        queries, keys, values and outputs of its own, but for the heads that it keeps. Of recurrent
+        layers inputs of the convolution, gates and outputs.
 
-        `ends_early`: of the last layer keys and values alone are read. Inputs of recurrent layers
-        are not counted.
+        `ends_early`: of the last layer keys and values alone are read.
         """
         queries = self.heads * (self.head_dim + self.value_dim)
         every = self.attention_layers * (queries + self.boundary_elements * self.context)
+        key_heads = lcm(self.recurrent_key_heads, self.context)
+        recurrent = key_heads * self.recurrent_key_elements + self.recurrent_elements
+        every += self.recurrent_layers * recurrent
         sent = self.part(tokens) * (every - queries * ends_early) * self.dtype_bytes
         return sent * (self.context - 1) // self.context
 
@@ -294,12 +304,15 @@ def recurrent_kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
     return ("linear_attention", "mamba") if known else ()
 
 
-def recurrent_shape(config: Mapping[str, Any], kinds: list[str]) -> dict[str, int]:
+def recurrent_shape(
+    config: Mapping[str, Any], kinds: list[str], dtype_bytes: int
+) -> dict[str, int]:
     """The fields of a ModelShape that such models have; empty for others."""
     recurrent = [kind for kind in kinds if kind in recurrent_kinds(config)]
     if not recurrent:
         return {}
-    counts = _mamba2(config) if config.get("mamba_n_heads") else _gated_delta_net(config)
+    mamba2 = config.get("mamba_n_heads")
+    counts = _mamba2(config, dtype_bytes) if mamba2 else _gated_delta_net(config)
     return {"recurrent_layers": len(recurrent), **counts}
 
 
@@ -322,17 +335,21 @@ def _gated_delta_net(config: Mapping[str, Any]) -> dict[str, int]:
         "recurrent_parameters": weights + width * mixed + 3 * state,
         "state_elements": state,
         "tail_elements": (width - 1) * mixed,
+        "recurrent_key_heads": keys,
+        "recurrent_key_elements": 2 * key_dim,
+        "recurrent_elements": 2 * out + 2 * values,
         # Before and after the convolution and its activation, and as the recurrence reads it, with
         # the chunk's triangular matrix; the recurrence's output, the gate, and the norm's result.
         "recurrent_activations": 4 * mixed + CHUNK * values + 4 * out,
     }
 
 
-def _mamba2(config: Mapping[str, Any]) -> dict[str, int]:
+def _mamba2(config: Mapping[str, Any], dtype_bytes: int) -> dict[str, int]:
     hidden, heads = needed(config, "hidden_size"), needed(config, "mamba_n_heads")
     inner, state_dim = heads * needed(config, "mamba_d_head"), needed(config, "mamba_d_state")
     width = needed(config, "mamba_d_conv")
-    mixed = inner + 2 * needed(config, "mamba_n_groups") * state_dim
+    groups = needed(config, "mamba_n_groups")
+    mixed = inner + 2 * groups * state_dim
     state = inner * state_dim
     # The state is written to and read; x, B, C, the gate and the time steps in, the output out.
     weights = hidden * (mixed + inner + heads) + inner * hidden
@@ -340,6 +357,10 @@ def _mamba2(config: Mapping[str, Any]) -> dict[str, int]:
         "recurrent_parameters": weights + width * mixed + 2 * state,
         "state_elements": state,
         "tail_elements": (width - 1) * mixed,
+        "recurrent_key_heads": groups,
+        "recurrent_key_elements": 2 * state_dim,
+        # The output has at least 4 bytes an element.
+        "recurrent_elements": inner + heads + inner * max(4, dtype_bytes) // dtype_bytes,
         "recurrent_activations": 4 * mixed + CHUNK * heads + 4 * inner,
     }
 

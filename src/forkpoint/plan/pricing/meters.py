@@ -336,7 +336,7 @@ class MeasuredMeter(Meter):
     def _exchange_ms(self, microbatch: Microbatch, *, ends_early: bool) -> float:
         """Time in which ranks of context parallelism exchange tensors around attention, one way."""
         sent = self.shape.exchanged_bytes(microbatch.tokens, ends_early=ends_early)
-        return self.link(sent, 2 * self.shape.attention_layers - ends_early)
+        return self.link(sent, 2 * self.shape.layers - ends_early)
 
     def link(self, nbytes: int, transfers: int) -> float:
         link = self.calibration.link
