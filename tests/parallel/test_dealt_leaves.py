@@ -76,7 +76,6 @@ WIDE = group(7, 7, 40, 9)
 NAMES = (
     *("GRPO", "DPO", "key heads that ranks do not divide", "a critic", "log-probs", "a function"),
     *("temperatures", "accumulated", "replicas", "replicas, log-probs", "recomputed", "offloaded"),
-    *("prefix caches of the host",),
     *("full checkpoints", "selective checkpoints", "the model's checkpoints", "LoRA"),
     *("last layer alone", "first layer alone", "tied", "softcaps and windows", "experts"),
     *("latent attention", "sinks and windows", "replayed experts"),

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from forkpoint.config import Config
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.compiling import Compiling
-from forkpoint.engine.distributed import Distributed
+from forkpoint.engine.distributed import Distributed, Holder, holder_of
 from forkpoint.engine.host import HeadOutputs, RouteHolder, RouterNote
 from forkpoint.engine.links import Links
 from forkpoint.engine.microbatches import CacheView, MicrobatchInputs
@@ -85,14 +85,16 @@ class ModelHost:
         self._wrapper: nn.Module = model
         self._model: nn.Module = unwrapped(model)
         self._group: Distributed | None = None
+        self._holder: Holder = holder_of(None)
         self._wrappers = ForwardWrappers()
         self._autocasts: tuple[torch.autocast, ...] = ()
         with Changes() as changes:
             if isinstance(self._model, nn.Module):
                 self._take_off(changes)
                 self._group = held_by_ranks(self._wrapper, mesh, library.split_holder)
+            self._holder = holder_of(self._group)
             self.topology: Topology = self._group.topology if self._group else Topology()
-            splits = self._group.splits if self._group else ()
+            splits = self._holder.splits
             self.entry: Entry = library.entry(self._model, splits)
             self._fingerprint = Fingerprint(self.model, self.entry)
             self._checked: tuple[int, bool, bool, bool] | None = None
@@ -100,8 +102,7 @@ class ModelHost:
             """Routers that a step takes statistics of."""
             check_idle(self.entry.core)
             self._check_model()
-            if self._group is not None:
-                self._group.check(self.model, training=True)
+            self._holder.check(self.model, training=True)
             context = self.topology.relations.get("context", ())
             if splits and compile_blocks:
                 raise UnsupportedError(
@@ -148,8 +149,7 @@ class ModelHost:
     def _link_stages(self, shape: ModelShape) -> Links:
         """The links of a stage with those before and after it. Collective if the ranks are
         stages."""
-        parts = self._group.parts if self._group is not None else ()
-        ranks = next((part for part in parts if isinstance(part, StageRanks)), None)
+        ranks = next((part for part in self._holder.parts if isinstance(part, StageRanks)), None)
         held, layers = self.entry.layers
         if ranks is None:
             if len(held) < layers:
@@ -190,7 +190,7 @@ class ModelHost:
 
     @property
     def shape(self) -> ModelShape:
-        splits = self._group.splits if self._group else ()
+        splits = self._holder.splits
         context = len(self.topology.relations.get("context", (0,)))
         found = replace(self.entry.shape(splits), **self._least_sizes)
         return replace(found, compiled=self.compiles, context=context)
@@ -232,7 +232,7 @@ class ModelHost:
 
     def shallow(self, layers: int) -> nn.Module | None:
         trained = all(p.requires_grad for block in self.blocks for p in block.parameters())
-        if not trained or (self._group is not None and self._group.splits):
+        if not trained or self._holder.splits:
             return None
         return self.entry.shallow(layers, self.device, self.compute_dtype)
 
@@ -257,8 +257,7 @@ class ModelHost:
         """The dtype a step computes in: the narrowest of the parameters, or autocast's, if
         narrower."""
         # A wrapper may cast parameters.
-        cast = self._group.param_dtypes if self._group is not None else frozenset()
-        dtypes = {*cast} or {p.dtype for p in self.model.parameters()}
+        dtypes = {*self._holder.param_dtypes} or {p.dtype for p in self.model.parameters()}
         # Autocast leaves float64 alone.
         if dtypes != {torch.float64}:
             kind = self.device.type
@@ -303,8 +302,7 @@ class ModelHost:
             self.entry.check_state(training=training, routed=routed, encodes=encodes)
             self._checked = found
         refusals.check_parameters(self.model, sharded=self.topology.lockstep)
-        if self._group is not None:
-            self._group.check(self.model, training=training)
+        self._holder.check(self.model, training=training)
         if training:
             if "stage" not in self.topology.relations:  # else stages agree on it
                 refusals.check_trainable(self.model, idle)
@@ -338,8 +336,7 @@ class ModelHost:
             self.entry.add_counts(logical_LE[routers.first :][: len(routers.found)])
 
     def _take_off(self, changes: Changes) -> None:
-        if self._group is not None:
-            self._group.reshard()  # a forward of the user's may have left weights gathered
+        self._holder.reshard()  # a forward of the user's may have left weights gathered
         cache_module_walks(changes)
         self._wrappers.take_off(self.model, changes)
 
@@ -428,16 +425,14 @@ class ModelHost:
         # Through the outermost module: FSDP and adapters work in its hooks and its forward.
         outputs = self.entry.run(inputs.input_ids, inputs.position_ids, context)
         self._changes.undo(mark)
-        if self._group is not None:
-            self._group.end_forward()
+        self._holder.end_forward()
         per_token, entries = outputs["per_token"], inputs.own_entries
         joined = context.places.joined(per_token, entries, inputs.entries)
         return HeadOutputs(joined, outputs["roots"])
 
     def encode(self, medium: Media) -> tuple[Tensor, ...]:
         outputs = self.entry.run_encoder(EncoderContext(medium))
-        if self._group is not None:
-            self._group.end_forward()
+        self._holder.end_forward()
         return outputs["roots"]
 
     def encoder_shape(self) -> EncoderShape | None:
@@ -470,8 +465,8 @@ class ModelHost:
     def backward(
         self, tensors: Sequence[Tensor], gradients: Sequence[Tensor], *, last: bool
     ) -> None:
-        if last and self._group is not None:
-            self._group.last()
+        if last:
+            self._holder.last()
         if tensors:
             torch.autograd.backward(tensors, gradients)
 
