@@ -2,7 +2,7 @@
 
 from forkpoint.losses.base import Denominators, FunctionLoss, Loss, LossBatch, LossOutputs, as_loss
 from forkpoint.losses.dpo import DPO, SimPO
-from forkpoint.losses.estimates import Estimates, gae, importance_weights
+from forkpoint.losses.estimates import Estimates, gae
 from forkpoint.losses.likelihood import SFT, Distillation, LogLikelihood
 from forkpoint.losses.policy_loss import (
     BNPO,
@@ -45,5 +45,4 @@ __all__ = [
     "ValueLoss",
     "as_loss",
     "gae",
-    "importance_weights",
 ]

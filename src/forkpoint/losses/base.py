@@ -25,7 +25,7 @@ Decomposition = Literal["token", "rollout", "joint"]
 SOURCES = {
     "old_logprobs": "policy.score(batch) computes log-probs under a model",
     "reference_logprobs": "policy.score(batch) computes log-probs under a model",
-    "weights": "losses.importance_weights computes some",
+    "weights": "importance weights are exp(old_logprobs - sampler_logprobs), bounded",
     "returns": "losses.gae computes them from rewards and a critic's values",
     "old_values": "they are the critic's policy.score(batch).values before its update",
 }

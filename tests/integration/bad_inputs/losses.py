@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from steps import forked_batch
 
 from bad_inputs.kind import Kind
@@ -158,34 +157,5 @@ LOSSES = (
         trained(losses.DPO(), pair({"advantage": 0.5}, {"advantage": 0.5})),
         message="Group g ('0', '1') has the advantage 0.5 twice;",
         error=RolloutError,
-    ),
-    loss_kind(
-        "Importance weights without old log-probs",
-        lambda: losses.importance_weights(
-            RolloutBatch([Rollout([1, 2], [0, 1], 1.0)]), np.zeros(2)
-        ),
-        message="importance_weights needs old_logprobs, but the rollouts have none.",
-        error=RolloutError,
-    ),
-    loss_kind(
-        "Sampler log-probs of another length",
-        lambda: losses.importance_weights(BATCH, [0.0, -1.0, -2.0]),  # type: ignore[arg-type]
-        message="sampler_logprobs has the shape (3,), and the batch has 184 tokens;",
-        error=RolloutError,
-    ),
-    loss_kind(
-        "Probabilities in place of the sampler's log-probs",
-        lambda: losses.importance_weights(
-            RolloutBatch([Rollout([1, 2], [0, 1], 1.0, [0, -1.5])]), [1.0, 0.25]
-        ),
-        message="Rollout '0', token 1: sampler_logprobs is 0.25, and old_logprobs is -1.5; "
-        "the logarithm of a probability is at most 0, and rounding to 16 bits adds at most 0.125. "
-        "Give log-probs rather than probabilities or their negatives.",
-        error=RolloutError,
-    ),
-    loss_kind(
-        "A floor above the cap",
-        lambda: losses.importance_weights(BATCH, BATCH.old_logprobs, cap=0.5, floor=0.6),  # type: ignore[arg-type]
-        message="floor is 0.6 and cap is 0.5; floor is at most cap.",
     ),
 )
