@@ -125,7 +125,7 @@ def frozen(model: Any, *parts: str, but: bool = False) -> None:
 @pytest.mark.parametrize(
     ("parts", "but"),
     slow_besides_every(
-        2,
+        5,
         [
             (("visual.blocks", "visual.patch_embed", "visual.pos_embed"), False),
             (("visual",), False),

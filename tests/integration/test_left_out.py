@@ -291,7 +291,7 @@ def test_nothing_is_known_of_a_function() -> None:
     assert left_out(step(loss, ADVANTAGES, TREE).plan, ADVANTAGES) == ()
 
 
-@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_verify_finds_a_wrong_declaration(everything: bool) -> None:
     """Also where it leaves nothing over that could be shared, and without sharing."""
     for config in (Config(), Config(sharing="none")):

@@ -199,7 +199,7 @@ OPTIMIZERS: dict[str, Any] = {
     ("dtype", "optimizer"),
     [
         (torch.bfloat16, "momentum"),
-        (torch.float32, "factored"),
+        pytest.param(torch.float32, "factored", marks=pytest.mark.slow),
         pytest.param(torch.float32, "groups", marks=pytest.mark.slow),
         pytest.param(torch.float64, "amsgrad", marks=pytest.mark.slow),
     ],

@@ -241,7 +241,9 @@ def test_one_small_parameter_alone_fails_in_bfloat16(tampered: Any) -> None:
 
 
 @pytest.mark.usefixtures("remembered_dense")
-@pytest.mark.parametrize(("ratio", "passes"), [(1.05, True), (1.3, False)])
+@pytest.mark.parametrize(
+    ("ratio", "passes"), [pytest.param(1.05, True, marks=pytest.mark.slow), (1.3, False)]
+)
 def test_the_bars_of_bfloat16(ratio: float, passes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """1.1 times dense over all parameters, 1.5 for each of many elements."""
     errors_of = verify_module.parameter_errors
@@ -505,9 +507,10 @@ def plain_report(family: str) -> VerifyReport:
 
 @pytest.mark.parametrize(
     ("family", "way"),
-    [pytest.param("gemma2", SMALL, marks=pytest.mark.slow), ("qwen3", STREAMED)],
+    [("gemma2", SMALL), ("qwen3", STREAMED)],
     ids=["parts", "streamed"],
 )
+@pytest.mark.slow
 def test_runs_that_save_memory_are_as_exact(
     family: str, way: MemoryStrategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

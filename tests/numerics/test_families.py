@@ -209,7 +209,8 @@ def test_gradients_equal_dense(family: str, monkeypatch: pytest.MonkeyPatch) -> 
     families_table.record(family, worst, families_table.features(model, windows))
 
 
-@pytest.mark.parametrize("family", slow_besides(["gemma2"], FAMILIES))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_of_critics_equal_dense(family: str) -> None:
     if (
         family not in CONFIG_MAPPING

@@ -101,7 +101,8 @@ def scored(wrap: Any, rollouts: Any) -> float:
 
 
 @sharded_first
-@pytest.mark.parametrize("rollouts", [EMPTY, pytest.param(UNEQUAL, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rollouts", [EMPTY, UNEQUAL])
+@pytest.mark.slow
 def test_scores_are_each_rank_s_own(wrap: Any, rollouts: Any) -> None:
     assert max(run_ranks(2, scored, wrap, rollouts)) < BAR
 
@@ -218,6 +219,7 @@ def bad_rollout(wrap: Any) -> tuple[str, bool, float]:
 
 
 @sharded_first
+@pytest.mark.slow
 def test_a_bad_rollout_of_one_rank_is_an_error_on_all(wrap: Any) -> None:
     first, second = run_ranks(2, bad_rollout, wrap)
     assert first[0].startswith("RankError: rank 1 cannot run this step") and "1000000" in first[0]

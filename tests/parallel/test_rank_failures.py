@@ -178,6 +178,7 @@ def settles_then_fails(failing: int) -> None:
         raise
 
 
+@pytest.mark.slow
 def test_an_interrupt_between_agreement_and_reduction_ends_the_others(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

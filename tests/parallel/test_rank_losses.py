@@ -105,10 +105,8 @@ def calling(wrap: str) -> tuple[int, float]:
     return refused, distance(gradients(inner), wanted, names)
 
 
-@pytest.mark.parametrize(
-    "wrap",
-    [pytest.param(w, marks=() if w == "fully_shard" else pytest.mark.slow) for w in HEAD_ALONE],
-)
+@pytest.mark.parametrize("wrap", HEAD_ALONE)
+@pytest.mark.slow
 def test_calls_of_the_model_within_a_step_communicate_nothing(wrap: str) -> None:
     (none, one), (refused, other) = run_ranks(2, calling, wrap)
     assert none == 0 and refused and refused % 4 == 0

@@ -178,6 +178,7 @@ def refused() -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_what_cannot_be_verified_is_refused_on_all_ranks() -> None:
     first, second = run_ranks(2, refused)
     for coupled, _, verdict in (first, second):

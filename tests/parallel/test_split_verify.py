@@ -150,6 +150,7 @@ def failing(folder: Path) -> str:
     return said(lambda: policy.verify(RolloutBatch(SPLIT.rollouts[0]), Failing()))
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_within_a_run_is_named_on_the_others(tmp_path: Path) -> None:
     first, second = run_ranks(2, failing, SPLIT.save(tmp_path))
     assert first.startswith("RankError: rank 1 cannot compare") and "of the test" in first

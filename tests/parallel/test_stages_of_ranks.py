@@ -240,6 +240,7 @@ def calls(policy: forkpoint.Policy) -> None:
     policy.host.model(torch.arange(9)[None])
 
 
+@pytest.mark.slow
 def test_the_sample_is_compared_through_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     receive = StageLinks.receive
 

@@ -83,6 +83,7 @@ def every_case() -> dict[str, float]:
     }
 
 
+@pytest.mark.slow
 def test_two_ranks_give_what_one_gives() -> None:
     for found in run_ranks(2, every_case):
         # Sure tokens have gradients of up to 40 times the others'.

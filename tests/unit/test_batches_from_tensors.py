@@ -391,6 +391,7 @@ def test_losses_of_advantages_refuse_a_batch_without(loss: losses.Loss) -> None:
     loss.check(RolloutBatch.from_completions(**(fields | {"advantages": [1, 2]})))
 
 
+@pytest.mark.slow
 def test_a_large_batch_takes_little_time() -> None:
     """512 rollouts of 8,192 tokens: 0.2 s where nothing else runs; a loop over tokens takes
     minutes. The bar leaves room for memory that a busy machine is slow to give."""

@@ -190,6 +190,7 @@ def test_equal_rollouts_make_equal_files(tmp_path, suffix):
     ("name", "rollouts", "groups", "tokens"),
     [("airline.jsonl", 100, 25, 378_424), ("rag.jsonl", 96, 12, 705_578)],
 )
+@pytest.mark.slow
 def test_real_files(tmp_path, name, rollouts, groups, tokens):
     if not (DATA / name).exists():
         pytest.skip(f"{DATA / name} is not here")
@@ -203,6 +204,7 @@ def test_real_files(tmp_path, name, rollouts, groups, tokens):
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.slow
 def test_a_long_line_takes_time_in_proportion(suffix: str, tmp_path: Path) -> None:
     long = Rollout(range(1, 300_000), [0] + [1] * 299_998, 0.5)
     path = tmp_path / f"x{suffix}"
