@@ -10,7 +10,7 @@ microbatches, the first one as steps do (`plan.stage_sizes`).
 - dense 1F1B: no sharing; stage s of S has S - s microbatches in flight, of whole rollouts. Its
   memory is not limited.
 
-The bound is of the same microbatches: `plan.pipeline.lower_bound`. A cell that does not fit the
+The bound is of the same microbatches: `stage_bound.lower_bound`. A cell that does not fit the
 memory has no bar.
 """
 
@@ -21,13 +21,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from benchmarks.planning.stage_bound import lower_bound
 from benchmarks.rows import ResultRow
 from benchmarks.runner import Benchmark, Deadline
 from forkpoint import Config, RolloutBatch, load_rollouts
 from forkpoint.config import Sharing
 from forkpoint.errors import ConfigError
 from forkpoint.plan import MODELS, ModelShape, Plan, make_plan
-from forkpoint.plan.pipeline import StageWork, lower_bound, order_stages
+from forkpoint.plan.pipeline import StageWork, order_stages
 from forkpoint.plan.pricing.meters import meter_of
 from forkpoint.plan.stage_sizes import choose_size, offers_of, plans_of_sizes
 from forkpoint.plan.stages import (

@@ -8,11 +8,12 @@ from typing import Literal
 import numpy as np
 import pytest
 
+from benchmarks.planning.stage_bound import lower_bound
 from benchmarks.planning.stages import dense_1f1b, three_barriers
 from forkpoint import Config, RolloutBatch
 from forkpoint.errors import PlanError
 from forkpoint.plan import MODELS, ModelShape, Plan, make_plan
-from forkpoint.plan.pipeline import StageSchedule, StageWork, lower_bound, order_stages
+from forkpoint.plan.pipeline import StageSchedule, StageWork, order_stages
 from forkpoint.plan.pricing.meters import meter_of
 from forkpoint.plan.program import BACKWARD, BLOCKS, FORWARD
 from forkpoint.plan.stages import cut_layers, schedule_stages, stage_plan, stage_prices, stage_work
