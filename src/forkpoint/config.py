@@ -31,9 +31,6 @@ class Config:
             microbatch stay whole (mixed).
         max_microbatch_tokens: The most tokens that go through the model in one forward; None lets
             the planner choose.
-        max_leaf_tokens: With boundary across, the most tokens in a microbatch of segments that
-            nothing lies below; one that is longer has a microbatch of its own. None is
-            max_microbatch_tokens, which such microbatches keep to in any case.
         memory_budget: The most memory, in bytes or as text such as "70GiB", that activations and
             prefix cache may take together; None is no limit. auto is measured on CUDA, once, when a
             policy makes its first plan: what is free then, less what gradients and the optimizer's
@@ -106,7 +103,6 @@ class Config:
     sharing: Literal["auto", "none", "group", "tree"] = "auto"
     boundary: Literal["auto", "within", "across", "mixed"] = "auto"
     max_microbatch_tokens: int | None = None
-    max_leaf_tokens: int | None = None
     memory_budget: MemorySize | None = AUTO
     optimizer_bytes_per_parameter: float | None = None
     activations: Literal["auto", "keep", "offload", "recompute"] = "auto"
@@ -177,7 +173,7 @@ class Config:
                     f"{name} is {getattr(self, name)!r}; allowed are "
                     f"{', '.join(map(repr, allowed))}."
                 )
-        for name in ("max_microbatch_tokens", "max_leaf_tokens", "head_chunk_tokens"):
+        for name in ("max_microbatch_tokens", "head_chunk_tokens"):
             value = getattr(self, name)
             if value is None and name != "head_chunk_tokens":
                 continue

@@ -23,7 +23,7 @@ def test_a_choice_outside_its_list_is_refused(name: str, value: object, allowed:
     assert str(refused.value) == f"{name} is {value!r}; allowed are {allowed}."
 
 
-SIZES = ("max_microbatch_tokens", "max_leaf_tokens", "head_chunk_tokens")
+SIZES = ("max_microbatch_tokens", "head_chunk_tokens")
 MEMORY = ("memory_budget", "host_memory")
 
 

@@ -4,7 +4,6 @@ What is expected is written out from the tokens alone: an edge is a tuple of a r
 to the edge's label, and who owns it is a set.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Hashable
 
@@ -49,7 +48,6 @@ def check_plan(batch: RolloutBatch, config: Config, max_microbatch_tokens: int) 
     check_paths(plan, batch)
     check_counts(plan, batch)
     check_schedule(plan)
-    json.dumps(plan.to_dict())
 
 
 def ids_of(batch: RolloutBatch, rollout: int) -> list[int]:

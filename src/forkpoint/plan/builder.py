@@ -188,12 +188,6 @@ class Builder:
 
     def _fitting(self, sharing: str, boundary: str) -> Plan:
         config = self.config
-        if config.max_leaf_tokens is not None and boundary != "across":
-            raise PlanError(
-                f"max_leaf_tokens is {config.max_leaf_tokens}, which is about microbatches below "
-                f"others, and boundary is {boundary!r}; use boundary='across', or limit all "
-                "microbatches by max_microbatch_tokens."
-            )
         given = config.max_microbatch_tokens
         tokens = given or max(DEFAULT_MICROBATCH_TOKENS, self.longest)
         policies = self._policies()
@@ -454,8 +448,7 @@ class Builder:
             prompts = self.prompts or ()
             forest, microbatches = microbatches_mixed(self._forest(sharing), tokens, prompts)
         else:
-            limit = config.max_leaf_tokens
-            forest, microbatches = microbatches_across(self._forest(sharing), tokens, limit)
+            forest, microbatches = microbatches_across(self._forest(sharing), tokens)
         entries_S = self._entries_of_segments(forest)
         asked = "keep" if config.activations == "auto" else config.activations
         microbatches = [

@@ -96,15 +96,13 @@ def _cuts(order: SortedRollouts, max_microbatch_tokens: int) -> NDArray[np.bool_
 
 
 def microbatches_across(
-    forest: Forest, max_microbatch_tokens: int, max_leaf_tokens: int | None = None
+    forest: Forest, max_microbatch_tokens: int
 ) -> tuple[Forest, list[Microbatch]]:
     """Microbatches in which every fork lies between a microbatch and its children (boundary
     across).
 
     Every microbatch takes as many of the segments waiting below the microbatches open around it as
     fit, in order; what lies below the microbatch's segments waits for its child microbatches.
-    With `max_leaf_tokens`, segments with nothing below them go into microbatches of their own that
-    hold at most so many tokens, or one segment; never more than `max_microbatch_tokens`.
     """
     forest = forest.chained(max_microbatch_tokens)
     below, length = forest.children(), forest.length.tolist()
@@ -112,11 +110,6 @@ def microbatches_across(
     todo: list[tuple[list[int], int]] = [(np.flatnonzero(forest.parent < 0).tolist(), -1)]
     while todo:
         waiting, parent = todo.pop()
-        if max_leaf_tokens is not None:
-            leaves = [s for s in waiting if not below[s]]
-            capacity = min(max_leaf_tokens, max_microbatch_tokens)
-            drafts += [_Draft(parent, segments) for segments in _in_order(leaves, length, capacity)]
-            waiting = [s for s in waiting if below[s]]
         for segments in _in_order(waiting, length, max_microbatch_tokens):
             deeper = [child for segment in segments for child in below[segment]]
             if deeper:

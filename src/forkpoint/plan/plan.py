@@ -3,9 +3,9 @@
 import hashlib
 import io
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, Self
+from typing import Literal, Self
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -467,13 +467,6 @@ class Plan:
             cache_tokens=tokens,
             cache_states=states,
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """The plan as values that JSON has."""
-        values = asdict(self)
-        values["forest"] = {name: x.tolist() for name, x in values["forest"].items()}
-        values["program"] = [list(instruction) for instruction in self.program.instructions]
-        return values
 
     def explain(self, *, width: int = 100) -> str:
         """A description as text: what runs, what is saved, why it was chosen, what was refused."""

@@ -212,8 +212,6 @@ def _plan_of(
     config = policy.config
     if config.boundary not in ("auto", kind) and (kind, config.boundary) != (ACROSS, "mixed"):
         return LeftOut(kind, f"boundary is {config.boundary!r}")
-    if kind == WITHIN and config.max_leaf_tokens is not None:
-        return LeftOut(kind, f"max_leaf_tokens is {config.max_leaf_tokens}")
     boundary: Boundary = kind if config.boundary == "auto" else config.boundary
     limit = given = config.max_microbatch_tokens
     while limit is None or limit >= 1:
