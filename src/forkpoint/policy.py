@@ -22,7 +22,7 @@ from forkpoint.step.results import StepStats as StepStats
 from forkpoint.step.router_steps import move_biases, router_work
 from forkpoint.step.run import finish_scores, finish_training, logprobs, run
 from forkpoint.step.state import ModelState
-from forkpoint.verify.comparison import VerifyProgress, VerifyReport, verify
+from forkpoint.verify.comparison import VerifyReport, verify
 
 
 class Policy:
@@ -234,14 +234,14 @@ class Policy:
         denominators: Denominators | None = None,
         router: RouterLoss | None = None,
         hold_routes: bool = True,
-        progress: Callable[[VerifyProgress], None] | None = None,
+        progress: Callable[[str], None] | None = None,
     ) -> VerifyReport:
         """Compare every parameter's gradient, shared and dense, with a run in higher precision.
 
         A plan that shares within microbatches and one that shares across them are run, and the
-        planner's own where it is neither. `progress` is called before the first run and then as
-        the work goes on. The model's gradients are as before when this returns. `router` is an
-        auxiliary loss of a mixture's routers, as in `forward_backward`.
+        planner's own where it is neither. `progress` is called when each run begins, with text
+        such as "reference (1 of 4)". The model's gradients are as before when this returns.
+        `router` is an auxiliary loss of a mixture's routers, as in `forward_backward`.
 
         See `forkpoint.verify.comparison.verify`.
         """

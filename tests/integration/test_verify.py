@@ -11,7 +11,6 @@ import weakref
 from dataclasses import replace
 from functools import cache
 from hashlib import sha256
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -531,34 +530,18 @@ def test_memory_that_runs_out_is_met_with_a_smaller_way(monkeypatch: pytest.Monk
     tried: list[Any] = []
     real = Comparison._single_rollouts
 
-    def failing(work: Any, name: str, model: Any, routed: Any, way: Any) -> Any:
-        tried.append((name, way))
+    def failing(work: Any, model: Any, routed: Any, way: Any) -> Any:
+        tried.append(way)
         if way == PLAIN:
             raise torch.OutOfMemoryError("injected")
-        return real(work, name, model, routed, way)
+        return real(work, model, routed, way)
 
     monkeypatch.setattr(Comparison, "_single_rollouts", failing)
     model = tiny_model("llama", dtype=torch.float32)
     before = set(vars(model))
     assert wrap(model, ACROSS).verify(forked_batch(), LOSS).plans
-    assert tried == [(name, way) for name in ("reference", "dense") for way in (PLAIN, SMALL)]
+    assert tried == [PLAIN, SMALL] * 2, "the reference and dense training"
     assert set(vars(model)) == before
-
-
-def test_a_plan_that_runs_out_of_memory_is_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    real, plans = Comparison._shared, []
-
-    def failing(work: Any, kind: Any, plan: Any, run: Any) -> Any:
-        plans.append(plan)
-        if len(plans) == 1:
-            raise torch.OutOfMemoryError("injected")
-        return real(work, kind, plan, run)
-
-    monkeypatch.setattr(Comparison, "_shared", failing)
-    config = Config(sharing="tree", boundary="across")
-    report = wrap(tiny_model("llama"), config).verify(forked_batch(), LOSS)
-    assert report.passed
-    assert plans[1].predicted_peak_bytes <= 0.7 * plans[0].predicted_peak_bytes
 
 
 def test_the_copy_is_gone_before_the_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -582,12 +565,8 @@ def test_the_copy_is_gone_before_the_model_runs(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_progress_names_the_runs() -> None:
-    seen: list[verify_module.VerifyProgress] = []
+    seen: list[str] = []
     policy = wrap(tiny_model("qwen3", dtype=torch.float32))
     policy.verify(forked_batch(), LOSS, progress=seen.append)
-    assert seen[0].runs == ("reference", "dense", "within", "across")
-    assert seen[0].done == 0 and seen[-1].done == 1 and seen[-1].seconds_left == 0
-    assert all(one.done <= other.done for one, other in pairwise(seen))
-    assert list(dict.fromkeys(at.run for at in seen)) == list(seen[0].runs)
-    for run in seen[0].runs:
-        assert len([at for at in seen if at.run == run]) >= 4
+    runs = ("reference", "dense", "within", "across")
+    assert seen == [f"{name} ({number} of 4)" for number, name in enumerate(runs, start=1)]

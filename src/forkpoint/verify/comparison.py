@@ -6,7 +6,6 @@ be no further from the reference than ordinary training is.
 
 import gc
 import math
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -19,9 +18,7 @@ from forkpoint.engine.changes import Changes
 from forkpoint.engine.gradients import twins
 from forkpoint.engine.host import Host
 from forkpoint.engine.route_replay import ForcedRoutes, RouteReplay
-from forkpoint.engine.timing import Event
 from forkpoint.engine.transaction import Transaction
-from forkpoint.errors import PlanError
 from forkpoint.hosts.libraries import routers_of, stock_of, whole_copy
 from forkpoint.hosts.modules import forget_lists
 from forkpoint.hosts.routers import routers_of_copy
@@ -36,12 +33,9 @@ from forkpoint.step.request import ComparedRequest, StepPolicy
 from forkpoint.step.results import StepStats
 from forkpoint.step.router_steps import RouterWork, check_averaged, router_work
 from forkpoint.step.run import attempt, finish_training
-from forkpoint.tree.forest import IntArray
 from forkpoint.verify.dense import DenseRouters, DenseRun, dense_run
 from forkpoint.verify.memory import PLAIN, SMALL, STREAMED, MemoryStrategy, has_room, run_in_memory
 from forkpoint.verify.plans import Choice, Kind, Planning, choose_plans, count_shared
-from forkpoint.verify.progress import Clock
-from forkpoint.verify.progress import VerifyProgress as VerifyProgress
 from forkpoint.verify.ranks import RankComm
 from forkpoint.verify.report import FAILED, NOTHING, PASSED
 from forkpoint.verify.report import ParameterError as ParameterError
@@ -50,11 +44,6 @@ from forkpoint.verify.report import VerifyReport as VerifyReport
 from forkpoint.verify.routes import HeldRoutes
 
 Gradients = Mapping[str, Tensor | None]
-
-SMALLER_TRIED = 2
-"""Smaller plans that are tried, one after the other, where memory runs out."""
-LOWERED = 0.7
-"""The part of a predicted peak that is tried next where it was too much."""
 
 REFERENCE, DENSE = "reference", "dense"
 """Names of the runs of single rollouts."""
@@ -107,7 +96,7 @@ def verify(
     *,
     router: RouterLoss | None = None,
     hold_routes: bool = True,
-    progress: Callable[[VerifyProgress], None] | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> VerifyReport:
     """Compare steps that share with ordinary training, and both with higher precision.
 
@@ -131,8 +120,8 @@ def verify(
     alone. With `router`, which is its loss of routers, gradients are those of both losses, and the
     values of the router loss are compared as those of the loss are.
 
-    Where memory runs out on CUDA, runs are repeated in ways that take less of it
-    (`forkpoint.verify.memory`). `progress` is called with how far the work is.
+    Where memory runs out on CUDA, runs of single rollouts are repeated in ways that take less of it
+    (`forkpoint.verify.memory`). `progress` is called with the name of each run when it begins.
 
     Raises as `Policy.forward_backward`.
     """
@@ -148,7 +137,8 @@ class Comparison:
     """One comparison: its arguments, and what all its runs use."""
 
     held: HeldRoutes
-    clock: Clock
+    begin: Callable[[str], None]
+    """Called with the name of each run when it begins."""
     counted: Denominators
     """Counts over all ranks that the loss's means are taken over."""
 
@@ -181,9 +171,7 @@ class Comparison:
         """Whether rollouts' last tokens run."""
         self.routed: RouterWork | None = None
 
-    def report(
-        self, *, hold_routes: bool, progress: Callable[[VerifyProgress], None] | None
-    ) -> VerifyReport:
+    def report(self, *, hold_routes: bool, progress: Callable[[str], None] | None) -> VerifyReport:
         host, comm, batch = self.host, self.comm, self.batch
         for p in host.model.parameters():
             self.changes.later(setattr, p, "grad", p.grad)
@@ -207,11 +195,13 @@ class Comparison:
         self.held = HeldRoutes(
             host, batch, self.changes, hold=hold_routes, last_tokens=self.last_tokens
         )
-        # Log-probs first, then a forward and a backward of twice its work.
-        tokens = float(batch.logical_tokens)
-        runs = {REFERENCE: 4 * tokens} | ({} if self.double else {DENSE: 4 * tokens})
-        runs |= {kind: 3.0 * plan.computed_tokens for kind, plan in choice.plans.items()}
-        self.clock = Clock(runs, progress)
+        runs = [REFERENCE, *([] if self.double else [DENSE]), *choice.plans]
+
+        def begin(name: str) -> None:
+            if progress is not None:
+                progress(f"{name} ({runs.index(name) + 1} of {len(runs)})")
+
+        self.begin = begin
         if self.double:
             stock_of(host.model).compute_in(self.dtype, self.changes)
         with torch.enable_grad():
@@ -259,6 +249,7 @@ class Comparison:
     def _single_runs(self, name: str) -> tuple[DenseRun, ForcedRoutes | None]:
         """Run the model densely, or the reference, whose gradients are in the host's memory."""
         host, changes, comm = self.host, self.changes, self.comm
+        self.begin(name)
         mark = changes.mark
         is_reference = name == REFERENCE
         dtype = self.reference_dtype if is_reference else self.dtype
@@ -297,7 +288,7 @@ class Comparison:
             autocast = torch.autocast(host.device.type, enabled=False)
             with autocast if is_reference else nullcontext():
                 routes = self.held.run(model, record=is_reference)
-                return self._single_rollouts(name, model, routes, strategy), routes
+                return self._single_rollouts(model, routes, strategy), routes
 
         def undo() -> None:
             changes.undo(mark)
@@ -317,9 +308,9 @@ class Comparison:
         return found, routes
 
     def _single_rollouts(
-        self, name: str, model: nn.Module, routes: ForcedRoutes | None, strategy: MemoryStrategy
+        self, model: nn.Module, routes: ForcedRoutes | None, strategy: MemoryStrategy
     ) -> DenseRun:
-        """Run rollouts one at a time, without forkpoint's code, and say how far that is."""
+        """Run rollouts one at a time, without forkpoint's code."""
         host, batch, routers = self.host, self.batch, None
         if self.routed is not None:
             found = host.routers.found
@@ -337,33 +328,18 @@ class Comparison:
                 routers.counted()
             none: dict[str, Tensor | None] = {name: None for name, _ in model.named_parameters()}
             return DenseRun(0.0, {host.head: nothing}, none, routers and routers.value())
-        # Each comes twice: log-probs, then a forward and a backward.
-        tokens_run = int((batch.lengths - (not self.last_tokens)).sum())
-        done, calls, whole = 0, 0, 4 * tokens_run or 1
-        self.clock.at(name, 0.0)
-
-        def entering(tokens: IntArray) -> None:
-            nonlocal done, calls
-            self.clock.at(name, done / whole)
-            done += len(tokens) * (1 if calls < len(batch) else 3)
-            calls += 1
-            if routes is not None:
-                routes.at(tokens)
-
         with Changes() as changes:
             if model is host.model and host.topology.listens:
                 twins(model, [p for p in model.parameters() if p.requires_grad], changes)
-            found = dense_run(
+            return dense_run(
                 model,
                 batch,
                 self.loss,
                 self.counted,
-                entering,
+                None if routes is None else routes.at,
                 head_tokens=strategy.head_tokens,
                 routers=routers,
             )
-        self.clock.at(name, 1.0)
-        return found
 
     # Plans
     # ------------------------------------------------------------
@@ -373,14 +349,18 @@ class Comparison:
     ) -> PlanFindings:
         """Run one plan, and compare it."""
         host, comm, wanted = self.host, self.comm, reference.run
-        shared, stats, routes = self._in_memory(kind, plan)
-        plan = stats.plan
+        self.begin(kind)
+        mark = self.changes.mark
+        try:
+            routes = self.held.replay(plan)
+            shared, stats = self._shared(plan, routes)
+        finally:
+            self.changes.undo(mark)
         shared_errors = comm.of_stages(distances(shared, wanted.gradients))
         elements = comm.of_stages({name: p.numel() for name, p in host.model.named_parameters()})
         errors = parameter_errors(elements, self.dtype, shared_errors, reference)
         del shared
         _clear_gradients(host.model)
-        self.clock.at(kind, 1.0)
         shared_error = math.hypot(*(e.shared_error for e in errors)) / reference.norm
         loss_difference = stats.loss - wanted.loss
         router_difference = _difference(stats.router_loss, wanted.router_loss)
@@ -420,49 +400,11 @@ class Comparison:
             routes=self.held.report(routes, dense_routes),
         )
 
-    def _in_memory(self, kind: Kind, plan: Plan) -> tuple[Gradients, StepStats, RouteReplay | None]:
-        """Run one plan or, where memory runs out, one of the same kind that is predicted to need
-        less."""
-        policy, mark = self.policy, self.changes.mark
-        tried = 0
-        while True:
-            routes = self.held.replay(plan)
-            self.clock.at(kind, 0.0)
-            try:
-                return *self._shared(kind, plan, routes), routes
-            except torch.OutOfMemoryError as error:
-                if tried == SMALLER_TRIED or self.host.group is not None:
-                    raise  # ranks would have to try the same
-                peak = int(LOWERED * (plan.predicted_peak_bytes or 0))
-                smaller = policy.with_config(memory_budget=max(1, peak), checkpointing="full")
-                try:
-                    plan = choose_plans(smaller, self.batch, self.loss, self.router).plans[kind]
-                except (PlanError, KeyError):
-                    raise error from None
-                traceback.clear_frames(error.__traceback__)
-            finally:
-                self.changes.undo(mark)
-            tried += 1
-            _clear_gradients(self.host.model)
-            torch.cuda.empty_cache()
-
-    def _shared(
-        self, kind: Kind, plan: Plan, routes: RouteReplay | None
-    ) -> tuple[Gradients, StepStats]:
+    def _shared(self, plan: Plan, routes: RouteReplay | None) -> tuple[Gradients, StepStats]:
         """Run one plan. Gradients are whole."""
         # It compares more than a sample does.
         unchecked = self.policy.with_config(self_check=False)
-        observer = self.policy.observer
-        whole, done = len(plan.events()) or 1, 0
-
-        def observe(event: Event) -> None:
-            nonlocal done
-            self.clock.at(kind, done / whole)
-            done += 1
-            if observer is not None:
-                observer(event)
-
-        unchecked.observer = observe
+        unchecked.observer = self.policy.observer
         request = ComparedRequest(
             batch=self.batch,
             loss=self.loss,

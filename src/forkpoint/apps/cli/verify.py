@@ -81,9 +81,7 @@ class Verify:
             loss.check(batch)
             policy = wrap(load_model(self.model, self.runtime), self.config)
         with out_of_memory_explained(), out.waiting("comparing gradients") as follow:
-            report = policy.verify(
-                batch, loss, router=router, progress=lambda at: follow(at.text())
-            )
+            report = policy.verify(batch, loss, router=router, progress=follow)
         out.show(report.table(width=out.width))
         out.result(
             {
