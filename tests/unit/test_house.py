@@ -273,7 +273,7 @@ make_plan(forkpoint.RolloutBatch(rollouts)).explain()
 forkpoint.save_rollouts("rollouts.jsonl", rollouts)
 with forkpoint.record("trace") as trace:
     trace.add(rollouts)
-forkpoint.traces.open_trace("trace").verify()
+list(forkpoint.traces.open_trace("trace"))
 """
 COMMAND = """
 import runpy, sys

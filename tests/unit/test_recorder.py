@@ -98,7 +98,7 @@ def test_a_disk_that_is_full_for_a_while(
         assert len(trace) == 1 == len(list(open_trace(tmp_path)))
         assert trace.add(some(seed=2)) == 1
     read = open_trace(tmp_path)
-    assert [list(step.batch) for step in read] == [some(), some(seed=2)] and not read.unfinished
+    assert [list(step.batch) for step in read] == [some(), some(seed=2)]
 
 
 class Interrupt(BaseException):
@@ -170,9 +170,8 @@ def test_a_second_recorder_is_refused(tmp_path: Path) -> None:
             with pytest.raises(TraceError, match=f"another recorder writes into {path}"):
                 record(path, resume=resume)
         assert {entry.name: entry.read_bytes() for entry in path.iterdir()} == before
-        reader = open_trace(path)
         first.add(some(seed=1))
-        assert reader.refresh() == 1 and len(list(reader)) == 2
+        assert len(list(open_trace(path))) == 2
     with record(path, resume=True) as again:
         first.close()  # the lock of another recorder stays
         with pytest.raises(TraceError, match="another recorder"):
@@ -247,8 +246,7 @@ def test_two_threads_add_one_after_another(tmp_path: Path) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-    assert len(open_trace(tmp_path)) == 15
-    open_trace(tmp_path).verify()
+    assert len(list(open_trace(tmp_path))) == 15
 
 
 # Killed ------------------------------------------------------------------------------------------

@@ -112,8 +112,8 @@ def open_trace(path: str | os.PathLike[str], *, memory_limit: MemorySize | None 
 class Trace:
     """Batches in the order in which they were recorded; made by `open_trace`.
 
-    len(trace), trace[i] and iteration cover the batches that the manifest had when it was last
-    read; `refresh` reads on. Each access reads the file of the batch and checks its SHA-256.
+    len(trace), trace[i] and iteration cover the batches that the manifest had when it was opened.
+    Each access reads the file of the batch and checks its SHA-256.
 
     Attributes:
         path: the folder.
@@ -122,9 +122,7 @@ class Trace:
         model_config, loss, optimizer, notes: settings, None if none were given. `loss` has its
             class as "name" and its fields; `optimizer` has its class as "name", and "groups".
         fingerprint: SHA-256 of the manifest as read: equal if settings and batches are equal.
-        end: the length of the manifest as read, in bytes.
-        unfinished: whether the manifest goes on with a line that is not complete: its writer is
-            writing it, or was killed.
+        end: the length of the manifest's complete lines, in bytes.
     """
 
     def __init__(self, path: Path, memory: MemoryLimit) -> None:
@@ -132,7 +130,6 @@ class Trace:
         self.entries: list[TraceEntry] = []
         self.fingerprint: str = ""
         self.end: int = 0
-        self.unfinished: bool = False
         self._manifest = path / MANIFEST
         self._memory = memory
         check_is_trace(path)
@@ -181,36 +178,16 @@ class Trace:
             ) from None
         return TraceBatch(index=entry.index, batch=batch, loss_inputs=loss_inputs)
 
-    def refresh(self) -> int:
-        """Read the lines that were added since, and return the number of new batches.
-
-        Raises TraceError if the lines that were read before have changed.
-        """
-        known = len(self.entries)
-        self._read()
-        return len(self.entries) - known
-
-    def verify(self) -> None:
-        """Read every batch. Raises TraceError for one that is not what was recorded."""
-        for _ in self:
-            pass
-
     def _read(self) -> None:
         # Counted first: a recorder at work is one file ahead of its manifest, and no more.
         files = sum(1 for _ in self.path.glob("batch-*.safetensors"))
         self._memory.check(TIMES_FILE * self._manifest.stat().st_size, "the manifest")
-        content = self._manifest.read_bytes()
-        digest = hashlib.sha256(content[: self.end])
-        if self.end and digest.hexdigest() != self.fingerprint:
-            raise TraceError(
-                f"{self._manifest} is no longer the one that was opened. Open the trace again."
-            )
-        *lines, rest = content[self.end :].split(b"\n")
-        for line in lines:
+        digest = hashlib.sha256()
+        # A last line without a line feed is being written, or its writer was killed.
+        for line in self._manifest.read_bytes().split(b"\n")[:-1]:
             digest.update(line + b"\n")
             self._take(line, digest.hexdigest())
             self.end, self.fingerprint = self.end + len(line) + 1, digest.hexdigest()
-        self.unfinished = bool(rest)
         if files > len(self) + 1:
             raise TraceError(
                 f"{self._manifest} lists {len(self)} batches, and the folder has {files}: lines "
