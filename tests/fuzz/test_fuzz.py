@@ -31,7 +31,6 @@ from integration.sabotage import (
     ACROSS_MICROBATCHES,
     WITHIN,
     Sabotage,
-    one_child_dropped,
     one_owner_counts,
 )
 from lanes import slow_besides
@@ -57,7 +56,8 @@ def test_kept_seeds(kept: dict) -> None:
     assert str(outcome) == "exact", f"{kept['what']}\n{case}"
 
 
-@pytest.mark.parametrize("shard", slow_besides([0], range(SHARDS)))
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", range(SHARDS))
 def test_seeds(shard: int) -> None:
     tally = Tally()
     # Two shards share a run of seeds.
@@ -105,13 +105,11 @@ FOUND_SEEDS: dict[str, list[int]] = {"across": [], "within": []}
 
 BUGS = [("across", bug) for bug in (*ACROSS_MICROBATCHES, one_owner_counts)]
 BUGS += [("within", bug) for bug in WITHIN]
-ONE_BUG = [("across", one_child_dropped)]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_sample")
-@pytest.mark.parametrize(
-    ("boundary", "bug"), slow_besides(ONE_BUG, BUGS), ids=lambda x: getattr(x, "__name__", x)
-)
+@pytest.mark.parametrize(("boundary", "bug"), BUGS, ids=lambda x: getattr(x, "__name__", x))
 def test_bugs_are_found(boundary: str, bug: Sabotage, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds = telling_seeds(boundary, 3)
     bug(monkeypatch)
@@ -186,6 +184,7 @@ def test_draws_are_the_same_every_time() -> None:
     assert len({str(case) for case in draws()}) == len(draws())
 
 
+@pytest.mark.slow
 def test_every_family_and_option_is_drawn() -> None:
     assert set(SPECIAL) == set(FAMILIES), "say in SPECIAL what a new family can switch"
     drawn = {case.family for case in draws()}

@@ -143,7 +143,8 @@ BUGS: dict[str, tuple[Any, str, Callable, str, Callable, int]] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_besides(["a half"], BUGS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUGS)
 def test_bugs_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, replaced, bug, case, function, stride = BUGS[name]
     code, tally = inspect.unwrap(function).__code__, Tally()

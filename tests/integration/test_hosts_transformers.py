@@ -222,6 +222,7 @@ def test_scores_are_not_recomputed() -> None:
 # Lifted upcasts ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_lifted_upcasts_lift_the_limit_of_float32_norms_and_leave_no_trace() -> None:
     model = tiny_model("qwen3")
     policy = wrap(model, ACROSS)

@@ -33,7 +33,7 @@ PAIRS = [
     for name in SCENES
     if known.kinds and (name != "videos" or "video" in known.kinds)
 ]
-FAST = [("qwen3_vl", "tool tree"), ("mistral3", "group")]
+FAST = [("qwen3_vl", "tool tree")]
 
 
 def weighted(outputs: Any, batch: Any) -> Tensor:

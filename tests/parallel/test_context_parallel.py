@@ -812,6 +812,7 @@ def test_ranks_of_one_batch_with_other_experts_are_refused() -> None:
         assert found.startswith("RankError: ranks 0 and 1"), found
 
 
+@pytest.mark.slow
 def test_what_is_not_exact_is_refused_by_name() -> None:
     for found in run_ranks(2, refused):
         for name in ("no wrapper", "another mesh"):

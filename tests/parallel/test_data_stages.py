@@ -22,7 +22,6 @@ from forkpoint.plan import stage_sizes
 from forkpoint.plan.pipeline import order_stages
 from forkpoint.plan.pricing import meters
 from forkpoint.testing import lifted_upcasts, tiny_model
-from lanes import slow_besides
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,8 @@ def check(case: Case) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("name", slow_besides(("sharded",), CASES))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_data_ranks_of_stages(name: str) -> None:
     check(CASES[name])
 

@@ -35,7 +35,6 @@ from forkpoint.losses import GSPO
 from forkpoint.plan.builder import Builder
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.pricing import meters
-from lanes import slow_besides
 from versions import needs_splits
 
 
@@ -94,7 +93,8 @@ DEALT = {
 }
 
 
-@pytest.mark.parametrize("name", slow_besides(("two depths",), DEALT))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DEALT)
 def test_gradients_are_those_of_one_process(name: str) -> None:
     for found in run_ranks(2, compared_dealt, DEALT[name]):
         assert found["error"] < BAR and found["dealt"], found

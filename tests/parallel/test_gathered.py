@@ -172,7 +172,8 @@ def step_after_a_failure(where: str) -> tuple[str, float, bool]:
     return found, distance(gradients(model), gradients(alone.host.model), names), untouched
 
 
-@pytest.mark.parametrize("where", slow_besides(["forward"], ["loss", "forward", "interrupt"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["loss", "forward", "interrupt"])
 def test_the_next_step_works_after_a_failure(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "POLL_S", 0.1)
     first, second = run_ranks(2, step_after_a_failure, where)

@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from forkpoint.engine.timing import Event
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.torch_dist.fsdp_versions import groups_of
-from lanes import slow_besides
 
 TOGETHER = ("sum", "sum_of_stock_first", "unsynced sum synced sum")
 PENDING = (
@@ -90,7 +89,7 @@ CASES = {
     "sharded, a rank without rollouts": (Scenario(rollouts=EMPTY), (*FEW, *FEW_UNSYNCED)),
     "replicated, a rank without rollouts": (Scenario(wrap=replicated, rollouts=EMPTY), FEW),
 }
-IN_CORE: dict[str, tuple[Scenario, tuple[str, ...]]] = {
+SHORT: dict[str, tuple[Scenario, tuple[str, ...]]] = {
     "sharded": (Scenario(), ("unsynced stock fails score synced sum",)),
     "replicated": (Scenario(wrap=replicated), ("forward function backward sum",)),
 }
@@ -107,9 +106,10 @@ def in_partial_sums(scenario: Scenario, sequences: tuple[str, ...]) -> dict[str,
     return {calls: WithoutAllReduce(scenario).run(calls.split()) for calls in sequences}
 
 
-@pytest.mark.parametrize("name", slow_besides(["sharded"], {**IN_CORE, **CASES}))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", {**SHORT, **CASES})
 def test_gradients_are_those_of_dense_training(name: str) -> None:
-    scenario, sequences = {**IN_CORE, **CASES}[name]
+    scenario, sequences = {**SHORT, **CASES}[name]
     work = in_partial_sums if scenario.wrap is hybrid_without_all_reduce else mixed
     for errors in run_ranks(2, work, scenario, sequences, limit_s=240):
         assert max(errors.values()) < BAR, errors

@@ -93,10 +93,7 @@ CASES = [
     for name in SCENARIOS
     for gather in (("",) if name.startswith("Distributed") else ("microbatch", "step"))
 ]
-IN_CORE = (
-    ("two passes", "step"),
-    ("DistributedDataParallel", ""),
-)
+IN_CORE = (("DistributedDataParallel", ""),)
 
 
 def computed(scenario: Scenario) -> dict[str, Any]:

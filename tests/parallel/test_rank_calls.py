@@ -35,7 +35,6 @@ from forkpoint import Config, Rollout, RolloutBatch
 from forkpoint.errors import ConfigError, RankError, RolloutError, UnsupportedError
 from forkpoint.losses import GRPO, GSPO, Denominators, Loss
 from forkpoint.testing import lifted_upcasts
-from lanes import slow_besides
 from pairwise import id_of
 
 WRAPS = {"fully_shard": sharded, "DistributedDataParallel": replicated}
@@ -263,12 +262,10 @@ def failing_loss(wrap: Any, loss: Loss, accumulated: bool) -> tuple[str, str, fl
 
 
 FAILING = list(product(WRAPS, (Failing, FailingTogether), (False, True)))
-FAILING_IN_CORE = [("DistributedDataParallel", FailingTogether, True)]
 
 
-@pytest.mark.parametrize(
-    ("wrap", "loss", "accumulated"), slow_besides(FAILING_IN_CORE, FAILING), ids=id_of
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("wrap", "loss", "accumulated"), FAILING, ids=id_of)
 def test_a_loss_that_fails_on_one_rank_ends_the_step_on_all(
     wrap: str, loss: type[Loss], accumulated: bool
 ) -> None:

@@ -135,6 +135,7 @@ def sabotaged(wrap: Any) -> str:
     return policy.verify(RolloutBatch(UNEQUAL[dist.get_rank()]), GRPO()).verdict
 
 
+@pytest.mark.slow
 def test_an_error_on_one_rank_fails_on_all() -> None:
     assert run_ranks(2, sabotaged, sharded) == ["failed", "failed"]
 

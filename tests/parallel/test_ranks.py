@@ -179,7 +179,7 @@ SCENARIOS = {
 }
 
 
-IN_CORE = ("fully_shard, two passes", "DistributedDataParallel, accumulated")
+IN_CORE = ("fully_shard, two passes",)
 
 
 @pytest.mark.parametrize("name", slow_besides(IN_CORE, SCENARIOS))

@@ -105,6 +105,7 @@ def refusals_of_ddp() -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_settings_that_are_not_exact_are_refused_by_name() -> None:
     for hook, factors, *ignored in run_ranks(2, refusals_of_fully_shard):
         assert "set_all_reduce_hook" in hook

@@ -149,6 +149,7 @@ def test_no_batch_is_too_long_for_a_chain() -> None:
     assert make_plan(long, SHAPE, Config(), measured_budget_bytes=30 * GIB).fits
 
 
+@pytest.mark.slow
 def test_microbatches_of_a_long_batch_are_not_tried_at_every_length(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

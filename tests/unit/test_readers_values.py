@@ -15,7 +15,6 @@ import dumps
 from forkpoint import Rollout
 from forkpoint.rollouts.formats import Format, detect
 from forkpoint.rollouts.formats.record import Record, RecordError, samples
-from lanes import slow_besides
 
 Make = Callable[[Sequence[Rollout]], dict[str, Any]]
 
@@ -138,10 +137,8 @@ def read(table: dict[str, Any], format: Format) -> None:
             assert len(str(error)) < 1500 or format.name == "forkpoint"
 
 
-KEPT = ("slime, critic",)
-
-
-@pytest.mark.parametrize("name", slow_besides(KEPT, TABLES))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TABLES)
 def test_every_field_with_every_kind_of_value(name: str) -> None:
     table = TABLES[name](dumps.truth(groups=2, rollouts_per_group=2))
     format = detect(table, "x")

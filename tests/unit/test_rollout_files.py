@@ -17,6 +17,7 @@ from made_traces import rollout_lists
 from forkpoint import load_rollouts, save_rollouts
 from forkpoint.errors import ConfigError, RolloutError
 from forkpoint.rollouts.batch import Rollout, RolloutBatch
+from lanes import slow_besides
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 GOOD = '{"token_ids":[1,2,3],"loss_mask":[0,1,1],"advantage":0.5,"rollout_id":"a"}'
@@ -42,7 +43,7 @@ def many(count: int) -> list[Rollout]:
     ]
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("suffix", slow_besides([".jsonl.gz"], SUFFIXES))
 @given(rollouts=rollout_lists())
 @settings(max_examples=15, deadline=None)
 def test_round_trip_is_exact(suffix, rollouts):
