@@ -109,7 +109,7 @@ def test_experts(activations: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "activations"),
-    product(("qwen3_next", "granitemoehybrid"), RESIDENCIES[1:]),
+    list(product(("qwen3_next", "granitemoehybrid"), RESIDENCIES[1:])),
 )
 def test_layers_that_carry_a_state(family: str, activations: str) -> None:
     """Their states are prefix cache as well: captured once, and not moved with activations."""

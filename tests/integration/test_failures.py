@@ -71,7 +71,7 @@ class Injector:
         self.target: tuple[str, int] | None = None
         self.error: type[BaseException] = ModelError
         self.alive: list[weakref.ref[Any]] = []
-        mark, buffers = Timing._next, PrefixCache.buffers
+        mark, buffers = Timing._mark, PrefixCache.buffers
         mlp = model.get_submodule("model.layers.1.mlp")
         forward = type(mlp).forward
 
@@ -84,10 +84,11 @@ class Injector:
                     x.register_hook(lambda _: self.reach("backward"))
             return forward(module, x)
 
-        def counting_mark(timer: Timing) -> None:
-            mark(timer)
+        def counting_mark(timer: Timing) -> Any:
+            marked = mark(timer)
             self.marks += 1
             self.reach("between")
+            return marked
 
         def remembering_buffers(cache: PrefixCache, *args: Any) -> Any:
             found = buffers(cache, *args)
@@ -96,7 +97,7 @@ class Injector:
 
         # Not a hook: around hooked modules torch keeps tensors in closures, these in tracebacks.
         monkeypatch.setattr(type(mlp), "forward", watched_forward)
-        monkeypatch.setattr(Timing, "_next", counting_mark)
+        monkeypatch.setattr(Timing, "_mark", counting_mark)
         monkeypatch.setattr(PrefixCache, "buffers", remembering_buffers)
 
     def arm(self, place: str, event: int, error: type[BaseException]) -> None:
