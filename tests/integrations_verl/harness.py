@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensordict import NonTensorStack
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Qwen3Config
@@ -31,6 +32,8 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss
 from verl.workers.utils.padding import left_right_2_no_padding
+
+from multimodal_models import tiny_multimodal
 
 STOCK, SHARED = "none", "forkpoint"
 """Values of VERL_ENGINE_VENDOR."""
@@ -104,6 +107,16 @@ def save_model(folder: Path) -> Path:
     return folder
 
 
+def save_multimodal(family: str, folder: Path) -> None:
+    model = tiny_multimodal(family, dtype=torch.float32, vocab_size=VOCABULARY + 3)
+    model.config.image_token_id, model.config.video_token_id = VOCABULARY, VOCABULARY + 1
+    model.generation_config.pad_token_id = 0
+    with torch.no_grad():
+        for parameter in model.parameters():  # milder, so that float32 keeps its digits
+            parameter.mul_(0.15 if parameter.dim() > 1 else 1)
+    model.save_pretrained(folder)
+
+
 def padded_rows(case: Case, *, seed: int = 0) -> dict[str, Any]:
     """Groups of rows that share a prompt, padded as verl's rollouts are: prompts on the left,
     responses on the right, with gaps of tools."""
@@ -160,6 +173,8 @@ def mini_batch(case: Case, rows: dict[str, Any], **more: Any) -> Any:
     tensors = {name: x for name, x in rows.items() if isinstance(x, Tensor)}
     data = tu.get_tensordict({**tensors, "uid": list(rows["uid"])})
     data = left_right_2_no_padding(data)
+    if "multi_modal_inputs" in rows:
+        data["multi_modal_inputs"] = NonTensorStack(*rows["multi_modal_inputs"])
     told: dict[str, Any] = {
         "use_dynamic_bsz": case.dynamic,
         "max_token_len_per_gpu": 90,
@@ -335,9 +350,12 @@ def first_step(case: Case, folder: Path, vendor: str, rows: list[dict[str, Any]]
 
 
 def both(case: Case, folder: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The first step of verl's own engine and of forkpoint's, in one process of each rank."""
-    stock = first_step(case, folder, STOCK, rows)
+    """The first step of verl's own engine and of forkpoint's, in one process of each rank.
+
+    forkpoint's comes first: verl's own engine replaces forwards of models with images.
+    """
     shared = first_step(case, folder, SHARED, rows)
+    stock = first_step(case, folder, STOCK, rows)
     error = difference(shared.pop("gradients"), stock.pop("gradients"))
     return {"error": error, "stock": stock, "shared": shared}
 

@@ -11,7 +11,6 @@ import pytest
 pytest.importorskip("verl", reason="verl is not installed here: make test-verl")
 
 from harness import Case, configurations, mini_batch, padded_rows, save_model
-from tensordict import NonTensorStack
 from verl.utils import tensordict_utils as tu
 from verl.workers.config.engine import QATEngineConfig
 from verl.workers.config.model import MtpConfig
@@ -109,17 +108,6 @@ def test_squared_probabilities_are_for_old_log_probs_alone() -> None:
     check_batch(data, tu.get_non_tensor_data, scores=True)
     with pytest.raises(UnsupportedError, match="asks for calculate_sum_pi_squared"):
         check_batch(data, tu.get_non_tensor_data, scores=False)
-
-
-def test_images_are_refused_and_their_absence_is_not() -> None:
-    rows = padded_rows(Case())
-    data = mini_batch(Case(), rows)
-    check_batch(data, tu.get_non_tensor_data, scores=True)
-    data["multi_modal_inputs"] = NonTensorStack(*({} for _ in rows["uid"]))
-    check_batch(data, tu.get_non_tensor_data, scores=True)
-    data["multi_modal_inputs"] = NonTensorStack(*({"pixel_values": 1} for _ in rows["uid"]))
-    with pytest.raises(UnsupportedError, match="multi_modal_inputs: images"):
-        check_batch(data, tu.get_non_tensor_data, scores=True)
 
 
 def imported(code: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -20,7 +20,8 @@ from forkpoint.engine.changes import Changes
 from forkpoint.errors import ConfigError
 from forkpoint.integrations.verl.groups import LOOKED_AT, RankPart, sharing_message
 from forkpoint.integrations.verl.losses import ORDER, TOLERANCE, MicroBatch, MiniBatchLoss
-from forkpoint.integrations.verl.patches import keep_layers
+from forkpoint.integrations.verl.media import ModelOfRows
+from forkpoint.integrations.verl.patches import keep_forwards
 from forkpoint.integrations.verl.refusals import check_batch, check_options, check_strategy
 from forkpoint.integrations.verl.rows import Rows, jagged
 from forkpoint.integrations.verl.settings import Settings, load_settings
@@ -97,7 +98,7 @@ class SharedEngine:
 
     def _build_model_optimizer(self) -> None:
         with Changes() as changes:
-            keep_layers(self.model_config.hf_config.model_type, changes)
+            keep_forwards(self.model_config.hf_config.model_type, changes)
             cast(Any, super())._build_model_optimizer()
         config = replace(self.settings.config, all_logprobs=True)
         if self.engine_config.forward_only:
@@ -158,7 +159,8 @@ class SharedEngine:
         parts, indices = engines.prepare_micro_batches(
             data=data, dp_group=group, same_micro_num_in_dp=True
         )
-        rows = self._together(lambda: Rows.of(data, values=self.gives == "values"))
+        host = ModelOfRows.of(self.module.config, self.policy.host.positions)
+        rows = self._together(lambda: Rows.of(data, host, values=self.gives == "values"))
         micro_batches = _micro_batches(rows, parts, indices, device)
         outputs = {"logprobs" if self.gives == "log_probs" else "values": self.gives}
         if entropy:

@@ -1,32 +1,37 @@
-"""Forwards of layers that verl replaces, as transformers has them.
+"""Forwards of a model's modules that verl replaces, as transformers has them.
 
-verl's forward of Qwen3.5's layers passes no call arguments on to linear attention, and these tell a
-layer of a step which microbatch runs.
+verl's forwards of multimodal models take positions of images from their caller alone, and those of
+some layers drop the call arguments that tell them which microbatch of a step runs.
 """
 
 from importlib import import_module
 
+from torch import nn
+
 from forkpoint.engine.changes import Changes
 from forkpoint.errors import UnsupportedError
-
-LAYERS = {
-    "qwen3_5": ("Qwen3_5DecoderLayer", "Qwen3_5GatedDeltaNet"),
-    "qwen3_5_moe": ("Qwen3_5MoeDecoderLayer", "Qwen3_5MoeGatedDeltaNet"),
-}
+from forkpoint.hosts.transformers.families import known_family
 
 
-def keep_layers(model_type: str, changes: Changes) -> None:
-    """Give layers of a model_type their present forwards back when the changes are undone.
+def keep_forwards(model_type: str, changes: Changes) -> None:
+    """Give modules of a model_type their present forwards back when the changes are undone.
 
-    Raises UnsupportedError where verl has replaced them before, for an engine without forkpoint.
+    Raises UnsupportedError where verl has replaced one before, for an engine without forkpoint.
     """
-    for name in LAYERS.get(model_type, ()):
-        code = import_module(f"transformers.models.{model_type}.modeling_{model_type}")
-        layer = getattr(code, name)
-        if layer.forward.__module__.split(".")[0] == "verl":
+    family = known_family(model_type)
+    if family is None:  # wrap refuses it
+        return
+    package = family.package or model_type
+    code = import_module(f"transformers.models.{package}.modeling_{package}")
+    for kind in vars(code).values():
+        if not (isinstance(kind, type) and issubclass(kind, nn.Module) and "forward" in vars(kind)):
+            continue
+        if kind.__module__ != code.__name__:
+            continue
+        if kind.forward.__module__.split(".")[0] == "verl":
             raise UnsupportedError(
-                f"verl has replaced {name}.forward in this process, for an engine that is not "
-                "forkpoint's, and that forward drops the arguments of a step. Set "
+                f"verl has replaced {kind.__name__}.forward in this process, for an engine that is "
+                "not forkpoint's, and a step takes that of transformers. Set "
                 "VERL_ENGINE_VENDOR=forkpoint for all engines of the process."
             )
-        changes.later(setattr, layer, "forward", layer.forward)
+        changes.later(setattr, kind, "forward", kind.forward)

@@ -97,7 +97,6 @@ BATCH_OPTIONS = {
     "use_fused_kernels": "its head is another. Set use_fused_kernels of the model to false",
     "enable_routing_replay": ROUTES,
     "routed_experts": f"{ROUTES}, and rollout.enable_rollout_routing_replay off",
-    "multi_modal_inputs": "images and videos are not supported. Train on a dataset without them",
     "calculate_sum_pi_squared": "sums of squared probabilities come with old log-probs alone, and "
     "losses do not get them. Leave the key out of updates",
 }
@@ -112,11 +111,8 @@ def check_batch(data: Any, get: Callable[..., Any], *, scores: bool) -> None:
 
     Raises UnsupportedError.
     """
-    keys = set(data.keys())
-    media = data["multi_modal_inputs"] if "multi_modal_inputs" in keys else ()
     asked = {key: get(data=data, key=key, default=False) for key in FLAGS} | {
-        "routed_experts": "routed_experts" in keys,
-        "multi_modal_inputs": any(len(getattr(one, "data", one) or ()) for one in media),
+        "routed_experts": "routed_experts" in set(data.keys()),
         "calculate_sum_pi_squared": not scores
         and get(data=data, key="calculate_sum_pi_squared", default=False),
     }

@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from forkpoint.errors import RolloutError, UnsupportedError
+from forkpoint.integrations.verl.media import ModelOfRows, media_of_rows
 from forkpoint.rollouts.batch import RolloutBatch
 
 
@@ -29,19 +31,20 @@ class Rows:
     responses: Tensor | None
 
     @classmethod
-    def of(cls, data: Any, *, values: bool) -> "Rows":
+    def of(cls, data: Any, host: ModelOfRows, *, values: bool) -> "Rows":
         """The rows of a TensorDict without padding, as verl gives its engines.
 
+        host: the model's ids of images and video, and its positions.
         values: whether they are a critic's, which no temperature touches.
 
-        Raises UnsupportedError for positions that do not count the row's tokens from 0,
-        RolloutError for values that no rollout can have.
+        Raises UnsupportedError for positions that are not the model's, and for images whose tokens
+        are not known; RolloutError for values that no rollout can have.
         """
         input_ids = data["input_ids"]
         offsets = input_ids.offsets().cpu().long()
         ids = input_ids.values().cpu()
-        _check_positions(data["position_ids"], offsets)
         lengths = offsets.diff()
+        media, types = media_of_rows(data, ids, offsets, host.placeholders)
         responses = None
         if "responses" in data.keys():  # noqa: SIM118 - a TensorDict's `in` looks at its values
             counts = response_lengths(data).cpu().long()
@@ -57,11 +60,17 @@ class Rows:
             responses = mask.nonzero().squeeze(1)
         else:
             mask = data["loss_mask"].values().cpu().bool()
+        # verl's masks hide images in results of tools.
+        mask &= types == 0
         batch = RolloutBatch.from_jagged(
             ids.split(lengths.tolist()),
             mask.split(lengths.tolist()),
             temperatures=None if values else _temperatures(data, len(lengths)),
         )
+        if media is not None:
+            batch = batch.with_media(media, types)
+        positions = None if media is None else host.positions(batch)
+        _check_positions(data["position_ids"], offsets, positions)
         return cls(batch, offsets, responses)
 
     def tokens(self, values: Tensor) -> Tensor:
@@ -116,15 +125,23 @@ def response_lengths(data: Any) -> Tensor:
     return data["attention_mask"][:, prompts.shape[1] :].sum(1)
 
 
-def _check_positions(position_ids: Tensor, offsets: Tensor) -> None:
-    """Positions count the tokens of each row; on every axis, where multimodal models have some."""
-    lengths = offsets.diff()
-    counted = torch.arange(int(offsets[-1])) - offsets[:-1].repeat_interleave(lengths)
+def _check_positions(
+    position_ids: Tensor, offsets: Tensor, positions_AT: NDArray[np.int64] | None
+) -> None:
+    """Positions are those of the model for its images, if given; else they count the tokens of each
+    row, on every axis where multimodal models have some."""
+    if positions_AT is None:
+        what = "count the tokens of each row from 0"
+        lengths = offsets.diff()
+        wanted = torch.arange(int(offsets[-1])) - offsets[:-1].repeat_interleave(lengths)
+    else:
+        what = "have the values of the model's own get_rope_index"
+        wanted = torch.from_numpy(positions_AT)
     found = position_ids.values().cpu()  # [T], or [axes, T]
-    if found.shape[-1:] != counted.shape or bool((found != counted).any()):
+    fits = found.shape == wanted.shape or (positions_AT is None and found.ndim == 2)
+    if not fits or found.shape[-1] != wanted.shape[-1] or bool((found != wanted).any()):
         raise UnsupportedError(
-            "position_ids do not count the tokens of each row from 0; forkpoint takes no others. "
-            "Leave position_ids to verl."
+            f"position_ids do not {what}; forkpoint takes no others. Leave position_ids to verl."
         )
 
 
