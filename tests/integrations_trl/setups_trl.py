@@ -114,7 +114,7 @@ SAMPLED: dict[str, Any] = {"num_generations": 4, "max_completion_length": 8, "te
 CONFIGS = {"grpo": GRPOConfig, "rloo": RLOOConfig, "dpo": DPOConfig}
 
 
-def _near(policy: PreTrainedModel) -> PreTrainedModel:
+def near(policy: PreTrainedModel) -> PreTrainedModel:
     """A reference model: of one that is far off losses are exponentials of large numbers."""
     found = copy.deepcopy(policy)
     generator = torch.Generator().manual_seed(5)
@@ -138,9 +138,9 @@ def trainer(
         kwargs |= {"reward_funcs": [reward]}
     made_model = copy.deepcopy((made or {}).get("model") or model())
     if kind == "dpo" and peft is None:
-        kwargs |= {"ref_model": _near(made_model)}
+        kwargs |= {"ref_model": near(made_model)}
     elif options.get("beta", 0.0 if kind == "grpo" else 1.0) and peft is None:
-        _near(made_model).save_pretrained(folder / "reference")
+        near(made_model).save_pretrained(folder / "reference")
         if dist.is_initialized():
             dist.barrier()  # of several ranks the first one saves
         made_model.config._name_or_path = str(folder / "reference")

@@ -1,4 +1,4 @@
-"""GRPO on prompts with images, beside stock TRL."""
+"""TRL's trainers on prompts with images, beside stock TRL."""
 
 import sys
 from pathlib import Path
@@ -17,7 +17,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast, ProcessorMixin, Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-from trl import GRPOConfig, GRPOTrainer
+from trl import DPOTrainer, GRPOTrainer, RLOOTrainer
 
 from forkpoint import Config
 from forkpoint.integrations.trl import calls, shared_trainer
@@ -69,56 +69,66 @@ def model(family: str) -> Any:
     return setups.ending(tiny_multimodal(family, dtype=torch.float32))
 
 
-def pictures(count: int = 16) -> Dataset:
-    """Prompts of words around an image, of two sizes."""
+def pictures(count: int = 16, *, paired: bool = False, sizes: int = 2) -> Dataset:
+    """Prompts of words around an image, of two sizes; `paired`: with two completions each."""
     generator = torch.Generator().manual_seed(1)
 
     def image(rows: int, columns: int) -> Image.Image:
         pixels = torch.randint(0, 255, (4 * rows, 4 * columns, 3), generator=generator)
         return Image.fromarray(pixels.numpy().astype("uint8"))
 
-    def text() -> dict[str, Any]:
-        ids = torch.randint(3, 61, (4,), generator=generator).tolist()
+    def text(length: int = 4) -> dict[str, Any]:
+        ids = torch.randint(3, 61, (length,), generator=generator).tolist()
         return {"type": "text", "text": " ".join(f"w{i}" for i in ids)}
 
-    return Dataset.from_list(
-        [
-            {
-                "prompt": [{"role": "user", "content": [text(), {"type": "image"}, text()]}],
-                "images": [image(4, 4 + 2 * (n % 2))],
-            }
-            for n in range(count)
-        ]
-    )
+    def row(n: int) -> dict[str, Any]:
+        found = {
+            "prompt": [{"role": "user", "content": [text(), {"type": "image"}, text()]}],
+            "images": [image(4, 4 + 2 * (n % sizes))],
+        }
+        if paired:
+            for length, name in enumerate(("chosen", "rejected"), 2):
+                found[name] = [{"role": "assistant", "content": [text(length + n % 3)]}]
+        return found
+
+    return Dataset.from_list([row(n) for n in range(count)])
 
 
-def trainer(cls: type, folder: Path, family: str, own: Any = None, **options: Any) -> Any:
-    # TRL keeps image tokens from being sampled, and no others that stand for media.
-    options |= {"generation_kwargs": {"bad_words_ids": [[61], [63]]}}
-    args = GRPOConfig(str(folder), **{**setups.COMMON, **setups.SAMPLED, **options})
+def trainer(
+    cls: type, folder: Path, family: str, own: Any = None, *, sizes: int = 2, **options: Any
+) -> Any:
+    classes = {x.__name__.removesuffix("Trainer").lower() for x in cls.__mro__}
+    (kind,) = classes & setups.CONFIGS.keys()
+    kwargs: dict[str, Any] = {"train_dataset": pictures(paired=kind == "dpo", sizes=sizes)}
+    made = model(family)
+    if kind == "dpo":
+        kwargs |= {"ref_model": setups.near(made)}
+    else:
+        # TRL keeps image tokens from being sampled, and no others that stand for media.
+        options |= {"generation_kwargs": {"bad_words_ids": [[61], [63]]}, **setups.SAMPLED}
+        kwargs |= {"reward_funcs": [setups.reward]}
+    if kind == "rloo":
+        setups.near(made).save_pretrained(folder / "reference")
+        made.config._name_or_path = str(folder / "reference")
+    args = setups.CONFIGS[kind](str(folder), **{**setups.COMMON, **options})
     torch.manual_seed(0)
-    return cls(
-        model=model(family),
-        args=args,
-        processing_class=processor(),
-        train_dataset=pictures(),
-        reward_funcs=[setups.reward],
-        **(own or {}),
-    )
+    return cls(model=made, args=args, processing_class=processor(), **kwargs, **(own or {}))
 
 
-CASES: dict[str, dict[str, Any]] = {
-    "qwen2_5_vl": {"max_steps": 2},
-    "qwen3_vl": {"loss_type": "dapo"},
+CASES: dict[str, tuple[type, str, dict[str, Any]]] = {
+    "grpo": (GRPOTrainer, "qwen2_5_vl", {"max_steps": 2}),
+    "dapo": (GRPOTrainer, "qwen3_vl", {"loss_type": "dapo"}),
+    "rloo": (RLOOTrainer, "qwen3_vl", {}),
+    "dpo": (DPOTrainer, "qwen2_5_vl", {}),
 }
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_stock_trl(name: str, tmp_path: Path) -> None:
-    options = CASES[name]
+    cls, family, options = CASES[name]
     own = {"forkpoint": Config(sharing="tree", boundary="within")}
-    ours = trainer(shared_trainer(GRPOTrainer), tmp_path / "ours", name, own, **options)
-    stock = trainer(GRPOTrainer, tmp_path / "stock", name, **options)
+    ours = trainer(shared_trainer(cls), tmp_path / "ours", family, own, **options)
+    stock = trainer(cls, tmp_path / "stock", family, **options)
     found, log = setups.run(ours)
     expected, wanted = setups.run(stock)
     towers = [n for n in expected if n.startswith("model.visual.")]
@@ -127,8 +137,31 @@ def test_gradients_are_those_of_stock_trl(name: str, tmp_path: Path) -> None:
     assert log[0]["loss"] == pytest.approx(wanted[0]["loss"], abs=1e-5)
     plan = ours.sharing.last_plan
     assert plan.media and plan.computed_tokens < 0.8 * plan.logical_tokens
-    # A group of four has one image.
+    # A group of four, or a pair, has one image.
     assert len(plan.media) <= plan.rollouts // 2
+
+
+class InResults(GRPOTrainer):
+    """Has all of a prompt but its first word in the completion, as a tool's result."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        found = super()._generate_and_score_completions(inputs)
+        moved = found["prompt_ids"][:, 1:]
+        for name in ("ids", "mask"):
+            prompt = found[f"prompt_{name}"]
+            found[f"completion_{name}"] = torch.cat([prompt[:, 1:], found[f"completion_{name}"]], 1)
+            found[f"prompt_{name}"] = prompt[:, :1]
+        found["tool_mask"] = torch.ones_like(found["completion_ids"])
+        found["tool_mask"][:, : moved.shape[1]] = 0
+        return found
+
+
+def test_images_in_results_of_tools(tmp_path: Path) -> None:
+    given = {"sizes": 1, "loss_type": "dapo"}
+    ours = trainer(shared_trainer(InResults), tmp_path / "ours", "qwen3_vl", **given)
+    stock = trainer(InResults, tmp_path / "stock", "qwen3_vl", **given)
+    assert setups.apart(setups.run(ours)[0], setups.run(stock)[0]) < BAR
+    assert ours.sharing.last_plan.media
 
 
 def test_images_of_other_rows_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

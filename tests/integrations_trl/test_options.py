@@ -11,7 +11,6 @@ import trl
 from accelerate import ParallelismConfig
 from cases_trl import OURS, Pair
 from peft import LoraConfig, PromptTuningConfig
-from transformers import ProcessorMixin
 
 from forkpoint import Config
 from forkpoint.errors import ConfigError, UnsupportedError
@@ -69,12 +68,6 @@ def test_refused_before_the_constructor_of_trl(
     with pytest.raises(UnsupportedError, match="neftune_noise_alpha=1"):
         setups.trainer("dpo", Changes, tmp_path, **options)
     assert not calls
-
-
-def test_processors_are_refused_before_the_constructor_of_trl(tmp_path: Path) -> None:
-    processor = object.__new__(ProcessorMixin)
-    with pytest.raises(UnsupportedError, match="images or a processor"):
-        OURS["dpo"]("not a model", None, None, processing_class=processor)
 
 
 def test_padding_free_trains_where_trl_leaves_it_out(tmp_path: Path) -> None:

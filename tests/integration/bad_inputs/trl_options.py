@@ -15,7 +15,7 @@ from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.integrations.trl import heads, shared_trainer
 from forkpoint.integrations.trl.arrivals import Arrivals
 from forkpoint.integrations.trl.calls import CaptureProxy, HeadAnswer, PackedRows, Rows
-from forkpoint.integrations.trl.options import check_options, check_trainer
+from forkpoint.integrations.trl.options import check_options
 from forkpoint.integrations.trl.trainers import _SharedTrainer
 from forkpoint.parallel.topology import ALL_PLACES
 from forkpoint.testing import tiny_model
@@ -41,21 +41,6 @@ class GRPOTrainer(SimpleNamespace):
 
 def checked(**options: Any) -> Callable[[], object]:
     return lambda: check_options(GRPOTrainer, GRPOConfig(**options))
-
-
-class DPOTrainer(SimpleNamespace):
-    """A trainer that takes no images."""
-
-    is_deepspeed_enabled: bool = False
-    is_fsdp_enabled: bool = False
-    aux_loss_enabled: bool = False
-    accelerator: Any = SimpleNamespace(num_processes=2)
-    model: Any = torch.nn.Identity()
-    sharing: Any = SimpleNamespace(context_ranks=1)
-
-
-def with_images() -> object:
-    return check_trainer(DPOTrainer(args=GRPOConfig(), _is_vlm=True))
 
 
 def without_grids() -> object:
@@ -126,12 +111,6 @@ TRL = (
         error=UnsupportedError,
         call=checked(activation_offloading=True),
         message="GRPOConfig has activation_offloading=True, which forkpoint's GRPOTrainer does",
-    ),
-    Kind(
-        name="Images in TRL",
-        error=UnsupportedError,
-        call=with_images,
-        message="DPOTrainer was given images or a processor for them, which forkpoint computes in",
     ),
     Kind(
         name="Images of another family in TRL",

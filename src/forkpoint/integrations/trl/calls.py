@@ -71,6 +71,8 @@ class Rows:
         present = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
         scored = labels != IGNORED
         scored[:, 0] = False  # nothing comes before it
+        if media:
+            scored &= types == 0  # TRL's masks hide images in results of tools
         if bool((scored & (labels != input_ids)).any()):
             raise UnsupportedError(
                 "the trainer's labels are other tokens than its input_ids; log-probs of the tokens "

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
-from transformers import ProcessorMixin, TrainingArguments
+from transformers import TrainingArguments
 
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts import refusals
@@ -108,8 +108,6 @@ def check_arguments(trainer: type, given: Iterable[object]) -> None:
     for value in given:
         if isinstance(value, TrainingArguments):
             check_options(trainer, value)
-        if isinstance(value, ProcessorMixin) and not _takes_images(trainer):
-            raise _images(trainer)
 
 
 def check_options(trainer: type, args: Any) -> None:
@@ -138,8 +136,6 @@ def check_trainer(trainer: Any) -> None:
                 f"{type(trainer).__name__} does not take: {reason}"
             )
     images = getattr(trainer, "_is_vlm", False) or getattr(trainer, "_is_vision_dataset", False)
-    if images and not _takes_images(type(trainer)):
-        raise _images(type(trainer))
     beside = {
         "images": images,
         "a load-balancing loss (router_aux_loss_coef)": getattr(trainer, "aux_loss_enabled", False),
@@ -166,15 +162,4 @@ def _refused(trainer: type, args: Any, name: str, reason: str) -> UnsupportedErr
     return UnsupportedError(
         f"{type(args).__name__} has {name}={getattr(args, name, None)!r}, which forkpoint's "
         f"{trainer.__name__} does not take: {reason}"
-    )
-
-
-def _takes_images(trainer: type) -> bool:
-    return any(kind.__name__ == "GRPOTrainer" for kind in trainer.__mro__)
-
-
-def _images(trainer: type) -> UnsupportedError:
-    return UnsupportedError(
-        f"{trainer.__name__} was given images or a processor for them, which forkpoint computes "
-        "in GRPO alone: train on text, with processing_class=AutoTokenizer.from_pretrained(...)."
     )
