@@ -56,7 +56,7 @@ VISION: dict[str, dict[str, Any]] = {
     "qwen3_5": {**QWEN3_VISION, "num_position_embeddings": 16},
     "qwen3_5_moe": {**QWEN3_VISION, "num_position_embeddings": 16},
     "gemma3": SIGLIP,
-    "mistral3": {**SIGLIP, "model_type": "pixtral", "head_dim": 8},
+    "mistral3": {**SIGLIP, "model_type": "pixtral", "head_dim": 8, "image_size": 32},
     "internvl": {**SIGLIP, "image_size": [16, 16], "patch_size": [4, 4]},
     "llava": {**SIGLIP, "model_type": "clip_vision_model", "projection_dim": 16},
     "smolvlm": SIGLIP,

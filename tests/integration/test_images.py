@@ -8,6 +8,7 @@ import pytest
 import torch
 from steps import ACROSS, clear_gradients, gradients, relative_distance
 from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from forkpoint import Config, Media, PlanError, Rollout, RolloutBatch, UnsupportedError, wrap
 from forkpoint.engine import media as engine_media
@@ -17,7 +18,7 @@ from forkpoint.losses import GRPO, GSPO
 from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
 from lanes import slow_besides, slow_besides_every
 from media_scenes import SCENES, image, rollout, scene, stock_inputs, video
-from multimodal_models import IMAGE, tiny_multimodal
+from multimodal_models import IMAGE, SIZES, tiny_multimodal
 
 BAR = 1e-10
 CONFIGS = (
@@ -306,6 +307,36 @@ def test_towers_that_mix_or_draw_are_refused() -> None:
     refused(lambda visual: visual.add_module("extra", norm), "BatchNorm1d in training mode")
     refused(lambda visual: setattr(visual.blocks[0], "drop_path", 0.1), r"drop_path 0\.1")
     refused(lambda visual: setattr(visual.blocks[0].attn, "dropout", 0.1), r"dropout 0\.1")
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "llava"])
+def test_tokens_of_images_that_are_called_text(family: str) -> None:
+    """As TRL trains rows whose images it has dropped; without media_types they are refused."""
+    model, ids = tiny_multimodal(family), [[3, *FOUR, n, 6] for n in (4, 5)]
+    bare = [Rollout(row, [0] * 5 + [1, 1], row[5] - 4.3) for row in ids]
+    batch = RolloutBatch(bare).with_media([(), ()], [0] * 14)
+    with lifted_upcasts(model):
+        wanted = gradients_by_rollout(model, batch, lambda one: {})
+        policy = wrap(model, ACROSS)
+        assert relative_distance(step(policy, batch), wanted) < BAR
+    assert policy.verify(batch, GRPO()).passed
+    with pytest.raises(UnsupportedError, match="it stands for an image"):
+        policy.forward_backward(bare, GRPO())
+    text = [Rollout([1, 2, 7], [0, 0, 1], 1.0)]
+    with pytest.raises(UnsupportedError, match="it stands for an image"):
+        policy.forward_backward([*batch, *text], GRPO())
+
+
+@pytest.mark.parametrize(("family", "text"), [("paligemma", "gemma"), ("gemma4", "gemma4_text")])
+def test_families_whose_images_are_seen_both_ways_are_refused(family: str, text: str) -> None:
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {family}")
+    make: Any = CONFIG_MAPPING[family]
+    config = make(text_config=CONFIG_MAPPING[text](**SIZES))
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    with pytest.raises(UnsupportedError, match=f"model_type '{family}'. has not been shown exact"):
+        wrap(model)
 
 
 def test_models_of_text_refuse_media() -> None:

@@ -164,6 +164,26 @@ def test_images_in_results_of_tools(tmp_path: Path) -> None:
     assert ours.sharing.last_plan.media
 
 
+class Cut(GRPOTrainer):
+    """Drops images as TRL does where max_completion_length cuts one in a tool's result."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        found = super()._generate_and_score_completions(inputs)
+        for name in ("pixel_values", "image_grid_thw", "num_images"):
+            del found[name]
+        found["mm_token_type_ids"].zero_()
+        return found
+
+
+def test_tokens_of_dropped_images_are_text(tmp_path: Path) -> None:
+    ours = trainer(shared_trainer(Cut), tmp_path / "ours", "qwen2_5_vl")
+    stock = trainer(Cut, tmp_path / "stock", "qwen2_5_vl")
+    (found, log), (expected, wanted) = setups.run(ours), setups.run(stock)
+    assert setups.apart(found, expected) < BAR
+    assert log[0]["loss"] == pytest.approx(wanted[0]["loss"], abs=1e-5)
+    assert not ours.sharing.last_plan.media
+
+
 def test_images_of_other_rows_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images = calls._images
 

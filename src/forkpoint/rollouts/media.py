@@ -168,7 +168,7 @@ class MediumOutline(NamedTuple):
 def read_media(
     who: str, media: Sequence[Media], types: Any, loss_mask: NDArray[np.bool_]
 ) -> tuple[tuple[Media, ...], NDArray[np.int8] | None]:
-    """The media of a rollout and the types of its tokens; no types where it has no media.
+    """The media of a rollout and the types of its tokens, if they are given.
 
     Raises RolloutError where tokens and media do not go together.
     """
@@ -196,7 +196,7 @@ def read_media(
                 f"{who}: media_types has {places} tokens of kind {kind!r}, and the media of this "
                 f"kind have {tokens}. Give each medium whole, in the order of their tokens."
             )
-    return tuple(media), given.astype(np.int8) if media else None
+    return tuple(media), given.astype(np.int8)
 
 
 def media_columns(

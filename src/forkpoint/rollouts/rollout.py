@@ -84,7 +84,8 @@ class Rollout:
         media: images and videos, in the order of their tokens. One that stands for several
             places is there once for each.
         media_types: int8 [T], or None without media: 0 for text, 1 for a token that stands for an
-            image, 2 for one of a video. None of these is trained.
+            image, 2 for one of a video. None of these is trained. If no rollout of a batch has
+            media and all have media_types, tokens of images are text, as in the model's forward.
 
     Raises:
         RolloutError: a value is not allowed; the message names the rollout, the field, the value

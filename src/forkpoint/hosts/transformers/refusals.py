@@ -182,7 +182,12 @@ def check_rope(causal: PreTrainedModel, longest: int) -> None:
 
 def check_placeholders(causal: PreTrainedModel, family: Family, batch: RolloutBatch) -> None:
     """Refuse tokens that stand for an image or a video which their rollout does not have, and
-    others that are to stand for one."""
+    others that are to stand for one.
+
+    A batch without media, whose media_types call such tokens text, runs them as the model does.
+    """
+    if not batch.media and all(rollout.media_types is not None for rollout in batch):
+        return
     text = np.ones(len(batch.token_ids), bool) if batch.media_of is None else batch.media_of < 0
     for name, default in family.media:
         found = getattr(causal.config, name, default)

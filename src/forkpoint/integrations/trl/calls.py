@@ -36,7 +36,8 @@ class Rows:
     scored: bool [B, W]; tokens whose log-probs are asked for.
     routed: whether the load-balancing loss of a mixture's routers is asked for.
     media: images of each row; empty where no row has any.
-    types: int64 [B, W], 1 for tokens of images, 0 for others; None where no row has any.
+    types: int64 [B, W], 1 for tokens of images, 0 for others; None of models without images. TRL
+        has zeros alone, and no images, where it has cut one: their tokens are then text.
     """
 
     input_ids: Tensor
@@ -78,7 +79,7 @@ class Rows:
                 "the trainer's labels are other tokens than its input_ids; log-probs of the tokens "
                 "themselves are what forkpoint computes. Use a loss of these."
             )
-        return cls(input_ids, present, scored, routed, media, types if media else None)
+        return cls(input_ids, present, scored, routed, media, types)
 
     def of(self, chosen: Tensor) -> "Rows":
         """Some of the rows, int64 [n], without losses of routers."""
@@ -96,7 +97,8 @@ class Rows:
         if self.types is None:
             return {}
         inputs = [one.inputs for row in self.media for one in row]
-        joined = {name: torch.cat([each[name] for each in inputs]) for name in IMAGES}
+        names = IMAGES if inputs else ()
+        joined = {name: torch.cat([each[name] for each in inputs]) for name in names}
         return {**joined, "mm_token_type_ids": self.types}
 
 
@@ -186,7 +188,7 @@ class PackedRows:
         """Those of this rank's rows among the batch's."""
         self.cells: Tensor = torch.from_numpy(cells[self.tokens] - begin).to(ids.device)
         """int64 [t]: where they are in [N, width] of this rank's N rows, flattened."""
-        if any(rows.media for rows in calls):
+        if any(rows.types is not None for rows in calls):
             none = [() for _ in range(len(self.batch))]
             media = [row for rows in calls for row in (rows.media or none[: len(rows.input_ids)])]
             types = [
