@@ -28,6 +28,9 @@ TRANSFORMERS_TESTS=(
   tests/integration/test_hybrid.py
   tests/integration/test_hybrid_refusals.py
   tests/integration/test_hybrid_compiled.py
+  tests/integration/test_multimodal.py
+  tests/integration/test_images.py
+  tests/integration/test_image_steps.py
   tests/numerics/test_families.py
   tests/fuzz/test_fuzz.py
 )
