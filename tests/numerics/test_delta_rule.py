@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import recurrences_by_loops
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from forkpoint import Config, RolloutBatch
@@ -16,7 +16,6 @@ from forkpoint.ops.delta_rule import (
     chunked,
     fla,
     gated_delta_rule,
-    reference,
 )
 from forkpoint.ops.recurrence import (
     ConvolutionTable,
@@ -104,7 +103,7 @@ def close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     ids=str,
 )
 def test_chunks_are_the_loop_over_time(case: Inputs) -> None:
-    expected = outcome(reference.scan, case.make(), case.sequences())
+    expected = outcome(recurrences_by_loops.delta_rule, case.make(), case.sequences())
     close(outcome(chunked.scan, case.make(), case.sequences()), expected)
 
 
@@ -113,8 +112,8 @@ def test_rounding_is_that_of_the_loop(dtype: torch.dtype) -> None:
     case = Inputs([130, 77, 200], dtype=dtype, dims=(16, 16))
     inputs = case.make()
     exact = [None if x is None else x.double() for x in inputs]
-    expected = outcome(reference.scan, exact, case.sequences())
-    loop = outcome(reference.scan, inputs, case.sequences())
+    expected = outcome(recurrences_by_loops.delta_rule, exact, case.sequences())
+    loop = outcome(recurrences_by_loops.delta_rule, inputs, case.sequences())
     found = outcome(chunked.scan, inputs, case.sequences())
     for name, value in expected.items():
         bar = 2 * (loop[name] - value).norm() + 2**-22 * value.norm()
@@ -127,7 +126,7 @@ def test_the_gradient_of_decays_is_precise_where_tokens_forget_almost_all() -> N
     q, k, v, g, beta, _ = case.make()
     inputs = [q, k, v, g - 16, beta, None]
     exact = [None if x is None else x.double() for x in inputs]
-    expected = outcome(reference.scan, exact, case.sequences())["g"]
+    expected = outcome(recurrences_by_loops.delta_rule, exact, case.sequences())["g"]
     found = outcome(chunked.scan, inputs, case.sequences())["g"]
     assert (found - expected).norm() < 1e-3 * expected.norm()
     assert expected.norm() > 0
@@ -136,7 +135,7 @@ def test_the_gradient_of_decays_is_precise_where_tokens_forget_almost_all() -> N
 def test_a_state_handed_over_is_the_whole() -> None:
     """Output and gradients of one sequence, and of two where one starts from the other."""
     whole = Inputs([150])
-    expected = outcome(reference.scan, whole.make(), whole.sequences())
+    expected = outcome(recurrences_by_loops.delta_rule, whole.make(), whole.sequences())
 
     def cut(q, k, v, g, beta, initial, _, final):
         first = Sequences(np.asarray([83]), "cpu")
@@ -161,8 +160,8 @@ def test_decay_that_underflows_has_finite_gradients() -> None:
 
 
 @settings(max_examples=25, derandomize=True, deadline=None)
-@given(batches(max_rollouts=7, max_tokens=14), st.sampled_from(["chunked", "reference"]))
-def test_a_microbatch_of_segments_is_its_paths(batch: RolloutBatch, kernel: str) -> None:
+@given(batches(max_rollouts=7, max_tokens=14))
+def test_a_microbatch_of_segments_is_its_paths(batch: RolloutBatch) -> None:
     plan = make_plan(
         batch, config=Config(sharing="tree", boundary="within", max_microbatch_tokens=10**6)
     )
@@ -184,7 +183,7 @@ def test_a_microbatch_of_segments_is_its_paths(batch: RolloutBatch, kernel: str)
                 assert tails is None
                 mixed = short_convolution(flat, weight, bias, starts, windows.places)
                 mixed = mixed.unflatten(1, v.shape[1:])
-                o, kept = gated_delta_rule(q, k, mixed, g, beta, table=table, kernel=kernel)
+                o, kept = gated_delta_rule(q, k, mixed, g, beta, table=table)
                 assert kept is None
                 return o
             outputs: dict[int, Tensor] = {}
@@ -193,7 +192,7 @@ def test_a_microbatch_of_segments_is_its_paths(batch: RolloutBatch, kernel: str)
                 mixed = torch.nn.functional.conv1d(x, weight[:, None], bias, groups=len(weight))
                 mixed = mixed[0].T.unflatten(1, v.shape[1:])
                 one = Sequences(np.asarray([len(path)]), "cpu")
-                o, _ = reference.scan(
+                o, _ = recurrences_by_loops.delta_rule(
                     q[path], k[path], mixed, g[path], beta[path], None, one, False
                 )
                 outputs |= {place: o[i] for i, place in enumerate(path)}
@@ -353,5 +352,5 @@ def test_what_fla_is_given(lengths: list[int], monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(fla, "_chunk_gated_delta_rule", lambda: kernel)
     case = Inputs(lengths)
-    expected = outcome(reference.scan, case.make(), case.sequences())
+    expected = outcome(recurrences_by_loops.delta_rule, case.make(), case.sequences())
     close(outcome(fla.scan, case.make(), case.sequences()), expected)

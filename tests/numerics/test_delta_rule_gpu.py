@@ -243,7 +243,7 @@ def test_changing_lengths_and_trees_compile_nothing_anew() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns
-@pytest.mark.parametrize("kernel", [k.name for k in DELTA_KERNELS if k.name != "reference"])
+@pytest.mark.parametrize("kernel", [k.name for k in DELTA_KERNELS])
 @pytest.mark.parametrize("boundary", ["within", "across"])
 def test_a_model_of_real_proportions(kernel: str, boundary: Any) -> None:
     """Four layers of Qwen3.5-4B in bfloat16: no further from float32 than dense training is."""

@@ -15,38 +15,7 @@ from forkpoint.errors import UnsupportedError
 from forkpoint.ops.dtypes import accumulate_dtype
 from forkpoint.ops.recurrence import Sequences, StateTable, over_levels, pairwise_decay
 
-__all__ = ["SCAN_KERNELS", "selective_scan"]
-
 CHUNK = 64
-
-
-def reference_scan(
-    x_TGE: Tensor,
-    a_TG: Tensor,
-    b_THD: Tensor,
-    c_THD: Tensor,
-    initial_SGED: Tensor | None,
-    sequences: Sequences,
-    final: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """One token after the other, sequence by sequence, as one writes the recurrence down."""
-    dtype = accumulate_dtype(x_TGE.dtype)
-    heads = x_TGE.shape[1]
-    x, a = x_TGE.to(dtype), a_TG.to(dtype)
-    b_TGD, c_TGD = (
-        y.to(dtype).repeat_interleave(heads // y.shape[1], dim=1) for y in (b_THD, c_THD)
-    )
-    outputs, states = [], []
-    for i, (begin, end) in enumerate(sequences.spans()):
-        state_GED = x.new_zeros(heads, x.shape[2], b_TGD.shape[2])
-        if initial_SGED is not None:
-            state_GED = initial_SGED[i].to(dtype)
-        for t in range(begin, end):
-            write_GED = x[t][:, :, None] * b_TGD[t][:, None, :]
-            state_GED = state_GED * a[t].exp()[:, None, None] + write_GED
-            outputs.append(torch.einsum("ged,gd->ge", state_GED, c_TGD[t]))
-        states.append(state_GED)
-    return torch.stack(outputs), torch.stack(states) if final else None
 
 
 def chunked_scan(
@@ -95,10 +64,6 @@ def chunked_scan(
     return chunks.join(o_NGCE.transpose(1, 2)), state
 
 
-SCAN_KERNELS = {"chunked": chunked_scan, "reference": reference_scan}
-"""Both run on any device, in any floating dtype; "auto" takes the first."""
-
-
 def selective_scan(
     x_TGE: Tensor,
     a_TG: Tensor,
@@ -118,7 +83,7 @@ def selective_scan(
         table: the microbatch's segments.
         initial_SGED: [S, G, E, D] float32 (float64), what the S segments of the first level start
             from; None for zeros.
-        kernel: one of SCAN_KERNELS by name, or "auto".
+        kernel: "chunked", which runs on any device in any floating dtype, or "auto".
 
     Returns:
         [T, G, E] and [K, G, E, D], both float32 (float64); the latter in the order of
@@ -126,17 +91,15 @@ def selective_scan(
 
     Raises UnsupportedError for a kernel that is none.
     """
-    if kernel not in ("auto", *SCAN_KERNELS):
-        known = ", ".join(map(repr, SCAN_KERNELS))
+    if kernel not in ("auto", "chunked"):
         raise UnsupportedError(
-            f"There is no selective-scan kernel {kernel!r}; there are 'auto', {known}. Name one of "
-            "these as recurrence_kernel, or leave the choice to 'auto'."
+            f"There is no selective-scan kernel {kernel!r}; there are 'auto', 'chunked'. Name "
+            "one of these as recurrence_kernel, or leave the choice to 'auto'."
         )
     assert x_TGE.shape[:2] == a_TG.shape and b_THD.shape == c_THD.shape
     assert x_TGE.shape[1] % b_THD.shape[1] == 0
     assert initial_SGED is None or initial_SGED.dtype == accumulate_dtype(x_TGE.dtype)
-    scan = SCAN_KERNELS["chunked" if kernel == "auto" else kernel]
     kind = x_TGE.device.type
     plain = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else None
     with plain or nullcontext():
-        return over_levels(scan, (x_TGE, a_TG, b_THD, c_THD), table, initial_SGED)
+        return over_levels(chunked_scan, (x_TGE, a_TG, b_THD, c_THD), table, initial_SGED)

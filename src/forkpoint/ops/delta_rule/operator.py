@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from forkpoint.ops.choice import AUTO, choose_kernel
-from forkpoint.ops.delta_rule import chunked, fla, reference
+from forkpoint.ops.delta_rule import chunked, fla
 from forkpoint.ops.delta_rule.kernel import DeltaKernel
 from forkpoint.ops.dtypes import accumulate_dtype
 from forkpoint.ops.recurrence import StateTable, over_levels
 
-DELTA_KERNELS: tuple[DeltaKernel, ...] = (fla.KERNEL, chunked.KERNEL, reference.KERNEL)
+DELTA_KERNELS: tuple[DeltaKernel, ...] = (fla.KERNEL, chunked.KERNEL)
 """Fastest first: "auto" takes the first that can serve. Each serves only what its record says."""
 
 _log = logging.getLogger("forkpoint")

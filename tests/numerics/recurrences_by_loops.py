@@ -1,21 +1,23 @@
-"""The reference kernel: any device and dtype, the recurrence as one writes it down.
+"""Recurrences one token after the other, sequence by sequence: the kernels are tested against them.
+
+The gated delta rule, with q and k of length one (Yang et al., Gated Delta Networks, arXiv
+2412.06464, equation 10):
 
     S_t = exp(g_t) S_{t-1} + k_t (beta_t (v_t - exp(g_t) S_{t-1}^T k_t))^T
     o_t = S_t^T q_t / sqrt(D)
 
-with q and k of length one (Yang et al., Gated Delta Networks, arXiv 2412.06464, equation 10). One
-token after the other, sequence by sequence; every other kernel is tested against it.
+and that of Mamba-2 (`forkpoint.ops.selective_scan`).
 """
 
 import torch
 from torch import Tensor
 
-from forkpoint.ops.delta_rule.kernel import DeltaKernel, by_value_head, normalized
+from forkpoint.ops.delta_rule.kernel import by_value_head, normalized
 from forkpoint.ops.dtypes import accumulate_dtype
 from forkpoint.ops.recurrence import Sequences
 
 
-def scan(
+def delta_rule(
     q_THD: Tensor,
     k_THD: Tensor,
     v_TGE: Tensor,
@@ -45,10 +47,30 @@ def scan(
     return torch.stack(outputs).to(v_TGE.dtype), torch.stack(states) if final else None
 
 
-KERNEL = DeltaKernel(
-    name="reference",
-    scan=scan,
-    device_types=None,
-    dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
-    deterministic=True,
-)
+def mamba2(
+    x_TGE: Tensor,
+    a_TG: Tensor,
+    b_THD: Tensor,
+    c_THD: Tensor,
+    initial_SGED: Tensor | None,
+    sequences: Sequences,
+    final: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """One token after the other, sequence by sequence, as one writes the recurrence down."""
+    dtype = accumulate_dtype(x_TGE.dtype)
+    heads = x_TGE.shape[1]
+    x, a = x_TGE.to(dtype), a_TG.to(dtype)
+    b_TGD, c_TGD = (
+        y.to(dtype).repeat_interleave(heads // y.shape[1], dim=1) for y in (b_THD, c_THD)
+    )
+    outputs, states = [], []
+    for i, (begin, end) in enumerate(sequences.spans()):
+        state_GED = x.new_zeros(heads, x.shape[2], b_TGD.shape[2])
+        if initial_SGED is not None:
+            state_GED = initial_SGED[i].to(dtype)
+        for t in range(begin, end):
+            write_GED = x[t][:, :, None] * b_TGD[t][:, None, :]
+            state_GED = state_GED * a[t].exp()[:, None, None] + write_GED
+            outputs.append(torch.einsum("ged,gd->ge", state_GED, c_TGD[t]))
+        states.append(state_GED)
+    return torch.stack(outputs), torch.stack(states) if final else None
