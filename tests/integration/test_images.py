@@ -253,6 +253,7 @@ def pixels(family: str, **inputs: Any) -> Media:
 
 
 ONE, FOUR = image("qwen3_vl"), [IMAGE] * 4
+TILES = np.zeros((1, 2, 3, 16, 16))
 REFUSED: dict[str, tuple[str, list[Rollout], str]] = {
     "text alone": ("glm4v", trained([3, *FOUR, 4], [ONE], [0, 1, 1, 1, 1, 0]), "text alone"),
     "both ways": ("gemma3", trained([3, *FOUR, 4], [ONE], [0, 1, 1, 1, 1, 0]), "both ways"),
@@ -280,6 +281,15 @@ REFUSED: dict[str, tuple[str, list[Rollout], str]] = {
         "qwen3_vl",
         trained([3, *FOUR[:3], 4], [Media("image", ONE.inputs, 3)], [0, 1, 1, 1, 0]),
         "no positions",
+    ),
+    "tiles of zeros, which the model leaves out": (
+        "smolvlm",
+        trained(
+            [3, *FOUR, *FOUR, 4],
+            [Media("image", {"pixel_values": np.eye(2)[None, :, :1, None, None] + TILES}, 8)],
+            [0, *[1] * 8, 0],
+        ),
+        "gives 4 features",
     ),
 }
 
