@@ -83,7 +83,8 @@ def test_other_positions_are_found() -> None:
     assert relative_distance(gradients(model), wanted) > 1e-3
 
 
-@pytest.mark.parametrize("family", slow_besides(["llava"], MULTIMODAL))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", MULTIMODAL)
 def test_losses_scores_and_recomputation(family: str) -> None:
     """Losses of rollouts, scores, log-probs of a loss outside, and recomputation."""
     model = tiny_multimodal(family)

@@ -22,7 +22,6 @@ from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.torch_dist.stages import StageLinks
 from forkpoint.losses import GSPO, RouterLoss
 from forkpoint.testing import lifted_upcasts
-from lanes import slow_besides
 from versions import needs_splits
 
 FOUR_LAYERS = {"num_hidden_layers": 4}
@@ -149,7 +148,8 @@ def check(case: Case, folder: Path) -> list[dict[str, float]]:
 
 
 @needs_splits
-@pytest.mark.parametrize("name", slow_besides(("context",), CASES))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_stages_leave_the_gradients_of_one_process(name: str, tmp_path: Path) -> None:
     check(CASES[name], tmp_path)
 
