@@ -141,6 +141,20 @@ def test_gradients_are_those_of_stock_trl(name: str, tmp_path: Path) -> None:
     assert len(plan.media) <= plan.rollouts // 2
 
 
+def test_text_of_a_multimodal_model(tmp_path: Path) -> None:
+    """The encoder does not run, and has no gradients."""
+
+    def text(cls: type, name: str) -> Any:
+        options = {"generation_kwargs": {"bad_words_ids": [[61], [62], [63]]}}
+        made = {"model": model("qwen3_vl")}
+        return setups.trainer("grpo", cls, tmp_path / name, made=made, **options)
+
+    ours, stock = text(shared_trainer(GRPOTrainer), "ours"), text(GRPOTrainer, "stock")
+    found, expected = setups.run(ours)[0], setups.run(stock)[0]
+    assert setups.apart(found, expected) < BAR
+    assert not any(n.startswith("model.visual.") for n in found)
+
+
 class InResults(GRPOTrainer):
     """Has all of a prompt but its first word in the completion, as a tool's result."""
 
