@@ -8,7 +8,7 @@ TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS / name) for name in ("hosts_titan", "integration", "parallel")]
 BOTH = ("test_there.py", "test_titan_steps.py", "test_titan_compiled.py")
 """Tests of every version of torchtitan."""
-ONLY_03 = "test_titan_03.py"
+ONLY_03 = ("test_titan_03.py", "test_titan_split_03.py")
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
@@ -20,4 +20,4 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
         return True
     # 0.3 has what models of 0.2 are made of elsewhere.
     is_03 = find_spec("torchtitan.models.common") is not None
-    return True if (name not in BOTH) and (name == ONLY_03) != is_03 else None
+    return True if (name not in BOTH) and (name in ONLY_03) != is_03 else None

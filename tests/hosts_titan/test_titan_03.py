@@ -105,13 +105,6 @@ def test_stages_and_context(family: str, dimension: str) -> None:
 # ------------------------------------------------------------
 
 
-def test_parallelized_modules_are_refused() -> None:
-    model: Any = titan_model("llama3")
-    model.layers["0"].attention.parallelize(None)
-    with pytest.raises(UnsupportedError, match=r"Module.parallelize.*partial_dtensor.*0\.2\.2"):
-        wrap(model)
-
-
 def test_mixtures_of_experts_are_refused() -> None:
     model: Any = titan_model("qwen3")
     drawn = dict.fromkeys(("weight", "w1_EFD", "w2_EDF", "w3_EFD"), nn.init.normal_)

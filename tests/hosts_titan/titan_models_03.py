@@ -7,7 +7,9 @@ from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear,
 from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
+from torchtitan.models.llama3.sharding import set_llama3_sharding_config
 from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
+from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
 DIM, VOCABULARY, LAYERS = 32, 61, 3
 DRAWN = {"weight": nn.init.normal_, "bias": nn.init.zeros_}
@@ -24,6 +26,7 @@ def build(
     max_seq_len: int = 256,
     fuse_qkv: bool = True,
     inner: Any = None,
+    sequence_parallel: bool = True,
 ) -> nn.Module:
     """inner: the configuration of the inner attention."""
     llama = family == "llama3"
@@ -54,7 +57,7 @@ def build(
             )
         )
     model = Llama3Model if llama else Qwen3Model
-    return model.Config(
+    config = model.Config(
         dim=DIM,
         vocab_size=VOCABULARY,
         enable_weight_tying=enable_weight_tying,
@@ -64,4 +67,9 @@ def build(
         norm=RMSNorm.Config(normalized_shape=DIM, param_init=ONES),
         lm_head=Linear.Config(in_features=DIM, out_features=VOCABULARY, param_init=DRAWN),
         layers=layers,
-    ).build()
+    )
+    if llama:
+        set_llama3_sharding_config(config, enable_sp=sequence_parallel)
+    else:
+        set_qwen3_sharding_config(config, enable_sp=sequence_parallel, enable_ep=False)
+    return config.build()

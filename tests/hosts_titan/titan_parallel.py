@@ -7,15 +7,19 @@ from typing import Any
 import torch
 from cpu_trainer import own_name
 from scenarios_of_ranks import DEEP, UNEQUAL, distance, gradients
-from titan_models import titan_model
+from titan_models import V03, titan_model
 from torch import nn
 from torchtitan.distributed import ParallelDims
 
 import forkpoint
-from benchmarks.ranks.titan import models_on_cpus, parallelize
 from forkpoint import Config, Rollout, RolloutBatch
 from forkpoint.losses import GRPO
 from forkpoint.testing import lifted_upcasts
+
+if V03:
+    from titan_parallel_03 import parallelize
+else:
+    from benchmarks.ranks.titan import models_on_cpus, parallelize
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,8 @@ class Case:
 
 def compared(case: Case) -> dict[str, Any]:
     """Run the case on this rank; differences from one process."""
-    models_on_cpus()
+    if not V03:
+        models_on_cpus()
     model, other = (titan_model(case.family, **case.sizes) for _ in range(2))
     dims = parallelize(model, **case.options)
     batches = dims.get_optional_mesh("batch")

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from forkpoint.engine.changes import Changes
 from forkpoint.hosts.calls import in_forward
@@ -44,7 +45,10 @@ def _caught(
         roots = end.roots
     else:
         raise AssertionError("the last block ran to its end in a microbatch that leaves it early")
-    return _StandIn.apply(hidden_states.detach(), *roots)
+    hidden = hidden_states.detach()
+    if isinstance(hidden, DTensor):  # of which ranks have parts; a clone waits for its memory
+        hidden = hidden.to_local().clone()
+    return _StandIn.apply(hidden, *roots)
 
 
 def _same(forward: Callable[..., Any], hidden_states: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from forkpoint.config import Config
 from forkpoint.engine.changes import Changes
@@ -440,8 +441,13 @@ def round_embeddings(host: Host, changes: Changes) -> None:
     def off(_: nn.Module, __: Any, output: Tensor) -> Tensor:
         if threading.get_ident() != own:
             return output
-        noise = torch.rand(output.shape, generator=generator, dtype=torch.float64, device="cpu")
-        factor = 1 + eps * (2 * noise.to(output.device) - 1)
-        return (output.double() * factor).to(output.dtype)
+        here = output.to_local() if isinstance(output, DTensor) else output
+        noise = torch.rand(here.shape, generator=generator, dtype=torch.float64, device="cpu")
+        factor = 1 + eps * (2 * noise.to(here.device) - 1)
+        found = (here.double() * factor).to(here.dtype)
+        if isinstance(output, DTensor):
+            mesh, placements = output.device_mesh, output.placements
+            return DTensor.from_local(found, mesh, placements, run_check=False)
+        return found
 
     add_hook(changes, host.embeddings._forward_hooks, off)

@@ -52,10 +52,22 @@ def _attend_BLHD(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Forward of the inner attention in microbatches: [B, L, H, E]."""
+    """Forward of the inner attention in microbatches: [B, L, H, E].
+
+    Under tensor parallelism it runs the heads of this rank, of DTensors.
+    """
     if not isinstance(attention_masks, CallContext):
         refuse_call()
-    return attend(attention_masks, module, q_BLHD, k_BLKD, v_BLKE, scale=scale)
+    q, k, v = (x.to_local() if isinstance(x, DTensor) else x for x in (q_BLHD, k_BLKD, v_BLKE))
+    output = attend(attention_masks, module, q, k, v, scale=scale)
+    return _as_heads_of(q_BLHD, output)
+
+
+def _as_heads_of(q: Tensor, output: Tensor) -> Tensor:
+    """The output of heads of this rank, as a DTensor where the queries are one."""
+    if not isinstance(q, DTensor):
+        return output
+    return DTensor.from_local(output, q.device_mesh, q.placements, run_check=False)
 
 
 def _attend(
@@ -76,8 +88,4 @@ def _attend(
         refuse_call()
     given = (x.to_local() if isinstance(x, DTensor) else x for x in (q_BHLD, k_BKLD, v_BKLE))
     q, k, v = (x.transpose(1, 2) for x in given)
-    output = attend(block_mask, module, q, k, v, scale=scale).transpose(1, 2)
-    if isinstance(q_BHLD, DTensor):
-        heads = q_BHLD.placements
-        output = DTensor.from_local(output, q_BHLD.device_mesh, heads, run_check=False)
-    return output
+    return _as_heads_of(q_BHLD, attend(block_mask, module, q, k, v, scale=scale).transpose(1, 2))

@@ -117,7 +117,7 @@ class TitanEntry:
     def check_model(self) -> None:
         check_stage(self.core)
         refusals.check_model(self.core, self.family)
-        split_modules(self.core)
+        refusals.check_split_stage(self.core, split_modules(self.core))
 
     def check_context_parallel(self, shape: ModelShape, ranks: int) -> None:
         """Every layer attends, and has been shown exact."""
@@ -224,12 +224,12 @@ class TitanEntry:
             split=self._gives_positions,
         )
         if attention_masks.instruction.ends_at in (BOUNDARY, BLOCKS):
-            return hidden
+            return hidden.to_local().clone() if isinstance(hidden, DTensor) else hidden
         hidden = self.core.norm(hidden)
         if isinstance(hidden, DTensor):  # ranks have parts of the sequence
             replicated = [Replicate()] * hidden.device_mesh.ndim
-            # The head gives the whole gradient on every rank.
-            hidden = hidden.redistribute(placements=replicated).to_local()
+            # The head gives the whole gradient on every rank. Of views fully_shard warns.
+            hidden = hidden.redistribute(placements=replicated).to_local().clone()
         return hidden
 
     def stock(self, ids_NL: Tensor, shown: ShownMedia | None = None) -> Tensor:

@@ -1,5 +1,6 @@
 """Refusals, by name, of torchtitan's models that the self-check on a sample does not show wrong."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -12,6 +13,7 @@ from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.code_provenance import describe_function
 from forkpoint.hosts.modules import every_module, plain_class
 from forkpoint.hosts.titan.families import Family, family_of, head_of, sizes_of
+from forkpoint.hosts.titan.splits import Split, redistributes
 from forkpoint.hosts.wrappers import set_forward
 
 INNER = "attention.inner_attention"
@@ -49,7 +51,8 @@ def check_model(model: Any, family: Family) -> None:
                 f"{where} sends tokens to experts by their places in a batch, where a shared token "
                 "has no one place. Set debug.moe_force_load_balance to false."
             )
-        if "forward" in vars(module) and set_forward(module) is None:
+        known = "forward" not in vars(module) or set_forward(module) or redistributes(module)
+        if not known:
             found = describe_function(vars(module)["forward"])
             raise UnsupportedError(
                 f"{where} has a forward of its own ({found}), whose effect is not known. Wrap the "
@@ -61,6 +64,16 @@ def check_model(model: Any, family: Family) -> None:
                 f"{where} is a {kind.__name__}; stock forwards of {inner} have been shown exact, "
                 f"and steps run forkpoint's kernels in any case. {family.version.remedy}"
             )
+
+
+def check_split_stage(model: Any, splits: Sequence[Split]) -> None:
+    """Refuse stages of a pipeline whose blocks take DTensors: stages send plain tensors."""
+    if any(redistributes(m) for _, m, _ in splits) and len(model.layers) < sizes_of(model).n_layers:
+        raise UnsupportedError(
+            "the model is a stage of a pipeline and split over ranks by torchtitan 0.3, whose "
+            "blocks take DTensors where stages send plain tensors. Use one of the two "
+            "parallelisms, or torchtitan 0.2.2."
+        )
 
 
 def is_checkpointed(block: nn.Module) -> bool:

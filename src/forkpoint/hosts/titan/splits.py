@@ -2,14 +2,16 @@
 experts.
 
 torchtitan's own code runs on every rank. Hooks of its modules convert tensors to and from DTensors
-and issue the collectives. A step adds no collective of its own but those of the head. Splits are
-read from these hooks, which close over the style of the split and the mesh, and from no
-configuration, which may have changed since.
+and issue the collectives; in torchtitan 0.3 forwards that are set on modules do. A step adds no
+collective of its own but those of the head. Splits are read from these hooks and forwards, which
+close over the style of the split and the mesh, and from no configuration, which may have changed
+since.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MethodType
 from typing import Any, TypeGuard
 
 import torch.distributed as dist
@@ -21,7 +23,7 @@ from forkpoint.engine.changes import Changes
 from forkpoint.engine.distributed import Holder
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.code_provenance import Definition, describe_function, is_defined_as
-from forkpoint.hosts.modules import HOOKS, every_module, every_parameter
+from forkpoint.hosts.modules import HOOKS, every_module, every_parameter, plain_class
 from forkpoint.hosts.wrappers import closed_over
 from forkpoint.parallel.topology import Relation
 
@@ -48,6 +50,12 @@ EXACT: dict[str, tuple[str, ...]] = {
     EXCHANGES: ("TensorParallel", "ExpertParallel", "ExpertTensorParallel"),
 }
 """Styles that have been shown exact, by the module that defines them."""
+REDISTRIBUTES: Definition = (
+    "torchtitan.protocols.module",
+    "Module.parallelize.<locals>.forward_with_redistribution",
+)
+"""The forward that torchtitan 0.3 sets on modules that it splits, around the forward of their
+class."""
 WRONG = "ReordererSequenceParallel"
 """A style with which gradients of torchtitan 0.2.2 itself are wrong."""
 
@@ -72,11 +80,44 @@ def split_modules(model: nn.Module) -> list[Split]:
 
     Raises UnsupportedError for a style that has not been shown exact.
     """
-    return [
-        (name, module, _style(name or "the model", hook))
-        for name, module in every_module(model)
-        for hook in _hooks(module)
-    ]
+    found: list[Split] = []
+    for name, module in every_module(model):
+        where = name or "the model"
+        if redistributes(module):
+            found.append((name, module, _redistribution(where, module)))
+        found += [(name, module, _style(where, hook)) for hook in _hooks(module)]
+    return [split for split in found if (split[2].tensor, split[2].expert) != (None, None)]
+
+
+def redistributes(module: nn.Module) -> bool:
+    """Whether Module.parallelize of torchtitan 0.3 has set the module's forward."""
+    return is_defined_as(vars(module).get("forward"), REDISTRIBUTES)
+
+
+def _redistribution(where: str, module: nn.Module) -> TitanStyle:
+    """How torchtitan 0.3 has split a module."""
+    inside = closed_over(module.forward)
+    dims, own = inside["parallel_dims"], inside["fn"]
+    if dims.spmd_backend != "partial_dtensor":
+        raise UnsupportedError(
+            f"{where} is split over ranks with torchtitan's backend {dims.spmd_backend!r}, which "
+            "has not been shown exact. Set parallelism.spmd_backend to 'partial_dtensor'."
+        )
+    if dims.cp_enabled:
+        raise UnsupportedError(
+            f"{where} is under torchtitan's own context parallelism, which has not been shown "
+            "exact in torchtitan 0.3. Set context_parallel_degree to 1 and "
+            "data_parallel_shard_degree to the product of both, and give forkpoint.wrap a mesh "
+            "with the dimension 'cp'."
+        )
+    if isinstance(own, partial):  # of local_map, which converts tensors
+        own = own.args[0]
+    if not isinstance(own, MethodType) or own.__func__ is not plain_class(module).forward:
+        raise UnsupportedError(
+            f"{where} had a forward of its own ({describe_function(own)}) when torchtitan split "
+            "it, whose effect is not known. Split the model before what sets it."
+        )
+    return TitanStyle("Module.parallelize", dims.get_optional_mesh("tp"), None)
 
 
 def _hooks(module: nn.Module) -> Iterator[Any]:
@@ -137,6 +178,8 @@ def unsplit(copy: nn.Module, _: Sequence[Split]) -> None:
     """Let a whole copy of a model whose modules are split run on one rank."""
     for module in copy.modules():
         without_hooks(module, (*SPLIT_HOOKS, *CONTEXT_HOOKS), Changes())
+        if "tp_group" in vars(module):  # of embeddings of torchtitan 0.3
+            vars(module)["tp_group"] = None
 
 
 def split_holder(model: nn.Module) -> "TitanSplit | None":

@@ -95,12 +95,6 @@ class Version03(Version):
     )
 
     def refused(self, module: nn.Module) -> str | None:
-        if vars(module).get("_parallelized"):
-            return (
-                "is split or annotated by Module.parallelize of torchtitan 0.3, which has not been "
-                "shown exact. Set parallelism.spmd_backend to 'partial_dtensor' and the degrees of "
-                "tensor, context and expert parallelism to 1, or use torchtitan 0.2.2."
-            )
         if plain_class(module).__module__ == "torchtitan.models.common.moe":
             return (
                 "is a mixture of experts of torchtitan 0.3, which computes in bfloat16 for weights "

@@ -6,6 +6,7 @@ from itertools import chain
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -30,7 +31,7 @@ def copy_in(
         id(value): value
         for module in model.modules()
         for value in vars(module).values()
-        if isinstance(value, DeviceMesh)
+        if isinstance(value, DeviceMesh | dist.ProcessGroup)
     }
     for tensor in chain(model.parameters(), model.buffers()):
         if id(tensor) in copies:
