@@ -237,7 +237,8 @@ class Peers(Benchmark):
         )
         for side in ["loop", *(side for side in self._names if side != "loop")]:
             first = side == "loop"
-            model = self._model(device, torch.float64 if first else dtype, 2)
+            # Random weights differ by dtype, so all models are made in the one.
+            model = self._model(device, dtype, 2).to(torch.float64 if first else dtype)
             found = self._gradients(side, model, device, batch, task)
             if first:
                 expected = found

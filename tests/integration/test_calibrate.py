@@ -16,6 +16,9 @@ from forkpoint.plan.pricing.calibration import FOLDER_VARIABLE, Calibration
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.synthetic import synthetic_rollouts
 from forkpoint.step.calibrate import automatic
+from forkpoint.step.calibrate.calibrator import QUICK, Calibrator
+from forkpoint.step.calibrate.clock import Times
+from forkpoint.step.calibrate.microbatches import Rows
 
 MODEL = {
     "model_type": "qwen3",
@@ -208,3 +211,22 @@ def test_a_gpu_is_measured_in_seconds(tmp_path: Path, monkeypatch: pytest.Monkey
     assert torch.equal(torch.cuda.get_rng_state(), random)
     assert torch.cuda.memory_allocated() - before < 1 << 26
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize(("row_ms", "sizes"), [(1.0, 3), (200.0, 2)])
+def test_compilation_takes_none_of_its_time(
+    monkeypatch: pytest.MonkeyPatch, row_ms: float, sizes: int
+) -> None:
+    def row(*_: object) -> Times:
+        time.sleep(0.1)  # as long as compilation might take
+        return Times(row_ms / 2, row_ms / 2)
+
+    monkeypatch.setattr(Rows, "row_ms", row)
+    effort = replace(QUICK["cpu"], row_tokens=(4, 8, 16), repeats=1, max_seconds=0.2)
+    model = random_model(MODEL, torch.float32, 0).train()
+    calibrator = Calibrator(
+        lambda layers: random_model({**MODEL, "num_hidden_layers": layers}, torch.float32, 0),
+        compile_blocks=False,
+        effort={"cpu": effort},
+    )
+    assert len(calibrator.run(wrap(model).host.shape).block.at) == sizes

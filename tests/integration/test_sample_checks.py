@@ -94,3 +94,20 @@ def test_steps_of_other_optimizers_do_not_count() -> None:
             parameter.grad = torch.zeros_like(parameter)
         torch.optim.SGD(module.parameters(), lr=0.1).step()
         assert steps.count == expected
+
+
+def test_convolutions_do_not_round_to_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN does by default, in algorithms that it chooses by the size of a batch."""
+    convolutions: Any = torch.backends.cudnn.conv
+    before = convolutions.fp32_precision
+    assert before == "tf32"
+    seen, stock = [], checks.StockComparison.stock
+
+    def seeing(self: checks.StockComparison, *args: Any) -> Any:
+        seen.append(convolutions.fp32_precision)
+        return stock(self, *args)
+
+    monkeypatch.setattr(checks.StockComparison, "stock", seeing)
+    wrap(tiny_model("llama"), Config()).forward_backward(forked_batch(), GRPO())
+    assert seen and set(seen) == {"ieee"}
+    assert convolutions.fp32_precision == before

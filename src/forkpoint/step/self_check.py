@@ -185,6 +185,7 @@ def self_check(
     graph. Raises UnsupportedError if one of the two fails. Random generators are left as they were.
     """
     mark = transaction.changes.mark
+    _convolve_in_float32(transaction.changes)
     sample = sample_of(batch, host)
     comparison = StockComparison(transaction, host, config, sample, training)
     keep_random_state(host.device, transaction.changes)
@@ -193,6 +194,16 @@ def self_check(
     found = comparison.compared(comparison.shared())
     transaction.changes.undo(mark)
     return found
+
+
+def _convolve_in_float32(changes: Changes) -> None:
+    """Let cuDNN round no input of a float32 convolution to TF32, which it does by default.
+
+    It does so in some of its algorithms, and chooses these by the size of a batch.
+    """
+    convolutions = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    changes.later(setattr, convolutions, "fp32_precision", convolutions.fp32_precision)
+    convolutions.fp32_precision = "ieee"
 
 
 def sample_of(batch: RolloutBatch, host: Host) -> RolloutBatch:

@@ -38,7 +38,8 @@ class Calibrate:
         device: What is measured. auto takes a CUDA device if there is one.
         blocks: Whether decoder blocks are compiled, as they will be in training. auto compiles on
             CUDA.
-        max_seconds: Begin no longer microbatches after so many seconds.
+        max_seconds: Begin no longer microbatches that would be done after so many seconds, the time
+            of compilation left out.
         json: Print one line of JSON and nothing else.
     """
 

@@ -41,7 +41,7 @@ class Effort:
     memory: bool = True
     """Whether bytes of checkpointing and of backwards are measured; else they are counted."""
     max_seconds: float
-    """Begin no longer rows after so many."""
+    """Begin no longer rows that would be done later; the time of compilation is left out."""
 
 
 THOROUGH = {
@@ -121,7 +121,7 @@ class Calibrator:
         hosts = {n: self._host(n) for n in LAYERS}
         host = hosts[FEW]
         effort = self.effort[host.device.type]
-        sizes, end = effort.row_tokens, begin + effort.max_seconds
+        sizes = effort.row_tokens
         clock = Clock(host.device, repeats=effort.repeats, busy_products=effort.busy_products)
         whole = Rows(clock, kernel=self.kernel, vocab=min(host.shape.vocab, 1 << 15))
         of_parts = Clock(
@@ -143,14 +143,16 @@ class Calibrator:
         head = parts.head(shape.vocab, sizes)
         rows: dict[int, list[Times]] = {n: [] for n in LAYERS}
         done: list[int] = []
+        left = effort.max_seconds
         for tokens in sizes:
-            if len(done) >= 2 and time.perf_counter() > end:
+            if len(done) >= 2 and _expected_seconds(rows, done, tokens, effort) > left:
                 break
             done.append(tokens)
             for layers, its in hosts.items():
                 rows[layers].append(whole.row_ms(its, tokens))
+            left -= _spent_seconds(rows, effort)
         # Last, since compiled blocks are compiled once more for it.
-        if effort.memory and time.perf_counter() < end:
+        if effort.memory and left > 0:
             kept["selective"] = whole.kept_bytes(hosts, sizes[1], "selective")
         copies = parts.copies(effort.copy_bytes)
         block, rest = _block(done, rows, causal), _rest(done, rows, head)
@@ -181,6 +183,20 @@ class Calibrator:
         host = host_of(self.make_model(layers), compile_blocks=self.compile_blocks)
         host.compiling.announced = not self.announces
         return host
+
+
+def _spent_seconds(rows: dict[int, list[Times]], effort: Effort) -> float:
+    """Time of the last rows' samples. It has no compilation, which the first step needs anyway."""
+    last = [times[-1] for times in rows.values()]
+    each = (max(t.forward + t.backward, t.issued_forward + t.issued_backward) for t in last)
+    return (1 + effort.repeats) * sum(each) / 1e3
+
+
+def _expected_seconds(
+    rows: dict[int, list[Times]], done: list[int], tokens: int, effort: Effort
+) -> float:
+    """The same of longer rows, at most: attention grows with the square of the length."""
+    return _spent_seconds(rows, effort) * (tokens / done[-1]) ** 2
 
 
 def _of_block(rows: dict[int, list[Times]], index: int, figure: int) -> float:

@@ -15,6 +15,7 @@ from forkpoint.plan.pricing.calibration import Curve
 from forkpoint.step.calibrate.clock import Clock, Times
 
 TINY_KEYS = 16
+FILLED_TOKENS = 8192
 
 
 class Parts:
@@ -28,7 +29,8 @@ class Parts:
 
     def causal(self, sizes: tuple[int, ...]) -> Curve:
         """Pairs a ms by the length of segments that attend to themselves alone."""
-        fill = sizes[-2]
+        # As many tokens as a microbatch has: what a launch takes besides is then the block's.
+        fill = min(sizes[-1], FILLED_TOKENS)
 
         def at(index: int, backward: bool) -> float:
             length = sizes[index]
@@ -60,8 +62,12 @@ class Parts:
         return part, curve(keys, at)
 
     def _attention_ms(self, length: int, count: int, keys: int) -> Times:
-        """One layer's attention over `count` segments, all below an ancestor of `keys` tokens."""
-        one, tokens, dtype = self.shape, length * count, self._dtype
+        """One layer's attention over `count` segments, all below an ancestor of `keys` tokens.
+
+        One segment more, of one token, has the kernel chosen that serves segments of a microbatch:
+        they differ in length.
+        """
+        one, tokens, dtype = self.shape, length * count + 1, self._dtype
 
         def draw(n: int, heads: int, dim: int, grad: bool = True) -> Tensor:
             return torch.randn(
@@ -70,8 +76,8 @@ class Parts:
 
         q = draw(tokens, one.heads, one.head_dim)
         k, v = draw(tokens, one.kv_heads, one.head_dim), draw(tokens, one.kv_heads, one.value_dim)
-        cu = [length * i for i in range(count + 1)]
-        launches = [[0, 1, 0, tokens, 0, tokens, length, length, 0, 0, count]]
+        cu = [length * i for i in range(count + 1)] + [tokens]
+        launches = [[0, 1, 0, tokens, 0, tokens, length, length, 0, 0, count + 1]]
         cache = None
         if keys:
             state = [draw(keys, one.kv_heads, d, False) for d in (one.head_dim, one.value_dim)]
