@@ -256,6 +256,63 @@ def ranks() -> str:
     return timed(RANKS)
 
 
+def peers() -> str:
+    """An update by other methods that share prompts."""
+    found = {metric: row for (_, metric), row in measured("peers-h200").items()}
+    loop, lines = found["plain loop: update"]["value"], []
+    for metric, row in found.items():
+        side, _, figure = metric.rpartition(": ")
+        if figure == "update":
+            peak = found[f"{side}: peak"]["value"] / 2**30
+            seconds = f"{row['value'] / 1e3:.2f}"
+            lines.append([side, seconds, f"{loop / row['value']:.2f}x", f"{peak:.1f}", source(row)])
+    return markdown(("method", "update, s", "ratio to the loop", "peak, GiB", "measured on"), lines)
+
+
+def context() -> str:
+    """Steps of long prompts on two ranks of context parallelism beside one GPU."""
+    found, lines = measured("context-h200x2"), []
+    for prompt in (32_768, 65_536):
+        case = f"qwen3-8b, 12 layers, 2 ranks, compiled, P{prompt}"
+        one, dense = found[f"{case}, one rank", "shared step"], found[case, "dense step"]
+        for way in ("by heads", "leaves dealt out"):
+            row = found[f"{case}, {way}", "shared step"]
+            sent = found[f"{case}, {way}", "sent by each rank"]["value"] / 2**30
+            seconds = [f"{each['value'] / 1e3:.2f}" for each in (dense, one, row)]
+            part = f"{row['value'] / one['value']:.2f}"
+            lines.append([f"{prompt:,}", way, *seconds, part, f"{sent:.1f}", source(row)])
+    seconds = ("dense, s", "one GPU, s", "two GPUs, s")
+    header = ("prompt", "split", *seconds, "two over one", "sent by a GPU, GiB", "measured on")
+    return markdown(header, lines)
+
+
+def pipeline() -> str:
+    """Steps on two stages beside one GPU."""
+    lines = []
+    for size, name in ((4, "pipeline-h100x2"), (16, "pipeline-h200x2")):
+        found = measured(name)
+        case = f"qwen3-8b, 24 layers, 2 stages, 2 groups of {size}"
+        row = found[case, "measured speed-up"]
+        bubbles = ("measured bubble", "predicted bubble", "predicted bubble of three barriers")
+        figures = [f"{found[case, metric]['value']:.3f}" for metric in bubbles]
+        predicted = times(found[case, "predicted speed-up"])
+        lines.append([f"2 groups of {size}", times(row), predicted, *figures, source(row)])
+    ratios = ("ratio to one GPU", "predicted")
+    bubbles = ("bubble", "predicted bubble", "with three barriers")
+    return markdown(("step", *ratios, *bubbles, "measured on"), lines)
+
+
+def images() -> str:
+    """Steps of a prompt of images, over forkpoint's dense training."""
+    lines = []
+    for (case, metric), row in measured("images-h200").items():
+        if metric == "faster than without sharing":
+            share = f"{row['value'] / row['bound']:.2f}"
+            encoder = case.split(", ")[1].removeprefix("encoder ")
+            lines.append([encoder, times(row), bound(row), share, source(row)])
+    return markdown(("encoder", "ratio", "bound", "share", "measured on"), lines)
+
+
 def bounds() -> str:
     """Counted bounds of groups by their prompt and size."""
     shape = ModelShape.from_config(MODELS["qwen3-8b"])
@@ -354,6 +411,30 @@ the same trainer, without sharing.
 
 {ranks}
 
+Context parallelism: 12 layers of Qwen3-8B, one prompt with 8 responses of 2,048 tokens. *Dense* is
+training without sharing on both GPUs, a rollout a microbatch, extrapolated from two samples.
+
+{context}
+
+Stages of a pipeline: 24 layers of Qwen3-8B, microbatches of at most 4,096 tokens. The *bubble* is
+the part of the stages' time that the step on one GPU does not explain.
+
+{pipeline}
+
+## Other methods that share prompts
+
+Forward and backward of two prompts of 8,192 tokens with 8 responses of 512 each, Qwen3-1.7B.
+PrefixGrouper uses sdpa, tree packing FlexAttention. No side has optimizer states.
+
+{peers}
+
+## Images
+
+A prompt of 8,000 visual and 200 other tokens with 8 responses of 300, Qwen3-VL-4B. Both sides are
+compiled. The baseline is two rollouts, scaled. forkpoint runs the encoder once.
+
+{images}
+
 ## Compared with forkpoint without sharing
 
 Forward and backward of one group or of trees. Both sides are compiled and use the same kernels. The
@@ -390,7 +471,8 @@ Groups of N responses of 1,024 tokens to one prompt, in the shapes of Qwen3-8B.
 
 def page() -> str:
     """The text of docs/results.md."""
-    made = (headlines, trainers, ranks, steps, mixtures, attention, bounds)
+    made = (headlines, trainers, ranks, context, pipeline, peers, images)
+    made += (steps, mixtures, attention, bounds)
     return TEXT.format(**{make.__name__: make() for make in made})
 
 
