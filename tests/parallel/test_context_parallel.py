@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -226,6 +227,26 @@ def test_gradients_are_those_of_one_process(name: str) -> None:
     for found in run_ranks(2, compared, CASES[name]):
         assert found["error"] < BAR, found
         assert found["loss"] < BAR and found["scores"] < BAR, found
+        assert name != "a chain" or found["microbatches"] >= 3, found
+
+
+def test_every_run_of_tokens_is_balanced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So are labels, MLPs and routers, whatever tokens a segment trains."""
+    ranks, tokens = 4, 103
+    monkeypatch.setattr(dist, "get_world_size", lambda group: ranks)
+    lie_on = np.full(tokens, -1)
+    for rank in range(ranks):
+        monkeypatch.setattr(dist, "get_rank", lambda group, rank=rank: rank)
+        places: Any = DealtPlaces(None)  # type: ignore[arg-type]
+        own = places.own(tokens)
+        kept = own[: len(own) - places.padding(tokens)]
+        assert (lie_on[kept] == -1).all()
+        lie_on[kept] = rank
+        entries, at = places.own_entries(np.arange(40, 91))
+        assert (own[at] == np.arange(40, 91)[entries]).all()
+    for begin, end in ((0, tokens), (40, 91), (7, 9)):
+        counts = np.bincount(lie_on[begin:end], minlength=ranks)
+        assert np.ptp(counts) <= 1, (begin, end, counts)
 
 
 @pytest.mark.slow
