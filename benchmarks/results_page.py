@@ -30,17 +30,17 @@ HEADLINES = (
         "qwen3-1.7b, all trained, adamw, 74.5 GiB: rag.jsonl, groups 1 to 1, 623…",
     ),
     (
-        "Qwen3-1.7B, AdamW: 8 responses of 512 tokens to 8,192",
+        "Qwen3-1.7B, AdamW: 8 responses of 512 tokens to a prompt of 8,192 tokens",
         "plain-loop",
         "qwen3-1.7b, all trained, adamw, 74.5 GiB: P=8192 R=512 N=8",
     ),
     (
-        "Qwen3-1.7B, AdamW: an agent's dialogues, a tree of 4",
+        "Qwen3-1.7B, AdamW: 4 agent conversations that branch from one another",
         "plain-loop",
         "qwen3-1.7b, all trained, adamw, 74.5 GiB: airline.jsonl, groups 2 to 2,…",
     ),
     (
-        "Qwen3-8B, SGD with momentum: 16 responses of 256 tokens to 1,024",
+        "Qwen3-8B, SGD with momentum: 16 responses of 256 tokens to a prompt of 1,024 tokens",
         "plain-loop",
         "qwen3-8b, all trained, momentum, 74.5 GiB: P=1024 R=256 N=16",
     ),
@@ -51,7 +51,7 @@ HEADLINES = (
         "qwen3-1.7b, 4 prompts of 6047 to 7722, 8 of 256 each, checkpointed, rag…",
     ),
     (
-        "Qwen3.5-4B, checkpointed, fla: 9 responses of 64 tokens to 16,384",
+        "Qwen3.5-4B, checkpointed, fla: 9 responses of 64 tokens to a prompt of 16,384 tokens",
         "hybrid",
         "P16384-R64-G9, the planner's choice, all rollouts",
     ),
@@ -64,9 +64,24 @@ NAMES = {
 }
 _UPDATE = "qwen3-8b compiled P=8192 N=32 R"
 STEPS = (
-    ("Qwen3.5-4B, checkpointed: 9 responses of 64 to 16,384", "hybrid", "P16384-R64-G9", ""),
-    ("Qwen3.5-4B, checkpointed: 9 responses of 1,024 to 16,384", "hybrid", "P16384-R1024-G9", ""),
-    ("Qwen3.5-4B, checkpointed: 9 responses of 4,096 to 8,192", "hybrid", "P8192-R4096-G9", ""),
+    (
+        "Qwen3.5-4B, checkpointed: 9 responses of 64 tokens to a prompt of 16,384",
+        "hybrid",
+        "P16384-R64-G9",
+        "",
+    ),
+    (
+        "Qwen3.5-4B, checkpointed: 9 responses of 1,024 tokens to a prompt of 16,384",
+        "hybrid",
+        "P16384-R1024-G9",
+        "",
+    ),
+    (
+        "Qwen3.5-4B, checkpointed: 9 responses of 4,096 tokens to a prompt of 8,192",
+        "hybrid",
+        "P8192-R4096-G9",
+        "",
+    ),
     (
         "Qwen3.5-4B, checkpointed: 25 trees of 4 dialogues",
         "tree",
@@ -74,7 +89,7 @@ STEPS = (
         "",
     ),
     (
-        "Qwen3-8B: 32 responses of 131 to 2,048 to 8,192",
+        "Qwen3-8B: 32 responses of 131 to 2,048 tokens to a prompt of 8,192",
         "policy-update",
         f"{_UPDATE}~U(131,2048)",
         "",
@@ -85,9 +100,14 @@ STEPS = (
         f"{_UPDATE}~U(131,2048)",
         "log-probs ",
     ),
-    ("Qwen3-8B: 32 responses of 2,048 to 8,192", "policy-update", f"{_UPDATE}=2048", ""),
     (
-        "Qwen3-4B: 4 responses of 1,024 to 7,168",
+        "Qwen3-8B: 32 responses of 2,048 tokens to a prompt of 8,192",
+        "policy-update",
+        f"{_UPDATE}=2048",
+        "",
+    ),
+    (
+        "Qwen3-4B: 4 responses of 1,024 tokens to a prompt of 7,168",
         "policy-update",
         "qwen3-4b compiled context 8192 n=4 R=1024",
         "",
@@ -95,7 +115,7 @@ STEPS = (
     ("Qwen3-4B: 25 trees of 4 dialogues", "tree", "qwen3-4b compiled airline.jsonl", ""),
     *(
         (
-            f"Llama3-8B: {n} responses of {r:,} to {p:,}",
+            f"Llama3-8B: {n} responses of {r:,} tokens to a prompt of {p:,}",
             "step-grid",
             f"compiled {p}/{r} N={n}",
             "",
@@ -115,7 +135,7 @@ TRAINERS = (
         ("forkpoint, sharing none: update", "forkpoint: update", "update: faster"),
     ),
     (
-        "verl, update: 32 responses of 131 to 2,048 tokens to 8,192; Qwen3-8B",
+        "verl, update: 32 responses of 131 to 2,048 tokens to a prompt of 8,192; Qwen3-8B",
         "verl's FSDP2 engine",
         "verl-h200",
         _VERL,
@@ -343,7 +363,7 @@ def mixtures() -> str:
         if metric != "speed-up" or found is None or row.get("commit") != MIXTURE_COMMIT:
             continue
         prompt, response, count, router = found.groups()
-        words = f"{count} responses of {int(response):,} to {int(prompt):,}"
+        words = f"{count} responses of {int(response):,} tokens to a prompt of {int(prompt):,}"
         share = f"{row['value'] / row['bound']:.2f}"
         lines.append([words, ROUTER_LOSSES[router], times(row), bound(row), share, source(row)])
     header = ("step", "router loss", "ratio", "bound", "share", "measured on")
@@ -389,11 +409,11 @@ bfloat16.
 ## Compared with other training
 
 The baseline runs the whole batch. A *plain loop* runs one rollout at a time through the model of
-transformers, eager, with sdpa. Ratios to it can exceed the bound, because it is slower than
-forkpoint without sharing: it compiles nothing and computes the head on all tokens. TRL's trainer
-runs 8 rows at a time, checkpointed, with sdpa. Its row times the update only, without generation
-and without the limit of 80 GB that the other rows keep. For short rollouts the peak of forkpoint is
-up to 23% above that of the loop, because it packs them.
+transformers, eager, with sdpa. Ratios to the loop can exceed the bound, because the loop is slower
+than forkpoint without sharing: it compiles nothing and computes the head on all tokens. TRL's
+trainer runs 8 rows at a time, checkpointed, with sdpa. Its row times the update only, without
+generation and without the limit of 80 GB that the other rows keep. For short rollouts the peak of
+forkpoint is up to 23% above that of the loop, because it packs them.
 
 {headlines}
 

@@ -50,8 +50,8 @@ REFUSED: dict[str, str] = {
     "neftune_noise_alpha": f"noise values {_NOISE}: leave it out.",
     "optim": "it updates weights within a backward, and a step has several: use an optimizer with "
     "a step of its own.",
-    "parallelism_config": "its dimensions dp_replicate, dp_shard and cp have been shown exact: set "
-    "tp_size=1 and sp_size=1. cp_size splits sequences.",
+    "parallelism_config": "only dp_replicate, dp_shard and cp are supported. Set tp_size=1 and "
+    "sp_size=1. To split sequences, use cp_size.",
     "torch_compile": _COMPILED,
     "torch_compile_backend": _COMPILED,
     "torch_compile_mode": _COMPILED,
@@ -71,8 +71,8 @@ FOUND: dict[str, Callable[[Any], bool]] = {
 OF_TRAINER: dict[str, tuple[Callable[[Any], bool], str]] = {
     "cast_lm_head_to_fp32": (
         lambda t: bool(getattr(t.args, "cast_lm_head_to_fp32", False) and t.is_fsdp_enabled),
-        "a sharded head that is wider than its model has not been shown exact: leave it out, or "
-        "use DDP.",
+        "a float32 head under FSDP is not tested when the model has a narrower dtype: leave it "
+        "out, or use DDP.",
     ),
     "deepspeed": (lambda t: bool(t.is_deepspeed_enabled), REFUSED["deepspeed"]),
     "disable_dropout": (
