@@ -46,7 +46,7 @@ def _caught(
     else:
         raise AssertionError("the last block ran to its end in a microbatch that leaves it early")
     hidden = hidden_states.detach()
-    if isinstance(hidden, DTensor):  # of which ranks have parts; a clone waits for its memory
+    if isinstance(hidden, DTensor):  # each rank has a part; a clone waits for its memory
         hidden = hidden.to_local().clone()
     return _StandIn.apply(hidden, *roots)
 
