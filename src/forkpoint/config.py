@@ -80,7 +80,7 @@ class Config:
             backward of a microbatch, which all ranks then run in lockstep, or once for a whole
             step, which takes the memory of all weights and lets each rank run on its own. auto is
             what is predicted to take less time, of what fits the memory budget on every rank.
-        split: Treatment of prompts of which several ranks have rollouts, in `forward_backward`:
+        split: Treatment of prompts whose rollouts several ranks have, in `forward_backward`:
             each runs them (replicate), or one rank does, sends their prefix cache to the others
             once and gets its gradients back once (exchange). auto is what is predicted to take less
             time, of what fits the memory budget on every rank. What exchange does not take is

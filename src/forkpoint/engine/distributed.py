@@ -1,5 +1,5 @@
 """Holders of a model on several ranks: fully_shard, DistributedDataParallel, or modules split over
-ranks. Several may hold one model; the engine talks to one holder of which these are parts."""
+ranks. Several may hold one model; the engine talks to one holder, whose parts they are."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence

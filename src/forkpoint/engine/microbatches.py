@@ -52,7 +52,7 @@ class MicrobatchInputs:
     """int64 [1, t]"""
     position_ids: Tensor
     """int64 [1, t]: positions along each token's path; [A, 1, t] if positions of images have
-    several axes, the first of which is the path's."""
+    several axes; the first is the path's."""
     head_index: Tensor
     """int64 [m]: places among the t whose next token some rollout trains on, ascending, each once
     for every temperature at which it is trained."""

@@ -82,8 +82,8 @@ def choose_gathering(
     if once < lockstep * (1 - NOISE):
         return Choice(
             "step",
-            f"predicted {lockstep / once:.2f}x faster than lockstep, of which ranks would idle or "
-            f"wait {idle:.0%}",
+            f"predicted {lockstep / once:.2f}x faster than lockstep, where ranks would idle "
+            f"or wait {idle:.0%}",
         )
     gain = once / lockstep if lockstep else 1.0
     return Choice(
@@ -296,7 +296,7 @@ def link_cost(
 
 
 def choose_split(asked: str, replicated: float, exchanged: float) -> Choice[Split]:
-    """Replication or exchange, of which the predicted costs are given, links included."""
+    """Replication or exchange, by their predicted costs, links included."""
     if asked == "exchange":
         return Choice("exchange", "as asked")
     if exchanged < replicated * (1 - NOISE):

@@ -570,7 +570,7 @@ def _summary(plan: Plan) -> Table:
         add(f"FLOPs of a dense step{same}", flops_text(dense))
         add("FLOPs of this step", flops_text(shared))
         again = shared + plan.shared.forward_flops(plan.shape)
-        if not away.rollouts:  # of which it would give log-probs as well
+        if not away.rollouts:  # a pass of scores gives log-probs of these too
             add("FLOPs with policy.logprobs besides", flops_text(again))
         if plan.counts_first:
             add("FLOPs with the pass that counts experts", flops_text(again))

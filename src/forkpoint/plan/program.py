@@ -85,8 +85,8 @@ class Instruction(NamedTuple):
 
     @property
     def counts_routing(self) -> bool:
-        """Whether it is a forward of which statistics are taken: of two forwards of one pass, the
-        first of which keeps no activations, the second."""
+        """Whether router statistics of this forward are taken. Of two forwards of one microbatch in
+        a pass it is the second; the first keeps no activations."""
         return not self.idle and (self.keeps_graph or self.operation == SCORE)
 
 

@@ -58,7 +58,7 @@ def backward(
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:
     lse_BHT = lse_HT.reshape(len(lse_HT), launch.count, -1).transpose(0, 1).contiguous()
-    # The random state of dropout, of which there is none.
+    # The random state of dropout: there is no dropout.
     unused = torch.empty(0, dtype=torch.int64, device=q_THD.device)
     grads = _cudnn_backward(
         *(_batch(x, launch.count) for x in (do_THE, q_THD, k_TKD, v_TKE, o_THE)),

@@ -54,7 +54,7 @@ def backward(
     launch: Launch,
     options: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # The random state of dropout, of which there is none.
+    # The random state of dropout: there is no dropout.
     unused = q_THD.new_empty(2, dtype=torch.uint64)
     with _deterministic() if options.deterministic else nullcontext():
         return _flash_backward(

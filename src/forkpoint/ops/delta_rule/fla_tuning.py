@@ -3,7 +3,7 @@ by it.
 
 Triton's autotuner chooses anew for each value of a kernel's keys and for each list of dtypes of the
 tensors it is given. Microbatches of a tree differ in both without a reason to choose anew: `NB` of
-the norms is a count of tokens, of which the kernel makes no use, and whether there are states to
+the norms is a count of tokens that the kernel does not use, and whether there are states to
 start from, or states wanted, changes the list. Each such choice compiles and times up to 30
 variants, several seconds of a step. Here a choice serves whatever differs from it in these alone.
 
