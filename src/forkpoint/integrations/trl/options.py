@@ -36,7 +36,7 @@ def _drops(trainer: Any) -> bool:
 
 _REENTRANT = "non-reentrant checkpointing is exact: set use_reentrant to False."
 _COMPILED = "blocks are compiled by forkpoint itself: pass forkpoint=Config(compile_blocks=True)."
-_NOISE = "differ between copies of a token, so that it cannot be computed once"
+_NOISE = "differ between copies of a token, and a shared token is computed once"
 REFUSED: dict[str, str] = {
     "activation_checkpointing_kwargs": _REENTRANT,
     "activation_offloading": "activations are offloaded by forkpoint itself: pass "
@@ -48,8 +48,8 @@ REFUSED: dict[str, str] = {
     "deepspeed": "its engine owns backwards and gradients: use accelerate's FSDP version 2.",
     "gradient_checkpointing_kwargs": _REENTRANT,
     "neftune_noise_alpha": f"noise values {_NOISE}: leave it out.",
-    "optim": "it updates weights within a backward, and a step has several: use an optimizer with "
-    "a step of its own.",
+    "optim": "it updates weights within a backward, and a step has several: use an optimizer that "
+    "updates weights in step().",
     "parallelism_config": "only dp_replicate, dp_shard and cp are supported. Set tp_size=1 and "
     "sp_size=1. To split sequences, use cp_size.",
     "torch_compile": _COMPILED,
