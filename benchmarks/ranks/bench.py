@@ -16,10 +16,19 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel
 
 import forkpoint
-from benchmarks.ranks.team import OnRanks, RankSteps, RankTimed, Team, dense_ms, team_here
+from benchmarks.ranks.team import (
+    OnRanks,
+    RankSteps,
+    RankTimed,
+    Team,
+    dense_ms,
+    sharded,
+    team_here,
+)
 from benchmarks.rows import ResultRow
 from benchmarks.runner import Deadline, Seconds
 from benchmarks.shapes import SCALE_TINY, make_group, make_model
@@ -176,7 +185,8 @@ class _Measuring:
         self, dtype: torch.dtype | None = None, layers: int | None = None
     ) -> PreTrainedModel:
         """The model, sharded by fully_shard over all ranks."""
-        model = torchrun.sharded(self._model(dtype, layers))
+        mesh = init_device_mesh(self.team.device.type, (self.team.size,))
+        model = sharded(self._model(dtype, layers), mesh)
         self.team.free()
         return model
 

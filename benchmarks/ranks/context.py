@@ -21,14 +21,21 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 import forkpoint
 from benchmarks.planning.context_ways import gathered_bytes
 from benchmarks.ranks.collectives import Collectives
-from benchmarks.ranks.team import OnRanks, RankSteps, RankTimed, Team, dense_ms, team_here
+from benchmarks.ranks.team import (
+    OnRanks,
+    RankSteps,
+    RankTimed,
+    Team,
+    dense_ms,
+    sharded,
+    team_here,
+)
 from benchmarks.rows import ResultRow
 from benchmarks.runner import Deadline, Seconds
 from benchmarks.shapes import SCALE_TINY, make_group, make_model
@@ -358,10 +365,7 @@ class _Measuring:
         )
 
     def _sharded_model(self, dtype: torch.dtype, layers: int | None = None) -> PreTrainedModel:
-        model = self._model(dtype, layers)
-        for block in model.get_decoder().layers:  # pyright: ignore[reportGeneralTypeIssues]
-            fully_shard(block, mesh=self.mesh)
-        fully_shard(model, mesh=self.mesh)
+        model = sharded(self._model(dtype, layers), self.mesh)
         self.team.free()
         return model
 

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile
+from transformers import PreTrainedModel
 
 from benchmarks.runner import Benchmark, Deadline
 from forkpoint.apps.cli import torchrun
@@ -70,6 +72,14 @@ class OnRanks(Benchmark):
             for _ in self.measure(Deadline(None)):  # the first rank writes the rows
                 pass
             return 0
+
+
+def sharded(model: PreTrainedModel, mesh: DeviceMesh) -> PreTrainedModel:
+    """The model, sharded by fully_shard over a mesh: each block, then the rest."""
+    for block in model.get_decoder().layers:  # pyright: ignore[reportGeneralTypeIssues]
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 def team_here() -> Team:
