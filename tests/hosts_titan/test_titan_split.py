@@ -88,7 +88,7 @@ def stages(model: nn.Module, config: Config, dims: ParallelDims) -> Policy:
     ],
 )
 def test_gradients_are_those_of_one_process(ranks: int, case: Case) -> None:
-    for found in run_ranks(ranks, compared, case):
+    for found in run_ranks(ranks, compared, case, limit_s=60 * ranks):
         assert found["error"] < BAR and found["loss"] < BAR and found["scores"] < BAR, found
         assert found["shared"] or [] in case.rollouts
         # Data and context ranks have parts of the counts.
