@@ -10,7 +10,7 @@ from forkpoint.plan.program import IDLE
 
 
 def lower_bound(work: StageWork) -> float:
-    """No order of the work takes less time, whatever memory there is.
+    """A lower bound of the time of every order of the work, with unlimited memory.
 
     The largest, over stages, of the least time of that stage alone: each forward and backward there
     becomes ready no earlier than its longest way from the begin, and leaves its longest way to the

@@ -78,7 +78,7 @@ def test_the_first_gradients_are_those_of_stock(
 
 
 def test_two_ranks_with_images_and_text(tmp_path: Path) -> None:
-    """fully_shard on two ranks, of which one has fewer images."""
+    """fully_shard on two ranks with unequal numbers of images."""
     save_multimodal("qwen3_vl", tmp_path)
     case = Case()
     rows = image_rows("qwen3_vl", case, texts=1)

@@ -231,7 +231,7 @@ def test_gradients_are_those_of_one_process(name: str) -> None:
 
 
 def test_every_run_of_tokens_is_balanced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So are labels, MLPs and routers, whatever tokens a segment trains."""
+    """Ranks then have equal parts of the labels, MLPs and routers of each segment."""
     ranks, tokens = 4, 103
     monkeypatch.setattr(dist, "get_world_size", lambda group: ranks)
     lie_on = np.full(tokens, -1)

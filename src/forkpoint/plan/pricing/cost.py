@@ -61,7 +61,7 @@ class ModelShape:
     recurrent_key_elements: int = 0
     """Elements of a token that these ranks exchange for one of them."""
     recurrent_elements: int = 0
-    """Elements of a token that they exchange besides: values, gates and the output."""
+    """Other elements of a token that they exchange: values, gates and the output."""
     expert_layers: int = 0
     """Layers whose MLP is a mixture of experts."""
     expert_activations: int = 0

@@ -29,7 +29,7 @@ class Parts:
 
     def causal(self, sizes: tuple[int, ...]) -> Curve:
         """Pairs a ms by the length of segments that attend to themselves alone."""
-        # As many tokens as a microbatch has: what a launch takes besides is then the block's.
+        # As many tokens as a microbatch has. The fixed time of a launch then counts for the block.
         fill = min(sizes[-1], FILLED_TOKENS)
 
         def at(index: int, backward: bool) -> float:
