@@ -25,7 +25,7 @@ from forkpoint import (
     wrap,
 )
 from forkpoint.apps.replay.loop import replay
-from forkpoint.losses import GRPO, Loss, LossBatch, LossOutputs, ValueLoss, gae
+from forkpoint.losses import GRPO, Loss, LossBatch, LossOutputs, ValueLoss
 from forkpoint.losses.base import as_loss
 from forkpoint.testing import ReadOnlyHook, dense_run, lifted_upcasts, tiny_model
 from forkpoint.verify.dense import DenseRun
@@ -105,18 +105,19 @@ def values_of(model: nn.Module, batch: RolloutBatch) -> Tensor:
 
 
 def with_values(batch: RolloutBatch, values_T: Tensor) -> RolloutBatch:
-    """The batch with estimates from the values, and old values of each rollout around them.
+    """The batch with returns and old values around the values.
 
     Owners of one shared token get different returns and old values.
     """
     rng = np.random.default_rng(3)
-    estimates = gae(batch, values_T, rng.normal(size=len(batch)), gamma=0.95, lam=0.9)
-    old = values_T.double().numpy() + 0.6 * rng.normal(size=batch.logical_tokens)
+    values = values_T.double().numpy()
+    advantages = rng.normal(size=batch.logical_tokens)
+    old = values + 0.6 * rng.normal(size=batch.logical_tokens)
     return RolloutBatch(
         replace(
             rollout,
-            advantage=estimates.advantages[begin:end],
-            returns=estimates.returns[begin:end],
+            advantage=advantages[begin:end],
+            returns=(advantages + values)[begin:end],
             old_values=old[begin:end],
         )
         for rollout, begin, end in zip(batch, batch.offsets, batch.offsets[1:], strict=False)

@@ -2,7 +2,6 @@
 
 from forkpoint.losses.base import Denominators, FunctionLoss, Loss, LossBatch, LossOutputs, as_loss
 from forkpoint.losses.dpo import DPO, SimPO
-from forkpoint.losses.estimates import Estimates, gae
 from forkpoint.losses.likelihood import SFT, Distillation, LogLikelihood
 from forkpoint.losses.policy_loss import (
     BNPO,
@@ -33,7 +32,6 @@ __all__ = [
     "Denominators",
     "Distillation",
     "DrGRPO",
-    "Estimates",
     "FunctionLoss",
     "LogLikelihood",
     "Loss",
@@ -44,5 +42,4 @@ __all__ = [
     "SimPO",
     "ValueLoss",
     "as_loss",
-    "gae",
 ]

@@ -32,7 +32,7 @@ class ValueLoss(Loss):
     the state in which it was chosen: what verl slices as `values[:, -response_length - 1 : -1]`.
 
     Needs a critic in place of a policy, the rollouts' returns, and with clipping their old_values;
-    `losses.gae` makes returns. Weights, which correct the policy gradient, are refused.
+    docs/reference/losses.md makes returns. Weights, which correct the policy gradient, are refused.
 
     Attributes:
         clip: how far a value may leave the old one before its gradient ends, above 0; `math.inf` is
