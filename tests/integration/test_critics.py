@@ -226,8 +226,8 @@ def test_states_of_a_critic(state: Any) -> None:
     model = state(critic("qwen3"))
     report = wrap(model, ACROSS).verify(estimated(model), ValueLoss(clip=0.5))
     assert report.passed, report.table()
-    assert report.worst[0].norm and report.head == "values"
-    assert report.computed_tokens < report.logical_tokens
+    assert report.nearest.worst[0].norm and report.head == "values"
+    assert report.nearest.counts.computed_tokens < report.logical_tokens
 
 
 def test_dtypes_follow_the_model() -> None:
@@ -244,7 +244,7 @@ def test_sabotage_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = estimated(model)
     ACROSS_MICROBATCHES[0](monkeypatch)
     report = wrap(model, ACROSS).verify(batch, ValueLoss())
-    assert not report.passed and report.shared_error > 1e-3, report.table()
+    assert not report.passed and report.nearest.shared_error > 1e-3, report.table()
     assert "values within" in report.table(width=200)
 
 

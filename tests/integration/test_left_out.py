@@ -299,7 +299,7 @@ def test_verify_finds_a_wrong_declaration(everything: bool) -> None:
         report = policy.verify(ADVANTAGES, TooMany(everything=everything))
         assert report.verdict == "failed" and "FAILED" in report.table()
         report = policy.verify(ADVANTAGES, GRPO())
-        assert report.verdict == "passed" and report.logprob_difference < BAR
+        assert report.verdict == "passed" and report.nearest.logprob_difference < BAR
         assert all(plan.counts.left_out_tokens for plan in report.plans)
         assert "left out" in report.table()
 

@@ -116,15 +116,15 @@ def test_an_untouched_model_passes(family: str, dtype: torch.dtype, config: Conf
     wanted = 1 if dtype == torch.float64 else 2
     assert sum(r.passed for r in reports) >= wanted, report.table()
     assert report.logical_tokens == 184
-    assert report.computed_tokens == 60
+    assert report.nearest.counts.computed_tokens == 60
     assert (report.dtype, report.reference_dtype) == (str(dtype).removeprefix("torch."), "float64")
     if dtype == torch.float64:
-        assert report.shared_error < 1e-13
+        assert report.nearest.shared_error < 1e-13
         assert report.dense_error == 0  # ordinary training is its own reference
     else:
         # If the reference were computed in float32 too, dense would have no error.
         assert 1e-7 < report.dense_error < 1e-5
-        assert 1e-7 < report.shared_error < 1e-5
+        assert 1e-7 < report.nearest.shared_error < 1e-5
 
 
 @pytest.mark.slow
@@ -134,7 +134,7 @@ def test_an_untouched_bfloat16_model_passes() -> None:
     assert report.passed, report.table()
     assert (report.dtype, report.reference_dtype) == ("bfloat16", "float32")
     assert 1e-3 < report.dense_error < 2e-2
-    assert 0.5 < report.shared_error / report.dense_error < 1.1
+    assert 0.5 < report.nearest.shared_error / report.dense_error < 1.1
 
 
 @pytest.mark.slow
@@ -150,7 +150,7 @@ def test_float32_adapters_on_a_bfloat16_base() -> None:
     report = wrap(model, GROUPS_ACROSS).verify(real_batch(), losses.GRPO())
     assert report.passed, report.table()
     assert (report.dtype, report.reference_dtype) == ("bfloat16", "float32")
-    norms = {e.name: e.norm for e in report.worst}
+    norms = {e.name: e.norm for e in report.nearest.worst}
     assert all((norm > 0) == ("lora" in name) for name, norm in norms.items())
 
 
@@ -167,7 +167,7 @@ def test_denominators_of_the_caller() -> None:
     report = policy.verify(forked_batch(), loss, denominators=given)
     own = policy.verify(forked_batch(), loss)
     assert report.passed and own.passed
-    assert report.worst[0].norm != own.worst[0].norm
+    assert report.nearest.worst[0].norm != own.nearest.worst[0].norm
 
 
 # What is not is caught ---------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def test_sabotage_is_caught_in_bfloat16(
     sabotage(monkeypatch)
     report = wrap(real_model(family), config).verify(real_batch(), losses.GRPO())
     assert not report.passed, report.table()
-    assert report.worst[0].excess > 1.5  # not by a hair
+    assert report.nearest.worst[0].excess > 1.5  # not by a hair
 
 
 # Where the bars are ------------------------------------------------------------------------------
@@ -235,8 +235,10 @@ def test_one_small_parameter_alone_fails_in_bfloat16(tampered: Any) -> None:
     tampered(scaled(1.05, only="layers.1.self_attn.q_norm"))
     report = wrap(real_model("qwen3"), GROUPS_ACROSS).verify(real_batch(), losses.GRPO())
     assert not report.passed, report.table()
-    assert report.shared_error < report.allowed, "over all parameters it does not show"
-    assert report.worst[0].name == "model.layers.1.self_attn.q_norm.weight"
+    assert report.nearest.shared_error < report.nearest.allowed, (
+        "over all parameters it does not show"
+    )
+    assert report.nearest.worst[0].name == "model.layers.1.self_attn.q_norm.weight"
 
 
 @pytest.mark.usefixtures("remembered_dense")
@@ -254,7 +256,7 @@ def test_the_bars_of_bfloat16(ratio: float, passes: bool, monkeypatch: pytest.Mo
     batch = real_batch().select([0, 1, 8])
     report = wrap(real_model("qwen3"), GROUPS_ACROSS).verify(batch, losses.GRPO())
     assert report.passed == passes, report.table()
-    wide = [e.excess for e in report.worst if "proj" in e.name]
+    wide = [e.excess for e in report.nearest.worst if "proj" in e.name]
     assert (max(wide) <= 1) == (ratio < 1.5)
 
 
@@ -267,7 +269,7 @@ def test_float64_compares_losses_and_logprobs(tampered: Any, name: str) -> None:
     tampered(lambda found, stats: (found, replace(stats, **{name: off(getattr(stats, name))})))
     report = tiny_report("llama", torch.float64, ACROSS)
     assert not report.passed
-    assert all(entry.excess < 1 for entry in report.worst)
+    assert all(entry.excess < 1 for entry in report.nearest.worst)
 
 
 @pytest.mark.usefixtures("remembered_dense")
@@ -281,7 +283,7 @@ def test_a_gradient_that_is_missing_or_no_number_fails(tampered: Any, value: flo
     tampered(spoil)
     report = tiny_report("llama", torch.float32, ACROSS)
     assert not report.passed
-    assert report.worst[0].name == spoilt
+    assert report.nearest.worst[0].name == spoilt
     text = json.dumps(report.to_dict(), allow_nan=False)
     assert json.loads(text)["worst"][0]["name"] == spoilt
 
@@ -309,20 +311,25 @@ def test_the_report_as_a_table_and_as_json(tampered: Any) -> None:
     assert any("FAILED: float32, tree + across, 60 of 184 tokens run" in line for line in table)
     first = next(line for line in table if "weight" in line)
     assert "model.layers.1.mlp.down_proj.weight" in first
-    assert f"{report.worst[0].excess:.3f}" in first
+    assert f"{report.nearest.worst[0].excess:.3f}" in first
     assert sum(".weight" in line for line in table) == 10
     assert sum(".weight" in line for line in report.table(most=2).splitlines()) == 2
     assert all(len(line) <= 80 for line in report.table(width=80).splitlines())
-    excesses = [entry.excess for entry in report.worst]
+    excesses = [entry.excess for entry in report.nearest.worst]
     assert excesses == sorted(excesses, reverse=True)
     found = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert found["passed"] is False
-    for name in ("dtype", "reference_dtype", "sharing", "boundary", "shared_error", "allowed"):
+    for name in ("dtype", "reference_dtype"):
         assert found[name] == getattr(report, name)
+    for name in ("sharing", "boundary", "shared_error", "allowed"):
+        assert found[name] == getattr(report.nearest, name)
     assert (found["logical_tokens"], found["computed_tokens"]) == (184, 60)
     assert len(found["worst"]) == 10
-    assert found["worst"][0] == {**vars(report.worst[0]), "excess": report.worst[0].excess}
-    assert {entry.name for entry in report.worst} == {
+    assert found["worst"][0] == {
+        **vars(report.nearest.worst[0]),
+        "excess": report.nearest.worst[0].excess,
+    }
+    assert {entry.name for entry in report.nearest.worst} == {
         name for name, _ in tiny_model("qwen3").named_parameters()
     }
 
@@ -330,7 +337,7 @@ def test_the_report_as_a_table_and_as_json(tampered: Any) -> None:
 def test_a_zero_gradient_is_said_to_prove_little() -> None:
     batch = RolloutBatch([Rollout([1, 2, 3, n], [0, 0, 1, 1], 0.0) for n in range(4)])
     report = wrap(tiny_model("llama"), ACROSS).verify(batch, losses.GRPO())
-    assert report.passed and report.shared_error == 0
+    assert report.passed and report.nearest.shared_error == 0
     assert "the gradient is zero, which proves little" in " ".join(report.table().split())
 
 
@@ -519,10 +526,10 @@ def test_runs_that_save_memory_are_as_exact(
     monkeypatch.setattr(verify_module, "STREAMED", replace(way, head_tokens=2))
     monkeypatch.setattr(verify_module, "PLAIN", replace(SMALL, head_tokens=2))
     saving = wrap(model, ACROSS).verify(forked_batch(), LOSS)
-    norms = {entry.name: entry.norm for entry in plain.worst}
-    for entry in saving.worst:
+    norms = {entry.name: entry.norm for entry in plain.nearest.worst}
+    for entry in saving.nearest.worst:
         assert entry.norm == pytest.approx(norms[entry.name], rel=1e-12)
-    assert saving.shared_error == pytest.approx(plain.shared_error, rel=1e-6)
+    assert saving.nearest.shared_error == pytest.approx(plain.nearest.shared_error, rel=1e-6)
     assert saving.dense_error == pytest.approx(plain.dense_error, rel=0.5)
 
 

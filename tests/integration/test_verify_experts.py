@@ -172,8 +172,8 @@ def report_of(family: str, config: Config = ACROSS) -> VerifyReport:
 def test_bfloat16_passes_with_routes_held(family: str) -> None:
     report = report_of(family, (ACROSS, WITHIN_CONFIG)[list(FAMILIES).index(family) % 2])
     assert report.passed, report.table()
-    assert report.routes is not None and report.routes.held
-    shared, dense = report.routes.shared, report.routes.dense
+    assert report.nearest.routes is not None and report.nearest.routes.held
+    shared, dense = report.nearest.routes.shared, report.nearest.routes.dense
     assert shared is not None and dense is not None
     routers = len(found_routers(expert_model(family)))
     batch = expert_batch()
@@ -190,17 +190,18 @@ def test_routes_decide_what_is_measured() -> None:
     """Without holding them the errors of both sides are those of flips."""
     policy, held = wrap(expert_model("gpt_oss"), ACROSS), report_of("gpt_oss")
     free = policy.verify(expert_batch(), LOSS, hold_routes=False)
-    assert free.routes is not None and not free.routes.held and free.routes.shared is None
+    routes = free.nearest.routes
+    assert routes is not None and not routes.held and routes.shared is None
     assert "ROUTES NOT HELD: hold_routes is False" in " ".join(free.table().split())
     assert free.dense_error > 3 * held.dense_error
-    assert free.shared_error > 3 * held.shared_error
+    assert free.nearest.shared_error > 3 * held.nearest.shared_error
 
 
 def test_sabotage_is_caught_with_routes_held(monkeypatch: pytest.MonkeyPatch) -> None:
     one_child_dropped(monkeypatch)
     report = wrap(expert_model("gpt_oss"), ACROSS).verify(expert_batch(), LOSS)
     assert not report.passed, report.table()
-    assert report.routes is not None and report.routes.held
+    assert report.nearest.routes is not None and report.nearest.routes.held
 
 
 @pytest.mark.slow
@@ -210,7 +211,7 @@ def test_recomputed_layers_take_the_same_routes() -> None:
     report = wrap(expert_model("deepseek_v3"), config).verify(expert_batch(), LOSS)
     assert report.passed, report.table()
     plain = report_of("deepseek_v3")
-    assert report.shared_error == pytest.approx(plain.shared_error, rel=1e-3)
+    assert report.nearest.shared_error == pytest.approx(plain.nearest.shared_error, rel=1e-3)
 
 
 @pytest.mark.slow
@@ -220,21 +221,21 @@ def test_float32_and_autocast_and_adapters() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         report = wrap(model, ACROSS).verify(expert_batch(), LOSS)
     assert report.passed, report.table()
-    assert report.routes is not None and report.routes.dense is not None
-    assert report.routes.dense.elsewhere
+    assert report.nearest.routes is not None and report.nearest.routes.dense is not None
+    assert report.nearest.routes.dense.elsewhere
     adapters = LoraConfig(r=4, target_modules=["q_proj", "o_proj"], task_type=TaskType.CAUSAL_LM)
     adapted = get_peft_model(expert_model("gpt_oss"), adapters)
     report = wrap(adapted, ACROSS).verify(expert_batch(), losses.GSPO())
     assert report.passed, report.table()
-    assert report.routes is not None and report.routes.held
+    assert report.nearest.routes is not None and report.nearest.routes.held
 
 
 def test_float64_needs_no_holding_and_dense_models_have_no_routes() -> None:
     model = expert_model("qwen3_moe", torch.float64)
     report = wrap(model, ACROSS).verify(forked_batch(vocab=256), LOSS)
-    assert report.passed and report.routes is None
+    assert report.passed and report.nearest.routes is None
     report = wrap(tiny_model("llama", dtype=torch.float32), ACROSS).verify(forked_batch(), LOSS)
-    assert report.routes is None and report.to_dict()["routes"] is None
+    assert report.nearest.routes is None and report.to_dict()["routes"] is None
 
 
 def test_grouped_products_of_experts() -> None:
@@ -254,7 +255,7 @@ def test_rollouts_in_which_nothing_is_trained_choose_for_themselves() -> None:
     given[2] = replace(given[2], loss_mask=[0] * len(given[2]))
     report = wrap(expert_model("gpt_oss"), ACROSS).verify(RolloutBatch(given), LOSS)
     assert report.passed, report.table()
-    assert report.routes is not None and report.routes.held
+    assert report.nearest.routes is not None and report.nearest.routes.held
 
 
 @pytest.mark.slow
@@ -271,7 +272,7 @@ def test_compiled_blocks_are_held_and_come_back(monkeypatch: pytest.MonkeyPatch)
     before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     report = policy.verify(expert_batch(), LOSS)
     assert report.passed, report.table()
-    assert report.routes is not None and report.routes.held
+    assert report.nearest.routes is not None and report.nearest.routes.held
     model.zero_grad()
     policy.forward_backward(expert_batch(), LOSS)
     after = [p.grad for p in model.parameters() if p.grad is not None]
@@ -281,12 +282,12 @@ def test_compiled_blocks_are_held_and_come_back(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.slow
 def test_the_table_and_json_have_the_counts() -> None:
     report = report_of("gpt_oss")
-    assert report.routes is not None
+    assert report.nearest.routes is not None
     found = json.loads(json.dumps(report.to_dict(), allow_nan=False))["routes"]
     assert found["held"] is True and found["reason"] is None
     text = " ".join(report.table(width=200).split())
     for side in ("shared", "dense"):
-        counts = getattr(report.routes, side)
+        counts = getattr(report.nearest.routes, side)
         share = counts.elsewhere / counts.decisions
         assert found[side] == {**vars(counts), "fraction": share}
         assert f"{counts.elsewhere:,} of {counts.decisions:,} ({100 * share:.2f}%) {side}" in text

@@ -91,10 +91,10 @@ def test_routes_of_last_tokens_have_keys() -> None:
 def test_it_passes_in_float64(family: str) -> None:
     model = tiny() if family == "qwen3_moe" else routed_model(family)
     report = wrap(model, TREE).verify(BATCH, GRPO(), router=ROUTER)
-    assert report.passed and report.allowed == 1e-10, report.table()
+    assert report.passed and report.nearest.allowed == 1e-10, report.table()
     assert [plan.kind for plan in report.plans][:2] == ["within", "across"]
-    assert report.router_loss_difference is not None
-    assert abs(report.router_loss_difference) < 1e-10
+    assert report.nearest.router_loss_difference is not None
+    assert abs(report.nearest.router_loss_difference) < 1e-10
     assert "router loss within" in report.table()
     assert not [m for m in model.modules() if "forward" in vars(m) or WATCHED in vars(m)]
 
@@ -117,8 +117,11 @@ def test_tokens_that_are_counted_once_fail(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Routing, "_summed", once)
     report = wrap(tiny(), TREE).verify(BATCH, GRPO(), router=ROUTER)
     assert report.verdict == "failed"
-    assert report.router_loss_difference is not None and abs(report.router_loss_difference) > 1e-3
-    gates = [e for e in report.worst if "mlp.gate.weight" in e.name]
+    assert (
+        report.nearest.router_loss_difference is not None
+        and abs(report.nearest.router_loss_difference) > 1e-3
+    )
+    gates = [e for e in report.nearest.worst if "mlp.gate.weight" in e.name]
     assert len(gates) == 2 and all(entry.excess > 1e6 for entry in gates), report.table()
 
 
@@ -132,9 +135,9 @@ def test_routes_are_held_for_the_loss_as_well(dtype: torch.dtype, loss: Any) -> 
     )
     report = policy.verify(expert_batch(), loss, router=RouterLoss(0.1, 0.001))
     assert report.passed, report.table()
-    assert report.routes is not None and report.routes.dense is not None
+    assert report.nearest.routes is not None and report.nearest.routes.dense is not None
     # Last tokens run, and their routes are held.
-    assert report.routes.dense.decisions == 2 * expert_batch().logical_tokens
+    assert report.nearest.routes.dense.decisions == 2 * expert_batch().logical_tokens
 
 
 def test_the_command_line(shell: Shell, tmp_path: Path) -> None:

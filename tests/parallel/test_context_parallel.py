@@ -566,7 +566,7 @@ def composed_verified(folder: Path, case: Composed) -> tuple[str, float]:
     model = load(folder, case.split, **case.split.options)
     policy = forkpoint.wrap(model, case.split.config, mesh=mesh)
     report = policy.verify(RolloutBatch(case.split.rollouts[0]), case.split.loss)
-    return report.verdict, report.shared_error
+    return report.verdict, report.nearest.shared_error
 
 
 @needs_splits
@@ -588,7 +588,7 @@ def verified(context: Context, router: RouterLoss | None = None) -> tuple[str, f
     own = RolloutBatch(context.rollouts[mesh.get_local_rank("dp")])
     report = policy.verify(own, context.loss, router=router)
     routes = report.nearest.routes
-    return report.verdict, report.shared_error, (routes.reason or "held") if routes else ""
+    return report.verdict, report.nearest.shared_error, (routes.reason or "held") if routes else ""
 
 
 VERIFIED = {

@@ -209,7 +209,7 @@ def verified(folder: Path, case: Case, router: Any) -> tuple[str, float, int]:
     own = RolloutBatch(case.split.rollouts[meshes.dense.get_local_rank("dp")])
     report = policy.verify(own, case.split.loss, router=router)
     assert all(parameter.grad is None for parameter in model.parameters())
-    return report.verdict, report.shared_error, len(report.plans[0].worst)
+    return report.verdict, report.nearest.shared_error, len(report.plans[0].worst)
 
 
 VERIFIED: dict[str, tuple[Case, Any]] = {

@@ -26,7 +26,7 @@ SOURCES = {
     "old_logprobs": "policy.score(batch) computes log-probs under a model",
     "reference_logprobs": "policy.score(batch) computes log-probs under a model",
     "weights": "importance weights are exp(old_logprobs - sampler_logprobs), bounded",
-    "returns": "advantage estimates plus the critic's values, as docs/reference/losses.md computes them",
+    "returns": "docs/reference/losses.md computes them from rewards and a critic's values",
     "old_values": "they are the critic's policy.score(batch).values before its update",
 }
 """Fields of a RolloutBatch that a loss may need, and where they come from."""

@@ -236,9 +236,9 @@ class PPO(GRPO):
     """The policy loss of PPO (arXiv 1707.06347, eq. 7), token-additive: GRPO's under its own name.
 
     It wants one advantage per token, such as generalized advantage estimates over a critic's values
-    (docs/reference/losses.md): give every Rollout its `advantage` as an array. The critic is a model of its
-    own, trained by `losses.ValueLoss`. The sum of the terms is divided by `denominators.tokens`,
-    unless normalize is "rollout".
+    (docs/reference/losses.md): give every Rollout its `advantage` as an array. The critic is a
+    model of its own, trained by `losses.ValueLoss`. The sum of the terms is divided by
+    `denominators.tokens`, unless normalize is "rollout".
     """
 
 

@@ -158,13 +158,6 @@ class PlanFindings:
         }
 
 
-_WRITTEN = (
-    *("passed", "verdict", "reason", "dtype", "reference_dtype", "shared_error", "dense_error"),
-    *("allowed", "loss_difference", "dense_loss_difference", "router_loss_difference"),
-    *("dense_router_loss_difference", "logprob_difference", "dense_logprob_difference", "head"),
-    *("sharing", "boundary", "logical_tokens", "computed_tokens"),
-)
-"""Attributes of a report that `to_dict` gives as they are."""
 PASSED, FAILED, NOTHING = "passed", "failed", "nothing to verify"
 Verdict = Literal["passed", "failed", "nothing to verify"]
 
@@ -173,8 +166,8 @@ Verdict = Literal["passed", "failed", "nothing to verify"]
 class VerifyReport:
     """Findings of `verify`.
 
-    Errors, tokens and sharing without a plan's name are those of the plan nearest to failing;
-    `plans` has each. Where there was nothing to verify, errors are NaN and `worst` is empty.
+    `plans` has the errors of each plan, and `nearest` is the plan nearest to failing. Where there
+    was nothing to verify, errors are NaN and `nearest.worst` is empty.
 
     Attributes:
         verdict: passed: every plan is as exact as dense training of all rollouts. failed: one is
@@ -222,53 +215,6 @@ class VerifyReport:
         none = PlanFindings(CHOSEN, False, *self.asked)
         return max(self.plans, key=lambda plan: (not plan.passed, plan.excess), default=none)
 
-    @property
-    def shared_error(self) -> float:
-        """Over all parameters, relative to the norm of the reference gradient."""
-        return self.nearest.shared_error
-
-    @property
-    def allowed(self) -> float:
-        return self.nearest.allowed
-
-    @property
-    def worst(self) -> tuple[ParameterError, ...]:
-        """All parameters, those nearest to failing first."""
-        return self.nearest.worst
-
-    @property
-    def loss_difference(self) -> float:
-        """Shared loss less the reference's."""
-        return self.nearest.loss_difference
-
-    @property
-    def router_loss_difference(self) -> float | None:
-        """Shared router loss less the reference's; None where there is none."""
-        return self.nearest.router_loss_difference
-
-    @property
-    def logprob_difference(self) -> float:
-        """The largest difference of a log-prob from the reference's; of a critic, of a value."""
-        return self.nearest.logprob_difference
-
-    @property
-    def sharing(self) -> str:
-        return self.nearest.sharing
-
-    @property
-    def boundary(self) -> str:
-        return self.nearest.boundary
-
-    @property
-    def computed_tokens(self) -> int:
-        """Tokens that the plan nearest to failing ran; 0 where none ran."""
-        return self.nearest.counts.computed_tokens
-
-    @property
-    def routes(self) -> RouteReport | None:
-        """Of a mixture of experts in float32 or 16 bits; None for other models."""
-        return self.nearest.routes
-
     def table(self, *, most: int = 10, width: int = 100) -> str:
         """The worst parameters, a line for each plan, and the verdict, as text."""
         output = io.StringIO()
@@ -305,30 +251,30 @@ class VerifyReport:
         if self.reason is not None:
             return [*lines, f"NOTHING TO VERIFY: {self.reason}."]
         kinds = {WITHIN: "within microbatches", ACROSS: "across microbatches", CHOSEN: "as chosen"}
+        nearest = self.nearest
         verdict = (
             f"{'passed' if self.passed else 'FAILED'}: {sum(p.passed for p in self.plans)} of "
             f"{len(self.plans)} plans, sharing {' and '.join(kinds[p.kind] for p in self.plans)}; "
             f"{'values' if self.head == 'values' else 'log-probs'} within "
-            f"{self.logprob_difference:.2e} (dense {self.dense_logprob_difference:.2e})"
+            f"{nearest.logprob_difference:.2e} (dense {self.dense_logprob_difference:.2e})"
         )
-        if self.router_loss_difference is not None:
+        if nearest.router_loss_difference is not None:
             verdict += (
-                f"; router loss within {abs(self.router_loss_difference):.2e} (dense "
+                f"; router loss within {abs(nearest.router_loss_difference):.2e} (dense "
                 f"{abs(self.dense_router_loss_difference or 0.0):.2e})"
             )
-        if self.routes is not None:
-            verdict += f"; {self.routes.text()}"
-        if not any(entry.norm for entry in self.worst):
+        if nearest.routes is not None:
+            verdict += f"; {nearest.routes.text()}"
+        if not any(entry.norm for entry in nearest.worst):
             verdict += "; the gradient is zero, which proves little"
         return [*lines, verdict]
 
     def to_dict(self) -> dict[str, Any]:
-        """The verdict and the ten worst parameters, ready for JSON: None is not a finite number."""
-        nearest = self.nearest.to_dict()
+        """Ready for JSON, with the findings of `nearest`; numbers that are not finite are None."""
+        own = {k: v for k, v in vars(self).items() if k not in ("plans", "left_out", "asked")}
         return {
-            **finite({name: getattr(self, name) for name in _WRITTEN}),
-            "worst": nearest["worst"],
-            "routes": nearest["routes"],
+            **finite({"passed": self.passed, **own}),
+            **self.nearest.to_dict(),
             "plans": [plan.to_dict() for plan in self.plans],
             "left_out": [vars(entry) for entry in self.left_out],
         }

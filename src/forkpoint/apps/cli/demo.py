@@ -97,8 +97,8 @@ class Demo:
             report = loop.exact_report(first)
         out.show(
             "agreement in float64: every parameter's gradient of the first group, shared and "
-            f"dense, within {report.shared_error:.1e} of the gradient's norm "
-            f"({'passed' if report.passed else 'FAILED'}; allowed {report.allowed:.0e})"
+            f"dense, within {report.nearest.shared_error:.1e} of the gradient's norm "
+            f"({'passed' if report.passed else 'FAILED'}; allowed {report.nearest.allowed:.0e})"
         )
         with out.waiting("warming up"):
             loop.warm_up(first.batch)
@@ -129,8 +129,8 @@ class Demo:
             {
                 "command": "demo",
                 "passed": passed,
-                "gradient_error": report.shared_error,
-                "allowed_gradient_error": report.allowed,
+                "gradient_error": report.nearest.shared_error,
+                "allowed_gradient_error": report.nearest.allowed,
                 **values,
                 "allowed_gradient_difference": GRADIENT_BAR,
                 "blind_reward": BLIND_REWARD,

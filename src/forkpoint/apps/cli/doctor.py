@@ -58,10 +58,11 @@ class Doctor:
         for blocks in ("eager",) if self.quick else ("eager", "compiled"):
             with out.waiting(f"checking gradients with {blocks} blocks"):
                 report, failure = self_test(compile_blocks=blocks == "compiled")
+            nearest = report.nearest
             out.show(
                 f"self-test: {'passed' if report.passed else 'FAILED'} with {blocks} blocks "
                 f"({report.dtype}); a tiny model's gradients, shared and dense, differ by "
-                f"{report.shared_error:.1e} of their norm (allowed {report.allowed:.0e})"
+                f"{nearest.shared_error:.1e} of their norm (allowed {nearest.allowed:.0e})"
             )
             if not report.passed:
                 out.show(report.table(width=out.width))
