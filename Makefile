@@ -19,9 +19,9 @@ no_gpu := not gpu and not multi_gpu
 
 # Planning, rollouts, losses and whole steps of small models: under 90 seconds on two cores.
 QUICK := tests/unit/test_plan.py tests/unit/test_plan_packing.py tests/unit/test_events.py \
-  tests/unit/test_forest.py tests/unit/test_rollouts.py tests/unit/test_rollout_fields.py \
-  tests/unit/test_boundary.py tests/unit/test_house.py tests/unit/test_config.py \
-  tests/unit/test_changes.py tests/integration/test_logprobs.py
+  tests/unit/test_forest.py tests/unit/test_rollouts.py tests/unit/test_boundary.py \
+  tests/unit/test_house.py tests/unit/test_config.py tests/unit/test_changes.py \
+  tests/integration/test_logprobs.py
 FUZZ_SECONDS ?= 600
 # make test-slow PART=2/4 runs the second quarter of the lane.
 PART ?= 1/1

@@ -306,6 +306,15 @@ def test_runs_without_torch(code: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("name", ["Makefile", "CONTRIBUTING.md", "docs/architecture.md"])
+def test_named_files_exist(name: str) -> None:
+    folders = "tests|src|benchmarks|scripts|examples"
+    named = re.findall(rf"\b(?:{folders})/[\w/.-]+\.(?:py|sh|md|jsonl?)\b", text_of(ROOT / name))
+    assert named
+    missing = [path for path in named if not (ROOT / path).is_file()]
+    assert not missing, f"{name} names files that do not exist: {missing}"
+
+
 # Written in pieces, so that this file does not name them either.
 NOT_NAMED = {
     "a machine's path": r"(?<![\w.~}])/(?:" + "|".join(["work", "root", "home", "opt"]) + r")/\w",
