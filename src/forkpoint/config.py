@@ -16,88 +16,89 @@ Split = Literal["replicate", "exchange"]
 HEAD_STATISTICS = ("mean_logits", "is_top1", "log_sum_sq_probs")
 AUTO = "auto"
 MOST = 2**63 - 1
-"""Of a number of tokens or bytes, which numpy counts in int64."""
+"""Largest number of tokens or bytes that int64 holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """How a batch is planned and run.
+    """Options of planning and running batches.
 
     Attributes:
-        sharing: Who may share tokens: nobody (dense), rollouts of one group, or any rollouts of the
-            batch.
-        boundary: Where a fork lies: inside one packed microbatch, between a parent microbatch and
-            its child microbatches, or either, so that subtrees that fit in what is left of a
-            microbatch stay whole (mixed).
-        max_microbatch_tokens: The most tokens that go through the model in one forward; None lets
-            the planner choose.
-        memory_budget: The most memory, in bytes or as text such as "70GiB", that activations and
-            prefix cache may take together; None is no limit. auto is measured on CUDA, once, when a
-            policy makes its first plan: what is free then, less what gradients and the optimizer's
-            states will take, less a margin, rounded down to GiB. A plan that needs more than is
-            measured is run all the same, with a warning; beyond a budget that is given it is
-            refused. Elsewhere auto is no limit.
-        optimizer_bytes_per_parameter: Bytes of the optimizer's states for each trainable parameter,
-            which an automatic budget leaves room for until an optimizer has them: 2 for AdamW in
-            8 bits, 0 for SGD. None is AdamW in the parameters' dtype: 8 in float32, 4 in bfloat16.
-        activations: Where activations of microbatches with children are while these run: on the
-            device, in the memory of the host, or nowhere, so that a second forward makes them
-            again. auto keeps what fits.
-        checkpointing: Recomputation in a microbatch's own backward: nothing, the MLPs (selective),
-            or whole decoder blocks (full). auto is nothing where that fits the budget, else what
-            costs least of what fits.
-        prefix_cache: Where keys and values that other microbatches read are between its use in one
-            layer and the next, with their gradients: on the device, or in the memory of the host,
-            from where two layers at a time come back. auto keeps on the device what fits, and moves
-            as few layers as it takes where nothing fits.
-        host_memory: The most memory of the host, written likewise, that offloaded activations and
-            prefix caches may take (pinned, on CUDA), for as long as the policy lives; what does not
-            fit stays on the device. None is no limit.
-        calibration: Prices of plans. auto takes the file that `forkpoint calibrate` wrote for this
-            device and model shape if there is one; else a policy measures a few layers of random
-            weights at its first plan on CUDA, in some seconds, once for a device and its versions.
-            Otherwise, and with None, prices are counted FLOPs and nominal rates. A path names
-            another file of `forkpoint calibrate`.
-        attention_kernel: A kernel of `forkpoint.ops.attention` by name; asking for one that cannot
-            serve raises.
-        recurrence_kernel: The same for layers that carry a state, of `forkpoint.ops.delta_rule`.
-        head_chunk_tokens: How many tokens' logits exist at a time in the head, unless they are
-            kept.
-        head_logits: Whether the logits of a microbatch without children are kept from the head's
-            forward to its backward, which follows at once, or computed again in parts; of other
-            microbatches they always are. auto keeps them where memory_budget leaves room, and
-            computes them again where there is no budget.
-        head_statistics: Numbers of each trained token's distribution that results have in
-            `per_token` besides log-probs, without gradients: "mean_logits", "is_top1" (1 or 0) and
-            "log_sum_sq_probs". They are computed in the head's chunks.
-        all_logprobs: Whether steps run rollouts whose terms the loss declares to be 0
-            (`Loss.zero_rollouts`), for their log-probs in `per_token`. They are left out otherwise,
-            and their log-probs are NaN.
-        compile_blocks: Whether decoder blocks are compiled, each on its own; None does so on CUDA,
-            but not for float64 models. Where the compiler fails, blocks run eagerly and a line of
-            the log says so.
-        gather: How ranks hold weights that fully_shard has sharded: gathered for each forward and
-            backward of a microbatch, which all ranks then run in lockstep, or once for a whole
-            step, which takes the memory of all weights and lets each rank run on its own. auto is
-            what is predicted to take less time, of what fits the memory budget on every rank.
-        split: Treatment of prompts whose rollouts several ranks have, in `forward_backward`:
-            each runs them (replicate), or one rank does, sends their prefix cache to the others
-            once and gets its gradients back once (exchange). auto is what is predicted to take less
-            time, of what fits the memory budget on every rank. What exchange does not take is
-            replicated; see docs/howto/ranks.md.
-        grad_accumulation_dtype: Dtype in which a step sums its microbatches' gradients: each
-            parameter's own dtype, in `.grad`, or float32, which is added to `.grad` at the end and
-            takes 4 bytes a parameter until then. A step that fails before that leaves gradients as
-            they were, without a copy.
-        self_check: Compare log-probs on a small sample with the stock model's, before the first
-            step and again when the model's code, hooks or configuration have changed; see
-            docs/concepts/self-check.md.
-        restore_grads: Copy existing gradients before each step, so that a failed step puts them
-            back.
+        sharing: Rollouts that may share tokens: none (dense training), those of one group, or any
+            of the batch (tree).
+        boundary: Position of forks: inside one packed microbatch (within), between a parent
+            microbatch and its children (across), or both (mixed). With mixed, a subtree stays in
+            one microbatch if it fits there.
+        max_microbatch_tokens: Largest number of tokens in one forward. With None the planner
+            chooses it.
+        memory_budget: Memory for activations and prefix cache together, in bytes or as text such as
+            "70GiB". None means no limit. On CUDA, auto is measured once, at the first plan of a
+            policy: the free memory, minus gradients and optimizer states that do not exist yet,
+            minus a margin, rounded down to GiB. A plan that exceeds a measured budget runs with a
+            warning. A plan that exceeds a given budget is refused. On other devices auto means no
+            limit.
+        optimizer_bytes_per_parameter: Bytes of optimizer states for each trainable parameter. An
+            automatic budget reserves them until the optimizer has allocated its states. Set 2 for
+            AdamW in 8 bits and 0 for SGD. None means AdamW in the dtype of the parameters: 8 bytes
+            in float32, 4 in bfloat16.
+        activations: Storage of a microbatch's activations while its children run: on the device
+            (keep), in host memory (offload), or nowhere (recompute), which runs a second forward.
+            auto keeps the activations that fit.
+        checkpointing: Activations that the backward of a microbatch computes again: none, those of
+            the MLPs (selective), or those of whole decoder blocks (full). auto takes none if that
+            fits the budget, else the cheapest choice that fits.
+        prefix_cache: Storage of keys and values that other microbatches read, and of their
+            gradients: on the device, or in host memory, with two layers at a time on the device.
+            With auto they stay on the device if they fit. Otherwise as few layers as needed move to
+            host memory.
+        host_memory: Largest amount of host memory for offloaded activations and prefix caches, in
+            the format of memory_budget. It is pinned on CUDA, and held as long as the policy
+            exists. Data beyond it stays on the device. None means no limit.
+        calibration: Prices that the planner compares plans with. auto takes the file that
+            `forkpoint calibrate` wrote for this device and model shape. Without such a file, a
+            policy on CUDA measures a few layers of random weights at its first plan. This takes
+            some seconds, once for each device and software version. On other devices, and with
+            None, prices are counted FLOPs and nominal rates. A path names another file of
+            `forkpoint calibrate`.
+        attention_kernel: Name of a kernel of `forkpoint.ops.attention`. A kernel that cannot run
+            the model raises an error.
+        recurrence_kernel: Name of a kernel of `forkpoint.ops.delta_rule`, for layers that carry a
+            state.
+        head_chunk_tokens: Number of tokens whose logits exist at a time, unless logits are kept.
+        head_logits: Storage of the logits of microbatches without children between forward and
+            backward: kept, or computed again in chunks (recompute). Other microbatches always
+            compute them again. auto keeps them if memory_budget has room. Without a budget it
+            computes them again.
+        head_statistics: Additional results in `per_token`, without gradients: "mean_logits",
+            "is_top1" (1 or 0) and "log_sum_sq_probs" of the distribution at each trained token.
+        all_logprobs: Whether steps also run rollouts whose terms the loss declares to be 0
+            (`Loss.zero_rollouts`), for their log-probs in `per_token`. Otherwise these log-probs
+            are NaN.
+        compile_blocks: Whether decoder blocks are compiled, one by one. None compiles on CUDA,
+            except for float64 models. If the compiler fails, blocks run eagerly, and the log says
+            so.
+        gather: Time at which ranks gather weights that fully_shard has sharded: for each forward
+            and backward (microbatch), which all ranks run in lockstep, or once for each step
+            (step). The second needs memory for all weights, and lets ranks run different programs.
+            auto takes the choice that is predicted to be faster and fits the memory budget of every
+            rank.
+        split: Treatment of a prompt whose rollouts are on several ranks, in `forward_backward`:
+            each of these ranks runs it (replicate), or one rank runs it, sends its prefix cache to
+            the others and receives the cache's gradients (exchange). auto takes the choice that is
+            predicted to be faster and fits the memory budget of every rank. Prompts that cannot be
+            exchanged are replicated; see docs/howto/ranks.md.
+        grad_accumulation_dtype: Dtype in which a step sums gradients of microbatches: that of each
+            parameter, in `.grad`, or float32. Float32 sums take 4 bytes per parameter and are added
+            to `.grad` at the end of the step. A step that fails earlier leaves gradients unchanged.
+        self_check: Whether log-probs of a small sample are compared with those of the stock model,
+            before the first step and after each change of the model's code, hooks or configuration;
+            see docs/concepts/self-check.md.
+        restore_grads: Whether each step first copies existing gradients, so that a failed step can
+            restore them.
 
     Raises:
         ConfigError: a value is not allowed.
-        TypeError: a name is unknown.
+        TypeError: an option does not exist.
     """
 
     sharing: Literal["auto", "none", "group", "tree"] = "auto"
@@ -146,14 +147,14 @@ class Config:
         for name, refused in cannot.items() if self.split == "exchange" else ():
             if refused:
                 raise ConfigError(
-                    f"split is 'exchange' and {name} is {getattr(self, name)!r}; prompts that are "
-                    "exchanged lie in microbatches of their own, around packed ones whose rollouts "
-                    "share. Leave one of the two options out."
+                    f"split is 'exchange' and {name} is {getattr(self, name)!r}; an exchange needs "
+                    "rollouts that share, and prompts in separate microbatches. Leave one of the "
+                    "two options out."
                 )
         if self.split == "exchange" and self.prefix_cache == "host":
             raise ConfigError(
-                "split is 'exchange' and prefix_cache is 'host'; prompts are exchanged between "
-                "devices. Leave one of the two options out."
+                "split is 'exchange' and prefix_cache is 'host'; only prefix caches on the device "
+                "can be exchanged. Leave one of the two options out."
             )
         given = self.head_statistics
         unknown = not isinstance(given, tuple) or [x for x in given if x not in HEAD_STATISTICS]
@@ -193,10 +194,10 @@ class Config:
 
     @property
     def memory_budget_bytes(self) -> int | None:
-        """`memory_budget` as a number of bytes; None where it is no limit, or auto."""
+        """`memory_budget` in bytes; None for no limit and for auto."""
         return None if self.memory_budget == AUTO else size_in_bytes(self.memory_budget)
 
     @property
     def host_memory_bytes(self) -> int | None:
-        """`host_memory` as a number of bytes."""
+        """`host_memory` in bytes; None for no limit."""
         return size_in_bytes(self.host_memory, "host_memory")

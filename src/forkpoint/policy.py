@@ -1,4 +1,4 @@
-"""Plans and runs training steps of a model: the public methods (step_run.py runs them)."""
+"""Plans and runs training steps of a model: the public methods (step/run.py runs them)."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,18 +26,18 @@ from forkpoint.verify.comparison import VerifyReport, verify
 
 
 class Policy:
-    """A model whose steps compute every shared token once. Made by `forkpoint.wrap`."""
+    """Plans and runs training steps of a model. `forkpoint.wrap` makes it."""
 
     def __init__(self, host: Host, config: Config, model_state: ModelState | None = None) -> None:
-        """Raises ConfigError where the configuration does not fit what holds the model on ranks."""
+        """Raises ConfigError if the options do not fit the way ranks hold the model."""
         check_config(host, config)
         self.host: Host = host
         self.config: Config = config
         self.observer: Observer | None = None
-        """Called with each event of a step before it runs: for measurements."""
+        """Callback for measurements, called with each event of a step before the event runs."""
         self.last_step: StepOutcome | None = None
-        """The effect on `.grad` of the last call of `forward_backward` that began to run: another
-        object for every call, made once its arguments have been checked and its plan made."""
+        """Effect on `.grad` of the last call of `forward_backward`. Each call replaces it after
+        planning, before it runs."""
         self.model_state: ModelState = model_state or ModelState()
 
     def plan(
@@ -52,16 +52,16 @@ class Policy:
 
         Args:
             batch: the rollouts, as a RolloutBatch or a list.
-            loss: the loss it is for. A plan for one that couples rollouts (GSPO, DPO) begins with
-                a pass of scores where these lie in several microbatches, and `forward_backward`
-                takes no other plan for it. Rollouts whose terms the loss declares to be 0 are left
-                out. None: a token-additive loss, scores, or log-probs, of all rollouts.
-            router: the router loss that it is for. Where its statistics span microbatches the plan
-                begins with a pass of scores, which counts experts.
-            router_counts: as in `forward_backward`; then no such pass is needed.
+            loss: the loss of the step. If it couples rollouts (GSPO, DPO) that are in several
+                microbatches, the plan begins with a pass of scores. `forward_backward` refuses a
+                plan without that pass. The plan leaves out rollouts whose terms the loss declares
+                to be 0. None plans all rollouts, for a token-additive loss, scores or log-probs.
+            router: the router loss of the step. If its statistics span microbatches, the plan
+                begins with a pass of scores that counts experts.
+            router_counts: as in `forward_backward`. With them this pass is not needed.
 
         Raises:
-            PlanError: nothing fits the limits of the configuration.
+            PlanError: no plan fits the limits of the configuration.
         """
         batch = as_batch(batch)
         check_batch(self.host, batch)
@@ -70,15 +70,17 @@ class Policy:
 
     @property
     def memory_budget_bytes(self) -> int | None:
-        """The most that activations and prefix cache may take; None is no limit.
+        """Limit on the memory of activations and prefix cache, in bytes; None means no limit.
 
-        Of Config(memory_budget="auto") it is measured at the first plan, on CUDA.
+        With Config(memory_budget="auto") it is measured at the first plan on CUDA.
         """
         return self.model_state.budgets.of(self.host, self.config)
 
     def use_memory_budget(self, size_bytes: int) -> None:
-        """Take a budget in place of what Config(memory_budget="auto") measures, such as that of an
-        earlier run, whose plans then come again."""
+        """Set the budget that Config(memory_budget="auto") would measure.
+
+        The budget of an earlier run gives the plans of that run.
+        """
         self.model_state.budgets.use(self.config, size_bytes)
 
     def forward_backward(
@@ -93,39 +95,42 @@ class Policy:
         router_counts: Tensor | None = None,
         expert_counts: bool = False,
     ) -> StepStats:
-        """Add to `.grad` exactly what dense training on the batch would.
+        """Add the gradients of ordinary training on the batch to `.grad`.
 
-        Rollouts that give no gradient do not run, nor do tokens after the last trained one of a
-        rollout; see docs/reference/losses.md.
+        Rollouts without gradient, and tokens after the last trained token of a rollout, do not run;
+        see docs/reference/losses.md.
 
         Args:
             batch: the rollouts, as a RolloutBatch or a list.
             loss: one of `forkpoint.losses`, or a function of (outputs, batch).
-            denominators: what the loss's means are taken over where a step has several calls or
-                ranks; by default the batch's own counts.
-            scale: a factor on every gradient, for accumulation and gradient scalers; the loss that
-                is returned is without it.
-            plan: one that `plan` made for this batch; by default it is made here.
-            router: an auxiliary loss of a mixture's routers, whose gradients are added as well.
-            router_counts: int64 [layers, experts], `expert_counts` of scores of this batch under
-                the same weights; for a scope that is not the batch their `rollout_expert_counts`
-                [rollouts, layers, experts]. Without them a loss whose statistics span microbatches
-                runs a pass of scores first.
-            expert_counts: whether `stats.expert_counts` are computed without a router loss, of all
+            denominators: counts that the means of the loss divide by, for steps of several calls.
+                The default is the counts of the batch, over all ranks.
+            scale: a factor on every gradient, for accumulation and gradient scalers. The returned
+                loss does not include it.
+            plan: a plan that `plan` made for this batch. By default the call makes it.
+            router: an auxiliary loss of the routers of a mixture of experts. Its gradients are
+                added too.
+            router_counts: int64 [layers, experts], the `expert_counts` of scores of this batch
+                under the same weights. For scopes other than the batch: their
+                `rollout_expert_counts` [rollouts, layers, experts]. Without them, a router loss
+                whose statistics span microbatches runs a pass of scores first.
+            expert_counts: whether to compute `stats.expert_counts` without a router loss, over all
                 tokens.
+
+        Returns:
+            The loss, log-probs, token counts, plan and times of the step.
 
         Raises:
             RolloutError: the batch does not fit the model or the loss.
-            ConfigError: the loss, the denominators or the scale is none, or the loss does not fit
-                the model: one of values for a language model, or the reverse.
-            UnsupportedError: the model's present state has not been shown exact.
-            PlanError: no plan fits, or the plan given is another batch's, or it lacks the pass of
-                scores that the loss needs.
+            ConfigError: the loss, the denominators or the scale has a value that is not allowed, or
+                the loss does not fit the model (a loss of values needs a critic).
+            UnsupportedError: the present state of the model has not been shown exact.
+            PlanError: no plan fits, the given plan belongs to another batch, or it lacks the pass
+                of scores that the loss needs.
 
-        Nothing is half added, whatever exception ends the step, and whenever it arrives
-        (KeyboardInterrupt, say): either `.grad` has the whole gradient, or what had been added is
-        taken back; see Config.restore_grads. `last_step.gradients` says which of these it is, and
-        so does a note on the exception.
+        After an exception of any kind (KeyboardInterrupt included) `.grad` either has the whole
+        gradient, or is restored or cleared as Config.restore_grads says. `last_step.gradients` and
+        a note on the exception say which.
         """
         request = TrainRequest(
             batch=batch,
@@ -157,29 +162,29 @@ class Policy:
     def logprobs(
         self, batch: Rollouts, *, entropy: bool = False, plan: Plan | None = None
     ) -> Tensor | tuple[Tensor, ...]:
-        """Log-probs of every trained token, which any loss can be computed from.
+        """Compute log-probs of every trained token, with a graph, for a loss of your own.
 
-        `loss.backward()` then adds exactly what dense training would to `.grad` of all trainable
-        parameters. It may come at any later time, before the weights change. Until then only the
-        log-probs are held. It runs the plan's forwards again: `forward_backward`, which takes the
-        losses of `forkpoint.losses` and functions that are declared token-additive, does not.
-        It runs at the end of that backward, when gradients of other terms, such as a stock loss of
-        the same model, are in `.grad`; if it fails, these stay there.
+        `loss.backward()` adds the gradients of ordinary training to `.grad` of all trainable
+        parameters. Call it at any later time before the weights change. Until then only the
+        log-probs are held in memory. The backward runs the forwards of the plan again;
+        `forward_backward` does not. The plan runs at the end of the backward, after gradients of
+        other terms (such as a stock loss of the same model) are in `.grad`. If the plan fails,
+        these gradients stay there.
 
         Args:
             batch: the rollouts, as a RolloutBatch or a list.
-            entropy: whether to give entropies (nats) as well.
-            plan: one that `plan` made for this batch; by default it is made here.
+            entropy: whether to return entropies (nats) too.
+            plan: a plan that `plan` made for this batch. By default the call makes it.
 
         Returns:
-            float32 (float64 for a float64 model) [T] on the model's device, entry i for token i of
-            the batch, as in `score`; with `entropy` two of them; of a critic its values. Entries
-            outside the loss mask are 0, and gradients that arrive there are ignored.
+            float32 (float64 for a float64 model) [T] on the device of the model; entry i belongs to
+            token i of the batch. With `entropy`, log-probs and entropies. For a critic, its values.
+            Entries outside the loss mask are 0, and their gradients are ignored.
 
-        Raises as `forward_backward`. The backward raises UnsupportedError where it is asked for
-        gradients of some tensors alone (torch.autograd.grad) or of gradients (create_graph), where
-        it runs a second time, and where weights have changed since. Under DistributedDataParallel
-        torch leaves it out of a backward that is asked for gradients of some tensors alone.
+        Raises the errors of `forward_backward`. The backward raises UnsupportedError for
+        torch.autograd.grad, for create_graph, for a second backward, and after the weights have
+        changed. Under DistributedDataParallel, torch does not call it in a
+        `backward(inputs=...)`.
         """
         kind = LogprobsRequest if torch.is_grad_enabled() else ScoreRequest
         values = logprobs(self, kind(batch=batch, entropy=entropy, plan=plan))
@@ -194,12 +199,20 @@ class Policy:
         router: RouterLoss | None = None,
         expert_counts: bool = False,
     ) -> Scores:
-        """Log-probs of every trained token, without a graph: for old and reference passes.
+        """Compute log-probs of every trained token without a graph, for old and reference passes.
 
-        Of a critic the values, which advantages are estimated with. With `expert_counts` experts
-        are counted as well, of all tokens; with `router` they are counted as that loss counts them,
-        for the `router_counts` of `forward_backward`, and `router_loss` is its value. Raises as
-        `forward_backward`, and UnsupportedError where a critic is asked for entropies.
+        Args:
+            batch: the rollouts, as a RolloutBatch or a list.
+            entropy: whether to compute entropies (nats) too.
+            plan: a plan that `plan` made for this batch. By default the call makes it.
+            router: a router loss. `router_loss` is its value, and `expert_counts` are counted for
+                the `router_counts` of `forward_backward`.
+            expert_counts: whether to count experts without a router loss, over all tokens.
+
+        Returns:
+            Log-probs and entropies; for a critic, values.
+
+        Raises the errors of `forward_backward`, and UnsupportedError for entropies of a critic.
         """
         request = ScoreRequest(
             batch=batch, entropy=entropy, plan=plan, router=router, expert_counts=expert_counts
@@ -209,20 +222,20 @@ class Policy:
     def update_router_biases(
         self, expert_counts: Tensor, *, rate: float, centered: bool = False
     ) -> None:
-        """Move the biases by which routers of DeepSeek-V3 and GLM-4-MoE balance their load.
+        """Update the biases that balance the routers of DeepSeek-V3 and GLM-4-MoE.
 
-        An expert that was chosen more often than its layer's mean loses `rate`, one less often
-        gains it (Wang et al., arXiv 2408.15664). Called after an optimizer step, once for all its
-        rollouts: counts of several calls are added up.
+        The bias of an expert decreases by `rate` if the expert was chosen more often than the mean
+        of its layer, and increases by `rate` if less often (Wang et al., arXiv 2408.15664). Call it
+        once after each optimizer step. If the step had several calls, add up their counts.
 
         Args:
             expert_counts: int64 [layers, experts], `stats.expert_counts`.
-            rate: by how much; DeepSeek-V3 took 0.001.
-            centered: whether each layer's moves have their mean taken away, as torchtitan does.
+            rate: size of the update; DeepSeek-V3 used 0.001.
+            centered: whether to subtract the mean update of each layer, as torchtitan does.
 
         Raises:
-            UnsupportedError: the model's routers have no such biases.
-            ConfigError: the counts are of another shape, or the rate is no finite number.
+            UnsupportedError: the routers of the model have no such biases.
+            ConfigError: the counts have another shape, or the rate is not a finite number.
         """
         move_biases(self.host, expert_counts, finite("rate", rate), centered=centered)
 
@@ -236,21 +249,31 @@ class Policy:
         hold_routes: bool = True,
         progress: Callable[[str], None] | None = None,
     ) -> VerifyReport:
-        """Compare every parameter's gradient, shared and dense, with a run in higher precision.
+        """Compare gradients with and without sharing to a run in higher precision.
 
-        A plan that shares within microbatches and one that shares across them are run, and the
-        planner's own where it is neither. `progress` is called when each run begins, with text
-        such as "reference (1 of 4)". The model's gradients are as before when this returns.
-        `router` is an auxiliary loss of a mixture's routers, as in `forward_backward`.
+        The call runs a plan that shares within microbatches, a plan that shares across them, and
+        the plan of the planner if that is a third one. It leaves the gradients of the model
+        unchanged.
 
-        See `forkpoint.verify.comparison.verify`.
+        Args:
+            batch: the rollouts, as a RolloutBatch or a list.
+            loss: as in `forward_backward`.
+            denominators: as in `forward_backward`.
+            router: as in `forward_backward`.
+            hold_routes: whether all runs of a mixture of experts use the experts that the run in
+                higher precision chose. With False each run chooses its experts.
+            progress: a function that is called at the start of each run, with text such as
+                "reference (1 of 4)".
+
+        Returns:
+            The verdict and the errors of each parameter; docs/howto/verify.md explains them.
         """
         batch = as_batch(batch)
         check_batch(self.host, batch)
         if batch.routed_experts is not None:
             raise UnsupportedError(
                 "the rollouts have routed_experts, and verify compares with a stock model, which "
-                "cannot be held to them. Verify the batch without: "
+                "cannot use them. Verify the batch without them: "
                 "dataclasses.replace(rollout, routed_experts=None)."
             )
         return verify(
@@ -275,9 +298,9 @@ class Policy:
         )
 
     def with_config(self, **changes: object) -> "Policy":
-        """The same model with other options.
+        """Make a policy of the same model with other options.
 
-        Raises ConfigError for a change of compile_blocks, which `wrap` decides.
+        Raises ConfigError for a change of compile_blocks, because only `wrap` sets it.
         """
         asked = changes.get("compile_blocks", self.config.compile_blocks)
         if asked is not self.config.compile_blocks:

@@ -1,4 +1,4 @@
-"""The way in: a policy of a model."""
+"""Makes a policy of a model."""
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,27 +13,26 @@ from forkpoint.rollouts.batch import short
 def wrap(
     model: nn.Module, config: Config | None = None, *, mesh: DeviceMesh | None = None
 ) -> Policy:
-    """Make a policy of a model, which stays usable as before.
+    """Make a policy of a model. The model stays usable as before.
 
     Args:
-        model: a supported transformers model, already initialised and on its device, or a peft
-            model around one; or a critic, a token classifier of a supported family with one label.
-            torch's fully_shard or DistributedDataParallel may hold it, and transformers may have
-            split it over ranks (DistributedConfig).
-        config: how batches are planned and run.
-        mesh: the device mesh that the model was split over, with names of its dimensions. A
-            dimension "cp" (or "sp") splits the sequences of one batch over its ranks: context
-            parallelism. A dimension "pp" cuts the model into stages of a pipeline: the parameters
-            of other stages are dropped (see `cut`). Of other dimensions nothing is read that the
-            model does not say itself; what the two say is compared.
+        model: a model of transformers or torchtitan of a supported family, initialised and on its
+            device, or a peft model around a model of transformers. A token classifier with one
+            label is a critic. fully_shard or DistributedDataParallel of torch may hold the model,
+            and transformers may have split it over ranks (DistributedConfig).
+        config: options of planning and running. The default is Config().
+        mesh: the device mesh of the model, with names of its dimensions. A dimension "cp" (or "sp")
+            splits the sequences of one batch over its ranks (context parallelism). A dimension "pp"
+            cuts the model into stages of a pipeline and drops the parameters of other stages (see
+            `cut`). Other dimensions are only compared with the way ranks hold the model.
 
     Raises:
-        UnsupportedError: the model has not been shown exact; the message names what is in the way.
-        ConfigError: the configuration is no Config, or has sizes that no model can have, or the
-            mesh is not that of the model.
+        UnsupportedError: the model has not been shown exact; the message names the reason.
+        ConfigError: `config` is not a Config, its sizes do not fit the model, or the mesh is not
+            the mesh of the model.
 
-    Collective where several ranks hold the model. Unless it is cut into stages, the model is
-    modified only during a step and restored afterwards.
+    If several ranks hold the model, all of them must call it. Unless the model is cut into stages,
+    it is modified only during a step and restored afterwards.
     """
     config = Config() if config is None else config
     if not isinstance(config, Config):
@@ -46,11 +45,11 @@ def wrap(
 
 
 def cut(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Cut a model into stages of a pipeline: drop the parameters of other stages than this rank's.
+    """Cut a model into stages of a pipeline: drop the parameters of all other stages.
 
-    For models that fully_shard or DistributedDataParallel is to hold afterwards, over another
-    dimension of the mesh. `wrap` with the same mesh comes last; by itself it cuts a model that
-    nothing else holds.
+    Use it if fully_shard or DistributedDataParallel will hold the stages over another dimension of
+    the mesh. Call `wrap` with the same mesh last. Without such a holder `wrap` alone cuts the
+    model.
 
     Args:
         model: a whole transformers model, or a peft model around one.
@@ -59,6 +58,6 @@ def cut(model: nn.Module, mesh: DeviceMesh) -> None:
     Raises:
         ConfigError: the mesh has no dimension "pp".
         PlanError: the model has fewer layers than there are stages.
-        UnsupportedError: stages of the model have not been shown exact, or ranks hold it already.
+        UnsupportedError: stages of the model have not been shown exact, or ranks already hold it.
     """
     cut_model(model, mesh)

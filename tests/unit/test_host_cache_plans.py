@@ -156,6 +156,6 @@ def test_explained() -> None:
 def test_refusals() -> None:
     with pytest.raises(PlanError, match="without a model shape"):
         make_plan(BATCH, None, replace(ACROSS, prefix_cache="host"))
-    with pytest.raises(ConfigError, match="exchanged between devices"):
+    with pytest.raises(ConfigError, match="only prefix caches on the device"):
         Config(split="exchange", prefix_cache="host")
     assert cannot_exchange(Config(prefix_cache="host")) == "prefix_cache is 'host'"

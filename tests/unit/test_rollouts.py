@@ -406,9 +406,9 @@ def test_check_vocabulary() -> None:
         ([bare(), bare(rollout_id="s"), bare()], "rollout_id 'r' is given twice, at positions 0"),
         (
             [bare(), bare(rollout_id="s", old_logprobs=[0, 0, -1, -1])],
-            "Rollout 's' has old_logprobs and rollout 'r' has not",
+            "Rollout 's' has old_logprobs and rollout 'r' does not",
         ),
-        ([bare(weights=1), bare(rollout_id=None)], "Rollout 'r' has weights and rollout '1' has"),
+        ([bare(weights=1), bare(rollout_id=None)], "Rollout 'r' has weights and rollout '1' does"),
     ],
 )
 def test_batch_refuses(rollouts: Any, said: str) -> None:

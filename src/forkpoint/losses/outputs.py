@@ -8,7 +8,7 @@ from torch import Tensor
 from forkpoint.errors import ConfigError
 
 Head = Literal["logprobs", "values"]
-"""Output for a token: the log-prob of a language model, or a critic's value before it."""
+"""Output for a token: a log-prob of a language model, or a value of a critic."""
 
 MODELS: dict[Head, str] = {"logprobs": "a causal language model", "values": "a critic"}
 REMEDIES: dict[Head, str] = {
@@ -19,26 +19,26 @@ REMEDIES: dict[Head, str] = {
 
 
 class PerToken:
-    """Reads what a head gave from `per_token`: tensors [T] by name.
+    """Results of a head per token: tensors [T] by name.
 
-    The name that the model does not give raises ConfigError.
+    Reading a result that the model does not have raises ConfigError.
     """
 
     per_token: Mapping[str, Tensor]
 
     @property
     def logprobs(self) -> Tensor:
-        """Of each token given those before it, under a language model."""
+        """Log-prob of each token given the tokens before it, from a language model."""
         return self._of("logprobs")
 
     @property
     def entropies(self) -> Tensor | None:
-        """Of the distributions that the log-probs are of; None unless they were asked for."""
+        """Entropy (nats) of the distribution at each token; None unless requested."""
         return self.per_token.get("entropies")
 
     @property
     def values(self) -> Tensor:
-        """A critic's: entry i is the value of the tokens before token i."""
+        """Values of a critic: entry i is the value of the tokens before token i."""
         return self._of("values")
 
     def _of(self, name: Head) -> Tensor:
@@ -52,11 +52,14 @@ class PerToken:
 
 
 class LossOutputs(PerToken):
-    """Outputs of the model for a view's T tokens: float32 or float64 [T], 0 outside the loss mask.
+    """Outputs of the model for the T tokens of a view: float32 or float64 [T].
 
-    logprobs: of a language model, with a graph.
-    entropies: the same for the entropies, or None unless the loss has `needs_entropy`.
-    values: of a critic, with a graph; it has neither of the others.
+    Entries outside the loss mask are 0.
+
+    logprobs: log-probs of a language model, with a graph.
+    entropies: entropies of a language model, with a graph; None unless the loss has
+        `needs_entropy`.
+    values: values of a critic, with a graph.
 
     Reading log-probs of a critic, or values of a language model, raises ConfigError.
     """
@@ -69,7 +72,7 @@ class LossOutputs(PerToken):
         values: Tensor | None = None,
         **statistics: Tensor,
     ) -> None:
-        """`statistics`: those of Config(head_statistics=...), without a graph."""
+        """`statistics`: results of Config(head_statistics=...), without a graph."""
         given = {"logprobs": logprobs, "entropies": entropies, "values": values, **statistics}
         self.per_token: Mapping[str, Tensor] = {
             name: value for name, value in given.items() if value is not None

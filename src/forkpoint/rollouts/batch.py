@@ -37,44 +37,44 @@ class RolloutBatch:
 
     Attributes:
         token_ids: int64 [T].
-        offsets: int64 [N + 1], the starts of the rollouts and T.
+        offsets: int64 [N + 1], the first token of each rollout, then T.
         loss_mask: bool [T].
-        advantages: float64 [T]; a rollout's single number is repeated over its tokens.
-        old_logprobs, reference_logprobs, weights, returns, old_values: float64 [T], or None where
-            no rollout has them. The log-probs of first tokens are 0.
+        advantages: float64 [T]. A single number of a rollout is repeated over its tokens.
+        old_logprobs, reference_logprobs, weights, returns, old_values: float64 [T], or None if no
+            rollout has them. Log-probs of first tokens are 0.
         temperatures: float64 [N].
-        group_index: int64 [N]; the groups are 0 .. G - 1 in order of first appearance. Rollouts
-            without a group_id form one group where their prompts (the tokens before the first
-            trained one, or all if none is; with their media) are equal.
-        group_ids: N texts or None; of completions and responses without one, a text that stands
-            for the prompt.
-        rollout_ids: N texts, all different.
+        group_index: int64 [N], groups 0 .. G - 1 in order of first appearance. Rollouts without a
+            group_id form a group if their prompts and media are equal. A prompt is the tokens
+            before the first trained one, or all tokens if none is trained.
+        group_ids: N texts or None. Completions and responses without one get a text that is equal
+            for equal prompts.
+        rollout_ids: N different texts.
         extras: N dicts or None.
-        routed_experts: int16 [T, L, K], or None where no rollout has them.
-        route_index: int64 [T], the same number for tokens that are sent to the same experts in all
-            layers, in any order; None without routed_experts.
+        routed_experts: int16 [T, L, K], or None if no rollout has them.
+        route_index: int64 [T], equal for tokens with the same experts in all layers, in any order;
+            None without routed_experts.
         media: the distinct images and videos of all rollouts.
-        media_of: int64 [T], which of `media` a token stands for, -1 for text; None without media.
-        media_row: int64 [T], which of that medium's tokens it is; None without media.
-        share_index: int64 [T], the same number where experts and media are the same; None without
-            both. Rollouts share tokens up to the first that differs in its id or in this.
-        has_advantages: False where the batch was made from tensors without advantages, which are
-            then 0; losses that use advantages refuse it.
-        rollouts: N `Rollout`s, each with a rollout_id: one that has none gets its position as text.
-        layout: the cells of the tensors [N, W] that the batch was made from, which `to_padded`
-            fills. Of a batch made from rollouts, or from jagged tensors, it is padded on the right.
-        completion_layout: the cells of the completions' tensors [N, C], which `to_completions`
-            fills, or None where completions were not given separately.
+        media_of: int64 [T], index into `media` for placeholder tokens, -1 for text; None without
+            media.
+        media_row: int64 [T], position of a placeholder token within its medium; None without media.
+        share_index: int64 [T], equal for tokens with the same experts and media; None without both.
+            Rollouts share tokens up to the first with another id or another share_index.
+        has_advantages: False if the batch was made from tensors without advantages. They are then
+            0, and losses that use advantages refuse the batch.
+        rollouts: N `Rollout`s. A rollout without rollout_id gets its position as text.
+        layout: cells of the tensors [N, W] that the batch was made from, for `to_padded`. For
+            rollouts and jagged tensors it is padded on the right.
+        completion_layout: cells of the tensors [N, C] of the completions, for `to_completions`;
+            None if the batch was not made from separate completions.
 
     `from_padded`, `from_completions` and `from_jagged` make a batch from tensors.
 
-    A batch without rollouts is that of a rank that has none, in a step of several ranks; everything
-    else refuses it.
+    In a step of several ranks, a rank without rollouts passes `RolloutBatch([])`. Other uses of an
+    empty batch are refused.
 
     Raises:
-        RolloutError: an item is no rollout, a rollout_id is there twice, only some of the rollouts
-            have old_logprobs, reference_logprobs, weights, returns, old_values or routed_experts,
-            or routed_experts have different layers or counts.
+        RolloutError: an item is not a Rollout, a rollout_id appears twice, a field is missing in
+            some rollouts, or routed_experts have different numbers of layers or experts.
     """
 
     token_ids: NDArray[np.int64]
@@ -152,7 +152,7 @@ class RolloutBatch:
         return iter(self.rollouts)
 
     def __getitem__(self, index: int) -> Rollout:
-        """Rollout `index`, with the rollout_id that it has in this batch."""
+        """Rollout `index`, with its rollout_id in this batch."""
         return self.rollouts[index]
 
     def shown(self, rollouts: Sequence[int]) -> ShownMedia | None:
@@ -188,23 +188,23 @@ class RolloutBatch:
         loss_mask: ArrayLike,
         **fields: Unpack[BatchFields],
     ) -> Self:
-        """A batch of the rows of padded tensors [N, W]; padding may be on both sides of a row.
+        """Make a batch from padded tensors [N, W]; a row may have padding on both sides.
 
-        Torch tensors of any device, numpy arrays and lists of rows are taken, of the types that
-        Rollout takes. A tensor is copied to the host once, without its graph. Values at padding are
-        not read, whichever id the padding has.
+        Arguments may be torch tensors on any device, numpy arrays or lists of rows, with the types
+        that Rollout accepts. Each tensor is copied to the host once, without its graph. Values at
+        padding are not read.
 
         Args:
             input_ids: [N, W]. Prompts and responses.
-            attention_mask: [N, W]; 1 for tokens, 0 for padding. The tokens of a row are neighbours.
+            attention_mask: [N, W]; 1 for tokens, 0 for padding. Padding must not be between tokens.
             loss_mask: [N, W]; 1 for trained tokens, 0 for others and for padding.
-            fields: the other fields, by the names in `BatchFields`: advantages, old_logprobs,
-                reference_logprobs, weights, returns, old_values, temperatures, group_ids,
-                rollout_ids, extras. Per-token fields are [N, W].
+            fields: advantages, weights and returns, [N, W] or [N]; old_logprobs,
+                reference_logprobs and old_values, [N, W]; temperatures, group_ids, rollout_ids and
+                extras, [N].
 
         Raises:
-            RolloutError: a value or a shape is not allowed, a row has no token, padding lies
-                between tokens, or padding is trained.
+            RolloutError: a value or a shape is not allowed, a row has no token, padding is between
+                tokens, or padding is trained.
         """
         return cls._of(from_tensors.from_padded(fields, input_ids, attention_mask, loss_mask))
 
@@ -220,24 +220,22 @@ class RolloutBatch:
         tool_mask: ArrayLike | None = None,
         **fields: Unpack[BatchFields],
     ) -> Self:
-        """A batch of prompts [N, P] and completions [N, C], padded separately, as TRL has them.
+        """Make a batch from prompts [N, P] and completions [N, C], padded separately, as in TRL.
 
         Args:
-            prompt_ids: [N, P]; prompt n is repeated for each of its completions.
+            prompt_ids: [N, P]. A prompt is repeated for each of its completions.
             prompt_mask: [N, P]; 1 for tokens.
             completion_ids: [N, C].
-            completion_mask: [N, C]; 1 for tokens, those of tools included. A completion without
-                tokens is a rollout of its prompt, with nothing trained.
-            loss_mask: [N, C]; 1 for trained tokens. Without it all tokens of completions are
-                trained.
+            completion_mask: [N, C]; 1 for tokens, including those of tools. A completion without
+                tokens becomes a rollout of its prompt that trains nothing.
+            loss_mask: [N, C]; 1 for trained tokens. The default trains all tokens of completions.
             tool_mask: [N, C], instead of loss_mask; 0 for tokens of tools. It is not read at
                 padding, where TRL has 1.
-            fields: as in `from_padded`. Per-token fields are over the completions, [N, C]; the
-                prompts' entries in the batch are 0. A rollout without a group_id gets one that
-                stands for its prompt, so equal prompts form a group.
+            fields: as in `from_padded`, with per-token fields [N, C]. Entries of prompts are 0 in
+                the batch. Rollouts with equal prompts form a group unless they have a group_id.
 
         Raises:
-            RolloutError: as in `from_padded`, and where loss_mask and tool_mask are both given.
+            RolloutError: as in `from_padded`, or both loss_mask and tool_mask are given.
         """
         ids = (prompt_ids, prompt_mask, completion_ids, completion_mask)
         return cls._of(from_tensors.from_completions(fields, *ids, loss_mask, tool_mask))
@@ -251,38 +249,38 @@ class RolloutBatch:
         response_lengths: ArrayLike | None = None,
         **fields: Unpack[BatchFields],
     ) -> Self:
-        """A batch of rows of different lengths without padding: nested tensors, as verl has them.
+        """Make a batch from rows of different lengths without padding: nested tensors, as in verl.
 
         Args:
             input_ids: prompts and responses: a nested tensor [N, j] of either layout, or a list of
                 N rows, such as `flat.split(lengths)`.
-            loss_mask: as long as input_ids; 1 for trained tokens.
-            response_lengths: [N], tokens of the responses, where loss_mask and the other per-token
-                fields are over these alone, as verl's `response_mask` is; responses come last. For
-                verl's nested responses it is `responses.offsets().diff()`. Groups are then formed
-                by prompts as in `from_completions`.
+            loss_mask: rows as long as those of input_ids; 1 for trained tokens.
+            response_lengths: [N], numbers of tokens of the responses, which end the rows. Set it if
+                loss_mask and the other per-token fields cover the responses only, as verl's
+                `response_mask` does. For verl's nested responses, pass
+                `responses.offsets().diff()`. Groups are then formed as in `from_completions`.
             fields: as in `from_padded`. Per-token fields are nested tensors or lists of N rows.
 
         Raises:
-            RolloutError: as in `from_padded`, and where lengths do not fit.
+            RolloutError: as in `from_padded`, or lengths do not fit.
         """
         return cls._of(from_tensors.from_jagged(fields, input_ids, loss_mask, response_lengths))
 
     def to_padded(self, values: Any, *, fill: float = 0) -> Any:
-        """Per-token values in the cells of the tensors that the batch was made from: [N, W].
+        """Arrange per-token values like the tensors that the batch was made from: [N, W].
 
-        A batch from `from_completions` has W = P + C: prompts, then completions, as in
-        `torch.cat([prompt_ids, completion_ids], 1)`. One from rollouts or jagged tensors is padded
-        on the right to the longest rollout.
+        For `from_completions` W is P + C: prompts, then completions, as in
+        `torch.cat([prompt_ids, completion_ids], 1)`. Rollouts and jagged tensors are padded on the
+        right to the longest rollout.
 
         Args:
-            values: [T] over the batch's tokens in their order, such as `scores.logprobs`, or
-                [T, ...]; a torch tensor, a numpy array or a list.
-            fill: the number at padding, one that the dtype has.
+            values: [T] or [T, ...], one entry per token of the batch, such as `scores.logprobs`: a
+                torch tensor, a numpy array or a list.
+            fill: value at padding.
 
         Returns:
-            [N, W, ...] of the same dtype: for a torch tensor one on its device, with a graph to
-            it, otherwise a numpy array.
+            [N, W, ...] of the same dtype: a torch tensor on the same device, with a graph to
+            `values`, or a numpy array.
 
         Raises:
             RolloutError: the values have another length.
@@ -291,13 +289,13 @@ class RolloutBatch:
         return self.layout.pad(values, fill)
 
     def to_completions(self, values: Any, *, fill: float = 0) -> Any:
-        """Per-token values in the cells of the completions' tensors: [N, C]; else as `to_padded`.
+        """Arrange per-token values like the tensors of the completions: [N, C].
 
-        Values of prompts are left out. Completions of a batch from `from_jagged` are those of
-        `response_lengths`, padded on the right.
+        Values of prompts are left out. For `from_jagged` with `response_lengths`, responses are
+        padded on the right. Arguments and result are as in `to_padded`.
 
         Raises:
-            RolloutError: also for a batch that was not given its completions separately.
+            RolloutError: as in `to_padded`, or the batch has no separate completions.
         """
         if self.completion_layout is None:
             raise RolloutError(
@@ -308,7 +306,7 @@ class RolloutBatch:
 
     @property
     def token_keys(self) -> NDArray[np.int64]:
-        """int64 [T], equal where a token's id and its medium are."""
+        """int64 [T], equal for tokens with the same id and the same medium."""
         return _keys(self.token_ids, self.media_of)
 
     def content(self, begin: int, end: int) -> bytes:
@@ -332,23 +330,23 @@ class RolloutBatch:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each rollout, int64 [N]."""
+        """Number of tokens of each rollout, int64 [N]."""
         return np.diff(self.offsets)
 
     @property
     def logical_tokens(self) -> int:
-        """Tokens of all rollouts as given: T."""
+        """Number of tokens of all rollouts: T."""
         return len(self.token_ids)
 
     @property
     def trained_tokens(self) -> int:
-        """Tokens whose loss_mask is 1."""
+        """Number of trained tokens."""
         return int(np.count_nonzero(self.loss_mask))
 
     def select(self, indices: Iterable[int]) -> "RolloutBatch":
-        """A batch of the rollouts at `indices`, in that order; they keep ids and layout.
+        """Make a batch of the rollouts at `indices`, in that order. Ids and layout are kept.
 
-        Raises IndexError for an index outside the batch, and RolloutError where one is there twice.
+        Raises IndexError for an index outside the batch, and RolloutError for a repeated index.
         """
         chosen = [operator.index(index) for index in indices]
         completions = self.completion_layout
@@ -361,19 +359,19 @@ class RolloutBatch:
         return self._of(made)
 
     def with_(self, **fields: ArrayLike | None) -> "RolloutBatch":
-        """A batch with these fields in place of its own; it keeps ids and layout.
+        """Make a batch with other values of some fields. Ids and layout are kept.
 
             batch = batch.with_(reference_logprobs=policy.score(batch).logprobs)
 
         Args:
             fields: advantages, old_logprobs, reference_logprobs, weights, returns and old_values:
-                [T] over the batch's tokens in their order, such as `scores.logprobs`; of
-                advantages, weights and returns also [N], one number per rollout. Torch tensors of
-                any device, numpy arrays and lists are taken. None takes a field away.
+                [T], one entry per token of the batch, such as `scores.logprobs`. Advantages,
+                weights and returns may also be [N]. Values may be torch tensors on any device,
+                numpy arrays or lists. None removes a field.
 
         Raises:
             RolloutError: a value has another shape, or is not allowed in a Rollout.
-            TypeError: there is no such field.
+            TypeError: a field does not exist.
         """
         if unknown := fields.keys() - {"advantages", *_OPTIONAL}:
             takes = ", ".join(("advantages", *_OPTIONAL))
@@ -394,15 +392,15 @@ class RolloutBatch:
     def with_media(
         self, media: Sequence[tuple[Media, ...]], media_types: ArrayLike
     ) -> "RolloutBatch":
-        """A batch of the same rollouts with images and videos; it keeps ids and layout.
+        """Make a batch of the same rollouts with images and videos. Ids and layout are kept.
 
         Args:
-            media: of each rollout, N tuples.
-            media_types: [T] over the batch's tokens in their order: 0 for text, 1 for tokens of
-                images, 2 for tokens of videos.
+            media: N tuples, the media of each rollout.
+            media_types: [T], one entry per token of the batch: 0 for text, 1 for placeholder tokens
+                of images, 2 for those of videos.
 
         Raises:
-            RolloutError: media and tokens do not go together.
+            RolloutError: media do not fit the tokens.
         """
         if len(media) != len(self):
             raise RolloutError(
@@ -440,28 +438,28 @@ class RolloutBatch:
         )
 
     def groups(self) -> list[NDArray[np.int64]]:
-        """For each group, in order of first appearance, its rollouts' indices: int64, ascending."""
+        """Ascending int64 indices of each group's rollouts; groups in order of first appearance."""
         by_group = np.argsort(self.group_index, kind="stable")
         return np.split(by_group, np.cumsum(np.bincount(self.group_index))[:-1])
 
     def where_all_trained(self, condition_T: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """The rollouts in which every trained token meets a condition: bool [N].
+        """Whether all trained tokens of a rollout meet a condition: bool [N].
 
-        A rollout without trained tokens is among them. `condition_T` is bool [T].
+        It is True for a rollout without trained tokens. `condition_T` is bool [T].
         """
         missed = np.concatenate([[0], np.cumsum(self.loss_mask & np.logical_not(condition_T))])
         return missed[self.offsets[1:]] == missed[self.offsets[:-1]]
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises RolloutError, naming the first, where a token id is not below `vocab_size`."""
+        """Raises RolloutError for token ids that are not below `vocab_size`; it names the first."""
         outside = self.token_ids >= vocab_size
         if outside.any():
             flat = int(outside.argmax())
             index = int(np.searchsorted(self.offsets, flat, side="right")) - 1
             raise RolloutError(
                 f"{named(self.rollout_ids[index])}: token_ids[{flat - self.offsets[index]}] is "
-                f"{self.token_ids[flat]}, but the vocabulary has {vocab_size} entries, so that ids "
-                f"go from 0 to {vocab_size - 1}. Use the model whose tokenizer made these rollouts."
+                f"{self.token_ids[flat]}, but the vocabulary has {vocab_size} entries (ids from 0 "
+                f"to {vocab_size - 1}). Use the model whose tokenizer made these rollouts."
             )
 
 
@@ -503,8 +501,8 @@ def _of_all(rollouts: Sequence[Rollout], field: str) -> list[Any] | None:
     if any(without):
         has, has_not = (rollouts[without.index(lacks)].rollout_id for lacks in (False, True))
         raise RolloutError(
-            f"Rollout {short(has)} has {field} and rollout {short(has_not)} has not; a batch needs "
-            "it of all of its rollouts or of none. Add what is missing, or make two batches."
+            f"Rollout {short(has)} has {field} and rollout {short(has_not)} does not; in a batch "
+            "all rollouts or none must have it. Add the missing values, or make two batches."
         )
     return values
 

@@ -28,9 +28,9 @@ from forkpoint.rollouts.fields import (
 from forkpoint.rollouts.media import Media, read_media
 
 LARGEST_LOGPROB = 0.125
-"""The largest log-prob of a trained token. A log-prob is a logit less the logarithm of a sum, and
-each may have been rounded to 16 bits: bfloat16 numbers from 16 to 32, the size of large logits,
-are 1/8 apart. Values from 0 to this bound are kept, as trainers keep them in their ratios."""
+"""Largest allowed log-prob of a trained token. A log-prob is a logit minus the logarithm of a sum.
+Both may be rounded to 16 bits, and bfloat16 numbers from 16 to 32 are 1/8 apart. Values from 0 to
+this bound are kept, as trainers keep them in their ratios."""
 LOGPROBS_ARE_NEGATIVE = (
     "the logarithm of a probability is at most 0, and rounding to 16 bits adds at most "
     f"{LARGEST_LOGPROB}. Give log-probs rather than probabilities or their negatives."
@@ -38,10 +38,10 @@ LOGPROBS_ARE_NEGATIVE = (
 IDS = f"it takes whole numbers from 0 to {MAX_TOKEN_ID}, the ids that the model read"
 PER_TOKEN = "one per token, in a one-dimensional list or array"
 _NUMBER_OR_FLOATS = (
-    "it takes one finite number, or one per token. Look for a division by 0, or for text where a "
-    "number belongs, where it is made."
+    "it takes one finite number, or one per token. Look for a division by 0 or for text in the "
+    "code that computes it."
 )
-_FINITE = "Its number must be finite; look for a division by 0 where the numbers are made."
+_FINITE = "Its number must be finite; look for a division by 0 in the code that computes it."
 _FINITE_LOGPROB = (
     "The log-prob of a token that was sampled is finite; compute it again, as policy.score(batch) "
     "does, or set loss_mask to 0 at that token."
@@ -50,45 +50,46 @@ _FINITE_LOGPROB = (
 
 @dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
 class Rollout:
-    """The prompt and the response of one sample, with what the loss needs of it.
+    """Prompt and response of one sample, with the inputs of the loss.
 
-    T is the number of tokens. Per-token values are given as lists, tuples, numpy arrays or torch
-    tensors; tensors may have any real dtype that torch converts (bfloat16 and float8 too), lie on
-    any device and require gradients. Copies are stored, read-only and of the types below.
+    T is the number of tokens. Per-token values may be lists, tuples, numpy arrays or torch tensors
+    of any real dtype (bfloat16 and float8 too), on any device. The rollout stores read-only copies
+    of the types below.
 
-    Floats of tokens outside the loss mask are not read: there NaN, infinite numbers, and None in a
-    list, are accepted and stored as 0. Finite ones are stored as given. In a list None elsewhere
-    is refused.
+    Floats of tokens outside the loss mask are not read. NaN, infinite numbers, and None in a list
+    are accepted there and stored as 0. Finite numbers are stored unchanged. For trained tokens,
+    None in a list is refused.
 
     Attributes:
-        token_ids: int64 [T], T >= 1. Prompt and response, without padding. Given as integers.
-        loss_mask: bool [T]; given as booleans, 0 and 1, or 0.0 and 1.0. True for trained tokens;
-            False for token 0, which no earlier token predicts.
-        advantage: a float, or float64 [T]. A single number that is not finite is accepted, and
-            stored as 0, where no token is trained; so are those of weights and returns.
-        old_logprobs: float64 [T] or None; natural logarithms, under the policy that sampled, of
-            token i given the tokens before it. At trained tokens they are finite and at most 1/8:
-            rounding to 16 bits can lift a log-prob above 0, and such a value is stored as given.
-            Entry 0 is stored as 0.
-        reference_logprobs: the same, under the reference policy.
+        token_ids: int64 [T], T >= 1. Prompt and response, without padding.
+        loss_mask: bool [T], from booleans or numbers 0 and 1. True for trained tokens. It must be
+            False for token 0, because no earlier token predicts it.
+        advantage: a float, or float64 [T]. A single number of a rollout without trained tokens may
+            be NaN or infinite; it is stored as 0. The same holds for weights and returns.
+        old_logprobs: float64 [T] or None; natural logarithms of the probability of token i given
+            the tokens before it, under the policy that sampled. At trained tokens they must be
+            finite and at most 1/8, because rounding to 16 bits can raise a log-prob above 0. Entry
+            0 is stored as 0.
+        reference_logprobs: the same under the reference policy.
         weights: a float, float64 [T], or None.
-        returns: a float, float64 [T], or None; what a critic's value at token i is trained towards.
-        old_values: float64 [T] or None; the critic's values when it made the advantages.
-        temperature: the sampling temperature, finite and above 0.
-        group_id, rollout_id: text or None; whole numbers are accepted and stored as text.
-        extras: a dict of anything, carried through untouched, or None.
-        routed_experts: int16 [T, L, K] or None; the K experts that token i was sent to in each of
-            the L layers that have a router, when it was sampled. Steps send it there as well. Given
-            as [T - 1, L, K], without the last token, which a sampler does not run, its entries are
-            -1. Where all K entries are -1 the router chooses by itself.
-        media: images and videos, in the order of their tokens. One that stands for several
-            places is there once for each.
-        media_types: int8 [T], or None without media: 0 for text, 1 for a token that stands for an
-            image, 2 for one of a video. None of these is trained. If no rollout of a batch has
-            media and all have media_types, tokens of images are text, as in the model's forward.
+        returns: a float, float64 [T], or None; targets for the values of a critic.
+        old_values: float64 [T] or None; values of the critic before its update.
+        temperature: sampling temperature, finite and above 0.
+        group_id, rollout_id: text or None. Whole numbers are stored as text.
+        extras: a dict with anything, or None. forkpoint does not read it.
+        routed_experts: int16 [T, L, K] or None; the K experts that the sampler sent token i to, in
+            each of the L layers with a router. Steps send the token to the same experts. The shape
+            [T - 1, L, K] leaves out the last token, which samplers do not run; its entries are
+            stored as -1. If all K entries are -1, the router chooses.
+        media: images and videos, in the order of their tokens. A medium that appears at several
+            places is listed once for each place.
+        media_types: int8 [T], or None without media: 0 for text, 1 for placeholder tokens of
+            images, 2 for those of videos. Placeholder tokens must not be trained. If no rollout of
+            a batch has media and all have media_types, placeholder tokens run as text, as in the
+            model's own forward.
 
     Raises:
-        RolloutError: a value is not allowed; the message names the rollout, the field, the value
+        RolloutError: a value is not allowed. The message names the rollout, the field, the value
             and its position.
     """
 
@@ -251,5 +252,5 @@ class _Reader:
             raise RolloutError(
                 f"{self.who}: {field} has {len(vector)} entries, but token_ids has "
                 f"{len(self.token_ids)}. Every per-token field has one entry per token, and it "
-                "belongs to that token. Fill up with 0 where there is no value, as over the prompt."
+                "belongs to that token. Use 0 for tokens without a value, such as the prompt."
             )

@@ -25,47 +25,47 @@ _log = logging.getLogger("forkpoint")
 
 
 class WithExperts:
-    """Reads how often the experts of a mixture were chosen. None unless it was asked for."""
+    """Counts of chosen experts, for steps with `router=` or `expert_counts=True`; else None."""
 
     experts: ExpertCounts | None
 
     @property
     def expert_counts(self) -> Tensor | None:
-        """int64 [layers, experts], of the layers that have a router, in their order: a token of N
-        rollouts counts N times, whatever runs once or again."""
+        """int64 [layers, experts], for layers with a router, in order. A token that N rollouts
+        contain counts N times."""
         return None if self.experts is None else self.experts.logical_LE
 
     @property
     def computed_expert_counts(self) -> Tensor | None:
-        """int64 [layers, experts], the load that experts really had in one pass: each token counts
-        as often as the plan runs it."""
+        """int64 [layers, experts], the load of the experts in one pass: a token counts each time
+        that the plan runs it."""
         return None if self.experts is None else self.experts.computed_LE
 
     @property
     def rollout_expert_counts(self) -> Tensor | None:
-        """int64 [rollouts, layers, experts]."""
+        """int64 [rollouts, layers, experts], the counts of each rollout."""
         return None if self.experts is None else self.experts.by_rollout_NLE
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Scores(PerToken, WithExperts):
-    """`logprobs`, and `entropies` if asked for, or a critic's `values`, flat over the batch.
+    """Results of `Policy.score`: `logprobs`, `entropies` on request, or the `values` of a critic.
 
-    All are float32 (float64 for a float64 model) [T] on the model's device; entry i belongs to
-    token i, and entries outside the loss mask are 0. The value of token i is that of the tokens
-    before it. Reading what the model does not give raises ConfigError.
+    All are float32 (float64 for a float64 model) [T] on the device of the model. Entry i belongs to
+    token i of the batch. Entries outside the loss mask are 0. The value of token i is computed from
+    the tokens before it. Reading a result that the model does not have raises ConfigError.
     """
 
     per_token: Mapping[str, Tensor]
     plan: Plan
     events: tuple[str, ...]
     router_loss: float | None = None
-    """Of `router=`, with its coefficients; None if there was none."""
+    """Value of the router loss, with its coefficients; None without `router=`."""
     own_router_loss: float | None = None
-    """The part of it that is of this rank's rollouts: those of all ranks add up to it."""
+    """Part of `router_loss` from the rollouts of this rank. The sum over ranks is `router_loss`."""
     experts: ExpertCounts | None = None
     routes: ReplayedRoutes | None = None
-    """If the rollouts have `routed_experts`: for how many routers would have chosen others."""
+    """Number of choices in `routed_experts` that differ from those of the routers; None without."""
 
     def __repr__(self) -> str:
         return f"Scores({' and '.join(self.per_token)}, {_plan_text(self.plan)})"
@@ -73,9 +73,9 @@ class Scores(PerToken, WithExperts):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class StepStats(PerToken, WithExperts):
-    """Results of a step, and the model's `logprobs` or `values` before it as in `Scores`.
+    """Results of `Policy.forward_backward`, with `logprobs` or `values` as in `Scores`.
 
-    Printed, it is one line of text.
+    `logprobs` are those of the weights before the optimizer step. `print(stats)` writes one line.
     """
 
     loss: float
@@ -85,36 +85,36 @@ class StepStats(PerToken, WithExperts):
     plan: Plan
     events: tuple[str, ...]
     phase_ms: dict[str, float]
-    """Milliseconds by phase. "prefix forward": forwards of microbatches that others read. "leaf":
-    microbatches that none reads. "prefix backward": recomputes and backwards of those that others
-    have read."""
+    """Milliseconds of each phase. "prefix forward": forwards of microbatches that others read.
+    "leaf": microbatches that no other one reads. "prefix backward": recomputation and backwards of
+    microbatches that others read."""
     event_ms: tuple[float, ...]
-    """Of each of `events`."""
+    """Milliseconds of each of `events`."""
     peak_memory_bytes: int | None
-    """CUDA's peak of allocated bytes since it was last reset; None on the CPU."""
+    """Peak of allocated bytes on CUDA since the last reset of the peak; None on the CPU."""
     per_token: Mapping[str, Tensor]
-    """[T] by name; entries outside the loss mask are 0. Those of rollouts that the loss declares to
-    be zero are NaN if the step has left them out: see `Config.all_logprobs`."""
+    """[T] by name. Entries outside the loss mask are 0. Entries of rollouts that the step left out
+    are NaN: see `Config.all_logprobs`."""
     batch: RolloutBatch
     objective: Loss
-    """The loss that the step was taken on."""
+    """Loss of the step."""
     offload: OffloadStats | None = None
-    """Copies to the host's memory and back; None if the plan has nothing there."""
+    """Copies to host memory and back; None if the plan stores nothing there."""
     router_loss: float | None = None
-    """Of `router=`, with its coefficients and without the step's scale; `loss` is without it. None
-    if the step had none."""
+    """Value of the router loss, with its coefficients, without the scale of the step; None without
+    `router=`. `loss` does not include it."""
     experts: ExpertCounts | None = None
     routes: ReplayedRoutes | None = None
-    """If the rollouts have `routed_experts`: for how many routers would have chosen others."""
+    """Number of choices in `routed_experts` that differ from those of the routers; None without."""
     lanes: Lanes | None = None
-    """On stages of a pipeline: what each stage ran and when, beside what was predicted."""
+    """Measured and predicted times of the stages of a pipeline."""
 
     def metrics(self) -> dict[str, float]:
-        """Numbers to log, flat, by name: docs/reference/losses.md#metrics lists them.
+        """Make a flat dictionary for a logger: docs/reference/losses.md#metrics lists its names.
 
-        Means are over trained tokens that have run. On several ranks they are of this rank's
-        rollouts, and `loss` is as in `StepStats`. Policy metrics are computed when this is called,
-        which waits for the device once; a step that nobody asks for them does not compute them.
+        Means are over the trained tokens that ran. On several ranks they are over the rollouts of
+        this rank, and `loss` is that of `StepStats`. Each call computes the metrics of the policy,
+        and waits for the device once.
         """
         found = {
             "loss": self.loss,
@@ -156,15 +156,15 @@ def _plan_text(plan: Plan) -> str:
 
 
 class Ratios:
-    """Warns once of log-probs that are far from those that the rollouts carry."""
+    """Warns once if log-probs of the model are far from `old_logprobs` of the rollouts."""
 
     def __init__(self) -> None:
         self._warned = False
 
     def read(self, loss: Tensor, logprobs_T: Tensor | None, batch: RolloutBatch) -> float:
-        """A step's loss, read from the device together with the largest ratio.
+        """The loss of a step, read from the device together with the largest ratio.
 
-        logprobs_T: of the model; None of a critic.
+        logprobs_T: log-probs of the model; None for a critic.
         """
         old = batch.old_logprobs
         if self._warned or logprobs_T is None or old is None or not batch.trained_tokens:
@@ -180,9 +180,9 @@ class Ratios:
             self._warned = True
             _log.warning(
                 "%d of %d trained tokens have a ratio of e^%g or more between the model's "
-                "log-probs and their old_logprobs (the largest is e^%.1f). The old_logprobs may be "
-                "of another model, another temperature or another tokenization, or stand at other "
-                "tokens. This is said once.",
+                "probabilities and those of old_logprobs (the largest is e^%.1f). The old_logprobs "
+                "may be of another model, another temperature or another tokenization, or belong "
+                "to other tokens. This warning is logged once.",
                 *(count, len(trained), LARGE_LOG_RATIO, largest),
             )
         return value

@@ -112,15 +112,14 @@ OPTIONS = (
     ),
     option_kind(
         "Prompts that ranks exchange, in the host's memory",
-        "split is 'exchange' and prefix_cache is 'host'; prompts are exchanged between devices. "
-        "Leave one of the two options out.",
+        "split is 'exchange' and prefix_cache is 'host'; only prefix caches on the device can be "
+        "exchanged. Leave one of the two options out.",
         lambda: Config(split="exchange", prefix_cache="host"),
     ),
     option_kind(
         "Prompts exchanged with forks within microbatches",
-        "split is 'exchange' and boundary is 'within'; prompts that are exchanged lie in "
-        "microbatches of their own, around packed ones whose rollouts share. Leave one of the two "
-        "options out.",
+        "split is 'exchange' and boundary is 'within'; an exchange needs rollouts that share, and "
+        "prompts in separate microbatches. Leave one of the two options out.",
         lambda: Config(split="exchange", boundary="within"),
     ),
     option_kind(

@@ -55,8 +55,8 @@ ROLLOUTS = (
         "A loss mask of another length",
         with_field("loss_mask", "[1,1]"),
         "bad.jsonl, line 1: Rollout 'a': loss_mask has 2 entries, but token_ids has 3. Every "
-        "per-token field has one entry per token, and it belongs to that token. Fill up with 0 "
-        "where there is no value, as over the prompt.",
+        "per-token field has one entry per token, and it belongs to that token. Use 0 for tokens "
+        "without a value, such as the prompt.",
     ),
     line_kind(
         "A first token that is trained",
@@ -68,7 +68,7 @@ ROLLOUTS = (
         "An advantage that is NaN",
         with_field("advantage", "NaN"),
         "bad.jsonl, line 1: Rollout 'a': advantage is nan; it takes one finite number, or one per "
-        "token. Look for a division by 0, or for text where a number belongs, where it is made.",
+        "token. Look for a division by 0 or for text in the code that computes it.",
     ),
     line_kind(
         "A log-prob of a trained token that is NaN",
@@ -87,8 +87,8 @@ ROLLOUTS = (
     line_kind(
         "Log-probs of some rollouts alone",
         with_field("old_logprobs", "[0,-1,-1]") + "\n" + GOOD.replace('"a"', '"b"'),
-        "Rollout 'a' has old_logprobs and rollout 'b' has not; a batch needs it of all of its "
-        "rollouts or of none. Add what is missing, or make two batches.",
+        "Rollout 'a' has old_logprobs and rollout 'b' does not; in a batch all rollouts or none "
+        "must have it. Add the missing values, or make two batches.",
     ),
     value_kind(
         "No rollouts in a batch",
@@ -111,8 +111,8 @@ ROLLOUTS = (
     value_kind(
         "A token id beyond the model's vocabulary",
         lambda: policy().score(RolloutBatch([rollout(token_ids=[5, 61, 7])])),
-        "Rollout 'a': token_ids[1] is 61, but the vocabulary has 61 entries, so that ids go from 0 "
-        "to 60. Use the model whose tokenizer made these rollouts.",
+        "Rollout 'a': token_ids[1] is 61, but the vocabulary has 61 entries (ids from 0 to 60). "
+        "Use the model whose tokenizer made these rollouts.",
     ),
     value_kind(
         "A number that overflows in float32",
