@@ -1,17 +1,14 @@
-"""Ways of raising an exception at a chosen or a random moment of a call in the main thread.
+"""An exception at a chosen moment of a call in the main thread.
 
 An asynchronous exception (KeyboardInterrupt, one that a signal handler raises, one that another
 thread sets) arrives between two bytecodes. CPython looks for one at the beginning of a function, at
 a jump backwards and after a call. `Bytecodes` raises at any bytecode, which includes all of these.
 """
 
-import ctypes
 import dis
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
@@ -45,24 +42,6 @@ class Attempt:
     exceptions before and after these, so no other way does that."""
 
 
-def attempt(call: Call, begin: Call, end: Callable[[], bool]) -> Attempt:
-    """Call between `begin`, from which on an exception may arrive, and `end`.
-
-    `end` returns whether one was injected, and sees to it that none arrives after it.
-    """
-    error: BaseException | None = None
-    try:
-        try:
-            begin()
-            call()
-        finally:
-            raised = end()
-    except BaseException as caught:
-        error = caught
-        raised = end()
-    return Attempt(error, raised, () if error is None else tuple(codes_of(error.__traceback__)))
-
-
 def codes_of(traceback: TracebackType | None) -> Iterator[CodeType]:
     """The functions that an exception passed through, outermost first, but for this file's."""
     while traceback is not None:
@@ -77,40 +56,37 @@ class Bytecodes:
     def __init__(self, wanted: Callable[[CodeType], bool]) -> None:
         self._wanted = wanted
         self._known: dict[CodeType, bool] = {}
-        self._moments: dict[int, type[BaseException]] = {}
-        self._defer = self._leaving = False
+        self._moment = 0
+        self._kind: type[BaseException] = Interrupt
+        self._leaving = False
         self.seen = 0
         self.where: str = ""
 
     def count(self, call: Call) -> int:
         """How many bytecodes of wanted functions a call runs."""
-        self._arm({})
+        self._arm(0)
         try:
             call()
         finally:
             sys.settrace(None)
         return self.seen
 
-    def interrupt(
-        self, call: Call, moments: dict[int, type[BaseException]], *, defer: bool
-    ) -> Attempt:
-        """Raise each of these exceptions at its bytecode.
-
-        defer: whether it is set to be raised where CPython next looks for one, rather than raised
-            at this very bytecode. Only so may there be more than one.
-        """
-        assert defer or len(moments) == 1
-        self._defer = defer
-
-        def end() -> bool:
+    def interrupt(self, call: Call, moment: int, kind: type[BaseException]) -> Attempt:
+        """Raise this exception at a bytecode, counted from 1."""
+        error: BaseException | None = None
+        self._kind = kind
+        try:
+            self._arm(moment)
+            call()
+        except BaseException as caught:
+            error = caught
+        finally:
             sys.settrace(None)
-            return len(self._moments) < len(moments)
+        codes = () if error is None else tuple(codes_of(error.__traceback__))
+        return Attempt(error, self._moment == 0, codes, self._leaving)
 
-        found = attempt(call, lambda: self._arm(moments), end)
-        return replace(found, leaving=self._leaving)
-
-    def _arm(self, moments: dict[int, type[BaseException]]) -> None:
-        self._moments, self.seen, self._leaving = dict(moments), 0, False
+    def _arm(self, moment: int) -> None:
+        self._moment, self.seen, self._leaving = moment, 0, False
         # From Python 3.12 on no bytecode is traced unless some frame asked for it by now.
         sys._getframe().f_trace_opcodes = True
         sys.settrace(self._entered)
@@ -128,36 +104,10 @@ class Bytecodes:
     def _stepped(self, frame: FrameType, event: str, arg: Any) -> Any:
         if event == "opcode" and frame.f_code.co_code[frame.f_lasti] not in _HANDLING:
             self.seen += 1
-            if self.seen in self._moments:
-                kind = self._moments.pop(self.seen)
+            if self.seen == self._moment:
+                self._moment = 0
                 code = frame.f_code
                 self.where = f"{code.co_filename}:{frame.f_lineno} {code.co_name} {frame.f_lasti}"
-                if not self._defer:
-                    self._leaving = code.co_code[frame.f_lasti] in _LEAVING
-                    raise kind("injected")
-                thread = ctypes.c_ulong(threading.get_ident())
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(kind))
+                self._leaving = code.co_code[frame.f_lasti] in _LEAVING
+                raise self._kind("injected")
         return self._stepped
-
-
-def alarm(call: Call, seconds: float, kind: type[BaseException]) -> Attempt:
-    """SIGALRM arrives after some seconds, and its handler raises."""
-    raised = False
-
-    def handle(*_: object) -> None:
-        nonlocal raised
-        raised = True
-        raise kind("injected")
-
-    def end() -> bool:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        for _ in range(10):  # one that has arrived is raised here at the latest
-            pass
-        return raised
-
-    before = signal.signal(signal.SIGALRM, handle)
-    try:
-        begin = lambda: signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6))  # noqa: E731
-        return attempt(call, begin, end)
-    finally:
-        signal.signal(signal.SIGALRM, before)

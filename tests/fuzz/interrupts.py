@@ -1,7 +1,7 @@
-"""Interrupt steps at random moments, or at every bytecode: see CONTRIBUTING.md.
+"""Interrupt steps at the bytecodes of what is in control of them: see CONTRIBUTING.md.
 
-python tests/fuzz/interrupts.py --interrupts 20000 --seed 1 --json interrupts.json
-python tests/fuzz/interrupts.py --every --case plain
+python tests/fuzz/interrupts.py --stride 7 --json interrupts.json
+python tests/fuzz/interrupts.py --case plain
 
 With FORKPOINT_INTERRUPTS_DEVICE=cuda models are on a GPU, in bfloat16.
 """
@@ -10,10 +10,7 @@ import argparse
 import contextlib
 import gc
 import json
-import random
-import statistics
 import sys
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -28,56 +25,34 @@ import transformers
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from interrupt_cases import CASES, DEVICE, FailingLoss, Failure, live_tensors
-from interrupt_ways import Attempt, Bytecodes, Interrupt, Timeout, alarm
+from interrupt_ways import Bytecodes, Interrupt, Timeout
 
 import forkpoint
 
 SOURCE = str(Path(forkpoint.__file__).parent)
-# Not torch's compiler: code that it has made is what runs later.
-WITHOUT = (
-    "<",
-    "/_dynamo/",
-    "/_inductor/",
-    "/_functorch/",
-    "/interrupt",
-    "/_guards.py",
-    "importlib",
-)
 # Where a step begins and ends, changes what outlives it, and undoes that.
 CONTROL = ("/engine/", "/step/run.py", "/parallel/call.py", "/hosts/", "/policy.py")
-KINDS: dict[str, type[BaseException]] = {
-    "interrupt": Interrupt,
-    "timeout": Timeout,
-    "keyboard": KeyboardInterrupt,
-    "memory": torch.OutOfMemoryError,
-}
-# To trace all bytecodes takes ten times as long as the step.
-WAYS = {"any-bytecode": 1, "twice": 2, "bytecode": 4, "sigalrm": 4}
-"""Each with how often it is drawn."""
-
-
-def of_forkpoint(code: CodeType) -> bool:
-    return code.co_filename.startswith(SOURCE)
+KINDS: tuple[type[BaseException], ...] = (
+    *(Interrupt, Timeout, KeyboardInterrupt, torch.OutOfMemoryError),
+)
+"""Of the exceptions that arrive, in turn."""
 
 
 def of_control(code: CodeType) -> bool:
-    return of_forkpoint(code) and code.co_filename.removeprefix(SOURCE).startswith(CONTROL)
-
-
-def of_anything(code: CodeType) -> bool:
-    return not any(part in code.co_filename for part in WITHOUT)
+    own = code.co_filename.startswith(SOURCE)
+    return own and code.co_filename.removeprefix(SOURCE).startswith(CONTROL)
 
 
 @dataclass
 class Tally:
-    """Counts of interrupts by case, way and outcome, and what went wrong."""
+    """Counts of interrupts by case and outcome, and what went wrong."""
 
-    counts: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     failures: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def interrupts(self) -> int:
-        return sum(n for (_, _, outcome), n in self.counts.items() if outcome != "none")
+        return sum(n for (_, outcome), n in self.counts.items() if outcome != "none")
 
     def fail(self, **failure: Any) -> None:
         self.failures.append(failure)
@@ -93,9 +68,7 @@ class Interrupter:
 
     def __init__(self, name: str, tally: Tally) -> None:
         self.name, self.tally = name, tally
-        self.own, self.any = Bytecodes(of_forkpoint), Bytecodes(of_anything)
         self._begin_anew()
-        self.lengths: dict[Bytecodes, int] = {}
 
     def _begin_anew(self) -> None:
         """Make the case, or make it again after a failure that may have left something."""
@@ -105,15 +78,8 @@ class Interrupter:
             torch._C._autograd._pop_saved_tensors_default_hooks()
         torch.set_grad_enabled(True)
         self.case = case = CASES[self.name](self.name)
-        times = []
         with case.around():
-            for _ in range(5):
-                begin = time.perf_counter()
-                case.run()
-                times.append(time.perf_counter() - begin)
-                case.reset()
             self.state = case.state()
-        self.seconds = statistics.median(times)
         gc.collect()
         gc.freeze()  # leave out of the counts of tensors all that exists already
         case.next_step_faults(self.state, [])
@@ -137,31 +103,6 @@ class Interrupter:
         self.case.reset()
         return first + 1, bytecodes.seen
 
-    def once(
-        self, way: str, moment: float, kind: type[BaseException], *, second: float = 0.0
-    ) -> None:
-        """Interrupt the call at a moment, of [0, 1), and count what became of it."""
-        call, bytecodes = self.case.call, self.any if way == "any-bytecode" else self.own
-        if way == "sigalrm":
-            self._do(way, moment, lambda: alarm(call, moment * self.seconds, kind), kind)
-            return
-        if bytecodes not in self.lengths:
-            self.lengths[bytecodes] = self.extent(bytecodes)[1]
-        first = 1 + int(moment * self.lengths[bytecodes])
-        if way != "twice":
-            self.at(way, first, kind, bytecodes)
-            return
-        # The second comes while the first is dealt with, as a rule.
-        moments = {first: kind, 1 + first + int(second * 600): kind}
-        run = lambda: self.own.interrupt(call, moments, defer=True)  # noqa: E731
-        self._do(way, moment, run, kind, at=self.own)
-
-    def at(self, way: str, bytecode: int, kind: type[BaseException], bytecodes: Bytecodes) -> None:
-        """Interrupt the call at the n-th of these bytecodes."""
-        call = self.case.call
-        run = lambda: bytecodes.interrupt(call, {bytecode: kind}, defer=False)  # noqa: E731
-        self._do(way, bytecode, run, kind, at=bytecodes)
-
     def everywhere(
         self, wanted: Callable[[CodeType], bool] = of_control, *, stride: int = 1
     ) -> Iterator[None]:
@@ -172,24 +113,18 @@ class Interrupter:
         bytecodes = Bytecodes(wanted)
         first, last = self.extent(bytecodes)
         for turn, bytecode in enumerate(range(first, last + 1, stride)):
-            self.at("every", bytecode, Interrupt, bytecodes)
+            self.at(bytecode, KINDS[turn % len(KINDS)], bytecodes)
             if turn % 200 == 199:
                 self.look_for_tensors()
             yield
         self.look_for_tensors()
 
-    def _do(
-        self,
-        way: str,
-        moment: float,
-        run: Callable[[], Attempt],
-        kind: type[BaseException],
-        at: Bytecodes | None = None,
-    ) -> None:
+    def at(self, bytecode: int, kind: type[BaseException], bytecodes: Bytecodes) -> None:
+        """Interrupt the call at the n-th of these bytecodes, and count what became of it."""
         case = self.case
         last = case.policy.last_step
         with case.around():
-            attempt = run()
+            attempt = bytecodes.interrupt(case.call, bytecode, kind)
             faults = case.faults(attempt, {kind}, self.state, last)
         outcome = "none" if not attempt.raised else case.outcome
         if attempt.raised and attempt.error is None:
@@ -198,10 +133,10 @@ class Interrupter:
         del attempt
         faults += case.next_step_faults(self.state, held)
         case.reset()
-        self.tally.counts[case.name, way, outcome] += 1
+        self.tally.counts[case.name, outcome] += 1
         if faults:
-            where = at.where.removeprefix(SOURCE) if at else ""
-            found = {"way": way, "moment": moment, "error": error, "where": where, "what": faults}
+            where = bytecodes.where.removeprefix(SOURCE)
+            found = {"bytecode": bytecode, "error": error, "where": where, "what": faults}
             self.tally.fail(case=case.name, **found)
             self._begin_anew()
 
@@ -214,30 +149,10 @@ class Interrupter:
             self.tensors = tensors
 
 
-def interrupt_at_random(
-    names: list[str], interrupts: int, seed: int, tally: Tally
-) -> Iterator[None]:
-    """As many interrupts of each case, in ways and at moments that are drawn."""
-    generator = random.Random(seed)
-    for index, name in enumerate(names):
-        interrupter = Interrupter(name, tally)
-        while tally.interrupts < interrupts * (index + 1) // len(names):
-            [way] = generator.choices([*WAYS], [*WAYS.values()])
-            kind = KINDS[generator.choice(list(KINDS))]
-            interrupter.once(way, generator.random(), kind, second=generator.random())
-            yield
-        interrupter.look_for_tensors()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--interrupts", type=int, default=20_000)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument(
-        "--every", action="store_true", help="at each bytecode of what is in control of a step"
-    )
-    parser.add_argument("--stride", type=int, default=1, help="with --every: of so many one")
+    parser.add_argument("--stride", type=int, default=1, help="of so many bytecodes one")
     parser.add_argument("--json", type=Path, help="where counts and failures are written")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -247,14 +162,9 @@ def main() -> int:
     # What arrives in a destructor or a callback of a weak reference is printed and ignored.
     sys.unraisablehook = lambda _: None
     tally = Tally()
-    if given.every:
-        runs = (
-            _
-            for name in given.case
-            for _ in Interrupter(name, tally).everywhere(stride=given.stride)
-        )
-    else:
-        runs = interrupt_at_random(given.case, given.interrupts, given.seed, tally)
+    runs = (
+        _ for name in given.case for _ in Interrupter(name, tally).everywhere(stride=given.stride)
+    )
     for turn, _ in enumerate(runs):
         if turn % 500 == 499:
             print(f"{tally.interrupts} interrupts, {len(tally.failures)} failures", flush=True)

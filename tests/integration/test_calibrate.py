@@ -93,26 +93,6 @@ def test_policies_find_it_and_predict(folder: Path, monkeypatch: pytest.MonkeyPa
     elsewhere.unlink()
 
 
-def test_the_plan_command_takes_it(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from forkpoint import save_rollouts
-
-    save_rollouts(tmp_path / "rollouts.jsonl", list(forked_batch()))
-    (path,) = (folder / "found").iterdir()
-    model = folder / "config.json"
-    arguments = ["plan", str(tmp_path / "rollouts.jsonl"), "--model", str(model), "--json"]
-    assert main([*arguments, "--calibration", str(path)]) == 0
-    assert json.loads(capsys.readouterr().out)["predicted_ms"] > 0
-    assert main(arguments) == 0
-    assert json.loads(capsys.readouterr().out)["predicted_ms"] is None
-
-
-def test_a_model_without_configuration_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["calibrate", "--model", "nowhere"]) == 2
-    assert "nowhere does not exist" in capsys.readouterr().err
-
-
 # A policy's own measurement
 # ------------------------------------------------------------
 

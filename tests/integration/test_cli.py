@@ -2,14 +2,12 @@
 
 import json
 import math
-import multiprocessing
 import os
-import pty
 import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +18,6 @@ from commands import Done, Shell, changed, made_up_rollouts, write_rollouts
 import dumps
 import forkpoint
 from forkpoint import Config, ConfigError, Policy
-from forkpoint.apps.cli import main
-from forkpoint.apps.cli.app import FORKPOINT
 from forkpoint.apps.cli.output import Output
 
 READING = {"--format", "--on-error", "--tokenizer", "--memory-limit"}
@@ -69,19 +65,6 @@ def test_commands_and_options_are_listed(shell: Shell) -> None:
         done = shell(command, "--help")
         found = set(re.findall(r"^[│ ] (--[a-z][\w.-]*)", done.out, re.MULTILINE)) - {"--help"}
         assert done.code == 0 and found == options, command
-
-
-@pytest.mark.parametrize("command", OPTIONS)
-def test_every_option_is_explained(command: str) -> None:
-    todo = [FORKPOINT.command(command)]
-    while todo:
-        kind = todo.pop()
-        text = "".join(base.__doc__ or "" for base in kind.__mro__ if is_dataclass(base))
-        for field in fields(kind):
-            if isinstance(field.default_factory, type):
-                todo.append(field.default_factory)
-            else:
-                assert re.search(rf"^ +{field.name}: \w", text, re.MULTILINE), field.name
 
 
 @pytest.mark.parametrize(
@@ -281,52 +264,3 @@ def test_streams_that_take_nothing(
     done = started(redirection, arguments=arguments)
     assert done.returncode == code, done.stderr
     assert said in done.stderr and done.stderr.count(b"\n") == bool(said)
-
-
-@pytest.mark.slow
-def test_output_that_is_no_utf_8(rollouts: Path, tmp_path: Path) -> None:
-    """As in a container without a locale: frames are of other lines."""
-    path = rollouts.rename(tmp_path / "größe.jsonl")
-    done = started(arguments=f"plan '{path}' --details", PYTHONIOENCODING="ascii:surrogateescape")
-    assert done.returncode == 0, done.stderr
-    text = done.stdout.decode("ascii")
-    assert r"what sharing saves on gr\xf6\xdfe.jsonl" in text and "| who shares " in text
-
-
-def test_progress_on_a_terminal(rollouts: Path, config: Path) -> None:
-    """Progress goes to stderr, if that is a terminal; stdout has the result alone."""
-    terminal, stderr = pty.openpty()
-    reading, stdout = os.pipe()
-    arguments = ["replay", str(rollouts), "--model", str(config), "--json"]
-    # Forked off this process, which has imported torch.
-    process = multiprocessing.get_context("fork").Process(
-        target=run_into, args=(stdout, stderr, arguments)
-    )
-    process.start()
-    os.close(stderr)
-    os.close(stdout)
-    shown = b""
-    while True:
-        try:
-            shown += os.read(terminal, 4096)
-        except OSError:  # Linux says so when the other end is closed
-            break
-    with os.fdopen(reading, "rb") as pipe:
-        out = pipe.read()
-    process.join()
-    os.close(terminal)
-    assert process.exitcode == 0
-    assert b"training" in shown and b"100%" in shown
-    assert out.count(b"\n") == 1 and json.loads(out)["steps"] == 4
-
-
-def run_into(stdout: int, stderr: int, arguments: list[str]) -> None:
-    """The command line, in a process whose output goes to these files."""
-    for number, given in enumerate((stdout, stderr), start=1):
-        os.dup2(given, number)
-        os.close(given)
-    sys.stdout = os.fdopen(1, "w", closefd=False)
-    sys.stderr = os.fdopen(2, "w", closefd=False)
-    code = main(arguments)
-    sys.stdout.flush()
-    os._exit(code)

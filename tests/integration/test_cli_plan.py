@@ -1,7 +1,6 @@
 """The command plan, run in this process on tiny files and models."""
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -119,18 +118,6 @@ def test_plan_obeys_its_options(shell: Shell, rollouts: Path, config: Path) -> N
     assert shell(*budget, "2 gigs").code == 2
 
 
-@pytest.mark.parametrize(
-    ("file", "counts"),
-    [("rag.jsonl", (705_578, 91_343, 91_222)), ("airline.jsonl", (378_424, 281_171, 249_844))],
-)
-def test_plan_counts_tokens_of_real_rollouts(
-    file: str, counts: tuple[int, ...], shell: Shell, shared_data: Callable[[str], Path]
-) -> None:
-    result = shell("plan", shared_data(file), "--json").result
-    names = ("logical_tokens", "group_tokens", "unique_tokens")
-    assert tuple(result[name] for name in names) == counts
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_plan_reads_the_shape_that_the_model_has(family: str, tmp_path: Path) -> None:
     """The planner reads config.json itself, without transformers; both must see one model."""
@@ -210,21 +197,6 @@ def test_plan_takes_the_batches_of_a_trace(shell: Shell, tmp_path: Path) -> None
     result = shell("plan", tmp_path / "trace").result
     assert (result["batches"], result["groups"], result["format"]) == (2, 4, "trace")
     assert shell("plan", tmp_path / "trace", "--batch-rollouts", 12).result["batches"] == 1
-
-
-@pytest.mark.parametrize(
-    "given", [(), ("--model", "Qwen/Qwen3-8B"), ("--sharing", "none")], ids=str
-)
-def test_plan_answers_in_six_lines(given: tuple[str, ...], shell: Shell, rollouts: Path) -> None:
-    done = shell("plan", rollouts, *given)
-    result, lines = done.result, done.out.splitlines()
-    assert done.code == 0 and done.err == "" and len(lines) == 6
-    counts = f"{result['computed_tokens']:,} of {result['logical_tokens']:,} tokens"
-    assert (counts in lines[0]) == ("none" not in given)
-    assert f"{result['bound']:.2f}x" in lines[1]
-    assert ("predicted" in lines[1]) == (result["predicted_speedup"] is not None)
-    assert f" {result['microbatches']} of at most" in lines[2]
-    assert ("iB of activations" in lines[3]) == ("--model" in given)
 
 
 def test_models_by_name(shell: Shell, rollouts: Path, monkeypatch: pytest.MonkeyPatch) -> None:

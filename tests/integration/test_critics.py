@@ -159,17 +159,6 @@ def test_steps_are_those_of_dense_training(family: str, loss: str) -> None:
     assert not faults, f"{len(faults)} differences from dense:\n" + "\n".join(faults[:20])
 
 
-def test_the_scenario_clips_some_values_and_shares_trained_tokens() -> None:
-    model = critic()
-    batch = with_values(acceptance_batch(), values_of(model, acceptance_batch()))
-    assert batch.old_values is not None and batch.returns is not None
-    moved = (values_of(model, batch).numpy() - batch.old_values)[batch.loss_mask]
-    assert (moved > 0.5).any() and (moved < -0.5).any() and (abs(moved) < 0.5).any()
-    one, other = (next(r for r in batch if r.rollout_id == name) for name in ("twin-0", "twin-1"))
-    assert (one.token_ids == other.token_ids).all()
-    assert (np.asarray(one.returns) != np.asarray(other.returns)).any()
-
-
 def test_scores_are_the_values_before_each_token() -> None:
     model = critic("mistral")
     with lifted_upcasts(model):

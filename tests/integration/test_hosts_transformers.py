@@ -137,13 +137,6 @@ def test_shapes_of_a_model(family: str, shape: str, config: Config) -> None:
     assert step_error(tiny_model(family, **SHAPES[shape]), BATCH, LOSS, config) < 1e-10
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_whatever_attention_the_model_has(attention: str) -> None:
-    model = tiny_model("qwen3", attn_implementation=attention)
-    assert step_error(model, BATCH, LOSS, ACROSS) < 1e-10
-    assert model.config._attn_implementation == attention
-
-
 def test_bfloat16_parameters_and_autocast_follow_the_model() -> None:
     """Only dtypes here: how exact they are is verify's to say (test_verify.py)."""
     for dtype, autocast in ((torch.bfloat16, False), (torch.float32, True)):

@@ -129,7 +129,7 @@ def test_microbatches_that_are_offloaded_or_computed_again(family: str) -> None:
     model, loss = tiny_hybrid(family), LOSSES["grpo"]
     configs = [
         Config(sharing="tree", boundary=b, max_microbatch_tokens=CHAIN, activations=r)  # type: ignore[arg-type]
-        for b, r in product(("across", "mixed"), ("offload", "recompute"))
+        for b, r in (("across", "offload"), ("mixed", "recompute"))
     ]
     configs += [
         Config(sharing="tree", boundary="across", max_microbatch_tokens=CHAIN, checkpointing=c)  # type: ignore[arg-type]
@@ -143,7 +143,7 @@ def test_scores_are_those_of_a_dense_forward() -> None:
     expected = truth_of("qwen3_5_text", "grpo")
     with lifted_upcasts(model):
         policy = wrap(model)
-        for config in CONFIGS:
+        for config in CONFIGS[1::3]:
             scores = with_options(policy, config).score(expected.batch, entropy=True)
             assert scores.entropies is not None
             faults = [
@@ -284,6 +284,9 @@ def test_adapters_on_every_projection() -> None:
 # Caught ------------------------------------------------------------------------------------------
 
 
+ONE_GROUP = forked_batch().select(range(6))
+
+
 @pytest.mark.parametrize(
     "family", slow_besides(["qwen3_5_text"], ["qwen3_5_text", "granitemoehybrid"])
 )
@@ -294,13 +297,13 @@ def test_bugs_across_microbatches_are_caught(
     config = Config(sharing="tree", boundary="across", max_microbatch_tokens=12)
     assert passes(family, config)
     sabotage(monkeypatch)
-    assert not wrap(tiny_hybrid(family), config).verify(forked_batch(), GRPO()).passed
+    assert not wrap(tiny_hybrid(family), config).verify(ONE_GROUP, GRPO()).passed
 
 
 @cache
 def passes(family: str, config: Config) -> bool:
     """Whether a model without a bug does; called before any bug is put in."""
-    return wrap(tiny_hybrid(family), config).verify(forked_batch(), GRPO()).passed
+    return wrap(tiny_hybrid(family), config).verify(ONE_GROUP, GRPO()).passed
 
 
 @pytest.mark.parametrize(
@@ -313,4 +316,4 @@ def test_bugs_in_a_microbatch_are_caught(
     config = Config(sharing="tree", boundary="within")
     assert passes(family, config)
     sabotage(monkeypatch)
-    assert not wrap(tiny_hybrid(family), config).verify(forked_batch(), GRPO()).passed
+    assert not wrap(tiny_hybrid(family), config).verify(ONE_GROUP, GRPO()).passed

@@ -10,7 +10,6 @@ from peft import LoraConfig, get_peft_model
 from router_losses import routed_model
 from steps import ACROSS, clear_gradients, forked_batch, gradients, small_model
 from test_logprobs import apart
-from torch import nn
 
 from forkpoint import UnsupportedError, wrap
 from forkpoint.testing import ReadOnlyHook, lifted_upcasts
@@ -61,10 +60,6 @@ def lora_of(model: Any) -> Any:
     return model.base_model.model.model.layers[1].self_attn.v_proj
 
 
-def disable(model: Any) -> None:
-    model.base_model.disable_adapter_layers()
-
-
 def merge(model: Any) -> None:
     model.merge_adapter()
 
@@ -91,28 +86,8 @@ def replaced(model: Any) -> None:
     layer_of(model).mlp = copy.deepcopy(layer_of(model).mlp)
 
 
-def other_parameter(model: Any) -> None:
-    layer_of(model).mlp.up_proj.weight = nn.Parameter(layer_of(model).mlp.up_proj.weight * 1.5)
-
-
-def epsilon(model: Any) -> None:
-    layer_of(model).input_layernorm.variance_epsilon = 0.1
-
-
-def configured(model: Any) -> None:
-    model.config.hidden_act = "gelu"
-
-
 def frozen(model: Any) -> None:
     layer_of(model).mlp.up_proj.weight.requires_grad_(False)
-
-
-def freed(model: Any) -> None:
-    layer_of(model).input_layernorm.requires_grad_(True)
-
-
-def frequencies(model: Any) -> None:
-    model.model.rotary_emb.inv_freq.mul_(0.5)
 
 
 def biased(model: Any) -> None:
@@ -122,24 +97,18 @@ def biased(model: Any) -> None:
 
 REFUSED: dict[str, tuple[str, Callable[[Any], object], str, bool]] = {
     "another adapter": ("adapters", lambda m: m.set_adapter("other"), "active_adapter", False),
-    "adapters disabled": ("adapters", disable, "q_proj._disable_adapters", False),
     "adapters merged": ("adapters", merge, "merged|other data", False),
     "a scale of an adapter": ("adapters", rescale, "v_proj.scaling", False),
     "other data": ("qwen3", other_data, "mlp.up_proj.weight was written to or has", False),
     "averaged weights": ("qwen3", averaged, "gives other values", True),
     "one weight written by data": ("qwen3", one_written, "gives other values", True),
     "another module": ("qwen3", replaced, rf"\({LAYER}.mlp\)", False),
-    "another parameter": ("qwen3", other_parameter, "up_proj.weight", False),
-    "an attribute": ("qwen3", epsilon, "variance_epsilon", False),
-    "the configuration": ("qwen3", configured, "hidden_act", False),
     "a parameter frozen": ("qwen3", frozen, "up_proj.weight does not require", False),
-    "a parameter unfrozen": ("qwen3", freed, "input_layernorm.weight requires", False),
-    "a buffer": ("qwen3", frequencies, "gives other values", True),
     "biases of routers": ("biases", biased, "e_score_correction_bias was written", False),
 }
 IN_CORE = (
     *("another adapter", "adapters merged", "a scale of an adapter", "other data"),
-    *("averaged weights", "another module", "an attribute", "a parameter frozen"),
+    *("averaged weights", "another module", "a parameter frozen"),
 )
 
 
@@ -147,8 +116,6 @@ IN_CORE = (
 def test_changes_are_refused_by_name(what: str) -> None:
     kind, change, message, runs = REFUSED[what]
     model = MODELS[kind]()
-    if what == "a parameter unfrozen":
-        layer_of(model).input_layernorm.requires_grad_(False)
     policy, events = wrap(model, ACROSS), []
     loss = policy.logprobs(BATCH).sum()
     parameters = list(model.parameters())
@@ -186,14 +153,6 @@ def watched(model: Any) -> None:
     layer_of(model).register_forward_hook(ReadOnlyHook(lambda *_: None))
 
 
-def other_attention(model: Any) -> None:
-    model.set_attn_implementation("eager")
-
-
-def cached(model: Any) -> None:
-    model.config.use_cache = not model.config.use_cache
-
-
 def stepped(model: Any) -> None:
     other = wrap(model, ACROSS)
     before = gradients(model)
@@ -211,13 +170,10 @@ def added(model: Any) -> None:
 
 ALLOWED: dict[str, tuple[str, Callable[[Any], object]]] = {
     "evaluation": ("qwen3", lambda m: m.eval()),
-    "evaluation with adapters": ("adapters", lambda m: m.eval()),
     "checkpointing": ("qwen3", checkpointed),
     "a stock forward": ("qwen3", stock_forward),
     "generation": ("qwen3", generated),
     "a hook that watches": ("qwen3", watched),
-    "another stock attention": ("qwen3", other_attention),
-    "the cache": ("qwen3", cached),
     "other calls": ("qwen3", stepped),
     "compiled from outside": ("qwen3", lambda m: m.compile(backend="eager")),
     "an adapter there and back": (

@@ -1,6 +1,5 @@
 """Refusals: by name, with a remedy, before anything runs, leaving everything as it was."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,17 +10,13 @@ from torch import nn
 
 from forkpoint import (
     ConfigError,
-    PlanError,
-    Policy,
     Rollout,
     RolloutBatch,
-    RolloutError,
     UnsupportedError,
     losses,
     wrap,
 )
-from forkpoint.hosts.transformers.calls import ATTENTION_NAME
-from forkpoint.testing import ReadOnlyHook, tiny_model
+from forkpoint.testing import tiny_model
 
 BATCH = forked_batch()
 
@@ -79,19 +74,6 @@ def test_inference_mode(model: nn.Module) -> None:
         assert torch.equal(policy.score(BATCH).logprobs, wanted)
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "llama"])
-def test_models_of_embeddings_see_later_tokens(family: str) -> None:
-    """The stock model does see them, so that the self-check finds them."""
-    given = {"is_causal": False} if family == "llama" else {"use_bidirectional_attention": True}
-    model = tiny_model(family, layer_types=["full_attention"] * 3, **given)
-    ids = torch.tensor([[0, 1, 2, 3, 4], [0, 5, 6, 7, 8]])
-    with torch.no_grad():
-        first, other = model(input_ids=ids).logits[:, 0]
-    assert float((first - other).abs().max()) > 1e-3
-    with pytest.raises(UnsupportedError):
-        wrap(model).score(BATCH)
-
-
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
 LONGROPE = {
     "rope_type": "longrope",
@@ -124,60 +106,6 @@ def test_rope_that_depends_on_the_length(kind: str, limit: int) -> None:
     for call in (policy.score, lambda batch: policy.forward_backward(batch, losses.GRPO())):
         with pytest.raises(UnsupportedError, match=message):
             call(batch(limit + 1))
-
-
-def test_a_model_whose_attention_is_set_to_forkpoints(model: nn.Module) -> None:
-    """It cannot be called by itself, but steps run, and leave the setting."""
-    model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
-    stats = wrap(model, ACROSS).forward_backward(BATCH, losses.GRPO())
-    assert stats.computed_tokens == 60
-    assert model.config._attn_implementation == ATTENTION_NAME
-
-
-# Input that is refused before anything runs ------------------------------------------------------
-
-OTHER = RolloutBatch([Rollout([1, 2, 3], [0, 1, 1], 1.0), Rollout([1, 2, 4], [0, 0, 1], 1.0)])
-BEYOND = RolloutBatch([Rollout([1, 2, 61], [0, 1, 1], 1.0)])
-TOO_SMALL = {"sharing": "tree", "boundary": "within", "max_microbatch_tokens": 4}
-
-BAD_CALLS: dict[str, tuple[type[Exception], str, Callable[[Policy], Any]]] = {
-    "scale nan": (
-        ConfigError,
-        "scale is nan",
-        lambda p: p.forward_backward(BATCH, losses.GRPO(), scale=float("nan")),
-    ),
-    "vocabulary": (RolloutError, "61", lambda p: p.forward_backward(BEYOND, losses.GRPO())),
-    "reference": (
-        RolloutError,
-        "needs reference_logprobs",
-        lambda p: p.forward_backward(OTHER, losses.DPO()),
-    ),
-    "microbatches": (
-        PlanError,
-        "max_microbatch_tokens",
-        lambda p: p.with_config(**TOO_SMALL).score(BATCH),
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BAD_CALLS)
-def test_bad_input_leaves_everything_as_it_was(model: nn.Module, case: str) -> None:
-    kind, message, call = BAD_CALLS[case]
-    policy, ran = wrap(model, ACROSS), []
-    model.get_submodule("model.embed_tokens").register_forward_hook(
-        ReadOnlyHook(lambda *_: ran.append(1))
-    )
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    objects, state = {n: p.grad for n, p in model.named_parameters()}, model_state(model)
-    with pytest.raises(kind, match=message) as caught:
-        call(policy)
-    assert not ran, "it was refused only after a microbatch had run"
-    assert not hasattr(caught.value, "__notes__")
-    assert model_state(model) == state
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is objects[name]
-        assert bool((parameter.grad == 1).all())
 
 
 @pytest.mark.parametrize("returned", [torch.ones(3), 1.0], ids=["vector", "float"])

@@ -143,12 +143,12 @@ class Counted:
 def test_when_a_sample_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first step, at the next one with other weights, and when the model changed."""
     counted = Counted(monkeypatch)
-    model = tiny_model("llama", dtype=torch.float32)
-    policy = wrap(model, CHECKED)
+    model = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2)
+    policy, batch = wrap(model, CHECKED), BATCH.select(range(2))
 
     def step() -> int:
         before = counted.count
-        policy.forward_backward(BATCH, LOSS)
+        policy.forward_backward(batch, LOSS)
         return counted.count - before
 
     def moved() -> None:
@@ -176,12 +176,12 @@ def test_when_a_sample_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert [step(), step()] == [1, 0]
     scores = counted.count
-    policy.score(BATCH)
-    policy.score(BATCH)
+    policy.score(batch)
+    policy.score(batch)
     assert counted.count == scores + 1
-    assert policy.with_config(sharing="none").forward_backward(BATCH, LOSS) and step() == 0
+    assert policy.with_config(sharing="none").forward_backward(batch, LOSS) and step() == 0
     before = counted.count
-    wrap(model, UNCHECKED).forward_backward(BATCH, LOSS)
+    wrap(model, UNCHECKED).forward_backward(batch, LOSS)
     assert counted.count == before, "it can be turned off"
 
 

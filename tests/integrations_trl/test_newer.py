@@ -10,7 +10,7 @@ import pytest
 import setups_trl as setups
 import torch
 import trl
-from cases_trl import ACROSS, OURS, STOCK, Pair
+from cases_trl import OURS, Pair
 from newer_trl import change_head, replace_method
 from transformers import TrainerCallback
 
@@ -49,13 +49,6 @@ def test_a_head_that_scales_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         trainer.train()
     own = {"forkpoint": Config(self_check=False)}
     setups.trainer("dpo", OURS["dpo"], tmp_path / "off", own=own).train()
-
-
-def test_a_head_of_the_reference_alone(tmp_path: Path) -> None:
-    trainer = setups.trainer("dpo", OURS["dpo"], tmp_path, beta=0.1)
-    trl.trainer.utils.add_fused_lm_head(trainer.ref_model, temperature=1.3)
-    with pytest.raises(UnsupportedError, match=BOTH):
-        trainer.train()
 
 
 def test_a_head_that_is_set_during_training(tmp_path: Path) -> None:
@@ -192,14 +185,3 @@ def test_a_version_that_has_not_been_tested(
     found = [r.getMessage() for r in caplog.records]
     assert len(found) == warns
     assert all(f"TRL {version} is installed" in x and "TRL 1.15 to 1.16" in x for x in found)
-
-
-def test_the_version_is_looked_at_when_a_trainer_is_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(trl, "__version__", "1.99.0")
-    check_version.cache_clear()
-    with caplog.at_level(logging.WARNING, "forkpoint"):
-        setups.trainer("dpo", OURS["dpo"], tmp_path, own={"forkpoint": ACROSS})
-    assert any("TRL 1.99.0 is installed" in r.getMessage() for r in caplog.records)
-    assert STOCK["dpo"] is trl.DPOTrainer

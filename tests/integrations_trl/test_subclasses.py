@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import setups_trl as setups
 import torch
-from cases_trl import ACROSS, LATER, OURS, STOCK, Pair
+from cases_trl import LATER, OURS, STOCK, Pair
 from changes_trl import backwards, counted, inner, outputs, pulled, scaled, squared, twice
-from peft import LoraConfig
 from transformers import TrainerCallback
 
 from forkpoint.errors import UnsupportedError
@@ -25,7 +24,6 @@ CASES = [
     ("grpo", inner, False),
     ("grpo", outputs, True),
     ("rloo", twice, True),
-    ("rloo", backwards, False),
     ("dpo", squared, True),
     ("dpo", pulled, False),
     ("dpo", backwards, True),
@@ -46,14 +44,6 @@ def test_gradients_and_metrics_are_those_of_stock(
     assert computed < 0.9 * given
 
 
-def test_the_last_window_of_an_epoch(tmp_path: Path) -> None:
-    options = {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 3}
-    stock, shared = counted(STOCK["dpo"]), counted(OURS["dpo"])
-    pair = Pair("dpo", tmp_path, stock=stock, shared=shared, **options)
-    assert pair.weights_apart < BAR
-    pair.check_metrics()
-
-
 def test_the_load_balancing_loss_is_scaled_as_well(tmp_path: Path) -> None:
     kind = "dpo"
     made = {"model": setups.mixture()}
@@ -63,15 +53,6 @@ def test_the_load_balancing_loss_is_scaled_as_well(tmp_path: Path) -> None:
     pair.check_metrics()
     with pytest.raises(UnsupportedError, match=r"factors, 0, .*router_aux_loss_coef=0\.0"):
         setups.run(setups.trainer(kind, counted(OURS[kind]), tmp_path / "counted", made=made))
-
-
-def test_adapters(tmp_path: Path) -> None:
-    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    stock, shared = counted(STOCK["dpo"]), shared_trainer(counted(STOCK["dpo"]))
-    made = {"peft_config": lora}
-    pair = Pair("dpo", tmp_path, stock=stock, shared=shared, made=made, max_steps=2)
-    assert pair.apart < BAR
-    pair.check_metrics()
 
 
 def test_the_scale_of_fp16_and_clipping(tmp_path: Path) -> None:
@@ -220,13 +201,3 @@ def test_a_changed_loss_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFi
         trainer.train()
     found = [r.getMessage() for r in caplog.records if "one more forward" in r.getMessage()]
     assert len(found) == 1 and "Scaled.compute_loss is not TRL's" in found[0]
-
-
-def test_a_training_step_before_ours_costs_nothing(tmp_path: Path) -> None:
-    class Timed(OURS["grpo"]):
-        def training_step(self, *args: Any, **kwargs: Any) -> Any:
-            return super().training_step(*args, **kwargs)
-
-    trainer = setups.trainer("grpo", Timed, tmp_path, own={"forkpoint": ACROSS})
-    setups.run(trainer)
-    assert trainer.sharing.streams is True

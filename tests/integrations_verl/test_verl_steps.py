@@ -56,7 +56,6 @@ def split(rows: dict[str, Any], *sizes: int) -> list[dict[str, Any]]:
 CASES = {
     "token means, dynamic": Case(),
     "sequence means, fixed": Case(dynamic=False, loss_agg_mode="seq-mean-token-mean"),
-    "token sums": Case(loss_agg_mode="token-sum"),
     "temperatures, KL, entropy": Case(temperatures=True, kl=True, entropy=True, entropy_coeff=0.01),
     "LoRA, checkpointing": Case(lora=True, checkpointing=True, kl=True),
     "gspo": Case(loss_mode="gspo", clip=3e-4, loss_agg_mode="seq-mean-token-mean"),
@@ -100,7 +99,6 @@ def same_metrics(found: dict[str, Any], most: float = 1e-5) -> None:
         ("token means, dynamic", (7, 5)),
         ("temperatures, KL, entropy", (9, 3)),
         ("LoRA, checkpointing", (6, 6)),
-        ("critic", (5, 7)),
     ],
 )
 def test_two_ranks_have_the_gradients_of_stock(
@@ -123,7 +121,6 @@ def ulysses(case: Case) -> Case:
 
 
 ULYSSES = {
-    "token means, dynamic": (12,),
     "temperatures, KL, entropy": (9, 3),
     "LoRA, checkpointing": (12,),
     "gspo": (12,),
@@ -221,10 +218,7 @@ def test_prompts_of_two_ranks_are_exchanged(name: str, folder: Path) -> None:
 LOSSES = {
     "vanilla": "token",
     "dppo_tv": "token",
-    "dppo_kl": "token",
     "gspo": "rollout",
-    "sapo": "token",
-    "gpg": "token",
     "kl_cov": "joint",
     "geo_mean": "rollout",
     "cispo": "token",

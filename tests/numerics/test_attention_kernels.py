@@ -256,15 +256,10 @@ def test_the_operator_says_all_that_it_asks_for(name: str, monkeypatch: pytest.M
 
 BROKEN: dict[str, tuple[list[int], list[int], list[int] | None]] = {
     "does not begin at 0": ([0, 1, 1, 5, 0, 4, 4, 4, 0, 0, 1], [0, 4], None),
-    "an empty sequence": ([0, 1, 0, 5, 0, 5, 5, 5, 0, 0, 2], [0, 5, 5], None),
     "max_q is not the longest": ([0, 1, 0, 5, 0, 5, 4, 5, 0, 0, 1], [0, 5], None),
-    "lengths do not fill the range": ([0, 1, 0, 5, 0, 5, 5, 5, 0, 0, 1], [0, 4], None),
     "fewer lengths than sequences": ([0, 1, 0, 5, 0, 5, 5, 5, 0, 0, 2], [0, 5], None),
     "causal, unequal": ([0, 1, 0, 4, 0, 5, 4, 5, 0, 2, 1], [0, 4, 0, 5], None),
-    "more queries than keys": ([1, 1, 0, 5, 0, 4, 5, 4, 0, 2, 1], [0, 5, 0, 4], None),
     "no such source": ([3, 1, 0, 5, 0, 5, 5, 5, 0, 0, 1], [0, 5], None),
-    "gathers nothing": ([2, 1, 0, 5, 0, 5, 5, 5, 0, 0, 1], [0, 5], None),
-    "does not gather": ([0, 1, 0, 5, 0, 5, 5, 5, 0, 0, 1], [0, 5], [0, 1, 2, 3, 4]),
     "gathers too few": ([2, 1, 0, 5, 0, 5, 5, 5, 0, 0, 1], [0, 5], [0, 1, 2, 3]),
 }
 

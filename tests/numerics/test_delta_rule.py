@@ -132,22 +132,6 @@ def test_the_gradient_of_decays_is_precise_where_tokens_forget_almost_all() -> N
     assert expected.norm() > 0
 
 
-def test_a_state_handed_over_is_the_whole() -> None:
-    """Output and gradients of one sequence, and of two where one starts from the other."""
-    whole = Inputs([150])
-    expected = outcome(recurrences_by_loops.delta_rule, whole.make(), whole.sequences())
-
-    def cut(q, k, v, g, beta, initial, _, final):
-        first = Sequences(np.asarray([83]), "cpu")
-        second = Sequences(np.asarray([67]), "cpu")
-        parts = [x[:83] for x in (q, k, v, g, beta)], [x[83:] for x in (q, k, v, g, beta)]
-        o, state = chunked.scan(*parts[0], initial, first, True)
-        more, state = chunked.scan(*parts[1], state, second, True)
-        return torch.cat([o, more]), state
-
-    close(outcome(cut, whole.make(), whole.sequences()), expected)
-
-
 def test_decay_that_underflows_has_finite_gradients() -> None:
     """The decay of 5 tokens is beyond exp's range in float32: masked before exp, not after."""
     case = Inputs([128], forgets=60.0, dtype=torch.float32)

@@ -3,16 +3,14 @@
 import os
 from collections import Counter
 from importlib.util import find_spec
-from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from forkpoint.errors import ConfigError, UnsupportedError
+from forkpoint.errors import UnsupportedError
 from forkpoint.ops.head import STATISTICS, token_outputs
-from forkpoint.ops.head.logprobs import _parts
 from head_reference import token_logprobs, token_logprobs_reference
 
 TOKENS, VOCAB, WIDTH = 23, 37, 8
@@ -217,15 +215,6 @@ def test_the_hidden_gradient_is_summed_over_the_vocabulary_in_float32():
     assert hidden_TC.grad.flatten().tolist() == pytest.approx([-1, -1], rel=1e-2)
 
 
-def test_slices_cover_the_vocabulary_and_hold_no_more_than_a_chunk():
-    for tokens, vocab in product((0, 1, 1024, 1025, 10_000), (1, 61, 1000, 128_256)):
-        parts = _parts(tokens, vocab, 1024)
-        ends = [0, *(part.stop for part in parts)]
-        assert [part.start for part in parts] == ends[:-1] and ends[-1] == vocab
-        assert max(part.stop - part.start for part in parts) * tokens <= max(1024 * vocab, tokens)
-        assert len(parts) <= 2 * max(1, -(-tokens // 1024))
-
-
 def linear_then_log_softmax(hidden_TC, weight_VC, labels_T, *, bias_V, temperature_T, entropy):
     logits_TV = F.linear(hidden_TC, weight_VC, bias_V).float() / temperature_T[:, None]
     logprobs_TV = logits_TV.log_softmax(-1)
@@ -302,14 +291,6 @@ def test_kept_logits_serve_one_backward():
     logprobs_T.sum().backward(retain_graph=True)
     with pytest.raises(AssertionError, match="kept for one backward"):
         logprobs_T.sum().backward()
-
-
-def test_bad_options_are_refused():
-    leaves, rest = make()
-    with pytest.raises(ConfigError, match="chunk_tokens is 0"):
-        token_logprobs(**leaves, **rest, chunk_tokens=0)
-    with pytest.raises(ConfigError, match=r"softcap is -1\.0"):
-        token_logprobs(**leaves, **rest, softcap=-1.0)
 
 
 @pytest.mark.parametrize(

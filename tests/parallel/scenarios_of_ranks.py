@@ -182,6 +182,21 @@ def said(work: Callable[[], object]) -> str:
     return ""
 
 
+def own_loss(outputs: Any, batch: Any) -> Tensor:
+    """A function as a loss, which couples all rollouts of a rank."""
+    values = batch.trained(outputs.logprobs * batch.advantages)
+    return -values.mean() + 0.1 * batch.trained(outputs.logprobs).sum() ** 2 / len(values) ** 2
+
+
+def through_logprobs(policy: forkpoint.Policy, batch: RolloutBatch, loss: Any) -> float:
+    """A loss of log-probs and entropies, in place of `loss`."""
+    logprobs, entropies = policy.logprobs(batch, entropy=True)
+    weights = torch.as_tensor(batch.advantages * batch.loss_mask)
+    value = (weights * logprobs).sum() ** 2 - 0.01 * entropies.sum()
+    value.backward()
+    return float(value.detach())
+
+
 class Failing(Loss):
     """Fails on rank 1."""
 

@@ -10,18 +10,13 @@ import pytest
 from scenarios_of_ranks import group
 
 from benchmarks.commands import main
-from benchmarks.ranks.team import dense_ms, not_covered
+from benchmarks.ranks.team import dense_ms
 from forkpoint import RolloutBatch
 
 
 def test_one_process_is_told_how_to_start_several(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ranks", "--tiny"]) == 2
     assert "torchrun --nproc-per-node 2 -m benchmarks ranks" in capsys.readouterr().err
-
-
-def test_what_is_not_hidden_is_what_nothing_covers() -> None:
-    assert not_covered([(0, 4), (2, 6), (10, 12)], [(1, 3), (5, 11), (5, 7)]) == 1 + 2 + 1
-    assert not_covered([(0, 4)], []) == 4 and not_covered([], [(0, 4)]) == 0
 
 
 def test_dense_steps_are_extrapolated_without_what_comes_once() -> None:
@@ -123,18 +118,3 @@ def test_a_pipeline_of_two_ranks(tmp_path: Path) -> None:
     ratio = found["one rank's step"] / found["step"]
     assert found["measured bubble"] == pytest.approx(1 - ratio / 2)
     assert found["measured speed-up"] == pytest.approx(ratio)
-
-
-@pytest.mark.slow
-def test_combined_parallelism_of_eight_processes(tmp_path: Path) -> None:
-    output = tmp_path / "rows.jsonl"
-    # Without the file, batches are chains of turns. The ratio in bfloat16 of one batch is chance.
-    options = ("--families", "llama", "--stages", "2", "--seeds", "1", "--data", str(tmp_path))
-    assert main(["compositions", *options, "--tensor", "2", "--output", str(output)]) in (0, 1)
-    rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
-    assert len(rows) == 6
-    for row in rows:
-        if "float64" in row["metric"]:
-            assert 0 < row["value"] < row["bar"] == 1e-10
-        else:
-            assert 0.5 < row["value"] < 2

@@ -91,7 +91,10 @@ CASES = {
 }
 SHORT: dict[str, tuple[Scenario, tuple[str, ...]]] = {
     "sharded": (Scenario(), ("unsynced stock fails score synced sum",)),
-    "replicated": (Scenario(wrap=replicated), ("forward function backward sum",)),
+    "replicated": (
+        Scenario(wrap=replicated),
+        ("forward function backward sum", "loss update logprobs stock"),
+    ),
 }
 
 

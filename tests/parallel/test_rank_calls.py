@@ -19,6 +19,7 @@ from scenarios_of_ranks import (
     group,
     model_of,
     on_ranks,
+    own_loss,
     replicated,
     sharded,
 )
@@ -50,12 +51,6 @@ sharded_first = pytest.mark.parametrize(
 
 SPLIT = (group(2, 5, 30, 12)[:2], group(2, 5, 30, 12)[2:])
 """A group on two ranks."""
-
-
-def own_loss(outputs: Any, batch: Any) -> Tensor:
-    """A loss that couples all rollouts of a rank."""
-    values = batch.trained(outputs.logprobs * batch.advantages)
-    return -values.mean() + 0.1 * batch.trained(outputs.logprobs).sum() ** 2 / len(values) ** 2
 
 
 def policies(wrap: Any, config: Config = DEEP) -> tuple[forkpoint.Policy, forkpoint.Policy]:
@@ -389,7 +384,6 @@ def spread_over_ranks(wrap: Any, parts: Any, config: Config) -> tuple[float, flo
 
 
 GATHERED = list(product(WRAPS, ("unequal", "empty", "split"), ("across", "within")))
-IN_CORE = [("fully_shard", "split", "across")]
 
 
 @pytest.mark.slow

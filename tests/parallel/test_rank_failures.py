@@ -19,14 +19,13 @@ from scenarios_of_ranks import (
     gradients,
     model_of,
     on_ranks,
+    replicated,
     sharded,
 )
-from scenarios_of_ranks import replicated as replicated_model
-from torch import nn
 
 import forkpoint
 from forkpoint import RolloutBatch
-from forkpoint.errors import ConfigError, ForkpointError, RankError
+from forkpoint.errors import ConfigError, ForkpointError
 from forkpoint.losses import GRPO
 from forkpoint.parallel import watch
 from versions import needs_splits
@@ -41,82 +40,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "POLL_S", 0.1)
 
 
-def fails_in(model: Any, when: Any) -> None:
-    """Let rank 0 fail in a block's forward: after the sample, which runs without gradients."""
-    block = model.model.layers[1]
-
-    def hook(*_: Any) -> None:
-        if dist.get_rank() == 0 and torch.is_grad_enabled() and model.failing:
-            when()
-
-    block.register_forward_pre_hook(forkpoint.testing.ReadOnlyHook(hook))
-
-
-def raises() -> None:
-    raise MemoryError("of the test")
-
-
-def step_with(wrap: Any, when: Any) -> tuple[str, float]:
-    model = model_of(Scenario())
-    model.failing = False  # type: ignore[assignment]
-    fails_in(model, when)
-    policy = on_ranks(wrap(model), DEEP)
-    own = RolloutBatch(UNEQUAL[dist.get_rank()])
-    policy.forward_backward(own, GRPO())
-    model.zero_grad()
-    model.failing = True  # type: ignore[assignment]
-    begin = time.monotonic()
-    try:
-        policy.forward_backward(own, GRPO())
-    except (MemoryError, KeyboardInterrupt, ForkpointError, RuntimeError) as error:
-        found = f"{type(error).__name__}: {error}"
-    else:
-        found = ""
-    seconds = time.monotonic() - begin
-    assert seconds < 30, found
-    model.failing = False  # type: ignore[assignment]
-    if wrap is sharded:
-        with pytest.raises(RankError, match="Start all processes again"):
-            policy.forward_backward(own, GRPO())
-        time.sleep(4)  # the other rank ends meanwhile
-        return found, seconds
-    policy.forward_backward(own, GRPO())
-    alone = forkpoint.wrap(model_of(Scenario()), DEEP)
-    alone.forward_backward(RolloutBatch([r for part in UNEQUAL for r in part]), GRPO())
-    names = [name for name, _ in alone.host.model.named_parameters()]
-    return found, distance(gradients(model), gradients(alone.host.model), names)
-
-
-def replicated(model: nn.Module) -> nn.Module:
-    return replicated_model(model)
-
-
 def interrupts() -> None:
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(0.1)
-
-
-@pytest.mark.slow
-def test_replicas_go_on_after_an_error_in_the_sample() -> None:
-    first, second = run_ranks(2, step_with, replicated, raises)
-    assert first[0].startswith("UnsupportedError") and "MemoryError" in first[0]
-    assert "rank 0 failed before this step" in second[0] and "MemoryError" in second[0]
-    assert max(first[1], second[1]) < 1e-10
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("when", [raises, interrupts])
-def test_shards_end_after_an_error_in_the_sample(
-    when: Any, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(RankFailed) as failed:
-        run_ranks(2, step_with, sharded, when)
-    text = str(failed.value)
-    assert f"rank 1: ended with exit status {watch.EXIT_CODE}" in text
-    assert "killed after" not in text
-    said = capfd.readouterr().err
-    name = "MemoryError: of the test" if when is raises else "KeyboardInterrupt"
-    assert "rank 1 ends" in said and f"rank 0: {name}" in said
 
 
 # Moments that tests/fuzz/run_rank_failures.py draws, one of each kind

@@ -14,6 +14,7 @@ from scenarios_of_ranks import (
     gradients,
     group,
     hybrid_mesh,
+    own_loss,
     replicated,
     sharded,
 )
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import forkpoint
-from forkpoint import RolloutBatch
+from forkpoint import Rollout, RolloutBatch
 from forkpoint.apps.replay.loop import replay
 from forkpoint.engine.objective import LossPart, MicrobatchLosses
 from forkpoint.errors import RankError, RolloutError, UnsupportedError
@@ -31,11 +32,6 @@ from forkpoint.testing import tiny_model
 
 SINGLE = (tuple(group(4, 1, 9, 6)), tuple(group(5, 1, 9, 6)))
 """Nothing that is shared."""
-
-
-def own_loss(outputs: Any, batch: Any) -> Tensor:
-    values = batch.trained(outputs.logprobs * batch.advantages)
-    return -values.mean() + 0.1 * batch.trained(outputs.logprobs).sum() ** 2 / len(values) ** 2
 
 
 def model(dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -50,16 +46,15 @@ def adapted() -> nn.Module:
     return found
 
 
-def verified(wrap: Any, make: Any, loss: Any, rollouts: Any) -> dict[str, Any]:
-    torch.manual_seed(0)
-    policy = forkpoint.wrap(wrap(make()))
-    for number, parameter in enumerate(policy.host.model.parameters()):
+def reported(policy: forkpoint.Policy, rollouts: list[Rollout], loss: Any) -> dict[str, Any]:
+    """A comparison, which leaves gradients as they are."""
+    model = policy.host.model
+    for number, parameter in enumerate(model.parameters()):
         if parameter.requires_grad:
             parameter.grad = torch.full_like(parameter, float(number))
-    before = {name: g.clone() for name, g in gradients(policy.host.model).items() if g is not None}
-    batch = RolloutBatch(rollouts[dist.get_rank()])
-    report = policy.verify(batch, loss)
-    after = {name: g for name, g in gradients(policy.host.model).items() if g is not None}
+    before = {name: g.clone() for name, g in gradients(model).items() if g is not None}
+    report = policy.verify(RolloutBatch(rollouts), loss)
+    after = {name: g for name, g in gradients(model).items() if g is not None}
     assert list(after) == list(before)
     assert all(torch.equal(after[name], before[name]) for name in before)
     return {
@@ -73,13 +68,20 @@ def verified(wrap: Any, make: Any, loss: Any, rollouts: Any) -> dict[str, Any]:
     }
 
 
+def verified(wrap: Any, make: Any, loss: Any, rollouts: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    return reported(forkpoint.wrap(wrap(make())), rollouts[dist.get_rank()], loss)
+
+
 def check(found: list[dict[str, Any]], rollouts: Any) -> None:
     given = sum(len(r.token_ids) for part in rollouts for r in part)
     for each in found:
         assert each["verdict"] == "passed", each
         assert each["kinds"][:2] == ["within", "across"]
         assert each["given"] == given
-        assert all(shares and logical == given for logical, shares in each["counts"])
+        assert all(logical == given for logical, _ in each["counts"])
+        # The planner's choice for so small a model may be dense.
+        assert all(shares for _, shares in each["counts"][:2])
         assert max(each["norms"]) > 0
         for name in ("errors", "dense", "norms"):
             assert each[name] == pytest.approx(found[0][name], rel=1e-12)

@@ -1,7 +1,7 @@
 """Router losses and counts of experts on two ranks, beside one process with all rollouts."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,7 @@ def mixture() -> Any:
         "num_experts": 6,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 16,
+        "num_hidden_layers": 2,
     }
     model = tiny_model("qwen3_moe", dtype=torch.float64, experts_implementation="eager", **sizes)
     return model.train()
@@ -92,63 +93,90 @@ def routers(case: Routed, rank: int) -> tuple[RouterLoss, RouterLoss]:
     return own, whole
 
 
+def beside_one_process(
+    policies: tuple[forkpoint.Policy, forkpoint.Policy],
+    rollouts: Sequence[list[Rollout]],
+    place: int,
+    router_losses: tuple[RouterLoss, RouterLoss],
+    loss: Any,
+    *,
+    given: bool = False,
+) -> tuple[Any, Any, dict[str, float]]:
+    """A step with a router loss on this rank, and of all rollouts in one process.
+
+    policies: of the ranks, and of one process; `router_losses` likewise.
+    rollouts: by data rank; this rank has those at `place`.
+    given: whether the step is given the counts of a pass of scores.
+
+    Returns the step's results, the scores, and differences by name.
+    """
+    (policy, alone), (own, whole) = policies, router_losses
+    batch, every = RolloutBatch(rollouts[place]), RolloutBatch([r for p in rollouts for r in p])
+    with lifted_upcasts(policy.host.model), lifted_upcasts(alone.host.model):
+        scored: Any = policy.score(batch, router=own)
+        value: Any = alone.score(every, router=whole)
+        counts = scored.expert_counts if own.scope == "batch" else scored.rollout_expert_counts
+        counts = counts if given else None
+        stats: Any = policy.forward_backward(batch, loss, router=own, router_counts=counts)
+        wanted: Any = alone.forward_backward(every, loss, router=whole)
+    begin = sum(len(part) for part in rollouts[:place])
+    here = value.rollout_expert_counts[begin : begin + len(batch)]
+    assert stats.router_loss and wanted.router_loss and value.router_loss
+    return (
+        stats,
+        scored,
+        {
+            "loss": abs(stats.loss - wanted.loss),
+            "router loss": abs(stats.router_loss - wanted.router_loss),
+            "scored": abs(scored.router_loss - value.router_loss),
+            "counts": float(not torch.equal(stats.expert_counts, value.expert_counts)),
+            "own counts": float(not torch.equal(stats.rollout_expert_counts, here)),
+        },
+    )
+
+
+def apart(model: nn.Module, other: nn.Module, gates: Sequence[str]) -> dict[str, float]:
+    """Distances of gradients: of all, and of routers."""
+    found, expected = gradients(model), gradients(other)
+    assert len(gates) > 1
+    few, few_expected = ({n: each[n] for n in gates} for each in (found, expected))
+    return {
+        "error": distance(found, expected, list(expected)),
+        "routers": distance(few, few_expected, gates),
+    }
+
+
 def compared(case: Routed) -> dict[str, Any]:
     """Differences of a step on this rank from one process."""
     rank = dist.get_rank()
     model, other = mixture(), mixture()
-    names = [name for name, _ in model.named_parameters()]
-    own, whole = routers(case, rank)
-    with lifted_upcasts(model), lifted_upcasts(other):
-        policy = on_ranks(case.wrap(model), case.config, case.gather)
-        batch = RolloutBatch(case.rollouts[rank])
-        counts = None
-        if case.given:
-            scores: Any = policy.score(batch, router=own)
-            counts = scores.expert_counts
-            if case.scope != "batch":
-                counts = scores.rollout_expert_counts
-        stats: Any = policy.forward_backward(batch, case.loss, router=own, router_counts=counts)
-        found = gradients(model)
-        scored = policy.score(batch, router=own)
-        every = RolloutBatch([r for part in case.rollouts for r in part])
-        alone = forkpoint.wrap(other, case.config)
-        value = alone.score(every, router=whole).router_loss
-        wanted: Any = alone.forward_backward(every, case.loss, router=whole)
-    expected = gradients(other)
-    gates = [n for n in names if n.endswith("gate.weight")]
-    assert len(gates) == 3 and stats.router_loss and wanted.router_loss
-    assert stats.rollout_expert_counts is not None and wanted.rollout_expert_counts is not None
-    assert scored.router_loss and scored.own_router_loss is not None and value
-    begin = sum(len(part) for part in case.rollouts[:rank])
-    here = wanted.rollout_expert_counts[begin : begin + len(batch)]
+    policies = (
+        on_ranks(case.wrap(model), case.config, case.gather),
+        forkpoint.wrap(other, case.config),
+    )
+    stats, scored, found = beside_one_process(
+        policies, case.rollouts, rank, routers(case, rank), case.loss, given=case.given
+    )
+    gates = [name for name, _ in other.named_parameters() if name.endswith("gate.weight")]
     return {
-        "error": distance(found, expected, names),
-        "routers": distance({n: found[n] for n in gates}, {n: expected[n] for n in gates}, gates),
-        "loss": abs(stats.loss - wanted.loss),
-        "router loss": abs(stats.router_loss - wanted.router_loss),
-        "scored": abs(scored.router_loss - value),
+        **found,
+        **apart(model, other, gates),
         "own": scored.own_router_loss,
         "of all": scored.router_loss,
-        "counts": torch.equal(stats.expert_counts, wanted.expert_counts),
         "computed": int(stats.computed_expert_counts.sum()),
-        "own counts": torch.equal(stats.rollout_expert_counts, here),
         "passes": sum(event.startswith("score") for event in stats.events),
     }
 
 
+DIFFERENCES = ("error", "routers", "loss", "router loss", "scored", "counts", "own counts")
+
+
 def faults(found: list[dict[str, Any]]) -> list[str]:
-    errors = ("error", "routers", "loss", "router loss", "scored")
-    wrong = [
-        f"{n} of rank {rank} off by {each[n]:.1e}"
+    return [
+        f"{name} of rank {rank} off by {each[name]:.1e}"
         for rank, each in enumerate(found)
-        for n in errors
-        if not each[n] < BAR
-    ]
-    return wrong + [
-        f"{n} of rank {rank}"
-        for rank, each in enumerate(found)
-        for n in ("counts", "own counts")
-        if not each[n]
+        for name in DIFFERENCES
+        if not each[name] < BAR
     ]
 
 

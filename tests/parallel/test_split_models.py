@@ -8,9 +8,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from processes import run_ranks
-from scenarios_of_ranks import BAR, DEEP, UNEQUAL, group, routed
+from scenarios_of_ranks import BAR, DEEP, UNEQUAL, group, own_loss, routed, through_logprobs
 from split_models import MOE, Split, compared
-from test_ranks import gated_linear_attention, mamba, pairs, valued
+from test_ranks import checkpointed, frozen_but, gated_linear_attention, mamba, pairs, valued
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -21,18 +21,6 @@ from lanes import slow_besides
 from versions import needs_splits
 
 pytestmark = needs_splits
-
-
-def checkpointed(model: Any) -> None:
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-
-
-def frozen_but(layer: int) -> Any:
-    def freeze(model: Any) -> None:
-        model.requires_grad_(False)
-        model.model.layers[layer].requires_grad_(True)
-
-    return freeze
 
 
 def adapted(model: Any) -> nn.Module:
@@ -50,20 +38,8 @@ def adapted(model: Any) -> nn.Module:
     return adapted
 
 
-def through_logprobs(policy: forkpoint.Policy, batch: RolloutBatch, loss: Any) -> float:
-    logprobs, entropies = policy.logprobs(batch, entropy=True)
-    weights = torch.as_tensor(batch.advantages * batch.loss_mask)
-    value = (weights * logprobs).sum() ** 2 - 0.01 * entropies.sum()
-    value.backward()
-    return float(value.detach())
-
-
 def through_function(policy: forkpoint.Policy, batch: RolloutBatch, loss: Any) -> float:
-    def own(outputs: Any, given: Any) -> torch.Tensor:
-        values = given.trained(outputs.logprobs * given.advantages)
-        return -values.mean() + 0.1 * given.trained(outputs.logprobs).sum() ** 2 / len(values) ** 2
-
-    return policy.forward_backward(batch, own).loss
+    return policy.forward_backward(batch, own_loss).loss
 
 
 def after_stock_backward(policy: forkpoint.Policy, batch: RolloutBatch, loss: Any) -> float:

@@ -1,6 +1,5 @@
 """Router losses and counts of experts of models that transformers splits over ranks."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import run_ranks
-from scenarios_of_ranks import DEEP, EMPTY, UNEQUAL, distance, gradients, group, said
+from scenarios_of_ranks import DEEP, EMPTY, UNEQUAL, group, own_loss, said
 from split_models import MOE, Split, data_rank, load
-from test_router_ranks import COEFFICIENTS, Routed, faults, routers
+from test_router_ranks import COEFFICIENTS, Routed, apart, beside_one_process, faults, routers
 from test_split_models import LATENT, checkpointed
 
 import forkpoint
@@ -29,7 +28,6 @@ pytestmark = needs_splits
 TP2 = {"tp_size": 2}
 TP2_EP2 = {"tp_size": 2, "ep_size": 2}
 FSDP2_EP2 = {"fsdp_size": 2, "ep_size": 2}
-TP2_FSDP2 = {"tp_size": 2, "fsdp_size": 2}
 TP2_FSDP2_EP4 = {"tp_size": 2, "fsdp_size": 2, "ep_size": 4}
 FSDP4_EP4 = {"fsdp_size": 4, "ep_size": 4}
 FOUR = (*UNEQUAL, group(7, 3, 11, 6), [])
@@ -60,8 +58,8 @@ class Case:
     scope: Any = "batch"
     given: bool = False
     last_token: bool = True
-    through: Callable[..., Any] | None = None
-    """The step; by default `forward_backward`."""
+    of_a_function: bool = False
+    """Whether the loss is a function, which couples all tokens."""
 
     @property
     def routed(self) -> Routed:
@@ -69,53 +67,22 @@ class Case:
         return Routed(rollouts=split.rollouts, scope=self.scope, last_token=self.last_token)
 
 
-def through_function(policy: forkpoint.Policy, batch: RolloutBatch, router: RouterLoss) -> Any:
-    def own(outputs: Any, given: Any) -> torch.Tensor:
-        return -given.trained(outputs.logprobs * given.advantages).mean()
-
-    return policy.forward_backward(batch, own, router=router)
-
-
-def compared(folder: Path, case: Case) -> dict[str, Any]:
+def compared(folder: Path, case: Case) -> dict[str, float]:
     """Differences of a step on this rank from one process."""
     split, place = case.split, data_rank(case.split)
     model, other = load(folder, split, **split.options), load(folder, split)
-    names = [name for name, _ in model.named_parameters()]
-    own, whole = routers(case.routed, place)
-    batch = RolloutBatch(split.rollouts[place])
-    every = RolloutBatch([r for part in split.rollouts for r in part])
-    stats: Any
-    wanted: Any
-    with lifted_upcasts(model), lifted_upcasts(other), Changes() as changes:
+    router_losses = routers(case.routed, place)
+    with Changes() as changes:
         for each in (model, other):
             run_plain_recurrences(each, changes)
-        policy, alone = (forkpoint.wrap(each, split.config) for each in (model, other))
-        if case.through is not None:
-            stats, wanted = case.through(policy, batch, own), case.through(alone, every, whole)
-        else:
-            counts = None
-            if case.given:
-                scores = policy.score(batch, router=own)
-                by_rollout = case.scope != "batch"
-                counts = scores.rollout_expert_counts if by_rollout else scores.expert_counts
-            stats = policy.forward_backward(batch, split.loss, router=own, router_counts=counts)
-            wanted = alone.forward_backward(every, split.loss, router=whole)
-        leaves, expected = gradients(model), gradients(other)
-        scored: Any = policy.score(batch, router=own)
-        value: Any = alone.score(every, router=whole)
-    begin = sum(len(part) for part in split.rollouts[:place])
-    here = value.rollout_expert_counts[begin : begin + len(batch)]
+        policies = forkpoint.wrap(model, split.config), forkpoint.wrap(other, split.config)
+        loss = own_loss if case.of_a_function else split.loss
+        rollouts, given = split.rollouts, case.given
+        _, _, found = beside_one_process(
+            policies, rollouts, place, router_losses, loss, given=given
+        )
     gates = [f"{router.name}.weight" for router in Routers(other, other).found]
-    assert len(gates) > 1 and stats.router_loss and wanted.router_loss and value.router_loss
-    return {
-        "error": distance(leaves, expected, names),
-        "routers": distance({n: leaves[n] for n in gates}, {n: expected[n] for n in gates}, gates),
-        "loss": abs(stats.loss - wanted.loss),
-        "router loss": abs(stats.router_loss - wanted.router_loss),
-        "scored": abs(scored.router_loss - value.router_loss),
-        "counts": torch.equal(stats.expert_counts, value.expert_counts),
-        "own counts": torch.equal(stats.rollout_expert_counts, here),
-    }
+    return {**found, **apart(model, other, gates)}
 
 
 CASES: dict[str, tuple[int, Case]] = {
@@ -131,7 +98,7 @@ CASES: dict[str, tuple[int, Case]] = {
         2,
         Case(mixture(TP2_EP2, config=replace(DEEP, activations="recompute"))),
     ),
-    "tensor and expert, a function": (2, Case(mixture(TP2_EP2), through=through_function)),
+    "tensor and expert, a function": (2, Case(mixture(TP2_EP2), of_a_function=True)),
     "data and expert": (2, Case(mixture(FSDP2_EP2))),
     "data and expert, rollout": (2, Case(mixture(FSDP2_EP2), scope="rollout", last_token=False)),
     "data and expert, a rank without": (2, Case(mixture(FSDP2_EP2, rollouts=EMPTY))),
@@ -142,7 +109,6 @@ CASES: dict[str, tuple[int, Case]] = {
     ),
     "data x expert": (4, Case(mixture(FSDP4_EP4, rollouts=FOUR))),
 }
-IN_CORE = ("tensor and expert",)
 
 
 @pytest.mark.slow

@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_rank_verify
 import torch
 import torch.distributed as dist
 from processes import run_ranks
-from scenarios_of_ranks import BAR, EMPTY, UNEQUAL, Failing, gradients, said
+from scenarios_of_ranks import BAR, EMPTY, UNEQUAL, Failing, said
 from split_models import MOE, Split, data_rank, load
+from test_rank_verify import reported
 from test_split_models import LATENT, adapted
 
 import forkpoint
@@ -30,41 +32,15 @@ def policy_of(folder: Path, split: Split, dtype: torch.dtype) -> forkpoint.Polic
 
 
 def verified(folder: Path, split: Split, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
-    policy = policy_of(folder, split, dtype)
-    model = policy.host.model
-    for number, parameter in enumerate(model.parameters()):
-        if parameter.requires_grad:
-            parameter.grad = torch.full_like(parameter, float(number))
-    before = {name: g.clone() for name, g in gradients(model).items() if g is not None}
-    report = policy.verify(RolloutBatch(split.rollouts[data_rank(split)]), split.loss)
-    after = {name: g for name, g in gradients(model).items() if g is not None}
-    assert list(after) == list(before)
-    assert all(torch.equal(after[name], before[name]) for name in before)
-    return {
-        "verdict": report.verdict,
-        "kinds": [plan.kind for plan in report.plans],
-        "errors": [plan.shared_error for plan in report.plans],
-        "dense": report.dense_error,
-        "norms": [error.norm for plan in report.plans for error in plan.worst],
-        "counts": [(plan.counts.logical_tokens, plan.counts.shares) for plan in report.plans],
-        "given": report.logical_tokens,
-    }
+    rollouts = split.rollouts[data_rank(split)]
+    return reported(policy_of(folder, split, dtype), rollouts, split.loss)
 
 
 def check(
     size: int, folder: Path, split: Split, dtype: torch.dtype = torch.float64
 ) -> list[dict[str, Any]]:
     found = run_ranks(size, verified, split.save(folder), split, dtype)
-    given = sum(len(r.token_ids) for part in split.rollouts for r in part)
-    for each in found:
-        assert each["verdict"] == "passed", each
-        assert each["kinds"][:2] == ["within", "across"]
-        assert each["given"] == given
-        assert all(logical == given for logical, _ in each["counts"])
-        # The planner's choice for so small a model may be dense.
-        assert all(shares for _, shares in each["counts"][:2])
-        for name in ("errors", "dense", "norms"):
-            assert each[name] == pytest.approx(found[0][name], rel=1e-12)
+    test_rank_verify.check(found, split.rollouts)
     return found
 
 

@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from processes import run_ranks
 from scenarios_of_ranks import BAR, DEEP, EMPTY, UNEQUAL
 from split_models import MOE, Split, load
-from test_router_ranks import Routed, routers
+from test_router_ranks import Routed, beside_one_process, routers
 from test_split_models import LATENT
 from test_split_stages import Case, error_of, held, meshes_of, of, split_model
 
@@ -43,31 +42,14 @@ def compared(folder: Path, balanced: Balanced) -> dict[str, float]:
     case, split, meshes = balanced.case, balanced.case.split, meshes_of(balanced.case)
     model, other = split_model(folder, case, meshes), load(folder, split)
     place = meshes.dense.get_local_rank("dp")
-    own, whole = balanced.own(place)
-    batch = RolloutBatch(split.rollouts[place])
-    every = RolloutBatch([r for part in split.rollouts for r in part])
-    with lifted_upcasts(model), lifted_upcasts(other):
-        policy = forkpoint.wrap(held(model, case, meshes), split.config, mesh=meshes.dense)
-        alone = forkpoint.wrap(other, split.config)
-        scored: Any = policy.score(batch, router=own)
-        value: Any = alone.score(every, router=whole)
-        counts = None
-        if balanced.given:
-            batch_scope = balanced.scope == "batch"
-            counts = scored.expert_counts if batch_scope else scored.rollout_expert_counts
-        stats: Any = policy.forward_backward(batch, split.loss, router=own, router_counts=counts)
-        wanted: Any = alone.forward_backward(every, split.loss, router=whole)
-    begin = sum(len(part) for part in split.rollouts[:place])
-    here = value.rollout_expert_counts[begin : begin + len(batch)]
-    return {
-        "error": error_of(model, other),
-        "routers": error_of(model, other, "mlp.gate."),
-        "loss": abs(stats.loss - wanted.loss),
-        "router loss": abs(stats.router_loss - wanted.router_loss),
-        "scored": abs(scored.router_loss - value.router_loss),
-        "counts": float(not torch.equal(stats.expert_counts, value.expert_counts)),
-        "own counts": float(not torch.equal(stats.rollout_expert_counts, here)),
-    }
+    policies = (
+        forkpoint.wrap(held(model, case, meshes), split.config, mesh=meshes.dense),
+        forkpoint.wrap(other, split.config),
+    )
+    own, given = balanced.own(place), balanced.given
+    _, _, found = beside_one_process(policies, split.rollouts, place, own, split.loss, given=given)
+    errors = {"error": error_of(model, other), "routers": error_of(model, other, "mlp.gate.")}
+    return {**found, **errors}
 
 
 BALANCED: dict[str, Balanced] = {

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig
 from processes import RankFailed, run_ranks
-from scenarios_of_ranks import BAR, DEEP, group, tree
-from test_ranks import pairs
+from scenarios_of_ranks import BAR, DEEP, group, own_loss, through_logprobs, tree
+from test_ranks import checkpointed, frozen_but, pairs
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import forkpoint
@@ -93,33 +93,9 @@ def compared(case: Case) -> dict[str, float]:
     }
 
 
-def frozen_but(layer: int) -> Callable[[Any], None]:
-    def freeze(model: Any) -> None:
-        model.requires_grad_(False)
-        model.model.layers[layer].requires_grad_(True)
-
-    return freeze
-
-
-def checkpointed(model: Any) -> None:
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-
-
 def adapted(model: Any) -> None:
     torch.manual_seed(5)
     model.add_adapter(LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
-
-
-def through_logprobs(policy: forkpoint.Policy, batch: RolloutBatch, loss: Any) -> float:
-    logprobs, entropies = policy.logprobs(batch, entropy=True)
-    weights = torch.as_tensor(batch.advantages * batch.loss_mask)
-    value = (weights * logprobs).sum() ** 2 - 0.01 * entropies.sum()
-    value.backward()
-    return float(value.detach())
-
-
-def own_loss(outputs: Any, batch: Any) -> torch.Tensor:
-    return -batch.trained(outputs.logprobs * batch.advantages).mean()
 
 
 def valued(seed: int, count: int) -> list[Rollout]:

@@ -109,11 +109,6 @@ def flip_token(folder: Path) -> Path:
     return flipped(path, path.read_bytes().index(marker) + 8)
 
 
-def flip_page(folder: Path) -> Path:
-    path = parquet(folder)
-    return flipped(path, path.stat().st_size // 5)
-
-
 def column_twice(folder: Path) -> Path:
     ids, path = pyarrow.array([[1, 2]]), folder / "x.parquet"
     table = pyarrow.Table.from_arrays([ids, ids], names=["token_ids", "token_ids"])
@@ -153,7 +148,6 @@ def legacy(folder: Path, value: Any) -> Path:
 
 
 FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
-    "torch cut short": (lambda f: truncated(torch_file(f)), ["x.pt cannot be read", "again"]),
     "torch with a flipped token": (flip_token, ["x.pt is damaged", "checksum"]),
     "torch that runs code": (lambda f: write_torch(f / "x.pt", {"a": Bad(f / "ran")}),
                              ["x.pt is not read by", "it names exec", "torch.save"]),
@@ -174,19 +168,15 @@ FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
         lambda f: declaring(f, shape=[2**40]), ["x.safetensors", "invalid shape"]),
     "parquet with a column twice": (column_twice, ["x.parquet has the column 'token_ids' more"]),
     "a device": (lambda _: Path(os.devnull), ["is a pipe or a device"]),
-    "parquet with a flipped page": (flip_page, ["x.parquet", "again"]),
     "rows of another number": (edited(TRL, shorter("advantages")),
                                [f"'advantages' has {COUNT - 1} rows, but completion_ids has"]),
     "prompts and responses of another width": (edited(VERL, cut("input_ids")),
                                                ["input_ids has", "7 + 6"]),
     "no attention mask": (edited(VERL, without("attention_mask")), ["there is no attention_mask"]),
-    "no advantages": (edited(TRL, without("advantages")), ["there is no advantages"]),
     "ids of one dimension too many": (edited(TRL, lambda t: t.update(
         completion_ids=t["completion_ids"][..., None])), ["completion_ids has 2 dim"]),
     "positions that jump": (edited(dumps.prime_rl_microbatch, lambda t: t["position_ids"].put(
         2, 7)), ["position_ids[2] is 7 after 1"]),
-    "a packed column too short": (edited(dumps.prime_rl_microbatch, lambda t: t.update(
-        loss_mask=t["loss_mask"][:-1])), ["loss_mask has"]),
     "a part of a batch that is no dict": (
         lambda f: write_torch(f / "x.pt", {"batch": tensors(TRL(truth())), "meta_info": [2]}),
         ["x.pt: meta_info is [2]", "it takes a dict"]),
@@ -194,13 +184,6 @@ FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
                               ["there is no attention_mask; the record has ['advantages'"]),
     "a signalling NaN": (edited(TRL, lambda t: t["old_per_token_logps"].view(np.uint32).fill(
         0x7FA00000)), ["x.pt, row 0: ", "old_logprobs[5] is nan"]),
-    "a tensor alone": (lambda f: write_torch(f / "x.pt", torch.ones(3)), ["a batch is a dict"]),
     "unknown keys": (lambda f: write_json(f / "x.jsonl", [{"text": "a"}]),
                      ["line 1 is of no format that is known", "['text']", "verl"]),
-    "not a torch file": (lambda f: raw(f, "x.pt", b"hello"), ["is of no kind"]),
-    "not UTF-8": (lambda f: raw(f, "x.jsonl", b'{"token_ids": "\xe9"}'), ["in UTF-8"]),
-    "a rollout_id twice": (lambda f: write_parquet(f / "x.parquet", {
-        **dumps.own(truth()), "rollout_id": ["a", *"abcdefgh"]}),
-        ["rollout_id 'a' is on row 0 and again on row 1"]),
-    "an archive of something else": (lambda f: raw(f, "x.pt", b"PK\x03\x04" + bytes(60)), ["x.pt"]),
 }  # fmt: skip

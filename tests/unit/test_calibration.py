@@ -6,16 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forkpoint import Config, ConfigError, Plan, PlanError
 from forkpoint.plan import make_plan
-from forkpoint.plan.builder import Builder
-from forkpoint.plan.capabilities import Capabilities
-from forkpoint.plan.planner import _chosen
 from forkpoint.plan.predict import cache_bytes, drop_activations, microbatches_to_drop, peak_bytes
 from forkpoint.plan.pricing.calibration import (
     FOLDER_VARIABLE,
@@ -27,28 +23,6 @@ from forkpoint.plan.pricing.calibration import (
 from forkpoint.plan.pricing.meters import CountedMeter, Meter
 from made_calibrations import SHAPE, flat, group, line, made_up
 from strategies import batches
-
-
-@settings(max_examples=40, derandomize=True, deadline=None)
-@given(
-    points=st.lists(
-        st.tuples(st.integers(1, 1 << 20), st.floats(1e-3, 1e6), st.floats(1e-3, 1e6)),
-        min_size=1,
-        max_size=6,
-        unique_by=lambda point: point[0],
-    ),
-    size=st.integers(1, 1 << 21),
-    backward=st.booleans(),
-)
-def test_curves_are_lines_between_their_points(points, size: int, backward: bool) -> None:
-    at, *columns = (tuple(map(float, column)) for column in zip(*sorted(points), strict=True))
-    curve, values = Curve(at, *columns), columns[backward]
-    expected = float(np.interp(size, at, values))
-    beyond = values[-1] * size / at[-1]
-    found = curve.time(size, backward=backward)
-    assert found == pytest.approx(beyond if size > at[-1] else expected, rel=1e-9)
-    expected = float(np.interp(np.log2(size), np.log2(at), values))
-    assert curve.rate(size, backward=backward) == pytest.approx(expected, rel=1e-9)
 
 
 def test_milliseconds_of_one_row_by_hand() -> None:
@@ -106,23 +80,6 @@ def test_activations_is_what_costs_less_within_the_budget(
     kept = plan.with_microbatches(replace(row, activations="keep") for row in plan.microbatches)
     assert ("recompute prefix 0" in plan.events()) == (activations == "recompute")
     assert kept.events() == tuple(e for e in plan.events() if not e.startswith("recompute"))
-
-
-def test_keeping_is_preferred_between_combinations_too() -> None:
-    """Offloading the prompt is predicted to save less than the tenth that it has to."""
-    batch = group(500, 500, 3)
-    config = Config(sharing="group", memory_budget=1_000_000)
-    able = Capabilities(checkpoints=("none",))
-    builder = Builder(batch, SHAPE, config, calibration=made_up(), capabilities=able)
-    kept, moved = (builder.build("group", boundary) for boundary in ("within", "across"))
-    assert {row.activations for row in kept.microbatches} == {"keep"}
-    assert {row.activations for row in moved.microbatches} == {"keep", "offload"}
-    assert 0.9 * kept.cost < moved.cost < 0.96 * kept.cost
-    plan = make_plan(batch, SHAPE, config, calibration=made_up(), capabilities=able)
-    assert (plan.boundary, plan.cost) == ("within", kept.cost)
-    # Not where dense training would be predicted to be faster.
-    dense = replace(moved, sharing="none")
-    assert _chosen([dense, kept]) is dense
 
 
 def as_defined(plan: Plan, meter: Meter, budget: int) -> list[str]:

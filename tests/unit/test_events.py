@@ -111,23 +111,11 @@ SCHEDULES = {
         "F0 B0",
         "abcdefqrfuvfxy",
     ),
-    "flat group in two microbatches": (
-        FLAT,
-        Config(sharing="group", boundary="within", max_microbatch_tokens=12),
-        "F0 B0 F1 B1",
-        "abcdefqrfuv abcdefxy",
-    ),
     "two groups at once": (
         PAIRS,
         Config(sharing="group", boundary="across", max_microbatch_tokens=6),
         "F0 F1 B1 F2 B2 B0",
         "abclmn dudxop or",
-    ),
-    "two groups one after the other": (
-        PAIRS,
-        Config(sharing="group", boundary="across", max_microbatch_tokens=5),
-        "F0 F1 B1 B0 F2 F3 B3 B2",
-        "abc dudx lmn opor",
     ),
     "three levels of forks": (
         TREE,
@@ -160,18 +148,6 @@ SCHEDULES = {
         ),
         "F0 F1 B1 F2 B2 F3 B3 R0 B0",
         "abcde fqr fuv fxy",
-    ),
-    "a flat group whose prefix is offloaded": (
-        FLAT,
-        Config(sharing="group", boundary="across", max_microbatch_tokens=5, activations="offload"),
-        "F0 F1 B1 F2 B2 F3 B3 B0",
-        "abcde fqr fuv fxy",
-    ),
-    "a chain computed again": (
-        (("abcdefghijkl",),),
-        Config(sharing="none", boundary="across", max_microbatch_tokens=4, activations="recompute"),
-        "F0 F1 F2 B2 R1 B1 R0 B0",
-        "abcd efgh ijk",
     ),
     "nothing to run": ((("a", "b"),), Config(sharing="tree", boundary="across"), "", ""),
 }

@@ -6,14 +6,13 @@ from typing import Any
 import pytest
 
 from forkpoint import Config
-from forkpoint.errors import ConfigError, PlanError
+from forkpoint.errors import PlanError
 from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.host_cache import LAYERS_HERE, CacheCopies, layer_cache_bytes, outer_ancestors
 from forkpoint.plan.models import MODELS
 from forkpoint.plan.predict import cache_bytes, peak_bytes
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.pricing.meters import meter_of
-from forkpoint.plan.shared_prompts import cannot_exchange
 from forkpoint.rollouts.batch import Rollout, RolloutBatch
 from forkpoint.units import GIB
 from made_calibrations import SHAPE as SMALL
@@ -144,18 +143,3 @@ def test_ancestors_outside_of_a_microbatch() -> None:
     assert outer_ancestors(parents, [4, 5]) == {0, 1, 3}
     assert outer_ancestors(parents, [3, 4, 2]) == {0, 1}
     assert outer_ancestors(parents, [0]) == set()
-
-
-def test_explained() -> None:
-    text = planned(prefix_cache="host").explain()
-    assert "layers whose prefix cache is in the host's memory" in text
-    assert f"{LAYERS} of {LAYERS}" in text
-    assert "host's memory" not in planned().explain()
-
-
-def test_refusals() -> None:
-    with pytest.raises(PlanError, match="without a model shape"):
-        make_plan(BATCH, None, replace(ACROSS, prefix_cache="host"))
-    with pytest.raises(ConfigError, match="only prefix caches on the device"):
-        Config(split="exchange", prefix_cache="host")
-    assert cannot_exchange(Config(prefix_cache="host")) == "prefix_cache is 'host'"

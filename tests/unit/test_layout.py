@@ -182,24 +182,6 @@ def test_the_launches_of_a_flat_group_across_microbatches() -> None:
     assert tails.key_index.tolist() == [*(-2, -3, 0, 1), *(-2, -3, 2), *(-2, -3, 3, 4, 5)]
 
 
-def test_a_chain_of_microbatches_reads_as_one_slice() -> None:
-    plan = plan_of([list(range(12))], sharing="none", boundary="across", max_microbatch_tokens=4)
-    assert [microbatch.tokens for microbatch in plan.microbatches] == [4, 4, 3]
-    last = full_table(plan.forest, plan.microbatches[-1], plan.cache_of)
-    assert [(c["source"], c["k_begin"], c["k_end"]) for c in launches_of(last)] == [
-        (FROM_OWN, 0, 3),
-        (FROM_CACHE, 0, 8),
-    ]
-
-
-def test_a_window_of_one_reads_nothing_above() -> None:
-    plan = plan_of([[1, 2, 3, 4], [1, 2, 3, 5]], sharing="tree", boundary="across")
-    for microbatch in plan.microbatches:
-        table = windowed_table(plan.forest, microbatch, plan.cache_of, 1)
-        assert table.key_index is not None
-        assert table.key_index.tolist() == list(range(microbatch.tokens))
-
-
 def test_keys_of_the_microbatch_do_not_run_on_from_those_of_the_arena() -> None:
     """Though the one's first place is the number that follows the other's last."""
     # A prompt of 3 edges; below it a leaf of 3, and a fork of 2 with two leaves of 1.

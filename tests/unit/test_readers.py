@@ -17,7 +17,7 @@ from forkpoint import (
     load_rollouts,
     record,
 )
-from forkpoint.rollouts.traces import FORMATS, open_rollouts
+from forkpoint.rollouts.traces import open_rollouts
 from forkpoint.tree.forest import sort_rollouts
 
 RAGGED = ("forkpoint", "prime-rl", "prime-rl, two parts", "slime")
@@ -107,21 +107,6 @@ def test_verl_before_there_was_a_response_mask(mask: str, tmp_path: Path) -> Non
         assert one.loss_mask.tolist() == other.loss_mask.tolist()
 
 
-def test_advantages_per_token_stay_so(tmp_path: Path) -> None:
-    table = dumps.verl(truth())
-    random = np.random.default_rng(0).normal(size=table["advantages"].shape).astype(np.float32)
-    table["advantages"] = random
-    found = load_rollouts(write_torch(tmp_path / "x.pt", tensors(table)))
-    several = 0
-    for n, rollout in enumerate(found):
-        own = rollout.loss_mask
-        values = np.broadcast_to(rollout.advantage, len(rollout))[own]
-        begin = prompt_of(truth()[n])
-        assert (values == random[n][: len(rollout) - begin][own[begin:]]).all()
-        several += np.ndim(rollout.advantage)
-    assert several
-
-
 def test_verl_text_needs_a_tokenizer(tmp_path: Path) -> None:
     lines = [
         {"input": "ab" * (1 + n % 2), "output": "cd", "score": float(n), "step": 3}
@@ -174,18 +159,6 @@ def test_tensors_of_other_classes_are_read(archive: bool, tmp_path: Path) -> Non
     path = tmp_path / "x.pt"
     torch.save(table, path, _use_new_zipfile_serialization=archive)
     assert load_rollouts(path) == wanted
-
-
-def test_bfloat16_is_read(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
-    table = tensors({k: v for k, v in dumps.trl(truth()).items() if isinstance(v, np.ndarray)})
-    for name in ("advantages", "old_per_token_logps"):
-        table[name] = table[name].bfloat16()
-    save_file(table, tmp_path / "x.safetensors")
-    found = load_rollouts(tmp_path / "x.safetensors")
-    assert found == load_rollouts(write_torch(tmp_path / "x.pt", table))
-    assert [r.advantage for r in found] == table["advantages"].tolist()
 
 
 def test_a_trace_is_read_as_one_list(tmp_path: Path) -> None:
@@ -263,17 +236,6 @@ def test_skipping_what_is_before_the_first_known_record(tmp_path: Path) -> None:
         RolloutError, match=r"2 skipped \(format 2\); first: .* line 1 is of no for"
     ):
         load_rollouts(path, on_error="skip")
-
-
-def test_arguments_that_are_refused(tmp_path: Path) -> None:
-    path = write_json(tmp_path / "x.jsonl", rows_of(dumps.own(truth())))
-    with pytest.raises(ConfigError, match=r"format is 'tlr'; allowed are forkpoint, verl"):
-        load_rollouts(path, format="tlr")
-    with pytest.raises(ConfigError, match="on_error is 'ignore'"):
-        load_rollouts(path, on_error="ignore")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(RolloutError, match=r"line 1: there is no prompts; the record has"):
-        load_rollouts(path, format="verl")
-    assert set(FORMATS) >= {"forkpoint", "verl", "trl", "openrlhf", "nemo-rl", "prime-rl", "slime"}
 
 
 def test_rollouts_outlive_their_file(tmp_path: Path) -> None:

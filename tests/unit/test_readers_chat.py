@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -117,21 +116,6 @@ IMAGE = [{"type": "image", "image": "a.png"}]
 def test_messages_that_are_refused(record: Any, given: Any, said: str, tmp_path: Path) -> None:
     with pytest.raises(RolloutError, match=f"line 1: .*{said}"):
         load_rollouts(written(tmp_path / "x.jsonl", record), tokenizer=given)
-
-
-@pytest.mark.parametrize(
-    "record",
-    [
-        {"prompt": torch.ones(2), "completion": torch.ones(2)},
-        {"prompt": torch.tensor(1), "completion": "a"},
-        {"messages": [message("user", torch.ones(2)), message("assistant", "a")]},
-        {"chosen": [message("user", torch.ones(2))], "rejected": [message("user", torch.ones(2))]},
-    ],
-)
-def test_tensors_are_no_text(record: Any, tmp_path: Path) -> None:
-    torch.save(record, tmp_path / "x.pt")
-    with pytest.raises(RolloutError, match=r"takes text, or messages|which is no text"):
-        load_rollouts(tmp_path / "x.pt", tokenizer=tokenizer(), format="chat")
 
 
 def test_text_within_the_limit_on_memory(tmp_path: Path) -> None:

@@ -121,13 +121,6 @@ def test_completions_that_are_masked_stay_in_their_group(tmp_path: Path) -> None
 # Other ways of the same formats ------------------------------------------------------------------
 
 
-def test_several_batches_of_openrlhf(tmp_path: Path) -> None:
-    parts = [tensors(dumps.openrlhf(part)) for part in (truth()[:4], truth()[4:])]
-    file = open_rollouts(write_torch(tmp_path / "x.pt", parts))
-    same(file.read(), truth())
-    assert file.format == "openrlhf"
-
-
 def test_openrlhf_samples_of_text_alone(tmp_path: Path) -> None:
     """Each an Experience of one, whose images are a list of None where there are none."""
     rows = [

@@ -4,7 +4,6 @@ import errno
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ import pytest
 import torch
 from made_traces import recorded, some
 
-from forkpoint import ConfigError, Rollout, RolloutError, TraceError, losses, save_rollouts
+from forkpoint import ConfigError, Rollout, RolloutError, TraceError, losses
 from forkpoint.rollouts.synthetic import synthetic_rollouts
-from forkpoint.rollouts.traces import open_rollouts, open_trace, record, recorder
+from forkpoint.rollouts.traces import open_trace, record
 
 
 def test_what_the_recorder_refuses(tmp_path: Path) -> None:
@@ -38,17 +37,6 @@ def test_what_the_recorder_refuses(tmp_path: Path) -> None:
         record(tmp_path / "m", model="ok.json")
     with pytest.raises(ConfigError, match=r"notes is .*object"):
         record(tmp_path / "n", notes={"x": object()})
-
-
-@pytest.mark.parametrize("path", [None, b"t"])
-def test_what_is_no_path(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    said = rf"path is {path!r} of type {type(path).__name__}; it takes the path of a "
-    calls = (record, open_trace, open_rollouts, lambda path: save_rollouts(path, some()))
-    for call, of in zip(calls, ("folder,", "trace's folder", "file", "file"), strict=True):
-        with pytest.raises(ConfigError, match=said + of):
-            call(path)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_batch_that_cannot_be_kept_leaves_the_trace_as_it_was(tmp_path: Path) -> None:
@@ -99,60 +87,6 @@ def test_a_disk_that_is_full_for_a_while(
         assert trace.add(some(seed=2)) == 1
     read = open_trace(tmp_path)
     assert [list(step.batch) for step in read] == [some(), some(seed=2)]
-
-
-class Interrupt(BaseException):
-    """An interrupt like that of Ctrl-C, which no test runner handles."""
-
-
-class InterruptAt:
-    """Raises at one moment of what the recorder's own modules run: a line, or a return."""
-
-    def __init__(self, moment: int) -> None:
-        self.left, self.before = moment, sys.gettrace()
-
-    def __enter__(self) -> "InterruptAt":
-        sys.settrace(self._traced)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(self.before)
-
-    def _traced(self, frame: Any, event: str, _: Any) -> Any:
-        if frame.f_code.co_filename not in (recorder.__file__,):
-            return None
-        if event in ("line", "return"):
-            self.left -= 1
-            if self.left == 0:
-                raise Interrupt
-        return self._traced
-
-
-# Between a with block and its end, where Python itself lets no signal in, a file stays open.
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*FileIO name:pytest.PytestUnraisableExceptionWarning")
-def test_interrupted_at_any_moment(tmp_path: Path) -> None:
-    """The trace and its recorder know of the same batches, and go on with the next."""
-    for moment in range(1, 1000):
-        path, told = tmp_path / str(moment), InterruptAt(moment)
-        with record(path) as trace:
-            trace.add(some())
-            try:
-                with told:
-                    trace.add(some(seed=1))
-            except Interrupt:
-                pass
-            had = len(trace)
-            assert had == len(open_trace(path)) and had in (1, 2)
-            trace.add(some(seed=2))
-        with record(path, resume=True) as trace:
-            trace.add(some(seed=3))
-        wanted = [some(), some(seed=1), some(seed=2), some(seed=3)]
-        assert [list(step.batch) for step in open_trace(path)] == wanted[:had] + wanted[2:]
-        if told.left > 0:
-            assert had == 2 and moment > 40, "it was interrupted before"
-            return
-    raise AssertionError("adding a batch has no end")
 
 
 # One recorder at a time

@@ -142,12 +142,6 @@ def test_refuses_archives_that_are_cut_short_or_damaged(tmp_path, suffix):
         load_rollouts(path)
 
 
-@pytest.mark.parametrize("limit", [0, True, 2.0])
-def test_refuses_a_wrong_limit(tmp_path, limit):
-    with pytest.raises(ConfigError, match=refusal(f"limit is {limit!r}", "at least 1")):
-        load_rollouts(write(tmp_path, GOOD), limit=limit)
-
-
 class Unknown:
     def __repr__(self):
         return "Unknown()"
@@ -169,22 +163,6 @@ def test_save_refuses_extras_that_json_cannot_give_back(tmp_path, extras, parts)
         save_rollouts(path, rollouts)
     assert path.read_text() == GOOD  # as before
     assert list(tmp_path.iterdir()) == [path]  # and no temporary file is left
-
-
-def test_save_refuses(tmp_path):
-    rollout = Rollout([1], [0], 1.0, rollout_id="b")
-    with pytest.raises(RolloutError, match="'b' is given twice, at positions 0 and 1"):
-        save_rollouts(tmp_path / "r.jsonl", [rollout, rollout])
-    with pytest.raises(RolloutError, match="Item 0 is 5 of type int; a file takes Rollout"):
-        save_rollouts(tmp_path / "r.jsonl", [5])
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_equal_rollouts_make_equal_files(tmp_path, suffix):
-    save_rollouts(tmp_path / f"a{suffix}", many(2))
-    save_rollouts(tmp_path / f"b{suffix}", many(2))
-    assert (tmp_path / f"a{suffix}").read_bytes() == (tmp_path / f"b{suffix}").read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -99,15 +99,12 @@ FILES = (
         "A line that is not JSON",
         f"{GOOD}\n{GOOD[:30]}",
         "bad.jsonl, line 2 is not JSON (Unterminated string starting at: line 1 column 22 "
-        "(char 21)). "
-        f"{ONE_OBJECT}",
+        f"(char 21)). {ONE_OBJECT}",
     ),
     read(
         "A list of rollouts on one line",
         f"[{GOOD}]",
-        "bad.jsonl, line 1 is [{'advantage': 0.5, 'loss_mask': [...], 'rollout_id': 'a', "
-        "'token_ids': [...]}]; each line holds one JSON object with the keys token_ids, loss_mask, "
-        "advantage. Write the items of the list one a line.",
+        "bad.jsonl, line 1 is [{'advantage': 0.5, 'loss_mask': [...],",
     ),
     read(
         "A key twice in one object",
@@ -124,8 +121,7 @@ FILES = (
     read(
         "A gzip file that is cut short",
         gzip.compress(GOOD.encode(), mtime=0)[:-6],
-        "bad.jsonl.gz is cut short or damaged: Compressed file ended before the end-of-stream "
-        "marker was reached. Copy or write the file again.",
+        "bad.jsonl.gz is cut short or damaged: Compressed file ended",
         "bad.jsonl.gz",
     ),
     read(
@@ -157,13 +153,11 @@ FILES = (
     read(
         "A key both on the line and in extras",
         with_field("extras", '{"reward":2},"reward":1'),
-        "bad.jsonl, line 1: 'reward' is a key of the line and of its extras. Unknown keys of a "
-        "line are put into extras; rename or remove one of the two.",
+        "bad.jsonl, line 1: 'reward' is a key of the line and of its extras",
     ),
     option(
         "A format that the file is not of",
-        "bad.jsonl, line 1: there is no prompts; the record has ['advantage', 'loss_mask', "
-        "'rollout_id', 'token_ids'].",
+        "bad.jsonl, line 1: there is no prompts",
         *("--format", "verl"),
         file="bad.jsonl",
         error=RolloutError,
@@ -178,9 +172,7 @@ FILES = (
     ),
     option(
         "Rollouts that take more memory than they may",
-        "bad.jsonl: line 1 takes 1.2 KiB, but memory_limit is 1000 bytes, as given. Raise it "
-        "(memory_limit=, --memory-limit), for example to 8GB, or read fewer rollouts (limit=, "
-        "--limit).",
+        "bad.jsonl: line 1 takes 1.2 KiB, but memory_limit is 1000 bytes,",
         *("--memory-limit", "1kB"),
         file="bad.jsonl",
         error=RolloutError,
@@ -189,15 +181,13 @@ FILES = (
     ),
     option(
         "A memory limit that is no size",
-        "memory_limit is '8 gigs'; it takes a number of bytes of at least 1, or text such as "
-        "'8GB', '512MiB'. Leave it out for the default.",
+        "memory_limit is '8 gigs'",
         *("--memory-limit", "8 gigs"),
         memory_limit="8 gigs",
     ),
     option(
         "A tokenizer for a file of token ids",
-        "ok.jsonl is of format 'forkpoint', which has token ids, and a tokenizer is for files that "
-        "hold text. Leave it out (tokenizer=, --tokenizer).",
+        "ok.jsonl is of format 'forkpoint', which has token ids, and a",
         *("--tokenizer", "tokenizer.json"),
         prepare=words,
         tokenizer="tokenizer.json",
@@ -228,8 +218,7 @@ FILES = (
     ),
     saved(
         "extras that JSON would change",
-        "Rollout 'b' (position 0): extras {'x': (1, 2)} would come back from JSON changed. Keep "
-        "only lists (no tuples) and dicts with text keys in extras.",
+        "Rollout 'b' (position 0): extras {'x': (1, 2)} would come back",
         "rollouts.jsonl",
         [Rollout([1], [0], 1.0, rollout_id="b", extras={"x": (1, 2)})],
     ),

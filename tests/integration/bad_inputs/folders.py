@@ -11,7 +11,6 @@ from bad_inputs.kind import Kind
 from bad_inputs.traces import replayed
 from forkpoint.errors import ConfigError
 
-SAVED = Path("out/checkpoint-00000001")
 REPORT = ("report", "out")
 
 

@@ -85,7 +85,6 @@ def ratio(outputs: Any, batch: Any) -> Any:
     return -(outputs.logprobs - batch.old_logprobs).exp().sum()
 
 
-WITHOUT = RolloutBatch([Rollout([1, 2, n], [0, 0, 1], n) for n in range(2)])
 WEIGHTED = RolloutBatch(
     [
         Rollout([1, 2, n], [0, 0, 1], n, reference_logprobs=[0, 0, -1], weights=2.0, group_id="g")

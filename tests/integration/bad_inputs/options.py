@@ -39,15 +39,13 @@ def even_rollouts() -> None:
 OPTIONS = (
     option_kind(
         "No ranks",
-        "ranks is 0; it takes a whole number of at least 1: how many data-parallel ranks take part "
-        "in the step.",
+        "ranks is 0; it takes a whole number of at least 1: how many",
         lambda: forkpoint.place(forked_batch(), ranks=0, model=None),
         *("plan", "ok.jsonl", "--ranks", "0"),
     ),
     option_kind(
         "A model that is none",
-        "model is 7 of type int; it takes a ModelShape such as policy.host.shape, the mapping of a "
-        "config.json, a name such as 'Qwen/Qwen3-8B', a path, or None to count tokens.",
+        "model is 7 of type int",
         lambda: forkpoint.place(forked_batch(), ranks=2, model=7),  # pyright: ignore[reportArgumentType]
     ),
     option_kind(
@@ -72,8 +70,7 @@ OPTIONS = (
     ),
     option_kind(
         "memory_budget below 1",
-        "memory_budget is -1; it takes a number of bytes of at least 1, or text such as '8GB', "
-        "'512MiB'. Leave it out for the default.",
+        "memory_budget is -1",
         lambda: Config(memory_budget=-1),
     ),
     option_kind(
@@ -88,38 +85,32 @@ OPTIONS = (
     ),
     option_kind(
         "A configuration that is no Config",
-        "config is {'sharing': 'tree'} of type dict; it takes a forkpoint.Config, such as "
-        "Config(sharing='tree'), or None.",
+        "config is {'sharing': 'tree'} of type dict",
         lambda: wrap(tiny_model("llama"), {"sharing": "tree"}),  # type: ignore[arg-type]
     ),
     option_kind(
         "compile_blocks changed after wrap",
-        "the model was wrapped with compile_blocks=None, and with_config asks for True; wrap it "
-        "again, with Config(compile_blocks=True).",
+        "the model was wrapped with compile_blocks=None, and with_config",
         lambda: policy().with_config(compile_blocks=True),
     ),
     option_kind(
         "gather on a rank that has all weights",
-        "gather is 'step', and this rank has all of the model's weights. Leave the option out, or "
-        "shard the model with fully_shard.",
+        "gather is 'step', and this rank has all of the model's weights",
         lambda: policy().with_config(gather="step"),
     ),
     option_kind(
         "Prompts exchanged on a rank that is alone",
-        "split is 'exchange', and this rank trains its model alone. Leave the option out; prompts "
-        "are exchanged by ranks of fully_shard and DistributedDataParallel.",
+        "split is 'exchange', and this rank trains its model alone",
         lambda: policy().with_config(split="exchange"),
     ),
     option_kind(
         "Prompts that ranks exchange, in the host's memory",
-        "split is 'exchange' and prefix_cache is 'host'; only prefix caches on the device can be "
-        "exchanged. Leave one of the two options out.",
+        "split is 'exchange' and prefix_cache is 'host'",
         lambda: Config(split="exchange", prefix_cache="host"),
     ),
     option_kind(
         "Prompts exchanged with forks within microbatches",
-        "split is 'exchange' and boundary is 'within'; an exchange needs rollouts that share, and "
-        "prompts in separate microbatches. Leave one of the two options out.",
+        "split is 'exchange' and boundary is 'within'",
         lambda: Config(split="exchange", boundary="within"),
     ),
     option_kind(
@@ -129,9 +120,7 @@ OPTIONS = (
     ),
     option_kind(
         "Denominators that are none",
-        "denominators is {'tokens': 8.0} of type dict; it takes "
-        "forkpoint.losses.Denominators(tokens=..., rollouts=..., groups=...), or None for "
-        "the batch's own counts.",
+        "denominators is {'tokens': 8.0} of type dict",
         lambda: policy().forward_backward(
             forked_batch(),
             GRPO,
@@ -145,15 +134,13 @@ OPTIONS = (
     ),
     option_kind(
         "A loss without a name",
-        "loss is 'reinforce'; it takes one of grpo, ppo, dapo, bnpo, dr_grpo, cispo, sapo, gspo, "
-        "gmpo, likelihood, sft, distillation, dpo, simpo.",
+        "loss is 'reinforce'",
         None,
         *("plan", "ok.jsonl", "--loss", "reinforce"),
     ),
     option_kind(
         "An option that a loss needs",
-        "the loss dr_grpo needs max_tokens, which has no default; write --loss "
-        "dr_grpo,max_tokens=...",
+        "the loss dr_grpo needs max_tokens, which has no default",
         None,
         *(*REPLAY, "--loss", "dr_grpo,clip=0.1"),
     ),
@@ -166,15 +153,13 @@ OPTIONS = (
     ),
     option_kind(
         "An option of a loss without a value",
-        "loss has 'kl', which is no option or comes twice; it takes NAME,OPTION=VALUE,... with "
-        "each option once.",
+        "loss has 'kl', which is no option or comes twice",
         None,
         *(*REPLAY, "--loss", "grpo,kl"),
     ),
     option_kind(
         "More groups a step than there are",
-        "groups_per_step is 4, and the rollouts have 3 groups; it takes a whole number from 1 to "
-        "3.",
+        "groups_per_step is 4, and the rollouts have 3 groups",
         None,
         *(*REPLAY, "--groups-per-step", "4"),
     ),
@@ -186,8 +171,7 @@ OPTIONS = (
     ),
     option_kind(
         "A GPU that is not there",
-        "device is 'cuda', but torch finds no CUDA device. Use --device cpu, or install a torch "
-        "built for CUDA; forkpoint doctor shows what there is.",
+        "device is 'cuda', but torch finds no CUDA device",
         None,
         *(*REPLAY, "--device", "cuda"),
         prepare=lambda patch: patch.setattr(torch.cuda, "is_available", lambda: False),
@@ -202,8 +186,7 @@ OPTIONS = (
     ),
     option_kind(
         "Groups that give no gradient",
-        "no group of even.jsonl gives grpo a gradient, so there is nothing to compare: no token is "
-        "trained, or every advantage is 0. Give other rollouts, or --loss likelihood.",
+        "no group of even.jsonl gives grpo a gradient, so there is nothing",
         None,
         *("verify", "even.jsonl", "--model", "ok.json"),
         prepare=lambda _: even_rollouts(),

@@ -42,14 +42,12 @@ ROLLOUTS = (
     line_kind(
         "A token id below 0",
         with_field("token_ids", "[1,-100,3]"),
-        "bad.jsonl, line 1: Rollout 'a': token_ids[1] is -100; it takes whole numbers from 0 to "
-        "2147483647, the ids that the model read.",
+        "bad.jsonl, line 1: Rollout 'a': token_ids[1] is -100",
     ),
     line_kind(
         "A rollout without tokens",
         with_field("token_ids", "[]").replace("[0,1,1]", "[]"),
-        "bad.jsonl, line 1: Rollout 'a': token_ids is empty; a rollout has at least one token. "
-        "Leave this rollout out.",
+        "bad.jsonl, line 1: Rollout 'a': token_ids is empty",
     ),
     line_kind(
         "A loss mask of another length",
@@ -87,26 +85,22 @@ ROLLOUTS = (
     line_kind(
         "Log-probs of some rollouts alone",
         with_field("old_logprobs", "[0,-1,-1]") + "\n" + GOOD.replace('"a"', '"b"'),
-        "Rollout 'a' has old_logprobs and rollout 'b' does not; in a batch all rollouts or none "
-        "must have it. Add the missing values, or make two batches.",
+        "Rollout 'a' has old_logprobs and rollout 'b' does not",
     ),
     value_kind(
         "No rollouts in a batch",
         lambda: wrap(tiny_model("llama")).forward_backward(RolloutBatch([]), losses.SFT()),
-        "There are no rollouts; a batch takes at least one, but for a rank that has none in a step "
-        "of several ranks.",
+        "There are no rollouts",
     ),
     value_kind(
         "A rollout_id twice in a batch",
         lambda: RolloutBatch([rollout(), rollout(rollout_id="b"), rollout()]),
-        "rollout_id 'a' is given twice, at positions 0 and 2; rollouts of a batch have different "
-        "ones. Rename one, or leave rollout_id out.",
+        "rollout_id 'a' is given twice, at positions 0 and 2",
     ),
     value_kind(
         "A rollout in place of a batch",
         lambda: policy().forward_backward(rollout(), losses.GRPO()),  # type: ignore[arg-type]
-        "the batch is Rollout(rollout_id='a', group_id=None, 3 tokens, 2 trained) of type Rollout; "
-        "it takes a RolloutBatch, or a list of Rollout objects.",
+        "the batch is Rollout(rollout_id='a', group_id=None, 3 tokens, 2",
     ),
     value_kind(
         "A token id beyond the model's vocabulary",
@@ -119,14 +113,11 @@ ROLLOUTS = (
         lambda: policy(torch.float32).forward_backward(
             RolloutBatch([rollout(advantage=1e39)]), losses.GRPO()
         ),
-        "Rollout 'a': advantage is 1e+39 at its token 1; this model's losses are computed in "
-        "float32, which holds numbers up to 3.4e+38. Look for a division by nearly 0 where it is "
-        "made.",
+        "Rollout 'a': advantage is 1e+39 at its token 1",
     ),
     value_kind(
         "A temperature that is 0 in float32",
         lambda: policy(torch.float32).score(RolloutBatch([rollout(temperature=1e-300)])),
-        "Rollout 'a': temperature is 1e-300; this model's log-probs are computed in float32, where "
-        "it takes at least 2.94e-39. For greedy decoding give 1.",
+        "Rollout 'a': temperature is 1e-300",
     ),
 )
