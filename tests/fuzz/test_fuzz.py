@@ -11,7 +11,6 @@ A failure prints its seed; `python tests/fuzz/run.py --replay SEED` shows and ch
 
 import json
 import os
-from collections import Counter
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -25,7 +24,6 @@ from fuzz_models import SPECIAL
 from transformers import CONFIG_MAPPING
 
 from forkpoint.hosts.transformers.families import FAMILIES
-from forkpoint.losses.zeros import zero_rollouts
 from forkpoint.testing import dense_run, lifted_upcasts
 from integration.sabotage import (
     ACROSS_MICROBATCHES,
@@ -179,12 +177,6 @@ def draws() -> tuple[Case, ...]:
 
 
 @pytest.mark.slow
-def test_draws_are_the_same_every_time() -> None:
-    assert [str(draw_case(seed)) for seed in range(20)] == [str(case) for case in draws()[:20]]
-    assert len({str(case) for case in draws()}) == len(draws())
-
-
-@pytest.mark.slow
 def test_every_family_and_option_is_drawn() -> None:
     assert set(SPECIAL) == set(FAMILIES), "say in SPECIAL what a new family can switch"
     drawn = {case.family for case in draws()}
@@ -206,24 +198,3 @@ def test_every_family_and_option_is_drawn() -> None:
     heads = [(s["num_attention_heads"], s["num_key_value_heads"]) for s in settings]
     assert any(q == k > 1 for q, k in heads) and any(q > k == 1 for q, k in heads)
     assert {s["num_hidden_layers"] for s in settings} == {1, 2, 3, 4}
-
-
-def test_every_shape_of_rollouts_is_drawn() -> None:
-    seen: Counter[str] = Counter()
-    for case in draws():
-        rollouts = [tuple(rollout.token_ids.tolist()) for rollout in case.batch]
-        lists = set(rollouts)
-        trained = [rollout.loss_mask for rollout in case.batch]
-        seen["twins"] += len(lists) < len(rollouts)
-        seen["prefix"] += any(a != b and b[: len(a)] == a for a in lists for b in lists)
-        seen["one token"] += any(len(tokens) == 1 for tokens in lists)
-        seen["untrained"] += any(not mask.any() for mask in trained)
-        seen["hole"] += any("x.x" in "".join(".x"[int(v)] for v in mask) for mask in trained)
-        seen["temperatures"] += len(set(case.batch.temperatures)) > 1
-        seen["weights"] += case.batch.weights is not None
-        zero = zero_rollouts(case.loss, case.batch).tolist()
-        seen["left out"] += any(z and m.any() for z, m in zip(zero, trained, strict=True))
-        seen["no groups"] += None in case.batch.group_ids
-        seen["several groups"] += case.batch.group_index.max() > 0
-        seen["nothing shared"] += len({tokens[0] for tokens in rollouts}) == len(rollouts) > 1
-    assert min(seen.values()) >= 5, seen

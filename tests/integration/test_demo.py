@@ -243,19 +243,3 @@ def test_wrong_options_are_refused_before_anything_runs(
     (tmp_path / "taken" / "demo.png").mkdir(parents=True)
     done = shell("demo", f"--{option}", value)
     assert (done.code, done.out) == (2, "") and option in done.err
-
-
-def test_a_refused_or_broken_run_leaves_earlier_results(
-    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "made" / "here"
-    folder.mkdir(parents=True)
-    (folder / "demo.png").write_bytes(b"earlier")
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Loop, "rollouts", interrupted)
-    assert run().code == 130
-    assert (folder / "demo.png").read_bytes() == b"earlier"
-    assert not (folder / "demo.jsonl").exists()

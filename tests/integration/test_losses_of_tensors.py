@@ -24,7 +24,6 @@ UNTRAINED = RolloutBatch([replace(r, loss_mask=[False] * len(r.token_ids)) for r
     ("decomposition", "batch"),
     [
         ("token", TRAINED),
-        ("joint", TRAINED),
         ("rollout", TRAINED),
         ("rollout", UNTRAINED),
     ],

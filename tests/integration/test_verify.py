@@ -33,7 +33,6 @@ from lanes import slow_besides_every
 
 TREE_IN_ROW = Config(sharing="tree", boundary="within")
 GROUPS_ACROSS = Config(sharing="group", boundary="across", max_microbatch_tokens=400)
-GROUPS_IN_ROW = Config(sharing="group", boundary="within")
 LOSS = losses.GRPO(kl=0.1)
 
 
@@ -102,7 +101,6 @@ DENSE_RUNS: dict[Any, DenseRun] = {}
     ("family", "dtype", "config"),
     [
         ("llama", torch.float64, TREE_IN_ROW),
-        ("llama", torch.float32, ACROSS),
         ("qwen3", torch.float32, Config()),
     ],
 )
@@ -154,13 +152,6 @@ def test_float32_adapters_on_a_bfloat16_base() -> None:
     assert all((norm > 0) == ("lora" in name) for name, norm in norms.items())
 
 
-def test_autocast_leaves_float64_alone() -> None:
-    with torch.autocast("cpu", torch.bfloat16):
-        report = tiny_report("llama", torch.float64, ACROSS)
-    assert report.dtype == "float64"
-    assert report.passed, report.table()
-
-
 def test_denominators_of_the_caller() -> None:
     policy, loss = wrap(tiny_model("qwen3"), ACROSS), losses.GSPO()
     given = Denominators(tokens=17.0, rollouts=5.0, groups=3.0)
@@ -175,19 +166,9 @@ def test_denominators_of_the_caller() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("remembered_dense")
-@pytest.mark.parametrize(
-    ("family", "config", "sabotage"),
-    [
-        ("llama", GROUPS_ACROSS, ACROSS_MICROBATCHES[2]),
-        pytest.param("qwen3", GROUPS_IN_ROW, WITHIN[0], marks=pytest.mark.slow),
-    ],
-    ids=["across", "within"],
-)
-def test_sabotage_is_caught_in_bfloat16(
-    family: str, config: Config, sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sabotage(monkeypatch)
-    report = wrap(real_model(family), config).verify(real_batch(), losses.GRPO())
+def test_sabotage_is_caught_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    ACROSS_MICROBATCHES[2](monkeypatch)
+    report = wrap(real_model("llama"), GROUPS_ACROSS).verify(real_batch(), losses.GRPO())
     assert not report.passed, report.table()
     assert report.nearest.worst[0].excess > 1.5  # not by a hair
 
@@ -242,22 +223,18 @@ def test_one_small_parameter_alone_fails_in_bfloat16(tampered: Any) -> None:
 
 
 @pytest.mark.usefixtures("remembered_dense")
-@pytest.mark.parametrize(
-    ("ratio", "passes"), [pytest.param(1.05, True, marks=pytest.mark.slow), (1.3, False)]
-)
-def test_the_bars_of_bfloat16(ratio: float, passes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bars_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """1.1 times dense over all parameters, 1.5 for each of many elements."""
     errors_of = verify_module.parameter_errors
 
     def scaled_errors(*args: Any) -> list[Any]:
-        return [replace(e, shared_error=ratio * e.dense_error) for e in errors_of(*args)]
+        return [replace(e, shared_error=1.3 * e.dense_error) for e in errors_of(*args)]
 
     monkeypatch.setattr(verify_module, "parameter_errors", scaled_errors)
     batch = real_batch().select([0, 1, 8])
     report = wrap(real_model("qwen3"), GROUPS_ACROSS).verify(batch, losses.GRPO())
-    assert report.passed == passes, report.table()
-    wide = [e.excess for e in report.nearest.worst if "proj" in e.name]
-    assert (max(wide) <= 1) == (ratio < 1.5)
+    assert not report.passed, report.table()
+    assert max(e.excess for e in report.nearest.worst if "proj" in e.name) <= 1
 
 
 @pytest.mark.usefixtures("remembered_dense")
@@ -307,14 +284,9 @@ def test_a_gradient_that_should_not_be_there_fails(tampered: Any) -> None:
 def test_the_report_as_a_table_and_as_json(tampered: Any) -> None:
     tampered(scaled(1.5, only="layers.1.mlp.down_proj"))
     report = tiny_report("qwen3", torch.float32, ACROSS)
-    table = report.table(width=200).splitlines()
-    assert any("FAILED: float32, tree + across, 60 of 184 tokens run" in line for line in table)
-    first = next(line for line in table if "weight" in line)
+    first = next(line for line in report.table(width=200).splitlines() if "weight" in line)
     assert "model.layers.1.mlp.down_proj.weight" in first
-    assert f"{report.nearest.worst[0].excess:.3f}" in first
-    assert sum(".weight" in line for line in table) == 10
     assert sum(".weight" in line for line in report.table(most=2).splitlines()) == 2
-    assert all(len(line) <= 80 for line in report.table(width=80).splitlines())
     excesses = [entry.excess for entry in report.nearest.worst]
     assert excesses == sorted(excesses, reverse=True)
     found = json.loads(json.dumps(report.to_dict(), allow_nan=False))
@@ -569,11 +541,3 @@ def test_the_copy_is_gone_before_the_model_runs(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Comparison, "_single_runs", checked)
     wrap(tiny_model("llama", dtype=torch.float32), ACROSS).verify(forked_batch(), LOSS)
     assert len(copies) == 1
-
-
-def test_progress_names_the_runs() -> None:
-    seen: list[str] = []
-    policy = wrap(tiny_model("qwen3", dtype=torch.float32))
-    policy.verify(forked_batch(), LOSS, progress=seen.append)
-    runs = ("reference", "dense", "within", "across")
-    assert seen == [f"{name} ({number} of 4)" for number, name in enumerate(runs, start=1)]

@@ -15,16 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-try:
-    import staged
-except ModuleNotFoundError:  # of another folder of tests
-    from parallel import staged
-
 LIMIT_S = 60.0
 ON_CUDA = os.environ.get("FORKPOINT_RANKS_DEVICE", "cpu") == "cuda"
-"""Ranks hold their models on GPUs: each on one of its own, by NCCL; if there are fewer, they share
-them, and collectives go through the CPU. With PYTORCH_NVML_BASED_CUDA_CHECK=1 torch can be asked
-for GPUs before processes are forked."""
+"""Ranks hold their models on GPUs, each on one of its own, by NCCL. With
+PYTORCH_NVML_BASED_CUDA_CHECK=1 torch can be asked for GPUs before processes are forked."""
 
 
 class RankFailed(AssertionError):
@@ -111,11 +105,8 @@ def join(rank: int, size: int, port: int, *, timeout_s: float) -> None:
     """Begin the default group of these ranks."""
     backend = "gloo"
     if ON_CUDA:
-        count = torch.cuda.device_count()
-        torch.cuda.set_device(rank % count)
-        backend = "cpu:gloo,cuda:nccl" if count >= size else staged.NAME
-        if backend == staged.NAME:
-            staged.register()
+        torch.cuda.set_device(rank)
+        backend = "cpu:gloo,cuda:nccl"
     store = dist.TCPStore("127.0.0.1", port, size, rank == 0, timedelta(seconds=60))
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)

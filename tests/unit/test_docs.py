@@ -4,10 +4,8 @@ import ast
 import re
 import subprocess
 import tomllib
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -81,15 +79,10 @@ def test_first_page_runs_the_public_surface() -> None:
     }
 
 
-@pytest.mark.parametrize("off_policy", [False, True])
-def test_before_and_after_agree(
-    off_policy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_before_and_after_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first block adds the same gradients twice: ordinary training's, then forkpoint's."""
     monkeypatch.chdir(tmp_path)
     namespace = reader(tmp_path)
-    if off_policy:
-        _move_policy(namespace["model"], tmp_path / "rollouts.jsonl")
     shown = blocks(LOOP.read_text(encoding="utf-8"))
     first = next(code for language, _, code, _ in shown if language == "python")
     before, after = first.split("\n# after", maxsplit=1)
@@ -101,18 +94,6 @@ def test_before_and_after_agree(
     for parameter, gradient in gradients[0].items():
         assert gradient.abs().max() > 1e-4
         torch.testing.assert_close(gradients[1][parameter], gradient, rtol=1e-3, atol=1e-5)
-
-
-def _move_policy(model: torch.nn.Module, path: Path) -> None:
-    """Give rollouts old log-probs that are off by up to 0.5, so that some ratios are clipped."""
-    batch = forkpoint.RolloutBatch(forkpoint.load_rollouts(path))
-    logprobs = forkpoint.wrap(model).score(batch).logprobs.numpy()
-    noise = np.random.default_rng(1).uniform(-0.5, 0.5, len(logprobs))
-    moved = [
-        replace(rollout, old_logprobs=(logprobs + noise)[begin:end])
-        for rollout, begin, end in zip(batch, batch.offsets, batch.offsets[1:], strict=False)
-    ]
-    forkpoint.save_rollouts(path, moved)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=name)
@@ -200,40 +181,6 @@ def test_site_builds_and_loads_nothing_from_a_network(tmp_path: Path) -> None:
 
 
 # The runner itself --------------------------------------------------------------------------------
-
-
-def test_blocks_share_a_namespace_and_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = """
-```python
-x = 1
-open("made.txt", "w").close()
-```
-
-```console
-$ ls *.txt
-made.txt
-$ echo one \\
-  two
-one ...
-```
-
-<!-- not run: why -->
-```python
-raise RuntimeError
-```
-
-```python
-assert x == 1
-y = x + 1
-```
-"""
-    path, namespace = tmp_path / "document.md", {}
-    path.write_text(text, encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    run_file(path, namespace, capsys)
-    assert namespace["y"] == 2
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-import forkpoint
 from forkpoint import Rollout, RolloutBatch
-from forkpoint.errors import ConfigError
 from forkpoint.parallel.placement.exchanges import ExchangePrices, Prompts, split_groups
 from forkpoint.parallel.placement.items import Priced
 from forkpoint.parallel.placement.lockstep import exchange_plans, predict_step
@@ -119,12 +117,3 @@ def test_prices_of_sending_are_measured_ones_where_there_are_any() -> None:
     assert dear is not None and dear.token == pytest.approx(2 * found.token)
     nominal = ExchangePrices.of(QWEN, RATES)
     assert nominal is not None and nominal.token < 0.1 * RATES.token and nominal.step == 0
-
-
-def test_place_takes_what_the_configuration_says() -> None:
-    batch = groups(5, 2048, 256, 4)
-    for split in ("auto", "replicate"):
-        placed = forkpoint.place(batch, ranks=4, model=QWEN, split=split)
-        assert sorted(i for own in placed for i in own) == list(range(20))
-    with pytest.raises(ConfigError, match="split is 'exchange'; it takes 'auto' or 'replicate'"):
-        forkpoint.place(batch, ranks=4, model=QWEN, split="exchange")  # type: ignore[arg-type]
