@@ -64,9 +64,14 @@ def test_a_batch_that_cannot_be_kept_leaves_the_trace_as_it_was(tmp_path: Path) 
         trace.add(some())
 
 
-@pytest.mark.parametrize("room", [0, 100])
-def test_a_disk_that_is_full_for_a_while(
-    room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("room", "error"), [(0, FULL), (100, KeyboardInterrupt("stopped"))], ids=["full", "interrupted"]
+)
+def test_an_error_while_the_manifest_is_written(
+    room: int, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half a line of the manifest is taken back, and the loop can go on with another batch."""
     with record(tmp_path) as trace:
@@ -74,19 +79,40 @@ def test_a_disk_that_is_full_for_a_while(
         manifest = tmp_path / "manifest.jsonl"
         size, synced = manifest.stat().st_size, os.fsync
 
-        def full(handle: int) -> None:
+        def failing(handle: int) -> None:
             if os.path.samestat(os.fstat(handle), manifest.stat()):
                 os.truncate(manifest, size + room)
-                raise OSError(errno.ENOSPC, "No space left on device")
+                raise error
             synced(handle)
 
-        with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
-            patch.setattr(os, "fsync", full)
+        with monkeypatch.context() as patch, pytest.raises(type(error), match=str(error)[-8:]):
+            patch.setattr(os, "fsync", failing)
             trace.add(some(seed=1))
         assert len(trace) == 1 == len(list(open_trace(tmp_path)))
         assert trace.add(some(seed=2)) == 1
     read = open_trace(tmp_path)
     assert [list(step.batch) for step in read] == [some(), some(seed=2)]
+
+
+def test_an_interrupt_after_the_line_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recorder and the trace count the same batches."""
+    interrupts = [KeyboardInterrupt()]
+
+    def interrupted(trace: object, name: str, value: object) -> None:
+        object.__setattr__(trace, name, value)
+        if name == "_batches" and interrupts:
+            raise interrupts.pop()
+
+    with record(tmp_path) as trace:
+        trace.add(some())
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(type(trace), "__setattr__", interrupted)
+            trace.add(some(seed=1))
+        assert len(trace) == 1 == len(open_trace(tmp_path))
+        assert trace.add(some(seed=2)) == 1
+    assert len(open_trace(tmp_path)) == 2
 
 
 # One recorder at a time
