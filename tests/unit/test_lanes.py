@@ -1,4 +1,4 @@
-"""Lanes of steps on stages of a pipeline: their times, their file, and how a report draws them."""
+"""Lanes of steps on stages of a pipeline: their times, their file, and how they are drawn."""
 
 import json
 import xml.etree.ElementTree as ElementTree
@@ -9,9 +9,9 @@ from typing import Any, Literal
 import pytest
 
 from forkpoint import Config, ConfigError, RolloutBatch
-from forkpoint.apps.report.draw import as_svg, lanes_of_stages
-from forkpoint.apps.report.lanes import lanes_chapter
-from forkpoint.apps.report.page import render_page
+from forkpoint.apps.cli import main
+from forkpoint.apps.cli.text import abbreviate, visible
+from forkpoint.apps.report import draw_lanes
 from forkpoint.plan import MODELS, ModelShape, make_plan
 from forkpoint.plan.lanes import Lane, Lanes, lanes_of, measured_lane, read_lanes
 from forkpoint.plan.stage_sizes import choose_size, offers_of
@@ -63,13 +63,14 @@ def made(activations: Literal["keep", "recompute"] = "recompute") -> Lanes:
     return found
 
 
-def groups_of(svg: bytes) -> dict[str, int]:
-    """Bars of each group of a picture that has a name."""
-    tree = ElementTree.fromstring(svg)
+def drawn_groups(lanes: Lanes, path: Path) -> dict[str, int]:
+    """Bars of each group of the picture of lanes that has a name."""
+    draw_lanes(path, lanes)
+    tree = ElementTree.fromstring(path.read_bytes())
     found = {}
     for group in tree.iter("{http://www.w3.org/2000/svg}g"):
         name = group.get("id", "")
-        if name.startswith("stage-"):
+        if "stage-" in name:
             found[name] = len(group.findall(".//{http://www.w3.org/2000/svg}path")) or len(
                 group.findall(".//{http://www.w3.org/2000/svg}use")
             )
@@ -105,12 +106,12 @@ def test_measured_lanes_of_images(scores: bool, tmp_path: Path) -> None:
     assert frozen.events == ("encode image 0", "release image 0")
     Lanes(unit="FLOPs", predicted=(lane, frozen)).save(tmp_path / "lanes.json")
     assert read_lanes(tmp_path / "lanes.json").predicted == (lane, frozen)
-    drawn = groups_of(as_svg(lanes_of_stages([lane, frozen], "ms")))
-    assert drawn["stage-0-encode"] == 2 and drawn["stage-1-encode"] == 2
+    drawn = drawn_groups(Lanes(unit="ms", predicted=(lane, frozen)), tmp_path / "lanes.svg")
+    assert drawn["predicted-stage-0-encode"] == drawn["predicted-stage-1-encode"] == 2
 
 
-def test_a_lane_a_stage_is_drawn() -> None:
-    assert groups_of(as_svg(lanes_of_stages([ONE, TWO], "ms"))) == {
+def test_a_lane_a_stage_is_drawn(tmp_path: Path) -> None:
+    bars = {
         "stage-0-forward": 1,
         "stage-0-backward": 2,
         "stage-0-recompute": 1,
@@ -118,23 +119,49 @@ def test_a_lane_a_stage_is_drawn() -> None:
         "stage-1-forward": 1,
         "stage-1-idle": 2,
     }
+    lanes, path = Lanes(unit="ms", predicted=(ONE, TWO)), tmp_path / "lanes.svg"
+    assert drawn_groups(lanes, path) == {f"predicted-{name}": n for name, n in bars.items()}
+    both = replace(lanes, measured=(ONE, TWO))
+    assert drawn_groups(both, path) == {
+        f"{how}-{name}": n for how in ("predicted", "measured") for name, n in bars.items()
+    }
 
 
-def test_the_chapter_of_lanes(tmp_path: Path) -> None:
+def test_the_command_draws_lanes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, picture = tmp_path / "lanes.json", tmp_path / "lanes.png"
     lanes = Lanes(unit="FLOPs", predicted=(ONE, TWO), measured=(ONE, TWO), peak_bytes=(1e9, 2e9))
-    lanes.save(tmp_path / "lanes.json")
-    chapter = lanes_chapter(tmp_path / "lanes.json")
-    assert chapter.subtitle == "A step on 2 stages of a pipeline, predicted and measured."
-    values = [tile.value for tile in chapter.tiles]
+    lanes.save(file)
+    arguments = ["report", str(file), "--output", str(picture)]
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
     # Stage 0 runs 7 of 10, stage 1 runs 3.
-    assert values == ["50.0%", "50.0%", "1.9 GiB"]
-    assert "By stage: 30%, 70%." in chapter.tiles[0].remark
-    (figure,) = chapter.figures
-    assert len(figure.pictures) == 2 and len(figure.rows) == 10
-    assert render_page([chapter]).count("data:image/svg+xml") == 2
-    replace(lanes, measured=()).save(tmp_path / "lanes.json")
-    chapter = lanes_chapter(tmp_path / "lanes.json")
-    assert len(chapter.tiles) == 2 and len(chapter.figures[0].pictures) == 1
+    assert "measured: 50.0% of the stages' time idle; by stage 30%, 70%" in said
+    assert "953.7 MiB, 1.9 GiB" in said
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    replace(lanes, measured=()).save(file)
+    assert main([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["idle"] == {"predicted": pytest.approx([0.3, 0.7])}
+    for wrong in (["report", str(tmp_path / "none.json")], [*arguments[:-1], "page.html"]):
+        assert main(wrong) == 2
+        assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_a_missing_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("forkpoint.apps.cli.options.find_spec", lambda name: None)
+    for arguments in (["report", "lanes.json"], ["demo"]):
+        assert main(arguments) == 2
+        assert f"pip install 'forkpoint[{arguments[0]}]'" in capsys.readouterr().err
+
+
+def test_text_is_shown_as_it_is_but_for_invisible_characters() -> None:
+    plain = "größe 组 \U0001f468\u200d\U0001f469 עברית a\tb\nc $x^2$ \\"
+    assert visible(plain) == plain
+    assert visible("a\x1b[2J\u202eb\r\ud800\u2028\x9b\ufeff") == (
+        r"a\x1b[2J\u202eb\r\ud800\u2028\x9b\ufeff"
+    )
+    assert abbreviate("x" * 10, 4) == "xxx…" and abbreviate("xxxx", 4) == "xxxx"
 
 
 @pytest.mark.parametrize(

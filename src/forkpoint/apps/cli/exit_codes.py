@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from forkpoint import __version__
-from forkpoint.apps.report.text import abbreviate, visible
+from forkpoint.apps.cli.text import abbreviate, visible
 from forkpoint.errors import ForkpointError
 
 OUTPUT_CLOSED, USER_ERROR, INTERRUPTED = 1, 2, 130

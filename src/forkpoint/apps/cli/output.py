@@ -12,7 +12,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from forkpoint.apps.report.text import visible
+from forkpoint.apps.cli.text import visible
 from forkpoint.rollouts.schema import finite
 
 PIPE_WIDTH = 100

@@ -1,4 +1,4 @@
-"""`forkpoint report`: one HTML file of replays and of pipelines. Imports no torch."""
+"""`forkpoint report`: a picture of lanes of a pipeline. Imports no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,54 +9,48 @@ from tyro.conf import Positional, arg
 from forkpoint.apps.cli.options import Flag, require_extra
 from forkpoint.apps.cli.output import Output
 from forkpoint.errors import ConfigError
+from forkpoint.plan.lanes import read_lanes
+from forkpoint.units import format_bytes
+
+FORMATS = (".svg", ".png", ".pdf")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Make one HTML page of replays: whether gradients match, how fast, how far it drifted.
-    Of steps on stages of a pipeline it shows a lane for each stage.
+    """Draw a step on stages of a pipeline: a lane for each stage, predicted and measured.
 
-    The page needs no network and no other file. Needs forkpoint[report].
+    Needs forkpoint[report].
 
     Attributes:
-        inputs: Folders that forkpoint replay --output wrote, where a replay may still be running,
-            and files that forkpoint plan --lanes wrote.
-        output: The HTML file; what was there is replaced.
+        lanes: A file that forkpoint plan --lanes or stats.lanes.save wrote.
+        output: The picture, as SVG, PNG or PDF; what was there is replaced.
         json: Print one line of JSON and nothing else.
     """
 
-    inputs: Annotated[tuple[Path, ...], Positional, arg(metavar="INPUT...")]
-    output: Annotated[Path, arg(metavar="FILE.html")] = Path("report.html")
+    lanes: Annotated[Path, Positional, arg(metavar="LANES.json")]
+    output: Annotated[Path, arg(metavar="FILE.svg")] = Path("lanes.svg")
     json: Flag = False
 
     def run(self) -> int:
-        require_extra("report", "jinja2", "matplotlib")
-        from forkpoint.apps.report.lanes import lanes_chapter
-        from forkpoint.apps.report.page import check_page, write_page
-        from forkpoint.apps.report.replay import read_run, replay_chapter
+        require_extra("report", "matplotlib")
+        from forkpoint.apps.report import draw_lanes, idle_parts
 
-        if not self.inputs:
-            raise ConfigError("there is nothing to report on; give the folder of a replay.")
-        check_page(self.output)
-        out = Output(json_only=self.json)
-        chapters = [
-            lanes_chapter(path) if path.is_file() else replay_chapter(read_run(path))
-            for path in self.inputs
-        ]
-        size = write_page(self.output, chapters)
-        for chapter in chapters:
-            out.show(f"{chapter.title}: {chapter.subtitle}")
-            for tile in chapter.tiles:
-                remark = tile.remark.partition(". ")[0].removesuffix(".")
-                out.show(f"  {tile.value} {tile.label} ({remark})")
-        out.show(f"written: {self.output}, {size:,} bytes")
-        out.result(
-            {
-                "command": "report",
-                "output": self.output,
-                "bytes": size,
-                "inputs": list(self.inputs),
-                "figures": [[figure.name for figure in c.figures] for c in chapters],
-            }
-        )
+        if self.output.suffix not in FORMATS:
+            raise ConfigError(
+                f"output is {self.output}; it takes a name that ends in {', '.join(FORMATS)}."
+            )
+        found, out = read_lanes(self.lanes), Output(json_only=self.json)
+        draw_lanes(self.output, found)
+        idle = {"predicted": idle_parts(found.predicted)}
+        if found.measured:
+            idle["measured"] = idle_parts(found.measured)
+        for how, parts in idle.items():
+            stages = ", ".join(f"{part:.0%}" for part in parts)
+            mean = sum(parts) / len(parts)
+            out.show(f"{how}: {mean:.1%} of the stages' time idle; by stage {stages}")
+        if found.peak_bytes:
+            peaks = ", ".join(format_bytes(round(peak)) for peak in found.peak_bytes)
+            out.show(f"predicted peaks of activations and prefix cache by stage: {peaks}")
+        out.show(f"written: {self.output}")
+        out.result({"command": "report", "output": self.output, "idle": idle})
         return 0

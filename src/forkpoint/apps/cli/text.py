@@ -1,8 +1,6 @@
 """Text from files as it is shown: nothing invisible, and no more than fits. Imports no torch."""
 
-import json
 import re
-from typing import Any
 
 MAX_CHARACTERS = 500
 """Of one text that is shown, such as the id of a rollout."""
@@ -30,8 +28,3 @@ def visible(text: str) -> str:
 def abbreviate(text: str, most: int = MAX_CHARACTERS) -> str:
     """The text, or its beginning and an ellipsis where it is longer than `most` characters."""
     return text if len(text) <= most else text[: most - 1] + "…"
-
-
-def json_text(value: Any) -> str:
-    """A value of JSON as text: text as it is, anything else as JSON, abbreviated."""
-    return abbreviate(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
