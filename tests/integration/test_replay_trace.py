@@ -14,7 +14,7 @@ from commands import Shell, made_up_rollouts, write_config
 import forkpoint
 from forkpoint import ConfigError, RolloutBatch, TraceError, wrap
 from forkpoint.apps.replay.batches import StepInput, TraceBatches, recorded_loss
-from forkpoint.apps.replay.folder import ROWS, ReplayFolder
+from forkpoint.apps.replay.folder import ROWS
 from forkpoint.apps.replay.loop import replay
 from forkpoint.losses import DAPO, GRPO, Denominators, LogLikelihood, ValueLoss
 from forkpoint.rollouts.traces import Trace, open_trace
@@ -43,10 +43,10 @@ def sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def run(trace: Trace, *, steps: int = 5, folder: ReplayFolder | None = None) -> Any:
+def run(trace: Trace, *, steps: int = 5, **options: Any) -> Any:
     model = tiny_model("qwen3")
     report = replay(
-        model, TraceBatches(trace, steps), GRPO(), optimizer=sgd, steps=steps, folder=folder
+        model, TraceBatches(trace, steps), GRPO(), optimizer=sgd, steps=steps, **options
     )
     return model, report
 
@@ -138,22 +138,20 @@ def test_what_cannot_be_given_is_refused_before_the_first_step(
 def test_only_what_is_replayed_has_to_be_the_same(tmp_path: Path) -> None:
     """A trace that has grown is the same trace as far as the replay goes; a changed one is not."""
     trace = record(tmp_path / "trace")
-    run(trace, steps=2, folder=ReplayFolder(tmp_path / "run"))
+    run(trace, steps=2, output=tmp_path / "run")
     with forkpoint.record(tmp_path / "trace", resume=True) as more:
         more.add(batches()[0])
-    _, report = run(
-        open_trace(tmp_path / "trace"), steps=2, folder=ReplayFolder(tmp_path / "run", resume=True)
-    )
+    _, report = run(open_trace(tmp_path / "trace"), steps=2, output=tmp_path / "run", resume=True)
     assert report.resumed_at == 2 and len((tmp_path / "run" / ROWS).read_bytes().splitlines()) == 2
     other = record(tmp_path / "other", [{}, {}, {}])
     with pytest.raises(ConfigError, match=r"batches\.digest was .* and is now"):
-        run(other, steps=2, folder=ReplayFolder(tmp_path / "run", resume=True))
+        run(other, steps=2, output=tmp_path / "run", resume=True)
     shard = tmp_path / "trace" / trace.entries[1].file
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
     with pytest.raises(TraceError, match="is not what was recorded"):
-        run(trace, steps=2, folder=ReplayFolder(tmp_path / "run", resume=True))
+        run(trace, steps=2, output=tmp_path / "run", resume=True)
 
 
 def test_an_empty_trace_is_refused(tmp_path: Path) -> None:

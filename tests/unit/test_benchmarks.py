@@ -13,11 +13,10 @@ import torch
 
 from benchmarks import commands
 from benchmarks.commands import APP, COMMANDS, main
-from benchmarks.results_page import PAGE, README, RESULTS, latest, page, read_rows, with_table
+from benchmarks.results_page import PAGE, README, RESULTS, latest, page, with_table
 from benchmarks.rows import ResultRow
 from benchmarks.runner import Benchmark, Deadline
 from forkpoint.apps.cli.app import App
-from forkpoint.apps.replay.trend import LIMIT, trend
 
 ROOT = Path(__file__).parents[2]
 
@@ -133,16 +132,6 @@ def test_pages_are_those_that_rows_give() -> None:
     assert readme == with_table(readme)
     listed = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
     assert [p.name for p in RESULTS.glob("*.jsonl") if f"`results/{p.name}`" not in listed] == []
-
-
-@pytest.mark.parametrize("file", ["rag.jsonl", "airline.jsonl"])
-def test_replays_of_100_steps_do_not_drift(file: str) -> None:
-    """Of parameters shared less dense, in the rows of each step."""
-    rows = read_rows(RESULTS / "replay-h200.jsonl")
-    steps = [r["step"] for r in rows if r["metric"] == "step" and r["case"].startswith(file)]
-    assert [step["step"] for step in steps] == list(range(1, 101))
-    found = trend([step["difference"]["mean"] for step in steps])
-    assert abs(found.errors) <= LIMIT, found
 
 
 def test_the_picture_of_the_readme_is_drawn(

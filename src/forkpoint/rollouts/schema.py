@@ -141,17 +141,6 @@ def or_null(inner: Check) -> Check:
     return check
 
 
-def number_or_nan(least: float = -math.inf) -> Check:
-    """A finite number, or NaN for null, which JSON has in the place of numbers that it lacks."""
-    inner = or_null(number(least))
-
-    def check(value: Any, field: str) -> float:
-        found = inner(value, field)
-        return math.nan if found is None else found
-
-    return check
-
-
 def tree(value: Any, field: str, depth: int = MOST_DEPTH) -> Any:
     """Any JSON of at most MOST_DEPTH containers within each other, without infinities."""
     if isinstance(value, dict | list):

@@ -4,7 +4,6 @@ test_bad_inputs.py provokes them.
 """
 
 from bad_inputs.files import FILES
-from bad_inputs.folders import FOLDERS
 from bad_inputs.kind import Kind
 from bad_inputs.losses import LOSSES
 from bad_inputs.model_files import MODEL_FILES
@@ -36,7 +35,6 @@ TOPICS: dict[str, tuple[Kind, ...]] = {
     "Plans": PLANS,
     "Attention kernels": KERNELS,
     "Traces and folders of replays": TRACES,
-    "Folders of replays that were changed": FOLDERS,
 }
 KINDS: dict[str, Kind] = {kind.name: kind for kinds in TOPICS.values() for kind in kinds}
 

@@ -10,9 +10,7 @@ import pytest
 from steps import forked_batch
 
 from bad_inputs.kind import Kind
-from forkpoint.apps.cli import main
 from forkpoint.errors import ConfigError, ForkpointError, TraceError
-from forkpoint.rollouts.disk import lock_folder
 from forkpoint.rollouts.traces import open_trace, record
 
 REPLAY = ("replay", "ok.jsonl", "--model", "ok.json", "--steps", "1")
@@ -72,23 +70,6 @@ def closed() -> None:
     with record("trace") as recorder:
         recorder.add(BATCH)
     recorder.add(BATCH)
-
-
-def replayed(_: pytest.MonkeyPatch) -> None:
-    """A finished replay in the folder out, made quietly."""
-    with open(os.devnull, "w") as nothing, pytest.MonkeyPatch.context() as patch:  # noqa: PTH123
-        patch.setattr("sys.stdout", nothing)
-        assert main([*REPLAY, "--output", "out"]) == 0
-
-
-HELD: list[object] = []
-"""Locks that are held while a test runs."""
-
-
-def held(folder: str) -> None:
-    """A folder that another writer has locked."""
-    Path(folder).mkdir(exist_ok=True)
-    HELD.append(lock_folder(Path(folder)))
 
 
 def edited(**changes: Any) -> None:

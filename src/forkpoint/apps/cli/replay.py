@@ -24,7 +24,6 @@ from forkpoint.apps.cli.options import (
     show_source,
 )
 from forkpoint.apps.cli.output import Output, options, plain, table
-from forkpoint.apps.replay.folder import ReplayFolder
 from forkpoint.config import Config
 from forkpoint.errors import ConfigError
 from forkpoint.rollouts.batch import RolloutBatch
@@ -77,8 +76,7 @@ class Recording:
     """Files that are written while it runs.
 
     Attributes:
-        output: A folder: rows.jsonl gets a row a step as it goes, and forkpoint report makes a page
-            of it.
+        output: A folder, in which rows.jsonl gets a row a step as it goes.
         checkpoint_every: Save the state of both models in the output folder every N steps. The last
             step's is saved in any case.
         resume: Go on with the replay in the output folder from its last checkpoint, or begin it if
@@ -130,9 +128,6 @@ class Replay:
             )
         out = Output(json_only=self.json)
         training, recording = self.training, self.recording
-        if recording.output is None and (recording.resume or recording.checkpoint_every):
-            option = "resume" if recording.resume else "checkpoint_every"
-            raise ConfigError(f"{option} needs a folder to keep things in; add --output DIR.")
         trace = self._trace(out) if is_trace(Path(self.file)) else None
         batch = None if trace else load_batch(self.file, self.limit, self.reading, out)
         with out.waiting("making the model"):
@@ -164,7 +159,8 @@ class Replay:
                 warmup_steps=training.warmup_steps,
                 max_grad_norm=training.max_grad_norm,
                 router=router,
-                folder=recording.output and ReplayFolder(recording.output, resume=recording.resume),
+                output=recording.output,
+                resume=recording.resume,
                 checkpoint_every=recording.checkpoint_every,
                 about={
                     "command": shlex.join(["forkpoint", *sys.argv[1:]]),

@@ -8,8 +8,8 @@ import copy
 import math
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from forkpoint.apps.replay.batches import Batches, GroupBatches, StepInput
-from forkpoint.apps.replay.checkpoint import Checkpoints, digest_of
-from forkpoint.apps.replay.folder import CALIBRATION, ReplayFolder
+from forkpoint.apps.replay.folder import ReplayFolder, digest_of
 from forkpoint.apps.replay.records import (
     ParameterDifference,
     ReplayReport,
@@ -61,7 +60,8 @@ def replay(
     warmup_steps: int = 0,
     max_grad_norm: float | None = None,
     router: RouterLoss | None = None,
-    folder: ReplayFolder | None = None,
+    output: Path | None = None,
+    resume: bool = False,
     checkpoint_every: int | None = None,
     about: Mapping[str, Any] | None = None,
     on_step: Callable[[ReplayStep], None] | None = None,
@@ -86,7 +86,9 @@ def replay(
         max_grad_norm: gradients of a larger norm are scaled down to it, on both sides.
         router: an auxiliary loss of a mixture's routers, on both sides. A scope that is a list is
             of the rollouts of each step.
-        folder: where rows and checkpoints are written, and from where a replay is resumed.
+        output: a folder, new or empty, in which rows and checkpoints are written.
+        resume: go on with the replay in that folder from its last checkpoint; begin if none has
+            begun. One process writes into a folder at a time.
         checkpoint_every: after how many steps the state of both sides is saved; it is saved after
             the last step in any case. Needs a folder.
         about: what the folder's manifest says besides, such as the command; ready for JSON.
@@ -112,10 +114,12 @@ def replay(
         )
     if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
         raise ConfigError(f"max_grad_norm is {max_grad_norm}; it takes a finite number above 0.")
-    if checkpoint_every is not None and folder is None:
+    if output is None and (resume or checkpoint_every is not None):
         raise ConfigError(
-            f"checkpoint_every is {checkpoint_every}, and there is no folder to save in; give one."
+            f"{'resume' if resume else 'checkpoint_every'} needs a folder to keep things in; give "
+            "output."
         )
+    folder = None if output is None else ReplayFolder(output, resume=resume)
     if isinstance(batches, RolloutBatch):
         batches = GroupBatches(batches, groups_per_step)
     start = [_on_host(parameter) for parameter in model.parameters()] if baseline else []
@@ -148,45 +152,39 @@ def replay(
     for part in (batches.at(n).batch for n in range(steps)) if listed else batches.every():
         router_work(host, part, router)
 
-    with nullcontext() if folder is None else closing(folder):
-        done: list[ReplayStep] = []
-        checkpoints: Checkpoints | None = None
-        if folder is not None:
-            fixed |= _facts(shared)
-            # Plans are chosen by these, and another order of work rounds otherwise.
-            fixed["runs_on"] |= {
-                "calibration": policy.plan(batches.at(0).batch, loss, router=router).rests_on,
-                "memory_budget_bytes": policy.memory_budget_bytes,
-            }
-            trained = {name: (side.model, side.optimizer) for name, side in sides.items()}
-            checkpoints = Checkpoints(folder, trained)
-            if folder.open(fixed, about or {}):
-                done = checkpoints.restore()
-                if done and on_resume is not None:
-                    on_resume(len(done))
-            elif prices is not None:
-                prices.save(folder.path / CALIBRATION)
-        resumed_at = len(done) or None
+    done: list[ReplayStep] = []
+    trained = {name: (side.model, side.optimizer) for name, side in sides.items()}
+    if folder is not None:
+        fixed |= _facts(shared)
+        # Plans are chosen by these, and another order of work rounds otherwise.
+        fixed["runs_on"] |= {
+            "calibration": policy.plan(batches.at(0).batch, loss, router=router).rests_on,
+            "memory_budget_bytes": policy.memory_budget_bytes,
+        }
+        folder.open(fixed, about or {}, prices)
+        done = folder.restore(trained)
+        if done and on_resume is not None:
+            on_resume(len(done))
+    resumed_at = len(done) or None
 
-        for index in range(len(done), steps):
-            inputs = batches.at(index)
-            factor = rate_factor(index, schedule, warmup_steps, steps)
-            order = sides if index % 2 == 0 else reversed(sides)
-            ran = {n: sides[n].step(inputs, loss, factor, max_grad_norm) for n in order}
-            apart = None
-            if baseline:
-                apart = parameter_difference(shared.model, sides["dense"].model, start)
-            lr = float(shared.optimizer.param_groups[0]["lr"])
-            row = _row(index + 1, inputs.batch, ran, lr, apart)
-            done.append(row)
-            if folder is not None:
-                folder.add_row(asdict(row))
-            due = index + 1 == steps or (index + 1) % (checkpoint_every or steps) == 0
-            if checkpoints is not None and due:
-                checkpoints.save(index + 1)
-            if on_step is not None:
-                on_step(row)
-        return ReplayReport(steps=tuple(done), resumed_at=resumed_at)
+    for index in range(len(done), steps):
+        inputs = batches.at(index)
+        factor = rate_factor(index, schedule, warmup_steps, steps)
+        order = sides if index % 2 == 0 else reversed(sides)
+        ran = {n: sides[n].step(inputs, loss, factor, max_grad_norm) for n in order}
+        apart = None
+        if baseline:
+            apart = parameter_difference(shared.model, sides["dense"].model, start)
+        lr = float(shared.optimizer.param_groups[0]["lr"])
+        row = _row(index + 1, inputs.batch, ran, lr, apart)
+        done.append(row)
+        if folder is not None:
+            folder.add_row(row)
+            if index + 1 == steps or (index + 1) % (checkpoint_every or steps) == 0:
+                folder.save(done, trained)
+        if on_step is not None:
+            on_step(row)
+    return ReplayReport(steps=tuple(done), resumed_at=resumed_at)
 
 
 def _refuse_ranks(model: nn.Module) -> None:
@@ -227,8 +225,9 @@ def _set_budgets(sides: list["_Side"], config: Config, folder: ReplayFolder | No
     device = sides[0].policy.host.device
     if config.memory_budget != AUTO or device.type != "cuda":
         return
-    budget = None if folder is None else folder.memory_budget_bytes()
-    if budget is None:
+    if folder is not None and folder.begun is not None:
+        budget = folder.begun["runs_on"]["memory_budget_bytes"]
+    else:
         parameters = [parameter for side in sides for parameter in side.parameters]
         budget = measured_budget(device, parameters, config)
     for side in sides:

@@ -1,38 +1,11 @@
 """Records of the steps of a replay, as objects and as rows of JSON. Imports no torch."""
 
 import statistics
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, get_args
+from typing import Any
 
-from forkpoint.config import Boundary, Sharing
 from forkpoint.plan.program import PHASES
-from forkpoint.rollouts.schema import (
-    SchemaError,
-    array,
-    number,
-    number_or_nan,
-    object_of,
-    one_of,
-    or_null,
-    record,
-    text,
-    text_like,
-    whole,
-)
-
-_MS = number(0, 1e12)
-Tokens = Annotated[int, whole(0, 2**40)]
-Flops = Annotated[float, number(0, 1e60)]
-Bytes = Annotated[int | None, or_null(whole(0, 2**62))]
-Size = Annotated[float, number_or_nan(0)]
-Number = Annotated[float, number_or_nan()]
-STEPS = whole(1, 2**31)
-
-
-def _events(value: Any, field: str) -> tuple[str, ...]:
-    return tuple(map(sys.intern, array(text)(value, field)))  # the same few are in every row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,52 +15,41 @@ class StepRecord:
     Times are the only values that differ between two runs of one replay; their names end in `ms`.
     """
 
-    loss: Number
-    gradient_norm: Size
+    loss: float
+    gradient_norm: float
     """Of all trained parameters' gradients, before any clipping."""
-    ms: Annotated[float, number(1e-9, 1e12)]  # times divide each other
+    ms: float
     """Planning, forward, backward and the optimizer's step, with the device idle at both ends."""
-    phase_ms: Annotated[dict[str, float], record(dict.fromkeys(PHASES, _MS))]
+    phase_ms: dict[str, float]
     """Of `ms`, the phases of `StepStats.phase_ms`."""
-    events: Annotated[tuple[str, ...], _events]
+    events: tuple[str, ...]
     """The order of work, such as "forward prefix 0" (`Plan.events`)."""
-    event_ms: Annotated[tuple[float, ...], array(_MS)]
-    sharing: Annotated[str, one_of(*get_args(Sharing))]
-    boundary: Annotated[str, one_of(*get_args(Boundary))]
-    microbatches: Tokens
-    computed_tokens: Tokens
-    flops: Flops
+    event_ms: tuple[float, ...]
+    sharing: str
+    boundary: str
+    microbatches: int
+    computed_tokens: int
+    flops: float
     """Counted FLOPs of the tokens that run."""
-    peak_memory_bytes: Bytes
+    peak_memory_bytes: int | None
     """The most that CUDA held above what it held when the step began; None on the CPU."""
-    predicted_peak_bytes: Bytes
+    predicted_peak_bytes: int | None
     """Activations and prefix cache at the plan's worst moment, as counted."""
-    router_loss: Annotated[float | None, or_null(number())] = None
+    router_loss: float | None = None
     """Of the routers of a mixture, with its coefficients; `loss` is without it."""
-
-
-def _check_events(record: StepRecord, field: str) -> None:
-    if len(record.event_ms) != len(record.events):
-        raise SchemaError(
-            f"{field}.event_ms has {len(record.event_ms)} entries and {field}.events "
-            f"{len(record.events)}; they have one for each event"
-        )
-
-
-_STEP_RECORD = object_of(StepRecord, _check_events)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterDifference:
     """Differences of the two models' parameters over all elements: shared less dense."""
 
-    max: Size
+    max: float
     """The largest absolute difference."""
-    mean: Number
+    mean: float
     """With its sign: rounding averages out, a bias does not."""
-    mean_absolute: Size
-    rms: Size
-    rms_change: Size
+    mean_absolute: float
+    rms: float
+    rms_change: float
     """How far the dense model has come from where both began, for comparison."""
 
 
@@ -95,22 +57,22 @@ class ParameterDifference:
 class ReplayStep:
     """One batch, trained on shared and, with a baseline, dense."""
 
-    step: Annotated[int, STEPS]
+    step: int
     """Counted from 1."""
-    fingerprint: Annotated[str, text_like("[0-9a-f]{16}", "16 digits of 0-9 and a-f")]
+    fingerprint: str
     """Of the batch; equal for equal batches."""
-    lr: Annotated[float, number()]
+    lr: float
     """The learning rate of the first parameter group."""
-    rollouts: Tokens
-    logical_tokens: Tokens
-    unique_tokens: Tokens
-    left_out_tokens: Tokens
+    rollouts: int
+    logical_tokens: int
+    unique_tokens: int
+    left_out_tokens: int
     """Tokens that give no gradient and are not run, on both sides."""
-    dense_flops: Flops
+    dense_flops: float
     """Counted FLOPs of running each rollout by itself."""
-    shared: Annotated[StepRecord, _STEP_RECORD]
-    dense: Annotated[StepRecord | None, or_null(_STEP_RECORD)]
-    difference: Annotated[ParameterDifference | None, or_null(object_of(ParameterDifference))]
+    shared: StepRecord
+    dense: StepRecord | None
+    difference: ParameterDifference | None
     """After this step; None without a baseline."""
 
     @property
@@ -119,9 +81,11 @@ class ReplayStep:
         return self.dense_flops / self.shared.flops if self.shared.flops else 1.0
 
 
-read_step: Callable[..., ReplayStep] = object_of(ReplayStep)
-"""The step of a row of JSON, given as (values, field); null comes back as NaN. Raises
-SchemaError for a field that is missing, not known, or has a value that no replay writes."""
+def step_of(values: Mapping[str, Any]) -> ReplayStep:
+    """The step whose `dataclasses.asdict` these values are."""
+    kinds = {"shared": StepRecord, "dense": StepRecord, "difference": ParameterDifference}
+    inner = {name: values[name] and kind(**values[name]) for name, kind in kinds.items()}
+    return ReplayStep(**{**values, **inner})
 
 
 @dataclass(frozen=True, kw_only=True)
