@@ -22,8 +22,9 @@ from benchmarks.steps.plain_loop import distance, measured, plain_step
 from forkpoint import Config, Media, Rollout, RolloutBatch, wrap
 from forkpoint.apps.cli.options import Count, Flag
 from forkpoint.losses import GRPO
-from forkpoint.plan import Estimate, Plan
+from forkpoint.plan import Plan
 from forkpoint.plan.pricing.cost import LINEAR_BACKWARD
+from forkpoint.plan.pricing.totals import work_by_sharing
 from forkpoint.policy import Policy
 
 Encoder = Literal["trained", "frozen"]
@@ -182,12 +183,11 @@ def encoder_bounds(plan: Plan, batch: RolloutBatch) -> dict[str, float]:
     """
     encoder, shape = plan.capabilities.encoder, plan.shape
     assert encoder is not None and shape is not None
-    estimate = Estimate(shape)
-    estimate.add(batch, plan.run_lengths)
+    work = work_by_sharing(batch, plan.run_lengths, shape)
     forward = sum(encoder.forward_flops(medium) for medium in plan.media)
     once = forward * (1 + LINEAR_BACKWARD * encoder.trained)
     rollouts = len(batch)
-    alone, shared = (estimate.work[mode].step_flops(shape) for mode in ("none", "tree"))
+    alone, shared = (work[mode].step_flops(shape) for mode in ("none", "tree"))
     dense = alone + rollouts * once
     return {
         "once": dense / (shared + once),

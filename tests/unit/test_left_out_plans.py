@@ -12,7 +12,7 @@ import forkpoint
 from forkpoint import Config, Rollout, RolloutBatch, losses
 from forkpoint.apps.cli import main
 from forkpoint.errors import PlanError
-from forkpoint.plan import Estimate, ModelShape, Totals, make_plan
+from forkpoint.plan import ModelShape, Totals, make_plan
 from forkpoint.plan.runs import LeftOut, run_lengths
 from strategies import COMBINATIONS, batches, naming
 
@@ -82,13 +82,11 @@ def test_edges_are_those_of_what_runs(batch: RolloutBatch, data: st.DataObject) 
         assert plan.computed_tokens == len(paths)
         assert np.array_equal(plan.run_lengths, runs)
         assert (plan.dense.tokens, plan.dense.num_loss_entries) == (runs.sum(), trained)
-        estimate, totals = Estimate(SHAPE), Totals()
-        estimate.add(batch, runs)
-        totals.add(plan)
-        assert estimate.work["none"] == plan.dense and totals.left_out == plan.left_out
-        assert estimate.bound(sharing) == plan.bound
-        assert estimate.work[sharing].tokens == plan.shared.tokens
-        assert estimate.unique_tokens == plan.unique_tokens
+        totals = Totals()
+        totals.add(batch, plan)
+        assert totals.work["none"] == plan.dense and totals.left_out == plan.left_out
+        assert totals.bound(sharing) == plan.bound
+        assert totals.work[sharing].tokens == plan.shared.tokens
 
 
 def test_a_plan_refuses_calls_that_need_more() -> None:

@@ -1,10 +1,10 @@
-"""The estimate of what sharing saves."""
+"""Sums over the plans of batches, and what sharing saves."""
 
 import pytest
 from hypothesis import given, settings
 
 from forkpoint import Config, Rollout, RolloutBatch
-from forkpoint.plan import Estimate, ModelShape, Totals, make_plan
+from forkpoint.plan import ModelShape, Totals, make_plan
 from forkpoint.rollouts.synthetic import synthetic_rollouts
 from strategies import batches
 
@@ -21,28 +21,28 @@ SHAPE = ModelShape(
 )
 
 
-def estimated(*made: RolloutBatch, shape: ModelShape | None = None) -> Estimate:
-    estimate = Estimate(shape)
+def summed(*made: RolloutBatch, shape: ModelShape | None = None) -> Totals:
+    totals = Totals()
     for batch in made:
-        estimate.add(batch)
-    return estimate
+        totals.add(batch, make_plan(batch, shape))
+    return totals
 
 
 @given(batch=batches())
 @settings(max_examples=40, deadline=None)
 def test_counts_are_those_of_plans(batch: RolloutBatch) -> None:
-    estimate = estimated(batch, shape=SHAPE)
-    for mode, work in estimate.work.items():
+    totals = summed(batch, shape=SHAPE)
+    for mode, work in totals.work.items():
         plan = make_plan(batch, SHAPE, Config(sharing=mode, boundary="across"))  # pyright: ignore[reportArgumentType]
         assert work == plan.shared, mode
-        assert estimate.bound(mode) == pytest.approx(plan.bound)
-        assert estimate.unique_tokens == plan.unique_tokens
-    assert estimate.work["none"] == make_plan(batch, SHAPE).dense
+        assert totals.bound(mode) == pytest.approx(plan.bound)
+        assert totals.unique_tokens == plan.unique_tokens
+    assert totals.work["none"] == make_plan(batch, SHAPE).dense
     group = make_plan(batch, SHAPE, Config(sharing="group", boundary="across"))
     firsts = {(g, r.token_ids[0]) for g, r in zip(batch.group_index.tolist(), batch, strict=True)}
-    assert estimate.group_tokens == group.computed_tokens + len(firsts)
-    assert estimate.logical_tokens == batch.logical_tokens
-    assert estimate.groups == len(batch.groups()) and estimate.rollouts == len(batch)
+    assert totals.group_tokens == group.computed_tokens + len(firsts)
+    assert totals.logical_tokens == batch.logical_tokens
+    assert totals.groups == len(batch.groups()) and totals.rollouts == len(batch)
 
 
 def test_batches_add_up() -> None:
@@ -50,14 +50,14 @@ def test_batches_add_up() -> None:
         groups=6, rollouts_per_group=4, prompt_tokens=30, response_tokens=9, system_tokens=8
     )
     parts = [RolloutBatch(rollouts[n : n + 8]) for n in range(0, len(rollouts), 8)]
-    together, alone = estimated(*parts, shape=SHAPE), [estimated(p, shape=SHAPE) for p in parts]
+    together, alone = summed(*parts, shape=SHAPE), [summed(p, shape=SHAPE) for p in parts]
     assert together.batches == 3 and together.groups == 6
     for name in ("logical_tokens", "unique_tokens", "group_tokens", "trained_tokens", "rollouts"):
         assert getattr(together, name) == sum(getattr(one, name) for one in alone)
     for mode, work in together.work.items():
         assert work.tokens == sum(one.work[mode].tokens for one in alone)
         assert work.pairs[3] == sum(one.work[mode].pairs[3] for one in alone)
-    whole = estimated(RolloutBatch(rollouts), shape=SHAPE)
+    whole = summed(RolloutBatch(rollouts), shape=SHAPE)
     assert whole.work["group"] == together.work["group"], "groups are not cut"
     assert whole.work["tree"].tokens == together.work["tree"].tokens - 2 * 7, "system edges"
 
@@ -69,11 +69,12 @@ def test_plans_add_up(shape: ModelShape | None) -> None:
         groups=2, rollouts_per_group=4, prompt_tokens=600, response_tokens=300
     )
     alone = [Rollout([n + 1] * 700, [0] + [1] * 699, 1.0) for n in range(3)]
-    plans = [make_plan(RolloutBatch(part), shape) for part in (shared, alone)]
+    batches = [RolloutBatch(part) for part in (shared, alone)]
+    plans = [make_plan(batch, shape) for batch in batches]
     assert [plan.sharing for plan in plans] == ["group", "none"]
     totals = Totals()
-    for plan in plans:
-        totals.add(plan)
+    for batch, plan in zip(batches, plans, strict=True):
+        totals.add(batch, plan)
     assert (totals.batches, totals.rollouts) == (2, 11)
     assert totals.kinds == {"group + within": 1, "none + within": 1}
     for name in ("computed_tokens", "logical_tokens", "unique_tokens"):
@@ -85,14 +86,14 @@ def test_plans_add_up(shape: ModelShape | None) -> None:
     costs = [plan.cost for plan in plans]
     dense = [next(c.cost for c in plan.candidates if c.sharing == "none") for plan in plans]
     assert totals.predicted_speedup == pytest.approx(sum(filter(None, dense)) / sum(costs))
-    assert totals.dense_tokens == sum(len(r) - 1 for r in (*shared, *alone))
+    assert totals.work["none"].tokens == sum(len(r) - 1 for r in (*shared, *alone))
     only = Config(sharing="tree")
-    totals.add(make_plan(RolloutBatch(alone), shape, only))
+    totals.add(batches[1], make_plan(batches[1], shape, only))
     assert totals.predicted_speedup is None, "dense was not looked at for one of them"
 
 
 def test_one_token_rollouts_run_nothing() -> None:
-    estimate = estimated(RolloutBatch([Rollout([1], [0], 1.0), Rollout([1], [0], 1.0)]))
-    assert estimate.work["none"].tokens == estimate.work["tree"].tokens == 0
-    assert estimate.unique_tokens == 1
-    assert estimate.bound("tree") == 1.0
+    totals = summed(RolloutBatch([Rollout([1], [0], 1.0), Rollout([1], [0], 1.0)]))
+    assert totals.work["none"].tokens == totals.work["tree"].tokens == 0
+    assert totals.unique_tokens == 1
+    assert totals.bound("tree") == 1.0

@@ -1,6 +1,5 @@
 """Plans: which microbatches run, in which order, and what they keep. Imports no torch."""
 
-from forkpoint.plan.estimate import Estimate as Estimate
 from forkpoint.plan.models import MODELS as MODELS
 from forkpoint.plan.models import known_name as known_name
 from forkpoint.plan.plan import Plan as Plan

@@ -1,9 +1,9 @@
 """`forkpoint plan`: what would run for a file of rollouts, and what sharing saves on it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from tyro.conf import DisallowNone, arg
 
@@ -37,7 +37,7 @@ from forkpoint.config import AUTO, Config
 from forkpoint.errors import ConfigError, ForkpointError, PlanError
 from forkpoint.hosts.transformers.model_files import encoder_of_model, from_hub
 from forkpoint.parallel.placement.place import check_ranks
-from forkpoint.plan import Estimate, ModelShape, Totals, make_plan
+from forkpoint.plan import ModelShape, Totals, make_plan
 from forkpoint.plan import Plan as MadePlan
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.device_memory import DeviceMemory
@@ -52,9 +52,6 @@ from forkpoint.plan.shared_prompts import PlannedPrompt
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.traces import RolloutFile
 from forkpoint.tree.forest import IntArray
-
-if TYPE_CHECKING:
-    from forkpoint.losses import Loss
 
 LONGEST_MICROBATCHES = (16_384, 4096, 1024)
 """Limits of microbatches with which the longest prompt is planned. Plans of shorter ones take
@@ -126,110 +123,48 @@ class Plan:
     device: Device = field(default_factory=Device)
 
     def run(self) -> int:
-        out, config = Output(json_only=self.json), self.config
+        out = Output(json_only=self.json)
         model = None if self.model is None else from_hub(self.model)
         shape = self.memory.shape(model)
-        if self.ranks is not None:
-            check_ranks(self.ranks)
-        device = self.device.memory(model, shape, config.optimizer_bytes_per_parameter, self.ranks)
-        if self.longest and (device is None or self.stages is not None):
-            raise ConfigError(
-                "longest is asked for, which is predicted for one device: give --model and "
-                "--device-memory, and no --stages."
-            )
+        device = self._checked_device(model, shape)
         pipeline = None
-        if self.lanes is not None and self.stages is None:
-            raise ConfigError(
-                f"lanes is {self.lanes}, and lanes are those of stages. Add --stages 4, say."
-            )
         if self.stages is not None:
-            if self.ranks is not None:
-                raise ConfigError(
-                    f"stages is {self.stages} and ranks is {self.ranks}; a step on both is not "
-                    "predicted. Give one of the two."
-                )
             pipeline = Pipeline.of(shape, self.stages)
             device = None if device is None else pipeline.device(device)
-        measured = config.calibration
-        named = measured not in (None, AUTO)
-        calibration = Calibration.load(Path(measured or "")) if named else None
         source = self.reading.open(self.file, self.limit, pixels=False)
-        estimate, totals, first = Estimate(shape), Totals(), None
+        totals, first, responses = Totals(), None, list[int]()
         parting: Parting | None = None
         with out.waiting("planning"):
-            loss, ranks = self.objective.make(), None
-            leaves_early = shape is None or not shape.checkpointed
-            capabilities = Capabilities(leaves_early=leaves_early, runs_ahead=device is not None)
+            planner = _Planner(self, source, model, shape, device, pipeline)
+            ranks = None
             if self.ranks is not None:
                 # Losses of pairs need both rollouts on one rank.
-                pairs = loss.decomposition == "joint"
-                ranks = Ranks(self.ranks, shape, calibration, config, whole_groups=pairs)
-
-            budget_bytes = config.memory_budget_bytes
-            if config.memory_budget == AUTO and device is not None:
-                budget_bytes = device.budget_bytes
-
-            def make(
-                batch: RolloutBatch,
-                prompts: tuple[PlannedPrompt, ...] | None = None,
-                runs: IntArray | None = None,
-                *,
-                config: Config = config,
-                budget_bytes: int | None = budget_bytes,
-            ) -> MadePlan:
-                if runs is None:
-                    runs = self._edges_to_run(batch, loss, source)
-                encoder = self._encoder(model, shape) if batch.media else None
-                return make_plan(
-                    batch,
-                    shape,
-                    config,
-                    coupling=None if loss.decomposition == "token" else loss.coupling(batch),
-                    calibration=calibration,
-                    capabilities=replace(capabilities, encoder=encoder),
-                    measured_budget_bytes=budget_bytes,
-                    prompts=prompts,
-                    runs=runs,
-                )
-
-            def planned(batch: RolloutBatch) -> MadePlan:
-                if pipeline is None:
-                    return make(batch)
-                return pipeline.plan(
-                    config,
-                    budget_bytes,
-                    lambda config, size: make(batch, config=config, budget_bytes=size),
-                )
-
-            responses: list[int] = []
+                pairs = planner.loss.decomposition == "joint"
+                calibration = planner.calibration
+                ranks = Ranks(self.ranks, shape, calibration, self.config, whole_groups=pairs)
             for batch in self._batches(source):
                 try:
-                    if shape is not None:
-                        batch.check_vocabulary(shape.vocab)
-                    plan = planned(batch)
+                    plan = planner.plan(batch)
                 except ForkpointError as error:
                     if not totals.batches:
                         raise
                     raise type(error)(f"{self.file}, batch {totals.batches}: {error}") from None
-                estimate.add(batch, plan.run_lengths)
-                totals.add(plan)
+                totals.add(batch, plan)
                 first = first or plan
                 responses = responses or responses_of(batch)
                 if parting is None and plan.computed_tokens >= LITTLE * plan.dense.tokens:
                     parting = where_prompts_part(batch)
                 if ranks is not None:
-                    ranks.add(batch, plan, make)
-            prompt = None
-            if self.longest and device is not None and shape is not None and responses:
-                prompt = _longest_prompt(make, config, device, responses, shape.vocab)
+                    ranks.add(batch, plan, planner.make)
+            prompt = planner.longest_prompt(responses) if self.longest and responses else None
         assert first is not None, "an empty file has been refused"
         if self.lanes is not None:
             lanes_of(first).save(self.lanes)
         show_source(source, out)
-        of_rank = totals if ranks is None else ranks.of_rank
+        of_rank = totals if ranks is None else ranks
         peak = of_rank.predicted_peak_bytes if pipeline is None else pipeline.peak
-        shown = answers(first, totals, estimate, parting)
-        shown |= memory_answers(of_rank, peak, device)
+        shown = answers(first, totals, parting)
+        shown |= memory_answers(peak, of_rank.checkpointing, device)
         shown |= {} if prompt is None else {"longest": longest_answer(prompt, responses)}
         shown |= plan_answers(first, totals)
         shown["next"] = further(totals, parting, self.file, self.model, device, peak)
@@ -238,9 +173,9 @@ class Plan:
         out.show(*(f"{name:{LABEL}}{answer}" for name, answer in shown.items()))
         if self.details:
             out.show(*(["the first batch:"] if totals.batches > 1 else []))
-            out.show(first.explain(width=out.width), mode_table(estimate, Path(self.file).name))
+            out.show(first.explain(width=out.width), mode_table(totals, Path(self.file).name))
         out.result(
-            self._result(first, totals, estimate)
+            self._result(first, totals)
             | {"device_memory": device and _device_facts(device, peak or 0)}
             | {"longest_prompt_tokens": prompt}
             | {"prompts_part": parting and asdict(parting)}
@@ -249,46 +184,51 @@ class Plan:
         )
         return 0
 
-    def _encoder(self, model: Path | None, shape: ModelShape | None) -> EncoderShape | None:
-        if model is None or shape is None:
-            return None
-        found = encoder_of_model(
-            model, dtype_bytes=shape.dtype_bytes, checkpointed=shape.checkpointed
-        )
-        return None if found is None else replace(found, trained=not self.frozen_encoder)
+    def _checked_device(self, model: Path | None, shape: ModelShape | None) -> DeviceMemory | None:
+        """The memory of the device, if it is given; options that do not go together raise."""
+        if self.ranks is not None:
+            check_ranks(self.ranks)
+        each = self.config.optimizer_bytes_per_parameter
+        device = self.device.memory(model, shape, each, self.ranks)
+        if self.longest and (device is None or self.stages is not None):
+            raise ConfigError(
+                "longest is asked for, which is predicted for one device: give --model and "
+                "--device-memory, and no --stages."
+            )
+        if self.lanes is not None and self.stages is None:
+            raise ConfigError(
+                f"lanes is {self.lanes}, and lanes are those of stages. Add --stages 4, say."
+            )
+        if self.stages is not None and self.ranks is not None:
+            raise ConfigError(
+                f"stages is {self.stages} and ranks is {self.ranks}; a step on both is not "
+                "predicted. Give one of the two."
+            )
+        return device
 
     def _batches(self, source: RolloutFile) -> Iterator[RolloutBatch]:
         if source.trace is not None and self.limit is None and self.batch_rollouts is None:
             return recorded_batches(source)
         return batches_of(source, self.batch_rollouts)
 
-    def _edges_to_run(self, batch: RolloutBatch, loss: "Loss", source: RolloutFile) -> IntArray:
-        """How many edges of each rollout run: int64 [N]."""
-        from forkpoint.losses.zeros import zero_rollouts
-
-        # With rewards in the place of advantages it is not known which give no gradient.
-        if source.rewarded or self.config.all_logprobs:
-            return run_lengths(batch)
-        return run_lengths(batch, zero_rollouts(loss, batch))
-
-    def _result(self, plan: MadePlan, totals: Totals, estimate: Estimate) -> dict[str, Any]:
+    def _result(self, plan: MadePlan, totals: Totals) -> dict[str, Any]:
         return {
             "command": "plan",
             "file": self.file,
             "model": self.model,
-            "batches": estimate.batches,
-            "rollouts": estimate.rollouts,
-            "groups": estimate.groups,
-            "logical_tokens": estimate.logical_tokens,
-            "group_tokens": estimate.group_tokens,
-            "unique_tokens": estimate.unique_tokens,
+            "batches": totals.batches,
+            "rollouts": totals.rollouts,
+            "groups": totals.groups,
+            "logical_tokens": totals.logical_tokens,
+            "group_tokens": totals.group_tokens,
+            "unique_tokens": totals.unique_tokens,
             "left_out": asdict(totals.left_out),
             "computed_tokens": totals.computed_tokens,
-            "trained_tokens": estimate.trained_tokens,
+            "trained_tokens": totals.trained_tokens,
             "microbatches": totals.microbatches,
             "encoder": _encoder_facts(totals.encoders),
             "plans": dict(totals.kinds.most_common()),
-            "bound": estimate.bound(),
+            "bound": totals.bound(),
             "bound_unit": "tokens" if plan.shape is None else "flops",
             "predicted_speedup": totals.predicted_speedup,
             "predicted_peak_bytes": totals.predicted_peak_bytes,
@@ -298,35 +238,112 @@ class Plan:
             "boundary": plan.boundary,
             "reason": plan.reason,
             "candidates": [asdict(candidate) for candidate in plan.candidates],
-            "modes": modes(estimate),
+            "modes": modes(totals),
         }
 
 
-def _longest_prompt(
-    make: Callable[..., MadePlan],
-    config: Config,
-    device: DeviceMemory,
-    responses: list[int],
-    vocab: int,
-) -> int:
-    """The longest prompt whose plan, with these responses, fits; 0 if none does."""
-    given = config.max_microbatch_tokens
-    limits = LONGEST_MICROBATCHES if given is None else (given,)
+class _Planner:
+    """Plans batches of a file for one device, or for each rank or stage."""
 
-    def fits(prompt: int) -> bool:
-        batch = one_group(prompt, responses, vocab)
-        runs = run_lengths(batch)
-        for tokens in limits:
-            try:
-                limited = replace(config, max_microbatch_tokens=tokens)
-                plan = make(batch, runs=runs, config=limited)
-            except PlanError:
-                continue
-            if device.fits(plan.predicted_peak_bytes or 0):
-                return True
-        return False
+    def __init__(
+        self,
+        command: Plan,
+        source: RolloutFile,
+        model: Path | None,
+        shape: ModelShape | None,
+        device: DeviceMemory | None,
+        pipeline: Pipeline | None,
+    ) -> None:
+        self.command, self.source, self.model = command, source, model
+        self.shape, self.device, self.pipeline = shape, device, pipeline
+        self.config: Config = command.config
+        self.loss = command.objective.make()
+        measured = self.config.calibration
+        named = measured not in (None, AUTO)
+        self.calibration = Calibration.load(Path(measured or "")) if named else None
+        leaves_early = shape is None or not shape.checkpointed
+        self.capabilities = Capabilities(leaves_early=leaves_early, runs_ahead=device is not None)
+        self.budget_bytes: int | None = self.config.memory_budget_bytes
+        if self.config.memory_budget == AUTO and device is not None:
+            self.budget_bytes = device.budget_bytes
 
-    return longest(fits)
+    def plan(self, batch: RolloutBatch) -> MadePlan:
+        """The plan of a batch of the file."""
+        if self.shape is not None:
+            batch.check_vocabulary(self.shape.vocab)
+        if self.pipeline is None:
+            return self.make(batch)
+        return self.pipeline.plan(
+            self.config,
+            self.budget_bytes,
+            lambda config, size: self._make(batch, config, size, self._edges_to_run(batch)),
+        )
+
+    def make(
+        self, batch: RolloutBatch, prompts: tuple[PlannedPrompt, ...] | None = None
+    ) -> MadePlan:
+        """The plan of some rollouts of the file on one device."""
+        runs = self._edges_to_run(batch)
+        return self._make(batch, self.config, self.budget_bytes, runs, prompts)
+
+    def longest_prompt(self, responses: list[int]) -> int:
+        """The longest prompt whose plan, with these responses, fits; 0 if none does."""
+        shape, device = self.shape, self.device
+        assert shape is not None and device is not None
+        given = self.config.max_microbatch_tokens
+        limits = LONGEST_MICROBATCHES if given is None else (given,)
+
+        def fits(prompt: int) -> bool:
+            batch = one_group(prompt, responses, shape.vocab)
+            for tokens in limits:
+                limited = replace(self.config, max_microbatch_tokens=tokens)
+                try:
+                    plan = self._make(batch, limited, self.budget_bytes, run_lengths(batch))
+                except PlanError:
+                    continue
+                if device.fits(plan.predicted_peak_bytes or 0):
+                    return True
+            return False
+
+        return longest(fits)
+
+    def _make(
+        self,
+        batch: RolloutBatch,
+        config: Config,
+        budget_bytes: int | None,
+        runs: IntArray,
+        prompts: tuple[PlannedPrompt, ...] | None = None,
+    ) -> MadePlan:
+        encoder = self._encoder() if batch.media else None
+        return make_plan(
+            batch,
+            self.shape,
+            config,
+            coupling=None if self.loss.decomposition == "token" else self.loss.coupling(batch),
+            calibration=self.calibration,
+            capabilities=replace(self.capabilities, encoder=encoder),
+            measured_budget_bytes=budget_bytes,
+            prompts=prompts,
+            runs=runs,
+        )
+
+    def _encoder(self) -> EncoderShape | None:
+        if self.model is None or self.shape is None:
+            return None
+        found = encoder_of_model(
+            self.model, dtype_bytes=self.shape.dtype_bytes, checkpointed=self.shape.checkpointed
+        )
+        return found and replace(found, trained=not self.command.frozen_encoder)
+
+    def _edges_to_run(self, batch: RolloutBatch) -> IntArray:
+        """How many edges of each rollout run: int64 [N]."""
+        from forkpoint.losses.zeros import zero_rollouts
+
+        # With rewards in the place of advantages it is not known which give no gradient.
+        if self.source.rewarded or self.config.all_logprobs:
+            return run_lengths(batch)
+        return run_lengths(batch, zero_rollouts(self.loss, batch))
 
 
 def _encoder_facts(found: EncoderTotals) -> dict[str, Any] | None:

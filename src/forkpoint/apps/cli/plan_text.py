@@ -1,6 +1,7 @@
 """Answers of `forkpoint plan` as text. Imports no torch."""
 
 import shlex
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from forkpoint.apps.cli.output import table
-from forkpoint.plan import Estimate, Plan, Totals
+from forkpoint.plan import Plan, Totals
 from forkpoint.plan.device_memory import MOST_RANKS, DeviceMemory
 from forkpoint.plan.parting import MOVE, WORTH_MOVING, Parting
 from forkpoint.plan.plan import flops_text
@@ -21,21 +22,19 @@ _WHERE = {"group": "within groups", "tree": "within the batch"}
 _SHARING = {"none": "none (dense)", "group": "within a group", "tree": "within a batch (tree)"}
 
 
-def answers(
-    plan: Plan, totals: Totals, estimate: Estimate, parting: Parting | None
-) -> dict[str, str]:
+def answers(plan: Plan, totals: Totals, parting: Parting | None) -> dict[str, str]:
     """Answers about sharing by their names, each a line.
 
-    `plan` is that of one batch; all are planned with the same settings. `totals` and `estimate` are
-    of all batches.
+    `plan` is that of one batch; all are planned with the same settings. `totals` are of all
+    batches.
     """
     found = {
         "shares": _shares(totals),
         "parts": str(parting or ""),
-        "left out": _left_out(totals, estimate.groups),
+        "left out": _left_out(totals),
         "encoder": _encoder(totals.encoders),
-        "speed-up": _speed_up(totals, estimate.bound()),
-        "microbatches": _microbatches(plan, totals, estimate.groups),
+        "speed-up": _speed_up(totals),
+        "microbatches": _microbatches(plan, totals),
     }
     return {name: answer for name, answer in found.items() if answer}
 
@@ -54,7 +53,7 @@ def _shares(totals: Totals) -> str:
     return f"{where}: {run:,} of {given:,} tokens run ({run / given:.0%})"
 
 
-def _left_out(totals: Totals, groups: int) -> str:
+def _left_out(totals: Totals) -> str:
     left = totals.left_out
     if not left.tokens:
         return ""
@@ -62,7 +61,7 @@ def _left_out(totals: Totals, groups: int) -> str:
     if not left.rollouts:
         return f"{tokens}, after the last trained token of their rollout"
     rollouts = counted(left.rollouts, "rollout")
-    return f"{tokens}: {rollouts} ({left.groups:,} of {groups:,} groups) without gradient"
+    return f"{tokens}: {rollouts} ({left.groups:,} of {totals.groups:,} groups) without gradient"
 
 
 def _encoder(found: EncoderTotals) -> str:
@@ -75,7 +74,8 @@ def _encoder(found: EncoderTotals) -> str:
     return f"{runs}; {found.share:.0%} of the step's FLOPs; with it at most {found.bound:.2f}x"
 
 
-def _speed_up(totals: Totals, rollouts_bound: float) -> str:
+def _speed_up(totals: Totals) -> str:
+    rollouts_bound = totals.bound()
     unit = "tokens" if totals.shape is None else "FLOPs"
     bound = f"at most {rollouts_bound:.2f}x (counted in {unit})"
     if totals.predicted_speedup is None:
@@ -89,21 +89,24 @@ def _speed_up(totals: Totals, rollouts_bound: float) -> str:
     return f"{predicted}, of {bound}"
 
 
-def _microbatches(plan: Plan, totals: Totals, groups: int) -> str:
-    of = f"{counted(totals.rollouts, 'rollout')}, {counted(groups, 'group')}"
+def _microbatches(plan: Plan, totals: Totals) -> str:
+    of = f"{counted(totals.rollouts, 'rollout')}, {counted(totals.groups, 'group')}"
     if totals.batches > 1:
         of += f", {totals.batches:,} batches"
     return f"{totals.microbatches:,} of at most {plan.max_microbatch_tokens:,} tokens each: {of}"
 
 
 def memory_answers(
-    totals: Totals, peak_bytes: int | None, device: DeviceMemory | None
+    peak_bytes: int | None, checkpointing: Collection[str], device: DeviceMemory | None
 ) -> dict[str, str]:
-    """Answers about the memory of one device by their names; `totals` of its plans."""
+    """Answers about the memory of one device by their names.
+
+    `checkpointing`: the policies of its microbatches.
+    """
     if peak_bytes is None:
         return {"memory": "not predicted without a model"}
     peak = format_bytes(peak_bytes)
-    policies = [NO if name == "none" else name for name in totals.checkpointing]
+    policies = [NO if name == "none" else name for name in checkpointing]
     how = f"{' or '.join(sorted(policies)) or NO} checkpointing"
     if device is None:
         return {"memory": f"{peak} of activations, {how}; see --device-memory"}
@@ -192,22 +195,22 @@ def _what_fits(device: DeviceMemory, peak_bytes: int) -> str:
     return f"does not fit on {MOST_RANKS:,} sharded ranks; --stages N divides layers"
 
 
-def modes(estimate: Estimate) -> dict[str, dict[str, Any]]:
+def modes(totals: Totals) -> dict[str, dict[str, Any]]:
     """For each way of sharing: tokens run, FLOPs of forward and backward, and the speed-up."""
-    shape = estimate.shape
+    shape = totals.shape
     return {
         mode: {
             "tokens": work.tokens,
             "flops": None if shape is None else work.step_flops(shape),
-            "bound": estimate.bound(mode),
+            "bound": totals.bound(mode),
         }
-        for mode, work in estimate.work.items()
+        for mode, work in totals.work.items()
     }
 
 
-def mode_table(estimate: Estimate, name: str) -> Table:
+def mode_table(totals: Totals, name: str) -> Table:
     """The savings of each way to share."""
-    dense = max(1, estimate.work["none"].tokens)
+    dense = max(1, totals.work["none"].tokens)
     rows = [
         (
             _SHARING[mode],
@@ -216,11 +219,11 @@ def mode_table(estimate: Estimate, name: str) -> Table:
             "-" if values["flops"] is None else flops_text(values["flops"]),
             f"{values['bound']:.2f}x",
         )
-        for mode, values in modes(estimate).items()
+        for mode, values in modes(totals).items()
     ]
-    unit = "tokens" if estimate.shape is None else "FLOPs"
+    unit = "tokens" if totals.shape is None else "FLOPs"
     columns = ("who shares", "tokens run", "of dense", "FLOPs", "speed-up")
     caption = f"forward and backward; at most that speed-up, counted in {unit}"
-    if dense < estimate.logical_tokens - estimate.rollouts:
+    if dense < totals.logical_tokens - totals.rollouts:
         caption += "; tokens without gradient are run by none of them"
     return table(f"what sharing saves on {name}", rows, columns, caption)

@@ -1,6 +1,6 @@
 """Costs of a step on several ranks, for `forkpoint plan --ranks`. Imports no torch."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,7 @@ from forkpoint.parallel.placement.items import by_tokens, in_order
 from forkpoint.parallel.placement.lockstep import exchange_plans, predict_step
 from forkpoint.parallel.placement.paths import Paths, Rates
 from forkpoint.parallel.placement.place import place_paths
-from forkpoint.plan import ModelShape, Plan, Totals
+from forkpoint.plan import ModelShape, Plan
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.shared_prompts import PlannedPrompt, SharedPrompt, cannot_exchange
 from forkpoint.rollouts.batch import RolloutBatch
@@ -57,8 +57,10 @@ class Ranks:
     computed_tokens: int = 0
     """Tokens that one rank runs."""
     groups: int = 0
-    of_rank: Totals = field(default_factory=Totals)
-    """Of the plans of all ranks, with rollouts placed by forkpoint."""
+    predicted_peak_bytes: int | None = None
+    """The largest of any rank with rollouts placed by forkpoint; None without a model's shape."""
+    checkpointing: Counter[str] = field(default_factory=Counter)
+    """How many of their microbatches have each policy."""
     sums: dict[str, Sums] = field(default_factory=lambda: defaultdict(Sums))
 
     def add(self, batch: RolloutBatch, one_rank: Plan, make: MakePlan) -> None:
@@ -90,7 +92,10 @@ class Ranks:
             plans = [make(part, None) if part else None for part in parts]
             if name == "forkpoint":
                 for plan in filter(None, plans):
-                    self.of_rank.add(plan)
+                    self.checkpointing.update(each.checkpointing for each in plan.microbatches)
+                    if plan.predicted_peak_bytes is not None:
+                        peak = self.predicted_peak_bytes or 0
+                        self.predicted_peak_bytes = max(peak, plan.predicted_peak_bytes)
             step = exchanged = predict_step(plans, self.calibration)
             prompts: tuple[SharedPrompt, ...] = ()
             try:

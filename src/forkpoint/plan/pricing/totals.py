@@ -3,9 +3,33 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from forkpoint.plan.entries import entries_of
 from forkpoint.plan.plan import Plan
-from forkpoint.plan.pricing.cost import ModelShape
-from forkpoint.plan.runs import LeftOut
+from forkpoint.plan.pricing.cost import ModelShape, Work, bound_of, dense_work, forest_work
+from forkpoint.plan.runs import LeftOut, labels_run, run_lengths, sort_running
+from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.tree.forest import IntArray, build_forest
+
+
+def work_by_sharing(
+    batch: RolloutBatch, runs: IntArray | None = None, shape: ModelShape | None = None
+) -> dict[str, Work]:
+    """Tokens run, visible pairs and labelled tokens by who shares: "none", "group" or "tree".
+
+    `runs`: int64 [N], how many edges of each rollout run, from its first; None: all.
+    """
+    runs = run_lengths(batch, whole=True) if runs is None else runs
+    windows = shape.windows if shape else ()
+    trained = int((batch.loss_mask & labels_run(batch.offsets, runs)).sum())
+    found = {"none": dense_work(runs, trained, windows)}
+    running = sort_running(batch, runs)
+    for mode, order in (("group", running.grouped(batch.group_index)), ("tree", running)):
+        forest = build_forest(order, len(batch))
+        entries = entries_of(forest.edges, forest.token_edges(batch.offsets), batch)
+        found[mode] = forest_work(forest, int(entries.count.sum()), windows)
+    return found
 
 
 @dataclass
@@ -68,13 +92,18 @@ class Totals:
     shape: ModelShape | None = None
     batches: int = 0
     rollouts: int = 0
+    groups: int = 0
     microbatches: int = 0
     logical_tokens: int = 0
     unique_tokens: int = 0
+    """Distinct (path, token) pairs of each whole batch."""
+    group_tokens: int = 0
+    """The same of each group."""
+    trained_tokens: int = 0
     computed_tokens: int = 0
     left_out: LeftOut = field(default_factory=LeftOut)
-    dense_tokens: int = 0
-    """Of nobody sharing, which leaves out the same."""
+    work: dict[str, Work] = field(default_factory=dict)
+    """Of `work_by_sharing`, with what the plans leave out left out."""
     encoders: EncoderTotals = field(default_factory=EncoderTotals)
     checkpointing: Counter[str] = field(default_factory=Counter)
     """How many microbatches have each policy."""
@@ -88,17 +117,23 @@ class Totals:
     _cost: float = 0.0
     _dense_cost: float | None = 0.0
 
-    def add(self, plan: Plan) -> None:
-        """Count one more batch, by its plan; all plans are made with the same settings."""
+    def add(self, batch: RolloutBatch, plan: Plan) -> None:
+        """Count one more batch and its plan; all plans are made with the same settings."""
         self.batches += 1
         self.shape, self.rests_on = plan.shape, plan.rests_on
         self.rollouts += plan.rollouts
+        self.groups += int(batch.group_index.max(initial=-1)) + 1
+        self.trained_tokens += batch.trained_tokens
+        whole = sort_running(batch, run_lengths(batch, whole=True)).grouped(batch.group_index)
+        firsts = np.stack([batch.group_index, batch.token_ids[batch.offsets[:-1]]])
+        self.group_tokens += int(whole.new_edges.sum()) + np.unique(firsts, axis=1).shape[1]
+        for mode, work in work_by_sharing(batch, plan.run_lengths, plan.shape).items():
+            self.work[mode] = self.work[mode] + work if mode in self.work else work
         self.microbatches += len(plan.microbatches)
         self.logical_tokens += plan.logical_tokens
         self.unique_tokens += plan.unique_tokens
         self.computed_tokens += plan.computed_tokens
         self.left_out += plan.left_out
-        self.dense_tokens += plan.dense.tokens
         self.encoders.add(plan)
         self.checkpointing.update(microbatch.checkpointing for microbatch in plan.microbatches)
         self.kinds[f"{plan.sharing} + {plan.boundary}"] += 1
@@ -111,6 +146,14 @@ class Totals:
         dense = [c.cost for c in plan.candidates if c.sharing == "none" and c.cost is not None]
         if self._dense_cost is not None:
             self._dense_cost = self._dense_cost + min(dense) if dense else None
+
+    def bound(self, mode: str = "tree") -> float:
+        """Dense over `mode`, in FLOPs where there is a shape, else in tokens.
+
+        That of "tree" is the bound of the rollouts: the most that sharing can speed up what a model
+        computes, whatever limits a plan keeps to.
+        """
+        return bound_of(self.work["none"], self.work[mode], self.shape)
 
     @property
     def predicted_speedup(self) -> float | None:
