@@ -15,8 +15,6 @@ from scenarios_of_ranks import (
     DEEP,
     UNEQUAL,
     Scenario,
-    distance,
-    gradients,
     model_of,
     on_ranks,
     replicated,
@@ -112,31 +110,6 @@ def test_an_interrupt_between_agreement_and_reduction_ends_the_others(
         run_ranks(2, settles_then_fails, 0)
     assert f"rank 1: ended with exit status {watch.EXIT_CODE}" in str(failed.value)
     assert "rank 0: KeyboardInterrupt" in capfd.readouterr().err
-
-
-def comes_late() -> tuple[list[str], float]:
-    """Rank 0 does other things before its call, and rank 1 waits for it."""
-    model = model_of(Scenario())
-    policy = forkpoint.wrap(sharded(model), replace(DEEP, self_check=False))
-    said: list[str] = []
-    watch._log.warning = lambda text, *args: said.append(text % args)  # type: ignore[method-assign]
-    if dist.get_rank() == 0:
-        time.sleep(2.5)
-    policy.forward_backward(RolloutBatch(UNEQUAL[dist.get_rank()]), GRPO())
-    of_the_step = list(said)
-    alone = forkpoint.wrap(model_of(Scenario()), DEEP)
-    alone.forward_backward(RolloutBatch([r for part in UNEQUAL for r in part]), GRPO())
-    names = [name for name, _ in alone.host.model.named_parameters()]
-    return of_the_step, distance(gradients(model), gradients(alone.host.model), names)
-
-
-@pytest.mark.slow
-def test_a_rank_that_comes_late_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "LATE_S", 1.0)
-    (first, one), (second, other) = run_ranks(2, comes_late)
-    assert max(one, other) < 1e-10
-    assert first == []
-    assert second and "rank 1 has waited for" in second[0] and "rank 0 did not come" in second[0]
 
 
 # The sample

@@ -5,7 +5,6 @@ others, and the ranks that wait in them cannot be woken. The failed rank says so
 group's store; a rank that has died stops its beats there. The others then end with the reason.
 """
 
-import logging
 import os
 import sys
 import threading
@@ -21,11 +20,8 @@ DEAD_S = 30.0
 """A rank without a beat for so long has died, or its process stands still."""
 GRACE_S = 10.0
 """How long a rank has to end by itself after another has failed."""
-LATE_S = 60.0
-"""After so long a rank says which others have not come to its call; later on ever less often."""
 EXIT_CODE = 75
 FAILED = "failed"
-_log = logging.getLogger("forkpoint")
 
 
 class Watch:
@@ -102,8 +98,7 @@ class Watch:
     def _watch(self) -> None:
         assert self.store is not None
         neighbour = (self.index + 1) % len(self.names)
-        began = now = time.monotonic()
-        last, since, beaten, beats, late = "", now, -BEAT_S, 0, LATE_S
+        last, since, beaten, beats = "", time.monotonic(), -BEAT_S, 0
         try:
             while True:
                 now = time.monotonic()
@@ -124,31 +119,11 @@ class Watch:
                         f"rank {self.names[neighbour]}: no sign of life for {DEAD_S:.0f} s; its "
                         "process has died or stands still",
                     )
-                if now - began > late:
-                    late *= 2
-                    self._name_missing(self.store, now - began)
                 if self._ended.wait(POLL_S):
                     break
             self.store.set(f"state/{self.index}", f"{self.number} done")
         except RuntimeError as error:  # of any store: it is gone, and the process that holds it
             self._give_up(self._seen or _gone(error))
-
-    def _name_missing(self, store: Store, waited_s: float) -> None:
-        """Say which ranks have not come to this call."""
-        states = self._states(store)
-        missing = [
-            self.names[n]
-            for n, state in enumerate(states)
-            if int(state.partition(" ")[0] or 0) < self.number
-        ]
-        if missing:
-            _log.warning(
-                "rank %s has waited for %.0f s in a call of its policy, to which %s did not come. "
-                "Every rank must make the same calls; it waits on.",
-                self.names[self.index],
-                waited_s,
-                _ranks(missing),
-            )
 
     def _states(self, store: Store) -> list[str]:
         return [self._state(store, index) for index in range(len(self.names))]
