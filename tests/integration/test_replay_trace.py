@@ -12,7 +12,7 @@ import torch
 from commands import Shell, made_up_rollouts, write_config
 
 import forkpoint
-from forkpoint import ConfigError, RolloutBatch, TraceError, wrap
+from forkpoint import ConfigError, RolloutBatch, wrap
 from forkpoint.apps.replay.batches import StepInput, TraceBatches, recorded_loss
 from forkpoint.apps.replay.folder import ROWS
 from forkpoint.apps.replay.loop import replay
@@ -146,12 +146,6 @@ def test_only_what_is_replayed_has_to_be_the_same(tmp_path: Path) -> None:
     other = record(tmp_path / "other", [{}, {}, {}])
     with pytest.raises(ConfigError, match=r"batches\.digest was .* and is now"):
         run(other, steps=2, output=tmp_path / "run", resume=True)
-    shard = tmp_path / "trace" / trace.entries[1].file
-    data = bytearray(shard.read_bytes())
-    data[-1] ^= 1
-    shard.write_bytes(data)
-    with pytest.raises(TraceError, match="is not what was recorded"):
-        run(trace, steps=2, output=tmp_path / "run", resume=True)
 
 
 def test_an_empty_trace_is_refused(tmp_path: Path) -> None:

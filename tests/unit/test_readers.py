@@ -186,7 +186,7 @@ def test_a_trace_is_given_as_its_folder(tmp_path: Path) -> None:
         with pytest.raises(RolloutError, match=r"t holds no rollouts: it is empty"):
             load_rollouts(tmp_path / "t")
         trace.add(truth())
-    for name in ("manifest.jsonl", "batch-000000.safetensors"):
+    for name in ("trace.json", "batch-000000.safetensors"):
         with pytest.raises(RolloutError, match=rf"{name} is a part of a trace.* Give its folder"):
             load_rollouts(tmp_path / "t" / name)
         with pytest.raises(RolloutError, match="is a part of a trace"):
@@ -195,7 +195,7 @@ def test_a_trace_is_given_as_its_folder(tmp_path: Path) -> None:
     own = write_json(tmp_path / "t" / "mine.jsonl", rows_of(dumps.own(truth())))
     same(load_rollouts(own), truth())
     (tmp_path / "s").mkdir()
-    own = write_json(tmp_path / "s" / "manifest.jsonl", rows_of(dumps.own(truth())))
+    own = write_json(tmp_path / "s" / "trace.json", rows_of(dumps.own(truth())))
     same(load_rollouts(own), truth())
 
 

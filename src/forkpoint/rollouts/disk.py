@@ -1,4 +1,4 @@
-"""Files that are complete or absent, and one writer to a folder. Imports no torch."""
+"""Files that are complete or absent. Imports no torch."""
 
 import os
 import secrets
@@ -7,10 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from filelock import FileLock, Timeout
-
-LOCK = ".lock"
-"""The file that a writer locks. It stays; the operating system's lock ends with the process."""
 TEMPORARY = ".tmp"
 PIXELS = ".media.safetensors"
 """Added to the name of a file of rollouts: the file beside it with the inputs of their media."""
@@ -19,19 +15,6 @@ PIXELS = ".media.safetensors"
 def pixels_path(path: Path) -> Path:
     """The file beside a file of rollouts that holds the inputs of their media."""
     return path.with_name(path.name + PIXELS)
-
-
-def lock_folder(folder: Path) -> FileLock | None:
-    """The lock on a folder, taken; None if another writer holds it.
-
-    Raises OSError where the file system cannot lock files.
-    """
-    lock = FileLock(folder / LOCK, thread_local=False)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        return None
-    return lock
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """Traces, and folders that replays are kept in."""
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,57 +55,19 @@ def recorded() -> None:
         recorder.add(BATCH)
 
 
-def nameless() -> None:
-    nothing: Any = None
-    record(nothing)
-
-
-def adding(loss_inputs: Any) -> None:
-    with record("trace") as recorder:
-        recorder.add(BATCH, loss_inputs)
-
-
-def closed() -> None:
-    with record("trace") as recorder:
-        recorder.add(BATCH)
-    recorder.add(BATCH)
-
-
 def edited(**changes: Any) -> None:
-    """A trace with other fields in the line of its first batch; None removes one."""
+    """A trace with other settings."""
     recorded()
-    path = Path("trace/manifest.jsonl")
-    header, line, rest = path.read_text().split("\n", 2)
-    values = {**json.loads(line), **changes}
-    line = json.dumps({k: v for k, v in values.items() if v is not None})
-    path.write_text("\n".join([header, line, rest]))
-
-
-def old() -> None:
-    """A trace of the first format."""
-    recorded()
-    path = Path("trace/manifest.jsonl")
-    header, rest = path.read_text().split("\n", 1)
-    values = {**json.loads(header), "schema": 1, "forkpoint": "0.1.0.dev0"}
-    path.write_text(json.dumps(values) + "\n" + rest)
-
-
-def forked() -> None:
-    """A recorder that belongs to another process."""
-    with record("trace") as recorder:
-        recorder._process = 4711
-        try:
-            recorder.add(BATCH)
-        finally:
-            recorder._process = os.getpid()
+    path = Path("trace/trace.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 TRACES = (
     trace_kind(
-        "A field of a manifest of another type",
+        "A setting of a trace of another type",
         lambda: open_trace("trace"),
-        prepare=lambda: edited(trained_tokens="two"),
-        message="trace/manifest.jsonl, line 2: trained_tokens is 'two';",
+        prepare=lambda: edited(notes="two"),
+        message="trace/trace.json: notes is 'two';",
     ),
     folder_kind(
         "A file in place of a folder for a replay",

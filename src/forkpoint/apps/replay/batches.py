@@ -136,7 +136,7 @@ class TraceBatches:
         return (self.at(step).batch for step in range(self.count))
 
     def describe(self) -> dict[str, Any]:
-        return {"batches": self.count, "digest": self.trace.entries[self.count - 1].checksum}
+        return {"batches": self.count, "digest": self.trace.digest(self.count)}
 
 
 def recorded_loss(trace: Trace) -> Loss | None:

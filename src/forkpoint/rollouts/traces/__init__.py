@@ -12,5 +12,4 @@ from forkpoint.rollouts.traces.recorder import Recorder as Recorder
 from forkpoint.rollouts.traces.recorder import record as record
 from forkpoint.rollouts.traces.trace import Trace as Trace
 from forkpoint.rollouts.traces.trace import TraceBatch as TraceBatch
-from forkpoint.rollouts.traces.trace import TraceEntry as TraceEntry
 from forkpoint.rollouts.traces.trace import open_trace as open_trace

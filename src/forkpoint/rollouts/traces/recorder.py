@@ -1,6 +1,5 @@
 """Recording a trace: the batches that a training loop trains on. Imports no torch."""
 
-import hashlib
 import json
 import os
 import threading
@@ -14,12 +13,20 @@ import numpy as np
 
 from forkpoint.errors import ConfigError, TraceError
 from forkpoint.rollouts.batch import Rollout, RolloutBatch, check_rollouts, short
-from forkpoint.rollouts.disk import LOCK, TEMPORARY, lock_folder, write_file
+from forkpoint.rollouts.disk import TEMPORARY, write_file
 from forkpoint.rollouts.fields import host_values
 from forkpoint.rollouts.files import as_path, check_writable
 from forkpoint.rollouts.formats.limits import MemoryLimit
 from forkpoint.rollouts.traces.batch_file import Arrays, encode
-from forkpoint.rollouts.traces.trace import KIND, MANIFEST, SCHEMA, Trace, batch_name
+from forkpoint.rollouts.traces.trace import (
+    KIND,
+    SCHEMA,
+    SETTINGS,
+    Trace,
+    batch_files,
+    batch_name,
+    is_trace,
+)
 
 
 def record(
@@ -43,13 +50,12 @@ def record(
         resume: go on with the trace in `path`; then model, loss, optimizer and notes must be those
             of the beginning, or None. Without a trace in `path` one is begun.
 
-    Until the recorder is closed or its process ends, nothing else can record into the folder.
-    Reading is always possible.
+    A folder takes one recorder at a time, which is not checked. Reading is always possible.
 
     Raises:
         ConfigError: settings that JSON cannot hold, or a path that is none.
-        TraceError: another recorder writes into `path`, it holds something already, or with
-            `resume` it is no trace, is damaged, or was recorded with other settings.
+        TraceError: `path` holds something already, or with `resume` it is no trace, is damaged, or
+            was recorded with other settings.
     """
     return Recorder(
         as_path(path, "a folder"), _settings(model, loss, optimizer, notes), resume=resume
@@ -61,45 +67,25 @@ class Recorder:
 
     def __init__(self, path: Path, settings: dict[str, Any], *, resume: bool) -> None:
         self.path = path
-        self._manifest = path / MANIFEST
+        self._adding = threading.Lock()
         if path.exists() and not path.is_dir():
             raise TraceError(f"{path} is a file; a trace is a folder. Give another path.")
         path.mkdir(parents=True, exist_ok=True)
-        lock = lock_folder(path)
-        if lock is None:
-            raise TraceError(
-                f"another recorder writes into {path}; a trace has one recorder at a time. Close "
-                "that one or end its process, or record into another folder."
-            )
-        self._lock = lock
-        self._process = os.getpid()
-        # Reentrant: an interrupt between the block and its end leaves it with this thread.
-        self._adding = threading.RLock()
-        try:
-            if not (resume and self._manifest.exists()):
-                self._begin(settings)
-            trace = Trace(path, MemoryLimit(path))
-            self._check_settings(trace, settings)
-            self._batches, self._end = len(trace), trace.end
-            self._cut()
-        except BaseException:
-            lock.release()
-            raise
+        if not (resume and is_trace(path)):
+            self._begin(settings)
+        self._check_settings(Trace(path, MemoryLimit(path)), settings)
+        for unfinished in path.glob(f".*{TEMPORARY}"):
+            unfinished.unlink()
 
     def __enter__(self) -> "Recorder":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        """Nothing is left to be done: each batch is on the disk as `add` returns."""
 
     def __len__(self) -> int:
         """The number of batches in the trace."""
-        return self._batches
-
-    def close(self) -> None:
-        """End recording; the trace can be resumed. Closing again does nothing."""
-        if os.getpid() == self._process:  # a forked process must not end the lock of its parent
-            self._lock.release()
+        return len(batch_files(self.path))
 
     def add(
         self,
@@ -120,28 +106,10 @@ class Recorder:
             RolloutError: no rollouts, extras that JSON cannot return, or a loss input that is a
                 tensor without numbers, such as a sparse one.
             ConfigError: another loss input that cannot be kept; it is named.
-            TraceError: the recorder is closed, was opened by the process that this one was forked
-                from, or something else has changed the trace.
 
         After any error, such as a full disk, the trace has the batches that it had before, and add
         can be called again. After an interrupt, `len` of the recorder says whether the batch is in.
         """
-        if os.getpid() != self._process:
-            raise TraceError(
-                f"the recorder of {self.path} belongs to process {self._process}, and this process "
-                "was forked from it. Add batches in that process, or record into another folder."
-            )
-        if not self._lock.is_locked:
-            raise TraceError(
-                f"the recorder of {self.path} is closed. Add batches inside the with block, or go "
-                "on with record(path, resume=True)."
-            )
-        with self._adding:
-            return self._add(batch, loss_inputs)
-
-    def _add(
-        self, batch: RolloutBatch | Iterable[Rollout], loss_inputs: Mapping[str, Any] | None
-    ) -> int:
         rollouts = check_rollouts(batch, "a batch of a trace")
         batch = batch if isinstance(batch, RolloutBatch) else RolloutBatch(rollouts)
         if loss_inputs is not None and not isinstance(loss_inputs, Mapping):
@@ -152,44 +120,22 @@ class Recorder:
         for position, rollout in enumerate(batch):
             check_writable(rollout, position)
         content = encode(batch, *_split(loss_inputs or {}))
-        self._check_manifest()
-        index = self._batches
-        write_file(self.path / batch_name(index), content)
-        line = _line(
-            file=batch_name(index),
-            bytes=len(content),
-            sha256=hashlib.sha256(content).hexdigest(),
-            rollouts=len(batch),
-            tokens=batch.logical_tokens,
-            trained_tokens=batch.trained_tokens,
-        )
-        before = self._end, index
-        try:
-            with self._manifest.open("ab") as file:
-                file.write(line)
-                file.flush()
-                os.fsync(file.fileno())
-            self._end, self._batches = self._end + len(line), index + 1
-        except BaseException:  # an interrupt too: the next line must not follow half a line
-            self._end, self._batches = before
-            self._cut()
-            raise
+        with self._adding:
+            index = len(self)
+            write_file(self.path / batch_name(index), content)
         return index
 
     def _begin(self, settings: dict[str, Any]) -> None:
         left = sorted(
-            entry.name
-            for entry in self.path.iterdir()
-            if entry.name != LOCK and not entry.name.endswith(TEMPORARY)
+            entry.name for entry in self.path.iterdir() if not entry.name.endswith(TEMPORARY)
         )
         if left:
             raise TraceError(
                 f"{self.path} is not empty: it holds {short(left[0])}. Give an empty or new "
                 "folder, or resume=True to go on with a trace."
             )
-        write_file(
-            self._manifest, _line(kind=KIND, schema=SCHEMA, forkpoint=_version(), **settings)
-        )
+        values = {"kind": KIND, "schema": SCHEMA, "forkpoint": _version(), **settings}
+        write_file(self.path / SETTINGS, json.dumps(values, allow_nan=False).encode() + b"\n")
 
     def _check_settings(self, trace: Trace, settings: dict[str, Any]) -> None:
         for name, now in settings.items():
@@ -202,28 +148,6 @@ class Recorder:
                 f"{self.path} was recorded with {name} {short(was)}, and now it is "
                 f"{short(is_now)}. Record into a new folder."
             )
-
-    def _check_manifest(self) -> None:
-        """Raises TraceError unless the manifest is as long as this recorder left it."""
-        if not self._manifest.exists():
-            raise TraceError(f"{self._manifest} was removed. Record into a new folder.")
-        if (size := self._manifest.stat().st_size) != self._end:
-            raise TraceError(
-                f"{self._manifest} has {size} bytes, and this recorder left it with {self._end}: "
-                "something else has written it. Go on with record(path, resume=True), which reads "
-                "what is there."
-            )
-
-    def _cut(self) -> None:
-        """Remove what a process that was killed, or an error, has left unfinished."""
-        os.truncate(self._manifest, self._end)
-        for left in self.path.glob(f".*{TEMPORARY}"):
-            left.unlink()
-
-
-def _line(**values: Any) -> bytes:
-    """A line of the manifest."""
-    return json.dumps(values, allow_nan=False, separators=(",", ":")).encode() + b"\n"
 
 
 def _version() -> str:
