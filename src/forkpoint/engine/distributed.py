@@ -29,8 +29,7 @@ class Holder:
     """One library's hold of a model on several ranks, or several of them.
 
     Each method calls every part in turn; results are sums of bytes, products of factors and unions.
-    A library's holder has no parts, and overrides what it does. A holder without parts that
-    overrides nothing serves a model that this process alone holds.
+    A library's holder has no parts, and overrides what it does.
 
     The step tells holders when to reduce gradients, which is once.
     """
@@ -157,9 +156,18 @@ class Holder:
 
 
 class Distributed(Holder):
-    """All holders of one model, and the topology that was read from them."""
+    """All holders of one model, and the topology that was read from them.
 
-    def __init__(self, holders: Sequence[Holder], topology: Topology, ranks: DataRanks) -> None:
+    Without holders this process alone has the model.
+    """
+
+    def __init__(
+        self,
+        holders: Sequence[Holder] = (),
+        topology: Topology | None = None,
+        ranks: DataRanks | None = None,
+    ) -> None:
+        topology, ranks = topology or Topology(), ranks or DataRanks()
         self.parts: Sequence[Holder] = tuple(holders)
         self.topology: Topology = topology
         self.ranks = ranks
@@ -174,8 +182,3 @@ class Distributed(Holder):
         )
         for holder in holders:
             holder.ranks = ranks
-
-
-def holder_of(group: Distributed | None) -> Holder:
-    """The holder of a model: that of several ranks, or one that does nothing."""
-    return Holder() if group is None else group

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.config import Config
-from forkpoint.engine.distributed import Holder, holder_of
+from forkpoint.engine.distributed import Holder
 from forkpoint.engine.executor import Executor
 from forkpoint.engine.feature import Feature
 from forkpoint.engine.gathered_cache import GatheredCache
@@ -107,7 +107,7 @@ class Engine:
         self.config: Config = config
         self.staging: Staging | None = staging
         self.ranks: RankStep = ranks or SingleProcessStep()
-        self.holder: Holder = holder_of(host.group)
+        self.holder: Holder = host.group
         self.routing: Routing | None = routing
         self.replay: RouteReplay | None = replay
         self.exchange: PromptExchange | None = exchange

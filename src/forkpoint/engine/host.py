@@ -124,8 +124,8 @@ class Host(Protocol):
         ...
 
     @property
-    def group(self) -> Distributed | None:
-        """The holders of the model on several ranks; None if this rank alone has it."""
+    def group(self) -> Distributed:
+        """The holders of the model on several ranks; none if this rank alone has it."""
         ...
 
     @property

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from forkpoint.config import AUTO, Config
-from forkpoint.engine.distributed import holder_of, local
+from forkpoint.engine.distributed import local
 from forkpoint.engine.host import Host
 from forkpoint.plan.device_memory import ADAM_STATES, LEAST_BYTES, margin_bytes
 from forkpoint.plan.plan import Plan
@@ -57,7 +57,7 @@ class MemoryBudgets:
         key = _key(config)
         if key not in self._bytes:
             parameters = [p for _, p in host.named_parameters()]
-            holder = holder_of(host.group)
+            holder = host.group
             gather = "step" if config.gather == "step" else "microbatch"
             besides = holder.held_bytes(gather) + holder.missing_bytes()
             self._bytes[key] = measured_budget(

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from forkpoint.config import Config
 from forkpoint.device import on_device
-from forkpoint.engine.distributed import holder_of
 from forkpoint.engine.host import HeadOutputs, Host
 from forkpoint.engine.microbatches import MicrobatchInputs
 from forkpoint.errors import ConfigError
@@ -192,7 +191,7 @@ class MicrobatchLosses:
         self.config = config
         self.loss = loss
         self.views = views
-        self.factor: float = scale * holder_of(host.group).factor(mean=ranks.mean)
+        self.factor: float = scale * host.group.factor(mean=ranks.mean)
         """On every gradient of the step."""
 
     def by_tokens(self) -> MicrobatchLoss:

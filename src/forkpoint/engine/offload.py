@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from forkpoint.engine.distributed import holder_of
 from forkpoint.engine.feature import Feature, Pack, Unpack
 from forkpoint.engine.host import Host
 from forkpoint.engine.microbatches import MicrobatchInputs
@@ -296,7 +295,7 @@ class Activations(Feature):
             self.stats = stats
             tensors = [
                 *(p for _, p in host.named_parameters()),
-                *holder_of(host.group).whole_parameters(),
+                *host.group.whole_parameters(),
                 *host.model.buffers(),
                 *(x for inputs in prepared for x in vars(inputs).values() if isinstance(x, Tensor)),
             ]

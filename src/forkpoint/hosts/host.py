@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from forkpoint.config import Config
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.compiling import Compiling
-from forkpoint.engine.distributed import Distributed, Holder, holder_of
+from forkpoint.engine.distributed import Distributed
 from forkpoint.engine.host import HeadOutputs, RouteHolder, RouterNote
 from forkpoint.engine.links import Links
 from forkpoint.engine.microbatches import CacheView, MicrobatchInputs
@@ -84,17 +84,15 @@ class ModelHost:
         model = uncompiled(model)
         self._wrapper: nn.Module = model
         self._model: nn.Module = unwrapped(model)
-        self._group: Distributed | None = None
-        self._holder: Holder = holder_of(None)
+        self._group = Distributed()
         self._wrappers = ForwardWrappers()
         self._autocasts: tuple[torch.autocast, ...] = ()
         with Changes() as changes:
             if isinstance(self._model, nn.Module):
                 self._take_off(changes)
                 self._group = held_by_ranks(self._wrapper, mesh, library.split_holder)
-            self._holder = holder_of(self._group)
-            self.topology: Topology = self._group.topology if self._group else Topology()
-            splits = self._holder.splits
+            self.topology: Topology = self._group.topology
+            splits = self._group.splits
             self.entry: Entry = library.entry(self._model, splits)
             self._fingerprint = Fingerprint(self.model, self.entry)
             self._checked: tuple[int, bool, bool, bool] | None = None
@@ -102,7 +100,7 @@ class ModelHost:
             """Routers that a step takes statistics of."""
             check_idle(self.entry.core)
             self._check_model()
-            self._holder.check(self.model, training=True)
+            self._group.check(self.model, training=True)
             context = self.topology.relations.get("context", ())
             if splits and compile_blocks:
                 raise UnsupportedError(
@@ -149,7 +147,7 @@ class ModelHost:
     def _link_stages(self, shape: ModelShape) -> Links:
         """The links of a stage with those before and after it. Collective if the ranks are
         stages."""
-        ranks = next((part for part in self._holder.parts if isinstance(part, StageRanks)), None)
+        ranks = next((part for part in self._group.parts if isinstance(part, StageRanks)), None)
         held, layers = self.entry.layers
         if ranks is None:
             if len(held) < layers:
@@ -185,12 +183,12 @@ class ModelHost:
         return self._model
 
     @property
-    def group(self) -> Distributed | None:
+    def group(self) -> Distributed:
         return self._group
 
     @property
     def shape(self) -> ModelShape:
-        splits = self._holder.splits
+        splits = self._group.splits
         context = len(self.topology.relations.get("context", (0,)))
         found = replace(self.entry.shape(splits), **self._least_sizes)
         return replace(found, compiled=self.compiles, context=context)
@@ -232,7 +230,7 @@ class ModelHost:
 
     def shallow(self, layers: int) -> nn.Module | None:
         trained = all(p.requires_grad for block in self.blocks for p in block.parameters())
-        if not trained or self._holder.splits:
+        if not trained or self._group.splits:
             return None
         return self.entry.shallow(layers, self.device, self.compute_dtype)
 
@@ -257,7 +255,7 @@ class ModelHost:
         """The dtype a step computes in: the narrowest of the parameters, or autocast's, if
         narrower."""
         # A wrapper may cast parameters.
-        dtypes = {*self._holder.param_dtypes} or {p.dtype for p in self.model.parameters()}
+        dtypes = {*self._group.param_dtypes} or {p.dtype for p in self.model.parameters()}
         # Autocast leaves float64 alone.
         if dtypes != {torch.float64}:
             kind = self.device.type
@@ -302,7 +300,7 @@ class ModelHost:
             self.entry.check_state(training=training, routed=routed, encodes=encodes)
             self._checked = found
         refusals.check_parameters(self.model, sharded=self.topology.lockstep)
-        self._holder.check(self.model, training=training)
+        self._group.check(self.model, training=training)
         if training:
             if "stage" not in self.topology.relations:  # else stages agree on it
                 refusals.check_trainable(self.model, idle)
@@ -336,7 +334,7 @@ class ModelHost:
             self.entry.add_counts(logical_LE[routers.first :][: len(routers.found)])
 
     def _take_off(self, changes: Changes) -> None:
-        self._holder.reshard()  # a forward of the user's may have left weights gathered
+        self._group.reshard()  # a forward of the user's may have left weights gathered
         cache_module_walks(changes)
         self._wrappers.take_off(self.model, changes)
 
@@ -356,7 +354,7 @@ class ModelHost:
             current.prev_idx = torch.cuda.current_device()
             changes.later(current.__exit__, None, None, None)
             current.__enter__()
-        if self._group is not None:
+        if not self._group.ranks.is_alone:
             self._group.enter(changes, self.blocks, ())
             self.entry.head.enter(changes)
             refuse_calls((self.model, *self.blocks), changes)
@@ -425,14 +423,14 @@ class ModelHost:
         # Through the outermost module: FSDP and adapters work in its hooks and its forward.
         outputs = self.entry.run(inputs.input_ids, inputs.position_ids, context)
         self._changes.undo(mark)
-        self._holder.end_forward()
+        self._group.end_forward()
         per_token, entries = outputs["per_token"], inputs.own_entries
         joined = context.places.joined(per_token, entries, inputs.entries)
         return HeadOutputs(joined, outputs["roots"])
 
     def encode(self, medium: Media) -> tuple[Tensor, ...]:
         outputs = self.entry.run_encoder(EncoderContext(medium))
-        self._holder.end_forward()
+        self._group.end_forward()
         return outputs["roots"]
 
     def encoder_shape(self) -> EncoderShape | None:
@@ -466,7 +464,7 @@ class ModelHost:
         self, tensors: Sequence[Tensor], gradients: Sequence[Tensor], *, last: bool
     ) -> None:
         if last:
-            self._holder.last()
+            self._group.last()
         if tensors:
             torch.autograd.backward(tensors, gradients)
 

@@ -37,8 +37,8 @@ NOT_HELD = (
 
 def held_by_ranks(
     model: nn.Module, mesh: DeviceMesh | None, split_of: Callable[[nn.Module], Holder | None]
-) -> Distributed | None:
-    """Find the holders of a model on several ranks; None where this rank alone has it.
+) -> Distributed:
+    """Find the holders of a model on several ranks; none where this rank alone has it.
 
     Args:
         model: the model in its wrapper.
@@ -55,7 +55,7 @@ def held_by_ranks(
     stages = stages_of_mesh(mesh)
     if stages is not None:
         holders.append(stages)
-    found = None
+    found = Distributed()
     if holders:
         topology = read_topology(holders)
         if context is not None:
@@ -67,7 +67,7 @@ def held_by_ranks(
                 _check_root_mesh(each, topology)
         found = Distributed(holders, topology, ranks_of(topology.members, topology.batches))
     if mesh is not None:
-        check_mesh(mesh, None if found is None else found.topology)
+        check_mesh(mesh, found.topology)
     return found
 
 
@@ -157,14 +157,14 @@ def _data_holder(model: nn.Module, experts: Collection[nn.Module] = ()) -> Holde
     return FullySharded(model, experts)
 
 
-def check_mesh(mesh: DeviceMesh, topology: Topology | None) -> None:
+def check_mesh(mesh: DeviceMesh, topology: Topology) -> None:
     """Raise ConfigError unless the model is held over every dimension of the caller's mesh."""
     if not isinstance(mesh, DeviceMesh) or mesh.mesh_dim_names is None:
         raise ConfigError(
             f"mesh is a {type(mesh).__name__} without names of its dimensions; it takes the "
             "DeviceMesh that the model was split over, made with mesh_dim_names."
         )
-    held: dict[str, tuple[int, ...]] = {} if topology is None else {**topology.relations}
+    held: dict[str, tuple[int, ...]] = {**topology.relations}
     for name, ranks in _dimensions(mesh):
         # The names that transformers and torchtitan give; any other is a data dimension's.
         kind = {
@@ -207,14 +207,14 @@ def _dimensions(mesh: DeviceMesh) -> Iterator[tuple[str, list[int]]]:
             yield name, ranks
 
 
-def check_reduced(model: nn.Module, group: Distributed | None) -> None:
+def check_reduced(model: nn.Module, group: Distributed) -> None:
     """Warn, once in a process, of ranks over which gradients of the model are not reduced.
 
     Independent models on ranks are legitimate, so that this is no error. Raises UnsupportedError
     where a DistributedDataParallel has the model, and `group` is not made of it.
     """
     global _warned
-    if group is not None or not dist.is_initialized() or dist.get_world_size() == 1:
+    if not group.ranks.is_alone or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     for found in gc.get_objects():
         if not issubclass(type(found), DistributedDataParallel):

@@ -22,29 +22,23 @@ def lost_rank(error: BaseException) -> BaseException:
 
 
 class RankGroup:
-    """The ranks that work together; by default this process alone."""
+    """The ranks that work together."""
 
-    def __init__(self, ranks: DataRanks | None = None) -> None:
-        self._ranks = ranks
-        self.is_sharded: bool = ranks is not None
-        self.index: int = 0 if ranks is None else ranks.index
-        self.size: int = 1 if ranks is None else ranks.size
-        self.names: tuple[int, ...] = (0,) if ranks is None else ranks.global_ranks
+    def __init__(self, ranks: DataRanks) -> None:
+        self.ranks = ranks
 
     def exchange(self, value: T) -> list[T]:
         """The values of all ranks. Collective. Raises RankError if one has died or ended."""
-        if self._ranks is None:
-            return [value]
         try:
-            found = self._ranks.exchange(value)
+            found = self.ranks.exchange(value)
         except RuntimeError as error:
             raise lost_rank(error) from error
-        self._ranks.phase = "told"  # no call of a policy is running
+        self.ranks.phase = "told"  # no call of a policy is running
         return found
 
     def first(self, work: Callable[[], T]) -> T:
         """Call `work` on the first rank, and return its value on all of them. Collective."""
-        value = self.each(work if self.index == 0 else lambda: None)
+        value = self.each(work if self.ranks.index == 0 else lambda: None)
         return self.exchange(value)[0]  # pyright: ignore[reportReturnType]
 
     def each(
@@ -68,7 +62,7 @@ class RankGroup:
         found = self.exchange(None if error is None else described(error))
         if error is not None:
             raise error
-        for rank, text in zip(self.names, found, strict=True):
+        for rank, text in zip(self.ranks.global_ranks, found, strict=True):
             if text is not None:
                 raise RankError(f"rank {rank} failed, so no rank goes on: {text}")
         return value  # pyright: ignore[reportReturnType]

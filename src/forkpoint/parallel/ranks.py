@@ -26,24 +26,19 @@ settled: all know that no rank has failed, and take the step's gradients.
 _numbers = count()
 
 
-class SingleProcess:
-    """The counterpart of `DataRanks` where no other rank takes part: nothing is exchanged."""
-
-    index: int = 0
-    batches: tuple[int, ...] = (0,)
-    group_leaders: tuple[int, ...] = (0,)
-
-
 @dataclass(eq=False)
 class DataRanks:
-    """Ranks whose rollouts together are one batch, and a group over which they agree on CPUs."""
+    """Ranks whose rollouts together are one batch, and a group over which they agree on CPUs.
 
-    index: int
+    By default this process alone, which exchanges nothing.
+    """
+
+    index: int = 0
     """This rank's number among them, from 0."""
-    size: int
-    global_ranks: tuple[int, ...]
+    size: int = 1
+    global_ranks: tuple[int, ...] = (0,)
     """By index, the number in the default process group, which messages name."""
-    cpu_group: dist.ProcessGroup
+    cpu_group: dist.ProcessGroup | None = None
     store: Store | None = None
     """Of these ranks alone, for those that fail or wait."""
     batches: tuple[int, ...] = ()
@@ -63,6 +58,11 @@ class DataRanks:
         self.batches = self.batches or tuple(range(self.size))
 
     @property
+    def is_alone(self) -> bool:
+        """Whether no process group connects this process with others."""
+        return self.cpu_group is None
+
+    @property
     def group_leaders(self) -> tuple[int, ...]:
         """By batch, the first of the ranks that have it: what all ranks of a batch compute alike
         is counted once."""
@@ -76,6 +76,8 @@ class DataRanks:
 
         Raises RankError where this rank has failed within a step's collectives before.
         """
+        if self.cpu_group is None:
+            return [value]
         if self.broken is not None:
             raise RankError(
                 f"{self.name} failed within a step's collectives ({self.broken}), in which the "
@@ -90,6 +92,7 @@ class DataRanks:
     def group_of(self, device: torch.device) -> dist.ProcessGroup:
         """The group to send tensors of a device over. Collective the first time."""
         if device.type == "cpu":
+            assert self.cpu_group is not None
             return self.cpu_group
         if self.device_group is None:
             group = dist.new_group(list(self.global_ranks), use_local_synchronization=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from forkpoint.errors import RankError
 from forkpoint.parallel.copies import check_same_losses
-from forkpoint.parallel.ranks import DataRanks, SingleProcess
+from forkpoint.parallel.ranks import DataRanks
 from forkpoint.parallel.statistics import RouterEnd
 from forkpoint.rollouts.batch import RolloutBatch
 
@@ -31,7 +31,7 @@ class Ending(NamedTuple):
 class SingleProcessStep:
     """The counterpart of `StepOfRanks` in one process: nothing is exchanged."""
 
-    ranks: SingleProcess = SingleProcess()
+    ranks: DataRanks = DataRanks()
     mean: bool = False
     parts: tuple[RolloutBatch, ...] = ()
     defers_failures: bool = False

@@ -7,7 +7,7 @@ A rank proposes its plan with what the plan costs in both ways to hold sharded w
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from forkpoint.engine.distributed import Distributed, holder_of
+from forkpoint.engine.distributed import Distributed
 from forkpoint.engine.host import Host
 from forkpoint.engine.prompt_exchange import PromptExchange
 from forkpoint.errors import ForkpointError, PlanError
@@ -69,7 +69,7 @@ def agree(policy: StepPolicy, local: LocalStep) -> AgreedStep:
     RankError if another rank cannot run the step.
     """
     group = policy.host.group
-    if group is not None:
+    if not group.ranks.is_alone:
         return _agree_with_others(policy, group, local)
     plan = local.plan
     return AgreedStep(
@@ -290,7 +290,7 @@ def _plan_once(
         return plan, ""
     if policy.config.gather == "microbatch":
         return None, "as asked"
-    holder = holder_of(policy.host.group)
+    holder = policy.host.group
     weights = holder.held_bytes("step") - holder.held_bytes("microbatch")
     budget, peak = plan.memory_budget_bytes, plan.predicted_peak_bytes
     if budget is None or peak is None or peak + weights <= budget:

@@ -231,7 +231,7 @@ def _edges_to_run(
     """How many edges of each rollout a call needs: int64 [N]. `loss` is None for log-probs."""
     zero = None
     # Rollouts of other ranks may be coupled with those that are zero here.
-    gathers = loss is not None and loss.across_ranks and policy.host.group is not None
+    gathers = loss is not None and loss.across_ranks and not policy.host.group.ranks.is_alone
     if loss is not None and not gathers and not policy.config.all_logprobs:
         zero = zero_rollouts(loss, batch)
     last_tokens = routers is not None and routers.last_tokens
@@ -298,7 +298,7 @@ def as_batch(given: object) -> RolloutBatch:
 
 def check_batch(host: Host, batch: RolloutBatch) -> None:
     """Raises RolloutError for a batch without rollouts, unless other ranks have some."""
-    if not len(batch) and host.group is None:
+    if not len(batch) and host.group.ranks.is_alone:
         raise RolloutError(
             "There are no rollouts; a batch takes at least one, but for a rank that has none "
             "in a step of several ranks."
@@ -325,7 +325,7 @@ def describe_loss(loss: Loss) -> str:
 
 def check_config(host: Host, config: Config) -> None:
     """Raises ConfigError if a configuration does not fit what holds the model on ranks."""
-    topology, on_ranks = host.topology, host.group is not None
+    topology, on_ranks = host.topology, not host.group.ranks.is_alone
     if config.gather != "auto" and not topology.reduces:
         raise ConfigError(
             f"gather is {config.gather!r}, and this rank has all of the model's weights. Leave "

@@ -172,7 +172,7 @@ def router_work(
         asked,
         terms,
         tokens,
-        on_ranks=host.group is not None,
+        on_ranks=not host.group.ranks.is_alone,
         on_stages="stage" in host.topology.relations,
     )
     empty = np.flatnonzero(np.bincount(terms.parts, weights=tokens) == 0)
@@ -195,10 +195,10 @@ def _check_has_routers(host: Host, given: str) -> None:
         )
 
 
-def check_averaged(group: Distributed | None, loss: object) -> None:
+def check_averaged(group: Distributed, loss: object) -> None:
     """Raises UnsupportedError for a router loss beside a loss whose gradients are averaged over
     ranks with several batches."""
-    if group is not None and len(group.ranks.group_leaders) > 1 and is_own(loss):
+    if len(group.ranks.group_leaders) > 1 and is_own(loss):
         raise UnsupportedError(
             "router= was given with a loss that is a function, on several ranks. Gradients of a "
             "function are averaged over the ranks, and those of a router loss are of all their "

@@ -21,7 +21,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from forkpoint.engine.distributed import holder_of
 from forkpoint.engine.engine import Engine, PassResult
 from forkpoint.engine.route_replay import RouteReplay
 from forkpoint.engine.routing import Routing
@@ -90,7 +89,7 @@ def attempt(policy: StepPolicy, request: Request, finish: Finish[T], transaction
     """
     work = partial(perform, policy, request, finish)
     group = policy.host.group
-    if group is None:
+    if group.ranks.is_alone:
         return transaction.run(work)
     return run_on_ranks(
         group.ranks,
@@ -189,7 +188,7 @@ def _check_sample(policy: StepPolicy, agreed: AgreedStep, transaction: Transacti
 
     Afterwards weights are held as was agreed.
     """
-    holder, local = holder_of(policy.host.group), agreed.local
+    holder, local = policy.host.group, agreed.local
     if agreed.sample is not None:
         error: ForkpointError | None = None
         try:

@@ -264,7 +264,7 @@ class Comparison:
         copies: list[tuple[nn.Module, Sequence[nn.Module]]] = []
 
         def copied(streamed: bool) -> tuple[nn.Module, Sequence[nn.Module]]:
-            splits = () if host.group is None else host.group.splits
+            splits = host.group.splits
             return whole_copy(
                 host.model,
                 host.blocks,

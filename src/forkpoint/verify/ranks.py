@@ -35,43 +35,40 @@ T = TypeVar("T")
 class RankComm:
     """The ranks of a comparison. Every method is collective; one process exchanges nothing."""
 
-    def __init__(self, group: Distributed | None, loss: Loss, links: Links) -> None:
-        """`group`: the holders of the model; None where this process alone has it. `links`: with
-        ranks that have other blocks.
+    def __init__(self, group: Distributed, loss: Loss, links: Links) -> None:
+        """`group`: the holders of the model. `links`: with ranks that have other blocks.
 
         Raises UnsupportedError for losses that are computed from all ranks' log-probs.
         """
-        if group is not None and loss.across_ranks:
+        if loss.across_ranks and not group.ranks.is_alone:
             raise UnsupportedError(
                 f"{loss!r} gathers the log-probs of all ranks (across_ranks), and ordinary "
                 "training on each rank, with which verify compares, does not. Verify it in one "
                 "process, with a smaller model if need be."
             )
         self.group = group
-        self.mean: bool = group is not None and is_own(loss)
+        self.mean: bool = not group.ranks.is_alone and is_own(loss)
         """Whether each rank's loss is its own, so that gradients are averaged."""
         self.links: Links = links
-        self.staged: bool = group is not None and "stage" in group.relations
+        self.staged: bool = "stage" in group.relations
         """Whether this rank has some of the blocks."""
-        parts = group is not None and (group.reduces or group.topology.splits_modules)
+        parts = group.reduces or group.topology.splits_modules
         self.whole: bool = not (parts or self.staged)
         """Whether the model is whole on this rank, so that it can run by itself."""
         self._told = False
         """Whether all ranks know that one has failed in this run."""
 
     def _exchange(self, value: T) -> list[T]:
-        return [value] if self.group is None else self.group.ranks.exchange(value)
+        return self.group.ranks.exchange(value)
 
     def _of_batches(self, value: T) -> list[T]:
         """The values of all ranks, those with one batch once."""
         every = self._exchange(value)
-        return [every[n] for n in self.group.topology.contributors] if self.group else every
+        return [every[n] for n in self.group.topology.contributors]
 
     def run(self, work: Callable[[], T]) -> T:
         """Call `work`, which is this rank's own. Raises its error, or RankError for that of another
         rank."""
-        if self.group is None:
-            return work()
         found, error = None, None
         self._told = False
         try:
@@ -95,8 +92,6 @@ class RankComm:
 
     def gather(self, value: T) -> list[T]:
         """The values of all batches, within `run` and once in it. Raises as `run` does."""
-        if self.group is None:
-            return [value]
         # In a tuple: a rank that has failed gives its error's text, in `run`.
         found: list[Any] = self._exchange((value,))
         for rank, each in zip(self.group.ranks.global_ranks, found, strict=True):
@@ -108,9 +103,9 @@ class RankComm:
     def check_routers(self, router: RouterLoss | None, work: RouterWork | None) -> None:
         """Raise RankError or ConfigError where ranks do not take the same statistics of routers,
         and RolloutError where these have no tokens."""
-        if self.group is None:
-            return
         ranks = self.group.ranks
+        if ranks.is_alone:
+            return
         every = self._exchange((describe_routers(router), work.share() if work else None))
         calls = {call: rank for rank, (call, _) in zip(ranks.global_ranks, every, strict=True)}
         if len(calls) > 1:
@@ -133,8 +128,6 @@ class RankComm:
 
         Raises RankError where ranks of one copy of the model have different batches.
         """
-        if self.group is None:
-            return choice
         if self.group.topology.shares_batches:
             ranks = self.group.ranks
             own = contents_of(batch, [*choice.plans.values()], ())
@@ -157,7 +150,7 @@ class RankComm:
     def denominators(self, batch: RolloutBatch) -> Denominators:
         """Counts that the loss's means are taken over."""
         own = batch_denominators(batch)
-        if self.mean or self.group is None:
+        if self.mean or self.group.ranks.is_alone:
             return own
         every = self._of_batches((own.tokens, own.rollouts, group_digests(batch)))
         digests = np.concatenate([groups for _, _, groups in every])
@@ -170,7 +163,7 @@ class RankComm:
     def total(self, found: DenseRun, model: nn.Module, dtype: torch.dtype) -> DenseRun:
         """Gradients (in `dtype`) of this stage's parameters, and the loss, of all ranks' runs.
         Log-probs are this rank's."""
-        if self.group is None:
+        if self.group.ranks.is_alone:
             return found
         parameters = dict(model.named_parameters())
         own = [gradient is not None for gradient in found.gradients.values()]

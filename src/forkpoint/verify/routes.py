@@ -34,7 +34,7 @@ class HeldRoutes:
         self._routes: Routes | None = None
         if host.compute_dtype.itemsize == 8 or not host.shape.expert_layers:
             return
-        if host.group is not None:
+        if not host.group.ranks.is_alone:
             self._problem = "several ranks hold the model"
         elif not hold:
             self._problem = "hold_routes is False"

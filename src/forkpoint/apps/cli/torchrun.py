@@ -47,9 +47,10 @@ def from_the_first(work: Callable[[], T]) -> T:
     Raises its error there; RankError, with its text, in the others.
     """
     from forkpoint.parallel.group import RankGroup
-    from forkpoint.parallel.ranks import ranks_of
+    from forkpoint.parallel.ranks import DataRanks, ranks_of
 
-    return RankGroup(ranks_of(tuple(range(size()))) if size() > 1 else None).first(work)
+    ranks = ranks_of(tuple(range(size()))) if size() > 1 else DataRanks()
+    return RankGroup(ranks).first(work)
 
 
 def measured_link(device: DeviceName) -> "Link":

@@ -175,7 +175,7 @@ def _counted(trainer: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 def ranks_of(policy: Policy) -> int:
     """Ranks with rows of their own."""
-    return 1 if policy.host.group is None else policy.host.group.ranks.size
+    return policy.host.group.ranks.size
 
 
 @dataclass(frozen=True, repr=False)
@@ -205,7 +205,7 @@ def additive(
     needs_entropy: bool = True,
 ) -> Loss:
     """A function that is a sum over tokens as a loss whose gradients are averaged over ranks."""
-    if router is not None and policy.host.group is not None:
+    if router is not None and not policy.host.group.ranks.is_alone:
         return _PartsOfMean(function, ranks_of(policy), needs_entropy)
     return FunctionLoss(function, decomposition="token", needs_entropy=needs_entropy)
 

@@ -312,7 +312,7 @@ class Sharing:
         steps, self._steps = self._steps, self._steps + 1
         for one in window:
             one.arrivals.check_weights()
-            if one.steps == steps and self.policy(one.model).host.group is not None:
+            if one.steps == steps and not self.policy(one.model).host.group.ranks.is_alone:
                 one.arrivals.check_gradients()
             one.arrivals.used = True
         batches = [one for one in window if isinstance(one, MicroBatch)]
@@ -403,7 +403,7 @@ class Sharing:
             router = router_loss(packed, factor)
         terms = self._terms(window, packed, losses, state)
         values: list[Tensor] = []
-        on_ranks = policy.host.group is not None
+        on_ranks = not policy.host.group.ranks.is_alone
         if terms is None and on_ranks:
             stats, value = in_two_halves(policy, packed, losses, scale, router)
             values.append(value)

@@ -293,8 +293,7 @@ class SharedEngine:
 
     @property
     def _ranks(self) -> RankGroup:
-        group = self.policy.host.group
-        return RankGroup(None if group is None else group.ranks)
+        return RankGroup(self.policy.host.group.ranks)
 
     def _together(self, work: Callable[[], Any]) -> Any:
         """The result of `work`, on all ranks; where it raises on one, all raise. Collective."""
