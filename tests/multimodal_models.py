@@ -56,6 +56,19 @@ VISION: dict[str, dict[str, Any]] = {
     "qwen3_5": {**QWEN3_VISION, "num_position_embeddings": 16},
     "qwen3_5_moe": {**QWEN3_VISION, "num_position_embeddings": 16},
     "gemma3": SIGLIP,
+    "gemma4": {
+        **SIGLIP,
+        "head_dim": 8,
+        "pooling_kernel_size": 1,
+        "position_embedding_size": 16,
+    },
+    "llama4": {
+        **SIGLIP,
+        "intermediate_size": 64,
+        "vision_output_dim": 16,
+        "projector_input_dim": 16,
+        "projector_output_dim": 16,
+    },
     "mistral3": {**SIGLIP, "model_type": "pixtral", "head_dim": 8, "image_size": 32},
     "internvl": {**SIGLIP, "image_size": [16, 16], "patch_size": [4, 4]},
     "llava": {**SIGLIP, "model_type": "clip_vision_model", "projection_dim": 16},
@@ -72,6 +85,26 @@ TEXT: dict[str, dict[str, Any]] = {
     "qwen3_5": DELTA,
     "qwen3_5_moe": {**DELTA, **hybrids.EXPERTS},
     "gemma3": {"sliding_window": 7, "query_pre_attn_scalar": 8},
+    "gemma4": {
+        "sliding_window": 7,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "global_head_dim": 16,
+        "hidden_size_per_layer_input": 4,
+        "vocab_size_per_layer_input": 64,
+        "use_bidirectional_attention": "vision",
+        "final_logit_softcapping": 5.0,
+    },
+    "llama4": {
+        "num_hidden_layers": 4,
+        "attention_chunk_size": 7,
+        "floor_scale": 4,
+        "attn_scale": 0.7,
+        "num_local_experts": 4,
+        "interleave_moe_layer_step": 2,
+        "intermediate_size_mlp": 40,
+    },
     "mistral3": {"model_type": "mistral", "sliding_window": 7},
     "internvl": {"model_type": "qwen2"},
     "llava": {"model_type": "llama"},
@@ -127,4 +160,6 @@ def tiny_multimodal(
     torch.set_rng_state(state)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # the default's product has no float64
-    return model.to(dtype).train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Llama 4's encoder, which text does not run, is complex
+        return model.to(dtype).train()

@@ -260,6 +260,51 @@ def _gemma3(random: Generator, settings: Settings) -> Settings:
     return found
 
 
+def _gemma4(random: Generator, settings: Settings) -> Settings:
+    layers, dim = settings["num_hidden_layers"], settings["head_dim"]
+    kinds = [*_layer_types(random, layers - 1), "full_attention"]
+    # Before the layers that reuse keys and values there is one of each kind.
+    most = max(n for n in range(layers) if set(kinds[: layers - n]) == set(kinds))
+    full = {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    found: Settings = {
+        "layer_types": kinds,
+        "sliding_window": _window(random),
+        "num_kv_shared_layers": between(random, 0, most),
+        "use_double_wide_mlp": chance(random, 0.5),
+        "global_head_dim": dim * between(random, 1, 2),
+        "attention_k_eq_v": chance(random, 0.3),
+        "attention_bias": chance(random, 0.4),
+        "hidden_size_per_layer_input": one_of(random, (0, 3, 6)),
+        "vocab_size_per_layer_input": VOCABULARY,
+        "final_logit_softcapping": one_of(random, (None, 2.0, 10.0)),
+        "rope_parameters": {
+            "full_attention": full,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    }
+    if chance(random, 0.5):
+        experts = between(random, 2, 6)
+        chosen = between(random, 1, min(3, experts))
+        found |= {"enable_moe_block": True, "num_experts": experts, "top_k_experts": chosen}
+        found["moe_intermediate_size"] = 2 * between(random, 2, 10)
+    return found
+
+
+def _llama4(random: Generator, settings: Settings) -> Settings:
+    return {
+        "no_rope_layers": [int(chance(random, 0.6)) for _ in range(settings["num_hidden_layers"])],
+        "attention_chunk_size": _window(random),
+        "attn_temperature_tuning": chance(random, 0.7),
+        "floor_scale": between(random, 1, 8),
+        "attn_scale": one_of(random, (0.1, 0.7)),
+        "use_qk_norm": chance(random, 0.5),
+        "attention_bias": chance(random, 0.4),
+        "interleave_moe_layer_step": between(random, 1, 2),
+        "intermediate_size_mlp": 2 * between(random, 2, 20),
+        **_experts("num_local_experts")(random, settings),
+    }
+
+
 def _phi(random: Generator, settings: Settings) -> Settings:
     # Norms, and in older versions rotary embeddings, take the head dim from the width.
     width = settings["num_attention_heads"] * settings["head_dim"]
@@ -388,6 +433,8 @@ SPECIAL: dict[str, Draw] = {
     "gemma": _biased(),
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
+    "gemma4_text": _gemma4,
+    "llama4_text": _llama4,
     "olmo": _all(clip_qkv=_of(None, 0.5, 2.0), attention_bias=_odds(0.4)),
     "olmo2": _biased(),
     "olmo3": _all(_window_by_layer, _biased(), _two_ropes),

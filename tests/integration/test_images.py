@@ -257,6 +257,7 @@ TILES = np.zeros((1, 2, 3, 16, 16))
 REFUSED: dict[str, tuple[str, list[Rollout], str]] = {
     "text alone": ("glm4v", trained([3, *FOUR, 4], [ONE], [0, 1, 1, 1, 1, 0]), "text alone"),
     "both ways": ("gemma3", trained([3, *FOUR, 4], [ONE], [0, 1, 1, 1, 1, 0]), "both ways"),
+    "both ways too": ("gemma4", trained([3, *FOUR, 4], [ONE], [0, 1, 1, 1, 1, 0]), "both ways"),
     "input": (
         "qwen3_vl",
         trained([3, *FOUR, 4], [pixels("qwen3_vl", sizes=np.ones(1))], [0, 1, 1, 1, 1, 0]),
@@ -337,15 +338,14 @@ def test_tokens_of_images_that_are_called_text(family: str) -> None:
         policy.forward_backward([*batch, *text], GRPO())
 
 
-@pytest.mark.parametrize(("family", "text"), [("paligemma", "gemma"), ("gemma4", "gemma4_text")])
-def test_families_whose_images_are_seen_both_ways_are_refused(family: str, text: str) -> None:
-    if family not in CONFIG_MAPPING:
-        pytest.skip(f"this transformers has no {family}")
-    make: Any = CONFIG_MAPPING[family]
-    config = make(text_config=CONFIG_MAPPING[text](**SIZES))
+def test_families_whose_prompts_are_seen_both_ways_are_refused() -> None:
+    make: Any = CONFIG_MAPPING["paligemma"]
     with torch.device("meta"):
+        config = make(text_config=CONFIG_MAPPING["gemma"](**SIZES))
         model = AutoModelForImageTextToText.from_config(config)
-    with pytest.raises(UnsupportedError, match=f"model_type '{family}'. has not been shown exact"):
+    with pytest.raises(
+        UnsupportedError, match=r"model_type 'paligemma'\) has not been shown exact"
+    ):
         wrap(model)
 
 

@@ -36,7 +36,7 @@ def stock_gradients(model: Any, batch: RolloutBatch) -> dict[str, Tensor | None]
     """With positions as the model finds them itself."""
 
     def positions(rollout: Rollout) -> dict[str, Tensor]:
-        if not hasattr(model.model, "get_rope_index"):
+        if not hasattr(model.base_model, "get_rope_index"):
             return {}
         ids = torch.tensor(rollout.token_ids)[None]
         found = model.model.get_rope_index(ids, mm_token_type_ids=torch.zeros_like(ids))[0]
@@ -58,7 +58,7 @@ def test_text_equals_the_stock_forward(family: str) -> None:
             policy.with_config(**vars(config)).forward_backward(BATCH, weighted)
             assert relative_distance(gradients(model), wanted) < BAR, config
             assert all(p.grad is None for p in tower(model).values())
-            assert all(p.grad is not None for p in model.lm_head.parameters())
+            assert all(p.grad is not None for p in model.get_output_embeddings().parameters())
 
 
 def test_every_family_is_tested() -> None:
@@ -124,7 +124,8 @@ def test_verify(family: str) -> None:
 def test_adapters(family: str) -> None:
     """On the language model, the encoder and the head's inputs alike; peft saves their names."""
     base = tiny_multimodal(family)
-    model: Any = lora(base, target_modules="all-linear")
+    # peft wraps routers of Llama 4 as if they were plain linear layers, which fails.
+    model: Any = lora(base, target_modules="all-linear", exclude_modules=["router"])
     assert isinstance(model, PeftModel)
     with lifted_upcasts(model):
         policy = wrap(model, CONFIGS[1])

@@ -37,8 +37,10 @@ def features(model: nn.Module, windows: set[int]) -> list[str]:
     `windows` are those that its layers asked attention for; 0 is none.
     """
     config = model.config
+    chunks = "chunked_attention" in (getattr(config, "layer_types", None) or ())
     found = {
-        "windows": windows != {0},
+        "windows": windows != {0} and not chunks,
+        "chunks": chunks,
         "sinks": any(hasattr(m, "sinks") for m in model.modules()),
         "softcap": bool(getattr(config, "attn_logit_softcapping", None)),
         "latents": hasattr(config, "kv_lora_rank"),

@@ -46,6 +46,31 @@ SPECIAL: dict[str, dict] = {
     "ministral": {"sliding_window": WINDOW},
     "gemma2": {"sliding_window": WINDOW, "query_pre_attn_scalar": 8},
     "gemma3_text": {"sliding_window": WINDOW, "query_pre_attn_scalar": 8},
+    # The last two layers read keys and values of the first two.
+    "gemma4_text": {
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "global_head_dim": 16,
+        "hidden_size_per_layer_input": 4,
+        "vocab_size_per_layer_input": 61,
+        "final_logit_softcapping": 5.0,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+    },
+    # The last layer sees all, without rotary positions.
+    "llama4_text": {
+        "attention_chunk_size": WINDOW,
+        "floor_scale": 4,
+        "attn_scale": 0.7,
+        "num_local_experts": 4,
+        "interleave_moe_layer_step": 2,
+        "intermediate_size_mlp": 40,
+        "pad_token_id": 0,
+    },
     "olmo3": {"sliding_window": WINDOW},
     "phi3": {"sliding_window": WINDOW, "pad_token_id": 0},
     "exaone4": {"sliding_window": WINDOW},
@@ -108,7 +133,8 @@ def build(family: str, *, critic: bool = False) -> PreTrainedModel:
     if hasattr(model, "set_experts_implementation"):
         # The default's grouped matrix product has no float64.
         model.set_experts_implementation("eager")
-    model.config._attn_implementation = PLAIN_ATTENTION
+    chunked = family == "llama4_text"  # by its mask
+    model.config._attn_implementation = "eager" if chunked else PLAIN_ATTENTION
     return model.train()
 
 
@@ -200,9 +226,11 @@ def test_gradients_equal_dense(family: str, monkeypatch: pytest.MonkeyPatch) -> 
     windows: set[int] = set()
     table = CacheView.table
 
-    def noting(self: CacheView, window: int, device: torch.device) -> AttentionTable:
+    def noting(
+        self: CacheView, window: int, device: torch.device, *, chunked: bool = False
+    ) -> AttentionTable:
         windows.add(window)
-        return table(self, window, device)
+        return table(self, window, device, chunked=chunked)
 
     monkeypatch.setattr(CacheView, "table", noting)
     worst = worst_error(model, batch(), GRPO(kl=0.1), WAYS_OF[family], "logprobs")

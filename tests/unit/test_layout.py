@@ -95,12 +95,13 @@ def test_every_query_sees_its_path_and_nothing_else(
 
 
 def check_tables(plan: Plan, window: int) -> None:
-    """Every query sees its path and nothing else, with the window and without."""
+    """Every query sees its path and nothing else: all of it, a window, or its chunk."""
     for microbatch in plan.microbatches:
         paths = on_path(plan, microbatch)
         full = full_table(plan.forest, microbatch, plan.cache_of)
         windowed = windowed_table(plan.forest, microbatch, plan.cache_of, window)
-        for table, width in ((full, 0), (windowed, window)):
+        chunked = windowed_table(plan.forest, microbatch, plan.cache_of, window, chunked=True)
+        for table, width in ((full, 0), (windowed, window), (chunked, window)):
             AttentionTable.from_numpy(table.launches, table.cu, table.key_index)
             first = launches_of(table)[0]
             assert (first["q_begin"], first["q_end"], first["causal"]) == (
@@ -110,12 +111,14 @@ def check_tables(plan: Plan, window: int) -> None:
             )
             seen = visible(table, width)
             for place, path in paths.items():
-                assert seen[place] == Counter(path[-width:] if width else path)
+                read = (len(path) - 1) % width + 1 if table is chunked else width
+                assert seen[place] == Counter(path[-read:] if width else path)
         for launch in launches_of(full)[1:]:
             assert not launch["causal"], "above a segment all is seen: rectangles"
         assert windowed.key_index is not None
         copied = len(windowed.key_index) - microbatch.tokens
         assert copied <= (window - 1) * len(microbatch.segments), "a bounded copy"
+        assert chunked.key_index is not None and len(chunked.key_index) <= len(windowed.key_index)
 
 
 def plan_of(lists: list[list[int]], **options) -> Plan:

@@ -95,21 +95,28 @@ class CacheView:
             self.capture.open = captures
         self._plan = plan
         self._microbatch = microbatch
-        self._tables: dict[int, AttentionTable] = {}
+        self._tables: dict[tuple[int, bool], AttentionTable] = {}
         self._states: dict[int, RecurrentStates] = {}
         inside = set(microbatch.segments)
         parents = {int(plan.forest.parent[segment]) for segment in microbatch.segments}
         self._reads_cache = any(parent >= 0 for parent in parents - inside)
 
-    def table(self, window: int, device: torch.device) -> AttentionTable:
-        """The launches of layers with this window (0 sees all), built once."""
-        if window not in self._tables:
+    def table(self, window: int, device: torch.device, *, chunked: bool = False) -> AttentionTable:
+        """The launches of layers with this window (0 sees all), built once.
+
+        chunked: the window is the length of a chunk; see `windowed_table`.
+        """
+        if (window, chunked) not in self._tables:
             arguments = self._plan.forest, self._microbatch, self._plan.cache_of
-            table = windowed_table(*arguments, window) if window else full_table(*arguments)
-            self._tables[window] = AttentionTable.from_numpy(
+            table = (
+                windowed_table(*arguments, window, chunked=chunked)
+                if window
+                else full_table(*arguments)
+            )
+            self._tables[window, chunked] = AttentionTable.from_numpy(
                 table.launches, table.cu, table.key_index, device=device
             )
-        return self._tables[window]
+        return self._tables[window, chunked]
 
     def ancestors(self, module: Hashable) -> "LayerAncestors | None":
         """K and V of the microbatches around this one in an attention module; None if it reads

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from forkpoint.engine.prefix_cache import capture_prefix
-from forkpoint.hosts.calls import CallContext
+from forkpoint.hosts.calls import CallContext, chunk_of
 from forkpoint.hosts.compiled_attention import layer_attention, numbered
 from forkpoint.hosts.compiled_context import context_attention
 from forkpoint.hosts.early_exit import EarlyExit
@@ -35,7 +35,8 @@ def attend(
         k_BLKD: keys.
         v_BLKE: values.
         scale: of the scores; by default the inverse root of D.
-        window: how many tokens each sees, itself included; 0 is all before it.
+        window: how many tokens each sees, itself included; 0 is all before it. In layers with
+            chunks (`set_chunk`) how many tokens one has.
         softcap: a bound of the scores, by tanh; 0 is none.
         sinks: [H], a score of each head that takes weight and gives no value.
 
@@ -70,7 +71,7 @@ def attend(
         q_THD,
         k_TKD,
         v_TKE,
-        table=context.state.table(window, q_BLHD.device),
+        table=context.state.table(window, q_BLHD.device, chunked=chunk_of(layer) > 0),
         cache=context.state.ancestors(layer),
         sinks=None if sinks is None else places.own_heads(sinks),
         scale=factor,

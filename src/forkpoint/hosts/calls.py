@@ -24,6 +24,7 @@ from forkpoint.rollouts.media import Media
 
 CLAIM = "_forkpoint_step"
 """An attribute of a model while a step runs it: the step's changes."""
+_CHUNK = "_forkpoint_chunk"
 _forward = threading.local()
 """Per thread: "context", while it runs a forward of a step."""
 
@@ -69,6 +70,19 @@ class EncoderContext:
 
     def __init__(self, medium: Media) -> None:
         self.medium: Media = medium
+
+
+def set_chunk(layer: nn.Module, tokens: int, changes: Changes) -> None:
+    """Let a layer's tokens see those of their own chunk alone, until the changes are undone.
+
+    tokens: of a chunk; the first begins where rollouts begin.
+    """
+    changes.set(vars(layer), _CHUNK, tokens)
+
+
+def chunk_of(layer: nn.Module) -> int:
+    """How many tokens a chunk of the layer has; 0 where it has none."""
+    return getattr(layer, _CHUNK, 0)
 
 
 def refuse_call(*_: Any, **__: Any) -> NoReturn:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.prefix_cache import Capture, add_captured, write_prefix
-from forkpoint.hosts.calls import CallContext
+from forkpoint.hosts.calls import CallContext, chunk_of
 from forkpoint.ops.attention.kernel import Options
 from forkpoint.ops.attention.operator import Reading, attend, attend_backward
 from forkpoint.ops.dtypes import accumulate_dtype
@@ -37,7 +37,7 @@ class LayerCall:
         self.capture: Capture | None = state.capture
         write_prefix(k_TKD, (layer, "k"), state.capture)
         write_prefix(v_TKE, (layer, "v"), state.capture)
-        table = state.table(options.window, k_TKD.device)
+        table = state.table(options.window, k_TKD.device, chunked=chunk_of(layer) > 0)
         cache = state.ancestors(layer)
         self.reading: Reading = Reading(table, cache, options, context.config.attention_kernel)
 

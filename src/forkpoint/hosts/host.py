@@ -199,9 +199,14 @@ class ModelHost:
         through the checkpoint, which lies within the block."""
         ahead = self.device.type == "cuda"
         deals = not self.shape.recurrent_layers
-        able = Capabilities(runs_ahead=ahead, checkpoints=("none",), deals_segments=deals)
+        able = Capabilities(
+            leaves_early=self.shape.leaves_early,
+            runs_ahead=ahead,
+            checkpoints=("none",),
+            deals_segments=deals,
+        )
         if self.entry.checkpointed:
-            return replace(able, leaves_early=False)
+            return able
         if self.compiles and not self.topology.places.whole:
             return able  # not shown exact with checkpoints
         selective = ("selective",) if all(map(has_mlp, self.blocks)) else ()

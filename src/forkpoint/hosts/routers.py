@@ -107,7 +107,8 @@ def routers_of_copy(routers: Iterable[FoundRouter], copy: nn.Module) -> list[Fou
 def num_experts(router: FoundRouter) -> int:
     """The number of experts that a router chooses among."""
     given = getattr(router.module, "num_experts", None)
-    weight = getattr(router.module, "weight", None)
+    projection = getattr(router.module, "proj", router.module)  # as Gemma 4 has it
+    weight = getattr(projection, "weight", None)
     if weight is None and isinstance(given, int):
         return given
     if not isinstance(weight, Tensor):

@@ -77,7 +77,7 @@ def make_plan(
         calibration = Calibration.load(Path(config.calibration or ""))
     if capabilities is None:
         capabilities = Capabilities(
-            leaves_early=shape is None or not shape.checkpointed,
+            leaves_early=shape is None or shape.leaves_early,
             deals_segments=shape is None or not shape.recurrent_layers,
         )
     builder = Builder(

@@ -6,7 +6,7 @@ engine makes tensors of them once a microbatch.
 """
 
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -137,27 +137,38 @@ def _stretches(forest: Forest, microbatch: Microbatch) -> list[tuple[int, int, i
 
 
 def windowed_table(
-    forest: Forest, microbatch: Microbatch, cache_of: dict[int, int], window: int
+    forest: Forest,
+    microbatch: Microbatch,
+    cache_of: dict[int, int],
+    window: int,
+    *,
+    chunked: bool = False,
 ) -> Table:
     """The one launch of a windowed layer.
 
     Each segment's keys are copied together: the at most `window` - 1 nearest tokens above it on its
     path, then its own. A scalar window argument, aligned to the end, then masks exactly.
+
+    chunked: tokens see those of their own chunk alone, the first of which is at a multiple of
+    `window` on the path. Segments are then cut where a chunk begins.
     """
     visible = VisibleKeys(forest, microbatch, cache_of)
     pieces, keys, total = [], [], 0
     for segment, begin in zip(microbatch.segments, microbatch.segment_begin, strict=True):
-        n = int(forest.length[segment])
-        gathered = [np.arange(begin, begin + n)]
-        wanted = window - 1
+        start, n = int(forest.start[segment]), int(forest.length[segment])
+        cuts = range(-start % window or window, n, window) if chunked else ()
+        wanted = start % window if chunked else window - 1
+        above = []
         for source, k_begin, k_end in reversed(visible.above(segment)):
             taken = np.arange(max(k_begin, k_end - wanted), k_end)
-            gathered.append(taken if source == FROM_OWN else -1 - taken)
+            above.append(taken if source == FROM_OWN else -1 - taken)
             wanted -= len(taken)
-        keys += reversed(gathered)
-        count = n + window - 1 - wanted
-        pieces.append(_Piece(FROM_GATHER, begin, n, total, count))
-        total += count
+        keys += [*reversed(above), np.arange(begin, begin + n)]
+        read = sum(map(len, above))
+        for at, end in pairwise((0, *cuts, n)):
+            pieces.append(_Piece(FROM_GATHER, begin + at, end - at, total, read + end - at))
+            total += read + end - at
+            read = 0
     table = _table([(True, pieces)])
     return Table(table.launches, table.cu, np.concatenate(keys))
 

@@ -152,6 +152,11 @@ MODELS: tuple[Kind, ...] = (
         message="'Qwen/Qwen3-8B' of type str is no model; wrap takes one in memory, as",
     ),
     model_kind(
+        "Text that sees what follows it",
+        lambda _: tiny_model("gemma3_text", use_bidirectional_attention=True),
+        message="the configuration has use_bidirectional_attention=True: tokens see those that",
+    ),
+    model_kind(
         "A module that is no transformers model",
         lambda _: nn.Linear(2, 2),
         message="torch.nn.modules.linear.Linear is not a transformers model;",

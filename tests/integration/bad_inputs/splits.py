@@ -13,6 +13,8 @@ from bad_inputs.models import in_process_group
 from forkpoint import Config, wrap
 from forkpoint.errors import ConfigError, RankError, UnsupportedError
 from forkpoint.parallel.copies import Contents, check_same_batches, check_same_losses
+from forkpoint.plan.stages import Stage
+from forkpoint.testing import tiny_model
 from versions import SPLITS_OTHERWISE
 
 
@@ -52,6 +54,11 @@ def in_stages(model: Any, mesh: DeviceMesh) -> nn.Module:
 
     model.model.layers[-1] = PipelineIdentityLayer()
     return split(model, mesh)
+
+
+def llama4() -> Any:
+    small = {"num_local_experts": 2, "intermediate_size_mlp": 48, "pad_token_id": 0}
+    return wrap(tiny_model("llama4_text", **small)).host
 
 
 def contents(rollouts: str = "a", plan: str = "b", *numbers: float) -> Contents:
@@ -107,6 +114,18 @@ SPLITS: tuple[Kind, ...] = (
         error=UnsupportedError,
         message="Config(compile_blocks=True) asks for compiled decoder blocks, which have not",
         call=in_process_group(compiled),
+    ),
+    Kind(
+        name="Stages of a family that is not divided",
+        error=UnsupportedError,
+        message="Llama4ForCausalLM is divided over ranks by stages of a pipeline, which has not",
+        call=lambda: llama4().entry.hold_stage(Stage(0, 2, 0, 1, 3)),
+    ),
+    Kind(
+        name="Context parallelism of a family that is not divided",
+        error=UnsupportedError,
+        message="Llama4ForCausalLM is divided over ranks by context parallelism, which has not",
+        call=lambda: (host := llama4()).entry.check_context_parallel(host.shape, 2),
     ),
     Kind(
         name="A mesh without names",

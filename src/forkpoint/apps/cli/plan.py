@@ -261,7 +261,7 @@ class _Planner:
         measured = self.config.calibration
         named = measured not in (None, AUTO)
         self.calibration = Calibration.load(Path(measured or "")) if named else None
-        leaves_early = shape is None or not shape.checkpointed
+        leaves_early = shape is None or shape.leaves_early
         self.capabilities = Capabilities(leaves_early=leaves_early, runs_ahead=device is not None)
         self.budget_bytes: int | None = self.config.memory_budget_bytes
         if self.config.memory_budget == AUTO and device is not None:

@@ -14,8 +14,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from forkpoint.engine.changes import Changes
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.attention import attend
-from forkpoint.hosts.calls import CallContext, in_forward, refuse_call
+from forkpoint.hosts.calls import CallContext, chunk_of, in_forward, refuse_call
 from forkpoint.hosts.modules import every_module
+from forkpoint.hosts.transformers.llama4 import tempered
 
 ATTENTION_NAME = "forkpoint"
 """The attention implementation that runs in steps, as transformers knows it."""
@@ -90,11 +91,11 @@ def _attend(
     o_BLHE = attend(
         context,
         module,
-        q_BLHD,
+        tempered(module, q_BLHD, context),
         k_BLKD,
         v_BLKE,
         scale=scaling,
-        window=sliding_window or 0,
+        window=chunk_of(module) or sliding_window or 0,
         softcap=softcap or 0.0,
         sinks=s_aux,
     )

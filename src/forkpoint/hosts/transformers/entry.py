@@ -28,6 +28,7 @@ from forkpoint.hosts.transformers.encoders import (
 from forkpoint.hosts.transformers.families import Family, known_family
 from forkpoint.hosts.transformers.heads import head_of
 from forkpoint.hosts.transformers.linear_attention import run_recurrences
+from forkpoint.hosts.transformers.llama4 import place_queries
 from forkpoint.hosts.transformers.multimodal import (
     check_language_model,
     decoder_of,
@@ -76,6 +77,8 @@ class TransformersEntry:
         assert family is not None
         self.family: Family = family
         refuse_split(self.core, splits)
+        if splits:
+            refusals.check_undivided(self.core, family, "tp_plan")
         self.head: ModelHead = head_of(self.core, self.family, splits)
 
     @property
@@ -104,6 +107,7 @@ class TransformersEntry:
         return Routers(self.model, self.core)
 
     def check_context_parallel(self, shape: ModelShape, ranks: int) -> None:
+        refusals.check_undivided(self.core, self.family, "context parallelism")
         refusals.check_context_parallel(self.core, shape, ranks)
 
     def configs(self) -> list[Any]:
@@ -124,6 +128,7 @@ class TransformersEntry:
         return max(1, deep_layers(self.core))
 
     def hold_stage(self, stage: Stage) -> None:
+        refusals.check_undivided(self.core, self.family, "stages of a pipeline")
         hold_stage(self.core, stage, FINAL_NORMS)
 
     @property
@@ -146,6 +151,7 @@ class TransformersEntry:
     def check_model(self) -> None:
         check_language_model(self.core)
         check_cut(decoder_of(self.core).layers)
+        refusals.check_causal(self.core)
         refusals.check_modules(self.model, packages_of(self.core), self.idle)
         refusals.check_attention_function(self.model)
 
@@ -173,6 +179,7 @@ class TransformersEntry:
     def attach(self, changes: Changes) -> None:
         calls.set_attention(self.decoder, changes)
         run_recurrences(self.core, changes)
+        place_queries(self.decoder, changes)
 
     def run(self, ids_1T: Tensor, positions_1T: Tensor, context: CallContext) -> Any:
         given = {calls.CONTEXT_ARGUMENT: context}

@@ -38,6 +38,9 @@ class Family:
     """The dimension along which inputs of the media of one row are joined."""
     bidirectional: bool = False
     """Whether tokens of an image see each other both ways."""
+    undivided: bool = False
+    """Whether parts of the model on ranks (tensor and context parallelism, stages of a pipeline)
+    have not been shown exact."""
 
     @property
     def critic_class(self) -> str:
@@ -72,12 +75,16 @@ FAMILIES = {
     "qwen3_next": Family("Qwen3NextForCausalLM"),
     "qwen3_5_text": Family("Qwen3_5ForCausalLM", package="qwen3_5", media=QWEN3_5_MEDIA),
     "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", package="qwen3_5_moe", media=QWEN3_5_MEDIA),
+    "llama4_text": Family("Llama4ForCausalLM", package="llama4", undivided=True),
     "mistral": Family("MistralForCausalLM"),
     "ministral": Family("MinistralForCausalLM"),
     "mixtral": Family("MixtralForCausalLM"),
     "gemma": Family("GemmaForCausalLM"),
     "gemma2": Family("Gemma2ForCausalLM", softcap="final_logit_softcapping"),
     "gemma3_text": Family("Gemma3ForCausalLM", package="gemma3", softcap="final_logit_softcapping"),
+    "gemma4_text": Family(
+        "Gemma4ForCausalLM", package="gemma4", softcap="final_logit_softcapping", undivided=True
+    ),
     "olmo": Family("OlmoForCausalLM"),
     "olmo2": Family("Olmo2ForCausalLM"),
     "olmo3": Family("Olmo3ForCausalLM"),
@@ -125,6 +132,14 @@ MULTIMODAL = {
     "qwen3_5": _qwen("Qwen3_5", "qwen3_5_text"),
     "qwen3_5_moe": _qwen("Qwen3_5Moe", "qwen3_5_moe_text"),
     "gemma3": _multimodal("Gemma3", "gemma3_text", bidirectional=True),
+    "gemma4": _multimodal(
+        "Gemma4",
+        "gemma4_text",
+        softcap="final_logit_softcapping",
+        bidirectional=True,
+        undivided=True,
+    ),
+    "llama4": _multimodal("Llama4", "llama4_text", undivided=True),
     "mistral3": _multimodal("Mistral3", kinds=IMAGES),
     "internvl": _multimodal("InternVL", kinds=IMAGES),
     "llava": _multimodal("Llava", kinds=IMAGES),

@@ -14,7 +14,9 @@ from forkpoint.hosts.transformers.families import FAMILIES, MULTIMODAL
 
 def decoder_of(core: PreTrainedModel) -> Any:
     """The decoder below the head of a language model, a critic or a multimodal model."""
-    return core.get_decoder() if core.config.model_type in MULTIMODAL else core.base_model
+    found = core.get_decoder() if core.config.model_type in MULTIMODAL else core.base_model
+    # Llama 4's language model does not say where its decoder is, and gives itself.
+    return found.model if plain_class(found).__name__ == "Llama4ForCausalLM" else found
 
 
 def idle_modules(core: PreTrainedModel) -> frozenset[nn.Module]:
@@ -50,10 +52,11 @@ def check_language_model(core: PreTrainedModel) -> None:
     if family is None:
         return
     kind = decoder_of(core).config.model_type
-    if kind not in (family.decoders or FAMILIES):
+    known = family.decoders or [name for name, text in FAMILIES.items() if not text.undivided]
+    if kind not in known:
         raise UnsupportedError(
             f"the language model of {plain_class(core).__name__} is a {kind!r}, which has not been "
-            f"shown exact; supported are {', '.join(family.decoders or FAMILIES)}."
+            f"shown exact; supported are {', '.join(known)}."
         )
     for name, module in _around(core)[1:]:
         found = [hooks for hooks in HOOKS if vars(module)[hooks]]

@@ -281,6 +281,25 @@ def supported_model(model: nn.Module) -> PreTrainedModel:
     return inner
 
 
+def check_undivided(core: Any, family: Family, what: str) -> None:
+    """Refuse a family whose parts on ranks have not been shown exact. `what`: divides the model."""
+    if family.undivided:
+        raise UnsupportedError(
+            f"{plain_class(core).__name__} is divided over ranks by {what}, which has not been "
+            "shown exact for this family. Use fully_shard or DistributedDataParallel."
+        )
+
+
+def check_causal(core: Any) -> None:
+    """Refuse text that sees what follows it, as embedding models of Gemma 3 and 4 do."""
+    found = getattr(decoder_of(core).config, "use_bidirectional_attention", None)
+    if found in (True, "all"):
+        raise UnsupportedError(
+            f"the configuration has use_bidirectional_attention={found!r}: tokens see those that "
+            "follow them, so that rollouts would differ on tokens they share. Use a causal model."
+        )
+
+
 def check_context_parallel(core: Any, shape: ModelShape, ranks: int) -> None:
     """Refuse layers that have not been shown exact where each rank runs a part of the places."""
     if shape.heads % ranks:

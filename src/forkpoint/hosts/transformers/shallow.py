@@ -73,7 +73,20 @@ def enable_checkpointing(model: Any) -> None:
 def _shallow(config: dict[str, Any], layers: int) -> dict[str, Any]:
     changed = {**config, "num_hidden_layers": layers, "vocab_size": VOCABULARY}
     changed |= dict.fromkeys(OF_TOKENS)
-    if kinds := config.get("layer_types"):
-        # More layers than the model has repeat its pattern.
-        changed["layer_types"] = [kinds[layer % len(kinds)] for layer in range(layers)]
+    for name in ("layer_types", "no_rope_layers"):
+        if kinds := config.get(name):
+            # More layers than the model has repeat its pattern.
+            changed[name] = [kinds[layer % len(kinds)] for layer in range(layers)]
+    if mixed := config.get("moe_layers"):
+        count = config["num_hidden_layers"]
+        changed["moe_layers"] = [layer for layer in range(layers) if layer % count in mixed]
+    if config["model_type"] == "gemma4_text":
+        changed["vocab_size_per_layer_input"] = VOCABULARY
+        # There may be no layers before the first that reads others' keys and values.
+        changed["num_kv_shared_layers"] = 0
+        changed["layer_types"][-1] = "full_attention"  # as its configuration demands
+        if "per_layer_config" in config:
+            wide = next(iter(config["per_layer_config"].values()), {})
+            kinds = enumerate(changed["layer_types"])
+            changed["per_layer_config"] = {n: wide for n, k in kinds if k == "full_attention"}
     return changed

@@ -22,7 +22,7 @@ from forkpoint.tree.forest import Forest, IntArray
 LINEAR_BACKWARD = 2.0
 ATTENTION_BACKWARD = 2.5
 
-ATTENTION_KINDS = ("full_attention", "sliding_attention", "attention")
+ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 """Values of a configuration's layer_types; hybrids of Granite write the last for the first."""
 
 
@@ -40,7 +40,7 @@ class ModelShape:
     vocab: int
     windows: tuple[int, ...] = field(default=())
     """One entry a layer that attends: how many positions a query sees, itself included; 0 sees
-    all."""
+    all. Of a layer with chunks, how many one has."""
     attention_parameters: int | None = None
     """Weights of one layer's attention, where they are not those of q, k, v and o projections."""
     attention_activations: int = 0
@@ -67,6 +67,8 @@ class ModelShape:
     expert_activations: int = 0
     """Numbers that one token keeps in one of them, besides those of an MLP as wide as all experts
     that it goes through: see `plan.pricing.mixtures`."""
+    reused_layers: int = 0
+    """Last layers that read keys and values of layers before them (Gemma 4)."""
     router_bytes: int = 0
     """Bytes that its router keeps of one token there, whatever the model's dtype."""
     dtype_bytes: int = 2
@@ -122,7 +124,7 @@ class ModelShape:
         optional = ("head_dim", "num_key_value_heads")
         given = {n: size(n, config[n]) for n in optional if config.get(n) is not None}
         head_dim = given.get("head_dim") or hidden // heads
-        window = count(config, "sliding_window")
+        window, chunk = (count(config, n) for n in ("sliding_window", "attention_chunk_size"))
         # Without kinds of layers, a window is that of all of them.
         given_kinds = config.get("layer_types") or ["sliding_attention"] * layers
         if not isinstance(given_kinds, list | tuple):
@@ -146,6 +148,8 @@ class ModelShape:
         kinds = [kind for kind in kinds if kind not in recurrent_kinds(config)]
         if config.get("use_sliding_window") is False:
             window = 0
+        windows = {"sliding_attention": window, "chunked_attention": chunk}
+        head_dim = _mean_head_dim(config, kinds, head_dim)
         return cls(
             **{
                 "layers": layers,
@@ -156,13 +160,20 @@ class ModelShape:
                 "value_dim": head_dim,
                 "intermediate": active_intermediate(config, layers),
                 "vocab": vocab,
-                "windows": tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
+                "windows": tuple(windows.get(kind, 0) for kind in kinds),
+                "reused_layers": count(config, "num_kv_shared_layers"),
                 **(_latent_attention(config) if config.get("kv_lora_rank") else {}),
                 **recurrent,
                 **mixture_shape(config, layers, changes.get("dtype_bytes", 2)),
                 **changes,
             }
         )
+
+    @property
+    def leaves_early(self) -> bool:
+        """Whether a microbatch can end in the last block: keys and values there must be made by all
+        blocks before it, and no block may be checkpointed by the model itself."""
+        return not (self.checkpointed or self.reused_layers)
 
     @property
     def linear_parameters(self) -> int:
@@ -269,6 +280,19 @@ class ModelShape:
             # All of an MLP but its last product, whose output the backward does not need.
             return self.layers * 2 * self.hidden * self.intermediate / self.linear_parameters
         return 0.0
+
+
+def _mean_head_dim(config: Mapping[str, Any], kinds: list[str], head_dim: int) -> int:
+    """Over layers, rounded up: those of Gemma 4 that see all tokens have wider heads."""
+    wide = config.get("global_head_dim")
+    if isinstance(layers := config.get("per_layer_config"), Mapping):
+        found = (each.get("head_dim") for each in layers.values() if isinstance(each, Mapping))
+        wide = next((dim for dim in found if dim is not None), None)
+    if wide is None:
+        return head_dim
+    full = kinds.count("full_attention")
+    every = full * size("global_head_dim", wide) + (len(kinds) - full) * head_dim
+    return -(-every // len(kinds))
 
 
 def _latent_attention(config: Mapping[str, Any]) -> dict[str, int]:

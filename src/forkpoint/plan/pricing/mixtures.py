@@ -30,7 +30,13 @@ def active_intermediate(config: Mapping[str, Any], layers: int) -> int:
     In mixtures of experts these are the experts that a token is routed to, and the shared ones.
     """
     dense = 0 if only_experts(config) else needed(config, "intermediate_size")
-    if not count(config, "num_experts_per_tok"):
+    if config.get("use_double_wide_mlp"):  # of layers that reuse keys and values (Gemma 4)
+        dense += dense * count(config, "num_kv_shared_layers") // layers
+    if _is_llama4(config):
+        experts, mixed = _routed(config) + 1, _llama4_layers(config, layers)
+        alone = (layers - mixed) * needed(config, "intermediate_size_mlp")
+        return (alone + mixed * experts * dense) // layers
+    if not _routed(config):
         return count(config, "shared_intermediate_size", dense)
     width = count(config, "moe_intermediate_size", dense)
     expert = (_routed(config) + count(config, "n_shared_experts")) * width
@@ -38,6 +44,8 @@ def active_intermediate(config: Mapping[str, Any], layers: int) -> int:
         expert = 0
     for shared in ("shared_expert_intermediate_size", "shared_intermediate_size"):
         expert += count(config, shared)
+    if config.get("enable_moe_block"):  # beside an MLP (Gemma 4)
+        expert += dense
     first = _first_dense(config, layers)
     return (first * dense + (layers - first) * expert) // layers
 
@@ -52,8 +60,9 @@ def mixture_shape(config: Mapping[str, Any], layers: int, dtype_bytes: int) -> d
     if dtype_bytes < 4 and any(count(config, name) for name in COMPUTED_WIDE):
         router = needed(config, "hidden_size") * ROUTER_FLOAT_BYTES
     experts = max(chosen, next((found for name in names if (found := count(config, name))), 0))
+    mixed = layers - _first_dense(config, layers)
     return {
-        "expert_layers": layers - _first_dense(config, layers),
+        "expert_layers": _llama4_layers(config, layers) if _is_llama4(config) else mixed,
         "expert_activations": expert_activations(config, GROUPED),
         "router_bytes": router + experts * ROUTER_FLOAT_BYTES + INDICES * chosen * INDEX_BYTES,
     }
@@ -85,8 +94,25 @@ def only_experts(config: Mapping[str, Any]) -> bool:
 
 
 def _routed(config: Mapping[str, Any]) -> int:
-    """To how many experts a token is sent."""
+    """To how many experts a token is sent. In Llama 4 all experts compute all tokens, most of them
+    as zeros."""
+    if _is_llama4(config):
+        return count(config, "num_local_experts")
+    if config.get("enable_moe_block"):
+        return count(config, "top_k_experts")
     return count(config, "num_experts_per_tok")
+
+
+def _is_llama4(config: Mapping[str, Any]) -> bool:
+    return config.get("model_type") == "llama4_text"
+
+
+def _llama4_layers(config: Mapping[str, Any], layers: int) -> int:
+    """How many layers have experts."""
+    given = config.get("moe_layers")
+    if isinstance(given, list | tuple):
+        return min(layers, len(given))
+    return layers // max(1, count(config, "interleave_moe_layer_step", 1))
 
 
 def _first_dense(config: Mapping[str, Any], layers: int) -> int:
