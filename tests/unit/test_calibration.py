@@ -177,12 +177,12 @@ def test_files_of_other_kinds_are_refused(text: str, message: str, tmp_path: Pat
 
 DAMAGES: dict[str, tuple[Callable[[dict], object], str]] = {
     "a list for a curve": (lambda v: v.update(block=[1, 2]), "block"),
-    "figures missing": (lambda v: v["head"].update(forward=[1.0]), "head"),
-    "sizes that descend": (lambda v: v["block"].update(at=[9, 1]), r"block\.at"),
+    "figures missing": (lambda v: v["head"].update(forward=[1.0]), "equally many"),
+    "sizes that descend": (lambda v: v["block"].update(at=[9, 1]), "do not ascend"),
     "NaN": (lambda v: v["block"].update(forward=[math.nan, 1.0]), "NaN"),
     "negative times": (lambda v: v["block"].update(forward=[-5.0, 1.0]), "forward"),
-    "a rate of 0": (lambda v: v["causal"].update(forward=[0.0, 0.0]), "forward"),
-    "a policy missing": (lambda v: v["kept_bytes"].pop("selective"), "selective"),
+    "a rate of 0": (lambda v: v["causal"].update(forward=[0.0, 0.0]), "causal is 0"),
+    "a policy missing": (lambda v: v["kept_bytes"].pop("selective"), "kept_bytes has"),
     "another shape": (lambda v: v["shape"].update(depth=1), "depth"),
     "layers without end": (lambda v: v["shape"].update(layers=10**15, windows=[]), "layers"),
     "a device that is none": (lambda v: v.update(device=3), "device"),

@@ -9,27 +9,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated
+from typing import Literal
 
 from forkpoint.errors import ConfigError
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.program import BACKWARD, ENCODE, FORWARD, RECOMPUTE, RELEASE, SCORE
-from forkpoint.rollouts.schema import (
-    SchemaError,
-    array,
-    number,
-    object_of,
-    one_of,
-    parse_json,
-    record,
-    text,
-)
+from forkpoint.rollouts.schema import SchemaError, parse_json, read
 
 KIND = "lanes of a pipeline"
 MOST_BYTES = 64 << 20
 OPERATIONS = (FORWARD, RECOMPUTE, BACKWARD, ENCODE, RELEASE)
 """First words of events."""
-_TIMES = array(number(0, 1e60))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +27,12 @@ class Lane:
     """Events of one stage, in order. A stage idles between them, and waits from an event's begin
     until it is ready."""
 
-    events: Annotated[tuple[str, ...], array(text)]
+    events: tuple[str, ...]
     """In words, such as "forward leaf 1" (`Plan.events`)."""
-    begins: Annotated[tuple[float, ...], _TIMES]
-    ready: Annotated[tuple[float, ...], _TIMES]
+    begins: tuple[float, ...]
+    ready: tuple[float, ...]
     """When what other stages send had arrived."""
-    ends: Annotated[tuple[float, ...], _TIMES]
+    ends: tuple[float, ...]
 
     @property
     def busy(self) -> float:
@@ -66,19 +56,16 @@ def _check_lane(lane: Lane, field: str) -> None:
             )
 
 
-_LANES = array(object_of(Lane, _check_lane))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Lanes:
     """Lanes of a step by stage, the first stage's first."""
 
-    unit: Annotated[str, one_of("FLOPs", "ms", "tokens")]
+    unit: Literal["FLOPs", "ms", "tokens"]
     """Of predicted times."""
-    predicted: Annotated[tuple[Lane, ...], _LANES]
-    measured: Annotated[tuple[Lane, ...], _LANES] = ()
+    predicted: tuple[Lane, ...]
+    measured: tuple[Lane, ...] = ()
     """In milliseconds; empty where the step was not run."""
-    peak_bytes: Annotated[tuple[float, ...], _TIMES] = ()
+    peak_bytes: tuple[float, ...] = ()
     """By stage: the most bytes that are predicted to be held at once."""
 
     def save(self, path: Path | str) -> None:
@@ -92,16 +79,21 @@ class Lanes:
             raise ConfigError(f"{path} cannot be written: {error}. Give another path.") from None
 
 
-def _check_lanes(lanes: Lanes, field: str) -> None:
+@dataclass(frozen=True)
+class _File:
+    kind: Literal["lanes of a pipeline"]
+    lanes: Lanes
+
+
+def _check_lanes(lanes: Lanes) -> None:
     stages = len(lanes.predicted)
     if not stages or {len(lanes.measured), len(lanes.peak_bytes)} - {0, stages}:
         raise SchemaError(
-            f"{field} has {stages} predicted lanes, {len(lanes.measured)} measured ones and "
+            f"lanes has {stages} predicted lanes, {len(lanes.measured)} measured ones and "
             f"{len(lanes.peak_bytes)} peaks; it has one of each for a stage"
         )
-
-
-_FILE = record({"kind": one_of(KIND), "lanes": object_of(Lanes, _check_lanes)})
+    for stage, lane in enumerate((*lanes.predicted, *lanes.measured)):
+        _check_lane(lane, f"lane {stage}")
 
 
 def read_lanes(path: Path) -> Lanes:
@@ -114,7 +106,9 @@ def read_lanes(path: Path) -> Lanes:
             raise SchemaError(
                 f"a file of {path.stat().st_size} bytes; at most {MOST_BYTES} are read"
             )
-        return _FILE(parse_json(path.read_bytes()), "")["lanes"]
+        lanes = read(_File, parse_json(path.read_bytes()), "").lanes
+        _check_lanes(lanes)
+        return lanes
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}. Check the path.") from None
     except SchemaError as error:

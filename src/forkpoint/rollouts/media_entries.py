@@ -6,7 +6,9 @@ input. A few numbers, such as a grid, are in the entry; longer inputs are arrays
 """
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +20,8 @@ from forkpoint.errors import RolloutError
 from forkpoint.rollouts.disk import PIXELS, pixels_path
 from forkpoint.rollouts.fields import short
 from forkpoint.rollouts.formats.limits import MemoryLimit
-from forkpoint.rollouts.media import KINDS, Absent, Media
-from forkpoint.rollouts.schema import (
-    SchemaError,
-    array,
-    flag,
-    mapping,
-    number,
-    one_of,
-    record,
-    text,
-    text_like,
-    whole,
-)
+from forkpoint.rollouts.media import Absent, Media
+from forkpoint.rollouts.schema import SchemaError, is_number, read
 
 MOST_VALUES = 64
 """Numbers of an input that an entry holds; more are an array."""
@@ -38,28 +29,26 @@ MOST_INPUTS = 32
 MOST_DIMENSIONS = 16
 _WHOLE = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 _FLOATS = ("float16", "float32", "float64")
+_DTYPES = ("bool", *_WHOLE, *_FLOATS)
 _ENTRY_BYTES = 4096
 """Memory of a medium without its arrays."""
 
-_INPUT = record(
-    {
-        "dtype": one_of("bool", *_WHOLE, *_FLOATS),
-        "shape": array(whole(1, 2**40)),
-        "values": array(lambda value, _: value),
-    },
-    optional=["values"],
-)
-_ENTRY = record(
-    {
-        "kind": one_of(*KINDS),
-        "tokens": whole(1),
-        "sha256": text_like("[0-9a-f]{64}", "64 hexadecimal digits"),
-        "digest": text,
-        "inputs": mapping(_INPUT),
-    },
-    optional=["digest"],
-)
-_ENTRIES = array(_ENTRY)
+
+@dataclass(frozen=True)
+class _Input:
+    dtype: str
+    shape: tuple[int, ...]
+    values: tuple[Any, ...] | None = None
+
+
+@dataclass(frozen=True)
+class _Entry:
+    kind: str
+    tokens: int
+    sha256: str
+    inputs: Mapping[str, _Input]
+    digest: str | None = None
+
 
 Arrays = dict[str, NDArray[Any]]
 ArrayOf = Callable[[str, Absent], NDArray[Any]]
@@ -83,7 +72,7 @@ def _entry_of(medium: Media, arrays: Arrays, where: str) -> dict[str, Any]:
     inputs: dict[str, Any] = {}
     for name in medium.inputs:
         value = medium.array(name)
-        if value.dtype.name not in ("bool", *_WHOLE, *_FLOATS) or not value.size:
+        if value.dtype.name not in _DTYPES or not value.size:
             raise RolloutError(
                 f"{where} has a medium whose {short(name)} is an array of {value.dtype} and shape "
                 f"{list(value.shape)}; files hold numbers, at least one. Convert it, or leave it "
@@ -118,43 +107,47 @@ class MediaEntries:
             SchemaError: an entry is wrong, or its arrays are missing or differ.
             RolloutError: they take more memory than is left, or no array can be read.
         """
-        checked = _ENTRIES(entries, field)
-        return tuple(self._read(entry, f"{field}[{n}]") for n, entry in enumerate(checked))
+        if not isinstance(entries, list):
+            raise SchemaError(f"{field} is {short(entries)}; it takes a list")
+        return tuple(self._read(entry, f"{field}[{n}]") for n, entry in enumerate(entries))
 
-    def _read(self, entry: dict[str, Any], field: str) -> Media:
+    def _read(self, entry: Any, field: str) -> Media:
         key = json.dumps(entry, sort_keys=True)
         if key not in self._known:
             self._memory.hold(_ENTRY_BYTES + len(key), "a medium")
-            self._known[key] = self._make(entry, field)
+            self._known[key] = self._make(read(_Entry, entry, field), field)
         return self._known[key]
 
-    def _make(self, entry: dict[str, Any], field: str) -> Media:
-        sha256 = entry["sha256"]
-        if not 0 < len(entry["inputs"]) <= MOST_INPUTS:
+    def _make(self, entry: _Entry, field: str) -> Media:
+        sha256 = entry.sha256
+        if not re.fullmatch("[0-9a-f]{64}", sha256):
+            raise SchemaError(f"{field}.sha256 is {short(sha256)}; it takes 64 hexadecimal digits")
+        if not 0 < len(entry.inputs) <= MOST_INPUTS:
             raise SchemaError(
-                f"{field}.inputs has {len(entry['inputs'])} entries; it takes 1 to {MOST_INPUTS}"
+                f"{field}.inputs has {len(entry.inputs)} entries; it takes 1 to {MOST_INPUTS}"
             )
         inputs: dict[str, Any] = {}
-        for name, given in entry["inputs"].items():
+        for name, given in entry.inputs.items():
             of = f"{field}.inputs.{name if name.isidentifier() else short(name)}"
-            outline = Absent(given["shape"], np.dtype(given["dtype"]))
-            if len(outline.shape) > MOST_DIMENSIONS:
+            if given.dtype not in _DTYPES:
+                raise SchemaError(f"{of}.dtype is {short(given.dtype)}; it takes {_DTYPES}")
+            if len(given.shape) > MOST_DIMENSIONS or 0 in given.shape:
                 raise SchemaError(
-                    f"{of}.shape has {len(outline.shape)} dimensions; it takes at most "
-                    f"{MOST_DIMENSIONS}"
+                    f"{of}.shape has {len(given.shape)} dimensions; it takes at most "
+                    f"{MOST_DIMENSIONS}, of at least 1"
                 )
-            if "values" in given:
-                inputs[name] = _of_values(given["values"], outline, of)
+            outline = Absent(given.shape, np.dtype(given.dtype))
+            if given.values is not None:
+                inputs[name] = _of_values(given.values, outline, of)
             elif self._array_of is None:
                 inputs[name] = outline
             else:
                 inputs[name] = self._array_of(f"{sha256}.{name}", outline)
-        digest = entry.get("digest")
+        kind: Any = entry.kind  # which Media checks
         try:
             if self._array_of is None:
-                kind, tokens = entry["kind"], entry["tokens"]
-                return Media.absent(kind, inputs, tokens, digest, sha256=sha256)
-            medium = Media(entry["kind"], inputs, entry["tokens"], digest)
+                return Media.absent(kind, inputs, entry.tokens, entry.digest, sha256=sha256)
+            medium = Media(kind, inputs, entry.tokens, entry.digest)
         except RolloutError as error:
             raise SchemaError(f"{field}: {error}".rstrip(".")) from None
         if medium.sha256 != sha256:
@@ -172,14 +165,19 @@ def _of_values(values: tuple[Any, ...], outline: Absent, field: str) -> NDArray[
             f"{field} has {len(values)} values for the shape {list(shape)}; it takes as many as "
             f"the shape has, up to {MOST_VALUES}"
         )
-    if dtype.kind == "b":
-        check = flag
-    elif dtype.kind == "f":
-        check = number(float(np.finfo(dtype).min), float(np.finfo(dtype).max))
-    else:
-        check = whole(int(np.iinfo(dtype).min), int(np.iinfo(dtype).max))
-    checked = [check(value, f"{field}.values[{n}]") for n, value in enumerate(values)]
-    return np.array(checked, dtype).reshape(shape)
+    for n, value in enumerate(values):
+        if dtype.kind == "b":
+            takes, taken = "true or false", isinstance(value, bool)
+        elif dtype.kind == "f":
+            most = float(np.finfo(dtype).max)
+            takes, taken = f"a number of at most {most:g}", is_number(value) and abs(value) <= most
+        else:
+            least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
+            takes = f"a whole number from {least} to {most}"
+            taken = type(value) is int and least <= value <= most
+        if not taken:
+            raise SchemaError(f"{field}.values[{n}] is {short(value)}; it takes {takes}")
+    return np.array(values, dtype).reshape(shape)
 
 
 class PixelFile:

@@ -1,28 +1,24 @@
-"""Checks of JSON from files that others may have changed. Imports no torch.
+"""JSON from files that others may have changed, read as dataclasses. Imports no torch.
 
-A check is a function of a value and of the name of its field. It returns the value, as Python keeps
-it, or raises SchemaError with the field, the value met and what is allowed. Readers turn that into
-an error of `forkpoint.errors` that names the file, the line and what to do.
+Readers turn a SchemaError into an error of `forkpoint.errors` that names the file and what to do.
 """
 
 import json
 import math
 import re
 import sys
+import types
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, fields
-from typing import Any, TypeVar, get_type_hints
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from forkpoint.rollouts.batch import short
 
-T = TypeVar("T")
-Check = Callable[[Any, str], Any]
-
-MOST_DEPTH = 32
-"""Containers within containers, where any JSON is allowed."""
-MOST_WHOLE = 2**53
-"""Whole numbers above are not exact in all readers of JSON."""
+MOST_WHOLE = 2**62
+"""No size, count or number of bytes of a file is larger."""
+_hints = cache(get_type_hints)
 
 
 class SchemaError(ValueError):
@@ -69,170 +65,76 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-# Checks of single values ------------------------------------------------------------------------
+def read(kind: Any, value: Any, field: str) -> Any:
+    """A value of JSON as the kind that an annotation names.
 
+    Args:
+        kind: a dataclass, whose fields without a default must be there and which has no others;
+            float and int (finite, at least 0), bool, str, Any, a Literal, `X | None`, or a tuple
+            or Mapping of these.
+        value: of `parse_json`.
+        field: the value's name, for messages.
 
-def _scalar(allowed: str, accepts: Callable[[Any], bool]) -> Check:
-    """Check of a single value, which comes back as it is."""
-
-    def check(value: Any, field: str) -> Any:
-        if not accepts(value):
-            raise SchemaError(f"{field} is {short(value)}; it takes {allowed}")
+    Raises SchemaError with the field, the value and what is allowed, and what a dataclass raises.
+    """
+    origin, of = get_origin(kind), get_args(kind)
+    if kind is Any:
         return value
+    if origin in (Union, types.UnionType):
+        return None if value is None else read(of[0], value, field)
+    if origin is Literal:
+        if not any(type(value) is type(x) and value == x for x in of):
+            raise _refused(field, value, " or ".join(map(repr, of)))
+        return value
+    if origin is tuple:
+        length = len(value) if of[-1] is Ellipsis and isinstance(value, list) else len(of)
+        if not isinstance(value, list) or len(value) != length:
+            raise _refused(field, value, "a list" if of[-1] is Ellipsis else f"a list of {length}")
+        return tuple(read(of[0], entry, f"{field}[{n}]") for n, entry in enumerate(value))
+    if not is_dataclass(kind) and origin is None:
+        return _scalar(kind, value, field)
+    if not isinstance(value, dict):
+        raise _refused(field or "it", value, "an object")
+    if origin is not None:
+        return {key: read(of[1], entry, _below(field, key)) for key, entry in value.items()}
+    hints, known = _hints(kind), {f.name: f for f in fields(kind)}
+    for name, f in known.items():
+        if name not in value and f.default is MISSING and f.default_factory is MISSING:
+            raise SchemaError(f"{_below(field, name)} is missing; it has to be there")
+    if unknown := [key for key in value if key not in known]:
+        raise SchemaError(
+            f"{_below(field, unknown[0])} is no field of this schema, which has "
+            f"{', '.join(known)}; a newer forkpoint may have written it"
+        )
+    found = {key: read(hints[key], entry, _below(field, key)) for key, entry in value.items()}
+    make: Any = kind
+    return make(**found)
 
-    return check
+
+def _scalar(kind: Any, value: Any, field: str) -> Any:
+    if kind is str:
+        takes, taken = "text", isinstance(value, str)
+    elif kind is bool:
+        takes, taken = "true or false", isinstance(value, bool)
+    elif kind is int:
+        takes = f"a whole number from 0 to {MOST_WHOLE}"
+        taken = type(value) is int and 0 <= value <= MOST_WHOLE
+    else:
+        assert kind is float, kind
+        takes, taken = "a finite number of at least 0", is_number(value) and value >= 0
+    if not taken:
+        raise _refused(field, value, takes)
+    return kind(value)
 
 
-text: Check = _scalar("text", lambda value: isinstance(value, str))
-flag: Check = _scalar("true or false", lambda value: isinstance(value, bool))
-
-
-def text_like(pattern: str, what: str) -> Check:
-    """Text that matches all of a regular expression, which `what` describes."""
-    return _scalar(what, lambda v: isinstance(v, str) and bool(re.fullmatch(pattern, v)))
-
-
-def one_of(*values: object) -> Check:
-    """One of some texts or whole numbers."""
-    # 1.0 and True are equal to 1.
-    return _scalar(
-        " or ".join(map(repr, values)),
-        lambda value: any(type(value) is type(v) and value == v for v in values),
-    )
-
-
-def whole(least: int = 0, most: int = MOST_WHOLE) -> Check:
-    """A whole number within bounds, both included."""
-    return _scalar(
-        f"a whole number from {least} to {most}",
-        lambda value: type(value) is int and least <= value <= most,
-    )
-
-
-def number(least: float = -math.inf, most: float = math.inf, *, above: bool = False) -> Check:
-    """A finite number within bounds, both included; `above` leaves the least out."""
-    bounds = "a finite number"
-    if most < math.inf:
-        bounds = f"a number from {least:g} to {most:g}"
-    elif least > -math.inf:
-        bounds = f"a finite number {'above' if above else 'of at least'} {least:g}"
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number of JSON."""
     # A whole number may be too large for a float, and is compared exactly.
-    inner = _scalar(
-        bounds,
-        lambda value: (
-            type(value) in (int, float)
-            and abs(value) <= sys.float_info.max
-            and least <= value <= most
-            and not (above and value == least)
-        ),
-    )
-    return lambda value, field: float(inner(value, field))
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
-def or_null(inner: Check) -> Check:
-    """null, or what the inner check takes."""
-
-    def check(value: Any, field: str) -> Any:
-        try:
-            return None if value is None else inner(value, field)
-        except SchemaError as error:
-            raise SchemaError(f"{error}, or null") from None
-
-    return check
-
-
-def tree(value: Any, field: str, depth: int = MOST_DEPTH) -> Any:
-    """Any JSON of at most MOST_DEPTH containers within each other, without infinities."""
-    if isinstance(value, dict | list):
-        if not depth:
-            raise SchemaError(f"{field} is nested more than {MOST_DEPTH} deep; it takes less")
-        for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
-            tree(entry, _below(field, str(key)), depth - 1)
-    return number()(value, field) if isinstance(value, float) else value
-
-
-# Checks of containers ---------------------------------------------------------------------------
-
-
-def array(inner: Check, *, length: int | None = None) -> Check:
-    """A list whose every entry the inner check takes, as a tuple."""
-
-    def check(value: Any, field: str) -> tuple[Any, ...]:
-        if not isinstance(value, list | tuple):
-            raise SchemaError(f"{field} is {short(value)}; it takes a list")
-        if length is not None and len(value) != length:
-            raise SchemaError(f"{field} has {len(value)} entries; it takes {length}")
-        return tuple(inner(entry, f"{field}[{index}]") for index, entry in enumerate(value))
-
-    return check
-
-
-def mapping(inner: Check) -> Check:
-    """An object with any keys, whose every value the inner check takes."""
-
-    def check(value: Any, field: str) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            raise SchemaError(f"{field} is {short(value)}; it takes an object")
-        return {key: inner(entry, _below(field, key)) for key, entry in value.items()}
-
-    return check
-
-
-def record(
-    fields: Mapping[str, Check], *, optional: Iterable[str] = (), others: Check | None = None
-) -> Check:
-    """An object with these fields.
-
-    Args:
-        fields: the check of each field.
-        optional: names of those that may be left out; the others must be there.
-        others: the check of the values of further fields; None refuses these.
-    """
-    needed = fields.keys() - set(optional)
-
-    def check(value: Any, field: str) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            raise SchemaError(
-                f"{field or 'it'} is {short(value)}; it takes an object with {', '.join(fields)}"
-            )
-        if lacking := [name for name in fields if name in needed and name not in value]:
-            raise SchemaError(f"{_below(field, lacking[0])} is missing; it has to be there")
-        found: dict[str, Any] = {}
-        for key, entry in value.items():
-            inner = fields.get(key, others)
-            if inner is None:
-                raise SchemaError(
-                    f"{_below(field, key)} is no field of this schema, which has "
-                    f"{', '.join(fields)}; a newer forkpoint may have written it"
-                )
-            found[key] = inner(entry, _below(field, key))
-        return found
-
-    return check
-
-
-def object_of(kind: type[T], agree: Callable[[T, str], None] | None = None) -> Callable[..., T]:
-    """An object with the fields of a dataclass, as that dataclass.
-
-    Args:
-        kind: the dataclass. The annotation of each field is Annotated[type, check]. Fields with a
-            default may be left out.
-        agree: raises SchemaError for fields that do not go together; given the name of the object.
-    """
-    hints = get_type_hints(kind, include_extras=True)
-    known = fields(kind)  # pyright: ignore[reportArgumentType]
-    inner = record(
-        {item.name: hints[item.name].__metadata__[0] for item in known},
-        optional=[item.name for item in known if item.default is not MISSING],
-    )
-
-    def check(value: Any, field: str) -> T:
-        found = kind(**inner(value, field))
-        if agree is not None:
-            agree(found, field)
-        return found
-
-    return check
+def _refused(field: str, value: Any, takes: str) -> SchemaError:
+    return SchemaError(f"{field} is {short(value)}; it takes {takes}")
 
 
 def _below(field: str, key: str) -> str:

@@ -13,7 +13,7 @@ from forkpoint import losses
 from forkpoint.errors import ConfigError
 from forkpoint.losses import Denominators, Loss
 from forkpoint.rollouts.batch import RolloutBatch, short
-from forkpoint.rollouts.schema import SchemaError, number, record
+from forkpoint.rollouts.schema import SchemaError, is_number, read
 from forkpoint.rollouts.traces import Trace
 
 _DIGESTED = (
@@ -23,7 +23,6 @@ _DIGESTED = (
 """All of a batch that a step's result depends on."""
 MOST_NUMBER = 1e30
 """Of a loss's options and a step's scale: torch makes float32 of them, which holds 3e38."""
-_DENOMINATORS = record({field.name: number(0) for field in fields(Denominators)})
 _NOT_JSON = {name: float(name) for name in ("Infinity", "-Infinity", "NaN")}
 """Numbers that JSON lacks, by the names that traces have for them."""
 
@@ -122,12 +121,13 @@ class TraceBatches:
                 "what the loss needs into the rollouts."
             )
         try:
+            if scale is not None and not (is_number(scale) and abs(scale) <= MOST_NUMBER):
+                most = f"{-MOST_NUMBER:g} to {MOST_NUMBER:g}"
+                raise SchemaError(f"scale is {short(scale)}; it takes a number from {most}")
             return StepInput(
                 batch=recorded.batch,
-                denominators=None
-                if given is None
-                else Denominators(**_DENOMINATORS(given, "denominators")),
-                scale=1.0 if scale is None else number(-MOST_NUMBER, MOST_NUMBER)(scale, "scale"),
+                denominators=read(Denominators | None, given, "denominators"),
+                scale=1.0 if scale is None else float(scale),
             )
         except SchemaError as error:
             raise ConfigError(f"{where}: {error}. Record it again.") from None

@@ -11,37 +11,20 @@ import os
 import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from forkpoint.errors import ConfigError
 from forkpoint.plan.pricing.cost import ModelShape
-from forkpoint.plan.pricing.sizes import MOST_LAYERS
 from forkpoint.rollouts.batch import short
-from forkpoint.rollouts.schema import (
-    Check,
-    SchemaError,
-    array,
-    flag,
-    mapping,
-    number,
-    one_of,
-    or_null,
-    parse_json,
-    record,
-    text,
-    whole,
-)
+from forkpoint.rollouts.schema import SchemaError, parse_json, read
 
 SCHEMA = 1
 FOLDER_VARIABLE = "FORKPOINT_CALIBRATIONS"
 MOST_BYTES = 1 << 24
-MOST_RANKS = 1 << 20
-MOST_SIZE = 1 << 62
-CURVES = ("block", "rest", "head", "causal", "rectangle", "part")
 RATES = ("causal", "rectangle")
 
 
@@ -52,6 +35,13 @@ class Curve:
     at: tuple[float, ...]
     forward: tuple[float, ...]
     backward: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        counts = {len(self.at), len(self.forward), len(self.backward)}
+        if len(counts) > 1 or 0 in counts:
+            raise ConfigError("a curve has no or not equally many sizes and figures")
+        if self.at[0] <= 0 or any(a >= b for a, b in pairwise(self.at)):
+            raise ConfigError(f"the sizes of a curve are {short(self.at)}, which do not ascend")
 
     def time(self, size: float, *, backward: bool) -> float:
         """Milliseconds: between points on the line, above them in proportion, below as the least.
@@ -107,6 +97,11 @@ class Link:
     send_bytes_per_ms: float
     """Bytes that each rank sends to one other, while it receives as many from another."""
     send_latency_ms: float
+
+    @property
+    def rates(self) -> dict[str, float]:
+        """Bytes a millisecond, by name."""
+        return {n: x for n, x in vars(self).items() if n.endswith("bytes_per_ms")}
 
     def describe(self) -> str:
         """Such as "link of 2 ranks measured by nccl"."""
@@ -166,6 +161,23 @@ class Calibration:
     """The same of what is done once a microbatch."""
     link: Link | None = None
     """Between ranks; None where one process measured alone."""
+
+    def __post_init__(self) -> None:
+        # What no measurement gives is refused, so that no plan rests on it.
+        positive = {
+            "out_bytes_per_ms": self.out_bytes_per_ms,
+            "back_bytes_per_ms": self.back_bytes_per_ms,
+            **{
+                name: min(*getattr(self, name).forward, *getattr(self, name).backward)
+                for name in RATES
+            },
+            **({} if self.link is None else self.link.rates),
+        }
+        for name, least in positive.items():
+            if least <= 0:
+                raise ConfigError(f"{name} is {least:g}; it takes a number above 0")
+        if self.kept_bytes.keys() != {"none", "selective", "full"}:
+            raise ConfigError(f"kept_bytes has {short(sorted(self.kept_bytes))}")
 
     def describe(self) -> str:
         compiled = "compiled" if self.compiled else "not compiled"
@@ -245,89 +257,13 @@ class Calibration:
                 f"schema {SCHEMA}; run forkpoint calibrate again."
             )
         try:
-            earlier = {"link": None, "host_block_ms": [0, 0], "host_rest_ms": [0, 0]}
-            found = _FIELDS({**earlier, **values}, "")
-            del found["schema"]
-            link = None if found["link"] is None else Link(**found["link"])
-            return cls(**{**found, "link": link})
+            del values["schema"]
+            return read(cls, values, "")
         except (ConfigError, SchemaError) as error:
             raise ConfigError(
                 f"the calibration {path} is damaged: {str(error).rstrip('.')}. Run forkpoint "
                 "calibrate again."
             ) from None
-
-
-# What no measurement gives is refused, so that no plan rests on it.
-_NUMBER, _POSITIVE = number(0), number(0, above=True)
-_PAIR = array(_NUMBER, length=2)
-
-
-def _curve(figure: Check) -> Check:
-    fields = record({"at": array(_POSITIVE), "forward": array(figure), "backward": array(figure)})
-
-    def check(value: Any, field: str) -> Curve:
-        curve = Curve(**fields(value, field))
-        sizes = {len(curve.at), len(curve.forward), len(curve.backward)}
-        if len(sizes) > 1 or 0 in sizes:
-            raise SchemaError(f"{field} has no or not equally many sizes and figures")
-        if any(a >= b for a, b in pairwise(curve.at)):
-            raise SchemaError(f"{field}.at is {short(curve.at)}, which does not ascend")
-        return curve
-
-    return check
-
-
-# A version that adds a size gives it a default, so that files of earlier ones are read.
-_SIZE = whole(0, MOST_SIZE)
-_SIZES: dict[Any, Check] = {
-    int: _SIZE,
-    bool: flag,
-    int | None: or_null(_SIZE),
-    tuple[int, ...]: array(_SIZE),
-}
-_HINTS = get_type_hints(ModelShape)
-_SHAPE = record(
-    {f.name: _SIZES[_HINTS[f.name]] for f in fields(ModelShape)},
-    optional=[
-        f.name for f in fields(ModelShape) if f.default is not MISSING or f.name == "windows"
-    ],
-)
-
-
-def _shape(value: Any, field: str) -> ModelShape:
-    return ModelShape(**_SHAPE(value, field))
-
-
-_FIELDS = record(
-    {
-        "schema": one_of(SCHEMA),
-        "device": text,
-        "versions": mapping(text),
-        "compiled": flag,
-        "shape": _shape,
-        "measured_layers": array(whole(0, MOST_LAYERS), length=2),
-        **{name: _curve(_POSITIVE if name in RATES else _NUMBER) for name in CURVES},
-        "out_bytes_per_ms": _POSITIVE,
-        "back_bytes_per_ms": _POSITIVE,
-        "kept_bytes": record(dict.fromkeys(("none", "selective", "full"), _PAIR)),
-        "working_bytes": _PAIR,
-        "host_block_ms": _PAIR,
-        "host_rest_ms": _PAIR,
-        "seconds": _NUMBER,
-        "link": or_null(
-            record(
-                {
-                    "ranks": whole(2, MOST_RANKS),
-                    "backend": text,
-                    "gather_bytes_per_ms": _POSITIVE,
-                    "gather_latency_ms": _NUMBER,
-                    "send_bytes_per_ms": _POSITIVE,
-                    "send_latency_ms": _NUMBER,
-                }
-            )
-        ),
-    }
-)
 
 
 def _comparable(shape: ModelShape) -> dict[str, Any]:

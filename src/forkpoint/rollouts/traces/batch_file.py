@@ -7,7 +7,7 @@ for each rollout its other fields, and the loss inputs that are no arrays.
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -21,14 +21,18 @@ from forkpoint.rollouts.files import encode_arrays, media_entries
 from forkpoint.rollouts.formats.limits import ROLLOUT_BYTES, TIMES_FILE, MemoryLimit
 from forkpoint.rollouts.media import Absent
 from forkpoint.rollouts.media_entries import MediaEntries
-from forkpoint.rollouts.schema import SchemaError, array, mapping, parse_json, record
+from forkpoint.rollouts.schema import SchemaError, parse_json, read
 
 Arrays = dict[str, NDArray[Any]]
 
 ARRAYS = frozenset({"json", "rollouts.0.token_ids"})
 """Arrays that every batch file has, and no other file of rollouts."""
-_OBJECT = mapping(lambda value, _: value)
-_JSON = record({"rollouts": array(_OBJECT), "loss_inputs": _OBJECT})
+
+
+@dataclass(frozen=True)
+class _Json:
+    rollouts: tuple[dict[str, Any], ...]
+    loss_inputs: dict[str, Any]
 
 
 def encode(batch: RolloutBatch, loss_arrays: Arrays, loss_values: Mapping[str, Any]) -> bytes:
@@ -72,8 +76,8 @@ def decode(content: bytes, memory: MemoryLimit) -> tuple[RolloutBatch, dict[str,
         raise SchemaError(str(error)) from None
     text = arrays.pop("json", np.empty(0, np.uint8)).tobytes()
     memory.check(TIMES_FILE * len(text), "the JSON of a batch")
-    values = _JSON(parse_json(text), "json")
-    rollouts, loss_inputs = values["rollouts"], values["loss_inputs"]
+    values = read(_Json, parse_json(text), "json")
+    rollouts, loss_inputs = values.rollouts, values.loss_inputs
     tokens = sum(ids.size for name, ids in arrays.items() if name.endswith(".token_ids"))
     # Nine numbers of 8 bytes per token at most, in a rollout and again in the batch.
     taken_bytes = 4 * len(content) + 2 * ROLLOUT_BYTES * len(rollouts) + 144 * tokens

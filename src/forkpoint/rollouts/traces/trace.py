@@ -15,15 +15,7 @@ from forkpoint.errors import RolloutError, TraceError
 from forkpoint.rollouts.batch import RolloutBatch, short
 from forkpoint.rollouts.files import as_path
 from forkpoint.rollouts.formats.limits import MemoryLimit
-from forkpoint.rollouts.schema import (
-    SchemaError,
-    mapping,
-    one_of,
-    or_null,
-    parse_json,
-    record,
-    text,
-)
+from forkpoint.rollouts.schema import SchemaError, parse_json, read
 from forkpoint.rollouts.traces.batch_file import ARRAYS, decode
 from forkpoint.units import MemorySize, size_in_bytes
 
@@ -32,15 +24,18 @@ SETTINGS = "trace.json"
 KIND = "forkpoint trace"
 AGAIN = "Take a copy of the trace as it was recorded."
 
-_SETTINGS = or_null(mapping(lambda value, _: value))
-_HEADER = record(
-    {
-        "kind": one_of(KIND),
-        "schema": one_of(SCHEMA),
-        "forkpoint": text,
-        **dict.fromkeys(("model_config", "loss", "optimizer", "notes"), _SETTINGS),
-    }
-)
+Settings = Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Header:
+    kind: str
+    schema: int
+    forkpoint: str
+    model_config: Settings
+    loss: Settings
+    optimizer: Settings
+    notes: Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,21 +139,20 @@ class Trace:
             values = parse_json(path.read_bytes())
             if not isinstance(values, dict) or values.get("kind") != KIND:
                 raise SchemaError("it does not hold the settings of a trace")
-            if values.get("schema") == SCHEMA:
-                values = _HEADER(values, "")
+            if values.get("schema") != SCHEMA:
+                raise TraceError(
+                    f"{self.path} is a trace of schema {short(values.get('schema'))}, written by "
+                    f"forkpoint {short(values.get('forkpoint'))}; this forkpoint reads schema "
+                    f"{SCHEMA}. Read it with that version, or record again."
+                )
+            header = read(_Header, values, "")
         except SchemaError as error:
             raise TraceError(f"{path}: {error}. {AGAIN}") from None
-        if values["schema"] != SCHEMA:
-            raise TraceError(
-                f"{self.path} is a trace of schema {short(values['schema'])}, written by "
-                f"forkpoint {short(values.get('forkpoint'))}; this forkpoint reads schema {SCHEMA}."
-                " Read it with that version, or record again."
-            )
-        self.forkpoint: str = values["forkpoint"]
-        self.model_config: Mapping[str, Any] | None = values["model_config"]
-        self.loss: Mapping[str, Any] | None = values["loss"]
-        self.optimizer: Mapping[str, Any] | None = values["optimizer"]
-        self.notes: Mapping[str, Any] | None = values["notes"]
+        self.forkpoint: str = header.forkpoint
+        self.model_config: Settings = header.model_config
+        self.loss: Settings = header.loss
+        self.optimizer: Settings = header.optimizer
+        self.notes: Settings = header.notes
 
 
 def batch_files(path: Path) -> list[Path]:
