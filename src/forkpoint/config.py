@@ -15,6 +15,7 @@ Gather = Literal["microbatch", "step"]
 Split = Literal["replicate", "exchange"]
 HEAD_STATISTICS = ("mean_logits", "is_top1", "log_sum_sq_probs")
 AUTO = "auto"
+_FLAGS = {bool: (True, False), bool | None: (True, False, None)}
 MOST = 2**63 - 1
 """Largest number of tokens or bytes that int64 holds."""
 
@@ -126,10 +127,12 @@ class Config:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if get_origin(field.type) is Literal and value not in get_args(field.type):
-                allowed = ", ".join(repr(v) for v in get_args(field.type))
-                raise ConfigError(f"{field.name} is {value!r}; allowed are {allowed}.")
+            value, allowed = getattr(self, field.name), _FLAGS.get(field.type, ())
+            if get_origin(field.type) is Literal:
+                allowed = get_args(field.type)
+            if allowed and not any(type(value) is type(v) and value == v for v in allowed):
+                listed = ", ".join(map(repr, allowed))
+                raise ConfigError(f"{field.name} is {value!r}; allowed are {listed}.")
         for name in ("attention_kernel", "recurrence_kernel"):
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(
@@ -163,17 +166,6 @@ class Config:
                 f"head_statistics is {given!r}; it takes a tuple of different names among "
                 f"{', '.join(map(repr, HEAD_STATISTICS))}."
             )
-        for name, allowed in (
-            ("compile_blocks", (True, False, None)),
-            ("all_logprobs", (True, False)),
-            ("restore_grads", (True, False)),
-            ("self_check", (True, False)),
-        ):
-            if not any(getattr(self, name) is value for value in allowed):
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)!r}; allowed are "
-                    f"{', '.join(map(repr, allowed))}."
-                )
         for name in ("max_microbatch_tokens", "head_chunk_tokens"):
             value = getattr(self, name)
             if value is None and name != "head_chunk_tokens":
