@@ -34,7 +34,7 @@ trl_ready := .venv-trl/.installed
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(ready)  ## a GRPO loop on the CPU, every gradient dense and shared; plot in demo-output/
+demo: $(ready)  ## a GRPO loop on the CPU, every gradient dense and shared; rows in demo-output/
 	@$(bin)/forkpoint demo
 
 docs: $(docs_ready)  ## the site of the documentation, in site/

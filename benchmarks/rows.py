@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.environment import environment
 from benchmarks.timing import Timing
-from forkpoint.apps.environment import environment
 
 
 @dataclass(frozen=True, kw_only=True)

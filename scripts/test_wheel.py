@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 NAME, VERSION = PROJECT["project"]["name"], PROJECT["project"]["version"]
 
-RESOLVED = ("demo", "docs", "parquet", "report", "trl", "zstd")
+RESOLVED = ("docs", "parquet", "report", "trl", "zstd")
 """Extras that pip is asked to resolve, without installing them. `fa4` and `fla` need CUDA, and
 `verl` needs older versions than those of constraints.txt."""
 ROLLOUTS = [

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from torch import nn
 
+from benchmarks.environment import environment
 from benchmarks.rows import ResultRow
-from forkpoint.apps.environment import environment
 from forkpoint.hosts.transformers.families import FAMILIES
 from forkpoint.hosts.transformers.linear_attention import recurrent_modules
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
-from forkpoint.apps.cli.options import Flag, Positive, Seed, require_extra, whole_number
+from forkpoint.apps.cli.options import Flag, Positive, Seed, whole_number
 from forkpoint.apps.cli.output import Output, options, plain
 from forkpoint.apps.cli.replay import make_optimizer
 from forkpoint.apps.demo.task import BLIND_REWARD, CONSONANTS, VOWELS, WORDS, spell
@@ -40,7 +40,6 @@ class Demo:
 
     A tiny Qwen3 with random weights answers long prompts in a made-up language of five dialects.
     The reward is the share of a response's words in the most frequent dialect of its prompt.
-    Needs forkpoint[demo].
 
     Attributes:
         steps: How many optimizer steps, each on newly sampled responses.
@@ -50,7 +49,7 @@ class Demo:
         response_tokens: Tokens of a response.
         lr: AdamW's learning rate.
         seed: Seed of the weights, the prompts and the sampling.
-        output: The folder for the plot, demo.png, and its rows, demo.jsonl.
+        output: The folder for demo.jsonl, a row a step.
         json: Print one line of JSON and nothing else.
     """
 
@@ -65,20 +64,18 @@ class Demo:
     json: Flag = False
 
     def run(self) -> int:
-        require_extra("demo", "matplotlib")
-        rows, plot = self.output / "demo.jsonl", self.output / "demo.png"
+        rows = self.output / "demo.jsonl"
         out = Output(json_only=self.json)
         with out.waiting("making the model"):
             import torch
 
             from forkpoint.apps.cli.models import random_model
             from forkpoint.apps.demo.loop import ENTROPY_BONUS, Loop, Task, summary
-            from forkpoint.apps.demo.plot import draw
             from forkpoint.device import versions
 
             longest = self.prompt_tokens + self.response_tokens
             make = make_optimizer("adamw", self.lr)
-            _check_files(self.output, rows, plot)
+            _check_file(rows)
             config = {**MODEL, "max_position_embeddings": longest}
             model = random_model(config, torch.float32, self.seed)
         task = Task(
@@ -119,11 +116,10 @@ class Demo:
         passed = report.passed and values["max_gradient_difference"] <= GRADIENT_BAR
         lines = [json.dumps(plain(asdict(step))) for step in steps]
         rows.write_text("\n".join([*lines, ""]), encoding="utf-8")
-        draw(plot, steps, values, task, threads)
         out.show(
             f"\nfirst step: {_quote(first)}\nlast step:  {_quote(rollouts)}",
             _conclusion(values, self.steps),
-            f"written: {plot}, {rows}",
+            f"written: {rows}",
         )
         out.result(
             {
@@ -139,7 +135,6 @@ class Demo:
                 "dense_max_microbatch_tokens": loop.dense.config.max_microbatch_tokens,
                 "parameters": parameters,
                 "threads": threads,
-                "plot": plot,
                 "rows_file": rows,
                 "config": options(self),
                 "versions": versions(),
@@ -165,18 +160,14 @@ class Demo:
         )
 
 
-def _check_files(folder: Path, *files: Path) -> None:
-    """Make the folder, and refuse one in which the files cannot be written. Raises ConfigError."""
+def _check_file(path: Path) -> None:
+    """Make the folder of a file, empty the file, or raise ConfigError where that cannot be done."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in files:
-            new = not path.exists()
-            path.open("ab").close()
-            if new:
-                path.unlink()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"")
     except OSError as error:
         raise ConfigError(
-            f"output is {folder}, where nothing can be written ({error.strerror}: "
+            f"output is {path.parent}, where nothing can be written ({error.strerror}: "
             f"{error.filename}). Give --output a folder that can be made or written to."
         ) from error
 

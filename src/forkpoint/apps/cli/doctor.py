@@ -1,5 +1,6 @@
 """`forkpoint doctor`: what this installation has, and whether it computes right."""
 
+import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -34,7 +35,6 @@ class Doctor:
     def run(self) -> int:
         out = Output(json_only=self.json)
         with out.waiting("looking around"):
-            from forkpoint.apps.environment import devices
             from forkpoint.device import versions
             from forkpoint.hosts.transformers.families import FAMILIES, MULTIMODAL
             from forkpoint.ops.attention import KERNELS
@@ -92,6 +92,25 @@ def list_kernels(
             row = {"device": device, "dtype": dtype, "kernel": kernel.name, "refusal": refusal}
             found.append({**row, "auto": refusal is None and not taken})
             taken = taken or refusal is None
+    return found
+
+
+def devices() -> list[dict[str, Any]]:
+    """The CPU and every CUDA device."""
+    import torch
+
+    cpu = {"device": "cpu", "name": platform.machine(), "threads": torch.get_num_threads()}
+    found: list[dict[str, Any]] = [cpu]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(
+            {
+                "device": f"cuda:{index}",
+                "name": properties.name,
+                "capability": f"{properties.major}.{properties.minor}",
+                "memory_bytes": properties.total_memory,
+            }
+        )
     return found
 
 

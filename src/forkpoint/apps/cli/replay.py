@@ -132,7 +132,6 @@ class Replay:
         batch = None if trace else load_batch(self.file, self.limit, self.reading, out)
         with out.waiting("making the model"):
             from forkpoint.apps.cli.models import load_model, out_of_memory_explained
-            from forkpoint.apps.environment import environment
             from forkpoint.apps.replay.loop import replay
             from forkpoint.device import versions
 
@@ -166,7 +165,7 @@ class Replay:
                     "command": shlex.join(["forkpoint", *sys.argv[1:]]),
                     "file": Path(self.file).name,
                     "options": plain(options(self)),
-                    "environment": environment(),
+                    "versions": versions(),
                 },
                 on_step=lambda _: advance(1),
                 on_resume=advance,

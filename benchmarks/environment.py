@@ -1,4 +1,4 @@
-"""Versions, devices, commit and command of this process, for records of what it did."""
+"""Device, versions, commit and command of this process, as rows of measurements have them."""
 
 import os
 import platform
@@ -14,23 +14,6 @@ from forkpoint.device import measured_versions
 
 BENCHMARKS = "benchmarks"
 """The package of benchmarks in a checkout."""
-
-
-def devices() -> list[dict[str, Any]]:
-    """The CPU and every CUDA device."""
-    cpu = {"device": "cpu", "name": platform.machine(), "threads": torch.get_num_threads()}
-    found: list[dict[str, Any]] = [cpu]
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        found.append(
-            {
-                "device": f"cuda:{index}",
-                "name": properties.name,
-                "capability": f"{properties.major}.{properties.minor}",
-                "memory_bytes": properties.total_memory,
-            }
-        )
-    return found
 
 
 @cache
