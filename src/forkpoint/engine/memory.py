@@ -150,7 +150,6 @@ def measured_budget(
 
 
 def _state_bytes(parameters: list[nn.Parameter], device: torch.device) -> int:
-    """Bytes on the device that optimizers hold for these parameters."""
     wanted = {id(p) for p in parameters}
     storages: dict[int, int] = {}
     # By type alone: objects may answer questions about their class with work of their own.

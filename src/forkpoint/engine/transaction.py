@@ -81,7 +81,6 @@ class ThreadState:
 
 
 def _autocast_nesting() -> int:
-    """How many autocasts are open."""
     # There is no function that only tells. One call in C runs both, so nothing comes in between.
     return tuple(map(operator.call, _BOTH))[1]
 

@@ -170,7 +170,6 @@ def keep_to_this_thread(modules: Iterable[nn.Module], changes: Changes) -> None:
 
 
 def _add_first(changes: Changes, module: nn.Module, hook: Callable[..., None]) -> None:
-    """Add a hook that runs before a module's other hooks, until the changes are undone."""
     hooks: Any = module._forward_pre_hooks
     add_hook(changes, hooks, hook, module._forward_pre_hooks_with_kwargs)
     hooks.move_to_end(next(reversed(hooks)), last=False)

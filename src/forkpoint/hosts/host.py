@@ -135,7 +135,6 @@ class ModelHost:
             self.links: Links = self._link_stages(shape)
 
     def _check_compiled_context(self, *, recurrent: bool) -> None:
-        """Refuse compiled blocks that have not been shown exact with context parallelism."""
         why = "the model checkpoints them" if self.entry.checkpointed else ""
         why = why or ("some of them carry a state" if recurrent else "")
         if why:

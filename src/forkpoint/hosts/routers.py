@@ -135,7 +135,6 @@ def _watch(router: FoundRouter, changes: Changes, **what: Any) -> None:
 # Not compiled: compiled code would keep the choices of the microbatch that it was compiled for.
 @torch.compiler.disable()
 def _watched_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a router that is watched."""
     watched: _Watched = vars(module)[WATCHED]
     if watched.choose is None:
         output = watched.forward(*args, **kwargs)

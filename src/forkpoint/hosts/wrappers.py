@@ -209,7 +209,6 @@ def _is(function: Any, module: str, qualname: str) -> bool:
 
 
 def _is_compiled(function: Any) -> bool:
-    """Whether torch.compile returned this function."""
     if not isinstance(function, types.FunctionType):
         return False
     code = sys.modules.get(DYNAMO)

@@ -100,7 +100,6 @@ def align(
 def _align(
     programs: Sequence[Program], costs: Sequence[Sequence[float]] | None
 ) -> tuple[Program, ...]:
-    """`align` of programs without exchanges."""
     nodes = [nodes_of(program) for program in programs]
     shapes = [tuple(node.parent for node in own) for own in nodes]
     parents, slots_of = common_forest(shapes, _costs(nodes, costs))

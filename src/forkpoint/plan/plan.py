@@ -458,7 +458,6 @@ class Plan:
         return self._in_order(program)
 
     def _in_order(self, program: Program) -> Self:
-        """The plan with this program, and cache slots for its order."""
         microbatches, tokens, states = allocate_cache(self.forest, self.microbatches, program)
         return replace(
             self,
@@ -501,7 +500,6 @@ def fingerprint(batch: RolloutBatch) -> str:
 
 
 def _explained(plan: Plan, width: int) -> str:
-    """Render what runs, what is saved, why this plan was chosen and what was refused."""
     console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False)
     # No title of the table, which would be broken where the table ends.
     title = Text(f"plan: {plan.sharing} + {plan.boundary}, {plan.reason}")
@@ -645,7 +643,6 @@ def _microbatches(plan: Plan) -> Table:
 
 
 def _tree(plan: Plan) -> Tree | Text:
-    """The first segments, as a tree."""
     forest = plan.forest
     if len(forest) == 0:
         why = "no rollout gives a gradient" if plan.left_out.rollouts else "rollouts are one token"

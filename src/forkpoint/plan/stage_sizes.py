@@ -86,13 +86,11 @@ def plans_of_sizes(
 
 
 def _within(config: Config, budget_bytes: int | None) -> Config:
-    """The configuration with this budget, if it has one in bytes."""
     given = config.memory_budget_bytes is not None
     return replace(config, memory_budget=budget_bytes) if given else config
 
 
 def _planned(make: Planner, config: Config, budget_bytes: int | None) -> Plan | None:
-    """The plan, or None where there is none."""
     try:
         return make(_within(config, budget_bytes), budget_bytes)
     except PlanError:

@@ -160,7 +160,6 @@ class SampleChecks:
     def _state(
         self, host: Host, config: Config, fingerprint: int, *, training: bool, encodes: bool
     ) -> tuple[Hashable, tuple[int, int]]:
-        """The state of the model, and the version of its weights."""
         kind = host.device.type
         state = (
             fingerprint,

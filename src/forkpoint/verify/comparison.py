@@ -347,7 +347,6 @@ class Comparison:
     def _findings(
         self, kind: Kind, plan: Plan, reference: Reference, dense_routes: ForcedRoutes | None
     ) -> PlanFindings:
-        """Run one plan, and compare it."""
         host, comm, wanted = self.host, self.comm, reference.run
         self.begin(kind)
         mark = self.changes.mark

@@ -65,7 +65,6 @@ def print_error(message: str) -> None:
 
 
 def _explained(error: BaseException) -> tuple[int, str]:
-    """Exit code and message for an error."""
     if isinstance(error, ForkpointError):
         return USER_ERROR, f"error: {error}"
     text = " ".join(str(error).split())

@@ -361,7 +361,6 @@ def _encoder_facts(found: EncoderTotals) -> dict[str, Any] | None:
 
 
 def _device_facts(device: DeviceMemory, peak_bytes: int) -> dict[str, Any]:
-    """Memory of the device in the JSON line."""
     return {
         "bytes": device.total_bytes,
         "weights_bytes": device.weights_bytes,

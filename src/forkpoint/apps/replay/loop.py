@@ -188,7 +188,6 @@ def replay(
 
 
 def _refuse_ranks(model: nn.Module) -> None:
-    """Raises UnsupportedError for a model that several ranks hold."""
     sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     if sharded or isinstance(model, DistributedDataParallel):
         raise UnsupportedError(

@@ -121,7 +121,6 @@ def _redistribution(where: str, module: nn.Module) -> TitanStyle:
 
 
 def _hooks(module: nn.Module) -> Iterator[Any]:
-    """The hooks of a module that split it."""
     for kind in HOOKS:
         yield from (h for h in vars(module)[kind].values() if is_defined_as(h, *SPLIT_HOOKS))
 

@@ -468,7 +468,6 @@ class Sharing:
         answers: Sequence[HeadAnswer],
         references: Sequence[HeadAnswer] | None,
     ) -> Tensor:
-        """The sum of TRL's losses of a window's micro-batches."""
         values = []
         for index, (one, answer) in enumerate(zip(window, answers, strict=True)):
             reference = None

@@ -260,7 +260,6 @@ class _Search:
 
 
 def _shape_of(model: Model) -> ModelShape | None:
-    """The sizes of a model, however it is given."""
     if model is None or isinstance(model, ModelShape):
         return model
     if isinstance(model, Mapping):

@@ -106,7 +106,6 @@ def _check_archive(path: Path) -> int:
 
 
 def _first(message: str) -> str:
-    """The first sentence of a message of torch."""
     line = message.strip().partition("\n")[0].partition(". ")[0]
     return line[:_MOST_REASON].rstrip(".")
 

@@ -51,7 +51,6 @@ def format_of(
     key="token_ids",
 )
 def _forkpoint(record: Record) -> Rollouts:
-    """The fields of Rollout."""
     values = {name: _plain(record.get(name)) for name in record.values}
     for name in ("group_id", "rollout_id"):
         if isinstance(values.get(name), int):

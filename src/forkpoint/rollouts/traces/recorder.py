@@ -162,7 +162,6 @@ def _version() -> str:
 
 
 def _settings(model: Any, loss: Any, optimizer: Any, notes: Any) -> dict[str, Any]:
-    """The settings of training as JSON."""
     # A model has its configuration as .config, and a configuration becomes a dict by .to_dict().
     config = getattr(model, "config", model)
     config = config.to_dict() if hasattr(config, "to_dict") else config
