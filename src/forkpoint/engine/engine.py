@@ -40,7 +40,7 @@ from forkpoint.engine.timing import Observer, Timing
 from forkpoint.engine.transaction import Transaction
 from forkpoint.losses.base import Denominators, Loss
 from forkpoint.losses.views import LossViews
-from forkpoint.parallel.step import RankStep, SingleProcessStep
+from forkpoint.parallel.step import RankStep
 from forkpoint.plan.media import CommonEncoders
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.program import Instruction, Program
@@ -106,7 +106,7 @@ class Engine:
         self.host: Host = host
         self.config: Config = config
         self.staging: Staging | None = staging
-        self.ranks: RankStep = ranks or SingleProcessStep()
+        self.ranks = ranks or RankStep()
         self.holder: Holder = host.group
         self.routing: Routing | None = routing
         self.replay: RouteReplay | None = replay

@@ -22,7 +22,7 @@ from forkpoint.errors import ConfigError
 from forkpoint.losses.base import Loss, LossBatch, LossOutputs
 from forkpoint.losses.evaluate import check_leaves, computed
 from forkpoint.losses.views import LossViews, outputs_of
-from forkpoint.parallel.step import RankStep, SingleProcessStep
+from forkpoint.parallel.step import RankStep
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.runs import labels_run
 from forkpoint.rollouts.batch import RolloutBatch
@@ -116,7 +116,7 @@ def loss_inputs(
 
     Collective then. `shown`: bool [N], rollouts of this rank that the loss is shown.
     """
-    if isinstance(ranks, SingleProcessStep) or not ranks.parts:
+    if not ranks.parts:
         return LossInputs(views, per_token, slice(None), shown)
     found = ranks.gather({name: x_T.cpu() for name, x_T in per_token.items()})
     # Ranks of one batch have the same scores, and are one part.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from forkpoint.engine.feature import Feature
 from forkpoint.engine.microbatches import MicrobatchInputs
 from forkpoint.engine.prefix_cache import Key, PrefixCache
-from forkpoint.parallel.step import StepOfRanks
+from forkpoint.parallel.step import RankStep
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.program import RETURN, SHARE, Instruction
 from forkpoint.plan.shared_prompts import PlannedPrompt, SharedPrompt
@@ -28,7 +28,7 @@ class PromptExchange(Feature):
 
     def __init__(
         self,
-        step: StepOfRanks,
+        step: RankStep,
         prompts: Sequence[SharedPrompt],
         own: Sequence[PlannedPrompt],
         plan: Plan,
@@ -37,7 +37,7 @@ class PromptExchange(Feature):
     ) -> None:
         """`prompts`: all of the step, the same on all ranks. `own`: those of this rank's rollouts.
         `plan`: this rank's."""
-        self.step: StepOfRanks = step
+        self.step: RankStep = step
         self._modules: dict[str, nn.Module] = dict(model.named_modules())
         self._names: dict[int, str] = {id(m): name for name, m in self._modules.items()}
         here = step.ranks.index

@@ -21,7 +21,7 @@ from forkpoint.engine.links import Links
 from forkpoint.engine.microbatches import MicrobatchInputs
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.parallel.statistics import RouterEnd, StatisticsOfRanks
-from forkpoint.parallel.step import RankStep, StepOfRanks
+from forkpoint.parallel.step import RankStep
 from forkpoint.parallel.topology import ALL_PLACES, Places
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.program import BACKWARD, SCORE, Instruction
@@ -205,7 +205,6 @@ class Routing(Feature):
         """
         if self.of_ranks is None or not self.of_ranks.gathers:
             return
-        assert isinstance(ranks, StepOfRanks)
         found = ranks.gather({"counts": self._own_counts().cpu()})
         leaders = ranks.ranks.group_leaders
         total_PE = torch.stack([found[first]["counts"] for first in leaders]).sum(0)

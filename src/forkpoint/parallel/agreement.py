@@ -14,7 +14,7 @@ from forkpoint.losses.base import Denominators
 from forkpoint.parallel.copies import Contents, check_same_batches
 from forkpoint.parallel.ranks import DataRanks, group_leaders
 from forkpoint.parallel.statistics import StatisticsOfRanks, StatisticsShare, joined
-from forkpoint.parallel.step import StepOfRanks
+from forkpoint.parallel.step import RankStep
 from forkpoint.plan.align import align
 from forkpoint.plan.gathering import (
     Choice,
@@ -115,7 +115,7 @@ class Agreement:
         """Whether all ranks run programs of one shape."""
         return self.gathering is not None and self.gathering.taken == "microbatch"
 
-    def step(self, ranks: DataRanks, *, mean: bool) -> StepOfRanks:
+    def step(self, ranks: DataRanks, *, mean: bool) -> RankStep:
         """The step; with `mean` each rank's loss is its own."""
         digest = ""
         if self.lockstep:
@@ -124,7 +124,7 @@ class Agreement:
                 for i in self.program.instructions
             )
             digest = hashlib.blake2b(shape.encode(), digest_size=8).hexdigest()
-        return StepOfRanks(
+        return RankStep(
             ranks,
             any_trains=self.trains,
             mean=mean,

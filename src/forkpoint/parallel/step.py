@@ -1,10 +1,10 @@
 """One step of several ranks, once they have agreed on it."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,48 +28,20 @@ class Ending(NamedTuple):
     """Where the step takes statistics of routers."""
 
 
-class SingleProcessStep:
-    """The counterpart of `StepOfRanks` in one process: nothing is exchanged."""
-
-    ranks: DataRanks = DataRanks()
-    mean: bool = False
-    parts: tuple[RolloutBatch, ...] = ()
-    defers_failures: bool = False
-    router: None = None
-
-    def trains(self, own: bool) -> bool:
-        return own
-
-    def same(self, error: Exception | None) -> None:
-        if error is not None:
-            raise error
-
-    def may_be_missed(self, error: Exception) -> None:
-        pass
-
-    def finish(
-        self,
-        loss: Tensor,
-        failure: BaseException | None,
-        *,
-        gradients: bool = True,
-        router: Callable[[], RouterEnd] | None = None,
-    ) -> Tensor:
-        assert failure is None, "it was raised at once"
-        return loss
-
-
 @dataclass(eq=False)
-class StepOfRanks:
-    """Facts that a step of several ranks needs besides its program, and how it ends."""
+class RankStep:
+    """Facts that a step needs of its ranks besides its program, and how it ends.
 
-    ranks: DataRanks
-    any_trains: bool
+    By default it is of this process alone, which exchanges nothing.
+    """
+
+    ranks: DataRanks = field(default_factory=DataRanks)
+    any_trains: bool = False
     """Whether any rank trains on any token."""
-    mean: bool
+    mean: bool = False
     """Whether each rank's loss is its own, so that gradients are reduced as the wrapper reduces
     those of any other loss; otherwise the ranks' losses are parts of one."""
-    lockstep: bool
+    lockstep: bool = False
     """Whether ranks wait for one another within the step."""
     digest: str = ""
     """Of the common shape of all programs."""
@@ -77,12 +49,15 @@ class StepOfRanks:
     """By rank, its rollouts, where the loss is computed from those of all ranks."""
     router: RouterEnd | None = None
     """Of all ranks, once the step has ended, where it takes statistics of routers."""
-    defers_failures: ClassVar[bool] = True
-    """Whether errors of a loss wait until the program has ended: other ranks run it as well."""
+
+    @property
+    def defers_failures(self) -> bool:
+        """Whether errors of a loss wait until the program has ended: other ranks run it as well."""
+        return not self.ranks.is_alone
 
     def trains(self, own: bool) -> bool:
         """Whether any rank trains on any token; `own`: whether this one does."""
-        return self.any_trains
+        return own or self.any_trains
 
     def may_be_missed(self, error: Exception) -> None:
         """The sample has failed here. Unless it did on all ranks, others may wait in collectives
@@ -137,6 +112,9 @@ class StepOfRanks:
         this rank's part of what `self.router` is afterwards. Raises `failure`, or RankError where
         another rank has failed.
         """
+        if self.ranks.is_alone:
+            assert failure is None, "it was raised at once"
+            return loss
         text = None if failure is None else described(failure)
         end = None if router is None else router()
         found = self.ranks.exchange(Ending(text, 0.0 if failure else float(loss), self.digest, end))
@@ -167,9 +145,6 @@ class StepOfRanks:
         if self.mean:
             return loss
         return torch.full_like(loss, sum(losses[first] for first in firsts))
-
-
-RankStep = StepOfRanks | SingleProcessStep
 
 
 def _failed(rank: int, error: str) -> RankError:

@@ -25,7 +25,7 @@ from forkpoint.parallel.agreement import (
     least_budget,
 )
 from forkpoint.parallel.copies import contents_of
-from forkpoint.parallel.step import SingleProcessStep
+from forkpoint.parallel.step import RankStep
 from forkpoint.plan import Plan
 from forkpoint.plan.gathering import LinkSizes, Offer, RankCosts, costs_of_rank
 from forkpoint.plan.program import Program
@@ -76,7 +76,7 @@ def agree(policy: StepPolicy, local: LocalStep) -> AgreedStep:
         local=local,
         plan=plan,
         program=plan.score_program if local.request.scores else plan.program,
-        ranks=SingleProcessStep(),
+        ranks=RankStep(),
         sample=local.batch if _is_sample_due(policy, local) else None,
     )
 
