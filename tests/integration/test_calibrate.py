@@ -9,7 +9,7 @@ import pytest
 import torch
 from steps import forked_batch
 
-from forkpoint import Config, ConfigError, losses, wrap
+from forkpoint import Config, ConfigError, losses, save_rollouts, wrap
 from forkpoint.apps.cli import main
 from forkpoint.apps.cli.models import random_model
 from forkpoint.plan.pricing.calibration import FOLDER_VARIABLE, Calibration
@@ -95,6 +95,17 @@ def test_policies_find_it_and_predict(folder: Path, monkeypatch: pytest.MonkeyPa
 
 # A policy's own measurement
 # ------------------------------------------------------------
+
+
+def test_the_plan_command_takes_it(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_rollouts(tmp_path / "rollouts.jsonl", list(forked_batch()))
+    (path,) = (folder / "found").iterdir()
+    arguments = ["plan", str(tmp_path / "rollouts.jsonl"), "--model", str(folder / "config.json")]
+    for options, predicts in ((("--calibration", str(path)), True), ((), False)):
+        assert main([*arguments, "--json", *options]) == 0
+        assert (json.loads(capsys.readouterr().out)["predicted_ms"] is not None) == predicts
 
 
 @pytest.fixture

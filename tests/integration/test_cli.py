@@ -264,3 +264,24 @@ def test_streams_that_take_nothing(
     done = started(redirection, arguments=arguments)
     assert done.returncode == code, done.stderr
     assert said in done.stderr and done.stderr.count(b"\n") == bool(said)
+
+
+@pytest.mark.slow
+def test_output_that_is_no_utf_8(rollouts: Path, tmp_path: Path) -> None:
+    """As in a container without a locale: frames are of other lines."""
+    path = rollouts.rename(tmp_path / "größe.jsonl")
+    done = started(arguments=f"plan '{path}' --details", PYTHONIOENCODING="ascii:surrogateescape")
+    assert done.returncode == 0, done.stderr
+    text = done.stdout.decode("ascii")
+    assert r"what sharing saves on gr\xf6\xdfe.jsonl" in text and "| who shares " in text
+
+
+def test_progress_on_a_terminal(
+    shell: Shell, rollouts: Path, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Progress goes to stderr, if that is a terminal; stdout has the result alone."""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # by this rich takes both for terminals
+    monkeypatch.setenv("TERM", "xterm")
+    done = shell("replay", rollouts, "--model", config, "--json")
+    assert "making the model" in done.err and "100%" in done.err
+    assert done.out.count("\n") == 1 and done.result["steps"] == 4

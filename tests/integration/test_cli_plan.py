@@ -199,6 +199,21 @@ def test_plan_takes_the_batches_of_a_trace(shell: Shell, tmp_path: Path) -> None
     assert shell("plan", tmp_path / "trace", "--batch-rollouts", 12).result["batches"] == 1
 
 
+@pytest.mark.parametrize(
+    "given", [(), ("--model", "Qwen/Qwen3-8B"), ("--sharing", "none")], ids=str
+)
+def test_plan_answers_in_six_lines(given: tuple[str, ...], shell: Shell, rollouts: Path) -> None:
+    done = shell("plan", rollouts, *given)
+    result, lines = done.result, done.out.splitlines()
+    assert done.code == 0 and done.err == "" and len(lines) == 6
+    counts = f"{result['computed_tokens']:,} of {result['logical_tokens']:,} tokens"
+    assert (counts in lines[0]) == ("none" not in given)
+    assert f"{result['bound']:.2f}x" in lines[1]
+    assert ("predicted" in lines[1]) == (result["predicted_speedup"] is not None)
+    assert f" {result['microbatches']} of at most" in lines[2]
+    assert ("iB of activations" in lines[3]) == ("--model" in given)
+
+
 def test_models_by_name(shell: Shell, rollouts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(rollouts.parent)
     flops = {

@@ -7,7 +7,14 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from steps import clear_gradients, forked_batch, gradients, small_model, with_options
+from steps import (
+    clear_gradients,
+    forked_batch,
+    gradients,
+    relative_distance,
+    small_model,
+    with_options,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -92,19 +99,6 @@ def stock_values(model: nn.Module, batch: RolloutBatch) -> tuple[Tensor, Tensor]
     return torch.cat(found[0]), torch.cat(found[1])
 
 
-def apart(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> float:
-    """The distance of two gradients over the norm of the second."""
-    assert found.keys() == expected.keys()
-    total = distance = 0.0
-    for name, gradient in expected.items():
-        other = found[name]
-        assert (gradient is None) == (other is None), name
-        if gradient is not None and other is not None:
-            total += float(gradient.square().sum())
-            distance += float((gradient - other).square().sum())
-    return (distance / total) ** 0.5
-
-
 HALVES = [(loss, half) for loss in LOSSES for half in (0, 1)]
 """Each loss with every second mode."""
 IN_CORE = [(loss, n % 2) for n, loss in enumerate(LOSSES)][::2] + HALVES[-1:]
@@ -127,7 +121,7 @@ def test_losses_by_hand(loss: Callable[[Tensor, Tensor], Tensor], half: int) -> 
             value = loss(lp, entropies)
             value.backward()
             assert abs(float((value - expected_loss).detach())) < BAR
-            assert apart(gradients(model), expected) < BAR, config
+            assert relative_distance(gradients(model), expected) < BAR, config
 
 
 def test_a_loss_of_the_library_by_hand() -> None:
@@ -140,10 +134,10 @@ def test_a_loss_of_the_library_by_hand() -> None:
         clear_gradients(model)
         lp = policy.logprobs(BATCH)
         (-lp[MASK].mean()).backward()
-        assert apart(gradients(model), expected) < BAR
+        assert relative_distance(gradients(model), expected) < BAR
         policy.forward_backward(BATCH, losses.SFT())
     doubled = {name: None if g is None else 2 * g for name, g in expected.items()}
-    assert apart(gradients(model), doubled) < BAR
+    assert relative_distance(gradients(model), doubled) < BAR
 
 
 def test_values_are_those_of_score() -> None:
@@ -169,7 +163,7 @@ def test_values_of_a_critic() -> None:
             [F.pad(critic(input_ids=x[None]).logits[0, :-1, 0], (1, 0)) for x in ids]
         )
         values[MASK].square().sum().backward()
-    assert apart(found, gradients(critic)) < BAR
+    assert relative_distance(found, gradients(critic)) < BAR
 
 
 def test_gradients_outside_the_mask_are_ignored() -> None:
@@ -200,7 +194,7 @@ def test_it_works_beside_other_terms() -> None:
         expected = gradients(model)
         clear_gradients(model)
         (policy.logprobs(BATCH).sum() + 2 * policy.logprobs(BATCH).sum() + decay()).backward()
-    assert apart(gradients(model), expected) < BAR
+    assert relative_distance(gradients(model), expected) < BAR
 
 
 @pytest.mark.parametrize("what", ["grad", "inputs", "graph", "twice", "change", "step", "fused"])

@@ -6,31 +6,17 @@ line printed is the metrics, JSON.
 
 import itertools
 import json
-import os
 import sys
 from types import SimpleNamespace
 from typing import Any
 
-from train_with_ray import HERE, PROMPTS, ROLLOUTS, STEPS, overrides
+from train_with_ray import PROMPTS, ROLLOUTS, STEPS, Log, logged, overrides, set_up
 
 TRAINERS = "forkpoint.integrations.verl.trainers"
 
 
 def main(vendor: str, folder: str, mode: str) -> None:
-    settings = {
-        "VERL_PLATFORM": "cpu",
-        "VERL_ENGINE_DEVICE": "cuda",
-        "VERL_ENGINE_VENDOR": vendor,
-        "VERL_USE_EXTERNAL_MODULES": f"cpu_platform,stub_rollout,{TRAINERS}",
-        "VERL_LOGGING_LEVEL": "ERROR",
-        "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]),
-        "OMP_NUM_THREADS": "1",
-        "RAY_AUTH_MODE": "disabled",
-        "RAY_DEDUP_LOGS": "0",
-        "TRANSFER_QUEUE_ENABLE": "1",
-    }
-    os.environ.update(settings)
-    sys.path.insert(0, str(HERE))
+    settings = set_up(vendor, TRAINERS, TRANSFER_QUEUE_ENABLE="1")
 
     import ray
     import stub_queue
@@ -53,14 +39,6 @@ def main(vendor: str, folder: str, mode: str) -> None:
     OmegaConf.resolve(config)
     OmegaConf.set_struct(config, False)
     config.transfer_queue.enable = True
-    logged: list[dict[str, Any]] = []
-
-    class Log:
-        def __init__(self, **kwargs: Any) -> None:
-            pass
-
-        def log(self, data: dict[str, Any], step: int) -> None:
-            logged.append({name: float(x) for name, x in data.items()})
 
     # In place of what needs inference servers, a tokenizer and files.
     trainer_base.LLMServerManager = stubs.StubServers

@@ -14,20 +14,40 @@ HERE = Path(__file__).parent
 STEPS, PROMPTS, ROLLOUTS = 2, 4, 4
 
 
-def main(vendor: str, folder: str, reference: str) -> None:
+def set_up(vendor: str, *modules: str, **more: str) -> dict[str, str]:
+    """Set verl's variables for this process, and return them for its workers."""
     settings = {
         "VERL_PLATFORM": "cpu",
         "VERL_ENGINE_DEVICE": "cuda",
         "VERL_ENGINE_VENDOR": vendor,
-        "VERL_USE_EXTERNAL_MODULES": "cpu_platform,stub_rollout",
+        "VERL_USE_EXTERNAL_MODULES": ",".join(["cpu_platform", "stub_rollout", *modules]),
         "VERL_LOGGING_LEVEL": "ERROR",
         "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]),
         "OMP_NUM_THREADS": "1",
         "RAY_AUTH_MODE": "disabled",
         "RAY_DEDUP_LOGS": "0",
+        **more,
     }
     os.environ.update(settings)
     sys.path.insert(0, str(HERE))
+    return settings
+
+
+logged: list[dict[str, Any]] = []
+
+
+class Log:
+    """verl's tracker, which only remembers."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        pass
+
+    def log(self, data: dict[str, Any], step: int) -> None:
+        logged.append({name: float(x) for name, x in data.items()})
+
+
+def main(vendor: str, folder: str, reference: str) -> None:
+    settings = set_up(vendor)
 
     import ray
     import stub_rollout as stubs
@@ -61,14 +81,6 @@ def main(vendor: str, folder: str, reference: str) -> None:
     config.actor_rollout_ref.rollout.agent.agent_loop_manager_class = "stub_rollout.StubAgentLoops"
     ray_trainer.LLMServerManager = stubs.StubServers
     reward_loop.RewardLoopManager = stubs.StubRewards
-    logged: list[dict[str, Any]] = []
-
-    class Log:
-        def __init__(self, **kwargs: Any) -> None:
-            pass
-
-        def log(self, data: dict[str, Any], step: int) -> None:
-            logged.append({name: float(x) for name, x in data.items()})
 
     import verl.utils.tracking
 

@@ -177,6 +177,8 @@ FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
         completion_ids=t["completion_ids"][..., None])), ["completion_ids has 2 dim"]),
     "positions that jump": (edited(dumps.prime_rl_microbatch, lambda t: t["position_ids"].put(
         2, 7)), ["position_ids[2] is 7 after 1"]),
+    "a packed column too short": (edited(dumps.prime_rl_microbatch, lambda t: t.update(
+        loss_mask=t["loss_mask"][:-1])), ["loss_mask has"]),
     "a part of a batch that is no dict": (
         lambda f: write_torch(f / "x.pt", {"batch": tensors(TRL(truth())), "meta_info": [2]}),
         ["x.pt: meta_info is [2]", "it takes a dict"]),
@@ -184,6 +186,7 @@ FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
                               ["there is no attention_mask; the record has ['advantages'"]),
     "a signalling NaN": (edited(TRL, lambda t: t["old_per_token_logps"].view(np.uint32).fill(
         0x7FA00000)), ["x.pt, row 0: ", "old_logprobs[5] is nan"]),
+    "a tensor alone": (lambda f: write_torch(f / "x.pt", torch.ones(3)), ["a batch is a dict"]),
     "unknown keys": (lambda f: write_json(f / "x.jsonl", [{"text": "a"}]),
                      ["line 1 is of no format that is known", "['text']", "verl"]),
 }  # fmt: skip

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from forkpoint import Config, ConfigError, Plan, PlanError
 from forkpoint.plan import make_plan
+from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.predict import cache_bytes, drop_activations, microbatches_to_drop, peak_bytes
 from forkpoint.plan.pricing.calibration import (
     FOLDER_VARIABLE,
@@ -36,6 +37,8 @@ def test_milliseconds_of_one_row_by_hand() -> None:
     assert plan.predicted_ms == pytest.approx(forward + backward)
     assert (plan.cost, plan.cost_unit) == (plan.predicted_ms, "ms")
     assert plan.predicted_peak_bytes == 100 * 4 * 100
+    curve = Curve((2.0, 8.0), (1.0, 3.0), (4.0, 6.0))
+    assert [curve.rate(size, backward=True) for size in (1, 4, 9)] == [4, 5, 6]
 
 
 def test_a_row_without_labels_ends_in_its_last_layer() -> None:
@@ -80,6 +83,15 @@ def test_activations_is_what_costs_less_within_the_budget(
     kept = plan.with_microbatches(replace(row, activations="keep") for row in plan.microbatches)
     assert ("recompute prefix 0" in plan.events()) == (activations == "recompute")
     assert kept.events() == tuple(e for e in plan.events() if not e.startswith("recompute"))
+
+
+def test_keeping_is_preferred_between_combinations_too() -> None:
+    """Offloading the prompt is predicted to save less than the tenth that it has to."""
+    config = Config(sharing="group", memory_budget=1_000_000)
+    able = Capabilities(checkpoints=("none",))
+    plan = make_plan(group(500, 500, 3), SHAPE, config, calibration=made_up(), capabilities=able)
+    (moved,) = (c.cost for c in plan.candidates if (c.sharing, c.boundary) == ("group", "across"))
+    assert plan.boundary == "within" and 0.9 * plan.cost < moved < 0.96 * plan.cost
 
 
 def as_defined(plan: Plan, meter: Meter, budget: int) -> list[str]:

@@ -56,6 +56,13 @@ def test_flops_of_a_shape_counted_by_hand() -> None:
     assert work.step_flops(TINY) == 3 * (2160 + 176) + 3.5 * 384
 
 
+def test_windowed_layers_are_counted_by_their_own_pairs() -> None:
+    shape = ModelShape(**{**vars(TINY), "windows": (0, 2)})
+    work = dense_work(np.array([3, 0, 1]), 0, shape.windows)
+    assert work == Work(tokens=4, pairs={0: 6 + 1, 2: 5 + 1}, num_loss_entries=0)
+    assert work.forward_flops(shape) == 2 * 4 * 360 + 2 * 2 * (3 + 5) * (7 + 6)
+
+
 def test_a_forest_counts_every_edge_once_at_its_position() -> None:
     lists = [[1, 2, 3, 4], [1, 2, 3, 5, 6]]
     offsets = np.cumsum([0, *map(len, lists)])

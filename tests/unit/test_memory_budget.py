@@ -14,7 +14,7 @@ from forkpoint.errors import ConfigError
 from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.builder import MOST_MICROBATCHES, Builder, peak_of
 from forkpoint.plan.capabilities import Capabilities
-from forkpoint.plan.device_memory import margin_bytes
+from forkpoint.plan.device_memory import LEAST_BYTES, margin_bytes
 from forkpoint.plan.models import MODELS
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.rollouts.batch import Rollout, RolloutBatch
@@ -92,6 +92,11 @@ def test_what_exists_does_not_count_again(device: dict[str, int]) -> None:
         parameter.grad = torch.empty_like(parameter)
     elements = 3 * GIB // 2
     assert measured(trained) == room(device, 4 * elements)
+
+
+def test_a_device_without_room_has_the_least_budget(device: dict[str, int]) -> None:
+    device["free"] = 0
+    assert measured(weights()) == LEAST_BYTES
 
 
 def test_microbatches_are_as_long_as_memory_allows() -> None:

@@ -13,9 +13,9 @@ import pytest
 import torch
 from made_traces import recorded, some
 
-from forkpoint import ConfigError, Rollout, RolloutError, TraceError, losses
+from forkpoint import ConfigError, Rollout, RolloutError, TraceError, losses, save_rollouts
 from forkpoint.rollouts.synthetic import synthetic_rollouts
-from forkpoint.rollouts.traces import open_trace, record
+from forkpoint.rollouts.traces import open_rollouts, open_trace, record
 
 
 def test_what_the_recorder_refuses(tmp_path: Path) -> None:
@@ -37,6 +37,17 @@ def test_what_the_recorder_refuses(tmp_path: Path) -> None:
         record(tmp_path / "m", model="ok.json")
     with pytest.raises(ConfigError, match=r"notes is .*object"):
         record(tmp_path / "n", notes={"x": object()})
+
+
+@pytest.mark.parametrize("path", [None, b"t"])
+def test_what_is_no_path(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = rf"path is {path!r} of type {type(path).__name__}; it takes the path of a "
+    calls = (record, open_trace, open_rollouts, lambda path: save_rollouts(path, some()))
+    for call, of in zip(calls, ("folder,", "trace's folder", "file", "file"), strict=True):
+        with pytest.raises(ConfigError, match=said + of):
+            call(path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_batch_that_cannot_be_kept_leaves_the_trace_as_it_was(tmp_path: Path) -> None:

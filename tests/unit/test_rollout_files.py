@@ -165,6 +165,13 @@ def test_save_refuses_extras_that_json_cannot_give_back(tmp_path, extras, parts)
     assert list(tmp_path.iterdir()) == [path]  # and no temporary file is left
 
 
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_equal_rollouts_make_equal_files(tmp_path, suffix):
+    save_rollouts(tmp_path / f"a{suffix}", many(2))
+    save_rollouts(tmp_path / f"b{suffix}", many(2))
+    assert (tmp_path / f"a{suffix}").read_bytes() == (tmp_path / f"b{suffix}").read_bytes()
+
+
 @pytest.mark.parametrize(
     ("name", "rollouts", "groups", "tokens"),
     [("airline.jsonl", 100, 25, 378_424), ("rag.jsonl", 96, 12, 705_578)],

@@ -148,6 +148,13 @@ def test_ids_of_any_dtype_and_byte_order(kind: str) -> None:
     assert make(**each_field(lambda x: np.array(x, kind), names)) == EXPECTED
 
 
+def test_arrays_of_bfloat16_and_float8() -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="needs the package ml_dtypes")
+    for dtype in (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn):
+        for change in (lambda x: np.array(x, dtype), lambda x: list(np.array(x, dtype))):  # noqa: B023
+            assert make(**each_field(change, (*FLOATS, "loss_mask"))) == EXPECTED
+
+
 @pytest.mark.parametrize(
     "mask",
     [
@@ -219,6 +226,11 @@ def test_one_number_where_nothing_is_trained(name: str) -> None:
         ({"temperature": 0}, "temperature is 0"),
         ({"group_id": True}, "group_id is True"),
         ({"extras": 3}, "extras is 3"),
+        ({"advantage": None}, "advantage is None"),
+        ({"advantage": [0, 0, 10**400, 1]}, "advantage[2] is an integer of 1329 bits"),
+        ({"weights": np.ma.masked_array([0.0, 0, 1, 1], [0, 0, 0, 1])}, "weights is a numpy array"),
+        ({"temperature": math.inf}, "temperature is inf"),
+        ({"temperature": [1.0]}, "temperature is [1.0]"),
     ],
 )
 def test_refuses(changes: dict[str, Any], said: str) -> None:
