@@ -84,8 +84,10 @@ def test_before_and_after_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     namespace = reader(tmp_path)
     shown = blocks(LOOP.read_text(encoding="utf-8"))
-    first = next(code for language, _, code, _ in shown if language == "python")
-    before, after = first.split("\n# after", maxsplit=1)
+    both = next(
+        code for language, _, code, _ in shown if language == "python" and "# after" in code
+    )
+    before, after = both.split("\n# after", maxsplit=1)
     gradients = []
     for code in (before, f"# after{after}"):
         exec(code, namespace)
@@ -171,6 +173,7 @@ def test_site_builds_and_loads_nothing_from_a_network(tmp_path: Path) -> None:
         [mkdocs, "build", "--site-dir", tmp_path], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+    assert (tmp_path / "search" / "search_index.js").exists(), "pages opened as files cannot search"
     pages = list(tmp_path.rglob("*.html"))
     assert len(pages) > len(list((ROOT / "docs").rglob("*.md")))
     for page in pages:
