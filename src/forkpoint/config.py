@@ -105,13 +105,13 @@ class Config:
     sharing: Literal["auto", "none", "group", "tree"] = "auto"
     boundary: Literal["auto", "within", "across", "mixed"] = "auto"
     max_microbatch_tokens: int | None = None
-    memory_budget: MemorySize | None = AUTO
+    memory_budget: MemorySize | None = "auto"
     optimizer_bytes_per_parameter: float | None = None
     activations: Literal["auto", "keep", "offload", "recompute"] = "auto"
     checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
     prefix_cache: Literal["auto", "device", "host"] = "auto"
     host_memory: MemorySize | None = None
-    calibration: str | Path | None = AUTO
+    calibration: str | Path | None = "auto"
     attention_kernel: str = "auto"
     recurrence_kernel: str = "auto"
     head_chunk_tokens: int = 1024

@@ -1,33 +1,32 @@
-"""The errors that forkpoint raises at its users.
+"""Errors that forkpoint raises.
 
-Every message says what is wrong, which values were met, what is allowed and what to do. All of them
-are ValueErrors, so that callers need not import this module. Broken internal invariants are plain
-assertions instead.
+Every message says what is wrong, which value was given, which values are allowed, and what to do.
+All except RankError are ValueErrors. Broken internal invariants are assertions.
 """
 
 
 class ForkpointError(Exception):
-    """Base class of every error that forkpoint raises on purpose."""
+    """Base class of the errors of forkpoint."""
 
 
 class RolloutError(ForkpointError, ValueError):
-    """A rollout, a rollout file or a batch that cannot be trained on as it is."""
+    """An invalid rollout, rollout file or batch."""
 
 
 class TraceError(RolloutError):
-    """A recorded trace that is changed, cut short, foreign or of a newer schema."""
+    """A recorded trace that was truncated, or has another schema, or is no trace of forkpoint."""
 
 
 class ConfigError(ForkpointError, ValueError):
-    """An option whose value is not allowed, alone or together with another."""
+    """A value of an option that is not allowed, alone or together with another option."""
 
 
 class PlanError(ForkpointError, ValueError):
-    """A batch for which no plan fits the limits that were set."""
+    """A batch for which no plan fits the limits."""
 
 
 class RankError(ForkpointError, RuntimeError):
-    """A step of several ranks that ends on this rank because of another one."""
+    """A step of several ranks that ends on this rank because another rank failed."""
 
 
 class UnsupportedError(ForkpointError, ValueError):

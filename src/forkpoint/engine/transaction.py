@@ -116,11 +116,11 @@ class StepOutcome:
 
     def __init__(self) -> None:
         self.gradients: Literal["pending", "unchanged", "cleared", "added"] = "pending"
-        """pending: the step is running, or could not be put back.
-        unchanged: it failed, and every `.grad` is as it was before it. It may be tried again.
-        cleared: it failed, and every `.grad` is None. Gradients that had been accumulated before it
-            are lost, so they have to be computed again.
-        added: it succeeded, and its whole gradient is in `.grad`. It must not be repeated.
+        """pending: the step is running, or its changes could not be undone.
+        unchanged: the step failed, and every `.grad` is as before it. You can repeat the step.
+        cleared: the step failed, and every `.grad` is None. Gradients accumulated earlier are lost
+            and must be computed again.
+        added: the step succeeded, and its whole gradient is in `.grad`. Do not repeat it.
         """
 
     def __repr__(self) -> str:

@@ -1,7 +1,7 @@
 """Base class of losses, the views that they are called with, and functions as losses.
 
-The engine shows a loss one view of the batch at a time and adds up what the calls return. A loss is
-right for every view because whatever it divides by was fixed over the whole batch beforehand.
+The engine calls a loss with one view of the batch at a time and adds up the results. The sum does
+not depend on the views, because denominators are those of the whole batch.
 """
 
 import math
@@ -26,7 +26,7 @@ SOURCES = {
     "old_logprobs": "policy.score(batch) computes log-probs under a model",
     "reference_logprobs": "policy.score(batch) computes log-probs under a model",
     "weights": "importance weights are exp(old_logprobs - sampler_logprobs), bounded",
-    "returns": "docs/reference/losses.md computes them from rewards and a critic's values",
+    "returns": "docs/reference/losses.md shows how to compute them from rewards and values",
     "old_values": "they are the critic's policy.score(batch).values before its update",
 }
 """Fields of a RolloutBatch that a loss may need, and where they come from."""
@@ -39,14 +39,14 @@ LOSSES_OF: dict[Head, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Denominators:
-    """Denominators of means: counts of the whole batch, over all calls and ranks of a step.
+    """Denominators of means: counts over all calls and ranks of a step.
 
-    A count of 0 is allowed and means that there is nothing to divide.
+    A count of 0 is allowed; then nothing is divided.
 
     Attributes:
-        tokens: trained tokens.
-        rollouts: rollouts, those without trained tokens included.
-        groups: groups.
+        tokens: number of trained tokens.
+        rollouts: number of rollouts, including those without trained tokens.
+        groups: number of groups.
 
     Raises ConfigError for a count that is negative or not finite.
     """
@@ -72,28 +72,27 @@ def check_denominators(given: object) -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LossBatch:
-    """A view of the batch: T tokens of n rollouts, flat, the rollouts one after another.
+    """A view of the batch: T tokens of n rollouts, flat, in order of rollouts.
 
-    A view of a token-additive loss may hold any of the batch's tokens, one of a rollout-additive
-    loss holds whole rollouts, one of a joint loss all rollouts that are coupled. Rollouts that the
-    loss has declared to be zero (`Loss.zero_rollouts`) may be in none. Tensors lie on the
-    device of the outputs, and floats have their dtype.
+    A view for a token-additive loss may hold any tokens of the batch. A view for a rollout-additive
+    loss holds whole rollouts, and one for a joint loss holds all coupled rollouts. Rollouts that
+    the loss declares to be zero (`Loss.zero_rollouts`) may be in no view. Tensors are on the device
+    of the outputs, and floats have their dtype.
 
     Attributes:
-        offsets: int64 [n + 1]; rollout i has the view's tokens `offsets[i] : offsets[i + 1]`.
-        token_index: int64 [T]; for each token, its position in the RolloutBatch's flat tokens, for
-            values that are kept outside of the batch.
-        token_rollout: int64 [T]; for each token, which of the n rollouts it belongs to.
+        offsets: int64 [n + 1]; rollout i has the tokens `offsets[i] : offsets[i + 1]` of the view.
+        token_index: int64 [T]; position of each token in the flat tokens of the RolloutBatch, to
+            look up values outside of the batch.
+        token_rollout: int64 [T]; index from 0 to n - 1 of the rollout of each token.
         loss_mask: bool [T].
         advantages: [T].
-        old_logprobs, reference_logprobs, weights, returns, old_values: [T], or None where the batch
+        old_logprobs, reference_logprobs, weights, returns, old_values: [T], or None if the batch
             has none.
-        rollout_tokens: [n]; trained tokens of the whole rollout, however few of them are in this
-            view.
-        rollout_index: int64 [n]; the rollout's position in the RolloutBatch.
-        group_index: int64 [n]; the rollout's group in the RolloutBatch.
+        rollout_tokens: [n]; number of trained tokens of the whole rollout, in this view or not.
+        rollout_index: int64 [n]; position of the rollout in the RolloutBatch.
+        group_index: int64 [n]; group of the rollout in the RolloutBatch.
         temperatures: [n].
-        denominators: of the whole batch, not of this view.
+        denominators: those of the whole batch, not of this view.
         rollout_ids: n texts.
     """
 
@@ -115,29 +114,30 @@ class LossBatch:
     rollout_ids: tuple[str, ...]
 
     def trained(self, values_T: Tensor) -> Tensor:
-        """`values_T` with 0 outside the loss mask, where then neither value nor gradient counts."""
+        """`values_T`, with value and gradient 0 outside the loss mask."""
         return torch.where(self.loss_mask, values_T, 0)
 
     def to_tokens(self, values_n: Tensor) -> Tensor:
-        """For each token, the value of its rollout: [T]."""
+        """The value of its rollout for each token: [T]."""
         return values_n.index_select(0, self.token_rollout)
 
     def rollout_sum(self, values_T: Tensor) -> Tensor:
-        """The sum of each rollout's values: [n]."""
+        """The sum of the values of each rollout: [n]."""
         return values_T.new_zeros(len(self.rollout_ids)).index_add(0, self.token_rollout, values_T)
 
     def rollout_mean(self, values_T: Tensor) -> Tensor:
-        """The mean of each rollout's values over its trained tokens, 0 where it has none: [n].
+        """The mean over the trained tokens of each rollout, 0 for a rollout without any: [n].
 
-        It is the mean only in views that hold whole rollouts; in others it is their share of it.
+        In a view that holds a part of a rollout it is that part's share of the mean.
         """
         return self.rollout_sum(self.trained(values_T)) / self.rollout_tokens.clamp(min=1)
 
     def total(self, terms_T: Tensor, normalize: Literal["token", "rollout", "none"]) -> Tensor:
-        """The trained tokens' terms as one scalar, additive over any views of the batch.
+        """Combine the terms of trained tokens into a scalar that is additive over views.
 
-        "token": their sum over `denominators.tokens`. "rollout": the mean over rollouts of the mean
-        over the rollout's trained tokens; a rollout without any counts as 0. "none": their sum.
+        "token": their sum, divided by `denominators.tokens`. "rollout": the mean over rollouts of
+        the mean over the trained tokens of each rollout, 0 for a rollout without any. "none": their
+        sum.
         """
         terms_T = self.trained(terms_T)
         if normalize == "none":
@@ -149,27 +149,26 @@ class LossBatch:
 
 
 class Loss:
-    """A loss and how it decomposes. Subclass it, set what follows, and define `__call__`.
+    """Base class of losses. A subclass sets the attributes below and defines `__call__`.
 
-    Every loss here raises ConfigError for arguments that are not allowed.
+    Losses raise ConfigError for arguments that are not allowed.
 
     Attributes:
-        decomposition: "token" if the loss of the batch is the sum over any split of its tokens into
-            views, "rollout" if it is so over any split into whole rollouts, "joint" if coupled
-            rollouts (see `coupling`) must be seen together. A loss that claims too much trains on
-            wrong gradients. Views of a "token" loss may leave out tokens outside the loss mask.
-        reads: "logprobs" for a loss of a language model, "values" for one of a critic. With the
-            other model it is refused; None, of a plain function, leaves that to what the function
-            reads.
-        needs_entropy: whether `outputs.entropies` is wanted, with gradients.
-        needs: fields of the RolloutBatch without which the loss cannot be computed.
-        takes_weights: False where the loss has no use for per-token weights; they are then refused.
-        uses_advantages: whether the loss reads advantages; a batch without any is then refused.
-        across_ranks: whether rollouts that the loss couples may lie on several ranks. Log-probs and
-            rollouts of all ranks are then gathered on each, at the price of a pass of scores.
+        decomposition: "token" if the loss is the sum over views for any split of the tokens,
+            "rollout" if it is that sum for any split into whole rollouts, "joint" if coupled
+            rollouts (see `coupling`) must be in one view. A wrong value gives wrong gradients.
+            Views of a "token" loss may leave out tokens outside the loss mask.
+        reads: "logprobs" for a loss of a language model, "values" for a loss of a critic. Other
+            models are refused. None, for a function, accepts both.
+        needs_entropy: whether the loss needs `outputs.entropies`, with gradients.
+        needs: fields of the RolloutBatch that the loss needs.
+        takes_weights: whether the loss uses per-token weights. If not, they are refused.
+        uses_advantages: whether the loss uses advantages. If so, a batch without them is refused.
+        across_ranks: whether coupled rollouts may be on several ranks. Each rank then gathers the
+            log-probs and rollouts of all ranks, which takes a pass of scores.
 
-    A call must not read values back to the host (`.item()`, `if tensor:`): what depends on values
-    is checked in `check`, on numpy arrays, before anything runs.
+    A call must not read values back to the host (`.item()`, `if tensor:`). Check values in `check`,
+    on numpy arrays, before anything runs.
     """
 
     decomposition: ClassVar[Decomposition]
@@ -181,11 +180,11 @@ class Loss:
     across_ranks: ClassVar[bool] = False
 
     def __call__(self, outputs: LossOutputs, batch: LossBatch) -> Tensor:
-        """The view's part of the loss, a scalar with a graph to `outputs`."""
+        """Compute the view's part of the loss: a scalar with a graph to `outputs`."""
         raise NotImplementedError(f"{type(self).__name__} does not define __call__.")
 
     def check(self, batch: RolloutBatch) -> None:
-        """Raises RolloutError where this loss cannot be computed on `batch`."""
+        """Raises RolloutError if this loss cannot be computed on `batch`."""
         for name in self.needs:
             if getattr(batch, name) is None:
                 raise RolloutError(
@@ -199,12 +198,12 @@ class Loss:
             )
         if batch.weights is not None and not self.takes_weights:
             raise RolloutError(
-                f"The rollouts have weights, for which {type(self).__name__} has no use. Leave "
+                f"The rollouts have weights, which {type(self).__name__} does not use. Leave "
                 "weights out, or take a loss that multiplies its terms by them, such as GRPO."
             )
 
     def check_head(self, head: Head) -> None:
-        """Raises ConfigError where this loss is not one of a model that gives `head`."""
+        """Raises ConfigError if the loss does not fit a model with the output `head`."""
         if self.reads not in (head, None) or (self.needs_entropy and head == "values"):
             wanted: Head = "logprobs" if self.needs_entropy else self.reads or "logprobs"
             raise ConfigError(
@@ -214,22 +213,23 @@ class Loss:
             )
 
     def coupling(self, batch: RolloutBatch) -> NDArray[np.int64]:
-        """Which rollouts must lie in one graph: int64 [N], equal for those that must.
+        """Numbers of the rollouts, equal for rollouts that must be in one view: int64 [N].
 
-        All of them for a joint loss, unless it knows better; otherwise each is on its own.
+        By default all rollouts of a joint loss have the same number, and those of other losses have
+        different numbers.
         """
         count = len(batch.rollout_ids)
         return np.zeros(count, np.int64) if self.decomposition == "joint" else np.arange(count)
 
     def zero_rollouts(self, batch: RolloutBatch) -> NDArray[np.bool_]:
-        """Rollouts whose terms are 0, and have gradients of 0, whatever the model computes.
+        """Rollouts whose terms and gradients are 0 for all outputs of the model: bool [N].
 
-        A step leaves them out, so that a rollout that is declared wrongly is not trained on;
-        `policy.verify` finds that. Of rollouts that the loss couples, all or none are left out. A
-        subclass that defines `__call__` or another method anew declares for itself: what its base
-        class declares then counts for nothing.
+        A step leaves them out. A rollout that is declared wrongly is therefore not trained, which
+        `policy.verify` finds. Of coupled rollouts, all or none are left out. If a subclass
+        overrides `__call__` or another method, the declaration of its base class is ignored, so
+        override this method too.
 
-        Returns bool [N], from numpy arrays of the batch alone; here none.
+        The result must depend only on numpy arrays of the batch. By default no rollout is declared.
         """
         return np.zeros(len(batch), bool)
 
@@ -239,13 +239,12 @@ LossFunction = Callable[[LossOutputs, LossBatch], Tensor]
 
 @dataclass(frozen=True)
 class FunctionLoss(Loss):
-    """A function of (outputs, batch) as a loss. In a step of several ranks it is each rank's own.
+    """A loss from a function of (outputs, batch). With several ranks each rank has its own loss.
 
     Attributes:
-        function: gives the view's part of the loss, a scalar with a graph.
-        decomposition: what the function promises, as in `Loss`. A function by itself is joint,
-            since nothing is known of it.
-        needs_entropy: whether `outputs.entropies` is wanted, with gradients.
+        function: computes the view's part of the loss, a scalar with a graph.
+        decomposition: as in `Loss`. The default "joint" is correct for each function.
+        needs_entropy: whether the function needs `outputs.entropies`, with gradients.
     """
 
     reads: ClassVar[Head | None] = None

@@ -23,10 +23,10 @@ from forkpoint.rollouts.batch import RolloutBatch
 
 
 class PairLoss(Loss):
-    """A loss of pairs, joint over them: a group is a pair.
+    """A loss of pairs, joint over pairs. Each group is a pair.
 
-    Of its two rollouts the one with the larger advantage is chosen, the other rejected. Weights of
-    tokens are refused.
+    The rollout with the larger advantage is the chosen one, and the other is the rejected one.
+    Weights of tokens are refused.
     """
 
     decomposition: ClassVar[Decomposition] = "joint"
@@ -34,7 +34,7 @@ class PairLoss(Loss):
     uses_advantages = True
 
     def check(self, batch: RolloutBatch) -> None:
-        """Raises RolloutError, naming the first group that is no pair with a preference."""
+        """Raises RolloutError, naming the first group that is not a pair with a preference."""
         super().check(batch)
         name = type(self).__name__
         for members in batch.groups():
@@ -61,13 +61,13 @@ class PairLoss(Loss):
 class DPO(PairLoss):
     """Direct preference optimization (arXiv 2305.18290, eq. 7), joint over pairs.
 
-    With sums over the trained tokens of the chosen (c) and the rejected rollout (r), a pair's
-    margin is
+    With sums over the trained tokens of the chosen (c) and the rejected rollout (r), the margin of
+    a pair is
 
         m = sum_c(logprob - reference) - sum_r(logprob - reference)
 
-    and the loss the sum of the pairs' terms over `denominators.groups`. Needs reference_logprobs.
-    With label smoothing e, the term of each variant is
+    The loss is the sum of the terms of all pairs, divided by `denominators.groups`. It needs
+    reference_logprobs. With label smoothing e, the term of each variant is
 
         "sigmoid"  -(1 - e) * log_sigmoid(beta * m) - e * log_sigmoid(-beta * m)
         "robust"   (-(1 - e) * log_sigmoid(beta * m) + e * log_sigmoid(-beta * m)) / (1 - 2 * e)
@@ -79,12 +79,12 @@ class DPO(PairLoss):
     2310.12036, eq. 17, with tau for beta (ipo).
 
     Attributes:
-        variant: the term, as above.
-        beta: how strongly the policy is held to the reference; above 0.
-        label_smoothing: e, how likely a pair is the wrong way round, from 0 to below 0.5. Above 0
-            for "sigmoid" and "robust" only.
-        length_normalized: whether means over the trained tokens take the place of the sums; with
-            variant "ipo" this is what TRL does.
+        variant: name of the term above.
+        beta: scale of the margin, above 0. A larger beta keeps the policy closer to the reference.
+        label_smoothing: e, the probability that the labels of a pair are exchanged, from 0 to below
+            0.5. Above 0 for "sigmoid" and "robust" only.
+        length_normalized: whether to take means over the trained tokens instead of sums, as TRL
+            does for the variant "ipo".
     """
 
     needs: tuple[str, ...] = field(init=False, repr=False, default=("reference_logprobs",))
@@ -132,18 +132,17 @@ class DPO(PairLoss):
 class SimPO(PairLoss):
     """Simple preference optimization (arXiv 2405.14734), joint over pairs, without a reference.
 
-    With means over the trained tokens of the chosen (c) and the rejected rollout (r), a pair's
-    term is
+    With means over the trained tokens of the chosen (c) and the rejected rollout (r), the term of a
+    pair is
 
         -log_sigmoid(beta * (mean_c(logprob) - mean_r(logprob)) - gamma)
 
-    and the loss the sum of the pairs' terms over `denominators.groups`.
+    The loss is the sum of the terms of all pairs, divided by `denominators.groups`.
 
     Attributes:
-        beta: the scale of the rewards; above 0.
-        gamma: the margin by which the chosen reward should win, at least 0. The paper tunes it
-            together with beta; the default is that of TRL, and of the authors' code, where it is
-            0.25 * beta.
+        beta: scale of the rewards, above 0.
+        gamma: target margin between the rewards, at least 0. The paper tunes it together with beta.
+            The default is that of TRL and of the authors' code (0.25 * beta).
     """
 
     beta: float = 2.0

@@ -25,14 +25,13 @@ def without_weight(self: Loss, batch: RolloutBatch) -> NDArray[np.bool_]:
 class LogLikelihood(Loss):
     """The negative log-likelihood of the trained tokens, token-additive.
 
-    A trained token's term is `-w * logprob`, where w are the rollouts' weights, 1 if they have
-    none. Advantages and old log-probs play no part. On rollouts that share more than a prompt it is
-    supervised fine-tuning on trees: a shared trained token counts once for each rollout that trains
-    it, as it does in ordinary fine-tuning.
+    The term of a trained token is `-w * logprob`, with the weight w of the rollouts' `weights`,
+    else 1. Advantages and old log-probs are not used. A shared trained token counts once for each
+    rollout that trains it, as in ordinary fine-tuning.
 
     Attributes:
-        normalize: the mean over `denominators.tokens` ("token": the cross-entropy of ordinary
-            fine-tuning) or `denominators.rollouts`, as in PolicyLoss; "none" is the sum.
+        normalize: "token" (the cross-entropy of ordinary fine-tuning) or "rollout", as in
+            PolicyLoss; "none" is the sum.
     """
 
     decomposition: ClassVar[Decomposition] = "token"
@@ -57,29 +56,29 @@ SFT = LogLikelihood
 
 @dataclass(frozen=True, kw_only=True)
 class Distillation(Loss):
-    """Towards a teacher whose log-probs are the reference_logprobs, token-additive.
+    """Distillation from a teacher whose log-probs are the reference_logprobs, token-additive.
 
-    The teacher's whole distributions are not needed: the sampled tokens estimate the KL divergence,
-    without bias in value and gradient, provided that the right model sampled them. A trained
-    token's term, with its weight w (the rollouts' `weights`, 1 if they have none), is
+    The sampled tokens estimate the KL divergence, without the teacher's whole distributions. Value
+    and gradient are unbiased if the model that `direction` names sampled the tokens. The term of a
+    trained token with weight w (from the rollouts' `weights`, else 1) is
 
         "reverse"  -w * min(r * A, clamp(r, 1 - clip, 1 + clip_high) * A)
                    r = exp(logprob - old_logprob)        A = (reference - logprob).detach()
         "forward"  w * (reference - logprob)
 
     Attributes:
-        direction: "reverse" is KL(student || teacher) on tokens that the student sampled, on-policy
-            distillation: a policy gradient whose advantage is how much likelier the teacher finds
-            the token. "forward" is KL(teacher || student) on tokens that the teacher sampled; its
-            gradient is that of LogLikelihood. The divergences are those of each token given the
-            tokens before it: what a token does to later ones is not counted.
-        clip, clip_high: of the ratio, as in GRPO; the default is no clipping, which is what makes
-            the estimate unbiased. For "reverse" only.
-        normalize: the mean over `denominators.tokens` or `denominators.rollouts`, as in PolicyLoss.
+        direction: "reverse" is KL(student || teacher) on tokens that the student sampled (on-policy
+            distillation): a policy gradient with the log-ratio of teacher to student as advantage.
+            "forward" is KL(teacher || student) on tokens that the teacher sampled; its gradient is
+            that of LogLikelihood. The divergence is that of each token given the tokens before it.
+            The effect of a token on later ones is not counted.
+        clip, clip_high: bounds of the ratio, as in GRPO, for "reverse" only. By default there is no
+            clipping, so the estimate is unbiased.
+        normalize: "token" or "rollout", as in PolicyLoss.
 
-    Needs reference_logprobs. The rollouts' advantages play no part; to have rewards besides, train
-    a policy loss on advantages to which `reference_logprobs - old_logprobs` was added. Without
-    old_logprobs the update is on-policy, as in PolicyLoss.
+    The loss needs reference_logprobs, and does not use advantages. To add rewards, train a policy
+    loss with `reference_logprobs - old_logprobs` added to the advantages. Without old_logprobs the
+    update is on-policy, as in PolicyLoss.
     """
 
     decomposition: ClassVar[Decomposition] = "token"

@@ -22,40 +22,39 @@ from forkpoint.losses.base import (
 from forkpoint.rollouts.batch import RolloutBatch
 
 LARGEST_LOG_RATIO = 20.0
-"""Bound of a log-ratio from above, a ratio of 5e8: beyond it, exp would soon be infinite in
-float32, and its gradient not a number even where a clip leaves it out."""
+"""Upper bound of a log-ratio, a ratio of 5e8. Above it exp would overflow in float32, and gradients
+would be NaN even for clipped tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss(Loss):
-    """A policy gradient: subclasses say what a token is worth in `objective`.
+    """Base class of policy gradients. A subclass defines `objective`.
 
-    A trained token's term, with its weight w (the rollouts' `weights`, 1 if they have none), is
+    The term of a trained token with weight w (from the rollouts' `weights`, else 1) is
 
         -w * objective + kl * KL - entropy * H
 
-    The weight is that of the policy gradient alone: the KL divergence to the reference policy and
-    the entropy H of the policy's distribution at the token stay unweighted, as in TRL and verl. A
-    token that is to be left out of everything is left out of the loss mask.
+    Only the policy gradient is weighted, as in TRL and verl. The KL divergence to the reference
+    policy and the entropy H at the token are not. To leave a token out of all terms, leave it out
+    of the loss mask.
 
     Attributes:
-        kl: coefficient of the KL divergence; above 0 it needs reference_logprobs.
-        kl_estimator: how it is estimated from the sampled token (J. Schulman, Approximating KL
-            Divergence, 2020). With x = reference - logprob, k1 is -x, k2 is x**2 / 2 and k3 is
-            exp(x) - x - 1. k1 and k3 are unbiased as values. As a term of a loss it is the gradient
-            that counts (arXiv 2506.09477): on-policy, that of k2 is the reverse KL's, that of k3
-            the forward KL's (equal near the reference), and that of k1 is 0 on average. k1 belongs
-            into the reward: subtract `kl * (old_logprobs - reference_logprobs)` from the advantages
-            instead.
-        entropy: coefficient of the entropy bonus; above 0 the loss has `needs_entropy`.
-        normalize: "token" is the sum of the terms over `denominators.tokens`, the trained tokens of
-            the whole batch; "rollout" is the mean over `denominators.rollouts` of each rollout's
-            mean over its trained tokens, 0 for a rollout without any. Weights do not enter a
-            denominator.
+        kl: coefficient of the KL divergence. Above 0 the loss needs reference_logprobs.
+        kl_estimator: estimator of the KL divergence from the sampled token (J. Schulman,
+            Approximating KL Divergence, 2020). With x = reference - logprob, k1 is -x, k2 is x**2 /
+            2 and k3 is exp(x) - x - 1. The values of k1 and k3 are unbiased. On-policy, the
+            gradient of k2 is that of the reverse KL, that of k3 is that of the forward KL (equal
+            near the reference), and that of k1 is 0 on average (arXiv 2506.09477). Use k1 in the
+            reward instead: subtract `kl * (old_logprobs - reference_logprobs)` from the advantages.
+        entropy: coefficient of the entropy bonus. Above 0 the loss has `needs_entropy`.
+        normalize: "token" divides the sum of the terms by `denominators.tokens`, the trained tokens
+            of the whole batch. "rollout" takes the mean over the trained tokens of each rollout (0
+            without any), sums it over rollouts and divides by `denominators.rollouts`. Denominators
+            do not depend on weights.
 
-    Without old_logprobs the update is on-policy: `old_logprob = logprob.detach()`, the ratio is 1
-    and its gradient that of the log-prob. A log-ratio counts as at most 20 (a ratio of 5e8), so
-    that no number overflows.
+    Without old_logprobs the update is on-policy: `old_logprob = logprob.detach()`, the ratio is 1,
+    and its gradient is that of the log-prob. Log-ratios are bounded by 20 (a ratio of 5e8), so that
+    no number overflows.
     """
 
     decomposition: ClassVar[Decomposition] = "token"
@@ -78,14 +77,14 @@ class PolicyLoss(Loss):
             object.__setattr__(self, "needs_entropy", True)
 
     def objective(self, logprobs_T: Tensor, batch: LossBatch) -> Tensor:
-        """Quantity that is maximised, for each token: [T], finite outside the loss mask too.
+        """Quantity to maximise for each token: [T]. It must be finite outside the loss mask too.
 
         `logprobs_T` is 0 outside the loss mask.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define objective.")
 
     def clipped(self, logprobs_T: Tensor, batch: LossBatch) -> Tensor:
-        """Tokens with an advantage whose objective has no gradient: bool [T]. For metrics.
+        """Tokens with an advantage but without a gradient of the objective: bool [T], for metrics.
 
         The batch is a view of whole rollouts.
         """
@@ -95,7 +94,7 @@ class PolicyLoss(Loss):
         return batch.loss_mask & (batch.advantages != 0) & (gradient_T == 0)
 
     def reduce(self, terms_T: Tensor, batch: LossBatch) -> Tensor:
-        """The trained tokens' terms as the view's part of the loss."""
+        """Combine the terms of trained tokens into the view's part of the loss."""
         return batch.total(terms_T, self.normalize)
 
     def __call__(self, outputs: LossOutputs, batch: LossBatch) -> Tensor:
@@ -186,21 +185,21 @@ def check_clips(clip: float, clip_high: float | None) -> None:
 class GRPO(PolicyLoss):
     """The clipped policy gradient of GRPO (arXiv 2402.03300, eq. 3), token-additive.
 
-    With `r = exp(logprob - old_logprob)` and advantage A, a trained token's objective is
+    With `r = exp(logprob - old_logprob)` and advantage A, the objective of a trained token is
 
         min(r * A, clamp(r, 1 - clip, 1 + clip_high) * A)
 
-    and its term `-w * objective + kl * KL - entropy * H`, as in PolicyLoss, where the other
-    arguments are described. The sum of the terms is divided by `denominators.tokens`;
-    `normalize="rollout"` is the mean of GRPO as first published.
+    and its term is `-w * objective + kl * KL - entropy * H`. PolicyLoss describes the other
+    arguments. The sum of the terms is divided by `denominators.tokens`. The first publication of
+    GRPO has `normalize="rollout"`.
 
     Attributes:
-        clip, clip_high: how far the ratio may leave 1 downwards and upwards before its gradient
-            ends; clip_high None is clip (PPO, arXiv 1707.06347, eq. 7), larger is DAPO's
-            clip-higher, `math.inf` is no clipping.
-        dual_clip: None, or above 1: where A is negative the objective is at least dual_clip * A, so
-            that its gradient ends at that ratio too (dual-clip PPO, arXiv 1912.09729, eq. 5; verl's
-            clip_ratio_c, TRL's delta).
+        clip, clip_high: largest distance of the ratio below and above 1 with a gradient. clip_high
+            None means clip (PPO, arXiv 1707.06347, eq. 7). A larger clip_high is DAPO's
+            clip-higher. `math.inf` means no clipping.
+        dual_clip: None, or a number above 1. For negative A the objective is at least
+            dual_clip * A, so the gradient ends at that ratio too (dual-clip PPO, arXiv 1912.09729,
+            eq. 5; clip_ratio_c in verl, delta in TRL).
     """
 
     clip: float = 0.2
@@ -233,11 +232,11 @@ class GRPO(PolicyLoss):
 
 @dataclass(frozen=True, kw_only=True)
 class PPO(GRPO):
-    """The policy loss of PPO (arXiv 1707.06347, eq. 7), token-additive: GRPO's under its own name.
+    """The policy loss of PPO (arXiv 1707.06347, eq. 7), token-additive. It equals GRPO.
 
-    It wants one advantage per token, such as generalized advantage estimates over a critic's values
-    (docs/reference/losses.md): give every Rollout its `advantage` as an array. The critic is a
-    model of its own, trained by `losses.ValueLoss`. The sum of the terms is divided by
+    Give every Rollout an array of advantages, one per token, such as generalized advantage
+    estimates over the values of a critic (docs/reference/losses.md). The critic is a separate
+    model, trained with `losses.ValueLoss`. The sum of the terms is divided by
     `denominators.tokens`, unless normalize is "rollout".
     """
 
@@ -246,9 +245,9 @@ class PPO(GRPO):
 class DAPO(GRPO):
     """DAPO's loss (arXiv 2503.14476, eq. 8): the token mean and clip-higher, token-additive.
 
-    It is GRPO(clip=0.2, clip_high=0.28): the sum over all trained tokens of the batch over
-    `denominators.tokens`. DAPO's dynamic sampling and its penalty for overlong responses are
-    matters of the rollouts and their advantages.
+    It equals GRPO(clip=0.2, clip_high=0.28): the sum over all trained tokens of the batch, divided
+    by `denominators.tokens`. Dynamic sampling and the penalty for overlong responses of DAPO are
+    not part of the loss: apply them to rollouts and advantages.
     """
 
     clip_high: float | None = 0.28
@@ -257,13 +256,13 @@ class DAPO(GRPO):
 
 @dataclass(frozen=True, kw_only=True)
 class BNPO(GRPO):
-    """TRL's loss type "bnpo", token-additive: the terms over the trained tokens of the batch.
+    """TRL's loss type "bnpo", token-additive: the sum of the terms over `denominators.tokens`.
 
-    TRL divides by the tokens of the batch that is at hand on one device, so that the loss depends
-    on how a step is cut. Here the batch at hand is what `denominators.tokens` counts. Counted over
-    the whole step, as by default, that is the token mean of GRPO and DAPO. To cut a step as TRL
-    does, give each call the counts of its own batch and 1 / (number of calls) as `scale`. The
-    normalisation of rewards in the paper of that name (arXiv 2506.02864) is one of advantages.
+    TRL divides by the tokens of a micro-batch on one device, so its loss depends on the size of
+    micro-batches. By default `denominators.tokens` counts the whole step, and the loss is the token
+    mean of GRPO and DAPO. To reproduce TRL, make one call for each micro-batch, with its own counts
+    and with 1 / (number of calls) as `scale`. The normalisation of rewards in the paper of that
+    name (arXiv 2506.02864) belongs to the advantages.
     """
 
     normalize: Literal["token", "rollout"] = field(init=False, repr=False, default="token")
@@ -271,14 +270,14 @@ class BNPO(GRPO):
 
 @dataclass(frozen=True, kw_only=True)
 class DrGRPO(GRPO):
-    """Dr. GRPO (arXiv 2503.20783): one constant in place of lengths, token-additive.
+    """Dr. GRPO (arXiv 2503.20783), token-additive: it divides by a constant instead of lengths.
 
-    The sum of the terms over `denominators.rollouts * max_tokens`: a token weighs the same in a
-    short response and in a long one, in a batch of short ones and of long ones. Its advantages are
-    rewards less the group's mean, not divided by their standard deviation.
+    The sum of the terms is divided by `denominators.rollouts * max_tokens`. A token has the same
+    weight in short and long responses. Compute advantages as rewards minus the mean of the group,
+    without dividing by the standard deviation.
 
     Attributes:
-        max_tokens: the most tokens that a response may have; any constant does, it scales the loss.
+        max_tokens: largest length of a response. It only scales the loss.
     """
 
     max_tokens: int
@@ -301,19 +300,17 @@ class CISPO(PolicyLoss):
     """Clipped importance-sampling-weight policy optimization (MiniMax-M1, arXiv 2506.13585, eq. 4
     and 5), token-additive.
 
-    With `r = exp(logprob - old_logprob)` and advantage A, a trained token's objective is
+    With `r = exp(logprob - old_logprob)` and advantage A, the objective of a trained token is
 
         clamp(r, 1 - clip, 1 + clip_high).detach() * A * logprob
 
-    so that no token loses its gradient, however far it is off-policy. The sum of the terms is
-    divided by `denominators.tokens`, unless normalize is "rollout". The other arguments are
-    described in PolicyLoss.
+    Each token keeps its gradient, even far off-policy. The sum of the terms is divided by
+    `denominators.tokens`, unless normalize is "rollout". PolicyLoss describes the other arguments.
 
     Attributes:
-        clip, clip_high: how far the weight may leave 1 downwards and upwards; `math.inf` is no
-            bound, and clip_high None is clip. The paper leaves the lower side unbounded and names
-            no number for the upper one; the default bounds weights by 5. TRL's epsilon_high is 1 +
-            clip_high.
+        clip, clip_high: largest distance of the weight below and above 1. `math.inf` means no
+            bound, and clip_high None means clip. The paper has no lower bound, and gives no number
+            for the upper one. The default bounds weights by 5. TRL's epsilon_high is 1 + clip_high.
     """
 
     clip: float = math.inf
@@ -329,7 +326,7 @@ class CISPO(PolicyLoss):
         return weights_T * batch.trained(batch.advantages) * logprobs_T
 
     def clipped(self, logprobs_T: Tensor, batch: LossBatch) -> Tensor:
-        """Tokens whose weight is at a bound: bool [T]. They keep their gradient."""
+        """Tokens whose weight is clipped: bool [T]. They keep their gradient."""
         weights_T = ratios(log_ratios(logprobs_T, batch))
         low, high = 1 - self.clip, 1 + upper(self.clip, self.clip_high)
         return batch.loss_mask & ((weights_T < low) | (weights_T > high))
@@ -342,17 +339,17 @@ class CISPO(PolicyLoss):
 class SAPO(PolicyLoss):
     """Soft adaptive policy optimization (arXiv 2511.20347, eq. 5), token-additive.
 
-    With `r = exp(logprob - old_logprob)` and advantage A, a trained token's objective is
+    With `r = exp(logprob - old_logprob)` and advantage A, the objective of a trained token is
 
         4 / tau * sigmoid(tau * (r - 1)) * A        tau = tau_pos if A > 0 else tau_neg
 
-    Its gradient is the policy gradient's at r = 1 and fades as the ratio leaves 1. The loss is the
-    mean over `denominators.rollouts` of each rollout's mean over its trained tokens, unless
-    normalize is "token". The other arguments are described in PolicyLoss.
+    At r = 1 its gradient is the policy gradient. It decreases with the distance of r from 1. The
+    loss is the mean over `denominators.rollouts` of each rollout's mean over its trained tokens,
+    unless normalize is "token". PolicyLoss describes the other arguments.
 
     Attributes:
-        tau_pos, tau_neg: how fast it fades, for positive advantages and for all others; above 0.
-            The defaults are the paper's.
+        tau_pos, tau_neg: rate of the decrease, for positive advantages and for all others; above 0.
+            The defaults are those of the paper.
     """
 
     tau_pos: float = 1.0
@@ -384,17 +381,16 @@ class GSPO(PolicyLoss):
         s = exp(mean(logprob - old_logprob))        A = mean(advantage)
 
     the objective of each of its trained tokens is `min(s * A, clamp(s, 1 - clip, 1 + clip_high) *
-    A)`, and the loss the mean over `denominators.rollouts` of each rollout's mean over its trained
-    tokens, 0 for a rollout without any. The other arguments are described in PolicyLoss; a token's
-    weight multiplies its objective, and so the rollout's by the mean of its weights.
+    A)`. The loss is the mean over `denominators.rollouts` of each rollout's mean over its trained
+    tokens, 0 for a rollout without any. PolicyLoss describes the other arguments. A weight
+    multiplies the objective of its token.
 
     Attributes:
-        clip, clip_high: as in GRPO, but of a ratio per rollout and hence far smaller; the defaults
-            are the paper's (section 5.1). clip_high None is clip.
-        level: "sequence" is the above. "token" is GSPO-token (eq. 13 and 14): each token has its
-            own advantage, and the ratio `s.detach() * exp(logprob - logprob.detach())`, the
-            rollout's as a value with the token's own gradient. Both are the same where a rollout's
-            advantages are.
+        clip, clip_high: as in GRPO, for the ratio of a rollout, which needs far smaller values. The
+            defaults are those of the paper (section 5.1). clip_high None means clip.
+        level: "sequence" is the formula above. "token" is GSPO-token (eq. 13 and 14): each token
+            has its own advantage and the ratio `s.detach() * exp(logprob - logprob.detach())`. Both
+            levels are equal if all tokens of a rollout have the same advantage.
     """
 
     decomposition: ClassVar[Decomposition] = "rollout"
@@ -430,16 +426,16 @@ class GMPO(PolicyLoss):
 
         A = mean(advantage)        s = exp(mean(min(d, clip_high) if A > 0 else max(d, -clip)))
 
-    the objective of each of its trained tokens is `s * A`, and the loss the mean over
+    the objective of each of its trained tokens is `s * A`. The loss is the mean over
     `denominators.rollouts` of each rollout's mean over its trained tokens, 0 for a rollout without
-    any. A token beyond its bound has no gradient; the other tokens of its rollout keep theirs. The
-    other arguments are described in PolicyLoss; a token's weight multiplies its objective, and so
-    the rollout's by the mean of its weights.
+    any. A token beyond its bound has no gradient, and the other tokens of its rollout keep theirs.
+    PolicyLoss describes the other arguments. A weight multiplies the objective of its token.
 
     Attributes:
-        clip, clip_high: bounds of a token's log-ratio, below 0 for negative advantages and above 0
-            for positive ones; ratios then lie above exp(-clip) or below exp(clip_high). At least 0,
-            or infinite; the default is the paper's. clip_high None is clip.
+        clip, clip_high: bounds of the log-ratio of a token: -clip from below for negative
+            advantages, clip_high from above for positive ones. Ratios are then above exp(-clip) or
+            below exp(clip_high). At least 0, or infinite. The default is that of the paper.
+            clip_high None means clip.
     """
 
     decomposition: ClassVar[Decomposition] = "rollout"

@@ -1,4 +1,4 @@
-"""Auxiliary losses of a mixture's routers, which even out the load of its experts."""
+"""Auxiliary losses of the routers of a mixture of experts."""
 
 import math
 from collections.abc import Sequence
@@ -16,30 +16,30 @@ RouterScope = Literal["rollout", "batch"] | Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """Load-balancing and z losses of routers, over the tokens as rollouts have them.
+    """Load-balancing and z losses of routers.
 
-    A token that N rollouts share counts N times in every statistic, as it does in ordinary
-    training. With p a token's softmax over E experts, and each mean over the scope's tokens and all
-    layers that have a router:
+    A token that N rollouts share counts N times in every statistic, as in ordinary training. With
+    the softmax p of a token over E experts, and means over the tokens of the scope and all layers
+    with a router:
 
         load balancing   E * sum over experts of (mean count of the expert) * (mean of p)
         z                mean of logsumexp(router logits)^2
 
-    The first is transformers' load_balancing_loss_func (Fedus et al., arXiv 2101.03961, equations 4
-    to 6), the second that of Zoph et al. (arXiv 2202.08906, equation 5).
+    The first is load_balancing_loss_func of transformers (Fedus et al., arXiv 2101.03961, equations
+    4 to 6). The second is the z loss of Zoph et al. (arXiv 2202.08906, equation 5).
     """
 
     load_balancing: float | None = None
-    """Coefficient of the load-balancing loss. None: the configuration's router_aux_loss_coef where
-    it sets output_router_logits, else 0."""
+    """Coefficient of the load-balancing loss. None takes router_aux_loss_coef of the model's
+    configuration if it sets output_router_logits, else 0."""
     z: float | None = None
-    """Coefficient of the z loss. None: 0, for transformers adds none."""
+    """Coefficient of the z loss. None means 0."""
     scope: RouterScope = "batch"
-    """The tokens of one statistic in the training that is replaced. "batch": all rollouts of the
-    call. "rollout": each rollout, then the mean over rollouts. A list of lists of rollout indices:
-    each list, then the mean over lists."""
+    """Tokens of one statistic. "batch": all rollouts of the call. "rollout": one rollout. A list of
+    lists of rollout indices: the rollouts of one list. The loss is the mean over statistics."""
     last_token: bool = True
-    """Whether rollouts' last tokens count: False for trainers that run rollouts without them."""
+    """Whether the last tokens of rollouts count. Set False to match trainers that do not run
+    them."""
 
     def __post_init__(self) -> None:
         for name in ("load_balancing", "z"):
@@ -60,9 +60,9 @@ class RouterLoss:
             )
 
     def parts(self, batch: RolloutBatch) -> IntArray:
-        """int64 [N], the statistic that each rollout is part of, from 0.
+        """The index of the statistic of each rollout, from 0: int64 [N].
 
-        Raises ConfigError where the scope's lists do not have every rollout of the batch once.
+        Raises ConfigError unless the lists of the scope contain every rollout of the batch once.
         """
         count = len(batch)
         if self.scope == "batch":

@@ -1,4 +1,4 @@
-"""The critic's side of PPO: its clipped regression, and the advantages that its values give."""
+"""Loss of a critic: the clipped regression of PPO."""
 
 import math
 from dataclasses import dataclass, field
@@ -20,24 +20,23 @@ from forkpoint.losses.outputs import Head
 
 @dataclass(frozen=True, kw_only=True)
 class ValueLoss(Loss):
-    """The regression of a critic's values on returns as PPO implementations clip it,
-    token-additive.
+    """The clipped regression of a critic's values on returns in PPO, token-additive.
 
     With the value v of a trained token, its return R and the old value v_old, its term is
 
         max((v - R)**2, (clamp(v, v_old - clip, v_old + clip) - R)**2) / 2
 
-    as in OpenAI's baselines (ppo2), TRL and verl (`compute_value_loss`); the paper (arXiv
-    1707.06347, eq. 9) has the unclipped square. Token i's value is that of the tokens before it,
-    the state in which it was chosen: what verl slices as `values[:, -response_length - 1 : -1]`.
+    as in OpenAI's baselines (ppo2), TRL and verl (`compute_value_loss`). The paper (arXiv
+    1707.06347, eq. 9) has the unclipped square. The value of token i is computed from the tokens
+    before it, as in verl's slice `values[:, -response_length - 1 : -1]`.
 
-    Needs a critic in place of a policy, the rollouts' returns, and with clipping their old_values;
-    docs/reference/losses.md makes returns. Weights, which correct the policy gradient, are refused.
+    The loss needs a critic, returns (docs/reference/losses.md shows how to compute them), and with
+    clipping old_values. Weights are refused, because they correct the policy gradient.
 
     Attributes:
-        clip: how far a value may leave the old one before its gradient ends, above 0; `math.inf` is
-            no clipping.
-        normalize: the mean over `denominators.tokens` or `denominators.rollouts`, as in PolicyLoss.
+        clip: largest distance of a value from the old one with a gradient, above 0; `math.inf`
+            means no clipping.
+        normalize: "token" or "rollout", as in PolicyLoss.
     """
 
     decomposition: ClassVar[Decomposition] = "token"

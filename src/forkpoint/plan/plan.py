@@ -59,14 +59,14 @@ class Candidate:
     cost: float | None
     """Predicted cost of the step, in the plan's cost_unit."""
     refused: str | None = None
-    """Why there is no such plan, or why it was not chosen although it is predicted cheaper."""
+    """Reason why the plan is impossible, or was not chosen although it seems faster."""
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The complete program of a step on one batch.
+    """Program of a step on one batch.
 
-    Made by `forkpoint.plan.make_plan`; needs no torch.
+    `Policy.plan` and `forkpoint.plan.make_plan` make it.
     """
 
     sharing: str
@@ -74,24 +74,24 @@ class Plan:
     max_microbatch_tokens: int
     forest: Forest
     microbatches: tuple[Microbatch, ...]
-    """In visiting order."""
+    """Microbatches in depth-first order of the forest."""
     program: Program
-    """The instructions that `forward_backward` runs. A pass of scores comes first where a loss
-    couples rollouts of several microbatches."""
+    """Instructions of `forward_backward`. They begin with a pass of scores if the loss couples
+    rollouts in several microbatches."""
     cache_tokens: int
-    """The most tokens whose prefix cache exists at once."""
+    """Largest number of tokens in the prefix cache at a time."""
     cache_states: int
-    """The most segments whose final state, in layers that carry one, exists at once."""
+    """Largest number of states of segments at a time, in layers that carry a state."""
     rollouts: int
     logical_tokens: int
-    """Tokens as given."""
+    """Number of tokens of all rollouts."""
     unique_tokens: int
-    """Distinct (path, token) pairs of the whole batch."""
+    """Number of tokens with each shared token counted once."""
     num_loss_entries: int
-    """Entries of the head: edges whose label some rollout trains on, each as often as there are
-    temperatures at which it is trained. A critic's edges have one each."""
+    """Number of log-probs that the head computes: one for each trained token and temperature. For a
+    critic one for each trained token."""
     dense: Work
-    """Work of nobody sharing. It leaves out the same as the plan."""
+    """Work without sharing, without the rollouts and tokens that the plan leaves out."""
     shared: Work
     fingerprint: str
     capabilities: Capabilities = field(default_factory=Capabilities)
@@ -99,71 +99,70 @@ class Plan:
     media: tuple[PlannedMedium, ...] = ()
     """Images and videos of the batch, with the microbatches that read them."""
     encodes_again: bool = False
-    """Whether an encoder's backward runs it once more, so that its activations are not kept."""
+    """Whether backwards of encoders recompute their activations."""
     left_out: LeftOut = field(default_factory=LeftOut)
-    """Rollouts and tails that are not run, because they give no gradient."""
+    """Rollouts and ends of rollouts that do not run, because they have no gradient."""
     host_layers: int = 0
-    """How many layers that attend have their prefix cache in the host's memory, spread evenly; two
-    of them at a time are on the device."""
+    """Number of attention layers with their prefix cache in host memory. Two of them at a time are
+    on the device."""
     counts_first: bool = False
-    """Whether the program's scores count experts, for a router loss whose statistics span
+    """Whether the pass of scores counts experts, for a router loss whose statistics span
     microbatches."""
     last_tokens: bool = False
-    """Whether rollouts' last tokens run, which no loss of log-probs needs: for routers' statistics
-    over whole rollouts."""
+    """Whether last tokens of rollouts run, for statistics of routers over whole rollouts."""
     shape: ModelShape | None = None
     cost: float = 0.0
-    """Predicted cost of the step; plans are compared by it."""
+    """Predicted cost of the step, by which the planner compares plans."""
     cost_unit: str = "tokens"
-    """ms where a calibration is at hand, else FLOPs, else (without a model shape) tokens."""
+    """ms with a calibration, FLOPs without one, tokens without a model shape."""
     predicted_ms: float | None = None
-    """Time of a step; None without a calibration."""
+    """Predicted time of a step; None without a calibration."""
     predicted_peak_bytes: int | None = None
-    """Activations, prefix cache and its gradients at the worst moment; not weights."""
+    """Predicted peak of activations, prefix cache and its gradients, without weights."""
     memory_budget_bytes: int | None = None
-    """The most that `predicted_peak_bytes` was to be; None is no limit. Beyond a budget that was
-    measured (`Config.memory_budget`) a plan is made all the same where nothing fits."""
+    """Limit for `predicted_peak_bytes`; None means no limit. If no plan fits a measured budget
+    (`Config.memory_budget`), the plan exceeds it."""
     rests_on: str = ""
-    """The calibration that the predictions are made from; without one they are counted."""
+    """Description of the calibration behind the predictions; empty without one."""
     candidates: tuple[Candidate, ...] = ()
     reason: str = ""
     gather: Literal["", "microbatch", "step"] = ""
-    """How ranks hold sharded weights in the step (`Config.gather`); "" where weights are not
-    sharded, and before ranks have agreed on it."""
+    """Time at which ranks gather sharded weights (`Config.gather`); "" if weights are not sharded,
+    and before ranks have agreed."""
     gather_reason: str = ""
     split: Literal["", "replicate", "exchange"] = ""
-    """Treatment of first tokens that several ranks have: each runs them, or one does and
-    sends their prefix cache to the others (`Config.split`); "" where there are none, and before
-    ranks have agreed on it."""
+    """Treatment of prompts of several ranks (`Config.split`); "" without such prompts, and before
+    ranks have agreed."""
     split_reason: str = ""
     dealing: str = ""
-    """How ranks of context parallelism run leaves, by heads or each some of them whole, and why
-    (`plan.dealing`); "" without such ranks."""
+    """Whether ranks of context parallelism split leaves by heads or run whole responses, with the
+    reason; "" without such ranks."""
     pipeline: StageSchedule | None = None
-    """On stages of a pipeline: the orders of all stages, and what is predicted of them."""
+    """Orders and predictions of all stages of a pipeline; None without stages."""
 
     @property
     def fits(self) -> bool:
-        """Whether the predicted peak is within the budget, if there is one."""
+        """Whether the predicted peak is within the budget; True without a budget."""
         budget, peak = self.memory_budget_bytes, self.predicted_peak_bytes
         return budget is None or peak is None or peak <= budget
 
     @property
     def computed_tokens(self) -> int:
-        """Edges run on this rank: tokens that go through the model."""
+        """Number of tokens that go through the model on this rank."""
         return sum(m.tokens for m in self.microbatches if m.shared_prompt != "received")
 
     @property
     def bound(self) -> float:
-        """The counted speed-up over dense: FLOPs where the shape is known, else tokens.
+        """Largest possible speed-up: FLOPs without sharing, divided by FLOPs of the plan.
 
-        Both leave out what gives no gradient, so that this counts sharing alone.
+        Without a model shape it is the ratio of tokens. Both sides leave out rollouts and tokens
+        without gradient.
         """
         return bound_of(self.dense, self.shared, self.shape)
 
     @cached_property
     def run_lengths(self) -> IntArray:
-        """How many edges of each rollout run, from its first: int64 [N]."""
+        """Number of tokens that run of each rollout, from its first: int64 [N]."""
         ends = np.append(self.forest.start + self.forest.length, 0)
         return ends[self.forest.leaf]
 
@@ -188,7 +187,7 @@ class Plan:
         }
 
     def ancestors_of(self, microbatch: Microbatch) -> set[int]:
-        """Segments above those of a microbatch that lie in other microbatches."""
+        """Ancestors of the segments of a microbatch in other microbatches."""
         return outer_ancestors(self._parents, microbatch.segments)
 
     @cached_property
@@ -197,29 +196,29 @@ class Plan:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that each rank of context parallelism sends in a step, without those of weights."""
+        """Bytes that each rank of context parallelism sends in a step, without weights."""
         if self.shape is None or self.shape.context == 1:
             return 0
         return context_bytes(self.shape, self.microbatches, self.program)
 
     @property
     def cache_copies(self) -> CacheCopies | None:
-        """Copies of prefix caches to the host's memory and back; None where there are none."""
+        """Copies of prefix caches to host memory and back; None without any."""
         if self.shape is None or not self.host_layers:
             return None
         return CacheCopies(self.shape, self.host_layers, self.forest, self.microbatches)
 
     @property
     def host_cache_bytes(self) -> int:
-        """Memory of the host that prefix caches and their gradients take."""
+        """Bytes of host memory for prefix caches and their gradients."""
         if self.shape is None:
             return 0
         return self.host_layers * layer_cache_bytes(self.cache_tokens, self.shape)
 
     @cached_property
     def microbatch_names(self) -> tuple[str, ...]:
-        """By microbatch: "prefix" where others read its prefix cache, "leaf" where none does,
-        "received" where another rank runs it, and its index."""
+        """Name and index of each microbatch: "prefix" if others read its prefix cache, "leaf" if
+        not, "received" if another rank runs it."""
         return tuple(f"{_kind(microbatch)} {microbatch.index}" for microbatch in self.microbatches)
 
     @cached_property
@@ -244,9 +243,9 @@ class Plan:
         """Events of the step, in order and in words: "forward prefix 0", "forward leaf 1",
         "backward leaf 1", "backward prefix 0".
 
-        "recompute prefix 0" is the forward that computes activations again which were not kept.
-        "score leaf 1" is a forward without a graph. "encode image 0" runs the encoder of an image,
-        "encode backward image 0" its backward. Without `backward`: the events of `policy.score`.
+        "recompute prefix 0" computes activations a second time. "score leaf 1" is a forward without
+        a graph. "encode image 0" runs the encoder of an image, and "encode backward image 0" its
+        backward. `backward=False` gives the events of `policy.score`.
         """
         program = self.program if backward else self.score_program
         scores = self.with_encoders(program.scores, training=False)
@@ -283,8 +282,8 @@ class Plan:
 
     @property
     def encoder_runs(self) -> tuple[int, int]:
-        """How many forwards and backwards of encoders a step has; a backward that runs its forward
-        again counts as both."""
+        """Numbers of forwards and backwards of encoders in a step. A backward that recomputes its
+        forward counts as both."""
         passes = (self.program.scores, False), (self.program.training, True)
         runs = [
             instruction.operation
@@ -299,9 +298,9 @@ class Plan:
         return replace(self, capabilities=replace(self.capabilities, encoder=encoder))
 
     def waits_for(self) -> tuple[tuple[int, ...], ...]:
-        """For each unit of the program (`Program.units`), the positions of those that it waits for.
+        """For each unit of the program (`Program.units`), positions of units that must run before.
 
-        An order that keeps to them computes the same: see `reordered`.
+        Every order that respects them gives the same results: see `reordered`.
         """
         microbatch_of = {segment: m.index for m in self.microbatches for segment in m.segments}
         above = [
@@ -314,11 +313,11 @@ class Plan:
     def reordered(self, order: Sequence[int]) -> Self:
         """The plan with its program in another order, and cache slots for that order.
 
-        Scores come first, in the order that they had. The plan has no predictions of time and
-        memory: these were those of the present order.
+        Scores come first, in their previous order. The new plan has no predictions of time and
+        memory.
 
         Args:
-            order: positions of units (`Program.units`), in the order in which they are to run.
+            order: positions of units (`Program.units`) in the new order.
 
         Raises:
             PlanError: a unit would run before one that it waits for.
@@ -569,7 +568,7 @@ def _summary(plan: Plan) -> Table:
         add("FLOPs of this step", flops_text(shared))
         again = shared + plan.shared.forward_flops(plan.shape)
         if not away.rollouts:  # a pass of scores gives log-probs of these too
-            add("FLOPs with policy.logprobs besides", flops_text(again))
+            add("FLOPs including policy.logprobs", flops_text(again))
         if plan.counts_first:
             add("FLOPs with the pass that counts experts", flops_text(again))
             add("bound with that pass", f"{dense / again:.2f}x")

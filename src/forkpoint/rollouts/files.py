@@ -54,16 +54,17 @@ def import_extra(package: str, extra: str, what: str) -> Any:
 
 
 def save_rollouts(path: str | os.PathLike[str], rollouts: Iterable[Rollout]) -> None:
-    """Writes rollouts, one JSON object a line, so that `load_rollouts` gives equal ones.
+    """Write rollouts, one JSON object per line. `load_rollouts` reads equal rollouts.
 
-    The suffix chooses the format: .jsonl plain, .gz gzip, .zst zstd. What was at `path` is replaced
-    once everything is written; after an error it is as before. If rollouts have images or videos,
-    their inputs are written once each into a second file, `path` with ".media.safetensors" added.
+    The suffix selects the format: .jsonl plain, .gz gzip, .zst zstd. A file at `path` is replaced
+    after all rollouts are written; after an error it is unchanged. Inputs of images and videos are
+    written once each into a second file, `path` with ".media.safetensors" added.
 
-    Raises RolloutError for another suffix, a missing folder, a path that is a directory, no
-    rollouts, other objects among them, a rollout_id that is there twice, media without pixels or
-    with inputs that are no numbers, and extras that JSON would change; and ConfigError for another
-    type of path.
+    Raises:
+        RolloutError: the suffix is not known, the folder does not exist, the path is a directory,
+            there are no rollouts, an item is not a Rollout, a rollout_id appears twice, media have
+            no pixels or inputs that are not numbers, or JSON would change extras.
+        ConfigError: the path has another type.
     """
     path = as_path(path, "a file")
     if path.suffix not in _SUFFIXES:

@@ -17,7 +17,7 @@ def check_unique(rollout_ids: Sequence[str | None], what: str) -> None:
         if name is not None and seen.setdefault(name, position) != position:
             raise RolloutError(
                 f"rollout_id {short(name)} is given twice, at positions {seen[name]} and "
-                f"{position}; rollouts of {what} have different ones. Rename one, or leave "
+                f"{position}; the ids in {what} must differ. Rename one, or leave "
                 "rollout_id out."
             )
 

@@ -23,17 +23,17 @@ class Absent(NamedTuple):
 
 
 class Media:
-    """One image or video: the inputs of the model's tower, and how many tokens stand for it.
+    """One image or video: the inputs of the encoder, and the number of its placeholder tokens.
 
     Two media are equal if they are one object, or if their kinds, tokens, shapes and digests are
     equal. Rollouts share tokens of equal media.
 
     Attributes:
         kind: "image" or "video".
-        inputs: numpy arrays or tensors by name, of this medium alone, as the model's forward takes
-            them: `pixel_values` [patches, ...] and `image_grid_thw` [1, 3], say. They are not
-            copied, and must not be changed.
-        tokens: how many tokens of a rollout stand for it.
+        inputs: numpy arrays or tensors of this medium by name, as the model's forward takes them,
+            such as `pixel_values` [patches, ...] and `image_grid_thw` [1, 3]. They are not copied,
+            and must not be changed.
+        tokens: number of placeholder tokens in a rollout.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class Media:
             kind: as the attribute.
             inputs: as the attribute.
             tokens: as the attribute.
-            digest: text that is equal for equal inputs alone. By default it is computed from
-                their bytes, where objects have to be compared.
+            digest: text that is equal only for equal inputs. By default it is computed from their
+                bytes when two media are compared.
 
         Raises:
             RolloutError: a value is not allowed.
@@ -89,14 +89,14 @@ class Media:
         *,
         sha256: str,
     ) -> Self:
-        """A medium some of whose inputs are `Absent`, with the hash that it has with them."""
+        """Make a medium with some inputs `Absent`, and with the hash of the complete medium."""
         found = cls(kind, inputs, tokens, digest)
         found._sha256 = sha256
         return found
 
     @property
     def is_absent(self) -> bool:
-        """Whether its inputs have shapes without numbers: it can be planned, and not run."""
+        """Whether inputs have no numbers. Such a medium can be planned, but not run."""
         return any(isinstance(x, Absent) for x in self.inputs.values())
 
     def array(self, name: str) -> NDArray[Any]:
@@ -117,7 +117,7 @@ class Media:
 
     @property
     def digest(self) -> str:
-        """Equal for media of equal content, also in other processes."""
+        """Text that is equal for media of equal content, in all processes."""
         given = self.given_digest
         return f"sha256 {self.sha256}" if given is None else f"given {given}"
 

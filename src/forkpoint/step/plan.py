@@ -300,7 +300,7 @@ def check_batch(host: Host, batch: RolloutBatch) -> None:
     """Raises RolloutError for a batch without rollouts, unless other ranks have some."""
     if not len(batch) and host.group.ranks.is_alone:
         raise RolloutError(
-            "There are no rollouts; a batch takes at least one, but for a rank that has none "
+            "There are no rollouts; a batch takes at least one, except on a rank without rollouts "
             "in a step of several ranks."
         )
 

@@ -164,29 +164,30 @@ Verdict = Literal["passed", "failed", "nothing to verify"]
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """Findings of `verify`.
+    """Result of `Policy.verify`.
 
-    `plans` has the errors of each plan, and `nearest` is the plan nearest to failing. Where there
-    was nothing to verify, errors are NaN and `nearest.worst` is empty.
+    `plans` has the errors of each plan, and `nearest` is the plan nearest to failing. If there was
+    nothing to verify, errors are NaN and `nearest.worst` is empty.
 
     Attributes:
-        verdict: passed: every plan is as exact as dense training of all rollouts. failed: one is
-            not. nothing to verify: nothing of the batch could be shared, and the loss declares no
-            rollout to be zero, so that nothing was run; see `reason`.
-        dtype: dtype of the step's computation: the narrowest of the parameters', or autocast's.
-        reference_dtype: dtype of the reference's computation.
-        head: the kind of the model's values: "logprobs", or "values" of a critic.
+        verdict: "passed": every plan is as exact as dense training of all rollouts. "failed": at
+            least one is not. "nothing to verify": the batch has no shared tokens and the loss
+            declares no rollout to be zero, so nothing was run; see `reason`.
+        dtype: dtype of the step: the narrowest of the parameters, or that of autocast.
+        reference_dtype: dtype of the reference.
+        head: output of the model: "logprobs", or "values" for a critic.
         left_out: kinds of plans that were not compared, each with the reason.
         asked: sharing and boundary of the configuration.
-        logical_tokens: tokens of the batch.
-        reason: why there was nothing to verify, and a remedy; None where there was something.
-        plans: in the order in which they ran.
-        dense_error: over all parameters, relative to the norm of the reference gradient.
-        dense_loss_difference: loss of the dense run less the reference's.
-        dense_logprob_difference: the largest difference of a log-prob of the dense run from the
-            reference's; of a critic, of a value.
-        dense_router_loss_difference: router loss of the dense run less the reference's; None where
-            there is none.
+        logical_tokens: number of tokens of the batch.
+        reason: reason why there was nothing to verify, and a remedy; else None.
+        plans: findings of each plan, in the order in which they ran.
+        dense_error: error of the dense run over all parameters, relative to the norm of the
+            reference gradient.
+        dense_loss_difference: loss of the dense run minus loss of the reference.
+        dense_logprob_difference: largest difference between log-probs (values for a critic) of the
+            dense run and of the reference.
+        dense_router_loss_difference: router loss of the dense run minus that of the reference; None
+            without a router loss.
     """
 
     verdict: Verdict

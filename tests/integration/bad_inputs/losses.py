@@ -142,7 +142,7 @@ LOSSES = (
     loss_kind(
         "Weights that have no use",
         trained(losses.DPO(), WEIGHTED),
-        message="The rollouts have weights, for which DPO has no use.",
+        message="The rollouts have weights, which DPO does not use.",
         error=RolloutError,
     ),
     loss_kind(

@@ -45,7 +45,7 @@ REFUSED: dict[str, str] = {
     "Config(memory_budget=...).",
     "ddp_static_graph": "a step has several backwards, whose number depends on its plan: leave it "
     "out.",
-    "deepspeed": "its engine owns backwards and gradients: use accelerate's FSDP version 2.",
+    "deepspeed": "its engine keeps gradients itself: use accelerate's FSDP version 2.",
     "gradient_checkpointing_kwargs": _REENTRANT,
     "neftune_noise_alpha": f"noise values {_NOISE}: leave it out.",
     "optim": "it updates weights within a backward, and a step has several: use an optimizer that "
@@ -55,7 +55,7 @@ REFUSED: dict[str, str] = {
     "torch_compile": _COMPILED,
     "torch_compile_backend": _COMPILED,
     "torch_compile_mode": _COMPILED,
-    "use_liger_kernel": "liger's layers have not been shown exact here: leave it out.",
+    "use_liger_kernel": "liger's layers have not been shown exact: leave it out.",
 }
 """By option: why it is refused, and what to do; the end of a message."""
 FOUND: dict[str, Callable[[Any], bool]] = {

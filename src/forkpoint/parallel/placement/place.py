@@ -59,43 +59,41 @@ def place(
     split: Literal["auto", "replicate"] = "auto",
     loss: "Loss | None" = None,
 ) -> list[list[int]]:
-    """Place the rollouts of one step on data-parallel ranks.
+    """Assign the rollouts of one step to data-parallel ranks.
 
-    Ranks are balanced by predicted cost, with each token that rollouts of one rank share charged
-    once, and by how their microbatches meet where ranks run in lockstep. Groups stay whole, unless
-    computing what their rollouts share on several ranks costs less than the imbalance, or else
-    computing their prompts on one and sending the prefix cache to the others does. The result
-    depends on the arguments alone and is the same in every process, so that each rank can compute
-    it and take its own entry.
+    Ranks are balanced by predicted time, with shared tokens of a rank counted once. If ranks run in
+    lockstep, the prediction includes waiting. Groups stay whole unless splitting a group is
+    predicted to be faster. The ranks of a split group all run its prompt, or one rank runs it and
+    sends its prefix cache to the others. The result depends only on the arguments. So each rank can
+    call `place` and use its own entry.
 
     Args:
-        rollouts: all rollouts of the step, the same and in the same order on every caller.
-        ranks: how many data-parallel ranks there are, at least 1.
-        model: for whose sizes costs are counted: a `ModelShape` (`policy.host.shape`), the mapping
-            of a config.json, or what `forkpoint plan --model` takes: a model's name, folder or
-            config.json. None counts tokens.
-        whole_groups: whether no group is ever split, as losses need that couple the rollouts of a
-            group on one rank.
-        max_microbatch_tokens: that of the ranks' `Config`; None is its default.
-        calibration: what `forkpoint calibrate` measured for this model; costs are then
-            milliseconds, and the link's price is the measured one if it has that.
-        split: what the ranks' `Config(split=...)` lets a step do about prompts that several of them
-            have: "auto" is replicating or exchanging, whichever is cheaper. Split models and
-            options that keep ranks from exchanging (docs/howto/ranks.md) take "replicate".
-        loss: that of the step, whose rollouts without gradient are not run and cost nothing, nor do
-            tokens after the last trained one. None, and what is right with a router loss or
-            Config(all_logprobs=True): all tokens are run.
+        rollouts: all rollouts of the step, in the same order on every rank.
+        ranks: number of data-parallel ranks, at least 1.
+        model: the model whose costs are counted: a `ModelShape` (`policy.host.shape`), the mapping
+            of a config.json, or a name, folder or config.json as for `forkpoint plan --model`. None
+            counts tokens.
+        whole_groups: whether groups are never split. Losses that couple the rollouts of a group on
+            one rank need this.
+        max_microbatch_tokens: the value in the `Config` of the ranks; None for its default.
+        calibration: a result of `forkpoint calibrate` for this model. Costs are then milliseconds,
+            with the measured price of the link if there is one.
+        split: "auto" lets ranks replicate or exchange a split prompt, whichever is cheaper. Use
+            "replicate" for models and options that cannot exchange prompts (docs/howto/ranks.md).
+        loss: the loss of the step. Rollouts without gradient, and tokens after the last trained
+            one, then cost nothing. None counts all tokens, as a router loss and
+            Config(all_logprobs=True) need.
 
     Returns:
         For each rank the positions of its rollouts, ascending. Each rollout is on one rank. A rank
-        has none where there is nothing to gain by giving it some.
+        can have none.
 
     Raises:
-        RolloutError: there are no rollouts, or other things among them.
-        ConfigError: ranks or max_microbatch_tokens is no whole number of at least 1; split is
-            another word; the loss is no Loss; the model is not known; the calibration is of another
-            model.
-        PlanError: there is a calibration and no model.
+        RolloutError: there are no rollouts, or an item is not a Rollout.
+        ConfigError: ranks or max_microbatch_tokens is not a whole number of at least 1; split or
+            the loss has a value that is not allowed; the model is not known; the calibration
+            belongs to another model.
+        PlanError: a calibration is given without a model.
     """
     check_ranks(ranks)
     if max_microbatch_tokens is not None and max_microbatch_tokens < 1:

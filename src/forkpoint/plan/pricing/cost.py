@@ -28,7 +28,7 @@ ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention", "
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes of a decoder with attention and gated MLP blocks that the counts need."""
+    """Sizes of a decoder with attention and gated MLP blocks, to predict time and memory."""
 
     layers: int
     hidden: int
@@ -39,47 +39,46 @@ class ModelShape:
     intermediate: int
     vocab: int
     windows: tuple[int, ...] = field(default=())
-    """One entry a layer that attends: how many positions a query sees, itself included; 0 sees
-    all. Of a layer with chunks, how many one has."""
+    """Number of positions that a query sees, itself included, for each attention layer. 0 means
+    all. For a layer with chunks, the number of positions of a chunk."""
     attention_parameters: int | None = None
-    """Weights of one layer's attention, where they are not those of q, k, v and o projections."""
+    """Number of weights of attention in a layer; None counts q, k, v and o projections."""
     attention_activations: int = 0
-    """Numbers that one token keeps besides q, k, v and output in a layer that attends."""
+    """Numbers that an attention layer keeps per token in addition to q, k, v and output."""
     recurrent_layers: int = 0
-    """Layers that carry a state along the path in place of attention."""
+    """Number of layers with a state instead of attention."""
     recurrent_parameters: int = 0
-    """Multiply-adds of one token in one of them, its MLP apart."""
+    """Multiply-adds per token in a layer with a state, without its MLP."""
     recurrent_activations: int = 0
-    """Elements that its forward leaves for its backward, for one token."""
+    """Elements per token that its forward keeps for its backward."""
     state_elements: int = 0
-    """Elements of its state at the end of a segment, kept in float32."""
+    """Elements of its float32 state at the end of a segment."""
     tail_elements: int = 0
-    """Elements of the last inputs of its convolution there."""
+    """Elements of the last inputs of its convolution at the end of a segment."""
     recurrent_key_heads: int = 0
-    """Heads of its keys, or groups of Mamba-2. Ranks of context parallelism that do not divide them
-    exchange each several times."""
+    """Number of heads of its keys, or groups of Mamba-2. Ranks of context parallelism that do not
+    divide them exchange each one several times."""
     recurrent_key_elements: int = 0
-    """Elements of a token that these ranks exchange for one of them."""
+    """Elements per token that these ranks exchange for one such head."""
     recurrent_elements: int = 0
-    """Other elements of a token that they exchange: values, gates and the output."""
+    """Other elements per token that they exchange: values, gates and the output."""
     expert_layers: int = 0
-    """Layers whose MLP is a mixture of experts."""
+    """Number of layers with a mixture of experts."""
     expert_activations: int = 0
-    """Numbers that one token keeps in one of them, besides those of an MLP as wide as all experts
-    that it goes through: see `plan.pricing.mixtures`."""
+    """Numbers that such a layer keeps per token, in addition to those of an MLP as wide as all
+    experts of the token: see `plan.pricing.mixtures`."""
     reused_layers: int = 0
-    """Last layers that read keys and values of layers before them (Gemma 4)."""
+    """Number of last layers that read keys and values of earlier layers (Gemma 4)."""
     router_bytes: int = 0
-    """Bytes that its router keeps of one token there, whatever the model's dtype."""
+    """Bytes per token that its router keeps, for any dtype of the model."""
     dtype_bytes: int = 2
     checkpointed: bool = False
     """Whether blocks keep only their inputs between forward and backward."""
     compiled: bool = False
-    """Whether blocks are compiled, which keeps less: see `activation_bytes`."""
+    """Whether blocks are compiled, which keeps fewer activations: see `activation_bytes`."""
     context: int = 1
-    """Ranks that run parts of each microbatch (context parallelism). Bytes are those of one of
-    them for each token of the whole microbatch; FLOPs of a step are of all, those of meters of
-    one."""
+    """Number of ranks of context parallelism. Bytes are those of one rank, per token of the whole
+    microbatch. FLOPs of a step are those of all ranks, and FLOPs of meters those of one."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "value_dim", "vocab"):

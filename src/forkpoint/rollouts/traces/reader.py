@@ -64,19 +64,18 @@ class Skipped:
 
 
 class RolloutFile:
-    """Rollouts of a file, one at a time, in bounded memory: made by `open_rollouts`.
+    """Rollouts of a file, one at a time, in bounded memory. `open_rollouts` makes it.
 
-    Iterating reads the file; `format` and the attributes after it are of the last iteration. A file
-    without advantages gives rewards as advantages when it is iterated.
+    Iterating reads the file. `format` and the attributes after it describe the last iteration. If a
+    file has no advantages, iteration gives rewards as advantages.
 
-    container: the kind of file, such as "parquet".
-    format: the name of the format, None before the first record.
-    skipped: records left out.
-    notes: what has to be known of these rollouts, such as where advantages are from.
-    rewarded: whether some of the rollouts had no advantage, and have their reward instead.
-    memory: the limit on memory. Rollouts that the caller keeps are charged with `memory.keep`, as
-        `read` does.
-    trace: the trace as it was opened, if the file is the folder of one.
+    container: kind of file, such as "parquet".
+    format: name of the format; None before the first record.
+    skipped: records that were left out.
+    notes: remarks about these rollouts, such as the origin of their advantages.
+    rewarded: whether some rollouts have their reward instead of an advantage.
+    memory: limit on memory. Call `memory.keep` for rollouts that you keep, as `read` does.
+    trace: the opened trace, if the file is the folder of a trace; else None.
     """
 
     def __init__(
@@ -113,9 +112,9 @@ class RolloutFile:
         return (rollout for rollout, _ in self._made())
 
     def read(self) -> list[Rollout]:
-        """All rollouts; rewards become advantages of their groups if there are no advantages.
+        """Read all rollouts. If there are no advantages, the rewards of each group give them.
 
-        They are charged to `memory`. Raises RolloutError if they take more than it has left.
+        Raises RolloutError if the rollouts exceed the rest of `memory`.
         """
         rollouts: list[Rollout] = []
         groups: dict[str | None, list[int]] = {}
@@ -232,10 +231,10 @@ def open_rollouts(
     memory_limit: MemorySize | None = None,
     pixels: bool = True,
 ) -> RolloutFile:
-    """The rollouts of a file, to be read one at a time.
+    """Open a file of rollouts, to read them one at a time.
 
     Args:
-        pixels: False reads images and videos without their pixels, whose file need not be there.
+        pixels: False reads images and videos without their pixels, and needs no file of pixels.
             Such rollouts can be planned, and steps refuse them.
 
     The other arguments, and errors, are those of `load_rollouts`.
@@ -264,31 +263,31 @@ def load_rollouts(
     tokenizer: str | os.PathLike[str] | Encode | None = None,
     memory_limit: MemorySize | None = None,
 ) -> list[Rollout]:
-    """The rollouts of a file in their order.
+    """Read the rollouts of a file, in order.
 
     Args:
         path: JSON lines (plain, gzip or zstd), parquet, safetensors, a torch file, or the folder
-            of a recorded trace. The content tells which it is. Inputs of images and videos are in
-            FILE.media.safetensors beside it. A url that fsspec opens, such as
-            "hf://datasets/NAME/FILE" or "s3://BUCKET/FILE", is fetched as a whole first.
-        format: how its fields are named, one of `forkpoint.traces.FORMATS`; None sees it from the
-            first record.
-        on_error: "raise" stops at the first record that cannot be read; "skip" leaves such records
-            out, and logs as a warning how many and why. `open_rollouts` has them as an object. A
-            file that is damaged as a whole is an error either way.
-        limit: at most this many rollouts; what lies beyond is not looked at.
-        tokenizer: for files that hold text or messages, and refused for others: a function from
-            text to token ids, the path of a tokenizer.json, or a tokenizer of transformers, whose
-            chat template messages need.
-        memory_limit: the most memory for the rollouts and for one line, row group or batch that is
-            read to make them, as a number of bytes or text such as "8GB". Sizes are estimated
-            before anything is allocated; docs/reference/security.md says what is not bounded. None
-            takes 640 MiB, or 16 times what the file has on disk if that is more.
+            of a recorded trace. The content decides. Inputs of images and videos are in
+            FILE.media.safetensors in the same folder. A url that fsspec opens, such as
+            "hf://datasets/NAME/FILE" or "s3://BUCKET/FILE", is downloaded first.
+        format: names of the fields, one of `forkpoint.traces.FORMATS`. None finds it by the first
+            record.
+        on_error: "raise" stops at the first record that cannot be read. "skip" leaves such records
+            out, and logs a warning with their number and the reasons. A file that is damaged as a
+            whole is always an error.
+        limit: largest number of rollouts. Later records are not read.
+        tokenizer: for files with text or messages only: a function from text to token ids, the path
+            of a tokenizer.json, or a tokenizer of transformers. Messages need the chat template of
+            the last.
+        memory_limit: limit on memory for the rollouts and for one line, row group or batch of the
+            file, in bytes or as text such as "8GB". Sizes are estimated before allocation;
+            docs/reference/security.md lists memory without a limit. None means 640 MiB, or 16 times
+            the size of the file if that is more.
 
     Raises:
-        RolloutError: a record is not a rollout, or has the rollout_id of another; or the file is
-            missing, empty, damaged, of no known format, a pickle, a torch file that names code, or
-            takes more memory than the limit. The message names the file, record and field.
+        RolloutError: a record is not a rollout, or has the rollout_id of another one; or the file
+            is missing, empty, damaged, of no known format, a pickle, a torch file that names code,
+            or exceeds the limit on memory. The message names the file, record and field.
         ConfigError: an argument is not allowed, or an extra is missing.
     """
     return open_rollouts(
