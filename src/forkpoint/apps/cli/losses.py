@@ -26,7 +26,7 @@ LossText = DisallowNone[
         str | None,
         arg(
             metavar="NAME[,OPTION=VALUE...]",
-            help_behavior_hint="(default: grpo, or the one that a trace was recorded with)",
+            help_behavior_hint="(default: grpo)",
         ),
     ]
 ]

@@ -26,7 +26,7 @@ from forkpoint.apps.cli.options import (
 from forkpoint.apps.cli.output import Output, options, plain, table
 from forkpoint.config import Config
 from forkpoint.errors import ConfigError
-from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.rollouts.batch import RolloutBatch, short
 from forkpoint.rollouts.traces.trace import is_trace
 
 if TYPE_CHECKING:
@@ -201,17 +201,21 @@ class Replay:
     def _batches(
         self, trace: "Trace | None", batch: RolloutBatch | None
     ) -> "tuple[RolloutBatch | TraceBatches, Loss]":
-        """Batches to train on, and the loss: as asked for, else as recorded, else GRPO."""
+        """Batches and the loss, which must be named for a trace that was recorded with one."""
         objective = self.objective
         if trace is None:
             assert batch is not None
             loss = objective.make()
             loss.check(batch)
             return batch, loss
-        from forkpoint.apps.replay.batches import TraceBatches, recorded_loss
+        from forkpoint.apps.replay.batches import TraceBatches
 
-        recorded = recorded_loss(trace) if objective.loss is None else None
-        return TraceBatches(trace, self.training.steps), recorded or objective.make()
+        if objective.loss is None and trace.loss is not None:
+            raise ConfigError(
+                f"{trace.path} was recorded with the loss {short(trace.loss)}. Say with --loss "
+                "which to take, as in --loss grpo,clip=0.2."
+            )
+        return TraceBatches(trace, self.training.steps), objective.make()
 
 
 def make_optimizer(name: OptimizerName, lr: float) -> "MakeOptimizer":

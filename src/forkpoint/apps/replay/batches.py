@@ -1,17 +1,15 @@
 """The batch of each step of a replay: of a file of rollouts, or of a trace."""
 
 import hashlib
-import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from forkpoint import losses
 from forkpoint.errors import ConfigError
-from forkpoint.losses import Denominators, Loss
+from forkpoint.losses import Denominators
 from forkpoint.rollouts.batch import RolloutBatch, short
 from forkpoint.rollouts.schema import SchemaError, is_number, read
 from forkpoint.rollouts.traces import Trace
@@ -22,9 +20,7 @@ _DIGESTED = (
 )
 """All of a batch that a step's result depends on."""
 MOST_NUMBER = 1e30
-"""Of a loss's options and a step's scale: torch makes float32 of them, which holds 3e38."""
-_NOT_JSON = {name: float(name) for name in ("Infinity", "-Infinity", "NaN")}
-"""Numbers that JSON lacks, by the names that traces have for them."""
+"""Of a step's scale: torch makes float32 of it, which holds 3e38."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -137,43 +133,3 @@ class TraceBatches:
 
     def describe(self) -> dict[str, Any]:
         return {"batches": self.count, "digest": self.trace.digest(self.count)}
-
-
-def recorded_loss(trace: Trace) -> Loss | None:
-    """The loss that a trace was recorded with, None where it does not say.
-
-    Raises ConfigError for a loss that is not one of `forkpoint.losses`.
-    """
-    if trace.loss is None:
-        return None
-    values = dict(trace.loss) if isinstance(trace.loss, Mapping) else {}
-    name = values.pop("name", None)
-    kind = getattr(losses, name, None) if isinstance(name, str) else None
-    if isinstance(kind, type) and issubclass(kind, Loss) and is_dataclass(kind):
-        given: dict[str, Any] = {}
-        try:
-            given = {key: _as_given(value) for key, value in values.items()}
-            made = kind(**{f.name: given[f.name] for f in fields(kind) if f.init})
-        except (KeyError, TypeError, ValueError):  # of the loss, for options that it does not take
-            made = None
-        # What is fixed in a loss must be what was recorded as well.
-        if made is not None and given == {f.name: getattr(made, f.name) for f in fields(kind)}:
-            return made
-    raise ConfigError(
-        f"{trace.path} was recorded with the loss {short(trace.loss)}, which is not one of "
-        "forkpoint.losses with its options. Say with --loss which to take."
-    )
-
-
-def _as_given(value: Any) -> Any:
-    """An option of a loss before it became JSON, which knows neither infinity nor tuples.
-
-    Raises ValueError for a number that a loss cannot compute with.
-    """
-    if isinstance(value, list):
-        return tuple(value)
-    # torch takes whole numbers of 64 bits.
-    most = 2**53 if isinstance(value, int) else MOST_NUMBER
-    if isinstance(value, int | float) and most < abs(value) != math.inf:
-        raise ValueError("the number is too large")
-    return _NOT_JSON.get(value, value) if isinstance(value, str) else value
