@@ -1,5 +1,6 @@
 """Models of torchtitan 0.3 that are checkpointed or on two ranks, and what is refused by name."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,11 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
-from torchtitan.models.common.config_utils import (
-    make_moe_config,
-    make_routed_experts_config,
-    make_router_config,
-)
+from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+from torchtitan.models.deepseek_v3.mtp import MTPTransformerBlock
 
 import forkpoint
 from benchmarks.ranks.titan import without_scaled_sums
@@ -105,24 +104,31 @@ def test_stages_and_context(family: str, dimension: str) -> None:
 # ------------------------------------------------------------
 
 
-def test_mixtures_of_experts_are_refused() -> None:
-    model: Any = titan_model("qwen3")
-    drawn = dict.fromkeys(("weight", "w1_EFD", "w2_EDF", "w3_EFD"), nn.init.normal_)
-    config = make_moe_config(
-        num_experts=4,
-        router=make_router_config(dim=32, num_experts=4, gate_param_init=drawn),
-        routed_experts=make_routed_experts_config(
-            dim=32,
-            hidden_dim=16,
-            num_experts=4,
-            top_k=1,
-            param_init=drawn,
-            comm_backend="standard",
-        ),
-    )
-    model.layers["0"].moe = config.build()
-    with pytest.raises(UnsupportedError, match=r"layers.0.moe is a mixture.*bfloat16.*0\.2\.2"):
+def test_dispatchers_of_other_libraries_are_refused() -> None:
+    class DeepEPTokenDispatcher(AllToAllTokenDispatcher):
+        pass
+
+    model: Any = titan_model("qwen3_moe")
+    model.layers["1"].moe.routed_experts.token_dispatcher.__class__ = DeepEPTokenDispatcher
+    with pytest.raises(UnsupportedError, match=r"1.moe.routed_experts sends.*DeepEP.*standard"):
         wrap(model)
+
+
+def test_predictions_of_later_tokens_are_refused() -> None:
+    config: Any = titan_model("deepseek_v3").config
+    norm = config.norm
+    block = config.layers[0]
+    given = {name: getattr(block, name) for name in ("attention", "attention_norm", "ffn_norm")}
+    later = MTPTransformerBlock.Config(
+        **given,
+        feed_forward=block.feed_forward,
+        enorm=norm,
+        hnorm=norm,
+        eh_proj=Linear.Config(in_features=2 * config.dim, out_features=config.dim),
+        mtp_norm=norm,
+    )
+    with pytest.raises(UnsupportedError, match=r"mtp_layers.0 predicts.*num_mtp_layers to 0"):
+        wrap(replace(config, mtp_layers=[later]).build())
 
 
 def test_the_trainer_is_refused() -> None:

@@ -2,28 +2,21 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from processes import run_ranks
 from scenarios_of_ranks import BAR, EMPTY, UNEQUAL, distance, gradients, group, said
-from steps import ACROSS, VOCAB
 from titan_models import titan_model
-from titan_parallel import Case, compared
-from torch import Tensor, nn
+from titan_parallel import Case, biases_of_both, compared, ordinary
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.nn import functional as F
-from torchtitan.components.optimizer import build_optimizers_with_moe_load_balancing
-from torchtitan.config.job_config import Optimizer
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.expert_parallel import DeepEPExpertParallel
 
 import forkpoint
 from benchmarks.ranks.titan import models_on_cpus, parallelize
-from forkpoint import Config, Policy, Rollout, RolloutBatch, wrap
+from forkpoint import Config, Policy, RolloutBatch, wrap
 from forkpoint.losses import GRPO, GSPO, LogLikelihood
 
 FULL = {"checkpoint": "full"}
@@ -95,19 +88,6 @@ def test_gradients_are_those_of_one_process(ranks: int, case: Case) -> None:
         assert found["counts"] or len(case.rollouts) > 1 or "cp" in case.options
 
 
-def ordinary(model: nn.Module, rollouts: list[Rollout]) -> dict[str, Tensor | None]:
-    """Gradients of the model's own forward and backward of one rollout at a time."""
-    model.zero_grad()
-    trained = sum(int(rollout.loss_mask.sum()) for rollout in rollouts)
-    for rollout in rollouts:
-        ids = torch.tensor(rollout.token_ids)
-        logits = model(ids[None, :-1])
-        logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
-        labels = torch.where(torch.tensor(rollout.loss_mask), ids, -100)[1:]
-        (F.cross_entropy(logits[0], labels, reduction="sum") / trained).backward()
-    return {name: None if g is None else g.clone() for name, g in gradients(model).items()}
-
-
 EVEN = [r for seed in (5, 6) for r in group(seed, 6, 16, 12) if len(r.token_ids) % 2]
 """Sequence parallelism takes inputs of even lengths."""
 
@@ -146,48 +126,16 @@ def test_torchtitan_s_own_passes() -> None:
 # ------------------------------------------------------------
 
 
-def biases(family: str, options: dict[str, Any], shared: bool) -> list[Tensor]:
-    """Of each layer, after 20 steps of torchtitan's optimizer."""
-    models_on_cpus()
-    model: Any = titan_model(family)  # in float64, where rounding changes no choice
-    dims = parallelize(model, **options)
-    settings = Optimizer(lr=0.0, implementation="for-loop")
-    optimizers = build_optimizers_with_moe_load_balancing([model], settings, dims)
-    policy = wrap(model, ACROSS)
-    data = 0 if options.get("tp") else dist.get_rank()
-    for step in range(20):
-        rng = np.random.default_rng((step, data))
-        prompt = rng.integers(0, VOCAB, 8)
-        answers = rng.integers(0, VOCAB, (4, 5))
-        mask = np.repeat([0, 1], [8, 5])
-        batch = RolloutBatch(Rollout(np.append(prompt, a), mask, 1.0) for a in answers)
-        if shared:
-            policy.score(batch)
-            policy.forward_backward(batch, GRPO())
-        else:
-            ordinary(model, list(batch.rollouts))
-        optimizers.step()
-        optimizers.zero_grad()
-    return [m.expert_bias for m in model.modules() if hasattr(m, "expert_bias")]
-
-
-def biases_of_both(family: str, options: dict[str, Any]) -> tuple[bool, float]:
-    dense = biases(family, options, shared=False)
-    shared = biases(family, options, shared=True)
-    same = all(map(torch.equal, shared, dense))
-    return same, min(float(bias.abs().max()) for bias in dense)
-
-
 @pytest.mark.parametrize(
-    ("family", "options"),
+    "case",
     [
-        ("qwen3_moe", {"dp_shard": 2, **FULL}),
-        pytest.param("qwen3_moe", {"tp": 2}, marks=pytest.mark.slow),
-        pytest.param("deepseek_v3", TOGETHER, marks=pytest.mark.slow),
+        Case("qwen3_moe", {"dp_shard": 2, **FULL}),
+        pytest.param(Case("qwen3_moe", {"tp": 2}), marks=pytest.mark.slow),
+        pytest.param(Case("deepseek_v3", TOGETHER), marks=pytest.mark.slow),
     ],
 )
-def test_biases_move_as_in_dense_training(family: str, options: dict[str, Any]) -> None:
-    for same, moved in run_ranks(2, biases_of_both, family, options):
+def test_biases_move_as_in_dense_training(case: Case) -> None:
+    for same, moved in run_ranks(2, biases_of_both, case, limit_s=240):
         assert same and moved > 5e-3, "they have moved"
 
 

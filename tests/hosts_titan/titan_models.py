@@ -8,11 +8,25 @@ from torch import nn
 
 V03 = version("torchtitan").startswith("0.3")
 if V03:
-    from titan_models_03 import FLEX, HEAD, build
+    from titan_models_03 import BIAS, FLEX, HEAD, balancing_optimizer, build, checkpoint_fully
 else:
-    from titan_models_02 import FLEX, HEAD, build
+    from titan_models_02 import BIAS, FLEX, HEAD, balancing_optimizer, build, checkpoint_fully
 
-__all__ = ["FLEX", "HEAD", "V03", "titan_model"]
+__all__ = [
+    "BIAS",
+    "FLEX",
+    "HEAD",
+    "V03",
+    "balancing_optimizer",
+    "checkpoint_fully",
+    "own_name",
+    "titan_model",
+]
+
+
+def own_name(name: str) -> str:
+    """The name of a parameter without wrappers for activation checkpointing."""
+    return name.replace("_checkpoint_wrapped_module.", "")
 
 
 def titan_model(

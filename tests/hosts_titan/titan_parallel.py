@@ -4,15 +4,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
-from cpu_trainer import own_name
+import torch.distributed as dist
 from scenarios_of_ranks import DEEP, UNEQUAL, distance, gradients
-from titan_models import V03, titan_model
-from torch import nn
+from steps import ACROSS, VOCAB
+from titan_models import BIAS, V03, balancing_optimizer, own_name, titan_model
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 from torchtitan.distributed import ParallelDims
 
 import forkpoint
 from forkpoint import Config, Rollout, RolloutBatch
+from forkpoint.hosts.torch_dist.copies import full
 from forkpoint.losses import GRPO
 from forkpoint.testing import lifted_upcasts
 
@@ -58,9 +63,9 @@ def compared(case: Case) -> dict[str, Any]:
         expected = alone.score(own, entropy=True) if len(own) else scores
     found = {own_name(name): gradient for name, gradient in gradients(model).items()}
     every = gradients(other)
-    counts = {n: b for n, b in other.named_buffers() if n.endswith("tokens_per_expert")}
+    counts = {n: b for n, b in other.named_buffers() if ".tokens_per_expert" in n}
     times = 2 if case.options.get("checkpoint") else 1  # as torchtitan's optimizer expects
-    own_counts = ((own_name(n), b) for n, b in model.named_buffers())
+    own_counts = ((own_name(n), full(b)) for n, b in model.named_buffers())
     apart = (scores.per_token[name] - expected.per_token[name] for name in scores.per_token)
     return {
         "error": distance(found, {name: every[name] for name in found}, list(found)),
@@ -69,3 +74,54 @@ def compared(case: Case) -> dict[str, Any]:
         "counts": all(torch.equal(b, times * counts[n]) for n, b in own_counts if n in counts),
         "shared": stats.computed_tokens < stats.logical_tokens,
     }
+
+
+def ordinary(model: nn.Module, rollouts: list[Rollout]) -> dict[str, Tensor | None]:
+    """Gradients of the model's own forward and backward of one rollout at a time."""
+    model.zero_grad()
+    trained = sum(int(rollout.loss_mask.sum()) for rollout in rollouts)
+    for rollout in rollouts:
+        ids = torch.tensor(rollout.token_ids)
+        logits = model(ids[None, :-1])
+        logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
+        labels = torch.where(torch.tensor(rollout.loss_mask), ids, -100)[1:]
+        (F.cross_entropy(logits[0], labels, reduction="sum") / trained).backward()
+    return {name: None if g is None else g.clone() for name, g in gradients(model).items()}
+
+
+# Counts of experts
+# ------------------------------------------------------------
+
+
+def biases(case: Case, shared: bool) -> list[Tensor]:
+    """Of each layer, after 20 steps of torchtitan's optimizer."""
+    if not V03:
+        models_on_cpus()
+    model: Any = titan_model(case.family, **case.sizes)
+    dims = parallelize(model, **case.options)
+    optimizers = balancing_optimizer(model, dims)
+    policy = forkpoint.wrap(model, ACROSS)
+    data = 0 if case.options.get("tp") else dist.get_rank()
+    for step in range(20):
+        rng = np.random.default_rng((step, data))
+        prompt = rng.integers(0, VOCAB, 8)
+        answers = rng.integers(0, VOCAB, (4, 5))
+        mask = np.repeat([0, 1], [8, 5])
+        batch = RolloutBatch(Rollout(np.append(prompt, a), mask, 1.0) for a in answers)
+        with lifted_upcasts(model):  # to float64, where rounding changes no choice
+            if shared:
+                policy.score(batch)
+                policy.forward_backward(batch, GRPO())
+            else:
+                ordinary(model, list(batch.rollouts))
+        optimizers.step()
+        optimizers.zero_grad()
+    return [full(m.get_buffer(BIAS)) for m in model.modules() if BIAS in m._buffers]
+
+
+def biases_of_both(case: Case) -> tuple[bool, float]:
+    """Whether biases move as in dense training, and by how much the least does."""
+    dense, shared = biases(case, shared=False), biases(case, shared=True)
+    assert dense and len(dense) == len(shared)
+    same = all(map(torch.equal, shared, dense))
+    return same, min(float(bias.abs().max()) for bias in dense)

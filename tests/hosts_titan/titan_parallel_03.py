@@ -1,5 +1,6 @@
 """Models of torchtitan 0.3 that its own parallelize functions have split over ranks of CPUs."""
 
+import warnings
 from importlib import import_module
 from typing import Any
 
@@ -14,6 +15,7 @@ from torchtitan.config import (
 )
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.distributed.utils import set_spmd_backend
 
 import forkpoint
 from benchmarks.ranks.titan import without_scaled_sums
@@ -21,12 +23,14 @@ from benchmarks.ranks.titan import without_scaled_sums
 FUNCTIONS = {
     "Llama3Model": ("llama3", "parallelize_llama"),
     "Qwen3Model": ("qwen3", "parallelize_qwen3"),
+    "DeepSeekV3Model": ("deepseek_v3", "parallelize_deepseekv3"),
 }
 
 
 def dims_of(**degrees: int) -> ParallelDims:
     """Dimensions of all ranks, those that are not given of size 1."""
     vars(import_module("torchtitan.distributed.parallel_dims"))["device_type"] = "cpu"
+    set_spmd_backend("partial_dtensor")
     given = dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"), 1) | degrees
     return ParallelDims(**given, world_size=dist.get_world_size(), spmd_backend="partial_dtensor")
 
@@ -39,6 +43,7 @@ def parallelize(model: nn.Module, *, checkpoint: str = "none", **degrees: int) -
         checkpoint: "full", or "none".
         degrees: of pp, dp_replicate, dp_shard, cp, tp and ep; 1 by default. Collective.
     """
+    warnings.filterwarnings("ignore", "In CPU autocast, but the target dtype", UserWarning)
     TORCH_DTYPE_MAP["float64"] = torch.float64
     dims = dims_of(**degrees)
     if dims.pp_enabled:

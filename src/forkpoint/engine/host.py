@@ -50,6 +50,8 @@ class FoundRouter:
     name: str
     """Its name in the model."""
     module: nn.Module
+    dimensions: int = 2
+    """Of the scores [..., E] that it chooses by."""
 
 
 class RouteHolder(Protocol):
@@ -170,6 +172,12 @@ class Host(Protocol):
     @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype that a step computes in: the narrowest, if there are several."""
+        ...
+
+    @property
+    def rounding_dtype(self) -> torch.dtype:
+        """The narrowest dtype that the model rounds to anywhere: that of compute, or one that its
+        code converts to."""
         ...
 
     def shallow(self, layers: int) -> nn.Module | None:

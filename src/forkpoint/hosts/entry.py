@@ -71,6 +71,12 @@ class Entry(Protocol):
         ...
 
     @property
+    def code_dtype(self) -> torch.dtype:
+        """The narrowest dtype that the model's code computes in whatever its weights have: float32
+        in norms, or a narrower one."""
+        ...
+
+    @property
     def blocks(self) -> list[nn.Module]:
         """The decoder's blocks, in their order."""
         ...
@@ -175,8 +181,9 @@ class Entry(Protocol):
         """Whether the model itself recomputes activations of some layer."""
         ...
 
-    def save_counts(self, changes: Changes) -> None:
-        """Put back, when the changes are undone, what forwards count in buffers of the model."""
+    def prepare(self, changes: Changes) -> None:
+        """Let forwards give logits, and put back what they count in buffers of the model when the
+        changes are undone."""
         ...
 
     @property

@@ -272,6 +272,11 @@ class ModelHost:
             }
         return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
+    @property
+    def rounding_dtype(self) -> torch.dtype:
+        found = (self.compute_dtype, self.entry.code_dtype)
+        return max(found, key=lambda dtype: torch.finfo(dtype).eps)
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return iter(every_parameter(self.model))
 
@@ -326,7 +331,7 @@ class ModelHost:
 
     def prepare(self, changes: Changes) -> None:
         self._take_off(changes)
-        self.entry.save_counts(changes)
+        self.entry.prepare(changes)
 
     @property
     def keeps_counts(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 
 from forkpoint.engine.changes import Changes
@@ -15,6 +16,7 @@ from forkpoint.engine.host import FoundRouter, RouteHolder, RouterNote
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.calls import in_forward
 from forkpoint.hosts.early_exit import EarlyExit
+from forkpoint.hosts.torch_dist.copies import full
 
 TOPK = (torch.topk, torch.Tensor.topk)
 WATCHED, LAST = "_forkpoint_router", "_forkpoint_last_router"
@@ -33,6 +35,8 @@ class _Watched:
     name: str
     forward: Callable[..., Any]
     """Its own."""
+    dimensions: int = 2
+    """Of its scores."""
     note: Callable[[Tensor, Tensor], None] | None = None
     """Gets its logits and the experts chosen."""
     choose: Choose | None = None
@@ -101,7 +105,7 @@ class ModelRouters:
 
 def routers_of_copy(routers: Iterable[FoundRouter], copy: nn.Module) -> list[FoundRouter]:
     """The routers of a copy of the model that these were found in."""
-    return [FoundRouter(router.name, copy.get_submodule(router.name)) for router in routers]
+    return [replace(router, module=copy.get_submodule(router.name)) for router in routers]
 
 
 def num_experts(router: FoundRouter) -> int:
@@ -126,7 +130,9 @@ def lacks_logits(name: str) -> str:
 
 def _watch(router: FoundRouter, changes: Changes, **what: Any) -> None:
     attributes = vars(router.module)
-    watched = attributes.get(WATCHED) or _Watched(router.name, router.module.forward)
+    watched = attributes.get(WATCHED) or _Watched(
+        router.name, router.module.forward, router.dimensions
+    )
     changes.set(attributes, WATCHED, replace(watched, **what))
     # A method, for the sake of compiled blocks: see `Changes.replace_forward`.
     changes.replace_forward(router.module, types.MethodType(_watched_forward, router.module))
@@ -140,7 +146,7 @@ def _watched_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         output = watched.forward(*args, **kwargs)
     else:
         experts = num_experts(FoundRouter(watched.name, module))
-        with _ForcedChoice(experts, watched.choose) as forced:
+        with _ForcedChoice(experts, watched.dimensions, watched.choose) as forced:
             output = watched.forward(*args, **kwargs)
         if forced.times != 1:
             raise UnsupportedError(
@@ -151,21 +157,23 @@ def _watched_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if watched.note is not None:
         if not isinstance(output, tuple) or output[watched.chosen].is_floating_point():
             raise UnsupportedError(lacks_logits(watched.name))
-        watched.note(output[0], output[watched.chosen])
+        logits, chosen = full(output[0]), full(output[watched.chosen])
+        watched.note(logits, chosen)
         if LAST in vars(module) and in_forward():
-            raise EarlyExit((output[0],))
+            raise EarlyExit((logits.flatten(0, -2),))
     return output
 
 
 class _ForcedChoice(TorchFunctionMode):
-    """Within it, topk over the scores [T, E] of all experts gives another choice.
+    """Within it, topk over the scores [..., E] of all experts gives another choice.
 
     Routers that choose groups of experts first call it over other shapes for these.
     """
 
-    def __init__(self, experts: int, choose: Choose) -> None:
+    def __init__(self, experts: int, dimensions: int, choose: Choose) -> None:
+        """`dimensions`: those of the scores."""
         super().__init__()
-        self._experts, self._choose = experts, choose
+        self._experts, self._dimensions, self._choose = experts, dimensions, choose
         self.times: int = 0
 
     def __torch_function__(
@@ -179,7 +187,18 @@ class _ForcedChoice(TorchFunctionMode):
         if func not in TOPK:
             return own
         scores = args[0] if args else (kwargs or {})["input"]
-        if scores.ndim != 2 or scores.shape[1] != self._experts:
+        if scores.ndim != self._dimensions or scores.shape[-1] != self._experts:
             return own
         self.times += 1
-        return self._choose(scores, own[0], own[1])
+        rows = (full(x).reshape(-1, x.shape[-1]) for x in (scores, *own))
+        values, chosen = (x.view(own[0].shape) for x in self._choose(*rows))
+        return _held_as(scores, values), _held_as(scores, chosen)
+
+
+def _held_as(like: Tensor, whole: Tensor) -> Tensor:
+    """A tensor that each rank has whole, split over ranks as another one is."""
+    if not isinstance(like, DTensor):
+        return whole
+    mesh = like.device_mesh
+    replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return replicated.redistribute(placements=like.placements)

@@ -1,7 +1,7 @@
-"""Float64 in the place of the float32 that code of models asks for, for references."""
+"""Wider dtypes in the place of those that code of models asks for, for references."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -27,39 +27,63 @@ class _WithoutUpcasts(ModuleType):
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
+    @staticmethod
+    def _grouped_mm(x_RC: Tensor, weights_ECF: Tensor, *, offs: Tensor) -> Tensor:
+        """Products [R, F] of the rows before each of the offsets [E] and their weights, which
+        torch does not compute in float64."""
+        parts = x_RC.tensor_split(offs[:-1].tolist())
+        return torch.cat([x @ w for x, w in zip(parts, weights_ECF, strict=True)])
+
 
 def _as_float64(x: Tensor) -> Tensor:
     # Not `Tensor.double`: of that compiled code would keep the name it was called by.
     return x.to(torch.float64)
 
 
+def _as_float32(x: Tensor) -> Tensor:
+    return x.to(torch.float32)
+
+
 def lift_upcasts(model: nn.Module, changes: Changes) -> None:
     """Let a float64 model compute in float64 where its code says float32.
 
     Norms there are computed in float32 whatever the model's dtype, which would limit any comparison
-    to about 1e-7.
+    to about 1e-7. Experts of torchtitan 0.3 are computed in bfloat16.
     """
-    for name in {plain_class(m).__module__ for m in model.modules()}:
-        module = sys.modules[name]
+    # Objects that are no modules compute as well, such as dispatchers of tokens.
+    inside = (o for m in model.modules() for o in (m, *vars(m).values()))
+    for name in {plain_class(found).__module__ for found in inside}:
+        module = sys.modules.get(name)
         if name.startswith(MODEL_CODE) and getattr(module, "torch", None) is torch:
             changes.set(vars(module), "torch", _WithoutUpcasts("torch"))
+    # Of integers too, such as positions: what they are multiplied with is float64 as well.
+    _replace_conversion("float", _as_float64, changes)
+    _replace_conversion("bfloat16", _as_float64, changes)
+
+
+def lift_bfloat16(changes: Changes) -> None:
+    """Let models compute in float32 where their code says bfloat16."""
+    _replace_conversion("bfloat16", _as_float32, changes)
+
+
+def _replace_conversion(name: str, convert: Callable[[Tensor], Tensor], changes: Changes) -> None:
     # torch.Tensor inherits it: unless this is done within another such block, none is to be left.
-    if "float" not in vars(torch.Tensor):
-        changes.later(_without_float)
-        # Of integers too, such as positions: what they are multiplied with is float64 as well.
-        torch.Tensor.float = _as_float64  # type: ignore[method-assign]
-        # While blocks are compiled their tensors are of this class, which has its own.
-        changes.later(setattr, FunctionalTensor, "float", FunctionalTensor.float)
-        FunctionalTensor.float = _as_float64  # type: ignore[method-assign]
-        # Compiled code is found again by what a model's code says, not by what that means here.
-        name = "enable_autograd_cache"
-        changes.later(setattr, functorch_config, name, getattr(functorch_config, name))
-        setattr(functorch_config, name, False)
+    if name in vars(torch.Tensor):
+        return
+    changes.later(_restore_conversion, name)
+    setattr(torch.Tensor, name, convert)
+    # While blocks are compiled their tensors are of this class, which has its own.
+    changes.later(setattr, FunctionalTensor, name, getattr(FunctionalTensor, name))
+    setattr(FunctionalTensor, name, convert)
+    # Compiled code is found again by what a model's code says, not by what that means here.
+    cache = "enable_autograd_cache"
+    changes.later(setattr, functorch_config, cache, getattr(functorch_config, cache))
+    setattr(functorch_config, cache, False)
 
 
-def _without_float() -> None:
-    if "float" in vars(torch.Tensor):
-        del torch.Tensor.float
+def _restore_conversion(name: str) -> None:
+    if name in vars(torch.Tensor):
+        delattr(torch.Tensor, name)
 
 
 @contextmanager

@@ -275,7 +275,7 @@ class StockComparison:
         self.trained_NW: Tensor = torch.as_tensor(
             sample.loss_mask.reshape(ids.shape).copy(), device=host.device
         )
-        self.dtype: torch.dtype = host.compute_dtype
+        self.dtype: torch.dtype = host.rounding_dtype
         most = max(4, ids.shape[1] // 2)
         forced = Config(sharing="tree", boundary="across", max_microbatch_tokens=most)
         self.plan: Plan = make_plan(
@@ -417,9 +417,7 @@ def rms(values: Tensor) -> float:
 
 def _rounding(host: Host) -> float:
     """One rounding of the dtype that a model computes in."""
-    # Norms of float64 models are computed in float32, as transformers writes them.
-    widest = torch.promote_types(host.compute_dtype, torch.float32) == torch.float64
-    return torch.finfo(torch.float32 if widest else host.compute_dtype).eps
+    return torch.finfo(host.rounding_dtype).eps
 
 
 def allowed_difference(host: Host, noise: float, size: float) -> float:

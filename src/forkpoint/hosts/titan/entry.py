@@ -24,6 +24,7 @@ from forkpoint.hosts.titan.shapes import first_mixture, local_shape, model_shape
 from forkpoint.hosts.titan.splits import (
     CONTEXT_HOOKS,
     SPLIT_HOOKS,
+    as_in_blocks,
     split_modules,
     splits_sequences,
     without_hooks,
@@ -57,7 +58,7 @@ class TitanEntry:
         """`splits`: modules that are split over ranks."""
         self.core: Any = model
         self.family: Family = family_of(model)
-        self._counts = ExpertCounts()
+        self._counts = ExpertCounts(self.family.version.counts)
         self._gives_positions: bool = splits_sequences(model)
         split = [module for _, module, _ in splits]
         self.head: ModelHead = LogprobHead(self._output, dict, split)
@@ -97,7 +98,12 @@ class TitanEntry:
 
     @property
     def routers(self) -> Routers:
-        return Routers(self.core)
+        return Routers(self.core, self.family.version)
+
+    @property
+    def code_dtype(self) -> torch.dtype:
+        mixtures = [block.moe for block in self.blocks if "moe" in block._modules]
+        return self.family.version.expert_dtype(mixtures[0]) if mixtures else torch.float32
 
     def configs(self) -> list[Any]:
         return [sizes_of(self.core)]
@@ -144,6 +150,8 @@ class TitanEntry:
         return frozenset()
 
     def set_hidden(self, hidden_1TC: Tensor | None, changes: Changes) -> None:
+        if hidden_1TC is not None:
+            hidden_1TC = as_in_blocks(self.blocks[0], hidden_1TC)
         changes.set(vars(self), "_hidden", hidden_1TC)
 
     def check_state(self, *, training: bool, routed: bool, encodes: bool) -> None:
@@ -158,7 +166,8 @@ class TitanEntry:
             )
         refusals.check_rope(self.core, self.family, int(batch.lengths.max(initial=0)))
 
-    def save_counts(self, changes: Changes) -> None:
+    def prepare(self, changes: Changes) -> None:
+        self.family.version.give_logits(self.core, changes)
         layers = self.core.layers.values()
         again = map(refusals.is_checkpointed, layers)
         self._counts.save(zip(self.blocks, again, strict=True), changes)

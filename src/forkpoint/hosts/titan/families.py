@@ -37,6 +37,7 @@ FAMILIES = (
     Family("torchtitan.models.deepseek_v3.model.model", "DeepSeekV3Model", Version(), "freqs_cis"),
     Family("torchtitan.models.llama3.model", "Llama3Model", Version03()),
     Family("torchtitan.models.qwen3.model", "Qwen3Model", Version03()),
+    Family("torchtitan.models.deepseek_v3.model", "DeepSeekV3Model", Version03()),
 )
 
 

@@ -13,7 +13,7 @@ from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.code_provenance import describe_function
 from forkpoint.hosts.modules import every_module, plain_class
 from forkpoint.hosts.titan.families import Family, family_of, head_of, sizes_of
-from forkpoint.hosts.titan.splits import Split, redistributes
+from forkpoint.hosts.titan.splits import Split, redistributes, splits_hidden
 from forkpoint.hosts.wrappers import set_forward
 
 INNER = "attention.inner_attention"
@@ -67,12 +67,16 @@ def check_model(model: Any, family: Family) -> None:
 
 
 def check_split_stage(model: Any, splits: Sequence[Split]) -> None:
-    """Refuse stages of a pipeline whose blocks take DTensors: stages send plain tensors."""
-    if any(redistributes(m) for _, m, _ in splits) and len(model.layers) < sizes_of(model).n_layers:
+    """Refuse stages of a pipeline whose hidden states each tensor rank has whole."""
+    tensor = any(redistributes(m) and s.tensor is not None for _, m, s in splits)
+    if not tensor or len(model.layers) == sizes_of(model).n_layers:
+        return
+    blocks = map(within_checkpoint, model.layers.values())
+    if not all(map(splits_hidden, blocks)):
         raise UnsupportedError(
-            "the model is a stage of a pipeline and split over ranks by torchtitan 0.3, whose "
-            "blocks take DTensors where stages send plain tensors. Use one of the two "
-            "parallelisms, or torchtitan 0.2.2."
+            "the model is a stage of a pipeline, and split over ranks without sequence "
+            "parallelism, which has not been shown exact. Set "
+            "parallelism.enable_sequence_parallel."
         )
 
 

@@ -5,11 +5,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.host import FoundRouter
 from forkpoint.hosts.modules import every_module
 from forkpoint.hosts.routers import ModelRouters
+from forkpoint.hosts.titan.versions import Version
+from forkpoint.hosts.torch_dist.copies import full
 
 ROUTER = "TokenChoiceTopKRouter"
 
@@ -22,15 +25,16 @@ class Routers(ModelRouters):
     defines_loss: bool = False
     coefficient: float = 0.0
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, version: Version) -> None:
         self.found: list[FoundRouter] = [
-            FoundRouter(name, module)
+            FoundRouter(name, module, version.score_dimensions)
             for name, module in every_module(model)
             if type(module).__name__ == ROUTER
         ]
         self.layers: int = len(self.found)
         names = (name.rpartition(".")[0] for name in (r.name for r in self.found))
         self._experts: list[Any] = [model.get_submodule(name) for name in names]
+        self._bias: str = version.bias
 
     @property
     def experts(self) -> int:
@@ -44,7 +48,8 @@ class Routers(ModelRouters):
 
     @property
     def biases(self) -> list[Tensor]:
-        return [moe.expert_bias for moe in self._experts if moe.expert_bias is not None]
+        found = (getattr(moe, self._bias) for moe in self._experts)
+        return [full(bias) for bias in found if bias is not None]
 
 
 class ExpertCounts:
@@ -54,11 +59,13 @@ class ExpertCounts:
     through it. Forwards within the step count otherwise, and are not kept.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, buffer: str) -> None:
+        """buffer: its name in a mixture."""
+        self._buffer = buffer
         self._before: list[tuple[Tensor, Tensor, int]] = []
         """Buffers, their values before the step (and then after it), and how often ordinary
-        training counts a token: twice where its backward runs the block again. The optimizer's
-        hook halves that."""
+        training counts a token: twice where its backward runs the block again (the optimizer's
+        hook halves that), never where another rank's buffer has the counts of both."""
 
     def save(self, blocks: Iterable[tuple[Any, bool]], changes: Changes) -> None:
         """Put the buffers back when the changes are undone. blocks: whether each is run again."""
@@ -66,9 +73,14 @@ class ExpertCounts:
         for block, again in blocks:
             if "moe" not in block._modules:
                 continue
-            buffer = block.moe.tokens_per_expert
+            buffer = block.moe.get_buffer(self._buffer)
+            times = 2 if again else 1
+            if isinstance(buffer, DTensor):
+                if not _has_counts(buffer):
+                    times = 0
+                buffer = buffer.to_local()
             before = buffer.clone()
-            self._before.append((buffer, before, 2 if again else 1))
+            self._before.append((buffer, before, times))
             changes.later(buffer.copy_, before)
 
     @torch.no_grad()
@@ -76,3 +88,12 @@ class ExpertCounts:
         """Add a step's counts, int64 [L, E], to what the buffers have after it."""
         for (_, before, times), counts_E in zip(self._before, logical_LE, strict=True):
             before += times * counts_E.to(before)
+
+
+def _has_counts(buffer: DTensor) -> bool:
+    """Whether this rank's part of a buffer has the counts, where ranks' parts are summed."""
+    where = buffer.device_mesh.get_coordinate()
+    assert where is not None
+    return not any(
+        place and kind.is_partial() for place, kind in zip(where, buffer.placements, strict=True)
+    )

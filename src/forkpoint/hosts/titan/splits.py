@@ -15,9 +15,9 @@ from types import MethodType
 from typing import Any, TypeGuard
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.distributed import Holder
@@ -94,6 +94,26 @@ def redistributes(module: nn.Module) -> bool:
     return is_defined_as(vars(module).get("forward"), REDISTRIBUTES)
 
 
+def as_in_blocks(block: Any, hidden: Tensor) -> Tensor:
+    """Hidden states of which each rank has a part of the sequence, as blocks take them: DTensors
+    in torchtitan 0.3."""
+    norm = block.attention_norm
+    if not redistributes(norm):
+        return hidden
+    mesh = closed_over(norm.forward)["parallel_dims"].get_optional_mesh("tp")
+    return hidden if mesh is None else DTensor.from_local(hidden, mesh, [Shard(1)], run_check=False)
+
+
+def splits_hidden(block: Any) -> bool:
+    """Whether a block of torchtitan 0.3 that is split takes a part of the sequence on each rank."""
+    return _is_in_parts(block.attention_norm._sharding_config.in_src_shardings["input"])
+
+
+def _is_in_parts(layout: Any) -> bool:
+    """Whether a tensor of this layout is split along the sequence by sequence parallelism."""
+    return layout.partition_spec is not None
+
+
 def _redistribution(where: str, module: nn.Module) -> TitanStyle:
     """How torchtitan 0.3 has split a module."""
     inside = closed_over(module.forward)
@@ -117,7 +137,19 @@ def _redistribution(where: str, module: nn.Module) -> TitanStyle:
             f"{where} had a forward of its own ({describe_function(own)}) when torchtitan split "
             "it, whose effect is not known. Split the model before what sets it."
         )
-    return TitanStyle("Module.parallelize", dims.get_optional_mesh("tp"), None)
+    tensor, expert = dims.get_optional_mesh("tp"), dims.get_optional_mesh("ep")
+    if "token_dispatcher" not in vars(module):
+        return TitanStyle("Module.parallelize", tensor, None)
+    if expert is not None:
+        return TitanStyle("Module.parallelize", None, expert)
+    if tensor is not None and _is_in_parts(vars(module)["_sharding_config"].out_dst_shardings):
+        raise UnsupportedError(
+            f"{where} is under sequence parallelism without expert parallelism, with which "
+            "torchtitan's own gradients of all that lies below these experts are wrong. Set "
+            "expert_parallel_degree to tensor_parallel_degree, or enable_sequence_parallel to "
+            "False."
+        )
+    return TitanStyle("Module.parallelize", tensor, None)
 
 
 def _hooks(module: nn.Module) -> Iterator[Any]:
@@ -179,6 +211,8 @@ def unsplit(copy: nn.Module, _: Sequence[Split]) -> None:
         without_hooks(module, (*SPLIT_HOOKS, *CONTEXT_HOOKS), Changes())
         if "tp_group" in vars(module):  # of embeddings of torchtitan 0.3
             vars(module)["tp_group"] = None
+        if "token_dispatcher" in vars(module):  # of its experts
+            vars(vars(module)["token_dispatcher"])["ep_mesh"] = None
 
 
 def split_holder(model: nn.Module) -> "TitanSplit | None":

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
 from forkpoint.hosts.titan.families import head_of
-from forkpoint.hosts.upcasts import lift_upcasts
+from forkpoint.hosts.upcasts import lift_bfloat16, lift_upcasts
 from forkpoint.rollouts.media import ShownMedia
 
 
@@ -49,3 +49,5 @@ class TitanStock:
         """Compute in `dtype` throughout, until the changes are undone."""
         if dtype == torch.float64:
             lift_upcasts(self.model, changes)
+        elif dtype == torch.float32:
+            lift_bfloat16(changes)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
@@ -29,10 +30,19 @@ class Version:
     kind."""
     remedy: str = "Set attn_type to 'sdpa' in the model's arguments."
     """How to build a model that has it."""
+    bias: str = "expert_bias"
+    counts: str = "tokens_per_expert"
+    """Buffers of a mixture of experts: what is added to scores, and how many tokens each gets."""
+    score_dimensions: int = 2
+    """Of the scores that its router chooses by."""
 
     def refused(self, module: nn.Module) -> str | None:
         """A reason, with a remedy, why a module has not been shown exact; None if there is none."""
         return None
+
+    def expert_dtype(self, mixture: Any) -> torch.dtype:
+        """The narrowest dtype that experts compute in, whatever their weights have."""
+        return torch.bfloat16 if mixture.experts.use_grouped_mm else torch.float32
 
     def sizes(self, model: Any) -> Any:
         """The sizes of a model, under the names of 0.2's arguments."""
@@ -41,6 +51,9 @@ class Version:
     def positions(self, model: Any, rope: str) -> int:
         """For how many positions there are rotary embeddings. rope: their buffer's name in 0.2."""
         return model.get_buffer(rope).shape[0]
+
+    def give_logits(self, model: Any, changes: Changes) -> None:
+        """Let the model's own forward give logits, until the changes are undone."""
 
     def set_attention(self, blocks: Iterable[Any], changes: Changes) -> None:
         """Let attention of blocks run microbatches, until the changes are undone."""
@@ -76,6 +89,10 @@ class Version:
         model.init_weights(buffer_device=device)
 
 
+DISPATCHERS = ("LocalTokenDispatcher", "AllToAllTokenDispatcher")
+"""Classes of torchtitan 0.3 that send tokens to experts and have been shown exact."""
+
+
 class Version03(Version):
     """torchtitan 0.3: attention has rotary embeddings, and gives its inner one [B, L, H, D]."""
 
@@ -85,7 +102,10 @@ class Version03(Version):
         "torchtitan.protocols.module.",
         *(
             f"torchtitan.models.common.{name}."
-            for name in ("attention", "embedding", "feed_forward", "linear", "nn_modules", "rope")
+            for name in (
+                *("attention", "embedding", "feed_forward", "linear", "moe"),
+                *("nn_modules", "rope"),
+            )
         ),
     )
     inner: Definition = ("torchtitan.models.common.attention", "ScaledDotProductAttention")
@@ -94,29 +114,66 @@ class Version03(Version):
         "ScaledDotProductAttention.Config() before it is built."
     )
 
+    bias: str = "expert_bias_E"
+    counts: str = "tokens_per_expert_E"
+    score_dimensions: int = 3
+
     def refused(self, module: nn.Module) -> str | None:
-        if plain_class(module).__module__ == "torchtitan.models.common.moe":
+        dispatcher = type(vars(module).get("token_dispatcher"))
+        if dispatcher is not type(None) and dispatcher.__name__ not in DISPATCHERS:
             return (
-                "is a mixture of experts of torchtitan 0.3, which computes in bfloat16 for weights "
-                "of every dtype and has not been shown exact. Use a dense model, or torchtitan "
-                "0.2.2."
+                f"sends tokens to experts by a {dispatcher.__name__}, which has not been shown "
+                "exact. Set moe_comm_backend to 'standard' where the model is configured."
+            )
+        if plain_class(module).__name__ == "MTPTransformerBlock":
+            return (
+                "predicts tokens beyond the next, which has not been shown exact. Set "
+                "num_mtp_layers to 0 where the model is configured."
             )
         return None
 
+    def expert_dtype(self, mixture: Any) -> torch.dtype:
+        return torch.bfloat16
+
     def sizes(self, model: Any) -> Any:
-        config, attention = model.config, model.config.layers[0].attention
-        return SimpleNamespace(
-            dim=config.dim,
-            vocab_size=config.vocab_size,
-            n_layers=len(config.layers),
-            n_heads=attention.n_heads,
-            n_kv_heads=attention.n_kv_heads,
-            head_dim=attention.head_dim or config.dim // attention.n_heads,
-            enable_weight_tying=config.enable_weight_tying,
-        )
+        config, layers = model.config, model.config.layers
+        attention = layers[0].attention
+        found = {
+            "dim": config.dim,
+            "vocab_size": config.vocab_size,
+            "n_layers": len(layers),
+            "n_heads": attention.n_heads,
+            "enable_weight_tying": config.enable_weight_tying,
+        }
+        if hasattr(attention, "kv_lora_rank"):
+            latent = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")
+            found |= {name: getattr(attention, name) for name in (*latent, "v_head_dim")}
+        else:
+            found["n_kv_heads"] = attention.n_kv_heads
+            found["head_dim"] = attention.head_dim or config.dim // attention.n_heads
+        dense = [layer.feed_forward for layer in layers if layer.moe is None]
+        if dense:
+            found["inter_dim"] = dense[0].w1.out_features
+        mixtures = [layer.moe for layer in layers if layer.moe is not None]
+        found["n_dense_layers"] = len(dense)
+        if mixtures:
+            moe = mixtures[0]
+            width, shared = moe.routed_experts.inner_experts.hidden_dim, moe.shared_experts
+            found["moe_inter_dim"] = width
+            found["moe_args"] = SimpleNamespace(
+                num_experts=moe.num_experts,
+                top_k=moe.router.top_k,
+                num_shared_experts=0 if shared is None else shared.w1.out_features // width,
+                load_balance_coeff=moe.load_balance_coeff,
+            )
+        return SimpleNamespace(**found)
 
     def positions(self, model: Any, rope: str) -> int:
         return min(block.attention.rope.cache.shape[0] for block in model.layers.values())
+
+    def give_logits(self, model: Any, changes: Changes) -> None:
+        # A trainer whose loss runs the head in chunks leaves it out.
+        changes.set(vars(model), "_skip_lm_head", False)
 
     def set_attention(self, blocks: Iterable[Any], changes: Changes) -> None:
         calls.set_inner_attention(blocks, changes)

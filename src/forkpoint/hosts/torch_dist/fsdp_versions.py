@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 SINCE_2_15 = hasattr(FSDPModule, "set_manual_backward_finalization")
@@ -20,6 +21,12 @@ def groups_of(module: Any) -> Iterable[Any]:
     if several is not None:
         return several
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def holders_in(group: Any) -> list[tuple[nn.Module, str]]:
+    """The modules that have the parameters of a group, and the parameters' names there."""
+    infos = (parameter._module_info for parameter in group.fsdp_params)
+    return [(info.module, info.param_name) for info in infos]
 
 
 def trained_of(group: Any) -> list[Any]:

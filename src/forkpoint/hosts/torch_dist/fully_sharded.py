@@ -26,6 +26,7 @@ from forkpoint.hosts.torch_dist.fsdp_versions import (
     gradient_dtype,
     groups_of,
     has_gradient,
+    holders_in,
     is_within_backward,
     left_in,
     reduce_gradients,
@@ -49,12 +50,13 @@ class FullySharded(Holder):
     reduces = True
 
     def __init__(self, model: FSDPModule, experts: Collection[nn.Module] = ()) -> None:
-        """`experts`: modules that transformers shards over a mesh of their own (expert
-        parallelism)."""
+        """`experts`: modules that are sharded over a mesh of their own (expert parallelism)."""
         self.model = model
+        inside = {module for each in experts for module in each.modules()}
         # torch has no public way to ask a module for its mesh and policies.
-        groups = [(m, g) for m in self._modules() for g in groups_of(m)]
-        meshes = {id(g.mesh_info.mesh): g.mesh_info.mesh for m, g in groups if m not in experts}
+        groups = self._groups()
+        wide = (g for g in groups if not any(m in inside for m, _ in holders_in(g)))
+        meshes = {id(g.mesh_info.mesh): g.mesh_info.mesh for g in wide}
         if not meshes:
             raise UnsupportedError("the model is sharded by fully_shard and has no parameters.")
         if len({tuple(m.mesh.flatten().tolist()) for m in meshes.values()}) > 1:
@@ -77,7 +79,7 @@ class FullySharded(Holder):
         """Whether a step runs, so that what lies on the ranks is its own."""
         self._factors: dict[nn.Parameter, float] = {}
         """Within a step: parameters that this rank alone has, and what divides their gradients."""
-        dtypes = {p.mp_policy.param_dtype for _, group in groups for p in group.fsdp_params}
+        dtypes = {p.mp_policy.param_dtype for group in groups for p in group.fsdp_params}
         self.param_dtypes: frozenset[torch.dtype] = frozenset(dtypes - {None})
 
     @property
@@ -127,16 +129,24 @@ class FullySharded(Holder):
                 "every sharded module."
             )
         # Of modules: other parameters may have been loaded since.
-        infos = [p._module_info for group in self._groups() for p in group.fsdp_params]
-        held = {getattr(info.module, info.param_name) for info in infos}
+        places = chain.from_iterable(map(holders_in, self._groups()))
+        held = {getattr(module, name) for module, name in places}
         check_held(model, "fully_shard", lambda _, parameter: parameter in held)
 
     def deferred_params(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-        alone = {p for module, _ in self._unshared() for p in module.parameters(recurse=False)}
+        alone = self._unshared_params()
         return [parameter for parameter in parameters if parameter in alone]
 
-    def _unshared(self) -> list[tuple[nn.Module, float]]:
-        """Experts that no other rank has and that divide gradients, and by what.
+    def _unshared_params(self) -> dict[nn.Parameter, float]:
+        """Parameters of experts that no other rank has, and what divides their gradients."""
+        return {
+            getattr(module, name): float(group.gradient_divide_factor)
+            for group in self._unshared()
+            for module, name in holders_in(group)
+        }
+
+    def _unshared(self) -> list[Any]:
+        """Groups of experts that no other rank has and that divide gradients.
 
         They are sharded over one rank. In 64 and in 16 bits torch 2.13 divides their gradients
         twice, so that a step divides them itself.
@@ -144,17 +154,15 @@ class FullySharded(Holder):
         if not self._has_experts:
             return []
         return [
-            (module, float(group.gradient_divide_factor))
-            for module in self._modules()
-            for group in groups_of(module)
+            group
+            for group in self._groups()
             if group.mesh_info.shard_mesh_size == 1 and group.gradient_divide_factor is not None
         ]
 
     def enter(
         self, changes: Changes, blocks: Sequence[nn.Module], whole: Iterable[nn.Parameter]
     ) -> None:
-        unshared = self._unshared()
-        self._factors = {p: f for module, f in unshared for p in module.parameters(recurse=False)}
+        self._factors = self._unshared_params()
         self._set_aside(changes)
         changes.set(vars(self), "_entered", True)  # undone before these gradients come back
         for group in self._groups():
@@ -174,10 +182,8 @@ class FullySharded(Holder):
             self._gather_all(changes)
         elif self.gather == "microbatch":
             self._prefetch_blocks(blocks, changes)
-        for module, factor in unshared:
-            sharded = cast(FSDPModule, module)
-            changes.later(sharded.set_gradient_divide_factor, factor)
-            sharded.set_gradient_divide_factor(1.0)
+        for group in self._unshared():
+            changes.set(vars(group), "gradient_divide_factor", 1.0)
 
     def end_forward(self) -> None:
         # Within a backward fully_shard leaves weights whole after forwards.

@@ -197,6 +197,7 @@ class StageLinks(Links):
         return hidden
 
     def send_hidden(self, hidden: Tensor) -> None:
+        hidden = local(hidden)
         if hidden.dtype != self._dtype:
             raise UnsupportedError(
                 f"the last block of stage {self.stage.index} gives {hidden.dtype}, and embeddings "

@@ -169,8 +169,9 @@ class TransformersEntry:
         refusals.check_placeholders(self.core, self.family, batch)
 
     keeps_counts: bool = False
+    code_dtype: torch.dtype = torch.float32
 
-    def save_counts(self, changes: Changes) -> None:
+    def prepare(self, changes: Changes) -> None:
         """Forwards of transformers count nothing."""
 
     def add_counts(self, logical_LE: Tensor) -> None:
