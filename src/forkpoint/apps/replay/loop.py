@@ -104,16 +104,7 @@ def replay(
     """
     config, loss = config or Config(), as_loss(loss)
     _refuse_ranks(model)
-    for name, value in (("steps", steps), ("checkpoint_every", checkpoint_every)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} is {value}; it takes a whole number of at least 1.")
-    if warmup_steps < 0 or (schedule != "constant" and warmup_steps >= steps):
-        raise ConfigError(
-            f"steps is {steps} and warmup_steps {warmup_steps}; the schedule {schedule!r} needs "
-            "more steps than the warm-up takes."
-        )
-    if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
-        raise ConfigError(f"max_grad_norm is {max_grad_norm}; it takes a finite number above 0.")
+    _check_options(steps, schedule, warmup_steps, max_grad_norm, checkpoint_every)
     if output is None and (resume or checkpoint_every is not None):
         raise ConfigError(
             f"{'resume' if resume else 'checkpoint_every'} needs a folder to keep things in; give "
@@ -185,6 +176,25 @@ def replay(
         if on_step is not None:
             on_step(row)
     return ReplayReport(steps=tuple(done), resumed_at=resumed_at)
+
+
+def _check_options(
+    steps: int,
+    schedule: Schedule,
+    warmup_steps: int,
+    max_grad_norm: float | None,
+    checkpoint_every: int | None,
+) -> None:
+    for name, value in (("steps", steps), ("checkpoint_every", checkpoint_every)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}; it takes a whole number of at least 1.")
+    if warmup_steps < 0 or (schedule != "constant" and warmup_steps >= steps):
+        raise ConfigError(
+            f"steps is {steps} and warmup_steps {warmup_steps}; the schedule {schedule!r} needs "
+            "more steps than the warm-up takes."
+        )
+    if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
+        raise ConfigError(f"max_grad_norm is {max_grad_norm}; it takes a finite number above 0.")
 
 
 def _refuse_ranks(model: nn.Module) -> None:
