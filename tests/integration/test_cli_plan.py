@@ -54,7 +54,7 @@ def test_plan_counts_tokens(shell: Shell, rollouts: Path) -> None:
     assert counts[0] > counts[1] > counts[2], "the rollouts show no difference"
     assert (result["rollouts"], result["groups"], result["bound_unit"]) == (9, 3, "tokens")
     assert result["trained_tokens"] == batch.trained_tokens
-    assert "looked at" in done.out, "explain() is missing"
+    assert "plans compared" in done.out, "explain() is missing"
 
 
 @pytest.mark.parametrize("frozen", [False, True])

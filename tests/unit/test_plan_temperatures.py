@@ -29,7 +29,7 @@ def test_rollouts_of_different_temperatures_share_all_but_the_head() -> None:
         assert plan.unique_tokens == 4
         assert (plan.dense.num_loss_entries, plan.num_loss_entries) == (6, 2 * 2)
         assert [microbatch.num_loss_entries for microbatch in plan.microbatches] == [4]
-        assert re.search(r"labelled edges .head., for each temperature │ +4 │", plan.explain())
+        assert re.search(r"outputs of the head +│ +4 │", plan.explain())
     dense = make_plan(batch, config=Config(sharing="none"))
     assert dense.num_loss_entries == dense.dense.num_loss_entries == 6
 

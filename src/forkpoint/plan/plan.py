@@ -88,7 +88,7 @@ class Plan:
     unique_tokens: int
     """Number of tokens with each shared token counted once."""
     num_loss_entries: int
-    """Number of log-probs that the head computes: one for each trained token and temperature. For a
+    """Number of outputs of the head: one for each trained token and temperature. For a
     critic one for each trained token."""
     dense: Work
     """Work without sharing, without the rollouts and tokens that the plan leaves out."""
@@ -530,8 +530,8 @@ def _summary(plan: Plan) -> Table:
     table.add_column(justify="right")
     add = table.add_row
     add("rollouts", f"{plan.rollouts:,}")
-    add("logical tokens (as given)", f"{plan.logical_tokens:,}")
-    add("unique tokens (once in the whole batch)", f"{plan.unique_tokens:,}")
+    add("tokens of the rollouts", f"{plan.logical_tokens:,}")
+    add("tokens, each shared one counted once", f"{plan.unique_tokens:,}")
     away = plan.left_out
     if away.tokens:
         found = f"{away.rollouts:,} ({away.groups:,})"
@@ -540,22 +540,22 @@ def _summary(plan: Plan) -> Table:
         add("tokens after rollouts' last trained ones, not run", f"{away.tail_tokens:,}")
     if plan.last_tokens:
         ends = int(np.unique(plan.forest.leaf[plan.forest.leaf >= 0]).size)
-        add("last tokens run for routers, among those computed", f"{ends:,}")
-    add("computed tokens (edges run)", f"{plan.computed_tokens:,}")
-    add("labelled edges (head), for each temperature", f"{plan.num_loss_entries:,}")
+        add("last tokens among them, for routers", f"{ends:,}")
+    add("tokens that run", f"{plan.computed_tokens:,}")
+    add("outputs of the head", f"{plan.num_loss_entries:,}")
     if plan.media:
         places = sum(medium.rollouts for medium in plan.media)
         runs = ", ".join(f"{count:,}" for count in (places, *plan.encoder_runs))
         add("images and videos of rollouts, encoder forwards, backwards", runs)
     add("microbatches, segments", f"{len(plan.microbatches):,}, {len(plan.forest):,}")
-    add("prefix cache held at once, tokens", f"{plan.cache_tokens:,}")
+    add("largest prefix cache, tokens", f"{plan.cache_tokens:,}")
     if plan.shape is not None and (copies := plan.cache_copies) is not None:
         of = f"{plan.host_layers:,} of {plan.shape.attention_layers:,}"
-        add("layers whose prefix cache is in the host's memory", of)
-        add("memory of the host that it takes", format_bytes(plan.host_cache_bytes))
+        add("layers with their prefix cache in host memory", of)
+        add("host memory for it", format_bytes(plan.host_cache_bytes))
         moved = [copies.of(i) for i in plan.program.instructions if i.microbatch >= 0]
         ways = (format_bytes(sum(way)) for way in zip(*moved, strict=True))
-        add("copied there and back in a step", ", ".join(ways))
+        add("bytes copied to the host and back in a step", ", ".join(ways))
     if plan.shape is not None and plan.shape.context > 1:
         add("ranks that run parts of each microbatch", f"{plan.shape.context:,}")
         whole = any(microbatch.gathered for microbatch in plan.microbatches)
@@ -563,8 +563,8 @@ def _summary(plan: Plan) -> Table:
         add(f"bytes that each sends around attention{also}", format_bytes(plan.sent_bytes))
     if plan.shape is not None:
         dense, shared = plan.dense.step_flops(plan.shape), plan.shared.step_flops(plan.shape)
-        same = ", which leaves out the same" * bool(away.tokens)
-        add(f"FLOPs of a dense step{same}", flops_text(dense))
+        same = ", with the same left out" * bool(away.tokens)
+        add(f"FLOPs without sharing{same}", flops_text(dense))
         add("FLOPs of this step", flops_text(shared))
         again = shared + plan.shared.forward_flops(plan.shape)
         if not away.rollouts:  # a pass of scores gives log-probs of these too
@@ -575,10 +575,10 @@ def _summary(plan: Plan) -> Table:
     elif plan.counts_first:
         add("a pass of scores counts experts first", "yes")
     if plan.predicted_peak_bytes is not None:
-        add("activations and prefix cache at the peak", format_bytes(plan.predicted_peak_bytes))
+        add("peak of activations and prefix cache", format_bytes(plan.predicted_peak_bytes))
     if plan.pipeline is not None:
         add("stages of the pipeline", f"{len(plan.pipeline.orders):,}")
-        add("part of their time in which they run nothing", f"{plan.pipeline.bubble:.1%}")
+        add("idle part of their time", f"{plan.pipeline.bubble:.1%}")
         peaks = ", ".join(format_bytes(round(peak)) for peak in plan.pipeline.peak_bytes)
         add("predicted peaks of the stages", peaks)
     if plan.memory_budget_bytes is not None:
@@ -587,9 +587,9 @@ def _summary(plan: Plan) -> Table:
     if plan.predicted_ms is not None:
         add("predicted time of a step, ms", f"{plan.predicted_ms:,.1f}")
     if plan.shape is not None:
-        add("predictions rest on", plan.rests_on or "counted FLOPs and bytes")
+        add("source of predictions", plan.rests_on or "counted FLOPs and bytes")
     unit = "FLOPs" if plan.shape is not None else "tokens"
-    add(f"dense over this plan ({unit})", f"{plan.bound:.2f}x")
+    add(f"bound of this plan ({unit})", f"{plan.bound:.2f}x")
     return table
 
 
@@ -599,7 +599,7 @@ def _candidates(plan: Plan) -> Table:
     chosen = plan.sharing, plan.boundary
     dense = min((c for (sharing, _), c in costs.items() if sharing == "none" and c), default=None)
     figure = "cost against the plan" if dense is None else "predicted speed-up"
-    table = Table(title="looked at")
+    table = Table(title="plans compared")
     for name in ("sharing", "boundary", figure, "remark"):
         table.add_column(name, justify="right" if name == figure else "left")
     for candidate in plan.candidates:
@@ -615,7 +615,7 @@ def _candidates(plan: Plan) -> Table:
 
 
 def _microbatches(plan: Plan) -> Table:
-    title = "microbatches in visiting order"
+    title = "microbatches, parents before children"
     if policies := {m.checkpointing for m in plan.microbatches} - {"none"}:
         title += f", checkpointing: {', '.join(policies)}"
     if keeping := sum(m.keeps_logits for m in plan.microbatches):
@@ -647,7 +647,7 @@ def _tree(plan: Plan) -> Tree | Text:
         why = "no rollout gives a gradient" if plan.left_out.rollouts else "rollouts are one token"
         return Text(f"no edges: {why}")
     microbatch_of = {s: m.index for m in plan.microbatches for s in m.segments}
-    top = Tree("segments: tokens x rollouts through them, and their microbatch")
+    top = Tree("segments: tokens x rollouts, and their microbatch")
     nodes: dict[int, Tree] = {-1: top}
     depth, multiplicity = forest.depth, forest.multiplicity
     for segment, parent in enumerate(forest.parent.tolist()[:MOST_SEGMENTS]):
