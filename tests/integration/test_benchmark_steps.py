@@ -1,6 +1,7 @@
 """Benchmarks of whole steps on a CPU, with tiny models: they run, and rows say what they are."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,14 @@ from commands import Shell
 
 from benchmarks.commands import main
 from benchmarks.runner import Deadline
-from benchmarks.steps.groups import Groups
+from benchmarks.shapes import make_group, make_model, make_vision_model, sizes_of
+from benchmarks.steps.groups import Groups, counted_bound, router_loss
+from benchmarks.steps.images import encoder_bounds, image_group
 from benchmarks.steps.stepper import Stepper
-from forkpoint import save_rollouts
+from forkpoint import ModelShape, save_rollouts
+from forkpoint.plan import make_plan
 from forkpoint.plan.pricing.calibration import FOLDER_VARIABLE
+from forkpoint.plan.pricing.encoders import EncoderShape
 from forkpoint.plan.program import PHASES
 from forkpoint.rollouts.synthetic import synthetic_rollouts
 
@@ -120,6 +125,27 @@ def test_time_that_is_up_is_said(shell: Shell, tmp_path: Path) -> None:
     assert result["rows"] == 0 and len(result["left_out"]) == 20
 
 
+@pytest.mark.slow
+def test_router_losses(shell: Shell, tmp_path: Path) -> None:
+    routers = ("none", "rollout", "batch-pass")
+    options = ("--shape", "qwen3-30b-a3b", "--groups", "P2048-R2048-N8", "--routers", *routers)
+    rows = bench(shell, tmp_path, "groups", *options, *TINY)
+    found = {(case.split(" ")[-1], metric): row for (case, metric), row in rows.items()}
+    assert all(found[router, "speed-up"]["bound"] > 1 for router in routers)
+    assert found["rollout", "score pass"]["value"] > 0
+    assert ("batch-pass", "score pass") not in found
+
+
+def test_a_pass_for_counts_is_in_the_bound() -> None:
+    made = make_model("qwen3-30b-a3b", "cpu", dtype=torch.float32, layers=1, tiny=True)
+    stepper = Stepper(made, sharing="group", boundary="across", max_microbatch_tokens=96)
+    batch = make_group(32, [32] * 8, vocab=stepper.vocab)
+    alone = counted_bound(stepper.planned(stepper.policy, batch))
+    stepper.routers = {"router": router_loss("batch")}
+    timed = stepper.planned(stepper.policy, batch)
+    assert 1 < counted_bound(timed) < timed.plan.bound == pytest.approx(alone, rel=0.05)
+
+
 def test_memory_that_runs_out_is_planned_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     step, calls = Stepper.step, []
 
@@ -146,3 +172,23 @@ def test_images(shell: Shell, tmp_path: Path) -> None:
         assert faster["value"] == pytest.approx(step["plain loop"] / step["forkpoint"])
         once = rows[case, "bound, encoder once"]["value"]
         assert once >= faster["bound"] > rows[case, "bound, encoder for every rollout"]["value"] > 1
+
+
+@pytest.mark.slow
+def test_bounds_of_images() -> None:
+    """Counted here again for Qwen3-VL-8B: products of weights, and attention within images."""
+    config = make_vision_model("qwen3-vl-8b", "meta").config
+    batch = image_group(config, images=8, grid=(50, 80), text=200, lengths=[300] * 8)
+    shape = ModelShape.from_config(sizes_of("qwen3-8b"))
+    # A patch embedding, 27 blocks, a merger of four patches and three more for deeper features.
+    width, four = 1152, 4 * 1152
+    weights = 3 * 2 * 16 * 16 * width + 27 * (4 * width * width + 2 * width * 4304)
+    weights += 4 * (four * four + four * 4096)
+    plan = make_plan(batch, shape)
+    for trained, once, every in ((True, 6.54, 2.58), (False, 6.29, 3.93)):
+        encoder = EncoderShape(weights, 27, width, 4.0, 0, 0, trained=trained)
+        plan = replace(plan, capabilities=replace(plan.capabilities, encoder=encoder))
+        found = encoder_bounds(plan, batch)
+        assert round(found["once"], 2) == once and round(found["every"], 2) == every
+        again = encoder_bounds(replace(plan, encodes_again=True), batch)
+        assert again["plan"] < again["once"] == found["once"] == found["plan"]

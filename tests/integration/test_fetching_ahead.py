@@ -159,6 +159,24 @@ def test_storages_count_once_when_half_has_been_asked_for() -> None:
     assert weight.grad is not None and torch.isfinite(weight.grad).all()
 
 
+def test_what_is_free_is_told_as_it_grows() -> None:
+    """Ten layers that save a tensor each, of which two layers' may be alive still."""
+    layers, size = 10, 400
+    told: list[tuple[int, int]] = []
+    freed = SavedTensors(
+        lambda _: False,
+        layers,
+        then=lambda free: told.append((freed.asked_bytes // size, free // size)),
+    )
+    with torch.autograd.graph.saved_tensors_hooks(freed.pack, freed.unpack):
+        x = torch.ones(100, requires_grad=True)
+        y = x
+        for _ in range(layers):
+            y = y.exp()
+    y.sum().backward()
+    assert told == [(asked, asked - LAYERS_ALIVE) for asked in range(5, layers + 1)]
+
+
 def test_counting_keeps_nothing_alive() -> None:
     """A node's own output that it saves is free when the graph is, with or without a backward."""
     x = torch.ones(10, requires_grad=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -346,3 +347,11 @@ def _stats() -> Any:
     from forkpoint.engine.staging import OffloadStats
 
     return OffloadStats()
+
+
+def test_hosted_layers_are_spread() -> None:
+    staging = Staging(PlainTransfers(torch.device("cpu"), chunk_bytes=SMALL_CHUNK))
+    cache = HostCache(staging, _stats(), hosted=3, layers=8)
+    like = torch.zeros(1, 2)
+    hosted = [cache.takes(layer, "k", like, 4, False) for layer in range(8)]
+    assert sum(hosted) == 3 and np.diff(np.flatnonzero(hosted)).tolist() == [3, 2]

@@ -16,6 +16,7 @@ from forkpoint import (
     losses,
     wrap,
 )
+from forkpoint.hosts.transformers.calls import ATTENTION_NAME
 from forkpoint.testing import tiny_model
 
 BATCH = forked_batch()
@@ -106,6 +107,14 @@ def test_rope_that_depends_on_the_length(kind: str, limit: int) -> None:
     for call in (policy.score, lambda batch: policy.forward_backward(batch, losses.GRPO())):
         with pytest.raises(UnsupportedError, match=message):
             call(batch(limit + 1))
+
+
+def test_a_model_whose_attention_is_set_to_forkpoints(model: nn.Module) -> None:
+    """It cannot be called by itself, but steps run, and leave the setting."""
+    model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
+    stats = wrap(model, ACROSS).forward_backward(BATCH, losses.GRPO())
+    assert stats.computed_tokens == 60
+    assert model.config._attn_implementation == ATTENTION_NAME
 
 
 @pytest.mark.parametrize("returned", [torch.ones(3), 1.0], ids=["vector", "float"])

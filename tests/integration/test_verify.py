@@ -541,3 +541,11 @@ def test_the_copy_is_gone_before_the_model_runs(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Comparison, "_single_runs", checked)
     wrap(tiny_model("llama", dtype=torch.float32), ACROSS).verify(forked_batch(), LOSS)
     assert len(copies) == 1
+
+
+def test_progress_names_the_runs() -> None:
+    seen: list[str] = []
+    policy = wrap(tiny_model("qwen3", dtype=torch.float32))
+    policy.verify(forked_batch(), LOSS, progress=seen.append)
+    runs = ("reference", "dense", "within", "across")
+    assert seen == [f"{name} ({number} of 4)" for number, name in enumerate(runs, start=1)]

@@ -4,6 +4,7 @@ In float64 shared and dense are held to routes of another model, which neither w
 then a route that is not held, or a weight that is not computed from the run's own scores, shows.
 """
 
+import json
 import math
 from dataclasses import dataclass, replace
 from functools import cache
@@ -276,6 +277,20 @@ def test_compiled_blocks_are_held_and_come_back(monkeypatch: pytest.MonkeyPatch)
     policy.forward_backward(expert_batch(), LOSS)
     after = [p.grad for p in model.parameters() if p.grad is not None]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.slow
+def test_the_table_and_json_have_the_counts() -> None:
+    report = report_of("gpt_oss")
+    assert report.nearest.routes is not None
+    found = json.loads(json.dumps(report.to_dict(), allow_nan=False))["routes"]
+    assert found["held"] is True and found["reason"] is None
+    text = " ".join(report.table(width=200).split())
+    for side in ("shared", "dense"):
+        counts = getattr(report.nearest.routes, side)
+        share = counts.elsewhere / counts.decisions
+        assert found[side] == {**vars(counts), "fraction": share}
+        assert f"{counts.elsewhere:,} of {counts.decisions:,} ({100 * share:.2f}%) {side}" in text
 
 
 # It disturbs nothing, and fails loudly -----------------------------------------------------------

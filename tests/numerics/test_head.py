@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from forkpoint.errors import UnsupportedError
+from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.ops.head import STATISTICS, token_outputs
 from head_reference import token_logprobs, token_logprobs_reference
 
@@ -291,6 +291,14 @@ def test_kept_logits_serve_one_backward():
     logprobs_T.sum().backward(retain_graph=True)
     with pytest.raises(AssertionError, match="kept for one backward"):
         logprobs_T.sum().backward()
+
+
+def test_bad_options_are_refused():
+    leaves, rest = make()
+    with pytest.raises(ConfigError, match="chunk_tokens is 0"):
+        token_logprobs(**leaves, **rest, chunk_tokens=0)
+    with pytest.raises(ConfigError, match=r"softcap is -1\.0"):
+        token_logprobs(**leaves, **rest, softcap=-1.0)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ is ignored, or a default that is another number than is documented, fails here.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -265,6 +265,41 @@ def test_log_ratios_count_as_at_most_20(loss: Loss) -> None:
         far = rollout(1, 0.0, reference_logprobs=[0, -1.0])
         value, _ = value_and_gradients(GRPO(kl=1.0), [far], -1.0 - x)
         assert value == pytest.approx(math.exp(counts) - counts - 1)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: DAPO(normalize="rollout"),  # type: ignore[call-arg]
+        lambda: BNPO(normalize="rollout"),  # type: ignore[call-arg]
+        lambda: DrGRPO(max_tokens=3, normalize="token"),  # type: ignore[call-arg]
+        lambda: GSPO(normalize="token"),  # type: ignore[call-arg]
+        lambda: Distillation(needs=()),  # type: ignore[call-arg]
+        lambda: DPO(needs=()),  # type: ignore[call-arg]
+        lambda: ValueLoss(needs=()),  # type: ignore[call-arg]
+        lambda: GRPO(0.2),  # type: ignore[misc]
+        lambda: DrGRPO(),  # type: ignore[call-arg]
+    ],
+)
+def test_what_a_loss_fixes_is_no_option(build: Callable[[], Loss]) -> None:
+    with pytest.raises(TypeError):
+        build()
+
+
+def test_a_loss_shows_its_options_alone() -> None:
+    common = "kl=0.0, kl_estimator='k3', entropy=0.0"
+    clips = "clip=0.2, clip_high=None, dual_clip=None"
+    assert repr(GRPO()) == f"GRPO({common}, normalize='token', {clips})"
+    assert repr(BNPO()) == f"BNPO({common}, {clips})"
+    assert repr(DAPO()) == f"DAPO({common}, clip=0.2, clip_high=0.28, dual_clip=None)"
+    assert repr(DrGRPO(max_tokens=3)) == f"DrGRPO({common}, {clips}, max_tokens=3)"
+    assert repr(GSPO()) == f"GSPO({common}, clip=0.0003, clip_high=0.0004, level='sequence')"
+    assert repr(ValueLoss()) == "ValueLoss(clip=0.2, normalize='token')"
+    assert repr(SimPO()) == "SimPO(beta=2.0, gamma=0.5)"
+    distillation = "direction='reverse', clip=inf, clip_high=None, normalize='token'"
+    assert repr(Distillation()) == f"Distillation({distillation})"
+    dpo = "beta=0.1, variant='sigmoid', label_smoothing=0.0, length_normalized=False"
+    assert repr(DPO()) == f"DPO({dpo})"
 
 
 # What an option may be ---------------------------------------------------------------------------

@@ -168,6 +168,12 @@ def test_microbatches_of_a_long_batch_are_not_tried_at_every_length(
     assert max(counts) <= len(long) * (MOST_MICROBATCHES + 1) and len(counts) < 400
 
 
+@pytest.mark.parametrize("value", [-1, True, "8", float("nan")])
+def test_bytes_of_optimizers_are_a_number(value: Any) -> None:
+    with pytest.raises(ConfigError, match="optimizer_bytes_per_parameter is"):
+        Config(optimizer_bytes_per_parameter=value)
+
+
 # Steps
 # ------------------------------------------------------------
 

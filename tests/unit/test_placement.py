@@ -175,6 +175,14 @@ def test_what_shares_much_meets() -> None:
     assert sorted({i % 4 for i in own}.__len__() for own in found) == [1, 1, 1, 1]
 
 
+def test_rollouts_of_one_token_and_more_ranks_than_rollouts() -> None:
+    rollouts = [Rollout([5], [0], 0.0), Rollout([5], [0], 0.0), rollout([5, 6, 7])]
+    found = forkpoint.place(rollouts, ranks=5, model=SHAPE)
+    assert sorted(i for own in found for i in own) == [0, 1, 2]
+    assert forkpoint.place(rollouts[:2], ranks=2, model=None) == [[0, 1], []]
+    assert forkpoint.place(rollouts, ranks=1, model=None) == [[0, 1, 2]]
+
+
 def test_costs_are_flops_with_a_model() -> None:
     """Attention makes one long rollout cost more than as many tokens in short ones."""
     lengths = np.asarray([40_000, 20_000])

@@ -17,7 +17,7 @@ from forkpoint import (
     load_rollouts,
     record,
 )
-from forkpoint.rollouts.traces import open_rollouts
+from forkpoint.rollouts.traces import FORMATS, open_rollouts
 from forkpoint.tree.forest import sort_rollouts
 
 RAGGED = ("forkpoint", "prime-rl", "prime-rl, two parts", "slime")
@@ -105,6 +105,21 @@ def test_verl_before_there_was_a_response_mask(mask: str, tmp_path: Path) -> Non
     found = load_rollouts(write_torch(tmp_path / "x.pt", tensors(table)))
     for one, other in zip(found, wanted, strict=True):
         assert one.loss_mask.tolist() == other.loss_mask.tolist()
+
+
+def test_advantages_per_token_stay_so(tmp_path: Path) -> None:
+    table = dumps.verl(truth())
+    random = np.random.default_rng(0).normal(size=table["advantages"].shape).astype(np.float32)
+    table["advantages"] = random
+    found = load_rollouts(write_torch(tmp_path / "x.pt", tensors(table)))
+    several = 0
+    for n, rollout in enumerate(found):
+        own = rollout.loss_mask
+        values = np.broadcast_to(rollout.advantage, len(rollout))[own]
+        begin = prompt_of(truth()[n])
+        assert (values == random[n][: len(rollout) - begin][own[begin:]]).all()
+        several += np.ndim(rollout.advantage)
+    assert several
 
 
 def test_verl_text_needs_a_tokenizer(tmp_path: Path) -> None:
@@ -236,6 +251,17 @@ def test_skipping_what_is_before_the_first_known_record(tmp_path: Path) -> None:
         RolloutError, match=r"2 skipped \(format 2\); first: .* line 1 is of no for"
     ):
         load_rollouts(path, on_error="skip")
+
+
+def test_arguments_that_are_refused(tmp_path: Path) -> None:
+    path = write_json(tmp_path / "x.jsonl", rows_of(dumps.own(truth())))
+    with pytest.raises(ConfigError, match=r"format is 'tlr'; allowed are forkpoint, verl"):
+        load_rollouts(path, format="tlr")
+    with pytest.raises(ConfigError, match="on_error is 'ignore'"):
+        load_rollouts(path, on_error="ignore")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(RolloutError, match=r"line 1: there is no prompts; the record has"):
+        load_rollouts(path, format="verl")
+    assert set(FORMATS) >= {"forkpoint", "verl", "trl", "openrlhf", "nemo-rl", "prime-rl", "slime"}
 
 
 def test_rollouts_outlive_their_file(tmp_path: Path) -> None:
