@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 from forkpoint import Config, RolloutBatch, losses, wrap
 from forkpoint.hosts import compiled_attention
 from forkpoint.testing import tiny_model
+from multimodal_models import tiny_multimodal
 
 CHAIN = replace(ACROSS, max_microbatch_tokens=12)
 OPTIONS: dict[str, Config] = {
@@ -55,6 +56,25 @@ def test_a_block_is_one_graph_and_exact(
     if family != "gpt_oss":  # whose experts loop over tensors
         assert not counters["graph_break"]
     assert not compiled_attention._calls, "a step forgets its calls"
+    assert "failed" not in caplog.text, "no block falls back"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("graphs_alone")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["chains", "blocks checkpointed"])
+@pytest.mark.parametrize("family", ["gemma4", "llama4"])
+def test_layers_that_read_places_and_other_layers(
+    family: str, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Chunks, temperatures by place, and keys and values of layers before."""
+    torch._dynamo.reset()
+    model, batch = tiny_multimodal(family), forked_batch()
+    expected = gradients(copy.deepcopy(model), OPTIONS[name], batch)
+    found = gradients(model, replace(OPTIONS[name], compile_blocks=True), batch)
+    assert found.keys() == expected.keys()
+    for parameter_name, gradient in expected.items():
+        torch.testing.assert_close(found[parameter_name], gradient, rtol=1e-12, atol=1e-13)
     assert "failed" not in caplog.text, "no block falls back"
 
 

@@ -1,5 +1,6 @@
 """Text rows of multimodal models: the outer model is wrapped, and its encoders are not run."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from forkpoint import Config, Rollout, RolloutBatch, UnsupportedError, wrap
+from forkpoint.hosts.transformers import calls, llama4
 from forkpoint.hosts.transformers.families import MULTIMODAL
 from forkpoint.losses import GRPO, GSPO, RouterLoss
 from forkpoint.losses.base import as_loss
+from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.testing import ReadOnlyHook, dense_run, lifted_upcasts
 from lanes import slow_besides
 from multimodal_models import IMAGE, VISION, tiny_multimodal
@@ -81,6 +84,41 @@ def test_other_positions_are_found() -> None:
         entry.run = shifted
         policy.forward_backward(BATCH, weighted)
     assert relative_distance(gradients(model), wanted) > 1e-3
+
+
+def without_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama4, "set_chunk", lambda *_: None)
+
+
+def without_temperatures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "tempered", lambda _, q_BLHD, __: q_BLHD)
+
+
+def leaving_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the last layer's keys and values are made by layers far before it."""
+    monkeypatch.setattr(ModelShape, "leaves_early", True)
+
+
+FAULTS = {without_chunks: "llama4", without_temperatures: "llama4", leaving_early: "gemma4"}
+
+
+@pytest.mark.parametrize("fault", slow_besides([without_chunks], FAULTS))
+def test_faults_are_found(
+    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the comparison with stock, by the self-check if values show them, and by verify."""
+    model = tiny_multimodal(FAULTS[fault])
+    with lifted_upcasts(model):
+        wanted = stock_gradients(model, BATCH)
+        fault(monkeypatch)
+        policy = wrap(model, Config(sharing="tree", boundary="across", max_microbatch_tokens=9))
+        unchecked = policy.with_config(self_check=False)
+        unchecked.forward_backward(BATCH, weighted)
+        assert relative_distance(gradients(model), wanted) > 1e-3
+    assert not unchecked.verify(BATCH, GRPO()).passed
+    if fault is not leaving_early:
+        with pytest.raises(UnsupportedError, match="not the model's own"):
+            policy.forward_backward(BATCH, GRPO())
 
 
 @pytest.mark.slow
