@@ -43,10 +43,10 @@ def checked(**options: Any) -> Callable[[], object]:
     return lambda: check_options(GRPOTrainer, GRPOConfig(**options))
 
 
-def without_grids() -> object:
+def with_images_for_text() -> object:
     ids = torch.ones(1, 4, dtype=torch.int64)
     given = {"input_ids": ids, "labels": ids, "pixel_values": torch.zeros(1, 3, 4, 4)}
-    return CaptureProxy(nn.Identity())(**given, fused_lm_head=True)
+    return CaptureProxy(tiny_model("qwen3"))(**given, fused_lm_head=True)
 
 
 def with_a_cut_image() -> object:
@@ -91,7 +91,7 @@ def other_head() -> object:
 
 def called(**arguments: Any) -> Callable[[], object]:
     ids = torch.tensor([[5, 7, 9]])
-    return lambda: Rows.of_call({"input_ids": ids, "labels": ids, **arguments})
+    return lambda: Rows.of_call({"input_ids": ids, "labels": ids, **arguments}, None)
 
 
 def packed() -> object:
@@ -115,14 +115,14 @@ TRL = (
     Kind(
         name="Images of another family in TRL",
         error=UnsupportedError,
-        call=without_grids,
-        message="the trainer gives its model pixel_values without image_grid_thw, by which images",
+        call=with_images_for_text,
+        message="the trainer gives images to a Qwen3ForCausalLM; forkpoint's trainers take those",
     ),
     Kind(
         name="A cut image in TRL",
         error=UnsupportedError,
         call=with_a_cut_image,
-        message="the trainer's rows have 5 tokens of images, and 2 images of 32 patches do not",
+        message="the trainer's rows have 5 tokens of images, and 2 images or tiles of a size of 32",
     ),
     Kind(
         name="A TRL whose log-probs are others",

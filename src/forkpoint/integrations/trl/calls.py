@@ -14,6 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from forkpoint.errors import UnsupportedError
+from forkpoint.hosts.topology import unwrapped
+from forkpoint.hosts.transformers.families import MULTIMODAL
+from forkpoint.hosts.transformers.refusals import supported_model
 from forkpoint.parallel.topology import Places
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.media import Media
@@ -36,8 +39,9 @@ class Rows:
     scored: bool [B, W]; tokens whose log-probs are asked for.
     routed: whether the load-balancing loss of a mixture's routers is asked for.
     media: images of each row; empty where no row has any.
-    types: int64 [B, W], 1 for tokens of images, 0 for others; None of models without images. TRL
-        has zeros alone, and no images, where it has cut one: their tokens are then text.
+    types: int64 [B, W], 1 for tokens of images, 0 for others; None of calls without images. Of
+        Qwen-VL, TRL has zeros alone, and no images, where it has cut one: their tokens are then
+        text.
     """
 
     input_ids: Tensor
@@ -48,8 +52,8 @@ class Rows:
     types: Tensor | None = None
 
     @classmethod
-    def of_call(cls, arguments: Mapping[str, Any]) -> "Rows":
-        """The rows of a call with these arguments.
+    def of_call(cls, arguments: Mapping[str, Any], model: nn.Module | None) -> "Rows":
+        """The rows of a call of a model with these arguments.
 
         Raises UnsupportedError for arguments that change what is computed, and for labels that are
         not the tokens themselves.
@@ -58,10 +62,12 @@ class Rows:
         input_ids, labels = given.pop("input_ids"), given.pop("labels")
         mask = given.pop("attention_mask", None)
         routed = bool(given.pop("output_router_logits", False))
-        types, pixels = given.pop("mm_token_type_ids", None), given.pop("pixel_values", None)
+        types = given.pop("mm_token_type_ids", None)
         media: tuple[tuple[Media, ...], ...] = ()
-        if pixels is not None:
-            media = _images(pixels, given.pop("image_grid_thw", None), types)
+        if "pixel_values" in given:
+            if types is None or GRID not in given:  # others count tokens around an image as well
+                types = (input_ids == _image_token(model)).long()
+            media = _images(_parts(given), types)
         # TRL's head uses no cache.
         for name in sorted(given.keys() - {"fused_lm_head", "use_cache"}):
             remedy = REMEDIES.get(name, "Leave out what makes the trainer pass it.")
@@ -72,7 +78,7 @@ class Rows:
         present = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
         scored = labels != IGNORED
         scored[:, 0] = False  # nothing comes before it
-        if media:
+        if media and types is not None:
             scored &= types == 0  # TRL's masks hide images in results of tools
         if bool((scored & (labels != input_ids)).any()):
             raise UnsupportedError(
@@ -91,52 +97,71 @@ class Rows:
             types=None if self.types is None else self.types[chosen],
         )
 
-    @property
-    def image_arguments(self) -> dict[str, Tensor]:
-        """The arguments of the model's own call for the images."""
-        if self.types is None:
-            return {}
-        inputs = [one.inputs for row in self.media for one in row]
-        names = IMAGES if inputs else ()
-        joined = {name: torch.cat([each[name] for each in inputs]) for name in names}
-        return {**joined, "mm_token_type_ids": self.types}
+
+GRID = "image_grid_thw"
 
 
-IMAGES = ("pixel_values", "image_grid_thw")
-"""Arguments of the model for images: [patches, ...] and [images, 3]."""
+def _image_token(model: nn.Module | None) -> int:
+    """The token that stands for images of a model.
+
+    Raises UnsupportedError for models whose images are not known.
+    """
+    assert model is not None
+    core = supported_model(unwrapped(model))
+    family = MULTIMODAL.get(core.config.model_type)
+    if family is None or "image" not in family.kinds:
+        known = [name for name, one in MULTIMODAL.items() if "image" in one.kinds]
+        raise UnsupportedError(
+            f"the trainer gives images to a {type(core).__name__}; forkpoint's trainers take "
+            f"those of {', '.join(known)}. Leave the images out, or use the trainer of TRL itself."
+        )
+    return core.config.image_token_id
+
+
+def _parts(given: dict[str, Any]) -> list[tuple[dict[str, Tensor], int]]:
+    """The inputs of each image, or of each of its tiles, taken out of a call's arguments, and a
+    size that its number of tokens is proportional to."""
+    pixels, grids = given.pop("pixel_values"), given.pop(GRID, None)
+    sizes, shown = given.pop("image_sizes", None), given.pop("pixel_attention_mask", None)
+    if grids is not None:  # Qwen-VL: [patches, ...]
+        counts = grids.prod(1).tolist()
+        each = zip(pixels.split(counts), grids.split(1), counts, strict=True)
+        return [({"pixel_values": x, GRID: grid}, count) for x, grid, count in each]
+    if sizes is not None:  # Mistral 3: [images, ...], as large as the largest
+        each = zip(pixels.split(1), sizes.split(1), sizes.tolist(), strict=True)
+        return [
+            ({"pixel_values": x[..., :h, :w], "image_sizes": n}, h * w) for x, n, (h, w) in each
+        ]
+    if pixels.ndim < 5:  # LLaVA, and tiles of InternVL
+        return [({"pixel_values": x}, 1) for x in pixels.split(1)]
+    there = pixels.flatten(2).any(-1)  # SmolVLM: [B, tiles, ...], filled up with zeros
+    tiles = {"pixel_values": pixels[there]}
+    if shown is not None:
+        tiles["pixel_attention_mask"] = shown[there]
+    return [({k: x[n][None, None] for k, x in tiles.items()}, 1) for n in range(int(there.sum()))]
 
 
 def _images(
-    pixels: Tensor, grids: Tensor | None, types_BW: Tensor | None
+    parts: Sequence[tuple[dict[str, Tensor], int]], types_BW: Tensor
 ) -> tuple[tuple[Media, ...], ...]:
     """The images of each row, in the order of their tokens.
 
     Raises UnsupportedError where an image's tokens are not known.
     """
-    if grids is None or types_BW is None:
-        missing = "image_grid_thw" if grids is None else "mm_token_type_ids"
-        raise UnsupportedError(
-            f"the trainer gives its model pixel_values without {missing}, by which images belong "
-            "to rows. Train a Qwen-VL model on images, or a text model."
-        )
-    counts_B = (types_BW == 1).sum(1).tolist()
-    patches = grids.prod(1).tolist()
-    merged, rest = divmod(sum(patches), max(1, sum(counts_B)))
+    counts_B, left = (types_BW == 1).sum(1).tolist(), list(parts)
+    tokens, sizes = sum(counts_B), sum(size for _, size in parts)
     found: list[tuple[Media, ...]] = []
-    image = begin = 0
     for count in counts_B:
         row: list[Media] = []
-        while count > 0 and image < len(patches) and not rest:
-            end = begin + patches[image]
-            inputs = {"pixel_values": pixels[begin:end], "image_grid_thw": grids[image : image + 1]}
-            row.append(Media("image", inputs, patches[image] // merged))
-            count -= patches[image] // merged
-            image, begin = image + 1, end
+        while count > 0 and left and left[0][1] * tokens % sizes == 0:
+            inputs, size = left.pop(0)
+            row.append(Media("image", inputs, size * tokens // sizes))
+            count -= row[-1].tokens
         if count:
             raise UnsupportedError(
-                f"the trainer's rows have {sum(counts_B)} tokens of images, and "
-                f"{len(patches)} images of {sum(patches)} patches do not fill them. Leave out "
-                "options that cut prompts or completions with images."
+                f"the trainer's rows have {tokens} tokens of images, and {len(parts)} images or "
+                f"tiles of a size of {sizes} in all do not fill them. Leave out options that cut "
+                "prompts or completions with images."
             )
         found.append(tuple(row))
     return tuple(found)
@@ -295,7 +320,7 @@ class CaptureProxy(StandIn):
     """Ends the loss at its first call, by raising Captured."""
 
     def answered(self, arguments: dict[str, Any]) -> HeadAnswer:
-        raise Captured(Rows.of_call(arguments))
+        raise Captured(Rows.of_call(arguments, self.model))
 
 
 class Answer(StandIn):
@@ -325,7 +350,7 @@ class Scorer(StandIn):
         self._score = score
 
     def answered(self, arguments: dict[str, Any]) -> HeadAnswer:
-        return self._score(Rows.of_call(arguments))
+        return self._score(Rows.of_call(arguments, self.model))
 
     def other_call(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():

@@ -13,8 +13,11 @@ from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
 from forkpoint.errors import UnsupportedError
+from forkpoint.hosts.transformers.encoders import stock_arguments
+from forkpoint.hosts.transformers.families import MULTIMODAL
 from forkpoint.integrations.trl.calls import IGNORED, HeadAnswer, Rows
 from forkpoint.policy import Policy
+from forkpoint.rollouts.media import ShownMedia
 from forkpoint.step.self_check import NOISE_FACTOR, allowed_difference, rms, round_embeddings
 
 FIELDS = ("log_probs", "entropy", "log_sum_sq_probs")
@@ -87,11 +90,11 @@ def _compared(
     ours = answered(rows, temperature)
     # On every rank, whether it is needed or not: it is collective.
     at_one = ours if temperature == 1.0 else answered(rows, 1.0)
-    theirs = _run(model, rows)
+    theirs = _run(model, policy, rows)
     host = policy.host
     with Changes() as changes:
         round_embeddings(host, changes)
-        rounded = _run(model, rows)
+        rounded = _run(model, policy, rows)
     there = (rows.scored & rows.present)[:, 1:]
     for name in FIELDS:
         here_N, own_N, rounded_N = (
@@ -130,8 +133,19 @@ def _points(error_N: Tensor, way_N: Tensor, noise: float) -> bool:
     return abs(share) > max(TOLD_APART, NOISE_FACTOR * noise / size)
 
 
-def _run(model: nn.Module, rows: Rows) -> Any:
+def _run(model: nn.Module, policy: Policy, rows: Rows) -> Any:
     """The model's call as TRL's losses make it, without a graph."""
+    images: dict[str, Tensor] = {}
+    if rows.types is not None:
+        host: Any = policy.host
+        core = host.entry.core
+        shown = rows.media or tuple(() for _ in rows.input_ids)
+        images = stock_arguments(
+            core,
+            MULTIMODAL[core.config.model_type],
+            ShownMedia(shown, rows.types.cpu().numpy()),
+            encodes=True,
+        )
     labels = rows.input_ids.masked_fill(~(rows.scored & rows.present), IGNORED)
     with torch.no_grad():
         return model(
@@ -139,5 +153,5 @@ def _run(model: nn.Module, rows: Rows) -> Any:
             attention_mask=rows.present.long(),
             labels=labels,
             fused_lm_head=True,
-            **rows.image_arguments,
+            **images,
         )
