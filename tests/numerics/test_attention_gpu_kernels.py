@@ -208,6 +208,13 @@ def test_random_forests(device: str, kernel: str, seed: int) -> None:
     check(make_case(device, kernel, forest, seed=seed, window=64 * (seed % 5 == 0), **options))
 
 
+@pytest.mark.parametrize(("device", "kernel"), kernels("padded", on_cpu=()))
+@pytest.mark.parametrize("lengths", [[2048], [70, 2049, 1, 5, 3001, 4608], [8700, 300], [17_000]])
+def test_long_sequences(device: str, kernel: str, lengths: list[int]) -> None:
+    for fused in (False, True):
+        check(make_case(device, kernel, make_forest([-1] * len(lengths), lengths), fused=fused))
+
+
 @pytest.mark.parametrize(
     ("device", "first", "second"),
     [("cpu", "cpu_flash", "reference"), pytest.param("cuda", "cudnn", "fa2", marks=GPU)],

@@ -7,13 +7,15 @@ a GPU.
 
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from attention_cases import RECORDS
 from test_attention_kernels import one_launch, random_qkv
 from torch import Tensor
 
-from forkpoint.ops.attention import Launch, cudnn, fa2, fa4
+from forkpoint.ops.attention import AttentionTable, Launch, cudnn, fa2, fa4, padded
+from forkpoint.ops.attention import table as tables
 from forkpoint.ops.attention.kernel import Options
 
 RAGGED = [(5, 9), (1, 4), (7, 7)]
@@ -213,6 +215,72 @@ def test_what_stock_functions_are_given(
     )
     assert stand_ins.deterministic == ([] if name == "cudnn" else [deterministic])
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "parts", "on_cudnn"),
+    [
+        ([3, 6, 2, 2, 9, 5, 1], [[3], [6], [2, 2], [9], [5], [1]], [8, 12, 8]),
+        ([16], [[16]], [16]),
+        ([5, 5], [[5], [5]], [8, 8]),
+        ([2, 7], [[2], [7]], [8]),
+    ],
+)
+def test_long_sequences_are_padded(
+    lengths: list[int],
+    parts: list[list[int]],
+    on_cudnn: list[int],
+    stand_ins: Fa4Interface,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (tables, padded):
+        monkeypatch.setattr(module, "LONG_TOKENS", 5)
+    monkeypatch.setattr(padded, "STEP_TOKENS", 4)
+    ran: list[int] = []
+    for way in ("forward", "backward"):
+        run = getattr(cudnn, way)
+        monkeypatch.setattr(
+            cudnn, way, lambda *given, run=run: ran.append(given[-2].max_q) or run(*given)
+        )
+    total, count, longest = sum(lengths), len(lengths), max(lengths)
+    rows = [[0, 1, 0, total, 0, total, longest, longest, 0, 0, count]]
+    cu = np.concatenate([[0], np.cumsum(lengths)])
+    launch = AttentionTable.from_numpy(np.array(rows), cu).calls[0]
+    assert [part.cu_q_cpu.diff().tolist() for part in launch.parts] == parts
+    assert all(part.cu_q.equal(part.cu_k_cpu) and part.cu_q[0] == 0 for part in launch.parts)
+
+    q, k, v, do = random_qkv(launch)
+    options, reference = Options(0.4), RECORDS["reference"]
+    expected = reference.forward(q, k, v, launch, options)
+    torch.testing.assert_close(padded.forward(q, k, v, launch, options), expected)
+    merged = expected[0] * 0.5, expected[1] + 0.7
+    torch.testing.assert_close(
+        padded.backward(do, q, k, v, *merged, launch, options),
+        reference.backward(do, q, k, v, *merged, launch, options),
+    )
+    assert ran == 2 * on_cudnn
+
+
+def test_launches_without_a_long_causal_sequence_are_not_padded() -> None:
+    kernel = RECORDS["padded"]
+    total = tables.LONG_TOKENS
+    for last, causal, source, long in (
+        (total, 1, 0, True), (total - 1, 1, 0, False), (total, 0, 1, False), (total, 1, 1, False),
+    ):  # fmt: skip
+        rows = [
+            [0, 1, 0, last, 0, last, last, last, 0, 0, 1],
+            [source, causal, 0, last, 0, last, last, last, 0, 0, 1],
+        ]
+        launch = AttentionTable.from_numpy(np.array(rows), np.array([0, last])).calls[1]
+        why = kernel.launch_refusal(launch)
+        assert why is None if long else "2,048 tokens, and a launch has none" in (why or "")
+
+
+def test_padded_lengths_are_few() -> None:
+    lengths = [padded.padded_length(n) for n in range(2048, 65_537)]
+    assert len(set(lengths)) == 4 + 8 + 16 + 16 + 16 + 1
+    for tokens, length in zip(range(2048, 65_537), lengths, strict=True):
+        assert tokens <= length < tokens + max(512, tokens / 16)
 
 
 @pytest.mark.parametrize(

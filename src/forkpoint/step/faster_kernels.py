@@ -6,15 +6,16 @@ from dataclasses import replace
 import torch
 
 from forkpoint.ops.attention import fa4
+from forkpoint.ops.attention.table import LONG_TOKENS
 from forkpoint.plan import Plan
 
 _log = logging.getLogger("forkpoint")
 _said = False
 """Whether this process has said it."""
 
-TFLOPS = {"products": 620.0, "fa2": 261.0, "fa4": 560.0}
+TFLOPS = {"products": 620.0, "fa2": 261.0, "padded": 464.0, "fa4": 560.0}
 """Rates of an H100 in bfloat16, forward and backward: matrix products, and causal attention of
-8,506 tokens with 16 query heads and 8 key-value heads of 128."""
+8,506 tokens with 16 query heads and 8 key-value heads of 128, by each kernel."""
 LEAST_GAIN = 1.02
 SAID = (
     "attention runs on torch's kernels. With FlashAttention-4 this step is predicted to be %.2f "
@@ -42,13 +43,15 @@ def note_faster_kernels(plan: Plan, device: torch.device, kernel: str) -> None:
 
 
 def predicted_gain(plan: Plan) -> float:
-    """The time of a step's products and attention with FlashAttention-2 over that with 4."""
+    """The time of a step's products and attention with torch's kernels over that with
+    FlashAttention-4."""
     shape, work = plan.shape, plan.shared
     assert shape is not None, "a plan of a model"
     whole = work.step_flops(shape)
     products = replace(work, pairs=dict.fromkeys(work.pairs, 0)).step_flops(shape)
-    before, after = (
-        products / TFLOPS["products"] + (whole - products) / TFLOPS[kernel]
-        for kernel in ("fa2", "fa4")
-    )
-    return before / after if after else 1.0
+    attention = whole - products
+    lengths = plan.forest.length[plan.forest.length >= LONG_TOKENS].astype(float)
+    padded = attention * min(1.0, (lengths * (lengths + 1) / 2).sum() / max(1, work.pairs[0]))
+    before = padded / TFLOPS["padded"] + (attention - padded) / TFLOPS["fa2"]
+    both, after = products / TFLOPS["products"], attention / TFLOPS["fa4"]
+    return float((both + before) / (both + after)) if whole else 1.0

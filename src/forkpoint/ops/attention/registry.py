@@ -3,13 +3,14 @@
 from functools import lru_cache
 
 from forkpoint.errors import UnsupportedError
-from forkpoint.ops.attention import cpu_flash, cudnn, fa2, fa4, reference
+from forkpoint.ops.attention import cpu_flash, cudnn, fa2, fa4, padded, reference
 from forkpoint.ops.attention.kernel import Asked, Kernel
 from forkpoint.ops.attention.table import Launch
 from forkpoint.ops.choice import AUTO, choose_kernel
 
 KERNELS: tuple[Kernel, ...] = (
     fa4.KERNEL,
+    padded.KERNEL,
     cudnn.KERNEL,
     fa2.KERNEL,
     cpu_flash.KERNEL,
