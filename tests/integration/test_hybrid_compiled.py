@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +51,35 @@ def compiled_graphs(model: PreTrainedModel, configs: list[Config]) -> list[int]:
                 counts.append(graphs())
     assert counts[0] > 0
     return counts
+
+
+@pytest.mark.slow
+def test_sizes_of_weights_are_constants_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels for channels whose number may change took up to five times as long on a GPU."""
+    found: set[int] = set()
+
+    def backend(module: torch.fx.GraphModule, examples: list[Any]) -> Any:
+        for node in module.graph.find_nodes(op="placeholder"):
+            example = node.meta["example_value"]
+            for size in example.shape if isinstance(example, torch.Tensor) else [example]:
+                if isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None:
+                    assert size.node.hint is not None
+                    found.add(size.node.hint)
+        return module.forward
+
+    compiles = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda own, **_: compiles(own, dynamic=True, backend=backend)
+    )
+    torch._dynamo.reset()
+    model = tiny_hybrid("qwen3_5_text", kinds=("linear_attention",))
+    policy = wrap(model, replace(WITHIN, self_check=False))
+    batch = forked_batch(seed=0, stretch=3)
+    (microbatch,) = policy.plan(batch).microbatches
+    policy.forward_backward(batch, GRPO())
+    layer: Any = model.model.layers[0].linear_attn
+    assert microbatch.tokens in found
+    assert not found & {layer.conv_dim, layer.key_dim, layer.value_dim}
 
 
 # Experts and a gated delta rule; its code is below, Mamba-2 where models checkpoint themselves.

@@ -43,18 +43,20 @@ def gated_delta_net(
     mixed_TC, z_TGE, b_TG, a_TG = (x.flatten(0, 1) for x in _projected(module, hidden_BLC))
     # Under autocast that of the products, not of the hidden states: kernels take 16 bits.
     kind = mixed_TC.dtype
+    places = context.places
+    if not places.whole:
+        parts = _delta_parts(module)
+        mixed_TC, b_TG, a_TG = _to_heads(context, parts, mixed_TC, b_TG, a_TG)
+    # Written out: what calls it would be a piece of compiled code of its own.
+    mixed_TC, windows_FWC, index_F = _gathered(module, mixed_TC, context)
+    # Weights and sizes are read behind it. Read before, they would go into the next piece of
+    # compiled code as inputs whose sizes may change, and its kernels take up to five times as long.
     weight_CW, bias_C = module.conv1d.weight.squeeze(1), module.conv1d.bias
     log_rate_G, gate_bias_G = module.A_log, module.dt_bias
     sizes = [module.key_dim, module.key_dim, module.value_dim]
-    places = context.places
     if not places.whole:
-        key_part = (module.num_k_heads, module.head_k_dim)
-        parts = (key_part, key_part, (module.num_v_heads, module.head_v_dim))
-        mixed_TC, b_TG, a_TG = _to_heads(context, parts, mixed_TC, b_TG, a_TG)
-        weight_CW, bias_C, sizes = _own_convolution(places, parts, weight_CW, bias_C)
+        weight_CW, bias_C, sizes = _own_convolution(places, _delta_parts(module), weight_CW, bias_C)
         log_rate_G, gate_bias_G = places.own_heads(log_rate_G), places.own_heads(gate_bias_G)
-    # Written out: what calls it would be a piece of compiled code of its own.
-    mixed_TC, windows_FWC, index_F = _gathered(module, mixed_TC, context)
     mixed_TC = short_convolution(mixed_TC, weight_CW, bias_C, windows_FWC, index_F)
     mixed_TC = F.silu(mixed_TC).to(kind)
     # Kernels want each by itself; compiled code writes them so at once.
@@ -104,21 +106,21 @@ def mamba2(
     context = _microbatch_of(module, cache_params, attention_mask, kwargs)
     hidden_BLC = hidden_states
     projected_TC = module.in_proj(hidden_BLC).flatten(0, 1)
-    inner, heads, state_dim = module.intermediate_size, module.num_heads, module.ssm_state_size
-    gate_TC, mixed_TC, dt_TG = projected_TC.split([inner, module.conv_dim, heads], -1)
-    weight_CW, bias_C = module.conv1d.weight.squeeze(1), module.conv1d.bias
-    log_rate_G, gate_bias_G, skip_G = module.A_log, module.dt_bias, module.D
-    grouped = module.n_groups * state_dim
-    sizes = [inner, grouped, grouped]
+    split = [module.intermediate_size, module.conv_dim, module.num_heads]
+    gate_TC, mixed_TC, dt_TG = projected_TC.split(split, -1)
     places = context.places
     if not places.whole:
-        group_part = (module.n_groups, state_dim)
-        parts = ((heads, inner // heads), group_part, group_part)
-        mixed_TC, dt_TG = _to_heads(context, parts, mixed_TC, dt_TG)
-        weight_CW, bias_C, sizes = _own_convolution(places, parts, weight_CW, bias_C)
+        mixed_TC, dt_TG = _to_heads(context, _mamba_parts(module), mixed_TC, dt_TG)
+    mixed_TC, windows_FWC, index_F = _gathered(module, mixed_TC, context)
+    # Read behind it, as above.
+    weight_CW, bias_C = module.conv1d.weight.squeeze(1), module.conv1d.bias
+    log_rate_G, gate_bias_G, skip_G = module.A_log, module.dt_bias, module.D
+    heads, state_dim = module.num_heads, module.ssm_state_size
+    sizes = [module.intermediate_size, *[module.n_groups * state_dim] * 2]
+    if not places.whole:
+        weight_CW, bias_C, sizes = _own_convolution(places, _mamba_parts(module), weight_CW, bias_C)
         log_rate_G, gate_bias_G = places.own_heads(log_rate_G), places.own_heads(gate_bias_G)
         skip_G, heads = places.own_heads(skip_G), places.heads_here(heads)
-    mixed_TC, windows_FWC, index_F = _gathered(module, mixed_TC, context)
     mixed_TC = short_convolution(mixed_TC, weight_CW, bias_C, windows_FWC, index_F)
     x, b, c = F.silu(mixed_TC).split(sizes, -1)
     dtype = accumulate_dtype(hidden_BLC.dtype)
@@ -145,6 +147,17 @@ def mamba2(
 
 Parts = tuple[tuple[int, int], ...]
 """Of the convolution's channels: heads, and channels of each."""
+
+
+def _delta_parts(module: Any) -> Parts:
+    key_part = (module.num_k_heads, module.head_k_dim)
+    return key_part, key_part, (module.num_v_heads, module.head_v_dim)
+
+
+def _mamba_parts(module: Any) -> Parts:
+    group_part = (module.n_groups, module.ssm_state_size)
+    heads = module.num_heads
+    return (heads, module.intermediate_size // heads), group_part, group_part
 
 
 def _to_heads(
