@@ -79,8 +79,7 @@ def attend(
     """The forward: o and lse."""
     table, options = reading.table, reading.options
     cache = None if reading.cache is None else reading.cache.open()
-    _check(q, k, v, reading, cache)
-    kernels = _select(q, v, reading)
+    kernels = _select(q, k, v, reading, cache)
 
     q = _dense_last(q)
     gathers = (table.own_gather, table.cache_gather)
@@ -135,7 +134,7 @@ def attend_backward(
     table, options = reading.table, reading.options
     cache = None if reading.cache is None else reading.cache.open()
     wants_q, wants_k, wants_v, wants_sinks = wants
-    kernels = _select(q, v, reading)
+    kernels = _select(q, k, v, reading, cache)
 
     do, q = do.contiguous(), _dense_last(q)
     gathers = (table.own_gather, table.cache_gather)
@@ -215,11 +214,23 @@ class _SharedAttention(torch.autograd.Function):
         return *(x if wanted else None for x, wanted in zip(found, wants, strict=True)), None
 
 
-def _select(q: Tensor, v: Tensor, reading: Reading) -> list[Kernel]:
-    """The kernel of each launch, the same in forward and backward."""
-    grouped = q.shape[1] != v.shape[1]
-    asked = Asked(q.device, q.dtype, q.shape[2], v.shape[2], *reading.options[1:], grouped)
-    return [launch_kernel(reading.kernel, launch, asked) for launch in reading.table.calls]
+def _select(
+    q: Tensor, k: Tensor, v: Tensor, reading: Reading, cache: CacheSlice | None
+) -> list[Kernel]:
+    """The kernel of each launch, the same in forward and backward and in layers that are alike.
+
+    Raises AssertionError where tensors and launches contradict one another.
+    """
+    shapes = (q.shape, k.shape, v.shape, None if cache is None else len(cache.k))
+    key = (reading.kernel, reading.options, q.dtype, shapes)
+    if key not in reading.table.chosen:
+        _check(q, k, v, reading, cache)
+        grouped = q.shape[1] != v.shape[1]
+        asked = Asked(q.device, q.dtype, q.shape[2], v.shape[2], *reading.options[1:], grouped)
+        reading.table.chosen[key] = [
+            launch_kernel(reading.kernel, launch, asked) for launch in reading.table.calls
+        ]
+    return reading.table.chosen[key]
 
 
 def _without_autocast(x: Tensor) -> AbstractContextManager:

@@ -4,9 +4,9 @@ Built once a microbatch and used by all of its layers and passes. Plain objects,
 FSDP copies dataclasses that it meets in call arguments.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -79,6 +79,8 @@ class AttentionTable:
         self.calls: list[Launch] = calls
         self.own_gather: Tensor | None = own_gather
         self.cache_gather: Tensor | None = cache_gather
+        self.chosen: dict[Hashable, list[Any]] = {}
+        """The operator's kernels for `calls`, by what it was asked for: layers choose once."""
 
     @classmethod
     def from_numpy(
