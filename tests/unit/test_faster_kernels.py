@@ -24,8 +24,9 @@ def plan_of(prompt: int, response: int) -> Plan:
 
 
 def test_the_gain_is_near_the_measured_one() -> None:
-    """274 and 215 ms were measured for such a group, without FlashAttention-4 and with it."""
-    assert faster_kernels.predicted_gain(plan_of(8460, 40)) == pytest.approx(274 / 215, rel=0.1)
+    """223 ms were measured for such a group without FlashAttention-4, and 203 with it (rag 9 of
+    benchmarks/results/defaults-h200.jsonl)."""
+    assert faster_kernels.predicted_gain(plan_of(8460, 40)) == pytest.approx(223 / 203, rel=0.05)
     assert 1 < faster_kernels.predicted_gain(plan_of(200, 40)) < 1.02
 
 
