@@ -103,7 +103,7 @@ KERNELS = (
     plan_kind(
         "A kernel that there is none of",
         scored_with(attention_kernel="flashy"),
-        message="There is no attention kernel 'flashy'; there are 'auto', 'fa4', 'cudnn', 'fa2',",
+        message="There is no attention kernel 'flashy'; there are 'auto', 'fa4', 'padded',",
         error=UnsupportedError,
     ),
     plan_kind(
