@@ -1,5 +1,6 @@
 """`forkpoint calibrate` on the CPU: it measures, policies find what it wrote, and it predicts."""
 
+import itertools
 import json
 import time
 from dataclasses import replace
@@ -12,12 +13,13 @@ from steps import forked_batch
 from forkpoint import Config, ConfigError, losses, save_rollouts, wrap
 from forkpoint.apps.cli import main
 from forkpoint.apps.cli.models import random_model
+from forkpoint.hosts.libraries import host_of
 from forkpoint.plan.pricing.calibration import FOLDER_VARIABLE, Calibration
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.synthetic import synthetic_rollouts
 from forkpoint.step.calibrate import automatic
 from forkpoint.step.calibrate.calibrator import QUICK, Calibrator
-from forkpoint.step.calibrate.clock import Times
+from forkpoint.step.calibrate.clock import Clock, Times
 from forkpoint.step.calibrate.microbatches import Rows
 
 MODEL = {
@@ -202,6 +204,26 @@ def test_a_gpu_is_measured_in_seconds(tmp_path: Path, monkeypatch: pytest.Monkey
     assert torch.equal(torch.cuda.get_rng_state(), random)
     assert torch.cuda.memory_allocated() - before < 1 << 26
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_steady_time_is_a_share_of_that_behind_products(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(torch.device("cpu"), repeats=1, busy_products=0)
+    assert clock.steady_share(int, abs, Times(1.0, 1.0)) == 1.0, "a CPU has no clock to tell apart"
+    clock.kind, marks = "cuda", itertools.count()
+    monkeypatch.setattr(clock, "_mark", lambda: next(marks) / 1e3)
+    cases = [(1.25, 0.0, 0.8), (1.25, 1.1, 1.0), (0.9, 0.0, 1.0), (9.0, 0.0, 0.7)]
+    for whole, issued, share in cases:
+        alone = Times(whole / 2, whole / 2, issued)
+        assert clock.steady_share(int, abs, alone) == pytest.approx(share)
+
+
+def test_a_leaf_reads_the_prompt_of_another_microbatch() -> None:
+    host = host_of(random_model(MODEL, torch.float32, 0).train())
+    found = Rows(Clock(host.device, repeats=1, busy_products=0), kernel="auto", vocab=64)
+    times = found.leaf_ms(host, 16)
+    assert min(times.forward, times.backward) > 0
 
 
 @pytest.mark.parametrize(("row_ms", "sizes"), [(1.0, 3), (200.0, 2)])

@@ -14,6 +14,7 @@ from forkpoint import Config, ConfigError, Plan, PlanError
 from forkpoint.plan import make_plan
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.predict import cache_bytes, drop_activations, microbatches_to_drop, peak_bytes
+from forkpoint.plan.pricing import meters
 from forkpoint.plan.pricing.calibration import (
     FOLDER_VARIABLE,
     Calibration,
@@ -21,7 +22,7 @@ from forkpoint.plan.pricing.calibration import (
     calibration_path,
     find_calibration,
 )
-from forkpoint.plan.pricing.meters import CountedMeter, Meter
+from forkpoint.plan.pricing.meters import CountedMeter, MeasuredMeter, Meter, meter_of
 from made_calibrations import SHAPE, flat, group, line, made_up
 from strategies import batches
 
@@ -39,6 +40,27 @@ def test_milliseconds_of_one_row_by_hand() -> None:
     assert plan.predicted_peak_bytes == 100 * 4 * 100
     curve = Curve((2.0, 8.0), (1.0, 3.0), (4.0, 6.0))
     assert [curve.rate(size, backward=True) for size in (1, 4, 9)] == [4, 5, 6]
+
+
+def test_wide_launches_and_blocks_that_read_a_cache_have_prices_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(meters, "WIDE_PAIRS", 8 * 50 * 50)
+    issued = {"host_block_ms": (1.0, 2.0), "host_cached_ms": (3.0, 5.0)}
+    measured = made_up(rectangle=flat(1e4), wide=(4e4, 1e4), **issued)
+    for count, rates in ((7, (1e4, 1e4)), (8, (4e4, 1e4))):
+        config = Config(sharing="group", boundary="across")
+        plan = make_plan(group(51, 50, count), SHAPE, config, calibration=measured)
+        meter = meter_of(plan, measured)
+        assert isinstance(meter, MeasuredMeter)
+        prompt, leaf = plan.microbatches
+        for way, rate in enumerate(rates):
+            pairs = count * 50 * prompt.tokens
+            assert meter._attention_ms(leaf, backward=bool(way)) == pytest.approx(4 * pairs / rate)
+            assert meter.host(prompt, backward=bool(way)) == 4 * issued["host_block_ms"][way]
+            assert meter.host(leaf, backward=bool(way)) == 4 * issued["host_cached_ms"][way]
+        unknown = meter_of(plan, made_up(host_block_ms=(1.0, 2.0)))
+        assert unknown.host(leaf, backward=True) == 4 * 2.0
 
 
 def test_a_row_without_labels_ends_in_its_last_layer() -> None:

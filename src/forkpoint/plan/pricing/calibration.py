@@ -60,6 +60,11 @@ class Curve:
         values = self.backward if backward else self.forward
         return _interpolated(math.log2(max(size, 1.0)), self._at_log2, values)
 
+    def scaled(self, factor: float) -> "Curve":
+        """The same curve with all figures times a factor."""
+        figures = ([factor * x for x in values] for values in (self.forward, self.backward))
+        return Curve(self.at, *map(tuple, figures))
+
     @cached_property
     def _at_log2(self) -> tuple[float, ...]:
         return tuple(map(math.log2, self.at))
@@ -122,6 +127,11 @@ class LinkPrices:
     """Latency of one transfer."""
 
 
+WIDE_PAIRS = 1 << 26
+"""Pairs (query, key) of a launch without a mask from which other kernels may serve it: torch's
+cuDNN where FlashAttention-4 is missing."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
     """One device and model shape, as measured."""
@@ -159,6 +169,12 @@ class Calibration:
     it. A CPU's times have it in them, as those of earlier versions do."""
     host_rest_ms: tuple[float, float] = (0.0, 0.0)
     """The same of what is done once a microbatch."""
+    host_cached_ms: tuple[float, float] = (0.0, 0.0)
+    """As `host_block_ms`, of a block that reads a prefix cache; zeros where that was not
+    measured."""
+    wide: tuple[float, float] = (0.0, 0.0)
+    """Pairs a ms of attention to an ancestor by launches of at least WIDE_PAIRS, forward and
+    backward; zeros where that was not measured."""
     link: Link | None = None
     """Between ranks; None where one process measured alone."""
 

@@ -3,12 +3,12 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from forkpoint.plan.plan import Plan
-from forkpoint.plan.pricing.calibration import Calibration
+from forkpoint.plan.pricing.calibration import WIDE_PAIRS, Calibration
 from forkpoint.plan.pricing.cost import (
     ATTENTION_BACKWARD,
     LINEAR_BACKWARD,
@@ -220,12 +220,16 @@ class TokenMeter(Meter):
         return 2 * max(microbatch.tokens, EFFICIENT_TOKENS)
 
 
+Kind = Literal["causal", "rectangle", "wide"]
+"""Of attention: within a segment, to an ancestor, and that by at least WIDE_PAIRS in one launch."""
+
+
 class _Launches(NamedTuple):
     """A microbatch's attention in one layer."""
 
-    pairs: dict[tuple[bool, float], int]
-    """Visible pairs of its sequences, by whether they are causal and by the length that says how
-    fast they are."""
+    pairs: dict[tuple[Kind, float], int]
+    """Visible pairs of its sequences, by their kind and by the length that says how fast they
+    are."""
     parts: list[int]
     """Tokens of each launch besides the first, or keys that are gathered."""
 
@@ -278,7 +282,9 @@ class MeasuredMeter(Meter):
         found, again = self.calibration, 0.0
         if backward:
             again = self.shape.repeated_flops_share(microbatch.checkpointing)
-        block = found.host_block_ms[int(backward)] + again * found.host_block_ms[0]
+        reads = microbatch.parent >= 0 and any(found.host_cached_ms)
+        block_ms = found.host_cached_ms if reads else found.host_block_ms
+        block = block_ms[int(backward)] + again * block_ms[0]
         return self.shape.layers * block + found.host_rest_ms[int(backward)]
 
     def head(self, microbatch: Microbatch, *, backward: bool) -> float:
@@ -358,9 +364,10 @@ class MeasuredMeter(Meter):
         launches, found = self._launches[microbatch.index, window], self.calibration
         ranks = self.shape.context  # each has its part of the heads
         time = sum(found.part.time(tokens / ranks, backward=backward) for tokens in launches.parts)
-        for (causal, length), pairs in launches.pairs.items():
-            curve = found.causal if causal else found.rectangle
-            time += pairs / ranks / curve.rate(length, backward=backward)
+        for (kind, length), pairs in launches.pairs.items():
+            curve = found.causal if kind == "causal" else found.rectangle
+            rate = found.wide[int(backward)] if kind == "wide" else 0.0
+            time += pairs / ranks / (rate or curve.rate(length, backward=backward))
         return time
 
     def _windowed(self, microbatch: Microbatch, window: int) -> _Launches:
@@ -369,7 +376,7 @@ class MeasuredMeter(Meter):
         table = windowed_table(forest, microbatch, self.plan.cache_of, window)
         length = min(window, microbatch.tokens / len(segments))
         copied = len(table.key_index) if table.key_index is not None else 0
-        return _Launches({(True, length): pairs}, [copied])
+        return _Launches({("causal", length): pairs}, [copied])
 
     def _full(self, microbatch: Microbatch) -> _Launches:
         table = full_table(self.plan.forest, microbatch, self.plan.cache_of)
@@ -379,12 +386,15 @@ class MeasuredMeter(Meter):
             launch: dict[str, int] = dict(zip(LAUNCH_COLUMNS, values, strict=True))
             causal, count = bool(launch["causal"]), launch["count"]
             q, k = (cu[launch[f"cu_{s}_at"] :][: count + 1] for s in "qk")
+            equal = q[-1] == count * launch["max_q"] and k[-1] == count * launch["max_k"]
+            wide = equal and q[-1] * launch["max_k"] >= WIDE_PAIRS
+            kind: Kind = "causal" if causal else "wide" if wide else "rectangle"
             # The rate of each sequence by its own length: one may be a whole path, others short.
             for at in range(count):
                 queries, keys = q[at + 1] - q[at], k[at + 1] - k[at]
                 length = queries if causal else keys
                 pairs = queries * (queries + 1) // 2 if causal else queries * keys
-                found.pairs[causal, length] = found.pairs.get((causal, length), 0) + pairs
+                found.pairs[kind, length] = found.pairs.get((kind, length), 0) + pairs
             if number:
                 found.parts.append(launch["q_end"] - launch["q_begin"])
         return found

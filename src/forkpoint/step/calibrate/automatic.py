@@ -20,6 +20,8 @@ _log = logging.getLogger("forkpoint")
 
 MEASURED = {"cuda"}
 """Types of devices that are measured. Tests change it."""
+MEASUREMENT = 2
+"""Raised when what is measured, or a kernel of ours, changes: earlier files are not found then."""
 FAILED = (
     "this device was not measured for the model (%s); plans are priced by nominal rates. "
     "forkpoint calibrate measures it; Config(calibration=None) leaves the attempt out."
@@ -41,7 +43,7 @@ def measured(host: Host, kernel: str, *, compiled: bool) -> Calibration | None:
     shape, device = host.shape, host.device
     if device.type not in MEASURED or shape.recurrent_layers:
         return None
-    setting = [kernel, str(host.compute_dtype), measured_versions()]
+    setting = [kernel, str(host.compute_dtype), measured_versions(), MEASUREMENT]
     path = calibration_path(device_name(device), shape, compiled=compiled, measured_for=setting)
     if path.is_file():
         try:

@@ -32,6 +32,8 @@ class Effort:
     row_tokens: tuple[int, ...]
     key_tokens: tuple[int, ...]
     """Of ancestors that are attended to."""
+    wide_tokens: int = 0
+    """Queries and keys of a launch of WIDE_PAIRS; 0 where no kernel waits for so many."""
     repeats: int
     busy_products: int = 0
     """Products that the device runs while the host issues a row."""
@@ -46,6 +48,7 @@ class Effort:
 
 THOROUGH = {
     "cuda": Effort(
+        wide_tokens=8192,
         row_tokens=(128, 512, 2048, 8192, 16384),
         key_tokens=(256, 2048, 8192),
         repeats=5,
@@ -64,6 +67,7 @@ THOROUGH = {
 }
 QUICK = {
     "cuda": Effort(
+        wide_tokens=8192,
         row_tokens=(256, 2048, 8192),
         key_tokens=(256, 8192),
         repeats=3,
@@ -157,6 +161,10 @@ class Calibrator:
         copies = parts.copies(effort.copy_bytes)
         block, rest = _block(done, rows, causal), _rest(done, rows, head)
         issued = [_of_block(rows, 0, 2 + way) for way in (0, 1)]
+        share = whole.steady_share(hosts[MORE], done[-1], rows[MORE][-1])
+        leaves = {layers: whole.leaf_ms(its, sizes[0]) for layers, its in hosts.items()}
+        cached = [(leaves[MORE][2 + way] - leaves[FEW][2 + way]) / (MORE - FEW) for way in (0, 1)]
+        wide = parts.wide(effort.wide_tokens, part) if effort.wide_tokens else (0.0, 0.0)
         issued_rest = [rows[FEW][0][2 + way] - FEW * issued[way] for way in (0, 1)]
         return Calibration(
             device=device_name(clock.device),
@@ -164,12 +172,14 @@ class Calibrator:
             compiled=host.compiles,
             shape=shape,
             measured_layers=LAYERS,
-            block=block,
-            rest=rest,
-            head=head,
-            causal=causal,
-            rectangle=rectangle,
-            part=part,
+            block=block.scaled(share),
+            rest=rest.scaled(share),
+            head=head.scaled(share),
+            causal=causal.scaled(1 / share),
+            rectangle=rectangle.scaled(1 / share),
+            part=part.scaled(share),
+            wide=(wide[0] / share, wide[1] / share),
+            host_cached_ms=(max(cached[0], 0.0), max(cached[1], 0.0)),
             out_bytes_per_ms=copies["out_bytes_per_ms"],
             back_bytes_per_ms=copies["back_bytes_per_ms"],
             kept_bytes=kept,

@@ -14,6 +14,8 @@ from typing import NamedTuple, TypeVar
 import torch
 
 BUSY_SIZE = 8192
+LEAST_SHARE = 0.7
+"""Least that a time within a step is taken to be of one behind matrix products."""
 
 Result = TypeVar("Result")
 
@@ -62,6 +64,33 @@ class Clock:
         forwards, backwards, *issued = (list(each) for each in zip(*samples[1:], strict=True))
         # What else the host does can only add to its time.
         return Times(self.typical(forwards), self.typical(backwards), *map(min, issued))
+
+    def steady_share(
+        self,
+        forward: Callable[[], Result],
+        backward: Callable[[Result], None],
+        alone: Times,
+        *,
+        repeats: int = 12,
+    ) -> float:
+        """Time of both among repeats of themselves over that behind matrix products, at most 1.
+
+        Products draw more power than other work, so that a GPU at its limit runs at a lower clock
+        behind them than within a step. 1 on a CPU, and where the host takes longer than the device.
+
+        Args:
+            alone: their times behind products.
+            repeats: how often they run, one after the other; the second half counts.
+        """
+        whole = alone.forward + alone.backward
+        if self.kind != "cuda" or alone.issued_forward + alone.issued_backward > 0.8 * whole:
+            return 1.0
+        marks = [self._mark()]
+        for _ in range(repeats):
+            backward(forward())
+            marks.append(self._mark())
+        steady = self._between(marks[repeats // 2], marks[-1]) / (repeats - repeats // 2)
+        return min(1.0, max(LEAST_SHARE, steady / whole))
 
     def _keep_busy(self) -> None:
         if self.kind != "cuda":

@@ -1,6 +1,7 @@
 """Whole rows through a model of few layers: their times, and the bytes that they keep and need."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from forkpoint.engine.offload import storage_id
 from forkpoint.engine.prefix_cache import PrefixCache
 from forkpoint.hosts.host import ModelHost
 from forkpoint.plan import make_plan
+from forkpoint.plan.program import FORWARD
 from forkpoint.rollouts.batch import Rollout, RolloutBatch
 from forkpoint.step.calibrate.clock import Clock, Times
 
@@ -35,6 +37,36 @@ class Rows:
         inputs, run = self._row(host, tokens, num_loss_entries=1)
         with host.entered():
             return self.clock.times(lambda: run(inputs), lambda logprobs: logprobs.sum().backward())
+
+    def steady_share(self, host: ModelHost, tokens: int, alone: Times) -> float:
+        """Time of a row among rows over `alone`, its time by `row_ms`: see `Clock.steady_share`."""
+        inputs, run = self._row(host, tokens, num_loss_entries=1)
+        with host.entered():
+            return self.clock.steady_share(
+                lambda: run(inputs), lambda logprobs: logprobs.sum().backward(), alone
+            )
+
+    def leaf_ms(self, host: ModelHost, tokens: int) -> Times:
+        """A microbatch of two responses to a prompt of so many tokens in another microbatch."""
+        ids = np.random.default_rng(0).integers(0, self.vocab, (2, 2 * tokens))
+        ids[:, :tokens], ids[:, tokens] = ids[0, :tokens], [0, 1]
+        mask = np.arange(2 * tokens) == 2 * tokens - 1
+        batch = RolloutBatch([Rollout(row, mask, 1.0, group_id="g") for row in ids])
+        config = Config(sharing="group", boundary="across", attention_kernel=self.kernel)
+        plan = make_plan(batch, host.shape, config)
+        prompt, leaf = prepare_microbatches(plan, batch, host.device)
+        cache = PrefixCache(plan.cache_tokens, gradients=True)
+        forwards = [each for each in plan.program.instructions if each.operation == FORWARD]
+
+        def run(which: int, inputs: MicrobatchInputs) -> Any:
+            state = CacheView(plan, inputs.microbatch, cache)
+            return host.forward(forwards[which], inputs, state, config).per_token
+
+        with host.entered():
+            run(0, prompt)
+            return self.clock.times(
+                lambda: run(1, leaf)["logprobs"], lambda logprobs: logprobs.sum().backward()
+            )
 
     def kept_bytes(
         self, hosts: Mapping[int, ModelHost], tokens: int, policy: str

@@ -61,6 +61,15 @@ class Parts:
 
         return part, curve(keys, at)
 
+    def wide(self, tokens: int, part: Curve) -> tuple[float, float]:
+        """Pairs a ms of as many queries as keys of an ancestor."""
+        with_it, without = (self._attention_ms(tokens, 1, keys) for keys in (tokens, 0))
+        found = []
+        for way in (0, 1):
+            time_ms = with_it[way] - without[way] - part.time(tokens, backward=bool(way))
+            found.append(tokens**2 / max(time_ms, 0.1 * with_it[way]))
+        return found[0], found[1]
+
     def _attention_ms(self, length: int, count: int, keys: int) -> Times:
         """One layer's attention over `count` segments, all below an ancestor of `keys` tokens.
 
