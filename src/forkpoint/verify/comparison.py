@@ -100,30 +100,28 @@ def verify(
 ) -> VerifyReport:
     """Compare steps that share with ordinary training, and both with higher precision.
 
-    Two plans are compared, within the policy's options: one that shares within microbatches, and
-    one whose microbatches read by prefix cache what others have shared; and the planner's own where
-    it is neither. Where one microbatch would hold everything, microbatches are made shorter. The
-    verdict is that of all. A batch of which nothing can be shared is called "nothing to verify",
-    and nothing is run.
+    Within the options of the policy, the plans are one that shares within microbatches, one that
+    shares across microbatches, and that of the planner if it is of another kind. If one microbatch
+    would hold the whole batch, the plan across uses shorter microbatches. The verdict covers all
+    plans. For a batch without shared tokens the verdict is "nothing to verify", and nothing runs.
 
-    The reference is the stock model run densely, without forkpoint's code, in float32 for 16-bit
-    models and float64 for float32 models; it needs a copy of the model. Over all parameters the
-    shared error may be 1.1 times the dense run's own, for each parameter 1.5 times (somewhat more
-    for those of few elements, by whose norm chance shows), both plus rounding. A float64 model is
-    its own reference, with upcasts to float32 lifted: every gradient must agree within 1e-10 of the
-    global gradient norm, the loss and every log-prob (of a critic, value) within 1e-10.
+    The reference is the stock model without sharing and without forkpoint's code, in float32 for
+    16-bit models and float64 for float32 models. It needs a copy of the model. The shared error may
+    be 1.1 times that of the dense run over all parameters, and 1.5 times for each parameter (more
+    for those of few elements, whose norms vary by chance), both plus rounding. A float64 model is
+    its own reference, with upcasts to float32 lifted. Its gradients must agree within 1e-10 of the
+    global gradient norm, and the loss and every log-prob (value for a critic) within 1e-10.
 
-    The routers of a mixture of experts in float32 or 16 bits are forced to choose the experts that
-    the reference chose, on both sides (`forkpoint.engine.route_replay`); `VerifyReport.routes` has
-    how many choices would have been others, or why they were not forced. With `hold_routes` False
-    each run chooses for itself, as training does, and the bars are then no question of sharing
-    alone. With `router`, which is its loss of routers, gradients are those of both losses, and the
-    values of the router loss are compared as those of the loss are.
+    In float32 and 16 bits, the routers of a mixture of experts use the experts that the reference
+    chose, in all runs (`forkpoint.engine.route_replay`). `PlanFindings.routes` counts the choices
+    that would have been others, or says why routes were not fixed. With `hold_routes=False` each
+    run chooses its experts, and errors include those of different routes. With `router`, gradients
+    are those of both losses, and values of the router loss are compared too.
 
-    Where memory runs out on CUDA, runs of single rollouts are repeated in ways that take less of it
+    If memory runs out on CUDA, runs of single rollouts are repeated in ways that take less memory
     (`forkpoint.verify.memory`). `progress` is called with the name of each run when it begins.
 
-    Raises as `Policy.forward_backward`.
+    Raises the errors of `Policy.forward_backward`.
     """
 
     def work(transaction: Transaction) -> VerifyReport:

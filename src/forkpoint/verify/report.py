@@ -58,19 +58,19 @@ class RouteCounts:
 
     @property
     def fraction(self) -> float:
-        """Of the decisions, how many would have gone elsewhere."""
+        """Share of decisions that would have been others."""
         return self.elsewhere / self.decisions if self.decisions else 0.0
 
 
 @dataclass(frozen=True)
 class RouteReport:
-    """Whether both runs were held to the experts that the reference chose, and what it changed.
+    """Whether both runs used the experts that the reference chose, and which choices that changed.
 
     Attributes:
-        held: whether routes were held.
-        reason: why routes were not held; then differences of routes are part of the errors.
-        shared: choices of the shared run; None where routes were not held.
-        dense: the same of the dense run.
+        held: whether routes were fixed to those of the reference.
+        reason: why routes were not fixed. Errors then include differences of routes.
+        shared: choices of the shared run; None if routes were not fixed.
+        dense: choices of the dense run; None if routes were not fixed.
     """
 
     held: bool
@@ -100,23 +100,25 @@ class RouteReport:
 
 @dataclass(frozen=True)
 class PlanFindings:
-    """Errors of one plan's gradients, and what the plan shared.
+    """Errors of the gradients of one plan, and counts of its shared tokens.
 
     Attributes:
-        kind: within: it shares, and no microbatch reads another. across: microbatches read by
-            prefix cache what others have shared. chosen: the planner's own, where it is neither.
+        kind: "within": the plan shares, and no microbatch reads another one. "across":
+            microbatches read prefix caches of others. "chosen": the plan of the planner, if it is
+            of another kind.
         passed: whether the plan is as exact as ordinary training.
-        sharing: who shares tokens in the plan, as in Config.
-        boundary: where the plan's forks lie, as in Config.
-        max_microbatch_tokens: the most tokens of one of its microbatches.
-        counts: what the plan shares.
-        shared_error: over all parameters, relative to the norm of the reference gradient.
-        allowed: largest shared error that passes.
-        worst: all parameters, those nearest to failing first.
-        loss_difference: its loss less the reference's.
-        router_loss_difference: its loss of routers less the reference's; None where there is none.
-        logprob_difference: the largest difference of a log-prob from the reference's; of a critic,
-            of a value.
+        sharing: sharing of the plan, as in Config.
+        boundary: boundary of the plan, as in Config.
+        max_microbatch_tokens: largest number of tokens in a microbatch.
+        counts: counts of shared tokens.
+        shared_error: error over all parameters, relative to the norm of the reference gradient.
+        allowed: largest error that passes.
+        worst: errors of all parameters; those nearest to failing come first.
+        loss_difference: loss of the plan minus loss of the reference.
+        router_loss_difference: router loss of the plan minus that of the reference; None without a
+            router loss.
+        logprob_difference: largest difference between log-probs (values for a critic) of the plan
+            and of the reference.
         routes: routes of a mixture of experts; None for other models.
     """
 
@@ -136,7 +138,7 @@ class PlanFindings:
 
     @property
     def excess(self) -> float:
-        """The largest error over what is allowed, of a parameter or over all."""
+        """Largest ratio of an error to its limit, over parameters and the whole gradient."""
         every = (entry.excess for entry in self.worst)
         return max(_excess(self.shared_error, self.allowed), *every, 0.0)
 

@@ -1,4 +1,4 @@
-"""`forkpoint plan`: what would run for a file of rollouts, and what sharing saves on it."""
+"""`forkpoint plan`: predicts the step and the speed-up for a file of rollouts."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -76,29 +76,28 @@ BatchRollouts = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Show what would run for a file of rollouts and what sharing saves, batch by batch.
+    """Predict the step and the speed-up for a file of rollouts, batch by batch.
 
-    A batch is what one optimizer step trains on; nothing is shared between batches. A file of up to
-    4 million tokens is one batch. A larger one is read as a stream of batches, in the memory of
-    one; every batch is planned, and what the plans add up to is shown. Runs no model: it needs
-    neither weights nor a GPU.
+    A batch has the rollouts of one optimizer step. Batches share nothing. A file of up to 4 million
+    tokens is one batch. A larger file is read as a stream of batches, in the memory of one batch;
+    the output has the sums over all plans. The command needs neither weights nor a GPU.
 
     Attributes:
-        file: Rollouts, as a trainer or forkpoint writes them, such as hf://datasets/NAME/FILE, or
-            the folder of a trace, whose batches are those that were recorded.
-        model: A model by its name (Qwen/Qwen3-8B, llama3-8b, ...), its folder or its config.json;
-            with it FLOPs and bytes are counted, not only tokens. Of other names on the Hub the
-            config.json is fetched.
-        batch_rollouts: A batch is this many rollouts, in the order of the file.
-        details: Show the whole plan of the first batch as well: its microbatches and its tree, what
-            was looked at, and what each way to share saves.
-        ranks: Show what a step costs on N data-parallel ranks, with the rollouts placed by
-            forkpoint, by token counts and in the order of the file. The ranks wait for each other
-            in every forward and backward, as with sharded weights. Memory is then that of a rank.
+        file: Rollouts of a trainer or of forkpoint (a path or a url such as
+            hf://datasets/NAME/FILE), or the folder of a trace with its recorded batches.
+        model: Name of a model (Qwen/Qwen3-8B, llama3-8b, ...), its folder or its config.json. With
+            it FLOPs and bytes are counted too. For other names on the Hub the config.json is
+            downloaded.
+        batch_rollouts: Number of rollouts in a batch, in the order of the file.
+        details: Show the whole plan of the first batch too: its microbatches, its tree, the plans
+            that were compared, and the tokens without sharing and with each kind of sharing.
+        ranks: Show the step on N data-parallel ranks, with rollouts placed by forkpoint, by token
+            counts and in the order of the file. The ranks run in lockstep, as with sharded weights.
+            Memory is that of one rank.
         longest: Show the longest prompt that fits device_memory, and host_memory, with responses as
             long as those of the first group.
         stages: Show the step on N stages of a pipeline: time, bubble, and memory of each.
-        lanes: Write what each stage runs and when, in the first batch, for forkpoint report.
+        lanes: Write the times of each stage in the first batch, for forkpoint report.
         frozen_encoder: The encoder of images and video is not trained.
         limit: Read only the first N rollouts of the file.
         json: Print one line of JSON and nothing else.
