@@ -8,7 +8,7 @@ TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS / name) for name in ("hosts_titan", "integration", "parallel")]
 BOTH = (
     *("test_there.py", "test_titan_steps.py", "test_titan_compiled.py"),
-    "test_titan_experts.py",
+    *("test_titan_experts.py", "test_titan_trainer.py"),
 )
 """Tests of every version of torchtitan."""
 ONLY_03 = ("test_titan_03.py", "test_titan_split_03.py")

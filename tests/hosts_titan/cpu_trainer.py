@@ -1,22 +1,23 @@
 """torchtitan's Trainer on CPUs, within a process group that exists already."""
 
 import os
+import sys
 import zlib
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from titan_models import V03, own_name
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torchtitan.config import ConfigManager
 from torchtitan.distributed import utils as dist_utils
 
-from benchmarks.ranks.titan import on_cpus, without_scaled_sums
+from benchmarks.ranks.titan import DEVICE, on_cpus, without_scaled_sums
 
-
-def own_name(name: str) -> str:
-    """The name of a parameter without wrappers for activation checkpointing."""
-    return name.replace("_checkpoint_wrapped_module.", "")
+if V03:
+    from cpu_trainer_03 import make_trainer
+else:
+    from cpu_trainer_02 import make_trainer
 
 
 @torch.no_grad()
@@ -31,14 +32,19 @@ def set_weights(model: nn.Module) -> None:
         parameter.copy_(value)
 
 
-def run(trainer_class: Any, *arguments: str) -> tuple[dict[str, torch.Tensor], Any]:
-    """Train with these arguments of torchtitan's command; whole weights of this rank's stage by
-    name, and the trainer."""
+def run(trainer_class: Any, folder: str, **options: Any) -> tuple[dict[str, torch.Tensor], Any]:
+    """Train with these options of `make_trainer`; whole weights of this rank's stage by name, and
+    the trainer."""
     on_cpus()
+    for name, module in list(sys.modules.items()):  # 0.3 has them in more modules
+        if name.startswith("torchtitan.") and "device_type" in vars(module):
+            vars(module)["device_type"] = "cpu"
+            if "device_module" in vars(module):
+                vars(module)["device_module"] = DEVICE
     dist_utils.init_distributed = lambda *_, **__: dist.get_world_size()
     dist_utils.set_pg_timeouts = lambda *_, **__: None
     os.environ["LOCAL_RANK"] = "0"
-    trainer = trainer_class(ConfigManager().parse_args(list(arguments)))
+    trainer = make_trainer(trainer_class, folder, **options)
     model: nn.Module = trainer.model_parts[0]
     without_scaled_sums(model)
     set_weights(model)

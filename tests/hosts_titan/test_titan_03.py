@@ -21,7 +21,6 @@ from torchtitan.models.deepseek_v3.mtp import MTPTransformerBlock
 import forkpoint
 from benchmarks.ranks.titan import without_scaled_sums
 from forkpoint import RolloutBatch, UnsupportedError, losses, wrap
-from forkpoint.integrations.titan import RolloutSteps
 from forkpoint.losses import GRPO, GSPO
 from forkpoint.testing import lifted_upcasts
 
@@ -129,12 +128,3 @@ def test_predictions_of_later_tokens_are_refused() -> None:
     )
     with pytest.raises(UnsupportedError, match=r"mtp_layers.0 predicts.*num_mtp_layers to 0"):
         wrap(replace(config, mtp_layers=[later]).build())
-
-
-def test_the_trainer_is_refused() -> None:
-    class Trainer(RolloutSteps):
-        model_parts = (titan_model("llama3"),)
-        gradient_accumulation_steps = 1
-
-    with pytest.raises(UnsupportedError, match=r"trainer is of torchtitan 0\.3.*0\.2\.2"):
-        _ = Trainer().policy

@@ -1,6 +1,7 @@
 """Differences between models of torchtitan 0.2 and 0.3."""
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from types import SimpleNamespace
@@ -54,6 +55,14 @@ class Version:
 
     def give_logits(self, model: Any, changes: Changes) -> None:
         """Let the model's own forward give logits, until the changes are undone."""
+
+    def autocast(self, trainer: Any) -> AbstractContextManager[object]:
+        """The context of mixed precision in which a trainer runs its model."""
+        return trainer.maybe_enable_amp
+
+    def microbatches(self, trainer: Any) -> int:
+        """How many batches a trainer takes at once."""
+        return 1
 
     def set_attention(self, blocks: Iterable[Any], changes: Changes) -> None:
         """Let attention of blocks run microbatches, until the changes are undone."""
@@ -174,6 +183,12 @@ class Version03(Version):
     def give_logits(self, model: Any, changes: Changes) -> None:
         # A trainer whose loss runs the head in chunks leaves it out.
         changes.set(vars(model), "_skip_lm_head", False)
+
+    def autocast(self, trainer: Any) -> AbstractContextManager[object]:
+        return nullcontext()  # its precision is that of fully_shard
+
+    def microbatches(self, trainer: Any) -> int:
+        return trainer.num_pipeline_parallel_microbatches
 
     def set_attention(self, blocks: Iterable[Any], changes: Changes) -> None:
         calls.set_inner_attention(blocks, changes)
