@@ -49,10 +49,14 @@ class ReplayFolder:
         self.begun: dict[str, Any] | None = None
         if path.exists() and not path.is_dir():
             raise ConfigError(f"{path} is a file; a replay is a folder. Give another path.")
-        if not path.is_dir() or not any(path.iterdir()):
-            return
         if not (path / MANIFEST).is_file():
-            raise ConfigError(f"{path} holds files, and no replay. Give an empty or a new folder.")
+            # A replay that was killed as it began leaves a calibration and hidden files.
+            names = [entry.name for entry in path.iterdir()] if path.is_dir() else []
+            if any(name[0] != "." and name != CALIBRATION for name in names):
+                raise ConfigError(
+                    f"{path} holds files, and no replay. Give an empty or a new folder."
+                )
+            return
         if not resume:
             raise ConfigError(
                 f"{path} holds a replay already. Add --resume to go on with it, or give another "
@@ -90,9 +94,9 @@ class ReplayFolder:
         content = json.dumps(values, indent=1, default=str)
         if self.begun is None:
             self.path.mkdir(parents=True, exist_ok=True)
-            write_file(self.path / MANIFEST, content.encode())
             if prices is not None:
                 prices.save(self.path / CALIBRATION)
+            write_file(self.path / MANIFEST, content.encode())
             return
         if changed := differences(self.begun, json.loads(content)["fixed"]):
             more = f"\nand {len(changed) - MOST_NAMED} more" * (len(changed) > MOST_NAMED)
