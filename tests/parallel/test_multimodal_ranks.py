@@ -35,12 +35,31 @@ def tied() -> nn.Module:
     return tiny_multimodal("gemma3", tie_word_embeddings=True)
 
 
+def gemma4() -> nn.Module:
+    return tiny_multimodal("gemma4")
+
+
+def llama4() -> nn.Module:
+    return tiny_multimodal("llama4")
+
+
+def with_blocks(model: Any, **options: Any) -> nn.Module:
+    """fully_shard of Llama 4, which does not say where its decoder is."""
+    for block in model.language_model.model.layers:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
 SCENARIOS = {
     "fully_shard": Scenario(wrap=with_tower, make=qwen3_vl),
     "weights gathered once": Scenario(wrap=with_tower, make=qwen3_vl, gather="step", steps=2),
     "a rank without rollouts": Scenario(wrap=with_tower, make=qwen3_vl, rollouts=EMPTY),
     "two passes": Scenario(make=tied, loss=GSPO()),
     "DistributedDataParallel": Scenario(wrap=replicated, make=qwen3_vl, rollouts=UNEQUAL),
+    "Gemma 4": Scenario(make=gemma4),
+    "Gemma 4, DistributedDataParallel": Scenario(wrap=replicated, make=gemma4),
+    "Llama 4": Scenario(wrap=with_blocks, make=llama4),
+    "Llama 4, DistributedDataParallel": Scenario(wrap=replicated, make=llama4),
 }
 
 
