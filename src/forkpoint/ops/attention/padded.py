@@ -93,7 +93,7 @@ def _refuses(asked: Asked) -> str | None:
 def _refuses_device(device: torch.device) -> str | None:
     major, minor = torch.cuda.get_device_capability(device)
     if major < 9:
-        return f"it was measured on compute capability 9.0 and newer, not on {major}.{minor}"
+        return f"it needs a GPU of compute capability 9.0 or newer, not {major}.{minor}"
     return cudnn.KERNEL.refuses_device(device)
 
 
