@@ -52,7 +52,7 @@ class ReplayFolder:
         if not (path / MANIFEST).is_file():
             # A replay that was killed as it began leaves a calibration and hidden files.
             names = [entry.name for entry in path.iterdir()] if path.is_dir() else []
-            if any(name[0] != "." and name != CALIBRATION for name in names):
+            if not all(name.startswith((".", CALIBRATION)) for name in names):
                 raise ConfigError(
                     f"{path} holds files, and no replay. Give an empty or a new folder."
                 )
