@@ -106,7 +106,7 @@ class Engine:
         self.host: Host = host
         self.config: Config = config
         self.staging: Staging | None = staging
-        self.ranks = ranks or RankStep()
+        self.ranks: RankStep = ranks or RankStep()
         self.holder: Holder = host.group
         self.routing: Routing | None = routing
         self.replay: RouteReplay | None = replay
