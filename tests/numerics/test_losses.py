@@ -185,13 +185,13 @@ def test_a_subclass_keeps_what_it_needs_itself():
 
 def test_losses_of_a_critic_say_what_they_miss():
     batch = make_batch(without=("returns", "weights"))
-    with pytest.raises(RolloutError, match=r"ValueLoss.*needs returns.*rewards and a critic"):
+    with pytest.raises(RolloutError, match=r"ValueLoss.*needs returns.*rewards and values"):
         ValueLoss().check(batch)
     batch = make_batch(without=("old_values", "weights"))
     with pytest.raises(RolloutError, match=r"needs old_values.*policy\.score\(batch\)\.values"):
         ValueLoss().check(batch)
     ValueLoss(clip=math.inf).check(batch)
-    with pytest.raises(RolloutError, match="ValueLoss has no use"):
+    with pytest.raises(RolloutError, match="weights, which ValueLoss"):
         ValueLoss().check(make_batch())
 
 

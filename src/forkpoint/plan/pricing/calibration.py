@@ -187,7 +187,10 @@ class Calibration:
                 name: min(*getattr(self, name).forward, *getattr(self, name).backward)
                 for name in RATES
             },
-            **({} if self.link is None else self.link.rates),
+            **{
+                f"link.{name}": rate
+                for name, rate in (self.link.rates if self.link else {}).items()
+            },
         }
         for name, least in positive.items():
             if least <= 0:
