@@ -72,7 +72,7 @@ class Entry(Protocol):
 
     @property
     def code_dtype(self) -> torch.dtype:
-        """The narrowest dtype that the model's code computes in whatever its weights have: float32
+        """The narrowest dtype that the model's code computes in, for weights of any dtype: float32
         in norms, or a narrower one."""
         ...
 

@@ -30,7 +30,7 @@ class Ending(NamedTuple):
 
 @dataclass(eq=False)
 class RankStep:
-    """Facts that a step needs of its ranks besides its program, and how it ends.
+    """Facts that a step needs of its ranks in addition to its program, and how it ends.
 
     By default it is of this process alone, which exchanges nothing.
     """

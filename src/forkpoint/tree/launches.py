@@ -149,8 +149,8 @@ def windowed_table(
     Each segment's keys are copied together: the at most `window` - 1 nearest tokens above it on its
     path, then its own. A scalar window argument, aligned to the end, then masks exactly.
 
-    chunked: tokens see those of their own chunk alone, the first of which is at a multiple of
-    `window` on the path. Segments are then cut where a chunk begins.
+    chunked: a token sees the tokens of its chunk alone. Chunks begin at multiples of `window` on
+    the path, and segments are cut there.
     """
     visible = VisibleKeys(forest, microbatch, cache_of)
     pieces, keys, total = [], [], 0

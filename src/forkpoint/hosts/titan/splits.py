@@ -95,8 +95,8 @@ def redistributes(module: nn.Module) -> bool:
 
 
 def as_in_blocks(block: Any, hidden: Tensor) -> Tensor:
-    """Hidden states of which each rank has a part of the sequence, as blocks take them: DTensors
-    in torchtitan 0.3."""
+    """Hidden states as blocks take them, where each rank has a part of the sequence: DTensors in
+    torchtitan 0.3."""
     norm = block.attention_norm
     if not redistributes(norm):
         return hidden
@@ -145,7 +145,7 @@ def _redistribution(where: str, module: nn.Module) -> TitanStyle:
     if tensor is not None and _is_in_parts(vars(module)["_sharding_config"].out_dst_shardings):
         raise UnsupportedError(
             f"{where} is under sequence parallelism without expert parallelism, with which "
-            "torchtitan's own gradients of all that lies below these experts are wrong. Set "
+            "torchtitan's own gradients below these experts are wrong. Set "
             "expert_parallel_degree to tensor_parallel_degree, or enable_sequence_parallel to "
             "False."
         )

@@ -42,7 +42,7 @@ class Version:
         return None
 
     def expert_dtype(self, mixture: Any) -> torch.dtype:
-        """The narrowest dtype that experts compute in, whatever their weights have."""
+        """The narrowest dtype that experts compute in, for weights of any dtype."""
         return torch.bfloat16 if mixture.experts.use_grouped_mm else torch.float32
 
     def sizes(self, model: Any) -> Any:
