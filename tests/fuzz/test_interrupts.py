@@ -49,7 +49,7 @@ def test_at_some_moments(name: str) -> None:
     tally, bytecodes = Tally(), Bytecodes(of_control)
     interrupter = Interrupter(name, tally)
     first, last = interrupter.extent(bytecodes)
-    # A kind of exception for each moment, none of which lie alike in two cases.
+    # Each moment has one kind of exception, and no two cases have the same moments.
     for turn, kind in enumerate((*KINDS, *KINDS)):
         at = first + (len(name) + 37 * turn) * (last - first) // 331
         interrupter.at(at, kind, bytecodes)

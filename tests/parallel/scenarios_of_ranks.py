@@ -189,7 +189,7 @@ def own_loss(outputs: Any, batch: Any) -> Tensor:
 
 
 def through_logprobs(policy: forkpoint.Policy, batch: RolloutBatch, loss: Any) -> float:
-    """A loss of log-probs and entropies, in place of `loss`."""
+    """Loss of log-probs and entropies that replaces `loss`."""
     logprobs, entropies = policy.logprobs(batch, entropy=True)
     weights = torch.as_tensor(batch.advantages * batch.loss_mask)
     value = (weights * logprobs).sum() ** 2 - 0.01 * entropies.sum()

@@ -47,7 +47,7 @@ def adapted() -> nn.Module:
 
 
 def reported(policy: forkpoint.Policy, rollouts: list[Rollout], loss: Any) -> dict[str, Any]:
-    """A comparison, which leaves gradients as they are."""
+    """Compare without changing gradients."""
     model = policy.host.model
     for number, parameter in enumerate(model.parameters()):
         if parameter.requires_grad:

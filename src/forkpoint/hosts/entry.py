@@ -182,8 +182,8 @@ class Entry(Protocol):
         ...
 
     def prepare(self, changes: Changes) -> None:
-        """Let forwards give logits, and put back what they count in buffers of the model when the
-        changes are undone."""
+        """Make forwards return logits. Undoing the changes restores the buffers in which the model
+        counts."""
         ...
 
     @property

@@ -19,8 +19,8 @@ _TEMPERED = "_forkpoint_tempered"
 
 
 def place_queries(decoder: nn.Module, changes: Changes) -> None:
-    """Let layers of Llama 4 find chunks and temperatures by places on paths, until the changes are
-    undone. Layers of other families stay as they are."""
+    """Compute chunks and temperatures of Llama 4's layers from places on paths, until the changes
+    are undone. Other families' layers are not changed."""
     for _, module in every_module(decoder):
         kind, layer = plain_class(module), vars(module)
         if (kind.__module__, kind.__name__) != ATTENTION:

@@ -150,8 +150,8 @@ class Totals:
     def bound(self, mode: str = "tree") -> float:
         """Dense over `mode`, in FLOPs where there is a shape, else in tokens.
 
-        That of "tree" is the bound of the rollouts: the most that sharing can speed up what a model
-        computes, whatever limits a plan keeps to.
+        The ratio of "tree" is the bound of the rollouts: the largest speed-up that sharing can give
+        to the model's computation. A plan's limits do not enter it.
         """
         return bound_of(self.work["none"], self.work[mode], self.shape)
 
