@@ -45,13 +45,14 @@ HEADLINES = (
         "qwen3-8b, all trained, momentum, 74.5 GiB: P=1024 R=256 N=16",
     ),
     (
-        "Qwen3-1.7B, AdamW, TRL's GRPO trainer: 4 prompts of 6,000 to 7,700 tokens, 8 completions "
-        "of 256 each",
+        "Qwen3-1.7B, AdamW, gradient checkpointing: 8 completions of 256 tokens to each of 4 "
+        "prompts of 6,000 to 7,700 tokens",
         "trl",
         "qwen3-1.7b, 4 prompts of 6047 to 7722, 8 of 256 each, checkpointed, rag…",
     ),
     (
-        "Qwen3.5-4B, checkpointed, fla: 9 responses of 64 tokens to a prompt of 16,384 tokens",
+        "Qwen3.5-4B, gradient checkpointing, flash-linear-attention: 9 responses of 64 tokens to a "
+        "prompt of 16,384 tokens",
         "hybrid",
         "P16384-R64-G9, the planner's choice, all rollouts",
     ),
@@ -59,31 +60,31 @@ HEADLINES = (
 # By file: the baseline's name, how its metrics and forkpoint's begin, the time and the ratio.
 NAMES = {
     "plain-loop": ("plain loop", "plain ", "forkpoint ", "step", "faster than plain"),
-    "trl": ("TRL's own", "TRL, sdpa: ", "forkpoint: ", "update", "update: faster"),
-    "hybrid": ("forkpoint, dense", "dense ", "shared ", "step", "speed-up"),
+    "trl": ("TRL's GRPO trainer", "TRL, sdpa: ", "forkpoint: ", "update", "update: faster"),
+    "hybrid": ("forkpoint without sharing", "dense ", "shared ", "step", "speed-up"),
 }
 _UPDATE = "qwen3-8b compiled P=8192 N=32 R"
 STEPS = (
     (
-        "Qwen3.5-4B, checkpointed: 9 responses of 64 tokens to a prompt of 16,384",
+        "Qwen3.5-4B, gradient checkpointing: 9 responses of 64 tokens to a prompt of 16,384",
         "hybrid",
         "P16384-R64-G9",
         "",
     ),
     (
-        "Qwen3.5-4B, checkpointed: 9 responses of 1,024 tokens to a prompt of 16,384",
+        "Qwen3.5-4B, gradient checkpointing: 9 responses of 1,024 tokens to a prompt of 16,384",
         "hybrid",
         "P16384-R1024-G9",
         "",
     ),
     (
-        "Qwen3.5-4B, checkpointed: 9 responses of 4,096 tokens to a prompt of 8,192",
+        "Qwen3.5-4B, gradient checkpointing: 9 responses of 4,096 tokens to a prompt of 8,192",
         "hybrid",
         "P8192-R4096-G9",
         "",
     ),
     (
-        "Qwen3.5-4B, checkpointed: 25 trees of 4 dialogues",
+        "Qwen3.5-4B, gradient checkpointing: 25 trees of 4 dialogues",
         "tree",
         "qwen3.5-4b compiled airline.jsonl",
         "",
@@ -129,7 +130,7 @@ _VERL = "qwen3-8b bf16, checkpointed, P=8192 N=32 R~U(131,2048), one GPU"
 TRAINERS = (
     (
         "TRL's GRPO trainer, update of 4 prompts of 6,000 to 7,700 tokens, 8 completions of 256",
-        "the same, sharing none",
+        "forkpoint without sharing",
         "trl-h200",
         HEADLINES[4][2],
         ("forkpoint, sharing none: update", "forkpoint: update", "update: faster"),
@@ -150,7 +151,7 @@ TRAINERS = (
     ),
     (
         "verl, update of the same",
-        "the same, sharing none",
+        "forkpoint without sharing",
         "verl-h200",
         _VERL,
         ("sharing none update", "shared update", "update faster"),
@@ -160,14 +161,14 @@ _RANKS = "qwen3-8b, 2 ranks, compiled, "
 RANKS = (
     (
         "one GPU, the whole model",
-        "dense",
+        "forkpoint without sharing",
         "ranks-h100x2",
         f"{_RANKS}one rank, P8192 R2048 N16 twice",
         ("dense step", "shared step", "speed-up"),
     ),
     (
-        "two GPUs, `fully_shard`, weights gathered once a step",
-        "dense",
+        "two GPUs, `fully_shard`, weights gathered once in each step",
+        "forkpoint without sharing",
         "ranks-h100x2",
         f"{_RANKS}fully_shard, gather step",
         ("dense step", "shared step", "speed-up"),
@@ -238,7 +239,7 @@ def bound(row: Row) -> str:
 
 
 def headlines(*, sources: bool = True) -> str:
-    """Steps beside what users run today: a plain loop, TRL, ordinary training."""
+    """Steps compared with a plain loop, TRL, and forkpoint without sharing."""
     lines = []
     for words, name, case in HEADLINES:
         found = measured(f"{name}-h200")
@@ -246,10 +247,11 @@ def headlines(*, sources: bool = True) -> str:
         seconds = [f"{found[case, f'{side}{step}']['value'] / 1e3:.2f}" for side in (theirs, ours)]
         peaks = [found[case, f"{side}peak"]["value"] / 2**30 for side in (theirs, ours)]
         row = found[case, ratio]
-        peak = f"{peaks[0]:.1f}, {peaks[1]:.1f}"
-        lines.append([words, called, *seconds, times(row), bound(row), peak])
+        gib = [f"{peak:.1f}" for peak in peaks]
+        lines.append([words, called, *seconds, times(row), bound(row), *gib])
         lines[-1] += [source(row)] * sources
-    header = ["set-up", "baseline", "baseline, s", "forkpoint, s", "ratio", "bound", "peaks, GiB"]
+    seconds, gib = ("baseline, s", "forkpoint, s"), ("baseline, GiB", "forkpoint, GiB")
+    header = ["step", "baseline", *seconds, "ratio", "bound", *gib]
     return markdown(header + ["measured on"] * sources, lines)
 
 
@@ -295,13 +297,13 @@ def context() -> str:
     for prompt in (32_768, 65_536):
         case = f"qwen3-8b, 12 layers, 2 ranks, compiled, P{prompt}"
         one, dense = found[f"{case}, one rank", "shared step"], found[case, "dense step"]
-        for way in ("by heads", "leaves dealt out"):
+        for words, way in (("by heads", "by heads"), ("by responses", "leaves dealt out")):
             row = found[f"{case}, {way}", "shared step"]
             sent = found[f"{case}, {way}", "sent by each rank"]["value"] / 2**30
             seconds = [f"{each['value'] / 1e3:.2f}" for each in (dense, one, row)]
             part = f"{row['value'] / one['value']:.2f}"
-            lines.append([f"{prompt:,}", way, *seconds, part, f"{sent:.1f}", source(row)])
-    seconds = ("dense, s", "one GPU, s", "two GPUs, s")
+            lines.append([f"{prompt:,}", words, *seconds, part, f"{sent:.1f}", source(row)])
+    seconds = ("no sharing, s", "one GPU, s", "two GPUs, s")
     header = ("prompt", "split", *seconds, "two over one", "sent by a GPU, GiB", "measured on")
     return markdown(header, lines)
 
@@ -408,110 +410,118 @@ def attention() -> str:
 
 TEXT = """# Benchmarks
 
-`python -m benchmarks results` writes this page from the rows in `benchmarks/results/`. A row has
-its device, versions, commit and command. Models have the named shapes and random weights in
-bfloat16.
+`python -m benchmarks results` writes this page from the rows in `benchmarks/results/`. Each row
+names its device, versions, commit and command. The models have random weights in bfloat16.
 
 !!! note "Method"
 
-    - The *bound* is the counted FLOPs of training without sharing, divided by those of the shared
-      plan ([definition](concepts/bound.md)). The *ratio* is the time of the baseline divided by
-      that of forkpoint. The *share* is the ratio divided by the bound.
-    - A step begins with a plan and ends when the device is idle. Making the plan is not included.
-    - Gradients are compared before anything is timed.
-    - If a figure was measured several times, the last row counts.
-    - Matrix products, attention and the head count the same in the bound, although they run at
-      different rates.
-    - Peaks count weights, gradients and optimizer states.
+    - The *bound* is the counted FLOPs of training without sharing, divided by the counted FLOPs
+      with sharing ([definition](concepts/bound.md)). All FLOPs count equally in it, although
+      attention runs at a lower rate than matrix products.
+    - The *ratio* is the time of the baseline divided by the time of forkpoint. The *share* is the
+      ratio divided by the bound.
+    - The time of a step excludes planning. It ends when the device is idle.
+    - Each benchmark compares gradients before it measures times.
+    - If a figure was measured several times, this page shows the last measurement.
+    - Peak memory includes weights, gradients and optimizer states.
 
 ## Compared with other training
 
-The baseline runs the whole batch. A *plain loop* runs one rollout at a time through the model of
-transformers, eager, with sdpa. Ratios to the loop can exceed the bound, because the loop is slower
-than forkpoint without sharing: it compiles nothing and computes the head on all tokens. TRL's
-trainer runs 8 rows at a time, checkpointed, with sdpa. Its row times the update only, without
-generation and without the limit of 80 GB that the other rows keep. For short rollouts the peak of
-forkpoint is up to 23% above that of the loop, because it packs them.
+The baseline runs the whole batch. A *plain loop* runs one rollout at a time through the
+transformers model, with sdpa and without compilation. It is slower than forkpoint without sharing,
+because it compiles nothing and computes the head on all tokens. Ratios to it can therefore exceed
+the bound. TRL's trainer runs 8 rows at a time with gradient checkpointing and sdpa. The TRL row
+times the update only, without generation. It has no memory limit. The other rows stay below 80 GB.
+The last two columns give peak memory. For rollouts of up to 2,048 tokens, forkpoint can need more
+memory than the loop, because it packs several rollouts into one forward: up to 23% more in full
+training, and 61% more with LoRA (`benchmarks/results/plain-loop-h200.jsonl`).
 
 {headlines}
 
 ## In trainers
 
-The baselines of verl are 4 of the 32 rollouts, scaled by counted FLOPs, on the fastest of five
-settings of its engine. Rows with the baseline "the same, sharing none" compare with forkpoint in
-the same trainer, without sharing.
+verl's engine was measured on 4 of the 32 rollouts, in the fastest of five settings. The time is
+scaled to 32 rollouts by counted FLOPs. *forkpoint without sharing* runs in the same trainer.
 
 {trainers}
 
 ## On two GPUs
 
-12 layers of Qwen3-8B, two prompts of 8,192 tokens with 16 responses of 2,048 each on each rank.
+Data parallelism: 12 layers of Qwen3-8B. Each rank has two prompts of 8,192 tokens, with 16
+responses of 2,048 tokens each.
 
 {ranks}
 
-Context parallelism: 12 layers of Qwen3-8B, one prompt with 8 responses of 2,048 tokens. *Dense* is
-training without sharing on both GPUs, a rollout a microbatch, extrapolated from two samples.
+Context parallelism: 12 layers of Qwen3-8B, one prompt with 8 responses of 2,048 tokens. *By heads*
+splits each sequence over the GPUs by attention heads. *By responses* assigns whole responses to
+GPUs. *No sharing* is training without sharing on both GPUs with one rollout in each microbatch. Its
+time is extrapolated from two rollouts.
 
 {context}
 
-Stages of a pipeline: 24 layers of Qwen3-8B, microbatches of at most 4,096 tokens. The *bubble* is
-the part of the stages' time that the step on one GPU does not explain.
+Pipeline parallelism: 24 layers of Qwen3-8B in two stages, microbatches of at most 4,096 tokens. The
+*bubble* is the share of the GPUs' time that is idle or spent on communication: 1 minus half the
+ratio to one GPU. *With three barriers* is the predicted bubble of the usual order, in which all
+stages finish a phase before any stage begins the next.
 
 {pipeline}
 
 ## Other methods that share prompts
 
-Forward and backward of two prompts of 8,192 tokens with 8 responses of 512 each, Qwen3-1.7B.
-PrefixGrouper uses sdpa, tree packing FlexAttention. No side has optimizer states.
+Forward and backward of Qwen3-1.7B on two prompts of 8,192 tokens, with 8 responses of 512 tokens
+each. PrefixGrouper uses sdpa. Tree packing uses FlexAttention. Optimizer states are not included.
 
 {peers}
 
 ## Images
 
-A prompt of 8,000 visual and 200 other tokens with 8 responses of 300, Qwen3-VL-4B. Both sides are
-compiled. The baseline is two rollouts, scaled. forkpoint runs the encoder once. Rows without
-FlashAttention-4 ran on torch's FlashAttention-2.
+Qwen3-VL-4B on a prompt of 8,000 visual and 200 other tokens, with 8 responses of 300 tokens. The
+baseline is forkpoint without sharing, measured on two rollouts and scaled to 8. forkpoint runs the
+encoder once. Both compile their blocks. Rows without FlashAttention-4 use torch's FlashAttention-2.
 
 {images}
 
 ## The default plan
 
-Forward and backward of Qwen3-1.7B by the default plan, over forkpoint's dense training. Groups of
-airline.jsonl and rag.jsonl were drawn by a fixed seed; gsm8k-8 is 32 prompts of 200 tokens with 8
-responses of 300, long is one prompt of 8,192 with 32 responses of 2,048. Plans take turns. The time
-over that of the best plan is 1.00 where no other plan is faster.
+Forward and backward of Qwen3-1.7B with the default plan. The baseline is forkpoint without sharing.
+A fixed seed selected groups of airline.jsonl (agent conversations) and rag.jsonl (retrieved text).
+*gsm8k-8* has 32 prompts of 200 tokens with 8 responses of 300 tokens each. *long* has one prompt of
+8,192 tokens with 32 responses of 2,048 tokens. The column *over the best plan* compares the time of
+the default plan with that of the fastest plan. It is 1.00 if the default plan is the fastest.
 
 {defaults}
 
 ## Compared with forkpoint without sharing
 
-Forward and backward of one group or of trees. Both sides are compiled and use the same kernels. The
-baseline has the microbatch size that is fastest for it. It is a sample of two to eight rollouts,
-scaled by counted FLOPs, except for groups of four and trees. Trees are timed three times in turn
-with the baseline, and the median counts. Rows of groups of Qwen3.5-4B are the fastest of three
-plans. The others are the planner's choice with a calibration.
+Forward and backward of one group or of several trees. Both sides compile their blocks and use the
+same kernels. The baseline uses its fastest microbatch size. For groups of more than four responses,
+it is measured on two to eight rollouts and scaled by counted FLOPs. For trees, the ratio is the
+median of three measurements. Rows of groups of Qwen3.5-4B use the fastest of three plans. The other
+rows use the plan that the planner chose with a calibration.
 
 {steps}
 
 ## Mixtures of experts
 
-16 layers of Qwen3-30B-A3B, compiled. The baseline runs microbatches of up to 65,536 tokens without
-sharing.
+16 layers of Qwen3-30B-A3B, compiled. The baseline is forkpoint without sharing, with microbatches
+of up to 65,536 tokens.
 
 {mixtures}
 
 ## Attention
 
-Shared-prefix attention with FlashAttention-4 in bfloat16: 32 query and 8 key-value heads of 128, N
-responses of 2,048 tokens to a prompt of P. Rates count visible pairs. The baseline is two responses
-with the fastest kernel, scaled to N and timed after the shared case, so ratios are good to a few
-percent.
+Shared-prefix attention with FlashAttention-4 in bfloat16, for N responses of 2,048 tokens to a
+prompt of P tokens. There are 32 query heads and 8 key-value heads of dimension 128. Rates count the
+pairs of queries and keys that the mask allows. The baseline is attention without sharing with the
+fastest kernel, measured on two responses and scaled to N. It was timed after forkpoint, not in
+turn, so the ratios are accurate to a few percent.
 
 {attention}
 
 ## Counted bounds
 
-Groups of N responses of 1,024 tokens to one prompt, in the shapes of Qwen3-8B.
+The table lists the bound for groups of N responses of 1,024 tokens to one prompt, for Qwen3-8B. The
+first column is the ratio of prompt length to response length.
 
 {bounds}
 """
