@@ -1,12 +1,13 @@
-"""Steps of one group whose prompt has images, beside a plain loop and forkpoint without sharing.
+"""Steps of one group whose prompt has images, beside a plain loop, TRL and dense forkpoint.
 
-Both baselines run one rollout at a time, and so the encoder once for every rollout. Random tokens,
-pixels and weights.
+All three baselines run the encoder once for every rollout. Random tokens, pixels and weights.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -17,8 +18,9 @@ from benchmarks.rows import ResultRow
 from benchmarks.runner import Deadline
 from benchmarks.shapes import SCALE_TINY, checkpoint, make_vision_model
 from benchmarks.steps.cells import cell_row
-from benchmarks.steps.options import Steps, device_for
+from benchmarks.steps.options import Steps, check_at_least_one, check_groups, device_for
 from benchmarks.steps.plain_loop import distance, measured, plain_step
+from benchmarks.steps.trl_task import Task, stock_gradients, stock_update
 from forkpoint import Config, Media, Rollout, RolloutBatch, wrap
 from forkpoint.apps.cli.options import Count, Flag
 from forkpoint.losses import GRPO
@@ -42,12 +44,16 @@ SAMPLE = 2
 class Images(Steps):
     """Time steps of one prompt of images with several responses, the encoder trained and frozen.
 
+    The sides are a plain loop over rollouts, forkpoint with sharing and without, and TRL's
+    GRPOTrainer where trl is installed.
+
     Attributes:
         shape: Whose sizes the model has.
         visual: Tokens of the prompt that stand for images, 1,000 each.
         text: Tokens of the prompt that are text.
         responses: How many responses.
         response: Tokens of each.
+        rows: TRL's per_device_train_batch_size: how many rollouts TRL runs at once.
         encoder: Whether the encoder is trained.
         checkpointed: Let blocks keep only their inputs, on every side alike.
         repeats: Steps of each side that are timed, after two that are not.
@@ -60,9 +66,15 @@ class Images(Steps):
     text: Count = 200
     responses: Count = 8
     response: Count = 300
+    rows: Count = 1
     encoder: tuple[Encoder, ...] = ("trained", "frozen")
     checkpointed: Flag = False
     repeats: Count = 3
+
+    def check(self) -> None:
+        super().check()
+        check_at_least_one("rows", self.rows)
+        check_groups(1, self.responses, self.rows, "responses")
 
     def measure(self, deadline: Deadline) -> Iterator[ResultRow]:
         device = device_for(self.NAME, tiny=self.tiny)
@@ -95,24 +107,38 @@ class Images(Steps):
             "forkpoint": (partial(policy.forward_backward, loss=GRPO()), batch),
         }
         seconds: dict[str, float] = {}
+
+        def figures(
+            name: str, found: tuple[float, int] | None, rollouts: int, note: str | None = None
+        ) -> Iterator[ResultRow]:
+            if found is None:
+                yield row(f"{name} out of memory", 1.0, "1", note=note)
+                return
+            scale = len(batch) / rollouts
+            if scale != 1:
+                note = f"{rollouts} rollouts, scaled by {scale:g}"
+            seconds[name] = found[0] * scale
+            yield row(f"{name} step", seconds[name] * 1e3, "ms", note=note)
+            yield row(f"{name} peak", found[1], "bytes")
+
         for name, (step, rollouts) in sides.items():
             found = measured(step, trained, rollouts, self.repeats)
             for parameter in trained:
                 parameter.grad = None
-            if found is None:
-                yield row(f"{name} out of memory", 1.0, "1")
-                continue
-            scale = len(batch) / len(rollouts)
-            seconds[name] = found[0] * scale
-            note = None if scale == 1 else f"{len(rollouts)} rollouts, scaled by {scale:g}"
-            yield row(f"{name} step", seconds[name] * 1e3, "ms", note=note)
-            yield row(f"{name} peak", found[1], "bytes")
+            yield from figures(name, found, len(rollouts))
+        if find_spec("trl") is None:
+            yield row("TRL left out, not installed", 1.0, "1")
+        else:
+            options = self._stock(batch)
+            found = stock_update(model, _task(batch), repeats=self.repeats, **options)
+            note = f"per_device_train_batch_size={options['rows']}, sdpa"
+            yield from figures("TRL", found, len(batch), note)
         plan = policy.plan(batch, GRPO())
         bounds = encoder_bounds(plan, batch)
         yield row("bound, encoder once", bounds["once"], "x")
         yield row("bound, encoder as in the plan", bounds["plan"], "x")
         yield row("bound, encoder for every rollout", bounds["every"], "x")
-        for name in ("plain loop", "without sharing"):
+        for name in ("plain loop", "without sharing", "TRL"):
             if name not in seconds or "forkpoint" not in seconds:
                 continue
             ratio = seconds[name] / seconds["forkpoint"]
@@ -149,11 +175,23 @@ class Images(Steps):
                     p.grad.detach().float().cpu() for p in model.parameters() if p.grad is not None
                 ]
         truth = found["plain", torch.float32]
+        if find_spec("trl") is not None:
+            model = self._model(device, torch.float32, 2)
+            batch = self._batch(model, small=True)
+            gradients = stock_gradients(model, _task(batch), **self._stock(batch))
+            found["TRL", torch.float32] = [grad.cpu() for grad in gradients.values()]
         error = {key: distance(one, truth, device) for key, one in found.items()}
         yield row("error, float32", error["ours", torch.float32], "1", bar=FLOAT32_BAR)
+        if ("TRL", torch.float32) in error:
+            theirs = error["TRL", torch.float32]
+            yield row("error of TRL, float32", theirs, "1", bar=FLOAT32_BAR)
         if cuda:
             ratio = error["ours", torch.bfloat16] / error["plain", torch.bfloat16]
             yield row("error over the plain loop's, bfloat16", ratio, "1", bar=BFLOAT16_BAR)
+
+    def _stock(self, batch: RolloutBatch) -> dict[str, Any]:
+        """Options of TRL's trainer; small batches have fewer rollouts than `rows` may divide."""
+        return {"rows": math.gcd(self.rows, len(batch)), "checkpointed": self.checkpointed}
 
     def _model(self, device: torch.device, dtype: torch.dtype, layers: int | None) -> Any:
         dtype = dtype if device.type == "cuda" else torch.float32
@@ -252,6 +290,21 @@ def _inputs(device: torch.device, rollout: Rollout) -> dict[str, Any]:
     kept = int(rollout.loss_mask.sum()) + 1
     inputs = {name: torch.cat(each) for name, each in parts.items()}
     return {**inputs, "mm_token_type_ids": types, "logits_to_keep": kept}
+
+
+def _task(batch: RolloutBatch) -> Task:
+    """The group for TRL's trainer, with the inputs of its loss that TRL's processor would make."""
+    prompts, completions = [], []
+    for rollout in batch:
+        begin = int(rollout.loss_mask.nonzero()[0][0])
+        prompts.append(rollout.token_ids[:begin].tolist())
+        completions.append(rollout.token_ids[begin:].tolist())
+    inputs = [_inputs(torch.device("cpu"), rollout) for rollout in batch]
+    names = ("pixel_values", "image_grid_thw", "mm_token_type_ids")
+    more: dict[str, Any] = {name: torch.cat([one[name] for one in inputs]) for name in names}
+    more["num_images"] = [len(rollout.media) for rollout in batch]
+    more["advantages"] = torch.tensor([rollout.advantage for rollout in batch])
+    return Task(prompts[:1], [completions], more)
 
 
 def _one_by_one(policy: Policy, batch: RolloutBatch) -> None:

@@ -1,7 +1,6 @@
 """Updates of the same groups by other methods, as their users run them, beside a default policy."""
 
 import gc
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,7 @@ from benchmarks.steps.cells import cell_row
 from benchmarks.steps.options import Layers, check_at_least_one, check_groups, device_for
 from benchmarks.steps.packed import grouper_step, tree_step
 from benchmarks.steps.plain_loop import measured, plain_step
-from benchmarks.steps.trl_task import Task, make_task, make_trainer, reward
+from benchmarks.steps.trl_task import Task, make_task, reward, stock_gradients, stock_update
 from forkpoint.apps.cli.options import Count, Flag
 from forkpoint.config import Config
 from forkpoint.errors import ConfigError
@@ -39,7 +38,7 @@ SIDES = {
     "forkpoint": OURS,
     "trl": TRL,
 }
-"""Names of options and of rows, in the order in which they run: TRL's trainer changes the model."""
+"""Names of options and of rows, in the order in which they run."""
 PACKAGES = {"prefix-grouper": "prefix_grouper", "trl": "trl"}
 FLOAT64_BAR = 1e-6
 """Models of transformers compute norms and rotary angles in float32, also in float64 models. So
@@ -186,7 +185,9 @@ class Peers(Benchmark):
     ) -> tuple[float, int] | None:
         """Seconds and peak bytes of an update; None where memory runs out."""
         if side == "trl":
-            return self._timed_trl(model, task)
+            return stock_update(
+                model, task, rows=self.rows, checkpointed=self.checkpointed, repeats=self.repeats
+            )
         trained = list(model.parameters())
         with side_step(side, model, device) as step:
             result = measured(step, trained, batch, self.repeats)
@@ -196,33 +197,6 @@ class Peers(Benchmark):
         if device.type == "cuda":
             torch.cuda.empty_cache()
         return result
-
-    def _timed_trl(self, model: Any, task: Task) -> tuple[float, int] | None:
-        with tempfile.TemporaryDirectory() as folder:
-            trainer = self._trainer(model, task, folder, self.rows, 2 + self.repeats)[0]
-            try:
-                trainer.train()
-            except torch.OutOfMemoryError:
-                return None
-        spent = trainer.spent
-        return float(np.median(spent.update[2:])) / 1e3, spent.peak_bytes or 0
-
-    def _trainer(
-        self, model: Any, task: Task, folder: str, rows: int, steps: int
-    ) -> tuple[Any, Any]:
-        """TRL's trainer, whose optimizer has no states, as on the other sides."""
-        return make_trainer(
-            model,
-            task,
-            folder,
-            forkpoint=None,
-            per_device_train_batch_size=rows,
-            gradient_checkpointing=self.checkpointed,
-            max_steps=steps,
-            max_grad_norm=0.0,
-            optim="sgd",
-            bf16=next(model.parameters()).dtype is torch.bfloat16,
-        )
 
     def _checked(self, device: torch.device) -> Iterator[ResultRow]:
         """Gradients of every side on two layers, beside a plain loop's in float64."""
@@ -257,11 +231,7 @@ class Peers(Benchmark):
         self, side: str, model: Any, device: torch.device, batch: RolloutBatch, task: Task
     ) -> Gradients:
         if side == "trl":
-            with tempfile.TemporaryDirectory() as folder:
-                trainer, watch = self._trainer(model, task, folder, self.rows, 1)
-                watch.gradients = {}
-                trainer.train()
-            return watch.gradients
+            return stock_gradients(model, task, rows=self.rows, checkpointed=self.checkpointed)
         with side_step(side, model, device) as step:
             step(batch)
         return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}

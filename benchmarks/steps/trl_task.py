@@ -3,6 +3,9 @@
 TRL is imported when a trainer is made, so that the benchmarks' help needs none.
 """
 
+import copy
+import gc
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +13,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -17,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
 
+from benchmarks.steps.plain_loop import WARM_STEPS
 from forkpoint.config import Config
 from forkpoint.errors import ConfigError
 from forkpoint.rollouts.traces import load_rollouts
@@ -43,10 +48,13 @@ class Task:
 
     prompts: token ids of each prompt.
     completions: for each prompt those of its completions.
+    more: inputs of the loss for all completions in their order, such as images. They replace those
+        that TRL makes, such as advantages.
     """
 
     prompts: list[list[int]]
     completions: list[list[list[int]]]
+    more: dict[str, Any] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
@@ -143,6 +151,7 @@ class Clocked(Base):
     """Times the parts of steps; it is put before a trainer of TRL, stock or ours."""
 
     spent: Spent
+    task: Task
     _began: float | None = None
 
     @contextmanager
@@ -180,9 +189,13 @@ class Clocked(Base):
         # For the passes before losses alone: of a loss forkpoint wants TRL's own methods.
         setattr(self, name, timed)
         try:
-            return super()._generate_and_score_completions(*args, **kwargs)
+            found = super()._generate_and_score_completions(*args, **kwargs)
         finally:
             delattr(self, name)
+        device = self.accelerator.device
+        for more, value in self.task.more.items():
+            found[more] = value.to(device) if isinstance(value, Tensor) else value
+        return found
 
 
 class Watch(TrainerCallback):
@@ -280,8 +293,69 @@ def make_trainer(
         rollout_func=task.given,
         **own,
     )
-    trainer.spent = Spent()
+    trainer.spent, trainer.task = Spent(), task
     watch = Watch(trainer.spent, least, watch_seconds)
     trainer.add_callback(watch)
     trainer.remove_callback(import_module("transformers").PrinterCallback)
     return trainer, watch
+
+
+def stock_update(
+    model: PreTrainedModel,
+    task: Task,
+    *,
+    rows: int,
+    checkpointed: bool,
+    repeats: int,
+) -> tuple[float, int] | None:
+    """Seconds (median) and peak bytes of an update by TRL's trainer; None where memory runs out.
+
+    rows: completions that run at once.
+    repeats: updates that are timed, after two that are not.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        trainer, _ = _stock_trainer(model, task, folder, rows, checkpointed, WARM_STEPS + repeats)
+        try:
+            trainer.train()
+        except torch.OutOfMemoryError:
+            spent = None
+        else:
+            spent = trainer.spent
+    del trainer
+    for parameter in model.parameters():
+        parameter.grad = None
+    gc.collect()  # a trainer and its callbacks refer to each other
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    if spent is None:
+        return None
+    return median(spent.update[WARM_STEPS:]) / 1e3, spent.peak_bytes or 0
+
+
+def stock_gradients(
+    model: PreTrainedModel, task: Task, *, rows: int, checkpointed: bool
+) -> dict[str, Tensor]:
+    """Gradients of TRL's first update, in float32, by the names of parameters."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer, watch = _stock_trainer(model, task, folder, rows, checkpointed, 1)
+        watch.gradients = {}
+        trainer.train()
+    return watch.gradients
+
+
+def _stock_trainer(
+    model: PreTrainedModel, task: Task, folder: str, rows: int, checkpointed: bool, steps: int
+) -> tuple[Any, Watch]:
+    """TRL's trainer, whose optimizer has no states. It trains the model's parameters."""
+    return make_trainer(
+        copy.copy(model),  # TRL and accelerate set `forward` of the object that they train
+        task,
+        folder,
+        forkpoint=None,
+        per_device_train_batch_size=rows,
+        gradient_checkpointing=checkpointed,
+        max_steps=steps,
+        max_grad_norm=0.0,
+        optim="sgd",
+        bf16=model.dtype is torch.bfloat16,
+    )

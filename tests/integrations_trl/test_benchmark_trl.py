@@ -55,3 +55,18 @@ def test_trl_beside_its_peers(tmp_path: Path) -> None:
     for name in ("PrefixGrouper", "forkpoint", "TRL"):
         assert rows[f"{name}: apart from the plain loop in float64"]["value"] < 1e-6
         assert rows[f"{name}: update"]["value"] > 0
+
+
+def test_trl_with_images(tmp_path: Path) -> None:
+    output = tmp_path / "rows.jsonl"
+    size = ["--visual", "2000", "--text", "640", "--repeats", "1", "--blocks", "eager"]
+    assert main(["images", "--tiny", *size, "--rows", "2", "--json", "--output", str(output)]) == 0
+    found = [json.loads(line) for line in output.read_text().splitlines()]
+    rows = {(r["case"].split(",")[1].strip(), r["metric"]): r for r in found}
+    assert rows["2 layers", "error of TRL, float32"]["value"] < 2e-6
+    for case in ("encoder trained", "encoder frozen"):
+        step = {name: rows[case, f"{name} step"] for name in ("TRL", "forkpoint")}
+        assert step["TRL"]["note"] == "per_device_train_batch_size=2, sdpa"
+        faster = rows[case, "faster than TRL"]
+        ratio = step["TRL"]["value"] / step["forkpoint"]["value"]
+        assert faster["value"] == pytest.approx(ratio) and faster["bound"] > 1
