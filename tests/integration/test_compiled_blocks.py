@@ -55,6 +55,7 @@ def test_a_block_is_one_graph_and_exact(
         torch.testing.assert_close(found[parameter_name], gradient, rtol=1e-12, atol=1e-13)
     if family != "gpt_oss":  # whose experts loop over tensors
         assert not counters["graph_break"]
+    assert counters["aot_autograd"]["total"] == counters["aot_autograd"]["ok"], "traced once"
     assert not compiled_attention._calls, "a step forgets its calls"
     assert "failed" not in caplog.text, "no block falls back"
 

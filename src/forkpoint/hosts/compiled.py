@@ -107,17 +107,19 @@ class CompiledBlocks:
 
 
 def _dynamo_options(blocks: Sequence[nn.Module]) -> dict[str, Any]:
-    """Options of Dynamo that halve a block's graphs, and the host's work between them.
+    """Options of Dynamo: one tracing of a block, half the graphs, and less host work between them.
 
-    Attention is called from a module within the block; without this the graph ends there twice,
-    where that module calls it and where the block calls the module. Before torch 2.13 code that is
-    generated for a module with hooks, such as those by which transformers records routers' logits,
-    lacks globals.
+    A module's floats, such as the epsilon of a norm, are constants. As inputs of the graph they end
+    its first tracing, and the block is traced again. Attention is called from a module within the
+    block; without nested graph breaks the graph ends there twice, where that module calls it and
+    where the block calls the module. Before torch 2.13 code that is generated for a module with
+    hooks, such as those by which transformers records routers' logits, lacks globals.
     """
+    options: dict[str, Any] = {"specialize_float": True}
     name = "nested_graph_breaks"
-    if not hasattr(torch._dynamo.config, name) or (LACKS_GLOBALS and _has_hooks(blocks)):
-        return {}
-    return {name: True}
+    if hasattr(torch._dynamo.config, name) and not (LACKS_GLOBALS and _has_hooks(blocks)):
+        options[name] = True
+    return options
 
 
 def _has_hooks(blocks: Sequence[nn.Module]) -> bool:
