@@ -186,6 +186,12 @@ def test_what_it_writes_and_says(run: Callable[..., Any], tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+def test_the_same_seed_gives_the_same_run(run: Callable[..., Any]) -> None:
+    rewards = [run("--steps", 3, "--seed", s, "--json").result["rewards"] for s in (1, 1, 2)]
+    assert rewards[0] == rewards[1] != rewards[2]
+
+
+@pytest.mark.slow
 def test_reward_rises(shell: Shell, tmp_path: Path) -> None:
     done = shell(
         *("demo", "--prompt-tokens", 64, "--response-tokens", 8, "--steps", 40),

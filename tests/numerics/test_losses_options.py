@@ -25,6 +25,7 @@ from forkpoint.losses import (
     GSPO,
     PPO,
     SAPO,
+    Denominators,
     Distillation,
     DrGRPO,
     LogLikelihood,
@@ -348,6 +349,12 @@ def test_what_options_take(
     for value in refused:
         with pytest.raises(ConfigError, match=rf"^{name} is {re.escape(repr(value))}"):
             kind(**{name: value}, **required)
+
+
+@pytest.mark.parametrize("name", ["tokens", "rollouts", "groups"])
+def test_what_denominators_take(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^denominators\.{name} is -1"):
+        Denominators(**{"tokens": 1, "rollouts": 1, "groups": 1, name: -1})
 
 
 @pytest.mark.parametrize("variant", ["hinge", "ipo"])

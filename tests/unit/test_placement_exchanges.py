@@ -10,7 +10,7 @@ from forkpoint.parallel.placement.exchanges import ExchangePrices, Prompts, spli
 from forkpoint.parallel.placement.items import Priced
 from forkpoint.parallel.placement.lockstep import exchange_plans, predict_step
 from forkpoint.parallel.placement.paths import Paths, Rates
-from forkpoint.parallel.placement.place import place_paths
+from forkpoint.parallel.placement.place import lists_of, place, place_paths
 from forkpoint.plan import MODELS, ModelShape, make_plan
 from forkpoint.tree.forest import IntArray
 from made_calibrations import LINK, SHAPE, made_up
@@ -56,6 +56,8 @@ def test_exchanging_is_placed_for_where_it_is_faster(count: int, ranks: int) -> 
     # Where the step does not exchange after all, little is lost.
     assert fallback < 1.25 * replicated
     assert sorted(np.unique(rank)) == list(range(ranks))
+    assert place(batch, ranks=ranks, model=QWEN) == lists_of(rank, ranks)
+    assert place(batch, ranks=ranks, model=QWEN, split="replicate") == lists_of(alone, ranks)
     # What is predicted for placing is about what is predicted of plans.
     priced = Priced.of(paths, forest, RATES)
     assert PRICES is not None
