@@ -13,6 +13,7 @@ from forkpoint.hosts.transformers import linear_attention
 from forkpoint.ops import delta_rule, selective_scan
 from forkpoint.ops.recurrence import levels
 from forkpoint.testing import tiny_model
+from versions import checkpoint_blocks
 
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid")
 DELTA = {
@@ -57,9 +58,7 @@ def tiny_hybrid(
         # The default's grouped matrix product has no float64.
         model.set_experts_implementation("eager")
     if checkpointed:
-        names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-        enable = next(getattr(model, name) for name in names if hasattr(model, name))
-        enable({"use_reentrant": False})
+        checkpoint_blocks(model, use_reentrant=False)
     return model.train()
 
 

@@ -1,5 +1,7 @@
 """Versions of transformers that lack something which tests need."""
 
+from typing import Any
+
 import pytest
 import transformers
 
@@ -12,6 +14,13 @@ needs_splits = pytest.mark.skipif(
 # Only versions that are known to leave router logits out: another that does so fails.
 OLDER = transformers.__version__.startswith(("5.10.", "5.17."))
 NOT_RECORDED = ("deepseek_v3", "glm4_moe", "granitemoe", "granitemoehybrid")
+
+
+def checkpoint_blocks(model: Any, **options: Any) -> None:
+    """Enable gradient checkpointing: transformers is renaming the method, and the old name warns
+    where there is the new one."""
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    next(getattr(model, name) for name in names if hasattr(model, name))(options or None)
 
 
 def skip_without_router_logits(family: str) -> None:

@@ -26,6 +26,7 @@ from forkpoint.losses import LossOutputs
 from forkpoint.losses.views import LossViews, batch_denominators
 from forkpoint.plan.runs import labels_run
 from forkpoint.testing import lifted_upcasts
+from versions import checkpoint_blocks
 
 BAR = 1e-10
 """Of the norm of the whole gradient, for each parameter's; for log-probs and losses absolute, and
@@ -128,10 +129,7 @@ def _compare(case: Case, gradient_bar: float) -> Outcome:
     with lifted_upcasts(model):
         batch, dense = _dense(model, case)
         if case.checkpointed:
-            # transformers is renaming it, and the old name warns where there is the new one.
-            names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-            enable = next(getattr(model, name) for name in names if hasattr(model, name))
-            enable({"use_reentrant": False})
+            checkpoint_blocks(model, use_reentrant=False)
         model.train(case.training)
         norm = _norm(dense.gradients.values())
         before = _gradients_before(model, case, norm)

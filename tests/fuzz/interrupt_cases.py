@@ -32,6 +32,7 @@ from forkpoint.step import run as step_run
 from forkpoint.testing import ReadOnlyHook, tiny_model
 from hybrids import tiny_hybrid
 from integration.steps import model_state
+from versions import checkpoint_blocks
 
 ACROSS = Config(sharing="tree", boundary="across", max_microbatch_tokens=8)
 FORWARD_BACKWARD: CodeType = Policy.forward_backward.__code__
@@ -379,10 +380,7 @@ def _deeper() -> nn.Module:
 
 def _checkpointed() -> nn.Module:
     model = _deeper()
-    # By any name that the installed transformers has for it.
-    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-    enable = next(getattr(model, name) for name in names if hasattr(model, name))
-    enable({"use_reentrant": False})
+    checkpoint_blocks(model, use_reentrant=False)
     return model
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from forkpoint import Config, losses
 from forkpoint.testing import ReadOnlyHook
+from versions import checkpoint_blocks
 
 BATCH = forked_batch()
 LOSS = losses.GRPO(kl=0.1)
@@ -39,10 +40,7 @@ def lora(model: nn.Module, **options: Any) -> PeftModel:
 
 
 def checkpointing(model: nn.Module, **options: Any) -> None:
-    """By whatever name the installed transformers has for it."""
-    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-    enable = next(getattr(model, name) for name in names if hasattr(model, name))
-    enable(options or None)
+    checkpoint_blocks(model, **options)
     model.train()
 
 

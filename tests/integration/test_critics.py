@@ -30,6 +30,7 @@ from forkpoint.losses.base import as_loss
 from forkpoint.testing import ReadOnlyHook, dense_run, lifted_upcasts, tiny_model
 from forkpoint.verify.dense import DenseRun
 from lanes import slow_besides_every
+from versions import checkpoint_blocks
 
 BAR = 1e-10
 CONFIGS = (
@@ -177,8 +178,7 @@ def estimated(model: nn.Module) -> RolloutBatch:
 
 
 def checkpointed(model: nn.Module) -> nn.Module:
-    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-    next(getattr(model, n) for n in names if hasattr(model, n))({"use_reentrant": False})
+    checkpoint_blocks(model, use_reentrant=False)
     return model
 
 

@@ -36,6 +36,7 @@ from forkpoint.hosts.compiled import CompiledBlocks
 from forkpoint.losses.base import LossBatch, LossOutputs
 from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
 from lanes import slow_besides_every
+from versions import checkpoint_blocks
 
 pytestmark = pytest.mark.usefixtures("without_sample", "without_lists")
 
@@ -300,9 +301,7 @@ def test_error_while_activations_are_recomputed(
     monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
 ) -> None:
     model = tiny_model("llama").train()
-    enable = getattr(model, "activation_checkpointing_enable", None)
-    enable = enable or model.gradient_checkpointing_enable
-    enable()
+    checkpoint_blocks(model)
     injector = Injector(model, monkeypatch)
     with lifted_upcasts(model):
         dense = dense_run(model, BATCH, losses.GRPO(kl=0.1)).gradients

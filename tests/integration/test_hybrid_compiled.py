@@ -14,6 +14,7 @@ from forkpoint.hosts.transformers.linear_attention import RECURRENT_FORWARDS
 from forkpoint.losses import GRPO
 from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
 from hybrids import HYBRIDS, tiny_hybrid
+from versions import checkpoint_blocks
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler"),
@@ -29,9 +30,7 @@ def graphs() -> int:
 
 
 def checkpointed(model: PreTrainedModel) -> None:
-    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-    enable = next(getattr(model, name) for name in names if hasattr(model, name))
-    enable({"use_reentrant": False})
+    checkpoint_blocks(model, use_reentrant=False)
 
 
 def compiled_graphs(model: PreTrainedModel, configs: list[Config]) -> list[int]:

@@ -20,6 +20,7 @@ from forkpoint.rollouts.batch import Rollout, RolloutBatch
 from hybrids import HYBRIDS, tiny_hybrid
 from lanes import slow_besides_every
 from tests.unit.test_program import any_order
+from versions import checkpoint_blocks
 
 ACROSS = Config(sharing="tree", boundary="across", max_microbatch_tokens=8, self_check=False)
 CONFIGS = {
@@ -160,8 +161,7 @@ def test_a_plan_from_before_gradient_checkpointing_is_refused() -> None:
     batch, policy = forked_batch(), wrap(here, CONFIGS["recompute"])
     plan = policy.plan(batch)
     here.train()
-    enable = getattr(here, "activation_checkpointing_enable", None)
-    (enable or here.gradient_checkpointing_enable)({"use_reentrant": False})
+    checkpoint_blocks(here, use_reentrant=False)
     with pytest.raises(PlanError, match="leaves the last block of the model early"):
         policy.forward_backward(batch, losses.GRPO(), plan=plan)
     policy.forward_backward(batch, losses.GRPO(), plan=policy.plan(batch))

@@ -23,6 +23,7 @@ from forkpoint.losses.views import LossViews, batch_denominators
 from forkpoint.plan import make_plan
 from forkpoint.testing import lifted_upcasts, tiny_model
 from lanes import slow_besides
+from versions import checkpoint_blocks
 
 BAR = 1e-10
 LAYERS, EXPERTS, CHOSEN = 2, 8, 2
@@ -159,9 +160,7 @@ def test_models_that_checkpoint_and_losses_that_couple() -> None:
     model = routed_model("qwen3_moe")
     with lifted_upcasts(model):  # before it is checkpointed: its recomputation would route itself
         wanted = ordinary(model, BATCH, GSPO())
-    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-    enable: Any = next(getattr(model, name) for name in names if hasattr(model, name))
-    enable({"use_reentrant": False})
+    checkpoint_blocks(model, use_reentrant=False)
     assert not faults(wrap(model, ACROSS), model, loss=GSPO(), wanted=wanted)
 
 

@@ -29,7 +29,7 @@ from forkpoint.losses import DPO, GRPO, GSPO, RouterLoss
 from forkpoint.losses.base import Loss
 from forkpoint.testing import ReadOnlyHook, lifted_upcasts
 from lanes import slow_besides
-from versions import NOT_RECORDED, OLDER
+from versions import NOT_RECORDED, OLDER, checkpoint_blocks
 
 BAR = 1e-10
 LOAD_BALANCING, Z = 0.7, 0.05
@@ -149,9 +149,7 @@ def frozen_routers(model: PreTrainedModel) -> None:
 
 
 def checkpointed(model: PreTrainedModel) -> None:
-    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-    enable = next(getattr(model, name) for name in names if hasattr(model, name))
-    enable({"use_reentrant": False})
+    checkpoint_blocks(model, use_reentrant=False)
 
 
 def nothing(model: PreTrainedModel) -> None:
@@ -295,16 +293,6 @@ def test_prefix_tokens_that_count_once_are_noticed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Routing, "_counts_of_parts", once)
     faults = step_faults(policy, tiny(), wanted, router)
     assert {fault.split(" off")[0] for fault in faults} == {"router loss", "gradient"}
-
-
-def test_recomputation_that_counts_twice_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = ordinary(tiny())
-    policy, router = wrap(tiny(), MODES["recompute"]), RouterLoss(LOAD_BALANCING, Z)
-    events = policy.plan(BATCH, GRPO(), router=router).events()
-    assert any(event.startswith("recompute") for event in events)
-    monkeypatch.setattr(Routing, "_is_new", lambda *_: True)
-    faults = step_faults(policy, tiny(), wanted, router)
-    assert any("counts" in fault for fault in faults)
 
 
 # Plans --------------------------------------------------------------------------------------------

@@ -12,13 +12,7 @@ from forkpoint.losses import GRPO
 from forkpoint.step import self_check as checks
 from forkpoint.step.weight_changes import OptimizerSteps
 from forkpoint.testing import tiny_model
-
-
-def checkpoint(model: Any, options: dict[str, bool]) -> None:
-    """By the name that this transformers has for it."""
-    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-    enable = next(getattr(model, name) for name in names if hasattr(model, name))
-    enable(options)
+from versions import checkpoint_blocks
 
 
 @pytest.fixture
@@ -54,10 +48,10 @@ def test_checkpointing_that_is_enabled_again_and_again(counted: list[None]) -> N
     model = tiny_model("llama")
     policy = wrap(model, Config())
     for _ in range(4):
-        checkpoint(model, {"use_reentrant": False})
+        checkpoint_blocks(model, use_reentrant=False)
         policy.forward_backward(forked_batch(), GRPO())
     assert len(counted) == 1
-    checkpoint(model, {"use_reentrant": False, "preserve_rng_state": False})
+    checkpoint_blocks(model, use_reentrant=False, preserve_rng_state=False)
     policy.forward_backward(forked_batch(), GRPO())
     assert len(counted) == 2
 

@@ -24,6 +24,7 @@ from forkpoint.testing import (
     lifted_upcasts,
     tiny_model,
 )
+from versions import checkpoint_blocks
 
 BAR = 1e-10
 """Of the norm of the whole gradient, for each parameter's; absolute for log-probs and losses."""
@@ -50,10 +51,7 @@ class Variant:
             force_windows_and_sinks(model, window=self.window, sinks=self.sinks)
             model.set_attn_implementation(PLAIN_ATTENTION)
         if self.checkpointed:
-            # transformers is renaming it, and the old name warns where there is the new one.
-            names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-            enable = next(getattr(model, name) for name in names if hasattr(model, name))
-            enable({"use_reentrant": False})
+            checkpoint_blocks(model, use_reentrant=False)
         return model.train()
 
 

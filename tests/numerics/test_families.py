@@ -25,6 +25,7 @@ from forkpoint.losses import GRPO, LogLikelihood, Loss, ValueLoss
 from forkpoint.ops.attention.table import AttentionTable
 from forkpoint.testing import PLAIN_ATTENTION, dense_run, lifted_upcasts, tiny_model
 from lanes import slow_besides
+from versions import checkpoint_blocks
 
 BAR = 1e-10
 WINDOW = 7
@@ -192,9 +193,7 @@ def worst_error(
         assert norm > 0
         for sharing, boundary, limit, checkpointed in sorted(ways, key=lambda way: way[-1]):
             if checkpointed:
-                names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-                enable = next(getattr(model, name) for name in names if hasattr(model, name))
-                enable({"use_reentrant": False})
+                checkpoint_blocks(model, use_reentrant=False)
             model.zero_grad()
             policy = wrapped.with_config(
                 sharing=sharing, boundary=boundary, max_microbatch_tokens=limit
