@@ -29,8 +29,6 @@ from test_context_parallel import (
 
 import forkpoint
 from forkpoint import Config, Rollout, RolloutBatch
-from forkpoint.engine.gathered_cache import GatheredCache
-from forkpoint.hosts.torch_dist.context_parallel import DealtPlaces, WholeSegments
 from forkpoint.losses import GSPO
 from forkpoint.plan.builder import Builder
 from forkpoint.plan.plan import Plan
@@ -103,7 +101,7 @@ def test_gradients_are_those_of_one_process(name: str) -> None:
 
 def compiled_dealt(context: Context) -> dict[str, Any]:
     counts = always_deal()
-    return {**compiled(context, None, False), "dealt": max(counts)}
+    return {**compiled(context, None), "dealt": max(counts)}
 
 
 @pytest.mark.slow
@@ -219,46 +217,3 @@ def test_plans_deal_leaves_where_sending_is_dear(flops: float, taken: str) -> No
     for found, dealing in run_ranks(2, chosen, LONG, flops):
         assert found["error"] < BAR and found["loss"] < BAR and found["scores"] < BAR, found
         assert dealing.startswith(taken), dealing
-
-
-# Broken pieces
-# ------------------------------------------------------------
-
-
-def nothing(self: GatheredCache, *_: object) -> None: ...
-
-
-BROKEN: dict[str, tuple[type, str, Any]] = {
-    "gradients that do not come back": (GatheredCache, "before", nothing),
-    "heads in another order": (
-        DealtPlaces,
-        "all_heads",
-        lambda self, x_ThD: _all_heads(self, x_ThD).flip(1),
-    ),
-    "gradients of other heads": (
-        DealtPlaces,
-        "sum_of_heads",
-        lambda self, x_THD: _sum_of_heads(self, x_THD.flip(1)),
-    ),
-    "entries of another rank": (
-        WholeSegments,
-        "own_entries",
-        lambda self, places: _own_entries(self, places[::-1].copy()),
-    ),
-}
-_all_heads, _sum_of_heads = DealtPlaces.all_heads, DealtPlaces.sum_of_heads
-_own_entries = WholeSegments.own_entries
-
-
-def broken(context: Context, name: str) -> dict[str, Any]:
-    owner, attribute, value = BROKEN[name]
-    setattr(owner, attribute, value)
-    return compared_dealt(context)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_piece_is_seen(name: str) -> None:
-    config = replace(DEEP, self_check=False)
-    for found in run_ranks(2, broken, Context(rollouts=(branching(5, 5),), config=config), name):
-        assert found["error"] > 1e-3, found

@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 import test_context_parallel
-import torch.distributed as dist
 from processes import run_ranks
 from scenarios_of_ranks import BAR, DEEP, Scenario, compared, replicated, sharded
-from test_context_parallel import Context, over_all, over_replicas, through_logprobs
+from test_context_parallel import Context, over_replicas, through_logprobs
 from test_dealt_leaves import compared_dealt
 from test_multimodal_ranks import qwen3_vl, with_tower
-from torch import Tensor, nn
+from torch import nn
 
-from forkpoint.engine.media import MediaFeatures
 from forkpoint.losses import GSPO
 from forkpoint.rollouts.rollout import Rollout
 from media_scenes import equal_tokens, group, image, rollout, texts, tool_tree, videos
@@ -137,22 +135,3 @@ def test_dealt_places_of_two_batches(wrap: Any) -> None:
     context = Context(make=qwen3_vl, rollouts=TEXT, wrap=wrap)
     for found in run_ranks(4, test_context_parallel.compared, context):
         assert max(found["error"], found["loss"], found["scores"]) < BAR, found
-
-
-def forgetful(context: Context) -> dict[str, Any]:
-    """A step in which one rank drops the gradients of features."""
-    take = MediaFeatures.take
-
-    def without(self: MediaFeatures, number: int) -> tuple[Any, Any]:
-        outputs, sums = take(self, number)
-        return outputs, tuple(x.zero_() if isinstance(x, Tensor) else x for x in sums)
-
-    if dist.get_rank() == 1:
-        MediaFeatures.take = without  # type: ignore[method-assign]
-    return test_context_parallel.compared(context)
-
-
-@pytest.mark.slow
-def test_features_of_one_rank_alone_are_seen() -> None:
-    for found in run_ranks(2, forgetful, dealt("qwen3_vl", tool_tree("qwen3_vl"), wrap=over_all)):
-        assert found["error"] > 1e-3, found

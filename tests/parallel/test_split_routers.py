@@ -19,8 +19,6 @@ from forkpoint.engine.changes import Changes
 from forkpoint.hosts.transformers.routers import Routers
 from forkpoint.hosts.transformers.stock import run_plain_recurrences
 from forkpoint.losses import GRPO, RouterLoss
-from forkpoint.parallel import statistics
-from forkpoint.parallel.ranks import DataRanks
 from forkpoint.testing import lifted_upcasts
 from versions import needs_splits
 
@@ -117,20 +115,6 @@ def test_router_losses_are_those_of_one_process(name: str, tmp_path: Path) -> No
     size, case = CASES[name]
     found = run_ranks(size, compared, case.split.save(tmp_path), case)
     assert not faults(found), found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scope", ["batch", "rollout"])
-def test_every_rank_of_a_copy_counted_is_found(
-    scope: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The negative control: both ranks have the same rollouts, and each adds its own."""
-    monkeypatch.setattr(DataRanks, "group_leaders", property(lambda self: tuple(range(self.size))))
-    monkeypatch.setattr(statistics, "group_leaders", lambda batches: tuple(range(len(batches))))
-    case = Case(mixture(TP2_EP2), scope=scope)
-    found = faults(run_ranks(2, compared, case.split.save(tmp_path), case))
-    for fault in ("routers of rank", "counts of rank"):
-        assert [each for each in found if fault in each], found
 
 
 # Biases, and what is refused

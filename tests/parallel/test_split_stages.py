@@ -161,22 +161,6 @@ def test_eight_ranks_leave_the_gradients_of_one_process(name: str, tmp_path: Pat
     check(EIGHT[name], tmp_path)
 
 
-@needs_splits
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["context", "tensor", "experts"])
-def test_gradients_that_do_not_come_back(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    send = StageLinks._send
-
-    def nothing(self: StageLinks, tensor: torch.Tensor, *to: Any) -> None:
-        send(self, tensor * (to[0] > self.stage.index), *to)
-
-    monkeypatch.setattr(StageLinks, "_send", nothing)
-    found = run_ranks(4, compared, CASES[name].split.save(tmp_path), CASES[name])
-    assert all(each["error"] > 1e-3 for each in found[:2]), found
-
-
 def refused(folder: Path, case: Case) -> list[str]:
     """Messages for a model that transformers has cut, with meshes of other stages or none."""
     said = list[str]()

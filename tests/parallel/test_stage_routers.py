@@ -15,8 +15,6 @@ from test_split_stages import Case, error_of, held, meshes_of, of, split_model
 
 import forkpoint
 from forkpoint import Rollout, RolloutBatch
-from forkpoint.engine.route_replay import Routes
-from forkpoint.hosts.torch_dist.stages import StageLinks
 from forkpoint.losses import GRPO, GSPO, RouterLoss
 from forkpoint.testing import lifted_upcasts
 from versions import needs_splits, skip_without_router_logits
@@ -78,17 +76,6 @@ def test_router_losses_are_those_of_one_process(name: str, tmp_path: Path) -> No
     case = BALANCED[name].case
     for found in run_ranks(case.size, compared, case.split.save(tmp_path), BALANCED[name]):
         assert max(found.values()) < BAR, found
-
-
-@needs_splits
-@pytest.mark.slow
-def test_counts_of_one_stage_alone_are_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(StageLinks, "summed", lambda self, x: x)
-    balanced = BALANCED["batch"]
-    for found in run_ranks(2, compared, balanced.case.split.save(tmp_path), balanced):
-        assert found["counts"] and found["routers"] > 1e-3, found
 
 
 def updated(folder: Path, split: Split) -> tuple[int, float]:
@@ -171,18 +158,3 @@ REPLAYED = replace(MIXTURE, rollouts=(routed(UNEQUAL[0]),))
 def test_experts_are_those_of_one_process(case: Case, tmp_path: Path) -> None:
     for found in run_ranks(case.size, replayed, case.split.save(tmp_path), case):
         assert max(found.values()) < BAR, found
-
-
-@needs_splits
-@pytest.mark.slow
-def test_experts_of_other_layers_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = Routes.given
-
-    def first_layers(plan: Any, batch: Any, device: Any, routers: Any) -> Any:
-        routers.first = 0
-        return given(plan, batch, device, routers)
-
-    monkeypatch.setattr(Routes, "given", first_layers)
-    case = Case(REPLAYED)
-    _, second = run_ranks(2, replayed, case.split.save(tmp_path), case)
-    assert second["error"] > 1e-3
