@@ -12,7 +12,6 @@ import torch
 import forkpoint
 from docs_runner import blocks, reader, run_file
 from forkpoint import losses
-from lanes import slow_besides
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
@@ -32,9 +31,10 @@ def name(path: Path) -> str:
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize(
     "path",
-    slow_besides([LOOP], [path for path in DOCUMENTS if path != README], pytest.mark.examples),
+    [path for path in DOCUMENTS if path != README],
     ids=name,
 )
+@pytest.mark.examples
 def test_examples_run(
     path: Path,
     tmp_path: Path,

@@ -18,6 +18,8 @@ BENCHMARKS = ROOT / "benchmarks"
 MODULES = sorted(SOURCE.rglob("*.py"))
 EVERY_FILE = [*MODULES, *sorted(BENCHMARKS.rglob("*.py"))]
 
+pytestmark = pytest.mark.examples
+
 LAYERS = (
     "errors",
     "units",
