@@ -33,6 +33,15 @@ def gradients(model: Any, config: Config, batch: RolloutBatch) -> dict[str, torc
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+def check_same(model: Any, config: Config, batch: RolloutBatch) -> None:
+    """Compiled blocks leave the gradients of eager ones."""
+    expected = gradients(copy.deepcopy(model), config, batch)
+    found = gradients(model, replace(config, compile_blocks=True), batch)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-13)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("graphs_alone")
 @pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns
@@ -49,10 +58,7 @@ def test_a_block_is_one_graph_and_exact(
     model, batch = tiny_model(family, num_hidden_layers=4), forked_batch()
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
-    expected = gradients(copy.deepcopy(model), OPTIONS[name], batch)
-    found = gradients(model, replace(OPTIONS[name], compile_blocks=True), batch)
-    for parameter_name, gradient in expected.items():
-        torch.testing.assert_close(found[parameter_name], gradient, rtol=1e-12, atol=1e-13)
+    check_same(model, OPTIONS[name], batch)
     if family != "gpt_oss":  # whose experts loop over tensors
         assert not counters["graph_break"]
     assert counters["aot_autograd"]["total"] == counters["aot_autograd"]["ok"], "traced once"
@@ -71,11 +77,7 @@ def test_layers_that_read_places_and_other_layers(
     """Chunks, temperatures by place, and keys and values of layers before."""
     torch._dynamo.reset()
     model, batch = tiny_multimodal(family), forked_batch()
-    expected = gradients(copy.deepcopy(model), OPTIONS[name], batch)
-    found = gradients(model, replace(OPTIONS[name], compile_blocks=True), batch)
-    assert found.keys() == expected.keys()
-    for parameter_name, gradient in expected.items():
-        torch.testing.assert_close(found[parameter_name], gradient, rtol=1e-12, atol=1e-13)
+    check_same(model, OPTIONS[name], batch)
     assert "failed" not in caplog.text, "no block falls back"
 
 
@@ -92,9 +94,5 @@ def test_every_way_of_keeping_activations(
     model, batch = tiny_model("qwen3", num_hidden_layers=3), forked_batch()
     for parameter_name, parameter in model.named_parameters():
         parameter.requires_grad_(parts in parameter_name)
-    expected = gradients(copy.deepcopy(model), OPTIONS[name], batch)
-    found = gradients(model, replace(OPTIONS[name], compile_blocks=True), batch)
-    assert found.keys() == expected.keys()
-    for parameter_name, gradient in expected.items():
-        torch.testing.assert_close(found[parameter_name], gradient, rtol=1e-12, atol=1e-13)
+    check_same(model, OPTIONS[name], batch)
     assert "failed" not in caplog.text, "no block falls back"

@@ -261,20 +261,6 @@ def test_a_failed_step_leaves_nothing() -> None:
     assert step_error(model, batch, losses.GRPO(), policy=policy) < 1e-10
 
 
-def test_no_memory_on_the_host() -> None:
-    class Full(PlainTransfers):
-        def host_buffer(self, nbytes: int) -> Tensor:
-            raise MemoryError(f"no {nbytes} bytes")
-
-    model = small_model("llama")
-    policy = wrap(model, HOSTED)
-    policy.model_state.staging = Staging(Full(torch.device("cpu")))
-    with pytest.raises(MemoryError, match="bytes"):
-        policy.forward_backward(forked_batch(), losses.GRPO())
-    policy.model_state.staging = None
-    assert step_error(model, forked_batch(), losses.GRPO(), policy=policy) < 1e-10
-
-
 def _never_summed(hosted: Any) -> None:
     hosted.summed[:] = False
 

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 import torch
 from steps import ACROSS, forked_batch, small_model
-from torch import Tensor
-from torch.nn import functional as F
+from test_logprobs import stock_values
 
-from forkpoint import RolloutBatch, wrap
+from forkpoint import wrap
 from lanes import slow_besides_every
 
 BATCH = forked_batch(stretch=3)
@@ -54,17 +53,6 @@ READ_WHEN_MADE = {"softcap of the configuration"}
 """Settings that modules read when they are made: a later change has no effect."""
 
 
-def stock_logprobs(model: Any, batch: RolloutBatch) -> Tensor:
-    found = []
-    for rollout in batch:
-        ids = torch.tensor(rollout.token_ids)
-        logps = model(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
-        picked = logps.gather(-1, ids[1:, None])[:, 0]
-        mask = torch.tensor(rollout.loss_mask[1:])
-        found.append(F.pad(torch.where(mask, picked, 0), (1, 0)))
-    return torch.cat(found)
-
-
 @pytest.mark.parametrize("name", slow_besides_every(3, CASES))
 def test_a_changed_scale_is_exact(name: str) -> None:
     family, change = CASES[name]
@@ -75,7 +63,7 @@ def test_a_changed_scale_is_exact(name: str) -> None:
     change(model)
     found = policy.score(BATCH).logprobs
     with torch.no_grad():
-        expected = stock_logprobs(model, BATCH)
+        expected, _ = stock_values(model, BATCH)
     torch.testing.assert_close(found, expected, rtol=0, atol=BAR)
     if name not in READ_WHEN_MADE:
         assert float((found - before).abs().max()) > 10 * BAR, "the change has no effect"

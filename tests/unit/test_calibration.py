@@ -195,10 +195,8 @@ def test_a_file_is_read_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is not JSON"),
         ("[]", "has schema None"),
         ('{"schema": 2}', "has schema 2"),
-        ('{"schema": true}', "has schema True"),
         ('{"schema": 1}', "Run forkpoint calibrate again"),
     ],
 )

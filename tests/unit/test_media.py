@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from forkpoint import Config, Media, Rollout, RolloutBatch, wrap
-from forkpoint.errors import RolloutError, UnsupportedError
-from forkpoint.losses import GRPO
+from forkpoint import Config, Media, Rollout, RolloutBatch
+from forkpoint.errors import RolloutError
 from forkpoint.parallel.agreement import group_digests
 from forkpoint.parallel.copies import contents_of
 from forkpoint.plan import MODELS, ModelShape, make_plan
@@ -23,7 +22,6 @@ from forkpoint.plan.shared_prompts import prompts_of
 from forkpoint.plan.stage_sizes import choose_size, offers_of
 from forkpoint.plan.stages import stages_of_shape
 from forkpoint.rollouts.media import MediumOutline
-from forkpoint.testing import tiny_model
 
 SHAPE = ModelShape.from_config(MODELS["qwen3-8b"])
 TYPES = [0, 0, 1, 1, 1, 0, 0, 0]
@@ -230,9 +228,3 @@ def test_media_that_are_none_are_refused(
 ) -> None:
     with pytest.raises(RolloutError, match="medium"):
         Media(kind, inputs, tokens, digest)
-
-
-def test_models_of_text_refuse_media() -> None:
-    batch = RolloutBatch([rollout(image(0))])
-    with pytest.raises(UnsupportedError, match="media"):
-        wrap(tiny_model("llama")).forward_backward(batch, GRPO())

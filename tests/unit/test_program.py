@@ -2,7 +2,6 @@
 
 import random
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 from forkpoint import Config, Rollout, RolloutBatch
 from forkpoint.errors import PlanError
 from forkpoint.plan import Plan, make_plan
-from forkpoint.plan.align import align
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.program import (
     BACKWARD,
@@ -240,31 +238,3 @@ def test_a_host_that_is_not_left_early_gets_no_such_plan() -> None:
     plans[1].check_host(Capabilities())
     with pytest.raises(PlanError, match="leaves the last block of the model early"):
         plans[0].check_host(Capabilities(leaves_early=False))
-
-
-@settings(max_examples=15, derandomize=True, deadline=None)
-@given(st.data())
-def test_aligned_ranks_execute_the_same_operations(data: st.DataObject) -> None:
-    plans = []
-    for _ in range(data.draw(st.integers(1, 5))):
-        batch = data.draw(batches())
-        coupling = np.zeros(len(batch), np.int64) if data.draw(st.booleans()) else None
-        plans.append(make_plan(batch, config=data.draw(configs), coupling=coupling))
-    costs = None
-    if data.draw(st.booleans()):
-        costs = [[float(m.tokens) for m in plan.microbatches] for plan in plans]
-    programs = align([plan.program for plan in plans], costs)
-    common = {tuple(i._replace(microbatch=0) for i in program.instructions) for program in programs}
-    assert len(common) == 1
-    for plan, program in zip(plans, programs, strict=True):
-        check_program(replace(plan, program=program))
-        # Every real instruction is kept, in its order; what is added is idle or computes again.
-        own = [(i.operation, i.microbatch) for i in program.instructions if not i.idle]
-        again = {i.microbatch for i in plan.program.instructions if i.operation == RECOMPUTE}
-        given = [(i.operation, i.microbatch) for i in plan.program.instructions]
-        kept = [p for p in own if p[0] != RECOMPUTE or p[1] in again]
-        if plan.program.scores or not program.scores:
-            assert kept == given
-        else:
-            assert [p for p in kept if p[0] != SCORE] == given
-    assert align(programs) == programs

@@ -255,10 +255,9 @@ def fake(x: Any) -> torch.Tensor:
         lambda x: torch.nested.nested_tensor([torch.tensor(x)], layout=torch.jagged),
     ],
 )
-@pytest.mark.parametrize("name", TWO)
-def test_tensors_without_numbers_are_refused(change: Callable[[Any], Any], name: str) -> None:
-    with pytest.raises(RolloutError, match=rf"Rollout '4': {name} is a .*cannot be read"):
-        make(**{name: change(GIVEN[name])})
+def test_tensors_without_numbers_are_refused(change: Callable[[Any], Any]) -> None:
+    with pytest.raises(RolloutError, match=r"Rollout '4': advantage is a .*cannot be read"):
+        make(advantage=change(GIVEN["advantage"]))
 
 
 # Batches ------------------------------------------------------------------------------------------
@@ -348,13 +347,11 @@ def test_check_vocabulary() -> None:
     [
         ([bare(), {"token_ids": [1]}], "Item 1 is {'token_ids': [1]} of type dict"),
         ("rollouts.jsonl", "The rollouts are 'rollouts.jsonl'"),
-        (bare(), "The rollouts are Rollout("),
         ([bare(), bare(rollout_id="s"), bare()], "rollout_id 'r' is given twice, at positions 0"),
         (
             [bare(), bare(rollout_id="s", old_logprobs=[0, 0, -1, -1])],
             "Rollout 's' has old_logprobs and rollout 'r' does not",
         ),
-        ([bare(weights=1), bare(rollout_id=None)], "Rollout 'r' has weights and rollout '1' does"),
     ],
 )
 def test_batch_refuses(rollouts: Any, said: str) -> None:

@@ -149,6 +149,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda p: (p / "trace.json").write_bytes(b"[" * 100_000),
         "trace.json: not JSON",
     ),
+    "a setting of another type": (edit(notes="two"), "trace.json: notes is 'two'"),
     "another file": (edit(kind="x"), "it does not hold the settings of a trace"),
     "an old trace": (edit(schema=1), "is a trace of schema 1, .* record again"),
     "no settings": (lambda p: (p / "trace.json").unlink(), "is no trace"),

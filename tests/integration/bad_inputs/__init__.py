@@ -1,6 +1,6 @@
 """Kinds of bad input and of set-ups that are not supported, each with the message that it gets.
 
-test_bad_inputs.py provokes them.
+test_bad_inputs.py provokes them, and test_refusals.py states of a model.
 """
 
 from bad_inputs.files import FILES

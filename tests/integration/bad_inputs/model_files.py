@@ -94,29 +94,14 @@ MODEL_FILES = (
         message="bad.json has a quantization_config; quantized parameters have not been shown",
     ),
     config_kind(
-        "A configuration that lacks sizes",
-        hidden_size=None,
-        message="bad.json: the model configuration lacks hidden_size;",
-    ),
-    config_kind(
         "A size whose default is not known",
         head_dim=None,
         message="bad.json has no head_dim, whose default depends on the model.",
     ),
     config_kind(
-        "A size that is none",
-        hidden_size="wide",
-        message="bad.json: hidden_size is 'wide'; it takes a whole number of at least 1.",
-    ),
-    config_kind(
         "Key-value heads that do not divide the query heads",
         num_key_value_heads=3,
         message="bad.json: the model has 4 query heads and 3 key-value heads;",
-    ),
-    config_kind(
-        "Kinds of layers for another number of layers",
-        layer_types=["full_attention"],
-        message="bad.json: layer_types has 1 entries and num_hidden_layers is 2;",
     ),
     config_kind(
         "A kind of layer that is not known",

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DeviceMesh, distribute_tensor
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
     LlamaForCausalLM,
 )
 
@@ -55,11 +53,6 @@ def model_kind(
 def lora(model: nn.Module, **options: Any) -> nn.Module:
     config = LoraConfig(task_type=TaskType.CAUSAL_LM, r=2, **options)
     return get_peft_model(model, config)  # type: ignore[arg-type]
-
-
-def other_family(_: nn.Module) -> nn.Module:
-    config = AutoConfig.for_model("gpt2", vocab_size=61, n_embd=32, n_layer=1, n_head=4)
-    return AutoModelForCausalLM.from_config(config)
 
 
 class MyLlama(LlamaForCausalLM):
@@ -184,11 +177,6 @@ MODELS: tuple[Kind, ...] = (
         call=lambda: agreed(
             [Proposal("forward_backward of SFT()"), Proposal("score")], 0, [0, 1], gather="auto"
         ),
-    ),
-    model_kind(
-        "Another family",
-        other_family,
-        message="transformers.models.gpt2.modeling_gpt2.GPT2LMHeadModel (model_type 'gpt2') has",
     ),
     model_kind(
         "A subclass of a family's model",

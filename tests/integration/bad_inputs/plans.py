@@ -13,9 +13,7 @@ from forkpoint import Config, RolloutBatch, losses, wrap
 from forkpoint.errors import ForkpointError, PlanError, UnsupportedError
 from forkpoint.ops.attention import select_kernel
 from forkpoint.ops.attention.kernel import Asked
-from forkpoint.plan import Plan, make_plan
-from forkpoint.plan.capabilities import Capabilities
-from forkpoint.plan.dealing import deal, segment_entries
+from forkpoint.plan import make_plan
 from forkpoint.testing import tiny_model
 
 BATCH = forked_batch()
@@ -32,14 +30,6 @@ def plan_kind(
     error: type[ForkpointError] = PlanError,
 ) -> Kind:
     return Kind(name=name, error=error, message=message, call=call, argv=argv)
-
-
-def dealt() -> Plan:
-    """A plan whose leaves are dealt out to two ranks of context parallelism."""
-    shape = replace(policy().host.shape, context=2)
-    config = Config(sharing="tree", boundary="across", max_microbatch_tokens=64)
-    plan = make_plan(BATCH, shape, config, capabilities=Capabilities(deals_segments=False))
-    return deal(plan, segment_entries(plan.forest, BATCH))
 
 
 def scored_with(family: str = "llama", **options: Any) -> Callable[[], object]:
@@ -81,11 +71,6 @@ PLANS = (
         message="this plan was made for a batch with fingerprint cad55e9bf914d5e1, and this batch "
         "has 4d3d4605bf8f23af: their tokens, masks, groups or temperatures differ. Make a "
         "plan for this batch.",
-    ),
-    plan_kind(
-        "A plan of other ranks",
-        lambda: policy().score(BATCH, plan=dealt()),
-        message="this plan deals leaves out to 2 ranks of context parallelism, and the model has",
     ),
     plan_kind(
         "Something else in place of a plan",

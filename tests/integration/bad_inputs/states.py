@@ -1,34 +1,26 @@
 """States of a wrapped model, and surroundings, in which a step is refused before anything runs."""
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from steps import ACROSS, forked_batch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from bad_inputs.kind import Kind
 from forkpoint import Policy, losses, wrap
 from forkpoint.errors import UnsupportedError
-from forkpoint.losses import LossBatch, LossOutputs
 from forkpoint.testing import ReadOnlyHook, tiny_model
+from versions import checkpoint_blocks
 
 BATCH = forked_batch()
-LONGROPE = {
-    "rope_type": "longrope",
-    "short_factor": [1.0, 1.1, 1.2, 1.3],
-    "long_factor": [2.0] * 4,
-    "factor": 4.0,
-    "original_max_position_embeddings": 8,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateKind(Kind):
-    """A state that `change` puts a tiny Llama into."""
+    """A state that `change` puts a tiny Llama into; test_refusals.py provokes it."""
 
     change: Callable[[Any], Any]
     training_only: bool = False
@@ -46,18 +38,9 @@ def state_kind(
     message: str,
     training_only: bool = False,
 ) -> StateKind:
-    def call() -> None:
-        model = tiny_model("llama")
-        change(model)
-        step(wrap(model, ACROSS))
-
+    error = UnsupportedError
     return StateKind(
-        name=name,
-        error=UnsupportedError,
-        message=message,
-        call=call,
-        change=change,
-        training_only=training_only,
+        name=name, error=error, message=message, change=change, training_only=training_only
     )
 
 
@@ -65,14 +48,8 @@ def call_kind(name: str, call: Callable[[], object], *, message: str) -> Kind:
     return Kind(name=name, error=UnsupportedError, message=message, call=call)
 
 
-def checkpointing(model: nn.Module, **options: Any) -> None:
-    """By whatever name the installed transformers has for it."""
-    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-    next(getattr(model, name) for name in names if hasattr(model, name))(options or None)
-
-
 def unknown_checkpointing(model: nn.Module) -> None:
-    checkpointing(model.train(), use_reentrant=False)
+    checkpoint_blocks(model.train(), use_reentrant=False)
     model.get_submodule("model.layers.1")._gradient_checkpointing_func = checkpoint  # type: ignore
 
 
@@ -114,38 +91,10 @@ def inference_mode() -> None:
         step(policy)
 
 
-def model_within_a_step() -> None:
-    model = tiny_model("llama")
-
-    def calling(outputs: LossOutputs, batch: LossBatch) -> Tensor:
-        return outputs.logprobs.sum() + model(input_ids=torch.tensor([[1, 2, 3]])).logits.sum()
-
-    wrap(model, ACROSS).forward_backward(BATCH, calling)
-
-
-def step_within_a_step() -> None:
-    policy = wrap(tiny_model("llama"), ACROSS)
-
-    def greedy(outputs: LossOutputs, batch: LossBatch) -> Tensor:
-        policy.score(BATCH)
-        return outputs.logprobs.sum()
-
-    policy.forward_backward(BATCH, greedy)
-
-
-def too_long(rope: dict[str, Any], limit: int) -> Callable[[], None]:
-    def call() -> None:
-        parameters = {"rope_theta": 1e4, **rope}
-        model = tiny_model("llama", max_position_embeddings=limit, rope_parameters=parameters)
-        step(wrap(model, ACROSS))
-
-    return call
-
-
 STATES: tuple[Kind, ...] = (
     state_kind(
         "Reentrant checkpointing",
-        lambda m: checkpointing(m.train(), use_reentrant=True),
+        lambda m: checkpoint_blocks(m.train(), use_reentrant=True),
         message="model is checkpointed by a partial of torch.utils.checkpoint.checkpoint, and not",
         training_only=True,
     ),
@@ -173,11 +122,6 @@ STATES: tuple[Kind, ...] = (
         "A rope_type that is not known",
         unknown_rope,
         message="rope_type is 'spiral', and it is not known whether its frequencies depend on the",
-    ),
-    call_kind(
-        "Rollouts beyond the length of dynamic rope",
-        too_long({"rope_type": "dynamic", "factor": 2.0}, 8),
-        message="rope_type is 'dynamic' and the longest rollout has 21 tokens:",
     ),
     state_kind(
         "A model that is frozen",
@@ -211,20 +155,5 @@ STATES: tuple[Kind, ...] = (
         inference_mode,
         message="forward_backward was called under torch.inference_mode, where nothing has "
         "gradients; leave it, or use policy.score for log-probs alone.",
-    ),
-    call_kind(
-        "A copy of a policy",
-        lambda: copy.deepcopy(wrap(tiny_model("llama"))),
-        message="a policy belongs to a model in this process, and is neither copied",
-    ),
-    call_kind(
-        "A call of the model within a step",
-        model_within_a_step,
-        message="the model, or a part of it, was called while a step of forkpoint runs it (from a",
-    ),
-    call_kind(
-        "A step within a step",
-        step_within_a_step,
-        message="the model is inside a step of forkpoint already (this call comes from a loss, a",
     ),
 )

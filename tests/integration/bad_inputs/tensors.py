@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from bad_inputs.kind import Kind
-from bad_inputs.rollouts import policy, value_kind
-from forkpoint import RolloutBatch, losses
+from bad_inputs.rollouts import value_kind
+from forkpoint import RolloutBatch
 
 
 def padded(**changes: Any) -> RolloutBatch:
@@ -32,15 +32,5 @@ TENSORS: tuple[Kind, ...] = (
         lambda: padded(old_logprobs=torch.tensor([[-1.0, -1.0], [-1.0, 0.0]])),
         "The batch: old_logprobs has 2 entries in row 0, but input_ids has 4; the entry at a token "
         "belongs to it. Fields over responses alone go with from_completions, or response_lengths.",
-    ),
-    value_kind(
-        "A padded log-prob of a trained token that is NaN",
-        lambda: padded(old_logprobs=torch.tensor([[0, 0, -1, -1], [0, 0, torch.nan, 0]])),
-        "Rollout '1': old_logprobs[2] is nan, and this token is trained",
-    ),
-    value_kind(
-        "A batch without advantages for a loss that uses them",
-        lambda: policy().forward_backward(padded(advantages=None), losses.GRPO()),
-        "needs advantages, but the batch was made without",
     ),
 )
