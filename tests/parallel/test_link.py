@@ -21,7 +21,7 @@ from forkpoint.device import device_name
 from forkpoint.losses import GRPO
 from forkpoint.plan.pricing.calibration import FOLDER_VARIABLE, Link, calibration_path
 from forkpoint.step.calibrate import automatic
-from forkpoint.step.calibrate.link import measure_link
+from forkpoint.step.calibrate.link import MIB, _line, measure_link
 from made_calibrations import made_up
 
 CPU = torch.device("cpu")
@@ -41,6 +41,19 @@ def test_ranks_measure_one_link() -> None:
     for rate in (one.gather_bytes_per_ms, one.send_bytes_per_ms):
         assert 1e2 < rate < 1e9
     assert 0 <= max(one.gather_latency_ms, one.send_latency_ms) < 1e4
+
+
+@pytest.mark.parametrize("small", [32.1, 63.9999, 64.0, 500.0])
+def test_a_disturbed_transfer_gives_no_absurd_rate(small: float) -> None:
+    """The smaller transfer takes nearly as long as the larger one, as long, and longer."""
+    rate, latency = _line((MIB, 64 * MIB), (small, 64.0))
+    assert rate == 63 * MIB / 32.0
+    assert latency == 32.0 - 32.0 / 63
+
+
+def test_undisturbed_transfers_give_the_line_through_both() -> None:
+    assert _line((MIB, 64 * MIB), (3.0, 66.0)) == (MIB, 2.0)
+    assert _line((MIB, 64 * MIB), (0.5, 63.5)) == (MIB, 0.0)
 
 
 def chosen(folder: Path, wrap: Any, times: float) -> tuple[str, str]:

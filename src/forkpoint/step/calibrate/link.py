@@ -42,7 +42,8 @@ def measure_link(
     for nbytes in sizes:
         for make in (_gathers, _sends):
             run = make(device, group, nbytes)
-            times.append(median(_timed(run, device, group) for _ in range(1 + repeats)))
+            _timed(run, device, group)
+            times.append(median(_timed(run, device, group) for _ in range(repeats)))
     # As the slowest rank has it, and the same for all.
     found = torch.tensor(times, dtype=torch.float64, device=device)
     dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
@@ -106,10 +107,12 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _line(sizes: tuple[int, int], times_ms: tuple[float, float]) -> tuple[float, float]:
-    """Bytes a ms, and the latency, of the line through two points; through the larger alone where
-    noise has made it no slower."""
-    small, large = times_ms
-    if large <= small:
-        return sizes[1] / max(large, 1e-6), 0.0
+    """Bytes a ms, and the latency, of the line through two points.
+
+    At most half of the larger transfer's time is latency. A smaller transfer that took longer than
+    that was disturbed, and the difference of the two times is noise: it can be 0 or negative.
+    """
+    large = max(times_ms[1], 1e-6)
+    small = min(times_ms[0], large / 2)
     rate = (sizes[1] - sizes[0]) / (large - small)
     return rate, max(0.0, small - sizes[0] / rate)
