@@ -40,7 +40,7 @@ DEVICE = torch.device(os.environ.get("FORKPOINT_INTERRUPTS_DEVICE", "cpu"))
 Gradients = dict[str, Tensor | None]
 
 
-RUNS = (step_run.run, step_run.attempt, run_on_ranks, Transaction.run)
+RUNS = (step_run.run, run_on_ranks, Transaction.run)
 LEAVING = (FORWARD_BACKWARD, *(function.__code__ for function in RUNS))
 
 

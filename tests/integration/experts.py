@@ -14,11 +14,10 @@ from forkpoint import Plan, Policy, Rollout, RolloutBatch, StepStats, wrap
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.host import FoundRouter
 from forkpoint.engine.route_replay import ForcedRoutes, RouteReplay, Routes
-from forkpoint.engine.transaction import Transaction
 from forkpoint.hosts.routers import force_routers, routers_of_copy
 from forkpoint.losses.base import Loss
 from forkpoint.step.request import ComparedRequest
-from forkpoint.step.run import attempt, finish_training
+from forkpoint.step.run import finish_training, run
 
 TWO_OF_EIGHT = {"num_experts_per_tok": 2, "num_local_experts": 8}
 SMALL = {"num_experts_per_tok": 2, "num_experts": 8, "moe_intermediate_size": 32}
@@ -166,7 +165,6 @@ def forced_step(
 ) -> tuple[StepStats, RouteReplay]:
     """A step of the plan that is forced to the routes."""
     routers = found_routers(policy.host.model)
-    device = policy.host.device
-    run = RouteReplay(routes, len(routers), device, plan, batch)
-    request = ComparedRequest(batch=batch, loss=loss, plan=plan, replay=run)
-    return attempt(policy, request, finish_training, Transaction(device)), run
+    replay = RouteReplay(routes, len(routers), policy.host.device, plan, batch)
+    request = ComparedRequest(batch=batch, loss=loss, plan=plan, replay=replay)
+    return run(policy, request, finish_training), replay

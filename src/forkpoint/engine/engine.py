@@ -5,7 +5,7 @@ The executor (engine/executor.py) runs each pass.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 
 import torch
@@ -84,36 +84,29 @@ class _Prepared:
     inputs: list[MicrobatchInputs]
 
 
+@dataclass(eq=False)
 class Engine:
     """Runs plans on a host."""
 
-    def __init__(
-        self,
-        host: Host,
-        config: Config,
-        staging: Staging | None = None,
-        *,
-        ranks: RankStep | None = None,
-        routing: Routing | None = None,
-        replay: RouteReplay | None = None,
-        exchange: PromptExchange | None = None,
-        encoders: CommonEncoders | None = None,
-        observer: Observer | None = None,
-    ) -> None:
-        """`staging`: host memory for plans that have something there. `ranks`: by default there are
-        no others. `encoders`: runs of ranks in lockstep. `observer` is called with each event
-        before it runs."""
-        self.host: Host = host
-        self.config: Config = config
-        self.staging: Staging | None = staging
-        self.ranks: RankStep = ranks or RankStep()
-        self.holder: Holder = host.group
-        self.routing: Routing | None = routing
-        self.replay: RouteReplay | None = replay
-        self.exchange: PromptExchange | None = exchange
-        self.encoders: CommonEncoders | None = encoders
-        self.observer: Observer | None = observer
-        self._failure: BaseException | None = None
+    host: Host
+    config: Config
+    staging: Staging | None = None
+    """Host memory for plans that have something there."""
+    _: KW_ONLY
+    ranks: RankStep = field(default_factory=RankStep)
+    """By default there are no others."""
+    routing: Routing | None = None
+    replay: RouteReplay | None = None
+    exchange: PromptExchange | None = None
+    encoders: CommonEncoders | None = None
+    """Runs of ranks in lockstep."""
+    observer: Observer | None = None
+    """Called with each event before it runs."""
+    _failure: BaseException | None = field(default=None, init=False)
+
+    @property
+    def holder(self) -> Holder:
+        return self.host.group
 
     # Calls
     # ------------------------------------------------------------

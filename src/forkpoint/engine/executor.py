@@ -7,8 +7,9 @@ forward read. Features do the rest, such as offloading between the two (engine/f
 Stages of a pipeline receive and send around the two calls of the host (engine/links.py).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
@@ -34,30 +35,26 @@ from forkpoint.plan.program import BACKWARD, RECOMPUTE, Instruction
 from forkpoint.rollouts.batch import Rollout, RolloutBatch
 
 
+@dataclass(eq=False)
 class Executor:
     """Runs passes of one step of a plan."""
 
-    def __init__(
-        self,
-        transaction: Transaction,
-        host: Host,
-        plan: Plan,
-        prepared: Sequence[MicrobatchInputs],
-        config: Config,
-        features: Iterable[Feature],
-    ) -> None:
-        """`prepared`: inputs by microbatch. `transaction` has a guard in a pass with backwards."""
-        self.transaction = transaction
-        self.host = host
-        self.plan = plan
-        self.prepared = prepared
-        self.config = config
-        self.features: tuple[Feature, ...] = tuple(features)
-        self.links: Links = host.links
-        self._roots: dict[int, list[Root]] = {}
-        """By slot: the roots of its backward."""
-        self._views: dict[int, CacheView] = {}
-        """By slot: the prefix cache that its forward has read and written."""
+    transaction: Transaction
+    """With a guard in a pass with backwards."""
+    host: Host
+    plan: Plan
+    prepared: Sequence[MicrobatchInputs]
+    """Inputs by microbatch."""
+    config: Config
+    features: Sequence[Feature]
+    _roots: dict[int, list[Root]] = field(default_factory=dict, init=False)
+    """By slot: the roots of its backward."""
+    _views: dict[int, CacheView] = field(default_factory=dict, init=False)
+    """By slot: the prefix cache that its forward has read and written."""
+
+    @property
+    def links(self) -> Links:
+        return self.host.links
 
     def run(
         self,
@@ -98,11 +95,21 @@ class Executor:
             read = cache.whole if inputs.microbatch.parts and cache.whole is not None else cache
             view = CacheView(source, inputs.part, read, captures=captures)
             view.begin(backward=False)
+            every = (feature.saved_tensor_hooks(instruction) for feature in self.features)
+            hooks = next((found for found in every if found is not None), None)
+            ends_here, part = self.links.ends_here and not instruction.idle, None
             with torch.set_grad_enabled(training or graph):
-                outputs = self._forward(instruction, inputs, view, entropy)
+                hidden = self.links.receive(instruction, inputs)
+                self._received(instruction)
+                with saved_tensors_hooks(*hooks) if hooks else nullcontext():
+                    outputs = self.host.forward(
+                        instruction, inputs, view, self.config, entropy=entropy, hidden=hidden
+                    )
+                view.end_forward()
+                self.links.send(instruction, outputs.roots[0])
+                for feature in self.features:
+                    feature.after_forward(instruction, inputs)
                 # If a forward is repeated, the second computes the loss.
-                part = None
-                ends_here = self.links.ends_here and not instruction.idle
                 if loss is not None and instruction.keeps_graph and ends_here:
                     part = loss(inputs, outputs)
                 found = [f.root(instruction, inputs, scale) for f in self.features]
@@ -117,27 +124,11 @@ class Executor:
                 self._views[instruction.slot] = view
                 del own
                 del more
-            del outputs, part, view, found
+            del outputs, part, view, found, hidden
         self.links.end_pass((total, *values.by_name.values()))
         for feature in self.features:
             feature.end_pass()
         return total
-
-    def _forward(
-        self, instruction: Instruction, inputs: MicrobatchInputs, view: CacheView, entropy: bool
-    ) -> HeadOutputs:
-        hooks = [h for f in self.features if (h := f.saved_tensor_hooks(instruction)) is not None]
-        hidden = self.links.receive(instruction, inputs)
-        self._received(instruction)
-        with saved_tensors_hooks(*hooks[0]) if hooks else nullcontext():
-            outputs = self.host.forward(
-                instruction, inputs, view, self.config, entropy=entropy, hidden=hidden
-            )
-        view.end_forward()
-        self.links.send(instruction, outputs.roots[0])
-        for feature in self.features:
-            feature.after_forward(instruction, inputs)
-        return outputs
 
     def _backward(self, instruction: Instruction) -> None:
         guard = self.transaction.guard

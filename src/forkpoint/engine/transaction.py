@@ -151,11 +151,6 @@ class Transaction:
         """Whether the call has succeeded; then nothing takes its gradients back."""
         return self.outcome.gradients == "added"
 
-    def announce(self) -> StepOutcome:
-        """The outcome, for the user; from here on exceptions get a note on it."""
-        self.notes = True
-        return self.outcome
-
     def run(self, work: Callable[["Transaction"], T]) -> T:
         """Call `work` with this transaction, by which it makes its changes; returns its result.
 

@@ -68,35 +68,29 @@ Finish = Callable[[StepPolicy, AgreedStep, Executed], T]
 def run(policy: StepPolicy, request: Request, finish: Finish[T]) -> T:
     """Run a request, and once more with a lower memory budget if memory runs out.
 
-    A plan of the caller's has no other budget. Nothing is repeated if earlier gradients were
-    lost, or if several ranks would have to do so together.
+    Each run has a transaction. If it raises, everything is as before, unless the step has
+    succeeded. A plan of the caller's has no other budget. Nothing is repeated if earlier gradients
+    were lost, or if several ranks would have to do so together.
     """
-    before = policy.last_step
-    try:
-        return attempt(policy, request, finish, Transaction(policy.host.device))
-    except torch.OutOfMemoryError:
-        step, budgets = policy.last_step, policy.model_state.budgets
-        lost = step is not None and step is not before and step.gradients == "cleared"
-        if lost or request.plan is not None or not budgets.lower(policy.host, policy.config):
-            raise
-    return attempt(policy, request, finish, Transaction(policy.host.device))
-
-
-def attempt(policy: StepPolicy, request: Request, finish: Finish[T], transaction: Transaction) -> T:
-    """Run a request once, in a transaction and together with the other ranks.
-
-    If it raises, everything is as before, unless `transaction.is_committed()`.
-    """
+    before, group, repeats = policy.last_step, policy.host.group, request.plan is None
     work = partial(perform, policy, request, finish)
-    group = policy.host.group
-    if group.ranks.is_alone:
-        return transaction.run(work)
-    return run_on_ranks(
-        group.ranks,
-        partial(transaction.run, work),
-        lockstep=group.lockstep,
-        succeeded=transaction.is_committed,
-    )
+    while True:
+        transaction = Transaction(policy.host.device)
+        try:
+            if group.ranks.is_alone:
+                return transaction.run(work)
+            return run_on_ranks(
+                group.ranks,
+                partial(transaction.run, work),
+                lockstep=group.lockstep,
+                succeeded=transaction.is_committed,
+            )
+        except torch.OutOfMemoryError:
+            step, budgets = policy.last_step, policy.model_state.budgets
+            lost = step is not None and step is not before and step.gradients == "cleared"
+            if lost or not repeats or not budgets.lower(policy.host, policy.config):
+                raise
+            repeats = False
 
 
 def perform(policy: StepPolicy, request: Request, finish: Finish[T], transaction: Transaction) -> T:
@@ -105,7 +99,7 @@ def perform(policy: StepPolicy, request: Request, finish: Finish[T], transaction
     local = check_and_plan(policy, request)
     agreed = agree(policy, local)
     if request.announced:
-        policy.last_step = transaction.announce()
+        policy.last_step, transaction.notes = transaction.outcome, True
     executed = execute(policy, agreed, transaction)
     if executed.replay is not None:
         host = policy.host
@@ -226,7 +220,7 @@ def finish_training(policy: StepPolicy, agreed: AgreedStep, executed: Executed) 
     batch, objective = agreed.local.batch, agreed.local.loss
     assert objective is not None
     loss = policy.model_state.ratios.read(result.loss, result.per_token.get("logprobs"), batch)
-    if routing is not None and policy.host.keeps_counts:
+    if routing is not None and policy.host.entry.keeps_counts:
         policy.host.add_counts(routing.counts().logical_LE)
     router_loss = None
     if routing is not None and agreed.local.request.router is not None:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.gradients import twins
-from forkpoint.engine.host import Host
 from forkpoint.engine.route_replay import ForcedRoutes, RouteReplay
 from forkpoint.engine.transaction import Transaction
+from forkpoint.hosts.host import ModelHost
 from forkpoint.hosts.libraries import routers_of, stock_of, whole_copy
 from forkpoint.hosts.modules import forget_lists
 from forkpoint.hosts.routers import routers_of_copy
@@ -32,7 +32,7 @@ from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.step.request import ComparedRequest, StepPolicy
 from forkpoint.step.results import StepStats
 from forkpoint.step.router_steps import RouterWork, check_averaged, router_work
-from forkpoint.step.run import attempt, finish_training
+from forkpoint.step.run import finish_training, run
 from forkpoint.verify.dense import DenseRouters, DenseRun, dense_run
 from forkpoint.verify.memory import PLAIN, SMALL, STREAMED, MemoryStrategy, has_room, run_in_memory
 from forkpoint.verify.plans import Choice, Kind, Planning, choose_plans, count_shared
@@ -156,7 +156,7 @@ class Comparison:
         self.given: Denominators | None = given
         self.router: RouterLoss | None = router
         self.changes: Changes = changes
-        self.host: Host = policy.host
+        self.host: ModelHost = policy.host
         self.comm: RankComm = RankComm(self.host.group, loss, self.host.links)
         self.host.prepare(changes)
         self.dtype: torch.dtype = self.host.compute_dtype
@@ -410,7 +410,7 @@ class Comparison:
             router=self.router,
             replay=routes,
         )
-        stats = attempt(unchecked, request, finish_training, Transaction(self.host.device))
+        stats = run(unchecked, request, finish_training)
         return {
             name: None if p.grad is None else full(p.grad)
             for name, p in self.host.model.named_parameters()
