@@ -12,7 +12,7 @@ import numpy as np
 
 from forkpoint.errors import PlanError
 from forkpoint.plan.pricing.calibration import Calibration
-from forkpoint.plan.pricing.cost import ATTENTION_BACKWARD, LINEAR_BACKWARD, ModelShape
+from forkpoint.plan.pricing.cost import ModelShape, Work
 from forkpoint.plan.runs import run_lengths, sort_running
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.tree.forest import Forest, IntArray, SortedRollouts, build_forest
@@ -55,14 +55,13 @@ class Rates:
             return cls(1.0, {}, 0.0)
         layers = {window: shape.windows.count(window) for window in sorted(set(shape.windows))}
         if calibration is None:
-            key = 2.0 * shape.heads * (shape.head_dim + shape.value_dim)
-            pair = (1 + ATTENTION_BACKWARD) * key
-            linear = (1 + LINEAR_BACKWARD) * 2.0
-            return cls(
-                linear * shape.linear_parameters,
-                {window: pair * count for window, count in layers.items()},
-                linear * shape.hidden * shape.vocab,
-            )
+            none = Work(tokens=0, pairs=dict.fromkeys(layers, 0), num_loss_entries=0)
+            pair = {
+                window: replace(none, pairs={**none.pairs, window: 1}).step_flops(shape)
+                for window in layers
+            }
+            token, label = replace(none, tokens=1), replace(none, num_loss_entries=1)
+            return cls(token.step_flops(shape), pair, label.step_flops(shape))
         calibration.check_shape(shape)
         size = TYPICAL_TOKENS
         both = (False, True)
