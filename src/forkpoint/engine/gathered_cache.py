@@ -10,7 +10,7 @@ import torch
 
 from forkpoint.engine.feature import Feature
 from forkpoint.engine.microbatches import MicrobatchInputs
-from forkpoint.engine.prefix_cache import PrefixCache
+from forkpoint.engine.prefix_cache import PrefixCache, joined
 from forkpoint.parallel.topology import Places
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.program import BACKWARD, FORWARD, SCORE, Instruction
@@ -60,12 +60,6 @@ class GatheredCache(Feature):
 
 def _runs(inputs: MicrobatchInputs) -> list[tuple[int, int]]:
     """Slots of the prefix cache of a microbatch, neighbours joined."""
-    microbatch, found = inputs.microbatch, list[tuple[int, int]]()
-    for begin, length in zip(microbatch.cache_begin, microbatch.lengths.tolist(), strict=True):
-        if begin < 0:
-            continue
-        if found and found[-1][1] == begin:
-            found[-1] = (found[-1][0], begin + length)
-        else:
-            found.append((begin, begin + length))
-    return found
+    its = inputs.microbatch
+    begins = zip(its.cache_begin, its.lengths.tolist(), strict=True)
+    return joined((begin, begin + length) for begin, length in begins if begin >= 0)

@@ -76,16 +76,14 @@ class GradientSums:
         if parameter in self._sums:
             self._sums[parameter].add_(gradient)
         else:
-            self._sums[parameter] = gradient.detach().to(self._dtype(gradient))
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            self._sums[parameter] = gradient.detach().to(wide if self.fp32 else gradient.dtype)
 
     def reduce(self, over_ranks: Callable[[Sequence[Tensor | None]], list[Tensor | None]]) -> None:
         """Replace the sums by those over ranks: a function of one entry for each parameter."""
         reduced = over_ranks([self._sums.get(parameter) for parameter in self.parameters])
         pairs = zip(self.parameters, reduced, strict=True)
         self._sums = {p: total for p, total in pairs if total is not None}
-
-    def _dtype(self, tensor: Tensor) -> torch.dtype:
-        return torch.promote_types(tensor.dtype, torch.float32) if self.fp32 else tensor.dtype
 
     def add_to_gradients(self) -> None:
         """Add each sum to its parameter's gradient, and drop it."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from forkpoint.device import on_device
 from forkpoint.engine.host_cache import Rows
-from forkpoint.engine.prefix_cache import Capture, PrefixCache, RecurrentStates
+from forkpoint.engine.prefix_cache import Capture, PrefixCache, RecurrentStates, joined
 from forkpoint.ops.attention import AttentionTable, CacheSlice
 from forkpoint.ops.recurrence import ConvolutionTable, StateTable
 from forkpoint.parallel.topology import ALL_PLACES, Places
@@ -125,18 +125,10 @@ class CacheView:
 
     @cached_property
     def _rows(self) -> Rows:
-        found: list[tuple[int, int]] = []
-        for segment in sorted(
-            self._plan.ancestors_of(self._microbatch), key=self._plan.cache_of.__getitem__
-        ):
-            begin = self._plan.cache_of[segment]
-            end = begin + int(self._plan.forest.length[segment])
-            if found and found[-1][1] == begin:
-                found[-1] = (found[-1][0], end)
-            else:
-                found.append((begin, end))
-        runs = self.capture.runs if self.capture is not None else ()
-        return Rows(tuple(found), tuple((at, at + end - begin) for begin, end, at in runs))
+        plan, runs = self._plan, self.capture.runs if self.capture is not None else ()
+        above = plan.ancestors_of(self._microbatch)
+        read = sorted(cache_run(plan, segment) for segment in above)
+        return Rows(tuple(joined(read)), tuple((at, at + end - begin) for begin, end, at in runs))
 
     def begin(self, *, backward: bool) -> None:
         """The microbatch's forward or backward begins."""
@@ -182,6 +174,12 @@ class LayerAncestors:
     def close(self) -> None:
         """The backward has added to the sums."""
         self._cache.close(self._module)
+
+
+def cache_run(plan: Plan, segment: int) -> tuple[int, int]:
+    """The entries of the prefix cache that a segment has."""
+    begin = plan.cache_of[segment]
+    return begin, begin + int(plan.forest.length[segment])
 
 
 def _capture_runs(plan: Plan, microbatch: Microbatch) -> list[tuple[int, int, int]]:

@@ -11,14 +11,14 @@ They go the same way. Often no token of its own microbatch reads a final state, 
 added at the layer's output (`RecurrentStates.keep`).
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from forkpoint.engine.host_cache import HostCache, Rows
+from forkpoint.engine.host_cache import HostCache, Rows, Run
 from forkpoint.errors import UnsupportedError
 from forkpoint.ops.dtypes import accumulate_dtype
 from forkpoint.ops.recurrence import ConvolutionTable, StateTable
@@ -106,15 +106,6 @@ class PrefixCache:
         if self.host is not None:
             self.host.end()
 
-    def buffers(self, key: Key, like: Tensor) -> tuple[Tensor, Tensor | None]:
-        """State [tokens, ...] of `like`'s dtype and its gradient buffer, made if need be."""
-        return self._buffers(key, like, self.tokens)
-
-    def state_buffers(self, key: Key, like: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The same for the ends of segments: [cache_states, ...]."""
-        self._of_states.add(key)
-        return self._buffers(key, like, self.cache_states)
-
     def layout(self) -> dict[Key, tuple[bool, tuple[int, ...], torch.dtype]]:
         """By key: whether it is of the ends of segments, the shape of one entry, and the dtype."""
         return {
@@ -122,9 +113,15 @@ class PrefixCache:
             for key, state in self._state.items()
         }
 
-    def _buffers(self, key: Key, like: Tensor, tokens: int) -> tuple[Tensor, Tensor | None]:
+    def buffers(
+        self, key: Key, like: Tensor, *, of_states: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """State [tokens, ...] of `like`'s dtype and its gradient buffer, made if need be; those of
+        the ends of segments are [cache_states, ...]."""
         if key not in self._state:
-            shape = (tokens, *like.shape[1:])
+            if of_states:
+                self._of_states.add(key)
+            shape = (self.cache_states if of_states else self.tokens, *like.shape[1:])
             self._state[key] = torch.empty(shape, dtype=like.dtype, device=like.device)
             if self.gradients:
                 wide = accumulate_dtype(like.dtype)
@@ -154,6 +151,17 @@ class PrefixCache:
         begin = x.untyped_storage().data_ptr()
         every = (*self._state.values(), *self._gradient.values())
         return any(begin == buffer.data_ptr() for buffer in every)
+
+
+def joined(runs: Iterable[Run]) -> list[Run]:
+    """Runs of entries, in order, with neighbours as one."""
+    found: list[Run] = []
+    for begin, end in runs:
+        if found and found[-1][1] == begin:
+            found[-1] = (found[-1][0], end)
+        else:
+            found.append((begin, end))
+    return found
 
 
 class Capture:
@@ -287,7 +295,7 @@ class RecurrentStates:
             return output_T
         for key, state_K in states.items():
             assert state_K is not None and len(state_K) == len(places)
-            state, gradient = self.capture.cache.state_buffers(key, state_K)
+            state, gradient = self.capture.cache.buffers(key, state_K, of_states=True)
             if self.capture.takes(key):
                 with torch.no_grad():
                     state.index_copy_(0, places, state_K)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forkpoint.engine.feature import Feature
-from forkpoint.engine.microbatches import MicrobatchInputs
-from forkpoint.engine.prefix_cache import Key, PrefixCache
+from forkpoint.engine.microbatches import MicrobatchInputs, cache_run
+from forkpoint.engine.prefix_cache import Key, PrefixCache, joined
 from forkpoint.parallel.step import RankStep
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.program import RETURN, SHARE, Instruction
@@ -91,7 +91,7 @@ class PromptExchange(Feature):
         key: Key = self._modules[name[0]], name[1]
         if shares:
             like = torch.empty((0, *tail), dtype=dtype, device=self._device)
-            state, gradient = (cache.state_buffers if of_states else cache.buffers)(key, like)
+            state, gradient = cache.buffers(key, like, of_states=of_states)
             runs, parts = self._moved(state, self._sent, self._received, of_states, group)
             for (begin, end), part in zip(runs, parts, strict=True):
                 state[begin:end].copy_(part)
@@ -140,15 +140,9 @@ class PromptExchange(Feature):
 
     def _runs(self, numbers: Sequence[int], of_states: bool) -> list[tuple[int, int]]:
         """Places of these prompts in this rank's cache, in order, neighbours joined."""
-        plan, found = self._plan, list[tuple[int, int]]()
-        for number in numbers:
-            # The state of a prompt is that of its last segment.
-            segments = self._segments[number][-1 if of_states else 0 :]
-            for segment in segments:
-                begin = plan.state_of[segment] if of_states else plan.cache_of[segment]
-                end = begin + (1 if of_states else int(plan.forest.length[segment]))
-                if found and found[-1][1] == begin:
-                    found[-1] = (found[-1][0], end)
-                else:
-                    found.append((begin, end))
-        return found
+        plan = self._plan
+        if of_states:  # that of a prompt is that of its last segment
+            states = [plan.state_of[self._segments[number][-1]] for number in numbers]
+            return joined((at, at + 1) for at in states)
+        segments = [segment for number in numbers for segment in self._segments[number]]
+        return joined(cache_run(plan, segment) for segment in segments)
