@@ -252,22 +252,3 @@ def test_the_operator_says_all_that_it_asks_for(name: str, monkeypatch: pytest.M
             shared_attention(q, k, v, table=table, deterministic=True, **options)
     expected = Asked(CPU, torch.float32, 4, 3, 7.0, 0, True, grouped=True)
     assert asked == [expected, expected._replace(grouped=False)]
-
-
-BROKEN: dict[str, tuple[list[int], list[int], list[int] | None]] = {
-    "does not begin at 0": ([0, 1, 1, 5, 0, 4, 4, 4, 0, 0, 1], [0, 4], None),
-    "max_q is not the longest": ([0, 1, 0, 5, 0, 5, 4, 5, 0, 0, 1], [0, 5], None),
-    "fewer lengths than sequences": ([0, 1, 0, 5, 0, 5, 5, 5, 0, 0, 2], [0, 5], None),
-    "causal, unequal": ([0, 1, 0, 4, 0, 5, 4, 5, 0, 2, 1], [0, 4, 0, 5], None),
-    "no such source": ([3, 1, 0, 5, 0, 5, 5, 5, 0, 0, 1], [0, 5], None),
-    "gathers too few": ([2, 1, 0, 5, 0, 5, 5, 5, 0, 0, 1], [0, 5], [0, 1, 2, 3]),
-}
-
-
-@pytest.mark.parametrize("fault", BROKEN)
-def test_a_table_that_breaks_its_rules_is_caught(fault: str) -> None:
-    row, cu, index = BROKEN[fault]
-    with pytest.raises(AssertionError):
-        AttentionTable.from_numpy(
-            np.array([row]), np.array(cu), None if index is None else np.array(index)
-        )

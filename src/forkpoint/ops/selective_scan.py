@@ -6,13 +6,10 @@
 multiplied by its time step).
 """
 
-from contextlib import nullcontext
-
-import torch
 from torch import Tensor
 
 from forkpoint.errors import UnsupportedError
-from forkpoint.ops.dtypes import accumulate_dtype
+from forkpoint.ops.dtypes import accumulate_dtype, without_autocast
 from forkpoint.ops.recurrence import Sequences, StateTable, over_levels, pairwise_decay
 
 CHUNK = 64
@@ -99,7 +96,5 @@ def selective_scan(
     assert x_TGE.shape[:2] == a_TG.shape and b_THD.shape == c_THD.shape
     assert x_TGE.shape[1] % b_THD.shape[1] == 0
     assert initial_SGED is None or initial_SGED.dtype == accumulate_dtype(x_TGE.dtype)
-    kind = x_TGE.device.type
-    plain = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else None
-    with plain or nullcontext():
+    with without_autocast(x_TGE):
         return over_levels(chunked_scan, (x_TGE, a_TG, b_THD, c_THD), table, initial_SGED)

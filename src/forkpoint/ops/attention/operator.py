@@ -8,7 +8,6 @@ gradients.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from forkpoint.ops.attention.merge import Part, merge
 from forkpoint.ops.attention.registry import launch_kernel
 from forkpoint.ops.attention.source import RowSum, Source
 from forkpoint.ops.attention.table import Ancestors, AttentionTable, CacheSlice
+from forkpoint.ops.dtypes import without_autocast
 from forkpoint.tree import FROM_CACHE, FROM_GATHER, FROM_OWN
 
 
@@ -86,7 +86,7 @@ def attend(
     keys = Source(k, cache and cache.k, *gathers)
     values = Source(v, cache and cache.v, *gathers)
     parts = []
-    with _without_autocast(q):
+    with without_autocast(q):
         for chosen, launch in zip(kernels, table.calls, strict=True):
             o_THE, lse_HT = chosen.forward(
                 q[launch.q_begin : launch.q_end],
@@ -141,7 +141,7 @@ def attend_backward(
     keys = Source(k, cache and cache.k, *gathers, cache and cache.grad_k)
     values = Source(v, cache and cache.v, *gathers, cache and cache.grad_v)
     dq_sum = RowSum(q)
-    with _without_autocast(q):
+    with without_autocast(q):
         for chosen, launch in zip(kernels, table.calls, strict=True):
             if not (
                 wants_q
@@ -231,12 +231,6 @@ def _select(
             launch_kernel(reading.kernel, launch, asked) for launch in reading.table.calls
         ]
     return reading.table.chosen[key]
-
-
-def _without_autocast(x: Tensor) -> AbstractContextManager:
-    """Autocast reaches into operators: here it would round float32 sums and products to 16 bit."""
-    kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
 
 def _dense_last(x: Tensor) -> Tensor:

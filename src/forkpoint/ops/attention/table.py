@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.device import to_device
-from forkpoint.tree import FROM_CACHE, FROM_GATHER, FROM_OWN, LAUNCH_COLUMNS
+from forkpoint.tree import FROM_OWN, LAUNCH_COLUMNS
 
 LONG_TOKENS = 2048
 """Least length of a causal sequence that is a part of its launch: see `Launch.parts`. On an H100 a
@@ -91,7 +91,7 @@ class AttentionTable:
         *,
         device: torch.device | str = "cpu",
     ) -> "AttentionTable":
-        """Check a planner's table and put it on the device.
+        """Put a planner's table on the device.
 
         launches: integers [n, 11], columns as in LAUNCH_COLUMNS. source is 0 for keys of the
             microbatch, 1 for keys of the cache, 2 for keys gathered by key_index. Queries are
@@ -101,10 +101,7 @@ class AttentionTable:
         cu: integers [*], runs of cumulative lengths, each starting at 0.
         key_index: integers [G]; an entry >= 0 is a place of the microbatch, an entry < 0 is place
             -1 - entry of the cache. A table with it has exactly one launch, of source 2.
-
-        Raises AssertionError for a table that breaks these rules: a planner's bug, not a user's.
         """
-        _check(launches, cu, key_index)
         own_gather = cache_gather = None
         if key_index is not None:
             # Split here, on the host, so that no layer needs masks, clamps or a sync for it.
@@ -213,37 +210,3 @@ def _cut_long(row: dict[str, int], cu: np.ndarray) -> list[tuple[int, int]]:
     # A part begins at a long sequence and behind one.
     begins = np.flatnonzero(long | np.append(True, long[:-1])).tolist()
     return list(zip(begins, [*begins[1:], row["count"]], strict=True))
-
-
-def _check(launches: np.ndarray, cu: np.ndarray, key_index: np.ndarray | None) -> None:
-    shape = launches.shape
-    assert launches.ndim == 2 and shape[0] > 0 and shape[1] == len(LAUNCH_COLUMNS), (
-        f"launches has shape {shape}; it takes [n, {len(LAUNCH_COLUMNS)}] with n of at least 1"
-    )
-    assert np.issubdtype(launches.dtype, np.integer) and np.issubdtype(cu.dtype, np.integer)
-    gathers = launches[:, 0] == FROM_GATHER
-    if key_index is None:
-        assert not gathers.any(), "a launch gathers its keys, but there is no key_index"
-    else:
-        assert gathers.tolist() == [True], "a table with key_index has one launch, of source 2"
-        assert np.issubdtype(key_index.dtype, np.integer)
-        assert launches[0, 4] == 0 and launches[0, 5] == len(key_index), (
-            f"the launch reads {launches[0, 4]}:{launches[0, 5]} of {len(key_index)} gathered keys"
-        )
-    assert launches[0, 2] == 0, "the first launch covers every query, so it begins at 0"
-    for columns in launches.tolist():
-        launch = dict(zip(LAUNCH_COLUMNS, columns, strict=True))
-        assert launch["source"] in (FROM_OWN, FROM_CACHE, FROM_GATHER), launch
-        lengths = {}
-        for side in "qk":
-            at = launch[f"cu_{side}_at"]
-            bounds = cu[at : at + launch["count"] + 1]
-            assert launch["count"] > 0 and len(bounds) == launch["count"] + 1, launch
-            lengths[side] = np.diff(bounds)
-            assert bounds[0] == 0, launch
-            assert bounds[-1] == launch[f"{side}_end"] - launch[f"{side}_begin"], launch
-            assert launch[f"{side}_begin"] >= 0 and lengths[side].min() > 0, launch
-            assert launch[f"max_{side}"] == lengths[side].max(), launch
-        assert not launch["causal"] or (lengths["q"] <= lengths["k"]).all(), launch
-        if launch["causal"] and launch["source"] == FROM_OWN:
-            assert (lengths["q"] == lengths["k"]).all(), launch

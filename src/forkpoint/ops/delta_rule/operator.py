@@ -2,7 +2,6 @@
 serves."""
 
 import logging
-from contextlib import nullcontext
 from functools import lru_cache
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from forkpoint.ops.choice import AUTO, choose_kernel
 from forkpoint.ops.delta_rule import chunked, fla
 from forkpoint.ops.delta_rule.kernel import DeltaKernel
-from forkpoint.ops.dtypes import accumulate_dtype
+from forkpoint.ops.dtypes import accumulate_dtype, without_autocast
 from forkpoint.ops.recurrence import StateTable, over_levels
 
 DELTA_KERNELS: tuple[DeltaKernel, ...] = (fla.KERNEL, chunked.KERNEL)
@@ -90,10 +89,8 @@ def gated_delta_rule(
         v_TGE.shape[2],
         torch.are_deterministic_algorithms_enabled(),
     )
-    kind = v_TGE.device.type
-    plain = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else None
     inputs = (q_THD, k_THD, v_TGE, g_TG, beta_TG)
-    with plain or nullcontext():
+    with without_autocast(v_TGE):
         if chosen.scan_levels is not None and len(table.levels) > 1:
             return chosen.scan_levels(inputs, table, initial_SGDE)
         return over_levels(chosen.scan, inputs, table, initial_SGDE)
