@@ -11,7 +11,7 @@ DistributedDataParallel reduce its gradients by state that knows of one backward
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from forkpoint.device import on_device
-from forkpoint.engine.host import Settings
 from forkpoint.errors import UnsupportedError
+from forkpoint.hosts.fingerprint import Computation
 from forkpoint.plan import Plan
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.step.weight_changes import Weights
@@ -53,20 +53,12 @@ class FirstHalf:
     """Of the head."""
     dtype: torch.dtype
     """The narrowest that the model computes in."""
-    settings: Settings
+    settings: Computation
     weights: Weights
     done: bool = False
     """Whether a backward has begun to run."""
 
-    def check_unused(self) -> None:
-        """Raises UnsupportedError if a backward ran already."""
-        if self.done:
-            raise UnsupportedError(
-                "the backward of policy.logprobs ran already, and its gradients are in .grad. A "
-                "second one would count them twice: add the losses, or call policy.logprobs again."
-            )
-
-    def check_unchanged(self, settings: Settings) -> None:
+    def check_unchanged(self, settings: Computation) -> None:
         """Raises UnsupportedError if settings or weights of the model have changed since."""
         setting, weight = self.settings.changed(settings), self.weights.changed()
         if setting is not None or weight is not None:
@@ -129,33 +121,15 @@ class Pending:
         )
         self._first = first
         self._run = run
-        self._device = parameters[0].device.type
-        self._autocast = (
-            torch.is_autocast_enabled(self._device),
-            torch.get_autocast_dtype(self._device),
-            torch.is_autocast_cache_enabled(),
-        )
+        self._autocast = autocast_as_now(parameters[0].device)
 
-    def backward(self, gradients: tuple[Tensor | None, ...]) -> None:
+    def receive(self, gradients: Sequence[Tensor | None]) -> None:
         """Run the plan with the gradients as weights, at the end of the backward that calls this.
 
-        Raises UnsupportedError unless this is the one ordinary backward of these values: for
-        torch.autograd.grad, create_graph, a second backward, or weights that have changed.
+        Raises UnsupportedError for a backward that `check_backward` refuses, or for weights that
+        have changed.
         """
-        if torch.is_grad_enabled():
-            raise UnsupportedError(
-                "the backward of policy.logprobs was asked for a graph of its own (create_graph), "
-                "and it has none: gradients of gradients are not computed. Call loss.backward() "
-                "without create_graph."
-            )
-        # Those that were frozen since have no node to ask for; the first half names them.
-        if not all(_accumulates(leaf) for leaf in self.leaves if leaf.requires_grad):
-            raise UnsupportedError(
-                "gradients of some parameters were asked for (torch.autograd.grad, or "
-                "backward(inputs=...)), and the backward of policy.logprobs adds to .grad of all "
-                "of them. Call loss.backward(), and read .grad."
-            )
-        self._first.check_unused()
+        check_backward(self.leaves, "policy.logprobs", done=self._first.done)
         self._put_off(dict(zip(self.names, gradients, strict=True)), PUT_OFF)
 
     def _put_off(self, given: GivenWeights, times: int) -> None:
@@ -167,20 +141,58 @@ class Pending:
             else:
                 self._run_last(given)
 
-        engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(later)
+        after_this_backward(later)
 
     def _run_last(self, given: GivenWeights) -> None:
-        self._first.check_unused()
-        enabled, dtype, cache = self._autocast
-        # Backwards run outside of the caller's autocast, on CUDA in another thread.
-        autocast = torch.autocast(self._device, dtype, enabled=enabled, cache_enabled=cache)
+        _check_unused("policy.logprobs", done=self._first.done)
         try:
-            with torch.no_grad(), autocast:
+            # Backwards run outside of the caller's autocast, on CUDA in another thread.
+            with torch.no_grad(), self._autocast():
                 self._run(given)
         except BaseException as error:
             error.add_note(BESIDE)
             raise
+
+
+def after_this_backward(work: Callable[[], None]) -> None:
+    """Call `work` when the backward that runs now is done; its error is the backward's."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(work)
+
+
+def autocast_as_now(device: torch.device) -> Callable[[], torch.autocast]:
+    """Makes a context with the autocast that is in force now, for a backward that comes later."""
+    kind, cached = device.type, torch.is_autocast_cache_enabled()
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    return lambda: torch.autocast(kind, dtype, enabled=enabled, cache_enabled=cached)
+
+
+def check_backward(leaves: Sequence[Tensor], what: str, *, done: bool) -> None:
+    """Refuse a backward of `what`, which is running, unless it is the only one and an ordinary one.
+
+    Raises UnsupportedError for torch.autograd.grad, create_graph, and a second backward.
+    """
+    if torch.is_grad_enabled():
+        raise UnsupportedError(
+            f"the backward of {what} was asked for a graph of its own (create_graph), and "
+            "gradients of gradients are not computed. Call loss.backward() without create_graph."
+        )
+    # Those that were frozen since have no node to ask for; `Weights.changed` names them.
+    if not all(_accumulates(leaf) for leaf in leaves if leaf.requires_grad):
+        raise UnsupportedError(
+            "gradients of some tensors were asked for (torch.autograd.grad, or "
+            f"backward(inputs=...)), and the backward of {what} adds to .grad of all trainable "
+            "parameters. Call loss.backward(), and read .grad after the step."
+        )
+    _check_unused(what, done=done)
+
+
+def _check_unused(what: str, *, done: bool) -> None:
+    if done:
+        raise UnsupportedError(
+            f"the backward of {what} ran already, and its gradients are in .grad. A second one "
+            f"would count them twice: add the losses, or compute {what} again."
+        )
 
 
 def _accumulates(leaf: Tensor) -> bool:
@@ -193,18 +205,18 @@ def _accumulates(leaf: Tensor) -> bool:
 
 
 class Differentiable(torch.autograd.Function):
-    """Values as they are, whose backward runs the plan."""
+    """Values as they are, whose backward gives what arrives to `receiver.receive`."""
 
     @staticmethod
     def forward(
-        ctx: Any, pending: Pending, count: int, *values_and_leaves: Tensor
+        ctx: Any, receiver: Any, count: int, *values_and_leaves: Tensor
     ) -> tuple[Tensor, ...]:
-        """`count` values [T], then the leaves, which make the result require a gradient."""
-        ctx.pending = pending
+        """`count` values, then the leaves, which make the result require a gradient."""
+        ctx.receiver, ctx.others = receiver, len(values_and_leaves) - count
         ctx.set_materialize_grads(False)
         return tuple(x.view_as(x) for x in values_and_leaves[:count])
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[None, ...]:
-        ctx.pending.backward(grad_outputs)
-        return (None,) * (2 + len(grad_outputs) + len(ctx.pending.leaves))
+        ctx.receiver.receive(grad_outputs)
+        return (None,) * (2 + len(grad_outputs) + ctx.others)

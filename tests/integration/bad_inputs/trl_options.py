@@ -62,7 +62,7 @@ def arrived(then: Callable[[Arrivals, torch.Tensor, nn.Parameter], object]) -> C
 
     def call() -> object:
         parameter = nn.Parameter(torch.ones(()))
-        arrivals = Arrivals([parameter], lambda: None)
+        arrivals = Arrivals([("weight", parameter)], lambda: None)
         (loss,) = arrivals.at(torch.ones(()))
         return then(arrivals, loss, parameter)
 
@@ -135,7 +135,7 @@ TRL = (
         name="A backward of a loss in TRL with a graph",
         error=UnsupportedError,
         call=arrived(lambda _, loss, __: loss.backward(create_graph=True)),
-        message="the backward of a loss was asked for a graph of its own (create_graph), and",
+        message="the backward of this loss was asked for a graph of its own (create_graph), and",
     ),
     Kind(
         name="Weights that change within an optimizer step of TRL",

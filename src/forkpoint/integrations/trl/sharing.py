@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from forkpoint.config import HEAD_STATISTICS, Config
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts import refusals
-from forkpoint.integrations.trl.arrivals import Arrivals, after_this_backward, autocast_as_now
+from forkpoint.integrations.trl.arrivals import Arrivals
 from forkpoint.integrations.trl.calls import (
     Answer,
     Captured,
@@ -53,6 +53,7 @@ from forkpoint.integrations.trl.undo import LossState
 from forkpoint.losses.base import FunctionLoss, Loss, LossBatch, LossOutputs
 from forkpoint.plan import Plan
 from forkpoint.policy import Policy, StepStats
+from forkpoint.step.differentiable import after_this_backward, autocast_as_now
 from forkpoint.wrapping import wrap
 
 _log = logging.getLogger("forkpoint")
@@ -290,8 +291,7 @@ class Sharing:
             if call.syncs:
                 after_this_backward(partial(self._finish, autocast))
 
-        parameters = [p for _, p in self.policy(call.model).host.named_parameters()]
-        call.arrivals = Arrivals(parameters, reached)
+        call.arrivals = Arrivals(self.policy(call.model).host.named_parameters(), reached)
         return call.arrivals.at(*values)
 
     def check_finished(self) -> None:
