@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from forkpoint.config import Config
-from forkpoint.engine.host import Host
 from forkpoint.engine.timing import Observer
 from forkpoint.engine.transaction import StepOutcome as StepOutcome
 from forkpoint.errors import ConfigError, UnsupportedError
+from forkpoint.hosts.host import ModelHost
 from forkpoint.losses.base import Denominators, Loss, LossFunction, as_loss
 from forkpoint.losses.router import RouterLoss
 from forkpoint.plan import Plan
@@ -28,10 +28,12 @@ from forkpoint.verify.comparison import VerifyReport, verify
 class Policy:
     """Plans and runs training steps of a model. `forkpoint.wrap` makes it."""
 
-    def __init__(self, host: Host, config: Config, model_state: ModelState | None = None) -> None:
+    def __init__(
+        self, host: ModelHost, config: Config, model_state: ModelState | None = None
+    ) -> None:
         """Raises ConfigError if the options do not fit the way ranks hold the model."""
         check_config(host, config)
-        self.host: Host = host
+        self.host: ModelHost = host
         self.config: Config = config
         self.observer: Observer | None = None
         """Callback for measurements, called with each event of a step before the event runs."""

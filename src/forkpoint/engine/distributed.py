@@ -7,12 +7,14 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from forkpoint.config import Gather
 from forkpoint.engine.changes import Changes
+from forkpoint.errors import UnsupportedError
 from forkpoint.parallel.ranks import DataRanks
 from forkpoint.parallel.topology import Relation, Topology
 
@@ -23,6 +25,26 @@ def local(tensor: Tensor) -> Tensor:
         return tensor
     with torch.no_grad():
         return tensor.to_local()
+
+
+def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
+    """The ranks of a mesh of one dimension, by their numbers in the default group."""
+    return tuple(dist.get_process_group_ranks(mesh.get_group()))
+
+
+def one_mesh(what: str, meshes: Iterable[DeviceMesh | None]) -> DeviceMesh | None:
+    """The mesh over which all modules are split that have one; None where none has.
+
+    Raises UnsupportedError where there are several. `what`: the kind of parallelism.
+    """
+    found = {ranks_of(mesh): mesh for mesh in meshes if mesh is not None}
+    if len(found) > 1:
+        raise UnsupportedError(
+            f"modules of the model are split over different {what}-parallel groups of ranks "
+            f"({', '.join(map(str, sorted(found)))}), which has not been shown exact. Split all of "
+            "them over one mesh dimension."
+        )
+    return next(iter(found.values()), None)
 
 
 class Holder:

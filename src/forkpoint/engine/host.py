@@ -2,25 +2,23 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from forkpoint.config import Config
 from forkpoint.engine.changes import Changes
-from forkpoint.engine.compiling import Compiling
 from forkpoint.engine.distributed import Distributed
 from forkpoint.engine.links import Links
 from forkpoint.engine.microbatches import CacheView, MicrobatchInputs
 from forkpoint.losses.outputs import Head
 from forkpoint.parallel.topology import Topology
-from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.pricing.encoders import EncoderShape
 from forkpoint.plan.program import Instruction
 from forkpoint.rollouts.batch import RolloutBatch
-from forkpoint.rollouts.media import Media, ShownMedia
+from forkpoint.rollouts.media import Media
 from forkpoint.tree.forest import IntArray
 
 
@@ -74,25 +72,10 @@ class RouterSet(Protocol):
     """Those of this rank's layers."""
     first: int
     """The number of the first of them among all."""
-    defines_loss: bool
-    """Whether the family's own code has a load-balancing loss."""
-    coefficient: float
-    """Coefficient of that loss if the configuration adds it to training's, else 0."""
-
-    @property
-    def chosen(self) -> int | None:
-        """How many experts a token is sent to, if routers say so."""
-        ...
 
     @property
     def experts(self) -> int:
         """How many experts each chooses among."""
-        ...
-
-    @property
-    def biases(self) -> list[Tensor]:
-        """The bias [E] of each found, which is added to scores for the choice alone; empty if the
-        family has no such biases."""
         ...
 
 
@@ -100,169 +83,45 @@ class RouterSet(Protocol):
 # ------------------------------------------------------------
 
 
-class Settings(Protocol):
-    """Settings that decide, besides weights, what a model computes, at one moment."""
-
-    def changed(self, later: Any) -> str | None:
-        """The name of a setting that has changed; None if there is none."""
-        ...
-
-
 class Host(Protocol):
     """A model that the engine can run microbatches through, forward and backward.
 
-    A microbatch's instruction, inputs and kernel options are immutable. Only the view of the cache
-    changes: the host reads ancestors from it and writes prefix cache to it.
+    `hosts.host.ModelHost` is one. A microbatch's instruction, inputs and kernel options are
+    immutable. Only the view of the cache changes: the host reads ancestors from it and writes
+    prefix cache to it.
     """
 
-    compiling: Compiling
-    """Whether its blocks are compiled. A host that compiles nothing has Compiling(False)."""
+    model: nn.Module
+    """The outermost module, as it was wrapped."""
+    group: Distributed
+    """The holders of the model on several ranks; none if this rank alone has it."""
+    topology: Topology
+    """The ranks that hold the model, perhaps only this one."""
     links: Links
     """Where hidden states come from and go to, if other ranks have other blocks."""
 
     @property
-    def model(self) -> nn.Module:
-        """The outermost module, as it was wrapped."""
-        ...
-
-    @property
-    def group(self) -> Distributed:
-        """The holders of the model on several ranks; none if this rank alone has it."""
-        ...
-
-    @property
-    def topology(self) -> Topology:
-        """The ranks that hold the model, perhaps only this one."""
-        ...
-
-    @property
     def shape(self) -> ModelShape: ...
     @property
-    def capabilities(self) -> Capabilities:
-        """Abilities of the model in its present state, which plans depend on."""
-        ...
-
-    @property
-    def blocks(self) -> list[nn.Module]:
-        """The decoder's blocks, in their order."""
-        ...
-
-    @property
-    def embeddings(self) -> nn.Module:
-        """The input embeddings, which run once in every forward."""
-        ...
-
+    def device(self) -> torch.device: ...
     @property
     def head(self) -> Head:
         """Name of the model's output for a token: "logprobs", or "values" of a critic."""
         ...
 
     @property
-    def vocab_size(self) -> int:
-        """How many tokens the model knows, as inputs and (of a language model) as labels."""
-        ...
-
-    @property
-    def device(self) -> torch.device: ...
-    @property
     def loss_dtype(self) -> torch.dtype:
         """float64 for a float64 model, else float32."""
         ...
 
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """The dtype that a step computes in: the narrowest, if there are several."""
-        ...
-
-    @property
-    def rounding_dtype(self) -> torch.dtype:
-        """The narrowest dtype that the model rounds to anywhere: that of compute, or one that its
-        code converts to."""
-        ...
-
-    def shallow(self, layers: int) -> nn.Module | None:
-        """A model of few such layers, of random weights and few tokens, to measure a layer.
-
-        None where layers are not all trained, or split over ranks: another model takes other times.
-        """
-        ...
-
-    @property
-    def compiles(self) -> bool:
-        """Whether blocks run compiled, which takes other times."""
-        ...
-
-    @property
-    def routers(self) -> RouterSet:
-        """The routers of the model in its present state."""
-        ...
-
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
-    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Buffers that are saved with the model; others are made of its configuration."""
-        ...
-
-    # Checks
-
-    def fingerprint(self) -> int:
-        """A number that stays the same while nothing but the model's weights changes."""
-        ...
-
-    def settings(self) -> Settings:
-        """The model's present settings. Called after `prepare`."""
-        ...
-
-    def prepare(self, changes: Changes) -> None:
-        """Remove wrappers of the user's that a step replaces or does not need.
-
-        Called first in every step and comparison. Nothing else may change the model until these
-        changes are undone.
-        """
-        ...
-
-    @property
-    def keeps_counts(self) -> bool:
-        """Whether ordinary training adds counts of experts to buffers of the model. Within
-        `prepare` these are saved, so that forwards of a step leave no trace."""
-        ...
-
-    def add_counts(self, logical_LE: Tensor) -> None:
-        """Add a step's counts of experts, int64 [layers, experts], to these buffers. The model is
-        prepared."""
-        ...
-
-    def check(self, batch: RolloutBatch, *, training: bool, routed: bool = False) -> int:
-        """Refuse what has not been shown exact, in the model's present state and for this batch.
-
-        `training`: whether gradients are computed. `routed`: whether the step has a router loss,
-        so that the model's own is in it. Returns the model's fingerprint.
-        """
-        ...
-
-    # Stock forwards, for comparisons. Called while the model is not entered.
-
-    def stock(self, ids_NL: Tensor, shown: ShownMedia | None = None) -> Tensor:
-        """Logits [N, L, V] (a critic's values [N, L, 1]) of the model's own forward, of rows with
-        these media."""
-        ...
-
-    def allow_stock(self, changes: Changes) -> None:
-        """Let `stock` work with any settings of the model, on this thread alone, until the changes
-        are undone."""
-        ...
-
-    def sample_medium(self, media: Sequence[Media]) -> Media:
-        """A part of one of these, to compare the model on, of as few tokens as can be."""
-        ...
-
     def empty_outputs(self) -> Tensor:
         """Of the model's own forward on one token, the outputs of no token: [1, 0, width].
 
-        Its graph reaches the parameters that ordinary training reaches.
+        Its graph reaches the parameters that ordinary training reaches. Called while the model is
+        not entered.
         """
         ...
-
-    # Microbatches
 
     def enter(self, changes: Changes, *, compiled: bool = True) -> None:
         """Make the changes to the model that `forward` needs. Without `compiled` all of it runs

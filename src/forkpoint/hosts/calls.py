@@ -46,16 +46,8 @@ class CallContext:
         ends_in: frozenset[Hashable],
         places: Places = ALL_PLACES,
     ) -> None:
-        """
-        Args:
-            instruction: that runs.
-            inputs: of the microbatch.
-            state: the prefix cache, as it reads and writes it.
-            kernels: which kernels run.
-            entropy: whether the head gives entropies as well.
-            ends_in: the modules of the block in which the forward ends; none where it goes on.
-            places: which of the microbatch this rank runs.
-        """
+        """`ends_in`: the modules of the block in which the forward ends; none where it goes on.
+        `places`: which of the microbatch this rank runs."""
         self.instruction: Instruction = instruction
         self.inputs: MicrobatchInputs = inputs
         self.state: CacheView = state

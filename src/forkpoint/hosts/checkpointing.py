@@ -31,7 +31,13 @@ def checkpoint_blocks(
     for index, block in enumerate(blocks):
         if policy == "none" or index == but:
             continue
-        module = block if policy == "full" else _mlp_of(block)
+        module = block if policy == "full" else mlp_of(block)
+        if module is None:
+            raise UnsupportedError(
+                "checkpointing is 'selective', which recomputes a block's MLP, and "
+                f"{type(block).__name__} has none by the names {', '.join(MLP_NAMES)}. Use "
+                "checkpointing='full' or 'none'."
+            )
         if policy == "full" or "forward" in vars(module):
             forward = functools.partial(_recomputed, module.forward)
         else:
@@ -50,17 +56,7 @@ def _class_forward_recomputed(module: nn.Module, *args: Any) -> Any:
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
 
 
-def has_mlp(block: nn.Module) -> bool:
-    """Whether selective checkpointing finds an MLP in a block."""
-    return any(isinstance(getattr(block, name, None), nn.Module) for name in MLP_NAMES)
-
-
-def _mlp_of(block: nn.Module) -> nn.Module:
-    for name in MLP_NAMES:
-        module = getattr(block, name, None)
-        if isinstance(module, nn.Module):
-            return module
-    raise UnsupportedError(
-        f"checkpointing is 'selective', which recomputes a block's MLP, and {type(block).__name__} "
-        f"has none by the names {', '.join(MLP_NAMES)}. Use checkpointing='full' or 'none'."
-    )
+def mlp_of(block: nn.Module) -> nn.Module | None:
+    """The MLP of a block, which selective checkpointing recomputes; None if none is known."""
+    found = (getattr(block, name, None) for name in MLP_NAMES)
+    return next((module for module in found if isinstance(module, nn.Module)), None)

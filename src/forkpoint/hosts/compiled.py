@@ -14,6 +14,7 @@ from forkpoint.engine.changes import Changes
 from forkpoint.engine.compiling import WARNING, Compiling
 from forkpoint.hosts.calls import CallContext
 from forkpoint.hosts.compiled_attention import BlockCall, forget_calls, number_modules
+from forkpoint.hosts.modules import HOOKS
 from forkpoint.hosts.wrappers import set_forward
 from forkpoint.parallel.topology import ALL_PLACES, Places
 
@@ -117,17 +118,11 @@ def _dynamo_options(blocks: Sequence[nn.Module]) -> dict[str, Any]:
     """
     options: dict[str, Any] = {"specialize_float": True}
     name = "nested_graph_breaks"
-    if hasattr(torch._dynamo.config, name) and not (LACKS_GLOBALS and _has_hooks(blocks)):
+    inside = (vars(module) for block in blocks for module in block.modules())
+    has_hooks = any(attributes[kind] for attributes in inside for kind in HOOKS)
+    if hasattr(torch._dynamo.config, name) and not (LACKS_GLOBALS and has_hooks):
         options[name] = True
     return options
-
-
-def _has_hooks(blocks: Sequence[nn.Module]) -> bool:
-    return any(
-        m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
-        for block in blocks
-        for m in block.modules()
-    )
 
 
 def _options() -> dict[str, Any] | None:

@@ -1,7 +1,7 @@
 """The interface of one library's models to `ModelHost`."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.distributed import Holder
-from forkpoint.engine.host import RouteHolder, RouterNote, RouterSet
+from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.calls import CallContext, EncoderContext
 from forkpoint.hosts.code_provenance import Definition
 from forkpoint.hosts.heads import ModelHead
+from forkpoint.hosts.routers import ModelRouters
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.pricing.encoders import EncoderShape
 from forkpoint.plan.stages import Stage
@@ -21,49 +22,23 @@ from forkpoint.rollouts.media import Media, ShownMedia
 from forkpoint.tree.forest import IntArray
 
 
-class WatchedRouters(RouterSet, Protocol):
-    """Routers that a step looks at."""
-
-    def enter(
-        self, note: RouterNote | None, changes: Changes, holder: RouteHolder | None = None
-    ) -> None:
-        """Give what each router computes to `note`, and let it choose what `holder` says, until
-        the changes are undone."""
-        ...
-
-    def place(self, every: Sequence[tuple[int, int]], stage: int) -> None:
-        """Number them among those of all stages of a pipeline.
-
-        every: by stage, how many routers it has, and among how many experts these choose.
-        """
-        ...
-
-    def end_within(self, block: nn.Module, changes: Changes) -> bool:
-        """Let a forward end in the block's router, until the changes are undone.
-
-        False where the block has none.
-        """
-        ...
-
-
 class Entry(Protocol):
     """One library's model, while a policy has it.
 
     It is made of the model without DistributedDataParallel, when wrappers of forwards are taken
-    off. Making it refuses a model that is none of the library's.
+    off. Making it refuses a model that is none of the library's. Methods with a body are those of a
+    library whose models have no encoder of images, count nothing, and share no weight.
     """
 
     head: ModelHead
-    known_hooks: tuple[Definition, ...]
+    core: Any
+    """The module whose forward is the decoder's and then the head's. Adapters may lie around it."""
+    known_hooks: tuple[Definition, ...] = ()
     """Hooks of modules that leave a microbatch's values as they are."""
-    known_gradient_hooks: tuple[Definition, ...]
+    known_gradient_hooks: tuple[Definition, ...] = ()
     """Hooks of parameters that holders take off while a step runs."""
-
-    @property
-    def core(self) -> nn.Module:
-        """The module whose forward is the decoder's and then the head's. Adapters may lie around
-        it."""
-        ...
+    registries: tuple[Mapping[str, Any], ...] = ()
+    """Functions of the library that models are set to by name."""
 
     @property
     def decoder(self) -> nn.Module:
@@ -74,7 +49,7 @@ class Entry(Protocol):
     def code_dtype(self) -> torch.dtype:
         """The narrowest dtype that the model's code computes in, for weights of any dtype: float32
         in norms, or a narrower one."""
-        ...
+        return torch.float32
 
     @property
     def blocks(self) -> list[nn.Module]:
@@ -84,12 +59,12 @@ class Entry(Protocol):
     @property
     def final_norms(self) -> Sequence[nn.Module]:
         """Modules that the decoder runs between its last block and the head."""
-        ...
+        return ()
 
     @property
     def idle(self) -> Collection[nn.Module]:
         """Modules of the model that no microbatch runs, such as an encoder of images."""
-        ...
+        return ()
 
     @property
     def embeddings(self) -> nn.Module:
@@ -100,7 +75,7 @@ class Entry(Protocol):
     def first_layers(self) -> int:
         """How many layers the first stage of a pipeline holds at least: those that read features
         of images, which lie there."""
-        ...
+        return 1
 
     def hold_stage(self, stage: Stage) -> None:
         """Drop what other stages of a pipeline hold, unless that has been done.
@@ -125,7 +100,7 @@ class Entry(Protocol):
     @property
     def tied(self) -> frozenset[nn.Parameter]:
         """Parameters that the first and the last stage of a pipeline both have."""
-        ...
+        return frozenset()
 
     def set_hidden(self, hidden_1TC: Tensor | None, changes: Changes) -> None:
         """Let a stage run, until the changes are undone, and its first block read these; None if
@@ -154,15 +129,9 @@ class Entry(Protocol):
 
         shape: of the part that this rank computes.
         """
-        ...
 
     def configs(self) -> list[Any]:
         """Configurations, whose attributes decide what the model computes."""
-        ...
-
-    @property
-    def registries(self) -> Sequence[Mapping[str, Any]]:
-        """Functions of the library that models are set to by name."""
         ...
 
     def shape(self, splits: Sequence[Any]) -> ModelShape:
@@ -184,16 +153,15 @@ class Entry(Protocol):
     def prepare(self, changes: Changes) -> None:
         """Make forwards return logits. Undoing the changes restores the buffers in which the model
         counts."""
-        ...
 
     @property
     def keeps_counts(self) -> bool:
         """Whether training adds counts of experts to buffers of the model."""
-        ...
+        return False
 
     def add_counts(self, logical_LE: Tensor) -> None:
         """Add a step's counts of experts, int64 [layers, experts], to these buffers."""
-        ...
+        raise NotImplementedError
 
     def attach(self, changes: Changes) -> None:
         """Let attention and recurrences run microbatches, until the changes are undone."""
@@ -205,27 +173,27 @@ class Entry(Protocol):
 
     def run_encoder(self, context: EncoderContext) -> Any:
         """Call the outermost module with a medium; gives what the core's forward returns."""
-        ...
+        raise NotImplementedError
 
     def encode(self, medium: Media) -> tuple[Tensor, ...]:
         """As `engine.host.Host.encode`; runs within the core's forward."""
-        ...
+        raise NotImplementedError
 
     def encoder_shape(self) -> EncoderShape | None:
         """As `engine.host.Host.encoder_shape`."""
-        ...
+        return None
 
     def positions(self, batch: RolloutBatch) -> IntArray | None:
         """As `engine.host.Host.positions`."""
-        ...
+        raise NotImplementedError
 
     def sample_medium(self, media: Sequence[Media]) -> Media:
-        """As `engine.host.Host.sample_medium`."""
-        ...
+        """A part of one of these, to compare the model on, of as few tokens as can be."""
+        raise NotImplementedError
 
     def medium_of(self, kwargs: dict[str, Any]) -> Media | None:
         """The medium among the arguments of a call of the core by `run_encoder`; None in others."""
-        ...
+        return None
 
     def context_of(self, kwargs: dict[str, Any]) -> CallContext | None:
         """The microbatch among the arguments of a call of the core; None where there is none."""
@@ -246,9 +214,44 @@ class Entry(Protocol):
         ...
 
     @property
-    def routers(self) -> WatchedRouters:
+    def routers(self) -> ModelRouters:
         """The routers of the model in its present state."""
         ...
+
+
+def divided(
+    shape: ModelShape,
+    ranks: int,
+    remedy: str,
+    *,
+    heads: bool = True,
+    mlp: bool = True,
+    experts: bool = True,
+    vocab: bool = True,
+) -> ModelShape:
+    """The shape with those of its parts that ranks divide as they are on one of so many.
+
+    Raises UnsupportedError, with a remedy, where a rank would have parts of heads.
+    """
+    changes: dict[str, Any] = {}
+    if heads:
+        for name, count in (("query", shape.heads), ("key-value", shape.kv_heads)):
+            if count % ranks:
+                raise UnsupportedError(
+                    f"the model has {count} {name} heads, which are split over {ranks} ranks: some "
+                    f"would have parts of a head. {remedy}"
+                )
+        changes = {"heads": shape.heads // ranks, "kv_heads": shape.kv_heads // ranks}
+        if shape.attention_parameters is not None:
+            changes["attention_parameters"] = shape.attention_parameters // ranks
+        changes["attention_activations"] = shape.attention_activations // ranks
+    if experts:
+        changes["expert_activations"] = shape.expert_activations // ranks
+    if mlp:
+        changes["intermediate"] = shape.intermediate // ranks
+    if vocab:
+        changes["vocab"] = -(-shape.vocab // ranks)
+    return replace(shape, **changes)
 
 
 class Stock(Protocol):

@@ -33,10 +33,10 @@ from forkpoint.hosts.calls import (
     refuse_call,
     refuse_calls,
 )
-from forkpoint.hosts.checkpointing import checkpoint_blocks, has_mlp
+from forkpoint.hosts.checkpointing import checkpoint_blocks, mlp_of
 from forkpoint.hosts.compiled import CompiledBlocks
 from forkpoint.hosts.early_exit import end_in_last_block
-from forkpoint.hosts.entry import Entry, Library, WatchedRouters
+from forkpoint.hosts.entry import Entry, Library
 from forkpoint.hosts.fingerprint import Computation, Fingerprint
 from forkpoint.hosts.modules import (
     add_hook,
@@ -44,6 +44,7 @@ from forkpoint.hosts.modules import (
     every_module,
     every_parameter,
 )
+from forkpoint.hosts.routers import ModelRouters
 from forkpoint.hosts.topology import held_by_ranks, unwrapped
 from forkpoint.hosts.torch_dist.stages import StageLinks, StageRanks
 from forkpoint.hosts.wrappers import ForwardWrappers, autocasts_of, entered, set_forward, uncompiled
@@ -83,39 +84,30 @@ class ModelHost:
         """
         model = uncompiled(model)
         self._wrapper: nn.Module = model
-        self._model: nn.Module = unwrapped(model)
-        self._group = Distributed()
+        self.model: nn.Module = unwrapped(model)
+        self.group: Distributed = Distributed()
         self._wrappers = ForwardWrappers()
         self._autocasts: tuple[torch.autocast, ...] = ()
         with Changes() as changes:
-            if isinstance(self._model, nn.Module):
+            if isinstance(self.model, nn.Module):
                 self._take_off(changes)
-                self._group = held_by_ranks(self._wrapper, mesh, library.split_holder)
-            self.topology: Topology = self._group.topology
-            splits = self._group.splits
-            self.entry: Entry = library.entry(self._model, splits)
+                self.group = held_by_ranks(self._wrapper, mesh, library.split_holder)
+            self.topology: Topology = self.group.topology
+            splits = self.group.splits
+            self.entry: Entry = library.entry(self.model, splits)
             self._fingerprint = Fingerprint(self.model, self.entry)
             self._checked: tuple[int, bool, bool, bool] | None = None
-            self._watched: WatchedRouters | None = None
+            self._watched: ModelRouters | None = None
             """Routers that a step takes statistics of."""
             check_idle(self.entry.core)
             self._check_model()
-            self._group.check(self.model, training=True)
+            self.group.check(self.model, training=True)
             context = self.topology.relations.get("context", ())
-            if splits and compile_blocks:
-                raise UnsupportedError(
-                    "Config(compile_blocks=True) asks for compiled decoder blocks, which have not "
-                    "been shown exact where their modules are split over ranks. Leave "
-                    "compile_blocks out."
-                )
-            if context and compile_blocks:
-                recurrent = bool(self.entry.shape(splits).recurrent_layers)
-                self._check_compiled_context(recurrent=recurrent)
             staged = "stage" in self.topology.relations
-            if staged and compile_blocks:
+            if compile_blocks and (why := self._why_eager(staged=staged, context=bool(context))):
                 raise UnsupportedError(
                     "Config(compile_blocks=True) asks for compiled decoder blocks, which have not "
-                    "been shown exact on stages of a pipeline. Leave compile_blocks out."
+                    f"been shown exact {why}. Leave compile_blocks out."
                 )
             # With context parallelism they have not been timed on GPUs, so that they are asked for.
             eager = bool(splits) or staged or (bool(context) and compile_blocks is None)
@@ -134,19 +126,20 @@ class ModelHost:
             """By stage: how many routers it has, and among how many experts these choose."""
             self.links: Links = self._link_stages(shape)
 
-    def _check_compiled_context(self, *, recurrent: bool) -> None:
-        why = "the model checkpoints them" if self.entry.checkpointed else ""
-        why = why or ("some of them carry a state" if recurrent else "")
-        if why:
-            raise UnsupportedError(
-                f"Config(compile_blocks=True) asks for compiled decoder blocks, and {why}, which "
-                "has not been shown exact with context parallelism. Leave compile_blocks out."
-            )
+    def _why_eager(self, *, staged: bool, context: bool) -> str:
+        """Where compiled blocks have not been shown exact, as far as ranks have parts."""
+        if self.group.splits:
+            return "where their modules are split over ranks"
+        if context and self.entry.checkpointed:
+            return "with context parallelism of a model that checkpoints itself"
+        if context and self.entry.shape(()).recurrent_layers:
+            return "with context parallelism of layers that carry a state"
+        return "on stages of a pipeline" if staged else ""
 
     def _link_stages(self, shape: ModelShape) -> Links:
         """The links of a stage with those before and after it. Collective if the ranks are
         stages."""
-        ranks = next((part for part in self._group.parts if isinstance(part, StageRanks)), None)
+        ranks = next((part for part in self.group.parts if isinstance(part, StageRanks)), None)
         held, layers = self.entry.layers
         if ranks is None:
             if len(held) < layers:
@@ -178,24 +171,19 @@ class ModelHost:
     # ------------------------------------------------------------
 
     @property
-    def model(self) -> nn.Module:
-        return self._model
-
-    @property
-    def group(self) -> Distributed:
-        return self._group
-
-    @property
     def shape(self) -> ModelShape:
-        splits = self._group.splits
+        splits = self.group.splits
         context = len(self.topology.relations.get("context", (0,)))
         found = replace(self.entry.shape(splits), **self._least_sizes)
         return replace(found, compiled=self.compiles, context=context)
 
     @property
     def capabilities(self) -> Capabilities:
-        """Without early exits where the model checkpoints itself: their exception would pass
-        through the checkpoint, which lies within the block."""
+        """Abilities of the model in its present state, which plans depend on.
+
+        Without early exits where the model checkpoints itself: their exception would pass through
+        the checkpoint, which lies within the block.
+        """
         ahead = self.device.type == "cuda"
         deals = not self.shape.recurrent_layers
         able = Capabilities(
@@ -208,16 +196,13 @@ class ModelHost:
             return able
         if self.compiles and not self.topology.places.whole:
             return able  # not shown exact with checkpoints
-        selective = ("selective",) if all(map(has_mlp, self.blocks)) else ()
+        selective = ("selective",) if all(map(mlp_of, self.blocks)) else ()
         return replace(able, checkpoints=("none", *selective, "full"))
 
     @property
     def blocks(self) -> list[nn.Module]:
+        """The decoder's blocks, in their order."""
         return self.entry.blocks
-
-    @property
-    def embeddings(self) -> nn.Module:
-        return self.entry.embeddings
 
     @property
     def _embedding(self) -> Tensor:
@@ -226,20 +211,25 @@ class ModelHost:
         return weight
 
     @property
-    def vocab_size(self) -> int:
+    def _vocab_size(self) -> int:
         """How many tokens the model knows, as an input and (of a language model) as a label."""
         known = self._embedding.shape[0]
         # A critic predicts no tokens.
         return min(known, self.entry.head.width()) if self.head == "logprobs" else known
 
     def shallow(self, layers: int) -> nn.Module | None:
+        """A model of few such layers, of random weights and few tokens, to measure a layer.
+
+        None where layers are not all trained, or split over ranks: another model takes other times.
+        """
         trained = all(p.requires_grad for block in self.blocks for p in block.parameters())
-        if not trained or self._group.splits:
+        if not trained or self.group.splits:
             return None
         return self.entry.shallow(layers, self.device, self.compute_dtype)
 
     @property
     def compiles(self) -> bool:
+        """Whether blocks run compiled, which takes other times."""
         return self.compiling.reason_for_eager(self.device, self._embedding.dtype) is None
 
     @property
@@ -259,7 +249,7 @@ class ModelHost:
         """The dtype a step computes in: the narrowest of the parameters, or autocast's, if
         narrower."""
         # A wrapper may cast parameters.
-        dtypes = {*self._group.param_dtypes} or {p.dtype for p in self.model.parameters()}
+        dtypes = {*self.group.param_dtypes} or {p.dtype for p in self.model.parameters()}
         # Autocast leaves float64 alone.
         if dtypes != {torch.float64}:
             kind = self.device.type
@@ -274,6 +264,8 @@ class ModelHost:
 
     @property
     def rounding_dtype(self) -> torch.dtype:
+        """The narrowest dtype that the model rounds to anywhere: that of compute, or one that its
+        code converts to."""
         found = (self.compute_dtype, self.entry.code_dtype)
         return max(found, key=lambda dtype: torch.finfo(dtype).eps)
 
@@ -281,21 +273,29 @@ class ModelHost:
         return iter(every_parameter(self.model))
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Buffers that are saved with the model; others are made of its configuration."""
         for where, module in every_module(self.model):
             for name, buffer in module._buffers.items():
                 if buffer is not None and name not in module._non_persistent_buffers_set:
                     yield f"{where}.{name}", buffer
 
     def fingerprint(self) -> int:
+        """A number that stays the same while nothing but the model's weights changes."""
         return self._fingerprint.now()
 
     def settings(self) -> Computation:
+        """The model's present settings. Called after `prepare`."""
         return Computation(self.model, self.entry)
 
     # Checks
     # ------------------------------------------------------------
 
     def check(self, batch: RolloutBatch, *, training: bool, routed: bool = False) -> int:
+        """Refuse what has not been shown exact, in the model's present state and for this batch.
+
+        `training`: whether gradients are computed. `routed`: whether the step has a router loss,
+        so that the model's own is in it. Returns the model's fingerprint.
+        """
         check_idle(self.entry.core)
         # Since it was wrapped the model may have been compiled, moved, given adapters, or put into
         # another mode. What the fingerprint covers is looked at again where that has changed.
@@ -309,12 +309,12 @@ class ModelHost:
             self.entry.check_state(training=training, routed=routed, encodes=encodes)
             self._checked = found
         refusals.check_parameters(self.model, sharded=self.topology.lockstep)
-        self._group.check(self.model, training=training)
+        self.group.check(self.model, training=training)
         if training:
             if "stage" not in self.topology.relations:  # else stages agree on it
                 refusals.check_trainable(self.model, idle)
             refusals.check_parameter_hooks(self.model, self.entry.known_gradient_hooks)
-        batch.check_vocabulary(self.vocab_size)
+        batch.check_vocabulary(self._vocab_size)
         return found[0]
 
     def _check_model(self) -> None:
@@ -330,20 +330,23 @@ class ModelHost:
     # ------------------------------------------------------------
 
     def prepare(self, changes: Changes) -> None:
+        """Remove wrappers of the user's that a step replaces or does not need.
+
+        Called first in every step and comparison. Nothing else may change the model until these
+        changes are undone.
+        """
         self._take_off(changes)
         self.entry.prepare(changes)
 
-    @property
-    def keeps_counts(self) -> bool:
-        return self.entry.keeps_counts
-
     def add_counts(self, logical_LE: Tensor) -> None:
+        """Add a step's counts of experts, int64 [layers, experts], to the model's buffers (see
+        `Entry.keeps_counts`). The model is prepared."""
         if self.topology.places.rank == 0:  # optimizers add up those of ranks with parts of a batch
             routers = self.routers
             self.entry.add_counts(logical_LE[routers.first :][: len(routers.found)])
 
     def _take_off(self, changes: Changes) -> None:
-        self._group.reshard()  # a forward of the user's may have left weights gathered
+        self.group.reshard()  # a forward of the user's may have left weights gathered
         cache_module_walks(changes)
         self._wrappers.take_off(self.model, changes)
 
@@ -363,8 +366,8 @@ class ModelHost:
             current.prev_idx = torch.cuda.current_device()
             changes.later(current.__exit__, None, None, None)
             current.__enter__()
-        if not self._group.ranks.is_alone:
-            self._group.enter(changes, self.blocks, ())
+        if not self.group.ranks.is_alone:
+            self.group.enter(changes, self.blocks, ())
             self.entry.head.enter(changes)
             refuse_calls((self.model, *self.blocks), changes)
         self.entry.attach(changes)
@@ -432,14 +435,14 @@ class ModelHost:
         # Through the outermost module: FSDP and adapters work in its hooks and its forward.
         outputs = self.entry.run(inputs.input_ids, inputs.position_ids, context)
         self._changes.undo(mark)
-        self._group.end_forward()
+        self.group.end_forward()
         per_token, entries = outputs["per_token"], inputs.own_entries
         joined = context.places.joined(per_token, entries, inputs.entries)
         return HeadOutputs(joined, outputs["roots"])
 
     def encode(self, medium: Media) -> tuple[Tensor, ...]:
         outputs = self.entry.run_encoder(EncoderContext(medium))
-        self._group.end_forward()
+        self.group.end_forward()
         return outputs["roots"]
 
     def encoder_shape(self) -> EncoderShape | None:
@@ -473,7 +476,7 @@ class ModelHost:
         self, tensors: Sequence[Tensor], gradients: Sequence[Tensor], *, last: bool
     ) -> None:
         if last:
-            self._group.last()
+            self.group.last()
         if tensors:
             torch.autograd.backward(tensors, gradients)
 
@@ -481,7 +484,8 @@ class ModelHost:
     # ------------------------------------------------------------
 
     @property
-    def routers(self) -> WatchedRouters:
+    def routers(self) -> ModelRouters:
+        """The routers of the model in its present state."""
         found = self.entry.routers
         if isinstance(self.links, StageLinks):
             found.place(self._mixtures, self.links.stage.index)
@@ -499,7 +503,8 @@ class ModelHost:
     # ------------------------------------------------------------
 
     def stock(self, ids_NL: Tensor, shown: ShownMedia | None = None) -> Tensor:
-        """Logits [N, L, V] (a critic's values [N, L, 1]) by the model's stock forward."""
+        """Logits [N, L, V] (a critic's values [N, L, 1]) of the model's own forward, of rows with
+        these media. Called while the model is not entered."""
         if not isinstance(self.links, StageLinks):
             return self.entry.stock(ids_NL, shown)
         return self._stock_of_stages(self.links, ids_NL, shown)
@@ -530,9 +535,6 @@ class ModelHost:
         are undone."""
         keep_to_this_thread((self.entry.core, self.entry.decoder), changes)
         self.entry.set_stock_attention(changes)
-
-    def sample_medium(self, media: Sequence[Media]) -> Media:
-        return self.entry.sample_medium(media)
 
     def empty_outputs(self) -> Tensor:
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)

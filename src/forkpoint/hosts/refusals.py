@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as torch_module
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -88,7 +89,9 @@ def check_parameters(model: nn.Module, *, sharded: bool = False) -> None:
     """
     devices: dict[torch.device, str] = {}
     for name, parameter in every_parameter(model):
-        if not _is_plain(parameter) and not (sharded and _is_sharded(parameter)):
+        kind = type(parameter.data)
+        plain = type(parameter) is nn.Parameter and kind is Tensor
+        if not plain and not (sharded and kind is DTensor):
             raise UnsupportedError(
                 f"parameter {name} is a {type(parameter).__name__}; sharded and quantized "
                 "parameters have not been shown exact, except for torch's fully_shard of the whole "
@@ -106,15 +109,6 @@ def check_parameters(model: nn.Module, *, sharded: bool = False) -> None:
             f"the model's parameters are on several devices, or on the meta device ({found}). Load "
             "them, all on one device, before wrapping the model."
         )
-
-
-def _is_plain(parameter: nn.Parameter) -> bool:
-    return type(parameter) is nn.Parameter and type(parameter.data) is Tensor
-
-
-def _is_sharded(parameter: nn.Parameter) -> bool:
-    kind = type(parameter.data)
-    return (kind.__module__, kind.__name__) == ("torch.distributed.tensor", "DTensor")
 
 
 def check_embeddings(model: nn.Module) -> None:

@@ -1,6 +1,7 @@
 """Routers of a mixture of experts: their outputs are recorded, and their choices forced."""
 
 import types
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -61,16 +62,39 @@ def force_routers(routers: Iterable[FoundRouter], holder: RouteHolder, changes: 
         _watch(router, changes, choose=partial(holder.choose, layer, router.name))
 
 
-class ModelRouters:
+class ModelRouters(ABC):
     """The routers of a model in the order of its layers, whatever library they are of."""
 
     found: list[FoundRouter]
+    """Those of this rank's layers."""
     layers: int
+    """How many layers have one, on all stages; 0 of a model that is no mixture."""
     first: int = 0
+    """The number of the first found among all."""
+    defines_loss: bool = False
+    """Whether the family's own code has a load-balancing loss."""
+    coefficient: float = 0.0
+    """Coefficient of that loss if the configuration adds it to training's, else 0."""
     elsewhere_experts: int = 0
     """Among how many experts routers of other stages choose."""
     chosen_output: int = -1
     """The place of the experts chosen in what a router returns."""
+
+    @property
+    @abstractmethod
+    def chosen(self) -> int | None:
+        """How many experts a token is sent to, if routers say so."""
+
+    @property
+    @abstractmethod
+    def experts(self) -> int:
+        """How many experts each chooses among."""
+
+    @property
+    @abstractmethod
+    def biases(self) -> list[Tensor]:
+        """The bias [E] of each found, which is added to scores for the choice alone; empty if the
+        family has no such biases."""
 
     def enter(
         self, note: RouterNote | None, changes: Changes, holder: RouteHolder | None = None

@@ -21,7 +21,7 @@ from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.hosts.torch_dist.context_parallel import NAMES, context_split
 from forkpoint.hosts.torch_dist.fully_sharded import FullySharded
 from forkpoint.hosts.torch_dist.replicated import Replicated
-from forkpoint.hosts.torch_dist.stages import stages_of_mesh
+from forkpoint.hosts.torch_dist.stages import DIMENSION, StageRanks, has_stages
 from forkpoint.parallel.ranks import ranks_of
 from forkpoint.parallel.topology import PaddedPlaces, Relation, Topology, connected
 
@@ -52,9 +52,8 @@ def held_by_ranks(
     context = context_split(mesh, holders)
     if context is not None:
         holders.append(context)
-    stages = stages_of_mesh(mesh)
-    if stages is not None:
-        holders.append(stages)
+    if has_stages(mesh):
+        holders.append(StageRanks(mesh[DIMENSION]))
     found = Distributed()
     if holders:
         topology = read_topology(holders)

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from forkpoint.engine.distributed import Distributed
-from forkpoint.engine.host import Host
 from forkpoint.engine.prompt_exchange import PromptExchange
 from forkpoint.errors import ForkpointError, PlanError
+from forkpoint.hosts.host import ModelHost
 from forkpoint.hosts.torch_dist.stages import StageLinks
 from forkpoint.losses.base import Loss, is_own
 from forkpoint.parallel.agreement import (
@@ -228,8 +228,8 @@ def _proposal(
     )
 
 
-def _outline(host: Host, batch: RolloutBatch) -> MediumOutline | None:
-    return MediumOutline.of(host.sample_medium(batch.media)) if batch.media else None
+def _outline(host: ModelHost, batch: RolloutBatch) -> MediumOutline | None:
+    return MediumOutline.of(host.entry.sample_medium(batch.media)) if batch.media else None
 
 
 def _is_sample_due(policy: StepPolicy, local: LocalStep) -> bool:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import is_dataclass, replace
 
 from forkpoint.config import Config
-from forkpoint.engine.host import Host
 from forkpoint.errors import ConfigError, PlanError, RolloutError, UnsupportedError
+from forkpoint.hosts.host import ModelHost
 from forkpoint.hosts.topology import check_reduced
 from forkpoint.losses.base import Loss, LossFunction, as_loss, check_denominators, is_own
 from forkpoint.losses.views import check_range
@@ -74,7 +74,7 @@ def check_and_plan(policy: StepPolicy, request: Request) -> LocalStep:
         check_denominators(request.denominators)
         scale = finite("scale", request.scale)
     counted = request.expert_counts
-    if host.keeps_counts and request.training:
+    if host.entry.keeps_counts and request.training:
         if request.scores:
             raise UnsupportedError(
                 "log-probs with gradients were asked for, and ordinary training of this model "
@@ -216,7 +216,7 @@ def plan_within(
     )
 
 
-def _capabilities(host: Host, batch: RolloutBatch) -> Capabilities:
+def _capabilities(host: ModelHost, batch: RolloutBatch) -> Capabilities:
     """Those of the host, with its encoder if the batch has media."""
     found, encoder = host.capabilities, host.encoder_shape() if batch.media else None
     if encoder is not None and "stage" in host.topology.relations:
@@ -296,7 +296,7 @@ def as_batch(given: object) -> RolloutBatch:
     )
 
 
-def check_batch(host: Host, batch: RolloutBatch) -> None:
+def check_batch(host: ModelHost, batch: RolloutBatch) -> None:
     """Raises RolloutError for a batch without rollouts, unless other ranks have some."""
     if not len(batch) and host.group.ranks.is_alone:
         raise RolloutError(
@@ -323,7 +323,7 @@ def describe_loss(loss: Loss) -> str:
     return repr(loss) if is_dataclass(loss) else type(loss).__qualname__
 
 
-def check_config(host: Host, config: Config) -> None:
+def check_config(host: ModelHost, config: Config) -> None:
     """Raises ConfigError if a configuration does not fit what holds the model on ranks."""
     topology, on_ranks = host.topology, not host.group.ranks.is_alone
     if config.gather != "auto" and not topology.reduces:

@@ -7,11 +7,12 @@ from typing import ClassVar, Protocol
 from torch import Tensor
 
 from forkpoint.config import Config, Gather
-from forkpoint.engine.host import Host, Settings
 from forkpoint.engine.prompt_exchange import PromptExchange
 from forkpoint.engine.route_replay import RouteReplay
 from forkpoint.engine.timing import Observer
 from forkpoint.engine.transaction import StepOutcome
+from forkpoint.hosts.fingerprint import Computation
+from forkpoint.hosts.host import ModelHost
 from forkpoint.losses.base import Denominators, Loss, LossFunction, is_own
 from forkpoint.losses.router import RouterLoss
 from forkpoint.parallel.statistics import StatisticsOfRanks
@@ -36,7 +37,7 @@ class StepPolicy(Protocol):
     last_step: StepOutcome | None
 
     @property
-    def host(self) -> Host: ...
+    def host(self) -> ModelHost: ...
     @property
     def config(self) -> Config: ...
     @property
@@ -136,7 +137,7 @@ class LocalStep:
     loss: Loss | None = None
     scale: float = 1.0
     routers: RouterWork | None = None
-    settings: Settings | None = None
+    settings: Computation | None = None
     """Of the model; only if a backward may follow."""
     factors: tuple[float, ...] = ()
     """Numbers that must agree between ranks with the same batch, up to rounding."""

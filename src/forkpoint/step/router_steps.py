@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from forkpoint.engine.distributed import Distributed
-from forkpoint.engine.host import Host
 from forkpoint.engine.route_replay import RouteReplay, Routes
 from forkpoint.engine.routing import RouterTerms, Routing
 from forkpoint.errors import ConfigError, PlanError, RolloutError, UnsupportedError
+from forkpoint.hosts.host import ModelHost
 from forkpoint.losses.base import is_own
 from forkpoint.losses.router import RouterLoss
 from forkpoint.parallel.statistics import StatisticsOfRanks, StatisticsShare
@@ -84,7 +84,9 @@ class RouterWork:
                 "it: policy.plan(batch, loss, router=...), or give router_counts."
             )
 
-    def routing(self, plan: Plan, host: Host, of_ranks: StatisticsOfRanks | None = None) -> Routing:
+    def routing(
+        self, plan: Plan, host: ModelHost, of_ranks: StatisticsOfRanks | None = None
+    ) -> Routing:
         """Counts of experts, and the loss, of the plan that is to run.
 
         `of_ranks`: the statistics of all ranks; None if this one is alone.
@@ -119,7 +121,7 @@ def describe_routers(router: object, counts: object = None, *, expert_counts: bo
 
 
 def router_work(
-    host: Host,
+    host: ModelHost,
     batch: RolloutBatch,
     router: RouterLoss | None,
     counts: Tensor | None = None,
@@ -155,7 +157,7 @@ def router_work(
         return None
     _check_has_routers(host, "router= or expert_counts= were given")
     # Models that count experts by themselves are trained on all tokens of a rollout but the last.
-    asked = router or RouterLoss(load_balancing=0.0, z=0.0, last_token=not host.keeps_counts)
+    asked = router or RouterLoss(load_balancing=0.0, z=0.0, last_token=not host.entry.keeps_counts)
     known = asked.load_balancing
     load_balancing = host.routers.coefficient if known is None else float(known)
     z = float(asked.z or 0.0)
@@ -186,7 +188,7 @@ def router_work(
     return work
 
 
-def _check_has_routers(host: Host, given: str) -> None:
+def _check_has_routers(host: ModelHost, given: str) -> None:
     if not host.routers.layers:
         raise UnsupportedError(
             f"{given}, and the model has no routers that transformers records logits of: it is no "
@@ -206,7 +208,7 @@ def check_averaged(group: Distributed, loss: object) -> None:
         )
 
 
-def check_routed_experts(host: Host, batch: RolloutBatch) -> None:
+def check_routed_experts(host: ModelHost, batch: RolloutBatch) -> None:
     """Refuse experts that the model's routers cannot be forced to choose.
 
     Raises:
@@ -235,7 +237,7 @@ def check_routed_experts(host: Host, batch: RolloutBatch) -> None:
         )
 
 
-def route_replay(host: Host, plan: Plan, batch: RolloutBatch) -> RouteReplay | None:
+def route_replay(host: ModelHost, plan: Plan, batch: RolloutBatch) -> RouteReplay | None:
     """The experts that a step's routers are forced to choose; None if the batch has none."""
     if batch.routed_experts is None:
         return None
@@ -244,7 +246,7 @@ def route_replay(host: Host, plan: Plan, batch: RolloutBatch) -> RouteReplay | N
     return RouteReplay(routes, len(routers.found), host.device, plan, batch)
 
 
-def move_biases(host: Host, counts: object, rate: float, *, centered: bool) -> None:
+def move_biases(host: ModelHost, counts: object, rate: float, *, centered: bool) -> None:
     """The work of `Policy.update_router_biases`."""
     routers = host.routers
     biases = routers.biases

@@ -21,10 +21,11 @@ from torch.distributed.tensor import DTensor
 from forkpoint.config import Config
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.engine import Engine
-from forkpoint.engine.host import FoundRouter, Host
+from forkpoint.engine.host import FoundRouter
 from forkpoint.engine.route_replay import RouteReplay, Routes
 from forkpoint.engine.transaction import Transaction
 from forkpoint.errors import ForkpointError, UnsupportedError
+from forkpoint.hosts.host import ModelHost
 from forkpoint.hosts.modules import add_hook
 from forkpoint.hosts.routers import force_routers
 from forkpoint.plan import Plan, make_plan
@@ -126,7 +127,7 @@ class SampleChecks:
     def run(
         self,
         transaction: Transaction,
-        host: Host,
+        host: ModelHost,
         config: Config,
         batch: RolloutBatch,
         fingerprint: int,
@@ -148,7 +149,7 @@ class SampleChecks:
         return fault
 
     def is_due(
-        self, host: Host, config: Config, fingerprint: int, *, training: bool, encodes: bool
+        self, host: ModelHost, config: Config, fingerprint: int, *, training: bool, encodes: bool
     ) -> bool:
         """Whether the model is to be compared on this rank. `encodes`: with media."""
         if not config.self_check:
@@ -158,7 +159,7 @@ class SampleChecks:
         return len(versions) < 2 and version not in versions
 
     def _state(
-        self, host: Host, config: Config, fingerprint: int, *, training: bool, encodes: bool
+        self, host: ModelHost, config: Config, fingerprint: int, *, training: bool, encodes: bool
     ) -> tuple[Hashable, tuple[int, int]]:
         kind = host.device.type
         state = (
@@ -176,7 +177,12 @@ class SampleChecks:
 
 
 def self_check(
-    transaction: Transaction, host: Host, config: Config, batch: RolloutBatch, *, training: bool
+    transaction: Transaction,
+    host: ModelHost,
+    config: Config,
+    batch: RolloutBatch,
+    *,
+    training: bool,
 ) -> SampleComparison:
     """Compare values of a sample, cut from `batch`, by forkpoint with those of the stock model.
 
@@ -205,7 +211,7 @@ def _convolve_in_float32(changes: Changes) -> None:
     convolutions.fp32_precision = "ieee"
 
 
-def sample_of(batch: RolloutBatch, host: Host) -> RolloutBatch:
+def sample_of(batch: RolloutBatch, host: ModelHost) -> RolloutBatch:
     """Three sequences of one length, cut from a batch: two share three quarters, all share half.
 
     Of text alone the length is a multiple of what the host's ranks divide it by.
@@ -236,7 +242,7 @@ def sample_of(batch: RolloutBatch, host: Host) -> RolloutBatch:
     mask = np.arange(width) > width // 2
     if not batch.media:
         return RolloutBatch(Rollout(ids, mask, 0.0) for ids in sequences)
-    medium = host.sample_medium(batch.media)
+    medium = host.entry.sample_medium(batch.media)
     assert batch.media_of is not None
     number = next(n for n, other in enumerate(batch.media) if other.kind == medium.kind)
     token = batch.token_ids[batch.media_of == number][0]
@@ -259,7 +265,7 @@ class StockComparison:
     def __init__(
         self,
         transaction: Transaction,
-        host: Host,
+        host: ModelHost,
         config: Config,
         sample: RolloutBatch,
         training: bool,
@@ -415,12 +421,12 @@ def rms(values: Tensor) -> float:
     return float(values.double().square().mean().sqrt())
 
 
-def _rounding(host: Host) -> float:
+def _rounding(host: ModelHost) -> float:
     """One rounding of the dtype that a model computes in."""
     return torch.finfo(host.rounding_dtype).eps
 
 
-def allowed_difference(host: Host, noise: float, size: float) -> float:
+def allowed_difference(host: ModelHost, noise: float, size: float) -> float:
     """The difference of values of this size that rounding explains, as root mean squares.
 
     noise: what one rounding of the embeddings does.
@@ -441,7 +447,7 @@ def keep_random_state(device: torch.device, changes: Changes) -> None:
         changes.later(torch.cuda.set_rng_state, torch.cuda.get_rng_state(device), device)
 
 
-def round_embeddings(host: Host, changes: Changes) -> None:
+def round_embeddings(host: ModelHost, changes: Changes) -> None:
     """Let the embeddings be off by up to one rounding of their size, at random."""
     generator, eps = torch.Generator("cpu").manual_seed(0), _rounding(host)
     own = threading.get_ident()
@@ -458,4 +464,4 @@ def round_embeddings(host: Host, changes: Changes) -> None:
             return DTensor.from_local(found, mesh, placements, run_check=False)
         return found
 
-    add_hook(changes, host.embeddings._forward_hooks, off)
+    add_hook(changes, host.entry.embeddings._forward_hooks, off)

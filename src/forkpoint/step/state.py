@@ -4,9 +4,9 @@ from pathlib import Path
 
 from forkpoint.config import AUTO, Config
 from forkpoint.device import device_name
-from forkpoint.engine.host import Host
 from forkpoint.engine.memory import MemoryBudgets
 from forkpoint.engine.staging import Staging, staging_for
+from forkpoint.hosts.host import ModelHost
 from forkpoint.plan import Plan
 from forkpoint.plan.pricing.calibration import Calibration, find_calibration
 from forkpoint.step.calibrate.automatic import measured
@@ -19,7 +19,7 @@ class ModelState:
 
     def __init__(self) -> None:
         self.staging: Staging | None = None
-        """Host memory for offloaded activations and prefix caches, made when first needed."""
+        """ModelHost memory for offloaded activations and prefix caches, made when first needed."""
         self.found: dict[str, Calibration | None] = {}
         """By the attention kernel asked for: the calibration of this device and model, once it was
         looked for."""
@@ -33,7 +33,7 @@ class ModelState:
         """Whether the first batch was looked at for prompts that keep it from sharing."""
         self.ratios: Ratios = Ratios()
 
-    def calibration(self, host: Host, config: Config) -> Calibration | None:
+    def calibration(self, host: ModelHost, config: Config) -> Calibration | None:
         """The prices of plans, as the configuration says; None: nominal rates.
 
         By default it is what `forkpoint calibrate` wrote for this device and model, else what is
@@ -54,7 +54,7 @@ class ModelState:
             ) or measured(host, kernel, compiled=compiled)
         return self.found[kernel]
 
-    def to_agree(self, host: Host, config: Config) -> Calibration | None:
+    def to_agree(self, host: ModelHost, config: Config) -> Calibration | None:
         """The calibration that was found or measured here, until ranks have agreed on it."""
         if config.calibration != AUTO or config.attention_kernel in self.agreed:
             return None
@@ -65,9 +65,9 @@ class ModelState:
         self.found[config.attention_kernel] = calibration
 
     def staging_of(
-        self, plan: Plan, host: Host, config: Config, *, training: bool = True
+        self, plan: Plan, host: ModelHost, config: Config, *, training: bool = True
     ) -> Staging | None:
-        """Host memory for what a plan has there; None if it has nothing there.
+        """ModelHost memory for what a plan has there; None if it has nothing there.
 
         `training`: whether backwards follow, without which no activations are kept.
         """

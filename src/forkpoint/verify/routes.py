@@ -3,8 +3,8 @@
 from torch import nn
 
 from forkpoint.engine.changes import Changes
-from forkpoint.engine.host import Host
 from forkpoint.engine.route_replay import ForcedRoutes, RouteReplay, Routes
+from forkpoint.hosts.host import ModelHost
 from forkpoint.hosts.routers import force_routers, routers_of_copy
 from forkpoint.plan.plan import Plan
 from forkpoint.rollouts.batch import RolloutBatch
@@ -20,7 +20,7 @@ class HeldRoutes:
 
     def __init__(
         self,
-        host: Host,
+        host: ModelHost,
         batch: RolloutBatch,
         changes: Changes,
         *,

@@ -60,14 +60,9 @@ def _attend_BLHD(
         refuse_call()
     q, k, v = (x.to_local() if isinstance(x, DTensor) else x for x in (q_BLHD, k_BLKD, v_BLKE))
     output = attend(attention_masks, module, q, k, v, scale=scale)
-    return _as_heads_of(q_BLHD, output)
-
-
-def _as_heads_of(q: Tensor, output: Tensor) -> Tensor:
-    """The output of heads of this rank, as a DTensor where the queries are one."""
-    if not isinstance(q, DTensor):
+    if not isinstance(q_BLHD, DTensor):
         return output
-    return DTensor.from_local(output, q.device_mesh, q.placements, run_check=False)
+    return DTensor.from_local(output, q_BLHD.device_mesh, q_BLHD.placements, run_check=False)
 
 
 def _attend(
@@ -84,8 +79,5 @@ def _attend(
 
     Under tensor parallelism it runs the heads of this rank; some families give DTensors of these.
     """
-    if not isinstance(block_mask, CallContext):
-        refuse_call()
-    given = (x.to_local() if isinstance(x, DTensor) else x for x in (q_BHLD, k_BKLD, v_BKLE))
-    q, k, v = (x.transpose(1, 2) for x in given)
-    return _as_heads_of(q_BHLD, attend(block_mask, module, q, k, v, scale=scale).transpose(1, 2))
+    q, k, v = (x.transpose(1, 2) for x in (q_BHLD, k_BKLD, v_BKLE))
+    return _attend_BLHD(module, q, k, v, attention_masks=block_mask, scale=scale).transpose(1, 2)

@@ -14,13 +14,14 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from forkpoint.engine.changes import Changes
 from forkpoint.errors import UnsupportedError
-from forkpoint.hosts.calls import CallContext, EncoderContext
+from forkpoint.hosts.calls import CallContext
 from forkpoint.hosts.code_provenance import Definition
+from forkpoint.hosts.entry import Entry, divided
 from forkpoint.hosts.heads import LogprobHead, ModelHead
 from forkpoint.hosts.titan import calls, refusals
 from forkpoint.hosts.titan.families import Family, family_of, head_of, sizes_of
 from forkpoint.hosts.titan.routers import ExpertCounts, Routers
-from forkpoint.hosts.titan.shapes import first_mixture, local_shape, model_shape, shallow_model
+from forkpoint.hosts.titan.shapes import first_mixture, model_shape, shallow_model
 from forkpoint.hosts.titan.splits import (
     CONTEXT_HOOKS,
     SPLIT_HOOKS,
@@ -38,21 +39,16 @@ from forkpoint.hosts.titan.stages import (
 )
 from forkpoint.hosts.torch_dist.copies import full
 from forkpoint.plan.pricing.cost import ModelShape
-from forkpoint.plan.pricing.encoders import EncoderShape
 from forkpoint.plan.program import BLOCKS, BOUNDARY
 from forkpoint.plan.stages import Stage
 from forkpoint.rollouts.batch import RolloutBatch
-from forkpoint.rollouts.media import Media, ShownMedia
-from forkpoint.tree.forest import IntArray
+from forkpoint.rollouts.media import ShownMedia
 
 
-class TitanEntry:
+class TitanEntry(Entry):
     """A language model of torchtitan."""
 
     known_hooks: tuple[Definition, ...] = (*SPLIT_HOOKS, *CONTEXT_HOOKS)
-    known_gradient_hooks: tuple[Definition, ...] = ()
-    registries: tuple[Any, ...] = ()
-    idle: tuple[nn.Module, ...] = ()
 
     def __init__(self, model: nn.Module, splits: Sequence[Any] = ()) -> None:
         """`splits`: modules that are split over ranks."""
@@ -74,11 +70,6 @@ class TitanEntry:
     def blocks(self) -> list[nn.Module]:
         """The blocks within torchtitan's wrappers for activation checkpointing."""
         return [refusals.within_checkpoint(block) for block in self.core.layers.values()]
-
-    @property
-    def final_norms(self) -> Sequence[nn.Module]:
-        """None: forwards that end before the head do not run the norm (see `decode`)."""
-        return ()
 
     @property
     def embeddings(self) -> nn.Module:
@@ -111,7 +102,10 @@ class TitanEntry:
     def shape(self, splits: Sequence[Any]) -> ModelShape:
         shape = model_shape(self.core, self.blocks, checkpointed=self.checkpointed)
         tensor = next((s.tensor for _, _, s in splits if s.tensor is not None), None)
-        return shape if tensor is None else local_shape(shape, tensor.size())
+        if tensor is None:
+            return shape
+        remedy = "Choose a tensor_parallel_degree that divides both numbers of heads."
+        return divided(shape, tensor.size(), remedy)
 
     def shallow(self, layers: int, device: torch.device, dtype: torch.dtype) -> nn.Module:
         return shallow_model(self.core, layers, device=device, dtype=dtype)
@@ -125,13 +119,6 @@ class TitanEntry:
         refusals.check_model(self.core, self.family)
         refusals.check_split_stage(self.core, split_modules(self.core))
 
-    def check_context_parallel(self, shape: ModelShape, ranks: int) -> None:
-        """Every layer attends, and has been shown exact."""
-
-    @property
-    def first_layers(self) -> int:
-        return 1
-
     def hold_stage(self, stage: Stage) -> None:
         hold_stage(self.core, stage)
 
@@ -144,10 +131,6 @@ class TitanEntry:
             "verify has not been shown exact with stages of torchtitan's models. Verify the model "
             "without the mesh dimension 'pp', on fewer layers if need be."
         )
-
-    @property
-    def tied(self) -> frozenset[nn.Parameter]:
-        return frozenset()
 
     def set_hidden(self, hidden_1TC: Tensor | None, changes: Changes) -> None:
         if hidden_1TC is not None:
@@ -193,24 +176,6 @@ class TitanEntry:
         given = {calls.MASKS: calls.CarriedContext(context)}
         return self.core(ids_1T, positions=positions_1T, **given)
 
-    def run_encoder(self, context: EncoderContext) -> Any:
-        raise AssertionError("media are refused")
-
-    def encode(self, medium: Media) -> tuple[Tensor, ...]:
-        raise AssertionError("media are refused")
-
-    def encoder_shape(self) -> EncoderShape | None:
-        return None
-
-    def positions(self, batch: RolloutBatch) -> IntArray | None:
-        raise AssertionError("media are refused")
-
-    def sample_medium(self, media: Sequence[Media]) -> Media:
-        raise AssertionError("media are refused")
-
-    def medium_of(self, kwargs: dict[str, Any]) -> Media | None:
-        return None
-
     def context_of(self, kwargs: dict[str, Any]) -> CallContext | None:
         found = kwargs.get(calls.MASKS)
         return found if isinstance(found, CallContext) else None
@@ -218,8 +183,9 @@ class TitanEntry:
     def decode(self, ids_1T: Tensor, *, attention_masks: CallContext, positions: Tensor) -> Tensor:
         """Run all of the model below its head, as its own forward does.
 
-        Without the head the norm does not run either: torchtitan gives fully_shard the two as one
-        group, which is gathered at the norm and freed after the head.
+        Without the head the norm does not run either (so that there are no `final_norms`):
+        torchtitan gives fully_shard the two as one group, which is gathered at the norm and freed
+        after the head.
         """
         hidden = self._hidden
         if hidden is None:

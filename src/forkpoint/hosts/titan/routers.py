@@ -22,8 +22,6 @@ class Routers(ModelRouters):
 
     # Scores of the chosen experts, their first output, stand for logits: no loss is defined.
     chosen_output: int = 1
-    defines_loss: bool = False
-    coefficient: float = 0.0
 
     def __init__(self, model: nn.Module, version: Version) -> None:
         self.found: list[FoundRouter] = [
@@ -38,12 +36,10 @@ class Routers(ModelRouters):
 
     @property
     def experts(self) -> int:
-        """Among how many experts each chooses."""
         return int(self._experts[0].router.num_experts) if self.found else self.elsewhere_experts
 
     @property
     def chosen(self) -> int | None:
-        """To how many experts a token is sent."""
         return int(self._experts[0].router.top_k) if self.found else None
 
     @property

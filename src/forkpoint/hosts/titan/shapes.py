@@ -1,12 +1,10 @@
 """Sizes of torchtitan's models, by which plans are priced."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.titan.families import family_of, sizes_of
 from forkpoint.plan.pricing.cost import ModelShape
 
@@ -56,31 +54,6 @@ def model_shape(model: Any, blocks: list[Any], *, checkpointed: bool) -> ModelSh
         sizes,
         dtype_bytes=next(model.parameters()).element_size(),
         checkpointed=checkpointed,
-    )
-
-
-def local_shape(shape: ModelShape, ranks: int) -> ModelShape:
-    """The shape with heads, MLP and vocabulary as they are on one of so many ranks.
-
-    Raises UnsupportedError where a rank would have parts of heads.
-    """
-    for name, count in (("query", shape.heads), ("key-value", shape.kv_heads)):
-        if count % ranks:
-            raise UnsupportedError(
-                f"the model has {count} {name} heads, which are split over {ranks} ranks: some "
-                "would have parts of a head. Choose a tensor_parallel_degree that divides both "
-                "numbers of heads."
-            )
-    parameters = shape.attention_parameters
-    return replace(
-        shape,
-        heads=shape.heads // ranks,
-        kv_heads=shape.kv_heads // ranks,
-        attention_parameters=None if parameters is None else parameters // ranks,
-        attention_activations=shape.attention_activations // ranks,
-        expert_activations=shape.expert_activations // ranks,
-        intermediate=shape.intermediate // ranks,
-        vocab=-(-shape.vocab // ranks),
     )
 
 

@@ -8,7 +8,7 @@ close over the style of the split and the mesh, and from no configuration, which
 since.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from forkpoint.engine.changes import Changes
-from forkpoint.engine.distributed import Holder
+from forkpoint.engine.distributed import Holder, one_mesh, ranks_of
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.code_provenance import Definition, describe_function, is_defined_as
 from forkpoint.hosts.modules import HOOKS, every_module, every_parameter, plain_class
@@ -233,14 +233,14 @@ class TitanSplit(Holder):
         """Raises UnsupportedError where a part of the model is not split with the rest."""
         self.splits: Sequence[tuple[str, nn.Module, Any]] = tuple(splits)
         self.experts: Collection[nn.Module] = {m for _, m, s in splits if s.expert is not None}
-        tensor = _one_mesh("tensor", [style.tensor for _, _, style in splits])
-        expert = _one_mesh("expert", [style.expert for _, _, style in splits])
+        tensor = one_mesh("tensor", [style.tensor for _, _, style in splits])
+        expert = one_mesh("expert", [style.expert for _, _, style in splits])
         relations: dict[Relation, tuple[int, ...]] = {}
         if expert is not None:
-            relations["expert"] = _members(expert)
+            relations["expert"] = ranks_of(expert)
         if tensor is not None:
-            relations["tensor"] = _members(tensor)
-            self._check_all_split(model, _members(tensor))
+            relations["tensor"] = ranks_of(tensor)
+            self._check_all_split(model, relations["tensor"])
         self.relations: Mapping[Relation, tuple[int, ...]] = relations
         self.meshes: Sequence[DeviceMesh] = [m for m in (tensor, expert) if m is not None]
         self.length_multiple: int = 1 if tensor is None else tensor.size()
@@ -261,19 +261,3 @@ class TitanSplit(Holder):
 
 def _is_split(parameter: nn.Parameter) -> TypeGuard[DTensor]:
     return isinstance(parameter, DTensor)
-
-
-def _members(mesh: DeviceMesh) -> tuple[int, ...]:
-    return tuple(dist.get_process_group_ranks(mesh.get_group()))
-
-
-def _one_mesh(what: str, meshes: Iterable[DeviceMesh | None]) -> DeviceMesh | None:
-    """The mesh of all modules that have one; None where none has."""
-    found = {_members(mesh): mesh for mesh in meshes if mesh is not None}
-    if len(found) > 1:
-        raise UnsupportedError(
-            f"modules of the model are split over different {what}-parallel groups of ranks "
-            f"({', '.join(map(str, sorted(found)))}), which has not been shown exact. Split all of "
-            "them over one mesh dimension."
-        )
-    return next(iter(found.values()), None)

@@ -12,7 +12,7 @@ from forkpoint.rollouts.media import ShownMedia
 
 
 class TitanStock:
-    """The forward of a model of torchtitan, or of a copy of one."""
+    """The forward of a model of torchtitan, or of a copy of one: see `Stock`."""
 
     is_critic: bool = False
 
@@ -22,7 +22,6 @@ class TitanStock:
     def logits(
         self, ids_NL: Tensor, keep: Tensor | None = None, shown: ShownMedia | None = None
     ) -> Tensor:
-        """Logits [N, L, V]; [N, n, V] of the places `keep`, int64 [n]. There are no media."""
         if keep is None:
             return self.model(ids_NL)
         output = head_of(self.model)
@@ -34,7 +33,6 @@ class TitanStock:
     def run_decoder_once(
         self, ids_NL: Tensor, changes: Changes, shown: ShownMedia | None = None
     ) -> None:
-        """Run the decoder now; until the changes are undone it gives the same outputs again."""
         model: Any = self.model
         kept: list[Tensor] = []
         output = head_of(model)
@@ -46,7 +44,6 @@ class TitanStock:
         assert output.forward == own
 
     def compute_in(self, dtype: torch.dtype, changes: Changes) -> None:
-        """Compute in `dtype` throughout, until the changes are undone."""
         if dtype == torch.float64:
             lift_upcasts(self.model, changes)
         elif dtype == torch.float32:

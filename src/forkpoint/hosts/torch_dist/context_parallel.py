@@ -12,7 +12,7 @@ sums: fully_shard, or DistributedDataParallel, over ranks among which are those 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from forkpoint.parallel.topology import Places, Relation
 from forkpoint.tree import Microbatch
 from forkpoint.tree.forest import IntArray
 
+Move = Callable[[Sequence[Tensor], int], tuple[Tensor, ...]]
 NAMES = ("cp", "sp")
 """Names of the mesh dimension: torchtitan's and accelerate's, and verl's of Ulysses."""
 
@@ -133,13 +134,13 @@ class DealtPlaces(Places):
         }
 
     def to_heads(self, tensors: Sequence[Tensor], tokens: int) -> Sequence[Tensor]:
-        return _ToHeads.apply(self, tokens, *map(self._repeated, tensors))
+        return _Moved.apply(self.heads_of, self.places_of, tokens, *map(self._repeated, tensors))
 
     def _repeated(self, x_THD: Tensor) -> Tensor:
         return repeated(x_THD, self.size, 1)
 
     def to_places(self, o_THD: Tensor, tokens: int) -> Tensor:
-        return _ToPlaces.apply(self, tokens, o_THD)
+        return _Moved.apply(self.places_of, self.heads_of, tokens, o_THD)[0]
 
     def all_heads(self, x_ThD: Tensor) -> Tensor:
         return torch.cat(self.all_of(x_ThD), 1)
@@ -246,32 +247,22 @@ class WholeSegments(Places):
         return tuple(torch.nn.functional.pad(x, padding) for x in tensors)
 
 
-class _ToHeads(torch.autograd.Function):
+class _Moved(torch.autograd.Function):
+    """Tensors as `there` moves them, whose gradients `back` moves: both methods of places."""
+
     @staticmethod
-    def forward(ctx: Any, places: DealtPlaces, tokens: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.places, ctx.tokens = places, tokens
-        return places.heads_of(tensors, tokens)
+    def forward(
+        ctx: Any, there: Move, back: Move, tokens: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.back, ctx.tokens = back, tokens
+        return there(tensors, tokens)
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.places.places_of(grad_outputs, ctx.tokens)
-
-
-class _ToPlaces(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, places: DealtPlaces, tokens: int, o_THD: Tensor) -> Tensor:
-        ctx.places, ctx.tokens = places, tokens
-        return places.places_of((o_THD,), tokens)[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *grad_outputs: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.places.heads_of(grad_outputs, ctx.tokens)
+        return None, None, None, *ctx.back(grad_outputs, ctx.tokens)
 
 
 class _Joined(torch.autograd.Function):

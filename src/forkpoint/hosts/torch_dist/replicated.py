@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _take_tensors
 from torch.nn.parallel import DistributedDataParallel
 
 from forkpoint.engine.distributed import Holder
@@ -89,25 +90,10 @@ def all_reduce_in_buckets(
     gradients: list[Tensor], group: dist.ProcessGroup, *, divisor: int = 1
 ) -> None:
     """Replace gradients by their sums over ranks, divided by `divisor`. Collective."""
-    for bucket in buckets(gradients):
+    for bucket in _take_tensors(gradients, MOST_BUCKET_BYTES):  # of one dtype each, in order
         flat = torch.cat([g.reshape(-1) for g in bucket])
         dist.all_reduce(flat, group=group)
         if divisor != 1:
             flat /= divisor
         for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
             gradient.copy_(part.view_as(gradient))
-
-
-def buckets(gradients: list[Tensor]) -> list[list[Tensor]]:
-    """Gradients of one dtype each, in order, of at most some bytes unless one has more."""
-    found: list[list[Tensor]] = []
-    open_: dict[torch.dtype, list[Tensor]] = {}
-    for gradient in gradients:
-        bucket = open_.get(gradient.dtype)
-        held = sum(g.numel() * g.element_size() for g in bucket) if bucket else 0
-        if bucket is None or held + gradient.numel() * gradient.element_size() > MOST_BUCKET_BYTES:
-            bucket = []
-            found.append(bucket)
-            open_[gradient.dtype] = bucket
-        bucket.append(gradient)
-    return found

@@ -217,11 +217,6 @@ class StageLinks(Links):
         dist.broadcast(result, self.ranks.global_ranks[-1], group=self.ranks.down)
 
 
-def stages_of_mesh(mesh: DeviceMesh | None) -> StageRanks | None:
-    """The pipeline of this rank; None if the mesh has none. Collective over its ranks."""
-    return StageRanks(mesh[DIMENSION]) if has_stages(mesh) else None
-
-
 def has_stages(mesh: DeviceMesh | None) -> TypeGuard[DeviceMesh]:
     """Whether a mesh cuts models into several stages."""
     names = mesh.mesh_dim_names if isinstance(mesh, DeviceMesh) else None

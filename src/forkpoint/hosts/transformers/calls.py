@@ -53,25 +53,6 @@ def forkpoint_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    *args: Any,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """The attention function that transformers calls in every layer of a microbatch.
-
-    query [B, H, L, D], key [B, K, L, D], value [B, K, L, E] hold the microbatch's tokens; the
-    result is [B, L, H, E].
-
-    """
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    return _attend(module, q, k, v, attention_mask, *args, **kwargs)
-
-
-def _attend(
-    module: nn.Module,
-    q_BLHD: Tensor,
-    k_BLKD: Tensor,
-    v_BLKE: Tensor,
-    attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     *,
@@ -80,6 +61,11 @@ def _attend(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
+    """The attention function that transformers calls in every layer of a microbatch.
+
+    query [B, H, L, D], key [B, K, L, D], value [B, K, L, E] hold the microbatch's tokens; the
+    result is [B, L, H, E].
+    """
     context = taken_context(module, "its attention function", kwargs)
     if attention_mask is not None or dropout:
         found = "a mask" if attention_mask is not None else f"dropout {dropout}"
@@ -91,9 +77,9 @@ def _attend(
     o_BLHE = attend(
         context,
         module,
-        tempered(module, q_BLHD, context),
-        k_BLKD,
-        v_BLKE,
+        tempered(module, query.transpose(1, 2), context),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
         scale=scaling,
         window=chunk_of(module) or sliding_window or 0,
         softcap=softcap or 0.0,

@@ -1,7 +1,7 @@
 """Encoders of images and video of multimodal models, and the positions of tokens beside them."""
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from typing import Any
 
@@ -275,20 +275,14 @@ def check_encoder(core: PreTrainedModel, encoder: Collection[nn.Module]) -> None
             raise UnsupportedError(
                 f"{name} has a forward of its own, whose effect is not known. Remove it."
             )
-        if module.training:
-            _check_training(name, module, attributes)
-
-
-def _check_training(name: str, module: nn.Module, attributes: Mapping[str, Any]) -> None:
-    if isinstance(module, _BatchNorm):
-        raise UnsupportedError(
-            f"{name} is a {type(module).__name__} in training mode, which mixes the images of a "
-            f"call. Call {name}.eval()."
-        )
-    rates = {k: v for k, v in attributes.items() if "drop" in k and isinstance(v, float)}
-    found = next((f"{k} {v}" for k, v in rates.items() if v), None)
-    if found is not None:
-        raise UnsupportedError(
-            f"{name} has {found} in training mode: dense training would draw new numbers for every "
-            "copy of an image. Set it to 0, or call model.eval()."
-        )
+        if module.training and isinstance(module, _BatchNorm):
+            raise UnsupportedError(
+                f"{name} is a {type(module).__name__} in training mode, which mixes the images of "
+                f"a call. Call {name}.eval()."
+            )
+        drops = (k for k, v in attributes.items() if "drop" in k and isinstance(v, float) and v)
+        if module.training and (found := next(drops, None)):
+            raise UnsupportedError(
+                f"{name} has {found} {attributes[found]} in training mode: dense training would "
+                "draw new numbers for every copy of an image. Set it to 0, or call model.eval()."
+            )

@@ -15,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from forkpoint.engine.changes import Changes
 from forkpoint.hosts.calls import CallContext, EncoderContext
 from forkpoint.hosts.code_provenance import Definition
+from forkpoint.hosts.entry import Entry
 from forkpoint.hosts.heads import ModelHead
 from forkpoint.hosts.transformers import calls, refusals
 from forkpoint.hosts.transformers.encoders import (
@@ -35,7 +36,6 @@ from forkpoint.hosts.transformers.multimodal import (
     deep_layers,
     idle_modules,
     packages_of,
-    refuse_split,
 )
 from forkpoint.hosts.transformers.routers import Routers
 from forkpoint.hosts.transformers.shallow import shallow_model
@@ -62,7 +62,7 @@ FINAL_NORMS = ("norm", "final_layernorm")
 """Names of the norm that decoders of transformers apply after their last block."""
 
 
-class TransformersEntry:
+class TransformersEntry(Entry):
     """A causal language model or critic of transformers, perhaps inside a peft model."""
 
     known_hooks: tuple[Definition, ...] = refusals.KNOWN_HOOKS
@@ -76,7 +76,6 @@ class TransformersEntry:
         family = known_family(self.core.config.model_type)
         assert family is not None
         self.family: Family = family
-        refuse_split(self.core, splits)
         if splits:
             refusals.check_undivided(self.core, family, "tp_plan")
         self.head: ModelHead = head_of(self.core, self.family, splits)
@@ -167,15 +166,6 @@ class TransformersEntry:
         refusals.check_rope(self.core, int(batch.lengths.max(initial=0)))
         check_media(self.core, self.family, batch)
         refusals.check_placeholders(self.core, self.family, batch)
-
-    keeps_counts: bool = False
-    code_dtype: torch.dtype = torch.float32
-
-    def prepare(self, changes: Changes) -> None:
-        """Forwards of transformers count nothing."""
-
-    def add_counts(self, logical_LE: Tensor) -> None:
-        raise AssertionError("no counts are kept")
 
     def attach(self, changes: Changes) -> None:
         calls.set_attention(self.decoder, changes)

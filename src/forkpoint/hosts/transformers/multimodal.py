@@ -1,6 +1,5 @@
 """The language model of a multimodal model, which runs text; its encoders are not run."""
 
-from collections.abc import Sequence
 from typing import Any, cast
 
 from torch import nn
@@ -69,15 +68,6 @@ def check_language_model(core: PreTrainedModel) -> None:
                 f"{name} has {found[0]}, and a step runs the language model within it by itself. "
                 "Put it on the whole model, or on the language model and its blocks."
             )
-
-
-def refuse_split(core: PreTrainedModel, splits: Sequence[Any]) -> None:
-    """Refuse a multimodal model that transformers has split over ranks."""
-    if splits and core.config.model_type in MULTIMODAL:
-        raise UnsupportedError(
-            f"{plain_class(core).__name__} is split over ranks (tp_plan), which has been shown "
-            "exact for models of text alone. Use fully_shard, or load the text model."
-        )
 
 
 def _around(core: PreTrainedModel) -> list[tuple[str, nn.Module]]:

@@ -282,8 +282,9 @@ def supported_model(model: nn.Module) -> PreTrainedModel:
 
 
 def check_undivided(core: Any, family: Family, what: str) -> None:
-    """Refuse a family whose parts on ranks have not been shown exact. `what`: divides the model."""
-    if family.undivided:
+    """Refuse a family whose parts on ranks have not been shown exact, as of multimodal ones those
+    of tp_plan. `what`: divides the model."""
+    if family.undivided or (family.decoders is not None and what == "tp_plan"):
         raise UnsupportedError(
             f"{plain_class(core).__name__} is divided over ranks by {what}, which has not been "
             "shown exact for this family. Use fully_shard or DistributedDataParallel."

@@ -32,9 +32,8 @@ class Routers(ModelRouters):
         self.found: list[FoundRouter] = [FoundRouter(name, module) for name, module in found]
         self.layers: int = len(found)
         self.defines_loss: bool = defines_load_balancing(causal)
-        self.coefficient: float = 0.0
         if adds_load_balancing(causal):
-            self.coefficient = float(causal.config.get_text_config().router_aux_loss_coef)
+            self.coefficient: float = float(causal.config.get_text_config().router_aux_loss_coef)
 
     @property
     def experts(self) -> int:
@@ -42,13 +41,12 @@ class Routers(ModelRouters):
 
     @property
     def biases(self) -> list[Tensor]:
-        """Of each router the buffer that DeepSeek-V3 and GLM-4-MoE keep, [E]."""
+        """The buffers that DeepSeek-V3 and GLM-4-MoE keep."""
         found = (getattr(router.module, BIAS, None) for router in self.found)
         return [bias for bias in found if isinstance(bias, Tensor)]
 
     @property
     def chosen(self) -> int | None:
-        """To how many experts a token is sent, where routers say so."""
         found = getattr(self.found[0].module, "top_k", None) if self.found else None
         return found if isinstance(found, int) else None
 

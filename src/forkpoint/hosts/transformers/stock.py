@@ -19,7 +19,7 @@ from forkpoint.rollouts.media import ShownMedia
 
 
 class TransformersStock:
-    """The forward that users call, of a model of transformers or a copy of one."""
+    """The forward that users call, of a model of transformers or a copy of one: see `Stock`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model: nn.Module = model
@@ -30,19 +30,11 @@ class TransformersStock:
 
     @property
     def is_critic(self) -> bool:
-        """Whether it gives a value of each token instead of logits."""
         return type(self._inner).__name__.endswith("ForTokenClassification")
 
     def logits(
         self, ids_NL: Tensor, keep: Tensor | None = None, shown: ShownMedia | None = None
     ) -> Tensor:
-        """Logits [N, L, V], or a critic's values [N, L, 1].
-
-        Args:
-            ids_NL: int64.
-            keep: int64 [n], the places whose logits are wanted: [N, n, V]. By default all.
-            shown: the media of the rows; None: there are none.
-        """
         more = {} if keep is None else {"logits_to_keep": keep}
         if shown is not None:
             family = known_family(self._inner.config.model_type)
@@ -54,10 +46,6 @@ class TransformersStock:
     def run_decoder_once(
         self, ids_NL: Tensor, changes: Changes, shown: ShownMedia | None = None
     ) -> None:
-        """Run the decoder now; until the changes are undone it gives the same outputs again.
-
-        So `logits` can give those of some places at a time, by the model's own head.
-        """
         decoder = getattr(self._inner, self._inner.base_model_prefix)
         own, ran = decoder.forward, []
 
@@ -70,8 +58,6 @@ class TransformersStock:
         self.logits(ids_NL, ids_NL.new_zeros(0), shown)
 
     def compute_in(self, dtype: torch.dtype, changes: Changes) -> None:
-        """Compute in `dtype` throughout, by code that takes any dtype, until the changes are
-        undone."""
         run_plain_recurrences(self.model, changes)
         for config in configurations(self.model):
             # Grouped products of experts take few dtypes. Not the configuration's property, which

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from forkpoint.engine.changes import Changes
-from forkpoint.engine.distributed import Holder, local
+from forkpoint.engine.distributed import Holder, local, one_mesh, ranks_of
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.code_provenance import Definition, is_defined_as
 from forkpoint.hosts.modules import every_module, plain_class
@@ -165,21 +165,15 @@ class TensorSplit(Holder):
         """Raises UnsupportedError for splits that have not been shown exact."""
         self.splits: Sequence[tuple[str, nn.Module, Any]] = tuple(splits)
         self.experts: Collection[nn.Module] = {m for _, m, f in splits if f.expert_mesh is not None}
-        tensor = {_members(forward.tensor_mesh) for _, _, forward in splits}
-        expert = {_members(f.expert_mesh) for _, _, f in splits if f.expert_mesh is not None}
-        for what, groups in (("tensor", tensor), ("expert", expert)):
-            if len(groups) > 1:
-                raise UnsupportedError(
-                    f"modules of the model are split over different {what}-parallel groups of "
-                    f"ranks ({', '.join(map(str, sorted(groups)))}), which has not been shown "
-                    "exact. Split all of them over one mesh dimension."
-                )
-        relations: dict[Relation, tuple[int, ...]] = {"tensor": next(iter(tensor))}
-        if expert:
-            relations["expert"] = next(iter(expert))
+        tensor = one_mesh("tensor", [forward.tensor_mesh for _, _, forward in splits])
+        expert = one_mesh("expert", [forward.expert_mesh for _, _, forward in splits])
+        assert tensor is not None
+        relations: dict[Relation, tuple[int, ...]] = {"tensor": ranks_of(tensor)}
+        if expert is not None:
+            relations["expert"] = ranks_of(expert)
         self.relations: Mapping[Relation, tuple[int, ...]] = relations
-        self.meshes: Sequence[DeviceMesh] = (splits[0][2].tensor_mesh,)
-        self._group: dist.ProcessGroup = splits[0][2].tensor_mesh.get_group()
+        self.meshes: Sequence[DeviceMesh] = (tensor,)
+        self._group: dist.ProcessGroup = tensor.get_group()
 
     def _summed(self) -> set[nn.Parameter]:
         """Parameters whose gradients are parts on each rank of the tensor-parallel group."""
@@ -215,10 +209,6 @@ class TensorSplit(Holder):
         ]
         all_reduce_in_buckets(parts, self._group)
         return list(gradients)
-
-
-def _members(mesh: DeviceMesh) -> tuple[int, ...]:
-    return tuple(dist.get_process_group_ranks(mesh.get_group()))
 
 
 def unsplit(copy: nn.Module, splits: Sequence[Split]) -> None:

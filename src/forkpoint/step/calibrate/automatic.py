@@ -11,8 +11,8 @@ import torch
 
 from forkpoint.device import device_name, measured_versions
 from forkpoint.engine.compiling import one_line
-from forkpoint.engine.host import Host
 from forkpoint.errors import ConfigError
+from forkpoint.hosts.host import ModelHost
 from forkpoint.plan.pricing.calibration import Calibration, calibration_path
 from forkpoint.step.calibrate.calibrator import MORE, QUICK, Calibrator
 
@@ -29,7 +29,7 @@ FAILED = (
 NOT_SAVED = "the measurement of this device was not saved (%s); the next process measures again."
 
 
-def measured(host: Host, kernel: str, *, compiled: bool) -> Calibration | None:
+def measured(host: ModelHost, kernel: str, *, compiled: bool) -> Calibration | None:
     """This device's calibration for a model: the file of an earlier measurement, or a new one.
 
     None where nothing is measured: on a CPU, for layers that carry a state, are frozen or split
@@ -65,7 +65,7 @@ def measured(host: Host, kernel: str, *, compiled: bool) -> Calibration | None:
     return found
 
 
-def _measure(host: Host, kernel: str) -> Calibration | None:
+def _measure(host: ModelHost, kernel: str) -> Calibration | None:
     if host.device.type == "cuda":
         layer = sum(p.numel() * p.element_size() for p in host.blocks[0].parameters())
         free, _ = torch.cuda.mem_get_info(host.device)
