@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,13 +28,15 @@ def image(seed: int, digest: str | None = None) -> Media:
     return Media("image", inputs, 4, digest)
 
 
-def rollout(last: int, *media: Media, types: Any = TYPES, **fields: Any) -> Rollout:
-    of_media = {"media": media, "media_types": types} if media else {}
-    return Rollout([1, 9, 9, 9, 9, 2, 3, last], [0] * 6 + [1, 1], 0.5, **of_media, **fields)
+def rollout(last: int, *media: Media, types: Any = None, **fields: Any) -> Rollout:
+    types = TYPES if media and types is None else types
+    tokens, mask = [1, 9, 9, 9, 9, 2, 3, last], [0] * 6 + [1, 1]
+    return Rollout(tokens, mask, 0.5, media=media, media_types=types, **fields)
 
 
 def every() -> list[Rollout]:
-    """A group, another image of equal tokens, text, a digest that was given, and a video."""
+    """A group, another image of equal tokens, text, a digest that was given, a video, and text with
+    the types of its tokens."""
     shared = image(0)
     frames = torch.arange(2 * 16 * 6).reshape(32, 6).to(torch.bfloat16)
     odd = {
@@ -51,6 +55,7 @@ def every() -> list[Rollout]:
         rollout(5),
         rollout(5, image(0, "a")),
         rollout(5, Media("video", odd, 2), shared, types=both),
+        rollout(7, types=[0] * 8),
     ]
 
 
@@ -60,6 +65,7 @@ def test_rollouts_come_back_with_their_media(suffix: str, tmp_path: Path) -> Non
     save_rollouts(path, rollouts)
     found = load_rollouts(path)
     assert found == rollouts
+    assert [r.media_types is None for r in found] == [r == rollout(5) for r in rollouts]
     assert found[0].media[0] is found[1].media[0]
     assert found[0].media[0] != found[4].media[0]
     shared, video = found[0].media[0].inputs, found[5].media[0].inputs
@@ -90,6 +96,43 @@ def test_a_plan_needs_no_pixels(tmp_path: Path) -> None:
         save_rollouts(path, found)
     with pytest.raises(RolloutError, match=r"r\.jsonl\.media\.safetensors does not exist"):
         load_rollouts(path)
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from forkpoint import load_rollouts, save_rollouts
+
+path, other, left = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+rollouts = load_rollouts(other)
+replace = Path.replace
+
+def replace_or_end(self, target):
+    global left
+    if not left:
+        os._exit(9)
+    left -= 1
+    return replace(self, target)
+
+Path.replace = replace_or_end
+save_rollouts(path, rollouts)
+"""
+
+
+@pytest.mark.parametrize(("renames", "new"), [(0, False), (1, False), (2, True)])
+def test_a_killed_process_leaves_rollouts_with_their_pixels(
+    renames: int, new: bool, tmp_path: Path
+) -> None:
+    """It is killed before one of the renames: of the pixels, the lines, and the pixels again."""
+    path, other = tmp_path / "r.jsonl", tmp_path / "other.jsonl"
+    old, others = every(), [rollout(5, image(0)), rollout(6, image(2))]
+    save_rollouts(path, old)
+    save_rollouts(other, others)
+    command = [sys.executable, "-c", KILLED, str(path), str(other), str(renames)]
+    assert subprocess.run(command, check=False, timeout=60).returncode == 9
+    assert load_rollouts(path) == (others if new else old)
+    save_rollouts(path, others)
+    assert Path(f"{path}{BESIDE}").read_bytes() == Path(f"{other}{BESIDE}").read_bytes()
 
 
 def test_an_error_leaves_both_files(tmp_path: Path) -> None:
@@ -209,7 +252,7 @@ def test_a_trace_keeps_media(tmp_path: Path) -> None:
     stored = safetensors.numpy.load_file(folder / "batch-000000.safetensors")
     assert sum(name.endswith("pixel_values") for name in stored) == 2
     named = load_rollouts(folder)
-    assert [r.media for r in named[:6]] == [r.media for r in batch]
+    assert [r.media for r in named[:7]] == [r.media for r in batch]
 
 
 @pytest.mark.parametrize("change", ["missing", "another dtype", "other pixels"])

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+import safetensors
 import safetensors.numpy
 
 from forkpoint.errors import ConfigError, RolloutError
 from forkpoint.rollouts.batch import Rollout, check_rollouts, short
-from forkpoint.rollouts.disk import pixels_path, replacing
+from forkpoint.rollouts.disk import pixels_path, replacing, write_file
 from forkpoint.rollouts.media_entries import Arrays, entries_of
 
 _FIELDS = tuple(field.name for field in fields(Rollout))
@@ -58,7 +59,8 @@ def save_rollouts(path: str | os.PathLike[str], rollouts: Iterable[Rollout]) -> 
 
     The suffix selects the format: .jsonl plain, .gz gzip, .zst zstd. A file at `path` is replaced
     after all rollouts are written; after an error it is unchanged. Inputs of images and videos are
-    written once each into a second file, `path` with ".media.safetensors" added.
+    written once each into a second file, `path` with ".media.safetensors" added. A process that is
+    killed leaves the old rollouts or the new ones, with their inputs.
 
     Raises:
         RolloutError: the suffix is not known, the folder does not exist, the path is a directory,
@@ -77,13 +79,18 @@ def save_rollouts(path: str | os.PathLike[str], rollouts: Iterable[Rollout]) -> 
         raise RolloutError(f"{path} is a directory. Give the path of a file to write.")
     rollouts = check_rollouts(rollouts, "a file")
     arrays: Arrays = {}
+    pixels = pixels_path(path)
+    replaced: Arrays = {}
     with replacing(path) as file:
         with _writer(file, path.suffix) as writer:
             for position, rollout in enumerate(rollouts):
                 writer.write(_line(rollout, position, arrays))
         if arrays:
-            with replacing(pixels_path(path)) as pixels:
-                pixels.write(encode_arrays(arrays))
+            # Names have the SHA-256 of a medium, so that one file serves the old and the new lines.
+            replaced = {n: x for n, x in _arrays_of(pixels).items() if n not in arrays}
+            write_file(pixels, encode_arrays(replaced | arrays))
+    if replaced:
+        write_file(pixels, encode_arrays(arrays))
 
 
 def rollout_of(record: dict[str, Any]) -> Rollout:
@@ -117,6 +124,15 @@ def _writer(file: BinaryIO, suffix: str) -> AbstractContextManager[Any]:
         zstandard = import_extra("zstandard", "zstd", "a file that ends in .zst")
         return zstandard.ZstdCompressor(write_checksum=True).stream_writer(file, closefd=False)
     return nullcontext(file)
+
+
+def _arrays_of(path: Path) -> Arrays:
+    """The arrays of a file of pixels; none where there is no such file, or one that rollouts cannot
+    read either."""
+    try:
+        return safetensors.numpy.load_file(path)
+    except (OSError, safetensors.SafetensorError, KeyError):  # KeyError: a dtype that numpy lacks
+        return {}
 
 
 def encode_arrays(arrays: Arrays) -> bytes:
