@@ -133,7 +133,7 @@ class CacheView:
     def begin(self, *, backward: bool) -> None:
         """The microbatch's forward or backward begins."""
         if self.cache.host is not None:
-            self.cache.begin(self._rows, backward=backward)
+            self.cache.host.begin(self._rows, backward=backward)
 
     def states(self, width: int, device: torch.device) -> RecurrentStates:
         """States and tables of layers that carry a state, with a convolution of `width`, built
@@ -173,7 +173,8 @@ class LayerAncestors:
 
     def close(self) -> None:
         """The backward has added to the sums."""
-        self._cache.close(self._module)
+        if self._cache.host is not None:
+            self._cache.host.close(self._module)
 
 
 def cache_run(plan: Plan, segment: int) -> tuple[int, int]:
@@ -209,9 +210,6 @@ def prepare_microbatches(
     """Turn every microbatch of a plan into tensors; the host waits for no copy of them.
 
     Args:
-        plan: of the batch.
-        batch: the rollouts.
-        device: of the model.
         uses_temperature: whether the head's outputs depend on temperatures, as a critic's do not.
         split: which places of a microbatch this rank runs.
         axes_AT: positions of the batch's tokens (`Host.positions`); None: those of paths.

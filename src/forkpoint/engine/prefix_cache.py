@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from forkpoint.engine.host_cache import HostCache, Rows, Run
+from forkpoint.engine.host_cache import HostCache, Run
 from forkpoint.errors import UnsupportedError
 from forkpoint.ops.dtypes import accumulate_dtype
 from forkpoint.ops.recurrence import ConvolutionTable, StateTable
@@ -90,16 +90,6 @@ class PrefixCache:
             return host.own_sums(*key)
         gradient = self._gradient[key]
         return [gradient[at : at + end - begin] for begin, end, at in runs]
-
-    def begin(self, rows: Rows, *, backward: bool) -> None:
-        """A microbatch's forward or backward begins."""
-        if self.host is not None:
-            self.host.begin(rows, backward=backward)
-
-    def close(self, layer: Hashable) -> None:
-        """The attention of a layer has added to the gradients that `read` gave."""
-        if self.host is not None:
-            self.host.close(layer)
 
     def end(self) -> None:
         """The microbatch's forward or backward has ended."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from forkpoint.engine.distributed import Distributed
 from forkpoint.engine.prompt_exchange import PromptExchange
 from forkpoint.errors import ForkpointError, PlanError
-from forkpoint.hosts.host import ModelHost
 from forkpoint.hosts.torch_dist.stages import StageLinks
 from forkpoint.losses.base import Loss, is_own
 from forkpoint.parallel.agreement import (
@@ -201,6 +200,9 @@ def _proposal(
     shares_batches = group.topology.shares_batches
     gathers_any = gathers or (share is not None and share.gathers)
     sizes = local.plans if host.links.stages and not request.scores else ()
+    outline = None
+    if batch.media and host.topology.reduces and gather != "step":
+        outline = MediumOutline.of(host.entry.sample_medium(batch.media))
     return Proposal(
         call,
         offer=Offer(
@@ -223,13 +225,9 @@ def _proposal(
         prompts={name: each.edges for name, each in own.items()},
         contents=contents_of(batch, local.plans, local.factors) if shares_batches else None,
         trains_encoder=bool(batch.media) and plan.capabilities.trains_encoder,
-        outline=_outline(host, batch) if host.topology.reduces and gather != "step" else None,
+        outline=outline,
         sizes=offers_of(sizes, [_program(each, False, gathers_any) for each in sizes]),
     )
-
-
-def _outline(host: ModelHost, batch: RolloutBatch) -> MediumOutline | None:
-    return MediumOutline.of(host.entry.sample_medium(batch.media)) if batch.media else None
 
 
 def _is_sample_due(policy: StepPolicy, local: LocalStep) -> bool:

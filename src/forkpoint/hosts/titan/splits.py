@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -250,14 +250,11 @@ class TitanSplit(Holder):
         for name, parameter in every_parameter(model):
             if parameter in dealt:
                 continue
-            groups = parameter.device_mesh.get_all_groups() if _is_split(parameter) else []
+            given: Any = parameter
+            groups = given.device_mesh.get_all_groups() if isinstance(given, DTensor) else []
             if not any(set(ranks) <= set(dist.get_process_group_ranks(g)) for g in groups):
                 raise UnsupportedError(
                     f"{self.splits[0][0]} is split over ranks {list(ranks)} and {name} is not, "
                     "which has not been shown exact. Use torchtitan's own parallelize function for "
                     "the whole model."
                 )
-
-
-def _is_split(parameter: nn.Parameter) -> TypeGuard[DTensor]:
-    return isinstance(parameter, DTensor)

@@ -26,8 +26,6 @@ from forkpoint.ops.recurrence import gathered_inputs, short_convolution
 from forkpoint.ops.selective_scan import selective_scan
 from forkpoint.parallel.topology import Places
 
-RecurrentForward = Callable[..., Tensor]
-
 
 def gated_delta_net(
     module: Any,
@@ -262,7 +260,7 @@ def _kept(module: Any, context: CallContext, o_TGE: Tensor, ends: Tensor | None)
     return o_TGE.view_as(o_TGE)
 
 
-RECURRENT_FORWARDS: dict[str, RecurrentForward] = {
+RECURRENT_FORWARDS: dict[str, Callable[..., Tensor]] = {
     "Qwen3NextGatedDeltaNet": gated_delta_net,
     "Qwen3_5GatedDeltaNet": gated_delta_net,
     "Qwen3_5MoeGatedDeltaNet": gated_delta_net,

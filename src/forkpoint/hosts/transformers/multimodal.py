@@ -11,6 +11,12 @@ from forkpoint.hosts.modules import HOOKS, every_module, plain_class
 from forkpoint.hosts.transformers.families import FAMILIES, MULTIMODAL
 
 
+def within_peft(model: nn.Module) -> Any:
+    """The model that adapters of peft lie around; any other as it is."""
+    found: Any = model
+    return found.get_base_model() if plain_class(model).__module__.startswith("peft.") else found
+
+
 def decoder_of(core: PreTrainedModel) -> Any:
     """The decoder below the head of a language model, a critic or a multimodal model."""
     found = core.get_decoder() if core.config.model_type in MULTIMODAL else core.base_model

@@ -25,7 +25,7 @@ from forkpoint.hosts.transformers.families import (
     known_family,
 )
 from forkpoint.hosts.transformers.linear_attention import recurrent_modules
-from forkpoint.hosts.transformers.multimodal import decoder_of, idle_modules
+from forkpoint.hosts.transformers.multimodal import decoder_of, idle_modules, within_peft
 from forkpoint.hosts.transformers.routers import adds_load_balancing
 from forkpoint.hosts.transformers.tensor_parallel import parallel_forward
 from forkpoint.hosts.wrappers import set_forward
@@ -257,9 +257,7 @@ def supported_model(model: nn.Module) -> PreTrainedModel:
             f"{short(model)} of type {type(model).__name__} is no model; wrap takes one in memory, "
             "as AutoModelForCausalLM.from_pretrained makes it, and downloads nothing."
         )
-    inner: Any = model
-    if plain_class(model).__module__.split(".")[0] == "peft":
-        inner = model.get_base_model()  # type: ignore[operator]
+    inner = within_peft(model)
     if not isinstance(inner, PreTrainedModel):
         raise UnsupportedError(
             f"{type(inner).__module__}.{type(inner).__name__} is not a transformers model; wrap "

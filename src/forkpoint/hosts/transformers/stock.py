@@ -12,7 +12,7 @@ from forkpoint.hosts.transformers.calls import configurations
 from forkpoint.hosts.transformers.encoders import stock_arguments
 from forkpoint.hosts.transformers.families import known_family
 from forkpoint.hosts.transformers.linear_attention import recurrent_modules
-from forkpoint.hosts.transformers.multimodal import decoder_of
+from forkpoint.hosts.transformers.multimodal import decoder_of, within_peft
 from forkpoint.hosts.transformers.stages import layers_of_stage
 from forkpoint.hosts.upcasts import lift_upcasts
 from forkpoint.rollouts.media import ShownMedia
@@ -23,10 +23,7 @@ class TransformersStock:
 
     def __init__(self, model: nn.Module) -> None:
         self.model: nn.Module = model
-        inner: Any = model
-        if type(model).__module__.split(".")[0] == "peft":
-            inner = model.get_base_model()  # type: ignore[operator]
-        self._inner = inner
+        self._inner = within_peft(model)
 
     @property
     def is_critic(self) -> bool:

@@ -1,5 +1,7 @@
 """Where a launch's keys or values lie, and where their gradients go."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -53,6 +55,7 @@ class RowSum:
         return total.to(like.dtype).contiguous()
 
 
+@dataclass(eq=False)
 class Source:
     """The keys, or the values, of a microbatch and of its ancestors in the cache.
 
@@ -60,20 +63,14 @@ class Source:
     added to in place, or None; own_gather and cache_gather as in AttentionTable.
     """
 
-    def __init__(
-        self,
-        own_TKD: Tensor,
-        cache_AKD: Tensor | None,
-        own_gather: Tensor | None,
-        cache_gather: Tensor | None,
-        cache_grad_AKD: Tensor | None = None,
-    ) -> None:
-        self._microbatch = own_TKD
-        self._cache = cache_AKD
-        self._own_gather = own_gather
-        self._cache_gather = cache_gather
-        self._cache_grad = cache_grad_AKD
-        self.grad: RowSum = RowSum(own_TKD)
+    _microbatch: Tensor
+    _cache: Tensor | None
+    _own_gather: Tensor | None
+    _cache_gather: Tensor | None
+    _cache_grad: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.grad: RowSum = RowSum(self._microbatch)
 
     def read(self, launch: Launch) -> Tensor:
         """Keys or values that the launch reads: a view, or, if it gathers, a copy."""

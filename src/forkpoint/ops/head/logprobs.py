@@ -235,7 +235,9 @@ class _TokenLogprobs(torch.autograd.Function):
         if not len(weight_VC):  # the other ranks have all of the vocabulary
             parts = []
         several = needs_hidden and (len(parts) > 1 or options.shard is not None)
-        grad_hidden_TC = _zeros(hidden_TC, options) if several else None
+        grad_hidden_TC = None
+        if several:
+            grad_hidden_TC = hidden_TC.new_zeros(hidden_TC.shape, dtype=options.softmax_dtype)
         grad_weight_VC = torch.empty_like(weight_VC) if needs_weight else None
         grad_bias_V = torch.empty_like(bias_V) if needs_bias and bias_V is not None else None
         # Backward may be called under autocast or outside it; what counts is where forward ran.
@@ -362,10 +364,6 @@ def _parts(tokens: int, vocab: int, chunk_tokens: int) -> list[slice]:
 
 def _cast(operand: Tensor, options: _Options) -> Tensor:
     return operand if options.matmul_dtype is None else operand.to(options.matmul_dtype)
-
-
-def _zeros(like: Tensor, options: _Options) -> Tensor:
-    return like.new_zeros(like.shape, dtype=options.softmax_dtype)
 
 
 def _statistic(name: str, logits_cV: Tensor, labels_c: Tensor) -> Tensor:

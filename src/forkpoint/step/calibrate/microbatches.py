@@ -1,6 +1,7 @@
 """Whole rows through a model of few layers: their times, and the bytes that they keep and need."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,13 +25,13 @@ from forkpoint.step.calibrate.clock import Clock, Times
 HEAD_TOKENS = 1024
 
 
+@dataclass
 class Rows:
     """Measures rows of models on one device."""
 
-    def __init__(self, clock: Clock, *, kernel: str, vocab: int) -> None:
-        self.clock: Clock = clock
-        self.kernel: str = kernel
-        self.vocab: int = vocab
+    clock: Clock
+    kernel: str
+    vocab: int
 
     def row_ms(self, host: ModelHost, tokens: int) -> Times:
         """One row's forward and backward; it has one labelled token."""
