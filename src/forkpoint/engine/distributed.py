@@ -123,8 +123,6 @@ class Holder:
         on the ranks are set aside meanwhile.
 
         Args:
-            changes: undo it.
-            blocks: of the decoder, in their order.
             whole: `whole_parameters` of all holders.
         """
         for part in self.parts:

@@ -96,13 +96,6 @@ class HostCache:
     """
 
     def __init__(self, staging: Staging, stats: OffloadStats, *, hosted: int, layers: int) -> None:
-        """
-        Args:
-            staging: host memory.
-            stats: counts copies.
-            hosted: how many layers that attend are in host memory.
-            layers: how many there are.
-        """
         self._staging = staging
         self._transfers = staging.transfers
         self._stats = stats

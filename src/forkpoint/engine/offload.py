@@ -101,7 +101,6 @@ class SavedTensors:
             stays: tells tensors that are not moved, and not freed by the backward.
             layers: of the model; a storage is fetched at least two of them ahead of its use.
             staging: host memory; None leaves tensors where they are.
-            stats: counts copies.
             then: is told of bytes that are free.
         """
         self.stays: Stays = stays

@@ -29,11 +29,7 @@ def attend(
     Keys and values of the tokens that later microbatches read are captured.
 
     Args:
-        context: the microbatch.
         layer: the module by which the prefix cache tells layers apart.
-        q_BLHD: queries.
-        k_BLKD: keys.
-        v_BLKE: values.
         scale: of the scores; by default the inverse root of D.
         window: how many tokens each sees, itself included; 0 is all before it. In layers with
             chunks (`set_chunk`) how many tokens one has.

@@ -58,7 +58,6 @@ class LogprobHead:
         Args:
             linear: gives the layer of the model in its present state, or refuses what it finds.
             options: gives `logit_scale` and `softcap`.
-            split: modules that are split over ranks.
         """
         self.linear: Callable[[], nn.Linear] = linear
         self.options: Callable[[], dict[str, float | None]] = options

@@ -74,14 +74,7 @@ class ModelHost:
         compile_blocks: bool | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        """Collective where several ranks hold the model.
-
-        Args:
-            model: as the user has it.
-            library: whose model it is.
-            compile_blocks: as in Config.
-            mesh: as in `wrap`.
-        """
+        """Collective where several ranks hold the model."""
         model = uncompiled(model)
         self._wrapper: nn.Module = model
         self.model: nn.Module = unwrapped(model)

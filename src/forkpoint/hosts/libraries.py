@@ -94,12 +94,7 @@ def whole_copy(
     """Copy a model in another dtype, with all that ranks hold in parts, and name its blocks.
 
     Args:
-        model: the model without DistributedDataParallel.
-        blocks: of its decoder.
-        dtype: of the copy.
         streamed: whether the parameters of its blocks are in the host's memory.
-        splits: modules that the library has split over ranks.
-        links: with ranks that have other blocks.
 
     Collective where ranks hold parts.
     """

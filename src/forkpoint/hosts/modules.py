@@ -81,9 +81,6 @@ def add_hook(
     the hook in place.
 
     Args:
-        changes: undo it.
-        hooks: of the module.
-        hook: the function.
         with_kwargs: the module's `_forward_hooks_with_kwargs` or the like, for a hook that takes
             keyword arguments.
     """

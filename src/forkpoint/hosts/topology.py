@@ -41,8 +41,6 @@ def held_by_ranks(
     """Find the holders of a model on several ranks; none where this rank alone has it.
 
     Args:
-        model: the model in its wrapper.
-        mesh: as in `wrap`.
         split_of: the holder of modules that the model's library has split over ranks.
 
     Collective over the default group where something holds it. Raises UnsupportedError for what has

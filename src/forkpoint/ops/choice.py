@@ -36,7 +36,6 @@ def choose_kernel(
     Args:
         what: the operator, as messages name it: "attention".
         kernels: the operator's kernels, fastest first.
-        name: the name of one of them, or "auto".
         asked: the arguments of their `refusal`, first device, dtype, head dim and value dim.
 
     Raises:

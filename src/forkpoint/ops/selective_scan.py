@@ -77,7 +77,6 @@ def selective_scan(
         x_TGE: [T, G, E] values, multiplied by their time steps.
         a_TG: [T, G] log of the decay, at most 0.
         b_THD, c_THD: [T, H, D] what values are written and read with; G is a multiple of H.
-        table: the microbatch's segments.
         initial_SGED: [S, G, E, D] float32 (float64), what the S segments of the first level start
             from; None for zeros.
         kernel: "chunked", which runs on any device in any floating dtype, or "auto".

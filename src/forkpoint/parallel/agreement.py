@@ -150,13 +150,10 @@ def agreed(
 
     Args:
         proposals: by rank.
-        index: this rank's.
         names: by rank, its number in messages.
         gather: as in the configuration; "" where weights are not sharded. Gathered for each
             microbatch, programs need one common shape.
         batches: by rank, which batch it has; ranks of one are counted once. None: each its own.
-        split: as in the configuration.
-        prompts: those that ranks have in common.
         stages: of a pipeline, where the model is cut into some.
         strict: whether a step on stages beyond the memory budget is refused.
 

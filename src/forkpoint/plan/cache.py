@@ -30,7 +30,6 @@ def allocate_cache(
     """Give cache slots to every segment that another microbatch reads.
 
     Args:
-        forest: the plan's forest.
         microbatches: those of the plan, by their index.
         program: their instructions, in the order in which they run.
 

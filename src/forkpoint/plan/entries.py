@@ -57,7 +57,6 @@ def entries_of(
     Args:
         edges: E.
         token_edge: [T] what `Forest.token_edges` gave.
-        batch: the rollouts.
         uses_temperature: whether the head's outputs depend on temperatures, as log-probs do.
     """
     trained = np.flatnonzero(batch.loss_mask & (token_edge >= 0))

@@ -64,7 +64,6 @@ def choose_gathering(
     """The way to hold weights that takes less time, of those that fit on every rank.
 
     Args:
-        asked: of the configuration, the same on all ranks.
         aligned: by rank, programs of one common shape; not read where `asked` is not "auto".
         costs: by rank.
         names: by rank, its number in messages.
@@ -275,7 +274,6 @@ def link_cost(
 
     Args:
         prompts: edges, owner and ranks of each.
-        sizes: of the model.
         costs: by rank.
 
     As long as it takes on the rank that sends or receives most: at the rate that a calibration has

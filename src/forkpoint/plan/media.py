@@ -157,8 +157,6 @@ def with_encoders(
     """The instructions of one pass, with those of encoders.
 
     Args:
-        instructions: as a program has them.
-        media: those of the plan.
         training: whether it is the pass of backwards, which may have none.
         trains: whether the encoder has parameters that are trained.
         again: whether its backward runs it once more, so that no activations are kept.

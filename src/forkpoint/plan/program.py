@@ -244,8 +244,6 @@ def waits_for(
     cache. Scores come before all units.
 
     Args:
-        program: the instructions.
-        microbatches: those of the plan.
         parents: by microbatch, the microbatches that hold parents of its segments.
     """
     units = [unit[-1] for unit in program.units]
@@ -279,7 +277,6 @@ def check_order(waits: Sequence[Iterable[int]], order: Sequence[int]) -> None:
     """Refuse an order in which a unit runs before one that it waits for.
 
     Args:
-        waits: the result of `waits_for`.
         order: positions of units, in the order in which they are to run.
 
     Raises:

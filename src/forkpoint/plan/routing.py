@@ -44,8 +44,6 @@ def span_microbatches(
     Args:
         classes: int64 [n].
         segments: int64 [n], the segment that each is paired with.
-        forest: the plan's forest.
-        microbatches: all of the plan.
     """
     microbatch_of = np.zeros(len(forest), np.int64)
     for microbatch in microbatches:

@@ -67,7 +67,6 @@ def run_lengths(
     """How many edges of each rollout run, from its first: int64 [N].
 
     Args:
-        batch: the rollouts.
         zero: bool [N], rollouts whose terms are 0; None: there are none.
         whole: whether something needs all of each rollout, as statistics of routers do. Experts
             that the batch has for its tokens (`routed_experts`) are such statistics, too.

@@ -84,7 +84,6 @@ def prompts_of(batch: RolloutBatch, runs: IntArray) -> dict[str, PromptOfBatch]:
     Groups that share the same belong together. Rollouts that do not run are left out.
 
     Args:
-        batch: the rollouts.
         runs: int64 [N], how many edges of each run; none run beyond the last trained token.
     """
     found: dict[str, PromptOfBatch] = {}
@@ -194,7 +193,6 @@ def exchanging(program: Program, microbatches: Sequence[Microbatch], *, scores: 
 
     Args:
         program: what `step_program` gave; prompts lie around everything else.
-        microbatches: those of the plan.
         scores: whether a pass of scores comes first on any rank.
     """
     prompts = {m.index: m.shared_prompt for m in microbatches if m.shared_prompt}

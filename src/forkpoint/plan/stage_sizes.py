@@ -51,7 +51,6 @@ def plans_of_sizes(
     Args:
         config: what may be chosen.
         budget_bytes: of each stage; None is no limit.
-        stages: how many there are.
         make: the planner of this batch.
 
     Raises:
@@ -184,7 +183,6 @@ def choose_size(
 
     Args:
         offers: by data rank, of one plan or of several sizes (`plans_of_sizes`).
-        stages: of the pipeline.
         budget_bytes: of each stage; None is no limit.
         strict: whether a step that does not fit is refused.
 

@@ -231,7 +231,6 @@ def stage_work(
     Args:
         programs: by data rank, of one common shape (`plan.align`).
         prices: by data rank, of its microbatches.
-        stages: of the pipeline, the first one first.
 
     The result is the same on all ranks that are given the same, so data ranks of a stage run their
     slots in one order, as `fully_shard` needs.

@@ -106,7 +106,6 @@ class Pending:
         """
         Args:
             names: of the values that gradients arrive at.
-            first: the forward.
             run: adds the gradients of the weighted sum to `.grad`, once it has checked that nothing
                 has changed since.
             listens: whether DistributedDataParallel takes any backward that reaches a parameter,

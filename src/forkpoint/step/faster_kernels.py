@@ -27,8 +27,6 @@ def note_faster_kernels(plan: Plan, device: torch.device, kernel: str) -> None:
     """Log that FlashAttention-4 is missing, where it could serve this GPU.
 
     Args:
-        plan: of a step that is about to run.
-        device: of the model.
         kernel: as asked for in Config.
     """
     global _said

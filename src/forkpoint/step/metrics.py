@@ -21,7 +21,6 @@ def policy_metrics(
 
     Args:
         per_token: [T] by name, NaN at tokens that have not run.
-        batch: the rollouts.
         loss: the step's.
     """
     found = {"trained_tokens": float(batch.trained_tokens)}

@@ -131,8 +131,6 @@ def router_work(
     """The work that a call asks of the routers of a supported model; None if it asks none.
 
     Args:
-        host: the model.
-        batch: the rollouts.
         router: the loss, if any.
         counts: of experts, if they are known beforehand.
         expert_counts: whether experts are counted, also without a loss.

@@ -86,7 +86,6 @@ class DenseRouters:
         """
         Args:
             routers: those of the model that runs, in the order of its layers.
-            terms: of the loss.
             changes: their outputs are recorded until these are undone.
             last_token: whether rollouts' last tokens count.
             joins: whether one statistic is taken over the rollouts of all ranks.

@@ -21,9 +21,6 @@ from forkpoint.rollouts.batch import short
 def read_config(model: Path, *, multimodal: bool = False) -> tuple[Path, dict[str, Any]]:
     """The file of a model's configuration, and what it says.
 
-    Args:
-        model: its folder, or the configuration itself.
-
     Raises:
         ConfigError: there is no configuration.
         UnsupportedError: forkpoint does not know the family.
@@ -159,7 +156,6 @@ def encoder_of_model(
 
     Args:
         model: a folder, a config.json, or else a name that `known_name` knows.
-        dtype_bytes: of its parameters.
         checkpointed: whether its blocks keep only their inputs for their backward.
 
     Raises as `read_config`, and ConfigError where transformers makes no model of it.

@@ -95,8 +95,6 @@ def hold_stage(core: Any, stage: Stage, norms: tuple[str, ...]) -> None:
     Args:
         core: the causal model, whole, or with its modules split over ranks. It may hold this stage
             already. Where transformers has cut it (pp_size), its layers stay where they are.
-        stage: which layers to hold.
-        norms: names of the decoder's final norms.
 
     Raises UnsupportedError where the model holds another stage.
     """

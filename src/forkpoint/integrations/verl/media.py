@@ -48,7 +48,6 @@ def media_of_rows(
     """The images and videos of each row, None where no row has any; and the types of tokens.
 
     Args:
-        data: verl's mini-batch.
         ids_T: int64 [T], the tokens of all rows.
         offsets: int64 [N + 1], the starts of the rows, and T.
         placeholders: as in `ModelOfRows`.

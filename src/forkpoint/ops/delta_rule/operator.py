@@ -67,7 +67,6 @@ def gated_delta_rule(
         v_TGE: [T, G, E] in the same dtype; G is a multiple of H.
         g_TG: [T, G] log of the decay, at most 0, float32 (float64 for float64).
         beta_TG: [T, G] how much of a value is written, from 0 to 1.
-        table: the microbatch's segments.
         initial_SGDE: [S, G, D, E] float32 (float64), what the S segments of the first level start
             from; None for zeros.
         kernel: one of DELTA_KERNELS by name, or "auto".

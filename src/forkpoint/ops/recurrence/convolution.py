@@ -78,7 +78,6 @@ def gathered_inputs(
 
     Args:
         x_TC: [T, C] inputs of the microbatch's tokens.
-        table: the microbatch's windows.
         cache_AC: [A, C] inputs of other microbatches, W - 1 for each state slot; constants here.
         cache_grad_AC: the same in float32 (float64): the backward adds their gradients to it.
 

@@ -85,7 +85,6 @@ def over_levels(
     Args:
         scan: a recurrence over sequences that lie back to back.
         inputs: each [T, ...], the microbatch's tokens.
-        table: the microbatch's levels.
         initial_S: states that the first level starts from; None for zeros.
 
     Returns:

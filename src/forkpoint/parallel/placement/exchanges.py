@@ -109,9 +109,7 @@ class Prompts:
 
         Args:
             rank: int64 [N] the rank of each rollout.
-            ranks: how many there are.
             capacity: tokens of a microbatch.
-            prices: of the link.
         """
         if not len(self.group):
             return NOWHERE

@@ -215,7 +215,6 @@ def by_tokens(groups: IntArray, lengths: IntArray, ranks: int) -> IntArray:
     Args:
         groups: [N] the group of each rollout.
         lengths: [N] its tokens.
-        ranks: how many ranks there are.
     """
     tokens = np.zeros(int(groups.max()) + 1, np.int64)
     np.add.at(tokens, groups, lengths)

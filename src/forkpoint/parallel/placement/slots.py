@@ -149,9 +149,7 @@ def lockstep_cost(priced: Priced, rank: IntArray, ranks: int, capacity: int) -> 
     """Predicted cost of a step in which ranks run their microbatches in lockstep.
 
     Args:
-        priced: the rollouts.
         rank: int64 [N] the rank of each.
-        ranks: how many there are.
         capacity: tokens of a microbatch.
     """
     items, every = priced.items(rank, ranks), np.arange(ranks)

@@ -86,7 +86,6 @@ class Record:
         """One row of numbers, [n].
 
         Args:
-            name: the field.
             kinds: numpy's letters of the kinds that are allowed.
             what: the kinds in words.
 
@@ -249,7 +248,6 @@ def make(
     """The rollout of a record: padding is removed, and entries are moved to their tokens.
 
     Args:
-        record: the record.
         columns: for fields of Rollout besides ids and mask, and for "reward", the column that has
             it, or several in order of preference.
         ids: all tokens, with padding: [W].

@@ -36,8 +36,6 @@ def measured(host: ModelHost, kernel: str, *, compiled: bool) -> Calibration | N
     over ranks, where memory does not suffice for a few layers more, and where measuring fails.
 
     Args:
-        host: of the model.
-        kernel: of attention, as in Config.
         compiled: whether blocks are compiled.
     """
     shape, device = host.shape, host.device

@@ -36,7 +36,6 @@ class Clock:
     def __init__(self, device: torch.device, *, repeats: int, busy_products: int) -> None:
         """
         Args:
-            device: that is timed.
             repeats: samples of each figure, after one round to warm up.
             busy_products: matrix products of 8,192 before each sample on a GPU; each takes 2 ms.
         """

@@ -29,7 +29,6 @@ def measure_link(
     """Measure the link of a process group, by default of the default one. Collective.
 
     Args:
-        device: where the tensors lie.
         group: of at least two ranks.
         sizes: bytes that each rank receives, the smaller first.
         repeats: how often each size is timed, after one round to warm up. The median counts.
