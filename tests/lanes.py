@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from forkpoint import Config
+
 
 def slow_besides(
     kept: Collection[Any], values: Iterable[Any], mark: pytest.MarkDecorator = pytest.mark.slow
@@ -29,3 +31,11 @@ def slow_besides_every(nth: int, values: Iterable[Any]) -> list[Any]:
     """The values for `parametrize`, of which every nth is not marked, from the first on."""
     values = list(values)
     return slow_besides(values[::nth], values)
+
+
+def id_of(value: Any) -> str:
+    """A short name of a value for the name of a test; the same in every process."""
+    if isinstance(value, Config):
+        limit = f"-{value.max_microbatch_tokens}" if value.max_microbatch_tokens else ""
+        return f"{value.sharing}-{value.boundary}{limit}"
+    return getattr(value, "__name__", str(value))

@@ -2,7 +2,7 @@
 
 One scenario (see scenarios.py) under every combination of sharing and boundary, in float64: loss,
 log-probs, entropies and every parameter's gradient within 1e-10 of a dense run by the stock model.
-Options of models, losses, plans and kernels are combined in pairs (see pairwise.py).
+Options of models and kernels take turns over each pair of a loss and a plan.
 """
 
 from dataclasses import replace
@@ -19,7 +19,6 @@ from forkpoint.config import Boundary, Sharing
 from forkpoint.losses import GRPO, GSPO, Denominators
 from forkpoint.testing import ReadOnlyHook, lifted_upcasts
 from lanes import slow_besides, slow_besides_every
-from pairwise import pairwise
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "without_sample")
 
@@ -35,44 +34,26 @@ CONFIGS: tuple[Config, ...] = (
     Config(),
     Config(max_microbatch_tokens=CHAIN),
 )
-VARIANTS = [Variant(*v) for v in product(("llama", "qwen3"), (None, 7), (False, True))]
+VARIANTS = [
+    Variant(*v) for v in product(("llama", "qwen3"), (None, 7), (False, True), (False, True))
+]
 Steps = dict[tuple[Variant, str], list[Config]]
 
 
-def grouped(rows: list[tuple[str, int | None, bool, bool, str, Config, str]]) -> Steps:
+def in_turn(variants: list[Variant], losses: tuple[str, ...]) -> Steps:
     """The plans of each model and loss."""
     found: Steps = {}
-    for *variant, loss, config, kernel in rows:
-        found.setdefault((Variant(*variant), loss), []).append(
-            replace(config, attention_kernel=kernel)
-        )
+    for n, (loss, config) in enumerate(product(losses, CONFIGS)):
+        kernel = ("cpu_flash", "reference")[n // 3 % 2]
+        plans = found.setdefault((variants[n % len(variants)], loss), [])
+        plans.append(replace(config, attention_kernel=kernel))
     return found
 
 
-MODELS = (("llama", "qwen3"), (None, 7), (False, True), (False, True))
-STEPS = grouped(
-    pairwise(
-        *MODELS,
-        ("grpo", "gspo", "dpo", "coupled"),
-        CONFIGS,
-        ("cpu_flash", "reference"),
-    )
+STEPS = in_turn(VARIANTS, ("grpo", "gspo", "dpo", "coupled"))
+OF_ENTROPIES = in_turn(
+    [VARIANTS[0], VARIANTS[-1]], ("likelihood", "entropy", "rollout_entropy", "coupled_entropy")
 )
-OF_ENTROPIES = grouped(
-    pairwise(
-        *MODELS,
-        ("likelihood", "entropy", "rollout_entropy", "coupled_entropy"),
-        CONFIGS,
-        ("cpu_flash", "reference"),
-        keep=lambda row: row[:4] in (("llama", None, False, False), ("qwen3", 7, True, True)),
-    )
-)
-SCORED = {
-    variant: configs
-    for (variant, _), configs in grouped(
-        pairwise(*MODELS, ("grpo",), CONFIGS, ("cpu_flash", "reference"))
-    ).items()
-}
 WAYS = {"one microbatch", "microbatch by microbatch", "replayed"}
 NEVER = {"grpo": {"replayed"}, "coupled": {"microbatch by microbatch"}}
 """A loss of single tokens is never replayed, one over the whole batch never goes microbatch by
@@ -137,13 +118,13 @@ def test_weights_and_gradients_of_entropies(variant: Variant, loss: str) -> None
     check_steps(variant, loss, OF_ENTROPIES[variant, loss])
 
 
-@pytest.mark.parametrize("variant", slow_besides_every(9, SCORED), ids=str)
+@pytest.mark.parametrize("variant", slow_besides_every(9, VARIANTS), ids=str)
 def test_scores_are_those_of_a_dense_forward(variant: Variant) -> None:
     expected, model = truth(replace(variant, checkpointed=False), "grpo"), variant.build()
     faults = []
     with lifted_upcasts(model):
         policy = wrap(model)
-        for config in SCORED[variant]:
+        for config in STEPS[variant, "grpo"]:
             scores = with_options(policy, config).score(expected.batch, entropy=True)
             assert scores.entropies is not None
             name = label(config, scores.plan)
@@ -160,7 +141,7 @@ def test_scores_are_those_of_a_dense_forward(variant: Variant) -> None:
 
 @pytest.mark.parametrize("loss", [GRPO(clip=0.2, kl=0.05), GSPO(clip=0.05)], ids=["grpo", "gspo"])
 def test_several_calls_add_up_to_one_dense_step(loss: GRPO | GSPO) -> None:
-    variant, config = VARIANTS[4], Config(boundary="across", max_microbatch_tokens=CHAIN)
+    variant, config = VARIANTS[8], Config(boundary="across", max_microbatch_tokens=CHAIN)
     batch, model = truth(variant, "grpo").batch, variant.build()
     counts = Denominators(tokens=160.0, rollouts=32.0, groups=6.0)
     expected = measure(model, batch, loss, counts)
@@ -180,7 +161,7 @@ def test_several_calls_add_up_to_one_dense_step(loss: GRPO | GSPO) -> None:
 
 @pytest.mark.parametrize("loss", slow_besides_every(3, ["grpo", "gspo", "coupled"]))
 def test_scale_multiplies_gradients_and_not_the_loss(loss: str) -> None:
-    expected, model = truth(VARIANTS[4], loss), VARIANTS[4].build()
+    expected, model = truth(VARIANTS[8], loss), VARIANTS[8].build()
     policy = wrap(model, Config(sharing="tree", boundary="across"))
     with lifted_upcasts(model):
         for scale in (0.25, 0.75):
@@ -225,6 +206,3 @@ def test_stats_say_what_ran() -> None:
         )
         assert stats.peak_memory_bytes is None
         assert not stats.logprobs.requires_grad
-
-
-# What follows keeps the scenario honest: it must hold everything that it is said to hold.

@@ -7,7 +7,7 @@ below, errors are those of the precision.
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import cycle
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -33,8 +33,7 @@ from forkpoint import Config, wrap
 from forkpoint.ops.attention import KERNELS, registry
 from forkpoint.ops.attention.kernel import Asked
 from forkpoint.testing import ReadOnlyHook, dense_run, lifted_upcasts, tiny_model
-from lanes import slow_besides_every
-from pairwise import id_of, pairwise
+from lanes import id_of, slow_besides_every
 
 pytestmark = quiet_peft
 
@@ -90,7 +89,7 @@ ROWS = (("llama", torch.float64, ACROSS), ("qwen3", torch.float32, TREE_IN_ROW))
 
 @pytest.mark.parametrize(
     ("state", "row"),
-    slow_besides_every(4, pairwise(STATES, ROWS)),
+    slow_besides_every(4, product(STATES, ROWS)),
     ids=id_of,
 )
 def test_states_of_a_model(state: Callable[[nn.Module], nn.Module], row: Any) -> None:

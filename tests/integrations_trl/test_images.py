@@ -28,8 +28,7 @@ from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
 from trl import DPOTrainer, GRPOTrainer, RLOOTrainer
 
 from forkpoint import Config
-from forkpoint.integrations.trl import calls, shared_trainer
-from forkpoint.rollouts.media import Media
+from forkpoint.integrations.trl import shared_trainer
 
 sys.path.append(str(Path(__file__).parents[1]))
 from multimodal_models import tiny_multimodal
@@ -270,19 +269,3 @@ def test_tokens_of_dropped_images_are_text(tmp_path: Path) -> None:
     assert setups.apart(found, expected) < BAR
     assert log[0]["loss"] == pytest.approx(wanted[0]["loss"], abs=1e-5)
     assert not ours.sharing.last_plan.media
-
-
-def test_images_of_other_rows_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    images = calls._images
-
-    def moved(*given: Any) -> tuple[tuple[Media, ...], ...]:
-        found = images(*given)
-        last = found[-1][0].inputs["pixel_values"].flip(0)
-        inputs = {**found[-1][0].inputs, "pixel_values": last}
-        return (*found[:-1], (Media("image", inputs, found[-1][0].tokens),))
-
-    monkeypatch.setattr(calls, "_images", moved)
-    own = {"forkpoint": Config(self_check=False)}
-    ours = trainer(shared_trainer(GRPOTrainer), tmp_path / "ours", "qwen2_5_vl", own)
-    stock = trainer(GRPOTrainer, tmp_path / "stock", "qwen2_5_vl")
-    assert setups.apart(setups.run(ours)[0], setups.run(stock)[0]) > 1e-3

@@ -36,7 +36,7 @@ from forkpoint import Config, Rollout, RolloutBatch
 from forkpoint.errors import ConfigError, RankError, RolloutError, UnsupportedError
 from forkpoint.losses import GRPO, GSPO, Denominators, Loss
 from forkpoint.testing import lifted_upcasts
-from pairwise import id_of
+from lanes import id_of
 
 WRAPS = {"fully_shard": sharded, "DistributedDataParallel": replicated}
 sharded_first = pytest.mark.parametrize(

@@ -131,20 +131,6 @@ def test_neighbours_in_sorted_order_share_what_they_have_in_common(
     assert order.new_edges.sum() == len(owners)
 
 
-def test_prefixes_and_equal_rollouts_end_inside_the_forest() -> None:
-    forest = forest_of([[1, 2, 3, 4], [1, 2], [1, 2, 3, 4], [9], [1, 2, 3, 5]])
-    assert forest.parent.tolist() == [-1, 0, 1, 1]
-    assert forest.length.tolist() == [1, 1, 1, 1]
-    assert forest.leaf.tolist() == [2, 0, 2, -1, 3]
-    assert [sorted(forest.owners(s).tolist()) for s in range(4)] == [
-        [0, 1, 2, 4],
-        [0, 2, 4],
-        [0, 2],
-        [4],
-    ]
-    assert (forest.edges, forest.roots, len(forest)) == (4, 1, 4)
-
-
 @pytest.mark.parametrize("top", [2**31 - 1, 2**32 - 1, 2**40])
 def test_large_ids_are_told_apart_and_sorted_as_numbers(top: int) -> None:
     lists = [[top, 1, top], [top, 1, top - 1], [256, 1], [255, 1], [1, 1]]

@@ -126,22 +126,6 @@ def plan_of(lists: list[list[int]], **options) -> Plan:
     return make_plan(batch, config=Config(**options))
 
 
-def test_the_launches_of_a_flat_group_in_one_microbatch() -> None:
-    # Prompt 1 2 3 4, responses of 2, 1 and 3 tokens: segments of 3, 2, 1 and 3 edges.
-    plan = plan_of(
-        [[1, 2, 3, 4, 5, 5], [1, 2, 3, 4, 6], [1, 2, 3, 4, 7, 7, 7]],
-        sharing="group",
-        boundary="within",
-    )
-    (microbatch,) = plan.microbatches
-    table = full_table(plan.forest, microbatch, plan.cache_of)
-    assert table.launches.tolist() == [
-        [FROM_OWN, 1, 0, 9, 0, 9, 5, 5, 0, 4, 3],
-        [FROM_OWN, 0, 5, 9, 0, 3, 4, 3, 8, 10, 1],
-    ]
-    assert table.cu.tolist() == [*(0, 5, 6, 9), *(0, 5, 6, 9), *(0, 4), *(0, 3)]
-
-
 def test_a_first_child_attends_to_its_path_within_the_causal_launch() -> None:
     # Edges: a root of 2, then (1, then 1 and 2) and (3, then 1): depth first 2 1 1 | 2 | 3 1 | 1.
     lists = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6, 6], [1, 2, 3, 7, 7, 7, 8], [1, 2, 3, 7, 7, 7, 9]]

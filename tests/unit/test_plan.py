@@ -224,16 +224,6 @@ def test_rollouts_are_split_where_trained_tokens_lie_in_several_microbatches() -
     assert plan.splits(one, np.zeros(3, np.int64))
 
 
-def test_leaves_below_a_prompt_keep_to_the_limit() -> None:
-    batch = batch_of(group(prompt=101, response=30, count=5))
-    config = Config(sharing="group", boundary="across", max_microbatch_tokens=100)
-    assert [microbatch.tokens for microbatch in make_plan(batch, config=config).microbatches] == [
-        100,
-        90,
-        60,
-    ]
-
-
 @pytest.mark.parametrize(("prompt", "sharing"), [(16, "none"), (256, "group"), (4096, "group")])
 def test_auto_shares_from_the_length_on_where_it_pays(prompt: int, sharing: str) -> None:
     """The cost of a further launch of attention outweighs a few tokens that are computed once."""

@@ -31,32 +31,6 @@ def test_levels_of_one_microbatch() -> None:
         (True, []),
         (False, []),
     ]
-    windows = convolution_layout(plan.forest, plan.microbatches[0], plan.state_of, 3)
-    assert windows.places.tolist() == [0, 1, 3, 7, 8, 4, 5, 6]
-    assert windows.window.tolist() == [
-        [NOTHING, NOTHING, 0],
-        [NOTHING, 0, 1],
-        [1, 2, 3],
-        [1, 2, 7],
-        [2, 7, 8],
-        [2, 3, 4],
-        [3, 4, 5],
-        [2, 3, 6],
-    ]
-    assert windows.tail.shape == (0, 2)
-
-
-def test_states_across_microbatches() -> None:
-    plan = make_plan(tree(), config=Config(sharing="tree", boundary="across"))
-    assert [microbatch.state_index for microbatch in plan.microbatches] == [(0,), (1, -1), (-1, -1)]
-    assert plan.cache_states == 2
-    middle = plan.microbatches[1]
-    layout = state_layout(plan.forest, middle, plan.state_of)
-    assert [v.parent.tolist() for v in layout.levels] == [[0, 0]]
-    assert layout.kept_index.tolist() == [1] and layout.levels[0].kept.tolist() == [0]
-    # One input of its own, and before it the last of the prompt's, which the cache has.
-    windows = convolution_layout(plan.forest, middle, plan.state_of, 3)
-    assert windows.tail.tolist() == [[-3, 0]]
 
 
 def paths(plan: Plan, batch: RolloutBatch) -> list[list[int]]:

