@@ -13,7 +13,7 @@ from forkpoint.hosts.transformers import linear_attention
 from forkpoint.ops import delta_rule, selective_scan
 from forkpoint.ops.recurrence import levels
 from forkpoint.testing import tiny_model
-from versions import checkpoint_blocks
+from versions import checkpoint_blocks, eager_experts
 
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid")
 DELTA = {
@@ -54,9 +54,7 @@ def tiny_hybrid(
             kinds = tuple(names[kind] for kind in kinds)
     sizes |= {"num_hidden_layers": len(kinds), "layer_types": list(kinds)}
     model = tiny_model(family, **{**sizes, **changes})
-    if hasattr(model, "set_experts_implementation"):
-        # The default's grouped matrix product has no float64.
-        model.set_experts_implementation("eager")
+    eager_experts(model)
     if checkpointed:
         checkpoint_blocks(model, use_reentrant=False)
     return model.train()

@@ -8,6 +8,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 import hybrids
+from versions import eager_experts
 
 SIZES = {
     "vocab_size": 64,
@@ -158,8 +159,7 @@ def tiny_multimodal(
             noise = torch.randn(parameter.shape)
             parameter.copy_(0.3 * noise if parameter.dim() > 1 else 1 + 0.2 * noise)
     torch.set_rng_state(state)
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # the default's product has no float64
+    eager_experts(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Llama 4's encoder, which text does not run, is complex
         return model.to(dtype).train()

@@ -26,3 +26,10 @@ def checkpoint_blocks(model: Any, **options: Any) -> None:
 def skip_without_router_logits(family: str) -> None:
     if OLDER and family in NOT_RECORDED:
         pytest.skip(f"transformers {transformers.__version__} records no router logits of {family}")
+
+
+def eager_experts(model: Any) -> Any:
+    """The model with experts one by one: the default's grouped matrix product has no float64."""
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    return model

@@ -14,6 +14,8 @@ import torch
 from numpy.random import Generator
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from versions import eager_experts
+
 Settings = dict[str, Any]
 Value = TypeVar("Value")
 Draw = Callable[[Generator, Settings], Settings]
@@ -74,9 +76,7 @@ def build(family: str, settings: Settings, seed: int) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
         torch.set_rng_state(state)
     model = model.double()
-    if hasattr(model, "set_experts_implementation"):
-        # The default's grouped matrix product has no float64.
-        model.set_experts_implementation("eager")
+    eager_experts(model)
     _draw_parameters(model, torch.Generator().manual_seed(seed))
     return model
 

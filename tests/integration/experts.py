@@ -109,16 +109,18 @@ def expert_model(
     return model.to(dtype)
 
 
-def expert_batch(seed: int = 1) -> RolloutBatch:
-    """Two groups of six: prompts of 100 tokens, responses of 20 to 60."""
-    rng = np.random.default_rng(seed)
+def expert_batch(
+    *, vocab: int = 256, prompt: int = 100, response: tuple[int, int] = (20, 60)
+) -> RolloutBatch:
+    """Two groups of six; `response`: the least and the most tokens of one."""
+    rng = np.random.default_rng(1)
     rollouts = []
     for group in range(2):
-        prompt = rng.integers(0, 256, 100).tolist()
+        shared = rng.integers(0, vocab, prompt).tolist()
         for advantage in rng.normal(size=6).tolist():
-            response = rng.integers(0, 256, int(rng.integers(20, 61))).tolist()
-            mask = [0] * len(prompt) + [1] * len(response)
-            rollouts.append(Rollout(prompt + response, mask, advantage, group_id=group))
+            own = rng.integers(0, vocab, int(rng.integers(response[0], response[1] + 1))).tolist()
+            mask = [0] * prompt + [1] * len(own)
+            rollouts.append(Rollout(shared + own, mask, advantage, group_id=group))
     return RolloutBatch(rollouts)
 
 

@@ -34,6 +34,7 @@ from forkpoint.plan.program import Instruction
 from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
 from hybrids import tiny_hybrid
 from lanes import slow_besides
+from versions import eager_experts
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "without_sample", "without_lists")
 
@@ -97,10 +98,7 @@ def test_steps_are_those_of_dense_training(variant: Variant, loss: str) -> None:
 def test_experts(activations: str) -> None:
     config = replace(ACROSS, activations=activations)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-    model = tiny_model("qwen3_moe", **experts)
-    if hasattr(model, "set_experts_implementation"):
-        # The default's grouped matrix product has no float64.
-        model.set_experts_implementation("eager")
+    model = eager_experts(tiny_model("qwen3_moe", **experts))
     for checkpointing in POLICIES:
         changed = replace(config, checkpointing=checkpointing)
         assert step_error(model, forked_batch(), losses.GRPO(), changed) < 1e-10

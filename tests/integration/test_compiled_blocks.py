@@ -14,6 +14,7 @@ from forkpoint import Config, RolloutBatch, losses, wrap
 from forkpoint.hosts import compiled_attention
 from forkpoint.testing import tiny_model
 from multimodal_models import tiny_multimodal
+from versions import eager_experts
 
 CHAIN = replace(ACROSS, max_microbatch_tokens=12)
 OPTIONS: dict[str, Config] = {
@@ -55,9 +56,7 @@ def test_a_block_is_one_graph_and_exact(
     """With windows, softcaps and sinks. Blocks of one kind share their graph, at every length."""
     torch._dynamo.reset()
     counters.clear()
-    model, batch = tiny_model(family, num_hidden_layers=4), forked_batch()
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")
+    model, batch = eager_experts(tiny_model(family, num_hidden_layers=4)), forked_batch()
     check_same(model, OPTIONS[name], batch)
     if family != "gpt_oss":  # whose experts loop over tensors
         assert not counters["graph_break"]

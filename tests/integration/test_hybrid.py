@@ -7,22 +7,22 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from experts import expert_batch
 from peft import LoraConfig, TaskType, get_peft_model
 from scenarios import CHAIN, LOSSES, TIGHT, acceptance_batch, paired_batch, with_logprobs
 from steps import forked_batch, with_options
 from transformers import PreTrainedModel
 from yardstick import Truth, faults_of_steps, label, measure, own_logprobs, value_faults
 
-from forkpoint import Config, Rollout, RolloutBatch, losses, wrap
+from forkpoint import Config, RolloutBatch, losses, wrap
 from forkpoint.hosts.transformers import linear_attention
 from forkpoint.losses import GRPO
 from forkpoint.losses.base import as_loss
 from forkpoint.testing import lifted_upcasts
 from hybrids import ACROSS_MICROBATCHES, HYBRIDS, MIXED, WITHIN, Sabotage, tiny_hybrid
-from lanes import slow_besides
+from lanes import slow_besides, slow_besides_every
 
 EVERY = tuple(product(("none", "group", "tree"), ("within", "across", "mixed")))
 CONFIGS: tuple[Config, ...] = (
@@ -210,19 +210,6 @@ def wide_hybrid(dtype: torch.dtype) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config).to(dtype)
 
 
-def long_prompts(seed: int = 1) -> RolloutBatch:
-    """Two groups of six: prompts of 200 tokens, responses of 30 to 60."""
-    rng = np.random.default_rng(seed)
-    rollouts = []
-    for group in range(2):
-        prompt = rng.integers(0, 512, 200).tolist()
-        for _ in range(6):
-            response = rng.integers(0, 512, int(rng.integers(30, 61))).tolist()
-            mask = [0] * len(prompt) + [1] * len(response)
-            rollouts.append(Rollout(prompt + response, mask, float(rng.normal()), group_id=group))
-    return RolloutBatch(rollouts)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "boundary"),
@@ -231,7 +218,9 @@ def long_prompts(seed: int = 1) -> RolloutBatch:
 )
 def test_rounding_is_that_of_dense_training(dtype: torch.dtype, boundary: str) -> None:
     config = Config(sharing="group", boundary=boundary, max_microbatch_tokens=600)  # type: ignore[arg-type]
-    report = wrap(wide_hybrid(dtype), config).verify(long_prompts(), losses.GRPO())
+    report = wrap(wide_hybrid(dtype), config).verify(
+        expert_batch(vocab=512, prompt=200, response=(30, 60)), losses.GRPO()
+    )
     assert report.passed, report.table()
     assert report.dense_error > 0
 
@@ -290,7 +279,9 @@ ONE_GROUP = forked_batch().select(range(6))
 @pytest.mark.parametrize(
     "family", slow_besides(["qwen3_5_text"], ["qwen3_5_text", "granitemoehybrid"])
 )
-@pytest.mark.parametrize("sabotage", ACROSS_MICROBATCHES, ids=lambda s: s.__name__)
+@pytest.mark.parametrize(
+    "sabotage", slow_besides_every(2, ACROSS_MICROBATCHES), ids=lambda s: s.__name__
+)
 def test_bugs_across_microbatches_are_caught(
     family: str, sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

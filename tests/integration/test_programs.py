@@ -20,7 +20,7 @@ from forkpoint.rollouts.batch import Rollout, RolloutBatch
 from hybrids import HYBRIDS, tiny_hybrid
 from lanes import slow_besides_every
 from tests.unit.test_program import any_order
-from versions import checkpoint_blocks
+from versions import checkpoint_blocks, eager_experts
 
 ACROSS = Config(sharing="tree", boundary="across", max_microbatch_tokens=8, self_check=False)
 CONFIGS = {
@@ -69,9 +69,9 @@ def model(name: str) -> nn.Module:
         return tiny_hybrid(name)
     if name != "qwen3_moe":
         return small_model(name)
-    found = small_model(name, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
-    found.set_experts_implementation("eager")  # the default's product has no float64
-    return found
+    return eager_experts(
+        small_model(name, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    )
 
 
 def step(

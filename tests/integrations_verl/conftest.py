@@ -3,6 +3,9 @@
 import importlib.util
 import os
 import warnings
+from pathlib import Path
+
+import pytest
 
 # This folder is in no package of that name, so that `import verl` cannot mean it.
 if importlib.util.find_spec("verl") is not None:
@@ -16,3 +19,11 @@ if importlib.util.find_spec("verl") is not None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import verl.workers.engine_workers  # noqa: F401
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model, as verl loads it."""
+    from harness import save_model
+
+    return save_model(tmp_path_factory.mktemp("model"))

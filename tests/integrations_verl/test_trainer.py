@@ -10,15 +10,9 @@ import pytest
 
 pytest.importorskip("verl", reason="verl is not installed here: make test-verl")
 
-from harness import save_model
 from train_with_ray import PROMPTS, STEPS
 
 HERE = Path(__file__).parent
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 OWN = {f"actor/forkpoint/{n}" for n in ("computed_tokens", "given_tokens", "bound")}

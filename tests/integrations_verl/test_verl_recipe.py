@@ -10,7 +10,6 @@ import pytest
 
 pytest.importorskip("verl", reason="verl is not installed here: make test-verl")
 
-from harness import save_model
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, open_dict
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
@@ -33,11 +32,6 @@ def several_nodes() -> list[str]:
     """The arguments that several nodes need besides."""
     text = DOCUMENT.read_text(encoding="utf-8")
     return re.findall(r"^\+ray_kwargs\.\S+$", text, re.MULTILINE)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 def read(folder: Path, *more: str) -> DictConfig:

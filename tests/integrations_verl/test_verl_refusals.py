@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("verl", reason="verl is not installed here: make test-verl")
 
-from harness import Case, configurations, mini_batch, padded_rows, save_model
+from harness import Case, configurations, mini_batch, padded_rows
 from verl.utils import tensordict_utils as tu
 from verl.workers.config.engine import QATEngineConfig
 from verl.workers.config.model import MtpConfig
@@ -37,11 +37,6 @@ MODEL = {
     "actor_rollout_ref.model.tiled_mlp.enabled is true": {"tiled_mlp": {"enabled": True}},
     "actor_rollout_ref.model.mtp.enable_train is true": {"mtp": MtpConfig(enable_train=True)},
 }
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 def refused(case: Case, folder: Path) -> str:

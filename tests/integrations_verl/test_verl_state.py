@@ -18,7 +18,6 @@ from harness import (
     mini_batch,
     padded_rows,
     rows_of,
-    save_model,
 )
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
@@ -27,11 +26,6 @@ from verl.workers.utils.padding import no_padding_2_padding
 from forkpoint.errors import ConfigError
 from forkpoint.integrations.verl.settings import load_settings
 from parallel.processes import run_ranks
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 def mine(rows: dict[str, Any]) -> dict[str, Any]:

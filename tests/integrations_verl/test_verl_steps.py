@@ -23,7 +23,6 @@ from harness import (
     mini_batch,
     padded_rows,
     rows_of,
-    save_model,
     save_multimodal,
 )
 from torch import distributed as dist
@@ -31,17 +30,11 @@ from verl.utils.ulysses import get_ulysses_sequence_parallel_world_size
 from verl.workers.utils.padding import no_padding_2_padding
 
 from forkpoint.errors import UnsupportedError
-from forkpoint.hosts.torch_dist.context_parallel import _Joined
 from forkpoint.hosts.transformers.stock import TransformersStock
 from parallel.processes import RankFailed, run_ranks
 
 MOST = 2e-6
 """Of gradients in float32, relative to their norm."""
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 def split(rows: dict[str, Any], *sizes: int) -> list[dict[str, Any]]:
@@ -145,18 +138,6 @@ def test_ulysses_ranks_have_the_gradients_of_one_process(name: str, folder: Path
     assert sum(found["loss"] for found in every[::2]) == pytest.approx(loss, rel=1e-5)
 
 
-def test_gradients_of_ulysses_ranks_that_are_counted_twice_are_seen(folder: Path) -> None:
-    case, path = CASES["gspo"], folder / "counted twice.pt"
-    rows = padded_rows(case)
-    run_ranks(1, saved_step, case, folder, [rows], path)
-    for found in run_ranks(2, ulysses_step, case, folder, [rows], path, True):
-        assert found["error"] > 0.1 and found["scores"] <= 1e-5, found
-
-
-def counted_twice(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-    return 2 * gradient[ctx.saved_tensors[0]], None, None, None
-
-
 def saved_step(case: Case, folder: Path, rows: list[dict[str, Any]], path: Path) -> float:
     """The loss of verl's own engine in its first step; a file has its gradients and scores."""
     found = first_step(case, folder, STOCK, rows)
@@ -176,11 +157,9 @@ def scores_of(case: Case, folder: Path, vendor: str, rows: list[dict[str, Any]])
 
 
 def ulysses_step(
-    case: Case, folder: Path, rows: list[dict[str, Any]], path: Path, broken: bool = False
+    case: Case, folder: Path, rows: list[dict[str, Any]], path: Path
 ) -> dict[str, Any]:
     """The first step of forkpoint's engine and its scores, beside those of a file."""
-    if broken:
-        _Joined.backward = staticmethod(counted_twice)  # type: ignore[method-assign]
     sizes: set[int] = set()
     logits = TransformersStock.logits
 

@@ -19,18 +19,12 @@ from harness import (
     padded_rows,
     plain,
     rows_of,
-    save_model,
 )
 from torch import distributed as dist
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import no_padding_2_padding
 
 from parallel.processes import run_ranks
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 def updates(case: Case, folder: Path, vendor: str, rows: list[dict[str, Any]]) -> dict[str, Any]:

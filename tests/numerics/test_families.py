@@ -25,7 +25,7 @@ from forkpoint.losses import GRPO, LogLikelihood, Loss, ValueLoss
 from forkpoint.ops.attention.table import AttentionTable
 from forkpoint.testing import PLAIN_ATTENTION, dense_run, lifted_upcasts, tiny_model
 from lanes import slow_besides
-from versions import checkpoint_blocks
+from versions import checkpoint_blocks, eager_experts
 
 BAR = 1e-10
 WINDOW = 7
@@ -126,9 +126,7 @@ def build(family: str, *, critic: bool = False) -> PreTrainedModel:
         # Token ids of special tokens beyond the tiny vocabulary.
         warnings.simplefilter("ignore")
         model = tiny_model(family, critic=critic, num_hidden_layers=4, **special)
-    if hasattr(model, "set_experts_implementation"):
-        # The default's grouped matrix product has no float64.
-        model.set_experts_implementation("eager")
+    eager_experts(model)
     chunked = family == "llama4_text"  # by its mask
     model.config._attn_implementation = "eager" if chunked else PLAIN_ATTENTION
     return model.train()
@@ -214,7 +212,7 @@ def worst_error(
     return worst
 
 
-@pytest.mark.parametrize("family", slow_besides(DIFFERENT, FAMILIES))
+@pytest.mark.parametrize("family", slow_besides(DIFFERENT[:1], FAMILIES))
 def test_gradients_equal_dense(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(family)
     windows: set[int] = set()

@@ -1,5 +1,6 @@
 """Steps of several ranks beside the same step in one process."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -49,13 +50,13 @@ def tree(seed: int, depth: int, *, vocab: int = 60) -> list[Rollout]:
     return found
 
 
-def routed(rollouts: list[Rollout]) -> list[Rollout]:
-    """Rollouts with experts that follow from the token and its place; some are left to routers."""
-    layers, experts = 3, 4
+def routed(rollouts: list[Rollout], layers: int = 3) -> list[Rollout]:
+    """Rollouts with other experts in each layer; some are left to routers."""
     found = []
     for rollout in rollouts:
-        first = (rollout.token_ids + np.arange(len(rollout.token_ids))) % experts
-        routes = np.stack([first, (first + 1) % experts], -1)[:, None].repeat(layers, 1)
+        place = np.arange(len(rollout.token_ids))
+        first = (rollout.token_ids + place)[:, None] + np.arange(layers)
+        routes = np.stack([first % 4, (first + 1) % 4], -1)
         routes[3::7, 0] = -1
         found.append(replace(rollout, routed_experts=routes))
     return found
@@ -206,3 +207,16 @@ class Failing(Loss):
         if dist.get_rank() == 1:
             raise ZeroDivisionError("of the test")
         return -outputs.logprobs.sum()
+
+
+def without_code(fails_on: int | None) -> Callable[..., Any]:
+    """torch.compile that generates no code; on one rank the compiler may fail."""
+    warnings.simplefilter("ignore")  # what the compiler looks at warns
+    real = torch.compile
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        if dist.get_rank() == fails_on:
+            raise RuntimeError("no such kernel")
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    return lambda function, *, dynamic, options: real(function, dynamic=dynamic, backend=backend)

@@ -1,7 +1,6 @@
 """Steps whose microbatches lie on several ranks leave the gradients of one process."""
 
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from scenarios_of_ranks import (
     routed,
     sharded,
     through_logprobs,
+    without_code,
 )
 from split_models import MOE, Split, load
 from test_left_out_ranks import OfAllRanks
@@ -49,7 +49,7 @@ from forkpoint.engine.compiling import Compiling
 from forkpoint.errors import ForkpointError
 from forkpoint.hosts import topology
 from forkpoint.hosts.torch_dist import context_parallel
-from forkpoint.hosts.torch_dist.context_parallel import ContextSplit, DealtPlaces
+from forkpoint.hosts.torch_dist.context_parallel import DealtPlaces
 from forkpoint.hosts.transformers.stock import run_plain_recurrences
 from forkpoint.losses import DPO, GRPO, GSPO, RouterLoss, ValueLoss
 from forkpoint.testing import lifted_upcasts, tiny_model
@@ -299,19 +299,9 @@ def test_router_losses_are_those_of_one_process(name: str) -> None:
 
 def compiled(context: Context, fails_on: int | None) -> dict[str, Any]:
     """A step compiled without generating code; on one rank the compiler may fail."""
-    warnings.simplefilter("ignore")  # what the compiler looks at warns
-    real, failures = torch.compile, []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        if dist.get_rank() == fails_on:
-            raise RuntimeError("no such kernel")
-        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
-
-    def traced(function: Any, *, dynamic: bool, options: Any) -> Any:
-        return real(function, dynamic=dynamic, backend=backend)
-
+    failures: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", traced)
+        patch.setattr(torch, "compile", without_code(fails_on))
         patch.setattr(Compiling, "give_up", noting(failures))
         config = replace(context.config, compile_blocks=True)
         found = compared(replace(context, config=config))
@@ -555,12 +545,6 @@ BROKEN: dict[str, tuple[Context, object, str, Any]] = {
         context_parallel._Joined,
         "backward",
         staticmethod(whole_gradient),
-    ),
-    "a mean over ranks": (
-        replace(ONE_KEY_HEAD, step=through_function),
-        ContextSplit,
-        "factor",
-        lambda self, mean: 1.0,
     ),
     "a batch of each rank": (
         Context(rollouts=UNEQUAL),

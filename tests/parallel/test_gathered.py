@@ -2,7 +2,6 @@
 
 import os
 import signal
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from scenarios_of_ranks import (
     model_of,
     on_ranks,
     sharded,
+    without_code,
 )
 from test_ranks import SCENARIOS
 from torch import nn
@@ -243,17 +243,6 @@ def test_a_model_that_is_whole_is_not_gathered() -> None:
 
 def compiled(gather: Any, fails_on: int) -> tuple[dict[str, Any], str | None]:
     """A step compiled without generating code; on one rank the compiler may fail."""
-    warnings.simplefilter("ignore")  # what the compiler looks at warns
-    real = torch.compile
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        if dist.get_rank() == fails_on:
-            raise RuntimeError("no such kernel")
-        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
-
-    def traced(function: Any, *, dynamic: bool, options: Any) -> Any:
-        return real(function, dynamic=dynamic, backend=backend)
-
     failures = []
 
     def watched(model: nn.Module, config: Config, gather: Any) -> forkpoint.Policy:
@@ -262,7 +251,7 @@ def compiled(gather: Any, fails_on: int) -> tuple[dict[str, Any], str | None]:
         return policy
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", traced)
+        patch.setattr(torch, "compile", without_code(fails_on))
         patch.setattr("scenarios_of_ranks.on_ranks", watched)
         config = replace(DEEP, compile_blocks=True)
         found = compared(Scenario(config=config, gather=gather, steps=2))

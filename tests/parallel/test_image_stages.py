@@ -1,6 +1,5 @@
 """Multimodal models on stages of a pipeline, whose first one has the encoder of images."""
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,10 +11,8 @@ from test_stages_of_ranks import Case, compared, mesh_of, through_logprobs
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from forkpoint import PlanError, Policy, Rollout, RolloutBatch, UnsupportedError, cut, wrap
-from forkpoint.engine.media import MediaFeatures
+from forkpoint import PlanError, Rollout, RolloutBatch, UnsupportedError, cut, wrap
 from forkpoint.errors import RankError
-from forkpoint.hosts.torch_dist.stages import StageLinks
 from forkpoint.losses import GRPO, GSPO
 from media_scenes import group, rollout, tool_tree, videos
 from multimodal_models import tiny_multimodal
@@ -65,26 +62,6 @@ def test_stages_leave_the_gradients_of_one_process(name: str) -> None:
     for found in run_ranks(case.stages, compared, case):
         assert max(found["gradients"], found["loss"], found["scores"]) < BAR, found
         assert found["own"] < 1, found
-
-
-def deaf(policy: Policy, batch: RolloutBatch, loss: Any) -> float:
-    """A step; on stages the encoder gets no gradient of features that enter after layers."""
-    take = MediaFeatures.take
-
-    def first_alone(self: MediaFeatures, number: int) -> tuple[Any, Any]:
-        outputs, sums = take(self, number)
-        return outputs, tuple(x if not n or x is None else 0 * x for n, x in enumerate(sums))
-
-    with pytest.MonkeyPatch.context() as patch:
-        if isinstance(policy.host.links, StageLinks):
-            patch.setattr(MediaFeatures, "take", first_alone)
-        return policy.forward_backward(batch, loss).loss
-
-
-@pytest.mark.slow
-def test_lost_gradients_of_deep_features_are_seen() -> None:
-    first, _ = run_ranks(2, compared, replace(CASES["deep features"], step=deaf))
-    assert first["gradients"] > 1e-3, first
 
 
 def parameters(stages: int) -> list[str]:

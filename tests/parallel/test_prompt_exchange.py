@@ -29,7 +29,6 @@ from forkpoint import Config, Rollout, RolloutBatch
 from forkpoint.engine.prompt_exchange import PromptExchange
 from forkpoint.errors import RankError
 from forkpoint.losses import GRPO, GSPO, Loss, ValueLoss
-from forkpoint.parallel import watch
 from forkpoint.plan.pricing import meters
 from forkpoint.testing import ReadOnlyHook, tiny_model
 from lanes import slow_besides
@@ -151,15 +150,6 @@ def test_without_the_gradients_that_come_back_a_step_is_wrong(
 
 # Failures
 # ------------------------------------------------------------
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seconds in the place of tens of seconds."""
-    monkeypatch.setattr(watch, "GRACE_S", 1.0)
-    monkeypatch.setattr(watch, "DEAD_S", 4.0)
-    monkeypatch.setattr(watch, "BEAT_S", 0.5)
-    monkeypatch.setattr(watch, "POLL_S", 0.1)
 
 
 @dataclass(frozen=True)

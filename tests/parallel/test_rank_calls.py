@@ -13,6 +13,7 @@ from scenarios_of_ranks import (
     DEEP,
     EMPTY,
     UNEQUAL,
+    Failing,
     Scenario,
     distance,
     gradients,
@@ -222,17 +223,6 @@ def test_a_bad_rollout_of_one_rank_is_an_error_on_all(wrap: Any) -> None:
         assert clean and error < BAR
 
 
-class Failing(Loss):
-    """Fails on one rank, in some microbatch."""
-
-    decomposition = "token"
-
-    def __call__(self, outputs: Any, batch: Any) -> Tensor:
-        if dist.get_rank() == 0:
-            raise ZeroDivisionError("of the test")
-        return -outputs.logprobs.sum()
-
-
 class FailingTogether(Failing):
     decomposition = "rollout"
 
@@ -265,8 +255,8 @@ def test_a_loss_that_fails_on_one_rank_ends_the_step_on_all(
     wrap: str, loss: type[Loss], accumulated: bool
 ) -> None:
     first, second = run_ranks(2, failing_loss, WRAPS[wrap], loss(), accumulated)
-    assert first[0] == "ZeroDivisionError: of the test"
-    assert "rank 0 failed in this step" in second[0] and "of the test" in second[0]
+    assert "rank 1 failed in this step" in first[0] and "of the test" in first[0]
+    assert second[0] == "ZeroDivisionError: of the test"
     for _, outcome, error in (first, second):
         assert outcome == "unchanged" and error < BAR
 

@@ -28,14 +28,7 @@ from forkpoint.losses import GRPO
 from forkpoint.parallel import watch
 from versions import needs_splits
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seconds in the place of tens of seconds."""
-    monkeypatch.setattr(watch, "GRACE_S", 1.0)
-    monkeypatch.setattr(watch, "DEAD_S", 4.0)
-    monkeypatch.setattr(watch, "BEAT_S", 0.5)
-    monkeypatch.setattr(watch, "POLL_S", 0.1)
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def interrupts() -> None:

@@ -4,17 +4,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from processes import run_ranks
-from scenarios_of_ranks import BAR, DEEP, EMPTY, UNEQUAL
+from scenarios_of_ranks import BAR, DEEP, EMPTY, UNEQUAL, routed
 from split_models import MOE, Split, load
 from test_router_ranks import Routed, beside_one_process, routers
 from test_split_models import LATENT
 from test_split_stages import Case, error_of, held, meshes_of, of, split_model
 
 import forkpoint
-from forkpoint import Rollout, RolloutBatch
+from forkpoint import RolloutBatch
 from forkpoint.losses import GRPO, GSPO, RouterLoss
 from forkpoint.testing import lifted_upcasts
 from versions import needs_splits, skip_without_router_logits
@@ -119,18 +118,6 @@ def test_a_stage_without_routers(tmp_path: Path) -> None:
 # ------------------------------------------------------------
 
 
-def routed(rollouts: list[Rollout]) -> list[Rollout]:
-    """Rollouts with other experts in each of four layers; some are left to routers."""
-    found = []
-    for rollout in rollouts:
-        place = np.arange(len(rollout.token_ids))
-        first = (rollout.token_ids + place)[:, None] + np.arange(4)
-        routes = np.stack([first % 4, (first + 1) % 4], -1)
-        routes[3::7, 0] = -1
-        found.append(replace(rollout, routed_experts=routes))
-    return found
-
-
 def replayed(folder: Path, case: Case) -> dict[str, float]:
     split, meshes = case.split, meshes_of(case)
     model, other = split_model(folder, case, meshes), load(folder, split)
@@ -149,7 +136,7 @@ def replayed(folder: Path, case: Case) -> dict[str, float]:
     }
 
 
-REPLAYED = replace(MIXTURE, rollouts=(routed(UNEQUAL[0]),))
+REPLAYED = replace(MIXTURE, rollouts=(routed(UNEQUAL[0], 4),))
 
 
 @needs_splits
