@@ -55,6 +55,8 @@ def test_plan_counts_tokens(shell: Shell, rollouts: Path) -> None:
     assert (result["rollouts"], result["groups"], result["bound_unit"]) == (9, 3, "tokens")
     assert result["trained_tokens"] == batch.trained_tokens
     assert "plans compared" in done.out, "explain() is missing"
+    assert f"{result['computed_tokens']:,} of {counts[0]:,} tokens" in done.out
+    assert f"{result['bound']:.2f}x" in done.out
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -128,7 +130,7 @@ def test_plan_reads_the_shape_that_the_model_has(family: str, tmp_path: Path) ->
     assert Runtime().shape(tmp_path / "config.json") == replace(shape, checkpointed=False)
 
 
-@pytest.mark.parametrize("loss", ["grpo", "gspo", "dpo", "likelihood", "grpo,kl=0.1"])
+@pytest.mark.parametrize("loss", ["gspo", "dpo", "grpo,kl=0.1"])
 def test_plan_is_the_one_that_runs(loss: str, shell: Shell, tmp_path: Path, config: Path) -> None:
     """Candidates and costs are those of `policy.plan`, for losses that couple tokens as well.
 
@@ -153,7 +155,7 @@ def test_plan_is_the_one_that_runs(loss: str, shell: Shell, tmp_path: Path, conf
     costs = [candidate["cost"] for candidate in result["candidates"] if candidate["cost"]]
     flat = shell(*arguments, "likelihood", "--limit", 9).result["candidates"]
     dearer = costs != [candidate["cost"] for candidate in flat if candidate["cost"]]
-    assert dearer == (loss in ("grpo", "gspo", "dpo")), "leaving out, or another forward"
+    assert dearer == (loss in ("gspo", "dpo")), "leaving out, or another forward"
 
 
 def test_plan_streams_batches(
@@ -197,21 +199,6 @@ def test_plan_takes_the_batches_of_a_trace(shell: Shell, tmp_path: Path) -> None
     result = shell("plan", tmp_path / "trace").result
     assert (result["batches"], result["groups"], result["format"]) == (2, 4, "trace")
     assert shell("plan", tmp_path / "trace", "--batch-rollouts", 12).result["batches"] == 1
-
-
-@pytest.mark.parametrize(
-    "given", [(), ("--model", "Qwen/Qwen3-8B"), ("--sharing", "none")], ids=str
-)
-def test_plan_answers_in_six_lines(given: tuple[str, ...], shell: Shell, rollouts: Path) -> None:
-    done = shell("plan", rollouts, *given)
-    result, lines = done.result, done.out.splitlines()
-    assert done.code == 0 and done.err == "" and len(lines) == 6
-    counts = f"{result['computed_tokens']:,} of {result['logical_tokens']:,} tokens"
-    assert (counts in lines[0]) == ("none" not in given)
-    assert f"{result['bound']:.2f}x" in lines[1]
-    assert ("predicted" in lines[1]) == (result["predicted_speedup"] is not None)
-    assert f" {result['microbatches']} of at most" in lines[2]
-    assert ("iB of activations" in lines[3]) == ("--model" in given)
 
 
 def test_models_by_name(shell: Shell, rollouts: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,6 +141,7 @@ def test_it_is_put_back_after_an_exception(name: str) -> None:
     assert all(p.grad is None for p in changed.parameters())
 
 
+@pytest.mark.slow
 def test_mixed_precision_is_that_of_ordinary_training() -> None:
     """The same bits as the plain model's under autocast, and within the bars of verify."""
     plain = lora(tiny_model("llama", dtype=torch.float32))

@@ -131,7 +131,7 @@ ONCE = [
 """Each shape with one family and one configuration."""
 
 
-@pytest.mark.parametrize(("family", "shape", "config"), ONCE, ids=id_of)
+@pytest.mark.parametrize(("family", "shape", "config"), slow_besides_every(3, ONCE), ids=id_of)
 def test_shapes_of_a_model(family: str, shape: str, config: Config) -> None:
     assert step_error(tiny_model(family, **SHAPES[shape]), BATCH, LOSS, config) < 1e-10
 

@@ -17,8 +17,9 @@ MODES = [
 ]
 
 
-@pytest.mark.parametrize("config", MODES, ids=["across", "within", "dense"])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize(
+    ("family", "config"), list(zip(("gemma2", "llama", "llama"), MODES, strict=True))
+)
 def test_scores_and_steps_have_them(family: str, config: Config) -> None:
     model = small_model(family)
     policy = wrap(model, config).with_config(head_statistics=HEAD_STATISTICS)

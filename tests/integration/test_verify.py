@@ -222,6 +222,7 @@ def test_one_small_parameter_alone_fails_in_bfloat16(tampered: Any) -> None:
     assert report.nearest.worst[0].name == "model.layers.1.self_attn.q_norm.weight"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("remembered_dense")
 def test_the_bars_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """1.1 times dense over all parameters, 1.5 for each of many elements."""
@@ -388,7 +389,7 @@ def test_sharing_within_and_across_microbatches_is_compared() -> None:
 
 
 @pytest.mark.parametrize(
-    "sabotage", slow_besides_every(2, [*ACROSS_MICROBATCHES, *WITHIN, one_owner_counts])
+    "sabotage", slow_besides_every(3, [*ACROSS_MICROBATCHES, *WITHIN, one_owner_counts])
 )
 def test_whatever_the_planner_chooses_sabotage_is_caught(
     sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch

@@ -99,47 +99,17 @@ SCHEDULES = {
         "F0 F1 B1 F2 B2 F3 B3 B0",
         "abcde fqr fuv fxy",
     ),
-    "flat group, one packed wave": (
-        FLAT,
-        Config(sharing="group", boundary="across"),
-        "F0 F1 B1 B0",
-        "abcde fqrfuvfxy",
-    ),
-    "flat group in one microbatch": (
-        FLAT,
-        Config(sharing="group", boundary="within"),
-        "F0 B0",
-        "abcdefqrfuvfxy",
-    ),
     "two groups at once": (
         PAIRS,
         Config(sharing="group", boundary="across", max_microbatch_tokens=6),
         "F0 F1 B1 F2 B2 B0",
         "abclmn dudxop or",
     ),
-    "three levels of forks": (
-        TREE,
-        Config(sharing="tree", boundary="across", max_microbatch_tokens=3),
-        "F0 F1 F2 F3 B3 B2 F4 B4 B1 B0 F5 B5",
-        "abc ded fg hh fi a",
-    ),
     "three levels of forks, whole subtrees": (
         TREE,
         Config(sharing="tree", boundary="mixed", max_microbatch_tokens=4),
         "F0 B0 F1 F2 B2 F3 F4 B4 F5 B5 B3 B1",
         "a abc d de fghh fi",
-    ),
-    "a chain": (
-        (("abcdefghijkl",),),
-        Config(sharing="none", boundary="across", max_microbatch_tokens=4),
-        "F0 F1 F2 B2 B1 B0",
-        "abcd efgh ijk",
-    ),
-    "a chain with leaves below it": (
-        FLAT,
-        Config(sharing="group", boundary="across", max_microbatch_tokens=3),
-        "F0 F1 F2 B2 F3 B3 F4 B4 B1 B0",
-        "abc de fqr fuv fxy",
     ),
     "a flat group whose prefix is computed again": (
         FLAT,
@@ -178,10 +148,3 @@ def test_replay_runs_all_forwards_and_then_the_step() -> None:
         stats = wrap(model(), config).forward_backward(make_batch(FLAT), squared)
     expected = "S0 S1 S2 S3 F0 F1 B1 F2 B2 F3 B3 B0"
     check(stats.events, seen, expected, "abcde fqr fuv fxy")
-
-
-def test_a_joint_loss_within_one_microbatch_is_not_replayed() -> None:
-    config = Config(sharing="group", boundary="within")
-    with recorded() as seen:
-        stats = wrap(model(), config).forward_backward(make_batch(FLAT), squared)
-    check(stats.events, seen, "F0 B0", "abcdefqrfuvfxy")

@@ -143,10 +143,3 @@ def test_ancestors_outside_of_a_microbatch() -> None:
     assert outer_ancestors(parents, [4, 5]) == {0, 1, 3}
     assert outer_ancestors(parents, [3, 4, 2]) == {0, 1}
     assert outer_ancestors(parents, [0]) == set()
-
-
-def test_explained() -> None:
-    text = planned(prefix_cache="host").explain()
-    assert "layers with their prefix cache in host memory" in text
-    assert f"{LAYERS} of {LAYERS}" in text
-    assert "host memory" not in planned().explain()

@@ -14,6 +14,7 @@ from forkpoint.plan.stage_sizes import SizedOffer, choose_size, offers_of, plans
 from forkpoint.plan.stages import stages_of_shape
 from forkpoint.rollouts.synthetic import synthetic_rollouts
 from forkpoint.units import GIB
+from lanes import slow_besides
 
 SHAPE = ModelShape.from_config(MODELS["qwen2.5-14b"])
 FREE = Config(sharing="group")
@@ -45,8 +46,10 @@ def time_of(offers: Sequence[SizedOffer], stages: int, budget_bytes: int | None)
     return choose_size(ranks, stages_of_shape(SHAPE, stages), budget_bytes).time
 
 
-@pytest.mark.parametrize("stages", [2, 8])
-@pytest.mark.parametrize("budget_bytes", [None, 40 * GIB])
+@pytest.mark.parametrize(
+    ("stages", "budget_bytes"),
+    slow_besides([(2, 40 * GIB), (8, None)], [(2, None), (2, 40 * GIB), (8, None), (8, 40 * GIB)]),
+)
 def test_no_other_size_is_faster(stages: int, budget_bytes: int | None) -> None:
     offers = offers_of(plans(batch_of(4), stages, budget_bytes))
     found = choose_size([offers], stages_of_shape(SHAPE, stages), budget_bytes)
