@@ -12,8 +12,8 @@ from forkpoint.engine import microbatches, objective, prefix_cache
 from forkpoint.losses import LossOutputs, views
 from forkpoint.ops.attention import operator, source
 from forkpoint.ops.attention.merge import Part
-from forkpoint.ops.attention.table import FROM_CACHE, Launch
-from forkpoint.tree import LAUNCH_COLUMNS, Table
+from forkpoint.ops.attention.table import Launch
+from forkpoint.tree import FROM_CACHE, LAUNCH_COLUMNS, Table
 
 Sabotage = Callable[[pytest.MonkeyPatch], None]
 
