@@ -51,7 +51,8 @@ class Config:
         prefix_cache: Storage of keys and values that other microbatches read, and of their
             gradients: on the device, or in host memory, with two layers at a time on the device.
             With auto they stay on the device if they fit. Otherwise as few layers as needed move to
-            host memory.
+            host memory. They also move if that is predicted to be faster than recomputation, by a
+            calibration.
         host_memory: Largest amount of host memory for offloaded activations and prefix caches, in
             the format of memory_budget. It is pinned on CUDA, and held as long as the policy
             exists. Data beyond it stays on the device. None means no limit.

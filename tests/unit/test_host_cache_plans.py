@@ -84,6 +84,32 @@ def test_what_fits_on_the_device_stays(on_device: Plan) -> None:
     assert always.host_cache_bytes == here
 
 
+def test_layers_move_where_that_is_cheaper_than_repeating_forwards() -> None:
+    """On the device caches fit if forwards are repeated; the measured rate of copies decides."""
+    config = replace(ACROSS, max_microbatch_tokens=1000)
+    whole = make_plan(SMALL_BATCH, SMALL, config, calibration=made_up())
+    budget = int(0.8 * (whole.predicted_peak_bytes or 0))
+    found: dict[tuple[float, str], Plan] = {}
+    for rate in (1e3, 1e9):
+        measured = made_up(out_bytes_per_ms=rate, back_bytes_per_ms=rate)
+        for where in ("device", "auto"):
+            asked = replace(config, memory_budget=budget, prefix_cache=where)
+            found[rate, where] = make_plan(SMALL_BATCH, SMALL, asked, calibration=measured)
+    for here in (found[1e3, "device"], found[1e9, "device"], found[1e3, "auto"]):
+        assert here.host_layers == 0 and here.fits
+        assert here.microbatches[0].checkpointing == "full"
+    slow, fast = found[1e3, "auto"], found[1e9, "auto"]
+    assert slow.cost == found[1e3, "device"].cost
+    assert fast.host_layers == SMALL.attention_layers and fast.fits
+    assert {(m.checkpointing, m.activations) for m in fast.microbatches} == {("none", "keep")}
+    assert fast.cost == pytest.approx(whole.cost, rel=0.01)
+    assert fast.cost < 0.75 * found[1e9, "device"].cost
+    # Without a calibration copies have no price.
+    nominal = make_plan(SMALL_BATCH, SMALL, config)
+    tight = replace(config, memory_budget=int(0.7 * (nominal.predicted_peak_bytes or 0)))
+    assert make_plan(SMALL_BATCH, SMALL, tight).host_layers == 0
+
+
 def test_host_memory_is_kept_to() -> None:
     whole = planned(prefix_cache="host")
     layer = layer_cache_bytes(whole.cache_tokens, SHAPE)

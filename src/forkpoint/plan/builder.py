@@ -4,7 +4,6 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import product
 
 import numpy as np
 
@@ -204,24 +203,26 @@ class Builder:
         least = max(LEAST_MICROBATCH_TOKENS, self.longest // MOST_MICROBATCHES)
         if boundary == "within":
             least = self.longest
+        filling = max(least, min(tokens, FILLING_TOKENS))
         found: list[Plan] = []
         tried: list[Plan] = []
-        for moves, policy in product((False, True), policies):
-            if moves and (policy == policies[0]) and (found or not self._may_move(tried)):
+        for moves in (False, True):
+            if moves and not self._may_move(tried, found):
                 break
-            # Shorter microbatches than fill a device are for the policy that keeps least.
-            shortest = least if policy == policies[-1] else max(least, min(tokens, FILLING_TOKENS))
-            ways = list(self._ways(sharing, boundary, policy, tokens, shortest, moves=moves))
-            tried += ways
-            fitting = [way for way in ways if peak_of(way) <= self.budget]
-            if not fitting:
-                continue
-            # In order of their microbatches' lengths, the longest first.
-            most = min(map(cost_with_preference, fitting)) * (1 + LONGER_IS_WORTH)
-            found.append(next(way for way in fitting if cost_with_preference(way) <= most))
-            # Repeating forwards buys nothing where as much fits as fills a device.
-            if any(_keeps_all(way) and _fills(way) for way in fitting):
-                break
+            for policy in policies:
+                # Shorter microbatches than fill a device are for the policy that keeps least.
+                shortest = least if policy == policies[-1] else filling
+                ways = list(self._ways(sharing, boundary, policy, tokens, shortest, moves=moves))
+                tried += ways
+                fitting = [way for way in ways if peak_of(way) <= self.budget]
+                if not fitting:
+                    continue
+                # In order of their microbatches' lengths, the longest first.
+                most = min(map(cost_with_preference, fitting)) * (1 + LONGER_IS_WORTH)
+                found.append(next(way for way in fitting if cost_with_preference(way) <= most))
+                # Repeating forwards buys nothing where as much fits as fills a device.
+                if any(_keeps_all(way) and _fills(way) for way in fitting):
+                    break
         if found:
             return min(found, key=_cost_of_many)
         if self.soft:
@@ -246,12 +247,27 @@ class Builder:
         able = self.capabilities.checkpoints
         return tuple(policy for policy in ("none", "selective", "full") if policy in able)
 
-    def _may_move(self, tried: Sequence[Plan]) -> bool:
-        """Whether prefix caches may be moved to the host's memory, where none of the plans tried
-        fits with all of them on the device."""
+    def _may_move(self, tried: Sequence[Plan], found: Sequence[Plan]) -> bool:
+        """Whether plans with prefix caches in the host's memory are looked at.
+
+        They are where none of those tried fits with all caches on the device. Where some do
+        (`found`), a calibration must price the copies, and there must be something to gain: all of
+        them repeat forwards, or have microbatches too short to fill a device.
+        """
         if self.config.prefix_cache != AUTO or self.prompts is not None:
             return False
-        return any(plan.cache_tokens for plan in tried)
+        if not any(plan.cache_tokens for plan in tried):
+            return False
+        if not found:
+            return True
+        # Ranks of context parallelism deal leaves out only with caches on the device.
+        if self.calibration is None or (self.shape is not None and self.shape.context > 1):
+            return False
+        first = self._policies()[0]
+        return not any(
+            _keeps_all(plan) and _fills(plan) and plan.microbatches[0].checkpointing == first
+            for plan in found
+        )
 
     def _with_cache(self, plan: Plan, meter: Meter, *, moves: bool) -> Plan:
         """The plan with its prefix cache where the configuration says.
