@@ -192,6 +192,7 @@ class Capacity(Steps):
         if stats.offload is not None:
             yield row("layers in the host's memory", plan.host_layers, "1")
             yield row("memory of the host", stats.offload.host_bytes, "bytes")
+            yield row("of the step allocating it", stats.offload.allocation_ms, "ms")
             moved = stats.offload.out_bytes + stats.offload.back_bytes
             yield row("bytes copied", moved, "bytes")
             waited = stats.offload.on_demand

@@ -267,12 +267,14 @@ def test_beyond_the_host_s_limit_activations_stay() -> None:
 def test_host_memory_is_kept_from_step_to_step() -> None:
     model = tiny_model("llama", dtype=torch.float32)
     policy = wrap(model, replace(ACROSS, activations="offload"))
-    held = []
+    held, spent = [], []
     for _ in range(3):
-        policy.forward_backward(forked_batch(), losses.GRPO())
-        assert policy.model_state.staging is not None
+        stats = policy.forward_backward(forked_batch(), losses.GRPO())
+        assert policy.model_state.staging is not None and stats.offload is not None
+        spent.append(stats.offload.allocation_ms)
         held.append(policy.model_state.staging.held_bytes)
     assert held[0] > 0 and len(set(held)) == 1
+    assert spent[0] > 0 and spent[1:] == [0, 0]
 
 
 def test_scores_keep_nothing() -> None:

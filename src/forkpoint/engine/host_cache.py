@@ -315,5 +315,4 @@ class HostCache:
             self._transfers.drain()
         self._fetched.clear()
         self._hosted.clear()
-        self._staging.clear()
-        self._stats.host_bytes = self._staging.held_bytes
+        self._staging.finish(self._stats)

@@ -309,8 +309,7 @@ class Activations(Feature):
             with suppress(RuntimeError):
                 self._staging.transfers.drain()
             self._open.clear()
-        self._staging.clear()
-        self.stats.host_bytes = self._staging.held_bytes
+        self._staging.finish(self.stats)
 
     def begin_pass(self, cache: PrefixCache) -> None:
         self._cache = cache

@@ -4,6 +4,7 @@ Code for a device is in one small class (`PlainTransfers`, `StreamTransfers`): s
 pinned memory and how much is free. All else is the same on every device, and is tested on a CPU.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,8 @@ class OffloadStats:
     """Bytes that stayed on the device because the host's memory was at its limit."""
     host_bytes: int = 0
     """Host memory taken at the end of the pass; it is kept for the next."""
+    allocation_ms: float = 0.0
+    """Milliseconds of the pass for taking host memory: on CUDA, for pinning it."""
 
 
 class PlainTransfers:
@@ -155,6 +158,7 @@ class Staging:
     def __init__(self, transfers: PlainTransfers, *, limit_bytes: int | None = None) -> None:
         self.transfers = transfers
         self.limit_bytes = limit_bytes
+        self._allocation_ms = 0.0
         self._free: list[Tensor] = []
         self._frames: list[Frame] = []
 
@@ -178,10 +182,13 @@ class Staging:
         self._frames.remove(frame)
         self._free += frame.buffers
 
-    def clear(self) -> None:
-        """Free everything, after a step or one that has failed."""
+    def finish(self, stats: OffloadStats) -> None:
+        """Free everything, after a pass or one that has failed, and count the memory taken."""
         while self._frames:
             self.end(self._frames[-1])
+        stats.host_bytes = self.held_bytes
+        stats.allocation_ms += self._allocation_ms
+        self._allocation_ms = 0.0
 
     def buffer(self, nbytes: int) -> Tensor | None:
         """The smallest free buffer of so many bytes or more, or a new one; None beyond the
@@ -196,7 +203,10 @@ class Staging:
                 size //= 2
             if size > room:
                 return None
-        return self.transfers.host_buffer(size)
+        begin = time.perf_counter()
+        buffer = self.transfers.host_buffer(size)
+        self._allocation_ms += (time.perf_counter() - begin) * 1e3
+        return buffer
 
 
 class Frame:
