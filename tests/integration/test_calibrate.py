@@ -3,6 +3,7 @@
 import itertools
 import json
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -210,13 +211,30 @@ def test_a_steady_time_is_a_share_of_that_behind_products(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock(torch.device("cpu"), repeats=1, busy_products=0)
-    assert clock.steady_share(int, abs, Times(1.0, 1.0)) == 1.0, "a CPU has no clock to tell apart"
+    assert clock.steady_share(int, abs) == 1.0, "a CPU has no clock to tell apart"
     clock.kind, marks = "cuda", itertools.count()
     monkeypatch.setattr(clock, "_mark", lambda: next(marks) / 1e3)
     cases = [(1.25, 0.0, 0.8), (1.25, 1.1, 1.0), (0.9, 0.0, 1.0), (9.0, 0.0, 0.7)]
     for whole, issued, share in cases:
         alone = Times(whole / 2, whole / 2, issued)
-        assert clock.steady_share(int, abs, alone) == pytest.approx(share)
+        monkeypatch.setattr(clock, "times", lambda *_, alone=alone: alone)
+        assert clock.steady_share(int, abs) == pytest.approx(share)
+
+
+def test_the_steady_row_is_as_long_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = host_of(random_model(MODEL, torch.float32, 0).train())
+    rows = Rows(Clock(host.device, repeats=1, busy_products=0), kernel="auto", vocab=64)
+    made: list[int] = []
+    row = rows._row
+
+    def share(forward: Callable[[], torch.Tensor], _: object) -> float:
+        if len(made) == 1:
+            raise torch.OutOfMemoryError("full")
+        return 0.9 if forward().requires_grad else 0.0
+
+    monkeypatch.setattr(rows, "_row", lambda h, n, **k: made.append(n) or row(h, n, **k))
+    monkeypatch.setattr(rows.clock, "steady_share", share)
+    assert rows.steady_share(host, 16) == 0.9 and made == [32, 16]
 
 
 def test_a_leaf_reads_the_prompt_of_another_microbatch() -> None:

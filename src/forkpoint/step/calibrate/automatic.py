@@ -20,7 +20,7 @@ _log = logging.getLogger("forkpoint")
 
 MEASURED = {"cuda"}
 """Types of devices that are measured. Tests change it."""
-MEASUREMENT = 2
+MEASUREMENT = 3
 """Raised when what is measured, or a kernel of ours, changes: earlier files are not found then."""
 FAILED = (
     "this device was not measured for the model (%s); plans are priced by nominal rates. "

@@ -161,7 +161,7 @@ class Calibrator:
         copies = parts.copies(effort.copy_bytes)
         block, rest = _block(done, rows, causal), _rest(done, rows, head)
         issued = [_of_block(rows, 0, 2 + way) for way in (0, 1)]
-        share = whole.steady_share(hosts[MORE], done[-1], rows[MORE][-1])
+        share = whole.steady_share(hosts[MORE], done[-1])
         leaves = {layers: whole.leaf_ms(its, sizes[0]) for layers, its in hosts.items()}
         cached = [(leaves[MORE][2 + way] - leaves[FEW][2 + way]) / (MORE - FEW) for way in (0, 1)]
         wide = parts.wide(effort.wide_tokens, part) if effort.wide_tokens else (0.0, 0.0)

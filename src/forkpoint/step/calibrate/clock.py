@@ -68,7 +68,6 @@ class Clock:
         self,
         forward: Callable[[], Result],
         backward: Callable[[Result], None],
-        alone: Times,
         *,
         repeats: int = 12,
     ) -> float:
@@ -78,11 +77,13 @@ class Clock:
         behind them than within a step. 1 on a CPU, and where the host takes longer than the device.
 
         Args:
-            alone: their times behind products.
             repeats: how often they run, one after the other; the second half counts.
         """
+        if self.kind != "cuda":
+            return 1.0
+        alone = self.times(forward, backward)
         whole = alone.forward + alone.backward
-        if self.kind != "cuda" or alone.issued_forward + alone.issued_backward > 0.8 * whole:
+        if alone.issued_forward + alone.issued_backward > 0.8 * whole:
             return 1.0
         marks = [self._mark()]
         for _ in range(repeats):

@@ -1,6 +1,7 @@
 """Whole rows through a model of few layers: their times, and the bytes that they keep and need."""
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,13 +40,20 @@ class Rows:
         with host.entered():
             return self.clock.times(lambda: run(inputs), lambda logprobs: logprobs.sum().backward())
 
-    def steady_share(self, host: ModelHost, tokens: int, alone: Times) -> float:
-        """Time of a row among rows over `alone`, its time by `row_ms`: see `Clock.steady_share`."""
-        inputs, run = self._row(host, tokens, num_loss_entries=1)
-        with host.entered():
-            return self.clock.steady_share(
-                lambda: run(inputs), lambda logprobs: logprobs.sum().backward(), alone
-            )
+    def steady_share(self, host: ModelHost, tokens: int) -> float:
+        """Time of a row within a step, over that behind matrix products: `Clock.steady_share`.
+
+        The row has twice as many tokens where memory suffices, so that a slow host is ahead of the
+        device all the same.
+        """
+        for length in (2 * tokens, tokens):
+            inputs, run = self._row(host, length, num_loss_entries=1)
+            with suppress(torch.OutOfMemoryError), host.entered():
+                return self.clock.steady_share(
+                    lambda inputs=inputs, run=run: run(inputs),
+                    lambda logprobs: logprobs.sum().backward(),
+                )
+        return 1.0
 
     def leaf_ms(self, host: ModelHost, tokens: int) -> Times:
         """A microbatch of two responses to a prompt of so many tokens in another microbatch."""
