@@ -6,7 +6,6 @@ parameter's gradient within 1e-10 of ordinary training; and what is moved is wha
 """
 
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
@@ -32,9 +31,7 @@ from forkpoint.engine.staging import PlainTransfers, Staging
 from forkpoint.errors import UnsupportedError
 from forkpoint.plan.program import Instruction
 from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
-from hybrids import tiny_hybrid
 from lanes import slow_besides
-from versions import eager_experts
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "without_sample", "without_lists")
 
@@ -91,30 +88,6 @@ def test_steps_are_those_of_dense_training(variant: Variant, loss: str) -> None:
             assert not stats.offload or stats.offload.back_bytes > 0, name
     assert not faults, f"{len(faults)} differences from dense:\n" + "\n".join(faults[:20])
     assert moved == set(RESIDENCIES)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("activations", RESIDENCIES[1:])
-def test_experts(activations: str) -> None:
-    config = replace(ACROSS, activations=activations)
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-    model = eager_experts(tiny_model("qwen3_moe", **experts))
-    for checkpointing in POLICIES:
-        changed = replace(config, checkpointing=checkpointing)
-        assert step_error(model, forked_batch(), losses.GRPO(), changed) < 1e-10
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "activations"),
-    list(product(("qwen3_next", "granitemoehybrid"), RESIDENCIES[1:])),
-)
-def test_layers_that_carry_a_state(family: str, activations: str) -> None:
-    """Their states are prefix cache as well: captured once, and not moved with activations."""
-    model = tiny_hybrid(family)
-    for checkpointing in POLICIES:
-        config = replace(ACROSS, activations=activations, checkpointing=checkpointing)
-        assert step_error(model, forked_batch(), losses.GRPO(), config) < 1e-10
 
 
 @pytest.mark.parametrize("activations", RESIDENCIES[1:])

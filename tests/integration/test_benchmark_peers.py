@@ -54,15 +54,6 @@ def test_gradients_and_times_of_every_side(tmp_path: Path) -> None:
             assert rows[f"faster than {name}"]["bound"] > 1
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_a_mask_that_leaks_misses_the_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed.Packed, "sees", lambda self, q, k, ends_T: k <= q)
-    code, rows = run(tmp_path, "--sides", "tree")
-    assert code == 1
-    assert rows["tree packing: apart from the plain loop in float64"]["value"] > 1e-3
-
-
 def test_a_side_that_is_not_installed_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

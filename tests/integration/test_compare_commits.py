@@ -18,14 +18,6 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     return compare_commits
 
 
-@pytest.mark.slow
-def test_steps_run_on_one_side(script: Any) -> None:
-    outcomes = list(script.outcomes(ROOT / "src", [0, 4]))
-    for refused, numbers, events in outcomes:
-        assert not refused and events and all(np.isfinite(x).all() for x in numbers.values())
-    assert "loss" in outcomes[0][1] and "loss" not in outcomes[1][1]
-
-
 @pytest.mark.parametrize(
     ("change", "found"),
     [

@@ -31,9 +31,7 @@ from forkpoint.engine.host_cache import HostCache, Rows
 from forkpoint.engine.staging import PlainTransfers, Staging
 from forkpoint.losses import LossBatch, LossOutputs
 from forkpoint.testing import lifted_upcasts, tiny_model
-from hybrids import tiny_hybrid
 from lanes import slow_besides
-from versions import eager_experts
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "without_sample", "without_lists")
 
@@ -103,12 +101,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "lora": lambda: get_peft_model(
         small_model("qwen3"), LoraConfig(target_modules="all-linear", init_lora_weights=False)
     ),
-    "experts": lambda: eager_experts(
-        tiny_model("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
-    ),
-    "delta rule": lambda: tiny_hybrid("qwen3_next"),
-    "mamba": lambda: tiny_hybrid("granitemoehybrid"),
-    "windows": lambda: tiny_model("gemma2"),
 }
 
 

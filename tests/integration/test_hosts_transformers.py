@@ -7,7 +7,7 @@ below, errors are those of the precision.
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import cycle, product
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,8 +15,6 @@ import torch
 from host_models import (
     BARS,
     BATCH,
-    CONFIGS,
-    FAMILIES,
     LOSS,
     TREE_IN_ROW,
     checkpointing,
@@ -29,7 +27,7 @@ from host_models import (
 from steps import ACROSS, clear_gradients, gradients, step_error
 from torch import nn
 
-from forkpoint import Config, wrap
+from forkpoint import wrap
 from forkpoint.ops.attention import KERNELS, registry
 from forkpoint.ops.attention.kernel import Asked
 from forkpoint.testing import ReadOnlyHook, dense_run, lifted_upcasts, tiny_model
@@ -96,44 +94,6 @@ def test_states_of_a_model(state: Callable[[nn.Module], nn.Module], row: Any) ->
     family, dtype, config = row
     model = state(tiny_model(family, dtype=dtype))
     assert step_error(model, BATCH, LOSS, config) < BARS[dtype]
-
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "tied": {"tie_word_embeddings": True},
-    "bias": {"attention_bias": True, "mlp_bias": True},
-    "mqa": {"num_key_value_heads": 1},
-    "yarn": {
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 2.0,
-            "original_max_position_embeddings": 2048,
-        }
-    },
-    "llama3": {
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 1e4,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 2048,
-        }
-    },
-    "windows": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
-}
-
-
-ONCE = [
-    (family, shape, config)
-    for family, shape, config in zip(cycle(FAMILIES), SHAPES, cycle(CONFIGS), strict=False)
-]
-"""Each shape with one family and one configuration."""
-
-
-@pytest.mark.parametrize(("family", "shape", "config"), slow_besides_every(3, ONCE), ids=id_of)
-def test_shapes_of_a_model(family: str, shape: str, config: Config) -> None:
-    assert step_error(tiny_model(family, **SHAPES[shape]), BATCH, LOSS, config) < 1e-10
 
 
 def test_bfloat16_parameters_and_autocast_follow_the_model() -> None:

@@ -122,22 +122,6 @@ def test_models_that_end_with_a_state(family: str, kinds: tuple[str, ...]) -> No
     check(model, truth_of(family, "grpo", kinds), loss, CONFIGS[3:11])
 
 
-@pytest.mark.parametrize(
-    "family", slow_besides(["qwen3_5_text"], ["qwen3_5_text", "granitemoehybrid"])
-)
-def test_microbatches_that_are_offloaded_or_computed_again(family: str) -> None:
-    model, loss = tiny_hybrid(family), LOSSES["grpo"]
-    configs = [
-        Config(sharing="tree", boundary=b, max_microbatch_tokens=CHAIN, activations=r)  # type: ignore[arg-type]
-        for b, r in (("across", "offload"), ("mixed", "recompute"))
-    ]
-    configs += [
-        Config(sharing="tree", boundary="across", max_microbatch_tokens=CHAIN, checkpointing=c)  # type: ignore[arg-type]
-        for c in ("selective", "full")
-    ]
-    check(model, truth_of(family, "grpo"), loss, configs)
-
-
 def test_scores_are_those_of_a_dense_forward() -> None:
     model = tiny_hybrid("qwen3_5_text")
     expected = truth_of("qwen3_5_text", "grpo")

@@ -26,7 +26,6 @@ from forkpoint import Config, Rollout, RolloutBatch, losses, wrap
 from forkpoint.engine.microbatches import MicrobatchInputs, prepare_microbatches
 from forkpoint.losses.base import as_loss
 from forkpoint.testing import lifted_upcasts, tiny_model
-from hybrids import tiny_hybrid
 from lanes import slow_besides_every
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "without_sample")
@@ -49,11 +48,7 @@ OBJECTIVES: dict[str, Any] = {
     **{name: LOSSES[name] for name in ("grpo", "gspo", "coupled", "entropy", "coupled_entropy")},
     "distillation": losses.Distillation(),
 }
-MODELS: dict[str, Any] = {
-    "full": Variant("llama").build,
-    "windows": Variant("qwen3", 7, True).build,
-    "hybrid": lambda: tiny_hybrid("qwen3_next"),
-}
+MODEL = Variant("llama")
 
 
 def at_temperatures(batch: RolloutBatch, *temperatures: float) -> RolloutBatch:
@@ -73,9 +68,9 @@ def mixed_batch() -> RolloutBatch:
 
 
 @cache
-def truth(model: str, loss: str) -> Truth:
+def truth(loss: str) -> Truth:
     """The dense run of the mixed batch, one rollout after the other."""
-    built, batch = MODELS[model](), mixed_batch()
+    built, batch = MODEL.build(), mixed_batch()
     return measure(
         built, with_logprobs(batch, own_logprobs(built, batch)), as_loss(OBJECTIVES[loss])
     )
@@ -83,25 +78,15 @@ def truth(model: str, loss: str) -> Truth:
 
 @pytest.mark.parametrize("loss", slow_besides_every(5, OBJECTIVES))
 def test_steps_are_those_of_dense_training(loss: str) -> None:
-    faults, plans = faults_of_steps(
-        MODELS["full"](), truth("full", loss), OBJECTIVES[loss], CONFIGS
-    )
+    faults, plans = faults_of_steps(MODEL.build(), truth(loss), OBJECTIVES[loss], CONFIGS)
     assert not faults, "\n".join(faults[:20])
     passes = {plan.program.has_scores for plan in plans}
     coupled = as_loss(OBJECTIVES[loss]).decomposition != "token"
     assert passes == {False, coupled}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["windows", "hybrid"])
-def test_steps_of_other_layers(model: str) -> None:
-    configs = CONFIGS[4:6] + CONFIGS[8:12]
-    faults, _ = faults_of_steps(MODELS[model](), truth(model, "gspo"), OBJECTIVES["gspo"], configs)
-    assert not faults, "\n".join(faults[:20])
-
-
 def test_scores_entropies_and_logprobs() -> None:
-    expected, model, faults = truth("full", "entropy"), MODELS["full"](), []
+    expected, model, faults = truth("entropy"), MODEL.build(), []
     weights = torch.randn(expected.batch.logical_tokens, dtype=torch.float64)
     found: dict[str, Any] = {}
     with lifted_upcasts(model):

@@ -4,7 +4,6 @@ In float64 shared and dense are held to routes of another model, which neither w
 then a route that is not held, or a weight that is not computed from the run's own scores, shows.
 """
 
-import json
 import math
 from dataclasses import dataclass, replace
 from functools import cache
@@ -23,7 +22,6 @@ from experts import (
     found_routers,
 )
 from peft import LoraConfig, TaskType, get_peft_model
-from sabotage import one_child_dropped
 from steps import forked_batch, model_state
 
 from forkpoint import Config, Rollout, RolloutBatch, UnsupportedError, VerifyReport, losses, wrap
@@ -198,14 +196,6 @@ def test_routes_decide_what_is_measured() -> None:
 
 
 @pytest.mark.slow
-def test_sabotage_is_caught_with_routes_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    one_child_dropped(monkeypatch)
-    report = wrap(expert_model("gpt_oss"), ACROSS).verify(expert_batch(), LOSS)
-    assert not report.passed, report.table()
-    assert report.nearest.routes is not None and report.nearest.routes.held
-
-
-@pytest.mark.slow
 def test_recomputed_layers_take_the_same_routes() -> None:
     """Within a backward, after other microbatches have run."""
     config = replace(ACROSS, checkpointing="full", activations="recompute")
@@ -278,20 +268,6 @@ def test_compiled_blocks_are_held_and_come_back(monkeypatch: pytest.MonkeyPatch)
     policy.forward_backward(expert_batch(), LOSS)
     after = [p.grad for p in model.parameters() if p.grad is not None]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-
-
-@pytest.mark.slow
-def test_the_table_and_json_have_the_counts() -> None:
-    report = report_of("gpt_oss")
-    assert report.nearest.routes is not None
-    found = json.loads(json.dumps(report.to_dict(), allow_nan=False))["routes"]
-    assert found["held"] is True and found["reason"] is None
-    text = " ".join(report.table(width=200).split())
-    for side in ("shared", "dense"):
-        counts = getattr(report.nearest.routes, side)
-        share = counts.elsewhere / counts.decisions
-        assert found[side] == {**vars(counts), "fraction": share}
-        assert f"{counts.elsewhere:,} of {counts.decisions:,} ({100 * share:.2f}%) {side}" in text
 
 
 # It disturbs nothing, and fails loudly -----------------------------------------------------------
