@@ -35,9 +35,8 @@ class Config:
         memory_budget: Memory for activations and prefix cache together, in bytes or as text such as
             "70GiB". None means no limit. On CUDA, auto is measured once, at the first plan of a
             policy: the free memory, minus gradients and optimizer states that do not exist yet,
-            minus a margin, rounded down to GiB. A plan that exceeds a measured budget runs with a
-            warning. A plan that exceeds a given budget is refused. On other devices auto means no
-            limit.
+            minus a margin, rounded down to GiB. If no plan fits, a measured budget logs a warning,
+            and a budget that you set raises PlanError. On other devices auto means no limit.
         optimizer_bytes_per_parameter: Bytes of optimizer states for each trainable parameter. An
             automatic budget reserves them until the optimizer has allocated its states. Set 2 for
             AdamW in 8 bits and 0 for SGD. None means AdamW in the dtype of the parameters: 8 bytes
@@ -63,7 +62,7 @@ class Config:
             None, prices are counted FLOPs and nominal rates. A path names another file of
             `forkpoint calibrate`.
         attention_kernel: Name of a kernel of `forkpoint.ops.attention`. A kernel that cannot run
-            the model raises an error.
+            the model raises UnsupportedError.
         recurrence_kernel: Name of a kernel of `forkpoint.ops.delta_rule`, for layers that carry a
             state.
         head_chunk_tokens: Number of tokens whose logits exist at a time, unless logits are kept.
@@ -71,14 +70,14 @@ class Config:
             backward: kept, or computed again in chunks (recompute). Other microbatches always
             compute them again. auto keeps them if memory_budget has room. Without a budget it
             computes them again.
-        head_statistics: Additional results in `per_token`, without gradients: "mean_logits",
+        head_statistics: Additional results [T] in `per_token`, without gradients: "mean_logits",
             "is_top1" (1 or 0) and "log_sum_sq_probs" of the distribution at each trained token.
         all_logprobs: Whether steps also run rollouts whose terms the loss declares to be 0
             (`Loss.zero_rollouts`), for their log-probs in `per_token`. Otherwise these log-probs
             are NaN.
         compile_blocks: Whether decoder blocks are compiled, one by one. None compiles on CUDA,
-            except for float64 models. If the compiler fails, blocks run eagerly, and the log says
-            so.
+            except for float64 models. If the compiler fails, blocks run eagerly, with a warning in
+            the log.
         gather: Time at which ranks gather weights that fully_shard has sharded: for each forward
             and backward (microbatch), which all ranks run in lockstep, or once for each step
             (step). The second needs memory for all weights, and lets ranks run different programs.
@@ -174,7 +173,10 @@ class Config:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} is {value!r}; it takes a whole number of at least 1.")
             if value > MOST:
-                raise ConfigError(f"{name} is above {MOST}, the most that it takes.")
+                raise ConfigError(
+                    f"{name} is above {MOST}: it has {value.bit_length()} bits. Give a smaller "
+                    "number, or leave it out."
+                )
         size_in_bytes(None if self.memory_budget == AUTO else self.memory_budget, "memory_budget")
         size_in_bytes(self.host_memory, "host_memory")
         each = self.optimizer_bytes_per_parameter

@@ -64,6 +64,8 @@ class Policy:
 
         Raises:
             PlanError: no plan fits the limits of the configuration.
+            RolloutError: the batch has no rollouts, or is no list of rollouts.
+            ConfigError, UnsupportedError: as in `forward_backward`, for the loss and the router.
         """
         batch = as_batch(batch)
         check_batch(self.host, batch)
@@ -81,7 +83,13 @@ class Policy:
     def use_memory_budget(self, size_bytes: int) -> None:
         """Set the budget that Config(memory_budget="auto") would measure.
 
-        The budget of an earlier run gives the plans of that run.
+        Use it to repeat a run: pass the `memory_budget_bytes` of the earlier run.
+
+        Args:
+            size_bytes: the budget in bytes.
+
+        Raises:
+            ConfigError: `size_bytes` is not a whole number of at least 1.
         """
         self.model_state.budgets.use(self.config, size_bytes)
 
@@ -164,7 +172,7 @@ class Policy:
     def logprobs(
         self, batch: Rollouts, *, entropy: bool = False, plan: Plan | None = None
     ) -> Tensor | tuple[Tensor, ...]:
-        """Compute log-probs of every trained token, with a graph, for a loss of your own.
+        """Compute log-probs of every trained token, with a graph, for a custom loss.
 
         `loss.backward()` adds the gradients of ordinary training to `.grad` of all trainable
         parameters. Call it at any later time before the weights change. Until then only the
@@ -179,13 +187,13 @@ class Policy:
             plan: a plan that `plan` made for this batch. By default the call makes it.
 
         Returns:
-            float32 (float64 for a float64 model) [T] on the device of the model; entry i belongs to
-            token i of the batch. With `entropy`, log-probs and entropies. For a critic, its values.
-            Entries outside the loss mask are 0, and their gradients are ignored.
+            Log-probs in nats: float32 (float64 for a float64 model) [T] on the device of the model.
+            Entry i belongs to token i of the batch. With `entropy`, log-probs and entropies. For a
+            critic, its values. Entries outside the loss mask are 0. Their gradients are ignored.
 
         Raises the errors of `forward_backward`. The backward raises UnsupportedError for
         torch.autograd.grad, for create_graph, for a second backward, and after the weights have
-        changed. Under DistributedDataParallel, torch does not call it in a
+        changed. Under DistributedDataParallel, torch does not call this backward in
         `backward(inputs=...)`.
         """
         kind = LogprobsRequest if torch.is_grad_enabled() else ScoreRequest
@@ -269,6 +277,9 @@ class Policy:
 
         Returns:
             The verdict and the errors of each parameter; docs/howto/verify.md explains them.
+
+        Raises the errors of `forward_backward`, and UnsupportedError for rollouts with
+        routed_experts and for a Loss with `across_ranks` on several ranks.
         """
         batch = as_batch(batch)
         check_batch(self.host, batch)
@@ -302,7 +313,12 @@ class Policy:
     def with_config(self, **changes: object) -> "Policy":
         """Make a policy of the same model with other options.
 
-        Raises ConfigError for a change of compile_blocks, because only `wrap` sets it.
+        Args:
+            changes: options of `Config` by name. Options that are left out stay as they are.
+
+        Raises:
+            ConfigError: a value is not allowed, or compile_blocks changes, which only `wrap` sets.
+            TypeError: an option does not exist.
         """
         asked = changes.get("compile_blocks", self.config.compile_blocks)
         if asked is not self.config.compile_blocks:

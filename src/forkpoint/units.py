@@ -6,7 +6,7 @@ from forkpoint.errors import ConfigError
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 MOST = 2**63 - 1
-"""Of a number of bytes, which numpy counts in int64."""
+"""Largest number of bytes that int64 holds."""
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": KIB, "mi": MIB, "gi": GIB, "ti": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d*)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
@@ -36,7 +36,10 @@ def size_in_bytes(given: MemorySize | None, name: str = "memory_limit") -> int |
             "at least 1, or text such as '8GB', '512MiB'. Leave it out for the default."
         )
     if size > MOST:
-        raise ConfigError(f"{name} is above {MOST} bytes, the most that it takes.")
+        raise ConfigError(
+            f"{name} is above {MOST} bytes: it has {size.bit_length()} bits. Give a smaller size, "
+            "or leave it out."
+        )
     return size
 
 
@@ -49,5 +52,5 @@ def format_bytes(count: float) -> str:
 
 
 def exactly(count: int) -> str:
-    """The same with the bytes that were rounded away: 1.5 GiB (1,610,612,737 bytes)."""
+    """A number of bytes in both forms: 1.5 GiB (1,610,612,737 bytes)."""
     return format_bytes(count) if count < KIB else f"{format_bytes(count)} ({count:,} bytes)"

@@ -30,9 +30,10 @@ def wrap(
         UnsupportedError: the model has not been shown exact; the message names the reason.
         ConfigError: `config` is not a Config, its sizes do not fit the model, or the mesh is not
             the mesh of the model.
+        PlanError: the mesh has more stages than the model has layers.
 
-    If several ranks hold the model, all of them must call it. Unless the model is cut into stages,
-    it is modified only during a step and restored afterwards.
+    If several ranks hold the model, all of them must call `wrap`. A step modifies the model and
+    restores it afterwards. Stages of a pipeline stay cut.
     """
     config = Config() if config is None else config
     if not isinstance(config, Config):
@@ -48,12 +49,12 @@ def cut(model: nn.Module, mesh: DeviceMesh) -> None:
     """Cut a model into stages of a pipeline: drop the parameters of all other stages.
 
     Use it if fully_shard or DistributedDataParallel will hold the stages over another dimension of
-    the mesh. Call `wrap` with the same mesh last. Without such a holder `wrap` alone cuts the
-    model.
+    the mesh. Call `wrap` with the same mesh last. If neither holds the model, call only `wrap`,
+    which cuts it.
 
     Args:
         model: a whole transformers model, or a peft model around one.
-        mesh: with a dimension "pp", whose ranks are the stages.
+        mesh: device mesh with a dimension "pp". Its ranks are the stages.
 
     Raises:
         ConfigError: the mesh has no dimension "pp".

@@ -316,4 +316,4 @@ def test_the_command(shell: Shell, tmp_path: Path) -> None:
     assert refused.code == 2 and "batches.groups was 3 and is now 2" in refused.err
     assert shell(*arguments).code == 2
     refused = shell("replay", file, "--model", config, "--resume")
-    assert refused.code == 2 and "give output" in refused.err
+    assert refused.code == 2 and "Give output" in refused.err

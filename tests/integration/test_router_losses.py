@@ -199,7 +199,7 @@ def test_nothing_of_the_model_is_changed(mode: str) -> None:
 @pytest.mark.parametrize("family", NOT_RECORDED)
 def test_models_whose_routers_are_not_recorded_are_refused(family: str) -> None:
     model = expert_model(family, torch.float64, vocab_size=VOCAB)
-    with pytest.raises(UnsupportedError, match="no routers that transformers records"):
+    with pytest.raises(UnsupportedError, match="no routers whose logits this transformers"):
         wrap(model).forward_backward(BATCH, GRPO(), router=RouterLoss(load_balancing=0.1))
     assert all(p.grad is None for p in model.parameters())
 

@@ -205,7 +205,7 @@ def chosen(context: Context, flops: float) -> tuple[dict[str, Any], str]:
     dealing = first.plan.dealing
     if any(m.parts for m in first.plan.microbatches):
         refusal = raised(lambda: alone.forward_backward(batch, context.loss, plan=first.plan))
-        assert "this plan deals leaves out to 2 ranks" in refusal, refusal
+        assert "this plan assigns leaves to 2 ranks" in refusal, refusal
     return found, dealing
 
 

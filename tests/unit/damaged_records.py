@@ -115,7 +115,7 @@ RECORDS: dict[str, tuple[Any, list[str], str]] = {
     "an advantage of NaN": (edited(TRL, put("advantages", np.nan)), ["advantages is nan"],
                             "advantages"),
     "an infinite reward": (edited(OPENRLHF, put("rewards", np.inf)), ["rewards is inf"], "rewards"),
-    "two temperatures": (edited(PRIME, at("temperatures", -1, 0.5)), ["0.5", "has one"],
+    "two temperatures": (edited(PRIME, at("temperatures", -1, 0.5)), ["0.5", "takes one"],
                          "temperatures"),
     "a value of NaN": (edited(VERL_CRITIC, at("values", 0, np.nan)),
                        ["old_values[", "nan", "the record's values"], "values"),

@@ -209,7 +209,7 @@ def test_files_of_other_kinds_are_refused(text: str, message: str, tmp_path: Pat
 
 DAMAGES: dict[str, tuple[Callable[[dict], object], str]] = {
     "a list for a curve": (lambda v: v.update(block=[1, 2]), "block"),
-    "figures missing": (lambda v: v["head"].update(forward=[1.0]), "equally many"),
+    "figures missing": (lambda v: v["head"].update(forward=[1.0]), "takes one length"),
     "sizes that descend": (lambda v: v["block"].update(at=[9, 1]), "do not ascend"),
     "NaN": (lambda v: v["block"].update(forward=[math.nan, 1.0]), "NaN"),
     "negative times": (lambda v: v["block"].update(forward=[-5.0, 1.0]), "forward"),

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from forkpoint.engine.staging import ALIGNMENT_BYTES, Frame, PlainTransfers, Staging
+from forkpoint.engine.staging import ALIGNMENT_BYTES, Frame, OffloadStats, PlainTransfers, Staging
 
 CHUNK = 4 * ALIGNMENT_BYTES
 
@@ -68,5 +68,5 @@ def test_what_is_alive_keeps_its_bytes(
         assert limit is None or memory.held_bytes <= limit
         for _, taken in open_:
             assert all(bool((buffer == value).all()) for buffer, value in taken)
-    memory.clear()
+    memory.finish(OffloadStats())
     assert memory.used_bytes == 0

@@ -176,8 +176,8 @@ class Capture:
         if key in self._taken:
             raise UnsupportedError(
                 f"a {type(key[0]).__name__} ran twice in one forward of the model, and forkpoint "
-                "keeps what later tokens read of it once. Give each layer modules of its own "
-                "(copy.deepcopy); their weights may still be tied."
+                "caches one result per module. Give each layer separate modules (copy.deepcopy). "
+                "Their weights may be tied."
             )
         self._taken.add(key)
         return True

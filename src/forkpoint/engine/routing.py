@@ -366,9 +366,8 @@ class Routing(Feature):
         if tuple(given.shape) not in wanted or given.dtype != torch.int64:
             raise ConfigError(
                 f"router_counts are {given.dtype} of shape {tuple(given.shape)}, and the model and "
-                f"the scope take int64 of {' or '.join(map(str, wanted))}. Give "
-                "scores.expert_counts for a scope of the batch, and scores.rollout_expert_counts "
-                "for any other."
+                f"the scope take int64 of {' or '.join(map(str, wanted))}. Give scores."
+                "expert_counts for the scope 'batch', else scores.rollout_expert_counts."
             )
         tokens = self._tokens_of_part
         if given.dim() == 3:

@@ -81,9 +81,8 @@ def refuse_call(*_: Any, **__: Any) -> NoReturn:
     """Raise UnsupportedError, for a call of the model that is not a step's."""
     raise UnsupportedError(
         "the model, or a part of it, was called while a step of forkpoint runs it (from a loss, a "
-        "hook or another thread), or its attn_implementation was set to 'forkpoint'. Call it when "
-        "no step runs. What a loss needs is computed before the step, by policy.score or by a copy "
-        "of the model (copy.deepcopy)."
+        "hook or another thread), or its attn_implementation was set to 'forkpoint'. Call it "
+        "before or after the step, or call a copy of the model."
     )
 
 

@@ -129,10 +129,9 @@ def check_local_head(head: nn.Linear) -> None:
         split = weight.placements[-1]
         if not (split.is_replicate() or split.is_shard(0)):
             raise UnsupportedError(
-                f"the output head's weight is split over ranks as {split}, along the hidden size. "
-                "Log-probs have been shown exact where it is split by rows of the vocabulary. Load "
-                "the model with 'embedding_rowwise' (or 'colwise_gather_output' for lm_head) in "
-                "tp_plan."
+                f"the output head's weight is split over ranks as {split}, along the hidden size; "
+                "only splits by rows of the vocabulary have been shown exact. Use tp_plan with "
+                "'embedding_rowwise' (or 'colwise_gather_output' for lm_head)."
             )
 
 

@@ -61,10 +61,9 @@ def _check_hooks(
     for hook in hooks.values():
         if not isinstance(hook, ReadOnlyHook) and not is_defined_as(hook, *known):
             raise UnsupportedError(
-                f"{where} has a hook in {kind} ({describe_function(hook)}), which would see and "
-                "change other values than in ordinary training, for a shared token runs once. "
-                "Remove it (handle.remove()); wrap one that only looks at values in "
-                "forkpoint.testing.ReadOnlyHook."
+                f"{where} has a hook in {kind} ({describe_function(hook)}), which sees other "
+                "values than in ordinary training, because a shared token runs once. Remove it, or "
+                "wrap a hook that only reads values in forkpoint.testing.ReadOnlyHook."
             )
 
 
@@ -169,7 +168,7 @@ def check_trainable(model: nn.Module, idle: Collection[nn.Module] = ()) -> None:
         held = {id(p) for module in run for p in module._parameters.values()}
         trained = [p for p in trained if id(p) in held]
     if not trained:
-        part = "the language model, which alone text runs," if idle else "the model"
+        part = "the language model (text runs nothing else)" if idle else "the model"
         raise UnsupportedError(
             f"no parameter of {part} requires a gradient; unfreeze some, or use policy.score for "
             "log-probs alone."

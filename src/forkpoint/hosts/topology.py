@@ -111,11 +111,11 @@ def read_topology(holders: Sequence[Holder]) -> Topology:
 
 REFUSED = {
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": (
-        "it flattens parameters, so that gradients have no names of their own. Use torch's "
-        "fully_shard (FSDP2), in accelerate fsdp_version: 2"
+        "it flattens parameters, so that single gradients have no names. Use torch's fully_shard "
+        "(FSDP2), in accelerate fsdp_version: 2"
     ),
     "deepspeed.runtime.engine.DeepSpeedEngine": (
-        "it reduces and partitions gradients in hooks of its own. Use torch's fully_shard (FSDP2)"
+        "its hooks reduce and partition gradients. Use torch's fully_shard (FSDP2)"
     ),
 }
 """By class, why it is refused and what to use."""
@@ -148,8 +148,8 @@ def _data_holder(model: nn.Module, experts: Collection[nn.Module] = ()) -> Holde
     if not isinstance(model, FSDPModule):
         raise UnsupportedError(
             f"{sharded[0][0]} is sharded by fully_shard and the model around it is not, so that "
-            "gradients of the rest would stay this rank's own. Call fully_shard(model) as well, "
-            "after its blocks."
+            "gradients of the rest would not be reduced over ranks. Call fully_shard(model) as "
+            "well, after its blocks."
         )
     return FullySharded(model, experts)
 
@@ -174,10 +174,9 @@ def check_mesh(mesh: DeviceMesh, topology: Topology) -> None:
         if not any(set(ranks) <= set(held.get(each, ())) for each in named):
             found = ", ".join(f"{k} over ranks {list(r)}" for k, r in held.items()) or "none"
             raise ConfigError(
-                f"the mesh's dimension {name!r} has the ranks {ranks}, and the model is not "
-                f"held over them by {f'{kind} parallelism' if kind else 'any parallelism'}: found "
-                f"are {found}. Split the model over this mesh (DistributedConfig, fully_shard) "
-                "before it is wrapped, or leave mesh out."
+                f"the mesh's dimension {name!r} has the ranks {ranks}, and the model has no "
+                f"{f'{kind} ' if kind else ''}parallelism over them (found: {found}). Split the "
+                "model over this mesh (DistributedConfig, fully_shard), or leave mesh out."
             )
 
 

@@ -180,9 +180,9 @@ def uncompiled(model: Any, name: str = "the model") -> Any:
         if hooks or not _is_compiled(attributes["forward"]):
             found = "a hook" if hooks else "a forward"
             raise UnsupportedError(
-                f"{name} is what torch.compile returned, and has {found} of its own. Compiled code "
-                "is taken off while a step runs, and this with it. Set it on the module within "
-                "(module._orig_mod), or before torch.compile."
+                f"{name} is the result of torch.compile, and has {found}. A step runs the module "
+                f"without compiled code, and thus without {found}. Set it on module._orig_mod, or "
+                "before torch.compile."
             )
         model = model._orig_mod
     return model

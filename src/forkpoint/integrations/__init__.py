@@ -1,1 +1,1 @@
-"""Trainers of other libraries, which then compute every shared token once."""
+"""Trainers of other libraries with forkpoint's steps, which compute each shared token once."""

@@ -36,15 +36,20 @@ class RolloutSteps:
 
     @property
     def data_rank(self) -> int:
-        """The number of this rank's rollouts. Ranks that share a batch (tensor and context
-        parallelism) have the same one."""
+        """Index of this rank among the ranks with different rollouts.
+
+        Ranks that share a batch (tensor and context parallelism) have the same index.
+        """
         trainer: Any = self
         mesh = trainer.parallel_dims.get_optional_mesh("batch")
         return 0 if mesh is None else mesh.get_local_rank()
 
     @property
     def policy(self) -> Policy:
-        """The policy of the trainer's model. Made when it is first used; collective then."""
+        """Policy of the trainer's model. The first use makes it, and is collective.
+
+        Raises UnsupportedError for several stages on one rank, and for accumulated batches.
+        """
         if self._policy is None:
             trainer: Any = self
             if len(trainer.model_parts) != 1:
@@ -66,7 +71,7 @@ class RolloutSteps:
         return self._policy
 
     def batch_generator(self, data_iterable: object) -> Iterator[tuple[dict[str, Any], Tensor]]:
-        """Batches of rollouts, and labels by which torchtitan counts trained tokens.
+        """Yield batches of rollouts, and labels int64 [T], by which torchtitan counts tokens.
 
         torchtitan 0.3 takes a batch for each microbatch of its pipeline. All rollouts are in the
         first.
@@ -88,9 +93,15 @@ class RolloutSteps:
     def forward_backward_step(
         self, *, input_dict: Any, labels: Any, global_valid_tokens: Tensor
     ) -> Tensor:
-        """One step of forkpoint. Returns this rank's part of the loss, which torchtitan adds up.
+        """Run one step of forkpoint.
 
-        input_dict: what `batch_generator` gives; pipelines of torchtitan 0.3 give a list of it.
+        Args:
+            input_dict: the dict that `batch_generator` yields, or a list of such dicts.
+            labels: not used.
+            global_valid_tokens: not used.
+
+        Returns:
+            This rank's part of the loss, a scalar. torchtitan sums the parts over ranks.
         """
         trainer: Any = self
         policy = self.policy
@@ -108,14 +119,14 @@ class NoData:
 
     @dataclass(kw_only=True, slots=True)
     class Config:
-        """Its configuration for torchtitan 0.3's trainer."""
+        """Configuration of NoData for the trainer of torchtitan 0.3."""
 
         def build(self, **_: object) -> "NoData":
-            """Takes what torchtitan gives configurations of data loaders."""
+            """Make a NoData. Arguments of torchtitan are ignored."""
             return NoData()
 
     def __init__(self, **_: object) -> None:
-        """Takes what torchtitan gives builders of data loaders."""
+        """Arguments of torchtitan are ignored."""
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
         return iter(())

@@ -1,4 +1,4 @@
-"""Losses, each of which declares how it decomposes over the batch."""
+"""Losses. Each one declares how it decomposes over the batch."""
 
 from forkpoint.losses.base import Denominators, FunctionLoss, Loss, LossBatch, LossOutputs, as_loss
 from forkpoint.losses.dpo import DPO, SimPO

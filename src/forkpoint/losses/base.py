@@ -41,7 +41,7 @@ LOSSES_OF: dict[Head, str] = {
 class Denominators:
     """Denominators of means: counts over all calls and ranks of a step.
 
-    A count of 0 is allowed; then nothing is divided.
+    If a count is 0, the sum is not divided.
 
     Attributes:
         tokens: number of trained tokens.
@@ -224,10 +224,10 @@ class Loss:
     def zero_rollouts(self, batch: RolloutBatch) -> NDArray[np.bool_]:
         """Rollouts whose terms and gradients are 0 for all outputs of the model: bool [N].
 
-        A step leaves them out. A rollout that is declared wrongly is therefore not trained, which
-        `policy.verify` finds. Of coupled rollouts, all or none are left out. If a subclass
-        overrides `__call__` or another method, the declaration of its base class is ignored, so
-        override this method too.
+        A step leaves them out. A rollout that is declared wrongly is therefore not trained.
+        `policy.verify` finds this. Coupled rollouts are left out only if all of them are declared.
+        If a subclass overrides `__call__` or another method, the declaration of its base class is
+        ignored, so override this method too.
 
         The result must depend only on numpy arrays of the batch. By default no rollout is declared.
         """
@@ -286,13 +286,15 @@ def as_loss(loss: Loss | LossFunction) -> Loss:
 
 
 def is_own(loss: object) -> bool:
-    """Whether each of several ranks has its own such loss, so that gradients are averaged over the
-    ranks; otherwise the ranks' losses are parts of one."""
+    """Whether each rank has its own loss. Gradients are then averaged over the ranks.
+
+    Otherwise the losses of the ranks are parts of one loss.
+    """
     return not isinstance(loss, Loss) or isinstance(loss, FunctionLoss)
 
 
 def divide(total: Tensor, count: float) -> Tensor:
-    """`total / count`, and `total`, then an empty sum, where there is nothing to divide by."""
+    """Return `total / count`, or `total` if the count is 0."""
     return total / count if count else total
 
 

@@ -43,14 +43,13 @@ class PairLoss(Loss):
             if len(members) != 2:
                 raise RolloutError(
                     f"{who}: {name} takes exactly two rollouts a group, the chosen and the "
-                    f"rejected one, not {len(members)}. Give each pair a group_id of its own."
+                    f"rejected one, not {len(members)}. Give each pair a different group_id."
                 )
             preferences = [_preference(batch, n, who, name) for n in members]
             if preferences[0] == preferences[1]:
                 raise RolloutError(
-                    f"{who} has the advantage {preferences[0]} twice; of a pair's rollouts {name} "
-                    "chooses the one with the larger advantage. Give the chosen one 1, say, and "
-                    "the rejected one 0."
+                    f"{who} has the advantage {preferences[0]} twice; {name} chooses the rollout "
+                    "with the larger advantage. Give the chosen rollout 1 and the rejected one 0."
                 )
 
     def coupling(self, batch: RolloutBatch) -> NDArray[np.int64]:
@@ -101,7 +100,7 @@ class DPO(PairLoss):
         if self.label_smoothing >= 0.5:
             raise ConfigError(
                 f"label_smoothing is {self.label_smoothing!r}; it takes a number below 0.5. At 0.5 "
-                "a pair says nothing, above it the other rollout is preferred."
+                "both rollouts count equally, and above 0.5 the rejected rollout is preferred."
             )
         if self.label_smoothing and self.variant not in ("sigmoid", "robust"):
             raise ConfigError(

@@ -17,8 +17,8 @@ ACCUMULATES = "torch::autograd::AccumulateGrad"
 def computed(loss: Loss, outputs: LossOutputs, batch: LossBatch) -> Tensor:
     """The loss of a view.
 
-    Raises what the loss does; ConfigError where that is Python's error for None in arithmetic and
-    the loss reads a field of the view that is None.
+    Raises the errors of the loss. If the loss reads a field of the view that is None, the
+    TypeError or AttributeError becomes a ConfigError that names the field.
     """
     try:
         return loss(outputs, batch)
@@ -59,7 +59,7 @@ def check_leaves(value: Tensor, outputs: Iterable[Tensor]) -> None:
         value: the loss; requires a gradient.
         outputs: leaves that it may read.
 
-    Raises UnsupportedError.
+    Raises UnsupportedError, with shape and dtype, if the loss reads another trainable tensor.
     """
     known = {id(output) for output in outputs}
     todo: list[Node] = [get_gradient_edge(value).node]

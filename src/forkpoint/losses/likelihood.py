@@ -51,7 +51,7 @@ class LogLikelihood(Loss):
 
 
 SFT = LogLikelihood
-"""The same loss under the field's name."""
+"""Alias of LogLikelihood: supervised fine-tuning."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +79,9 @@ class Distillation(Loss):
     The loss needs reference_logprobs, and does not use advantages. To add rewards, train a policy
     loss with `reference_logprobs - old_logprobs` added to the advantages. Without old_logprobs the
     update is on-policy, as in PolicyLoss.
+
+    Sources: arXiv 2306.13649 (on-policy distillation) and arXiv 2306.08543 (reverse KL as a policy
+    gradient).
     """
 
     decomposition: ClassVar[Decomposition] = "token"

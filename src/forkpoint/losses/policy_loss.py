@@ -1,4 +1,4 @@
-"""Policy gradients: PPO's clipped surrogate and its kin, CISPO, SAPO, GSPO and GMPO."""
+"""Policy gradients: PPO's clipped surrogate and its variants, CISPO, SAPO, GSPO and GMPO."""
 
 import math
 from dataclasses import dataclass, field
@@ -131,13 +131,16 @@ class PolicyLoss(Loss):
 
 
 def log_ratios(logprobs_T: Tensor, batch: LossBatch) -> Tensor:
-    """Log-prob minus old log-prob, [T], 0 outside the loss mask; without the old ones on-policy."""
+    """Log-prob minus old log-prob: [T], 0 outside the loss mask.
+
+    Without old log-probs it is 0, with the gradient of the log-prob.
+    """
     old_T = logprobs_T.detach() if batch.old_logprobs is None else batch.old_logprobs
     return batch.trained(logprobs_T - old_T)
 
 
 def ratios(log_ratios: Tensor) -> Tensor:
-    """exp, elementwise, of log-ratios of at most LARGEST_LOG_RATIO."""
+    """Elementwise exp of log-ratios, which are clamped to LARGEST_LOG_RATIO."""
     return log_ratios.clamp(max=LARGEST_LOG_RATIO).exp()
 
 
@@ -434,8 +437,8 @@ class GMPO(PolicyLoss):
     Attributes:
         clip, clip_high: bounds of the log-ratio of a token: -clip from below for negative
             advantages, clip_high from above for positive ones. Ratios are then above exp(-clip) or
-            below exp(clip_high). At least 0, or infinite. The default is that of the paper.
-            clip_high None means clip.
+            below exp(clip_high). Both are at least 0 or infinite. The default is that of the
+            paper. clip_high None means clip.
     """
 
     decomposition: ClassVar[Decomposition] = "rollout"

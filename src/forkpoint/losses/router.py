@@ -27,6 +27,8 @@ class RouterLoss:
 
     The first is load_balancing_loss_func of transformers (Fedus et al., arXiv 2101.03961, equations
     4 to 6). The second is the z loss of Zoph et al. (arXiv 2202.08906, equation 5).
+
+    Raises ConfigError for a value that is not allowed.
     """
 
     load_balancing: float | None = None

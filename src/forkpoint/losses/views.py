@@ -15,7 +15,7 @@ from forkpoint.tree.forest import IntArray
 
 
 class LossViews:
-    """Cuts views for a loss from one batch; what they have in common is made once."""
+    """Cuts views for a loss from one batch. Arrays of the whole batch are computed once."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ def batch_denominators(batch: RolloutBatch) -> Denominators:
 
 
 def check_range(batch: RolloutBatch, dtype: torch.dtype) -> None:
-    """Raises RolloutError for numbers that become infinite, or temperatures 0, in a loss's dtype.
+    """Raises RolloutError if a number overflows, or a temperature becomes 0, in a loss's dtype.
 
     Rollouts keep float64, and the losses of models that are not float64 are computed in float32.
     """
@@ -90,8 +90,7 @@ def check_range(batch: RolloutBatch, dtype: torch.dtype) -> None:
             raise RolloutError(
                 f"Rollout {batch.rollout_ids[rollout]!r}: {name} is {values[token]} at its token "
                 f"{token - batch.offsets[rollout]}; this model's losses are computed in {kind}, "
-                f"which holds numbers up to {most:.3g}. Look for a division by nearly 0 where it "
-                "is made."
+                f"up to {most:.3g}. Look for a division by nearly 0 in the code that makes it."
             )
     least = 1 / most
     cold = batch.temperatures < least
@@ -105,12 +104,14 @@ def check_range(batch: RolloutBatch, dtype: torch.dtype) -> None:
 
 
 def spread(values_n: Tensor, entries: Tensor) -> Tensor:
-    """The microbatch's values at `entries`; an entry of -1 is 0. Shared tokens' gradients add
-    up."""
+    """Select the values of a microbatch at `entries`. An entry of -1 gives 0.
+
+    Gradients of shared tokens are summed.
+    """
     padded = torch.cat([values_n, values_n.new_zeros(1)])
     return padded.index_select(0, entries % len(padded))
 
 
 def outputs_of(per_token: Mapping[str, Tensor], entries: Tensor) -> LossOutputs:
-    """A view's outputs from the microbatch's own."""
+    """Outputs of a view, from the outputs of its microbatch."""
     return LossOutputs(**{name: spread(x_n, entries) for name, x_n in per_token.items()})

@@ -1,4 +1,4 @@
-"""Rollouts that a loss declares to have neither value nor gradient, as far as a step uses that."""
+"""Rollouts that a step may leave out, because their loss declares value and gradient to be 0."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,9 +11,9 @@ from forkpoint.rollouts.batch import RolloutBatch, short
 def zero_rollouts(loss: Loss, batch: RolloutBatch) -> NDArray[np.bool_]:
     """The rollouts that a step of this loss may leave out: bool [N].
 
-    Of rollouts that the loss couples, all or none.
+    Coupled rollouts are left out only if the loss declares all of them.
 
-    Raises ConfigError where the loss declares something else than bool [N].
+    Raises ConfigError if the declaration of the loss is not a bool array [N].
     """
     nothing = np.zeros(len(batch), bool)
     # Advantages that were not given are zeros, which such a loss refuses.

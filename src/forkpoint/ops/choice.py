@@ -52,14 +52,14 @@ def choose_kernel(
         reasons = "; ".join(f"{kernel}: {why}" for kernel, why in refusals.items())
         raise UnsupportedError(
             f"No {what} kernel can serve {dtype} on {device} with head dims {head_dim} and "
-            f"{value_dim}. {reasons}."
+            f"{value_dim}. {reasons}. Use another dtype or device."
         )
     can_serve = ", ".join(repr(kernel.name) for kernel in able) or "none"
     if name not in refusals:
         known = ", ".join(repr(kernel.name) for kernel in kernels)
         raise UnsupportedError(
             f"There is no {what} kernel {name!r}; there are {AUTO!r}, {known}. Able to serve here: "
-            f"{can_serve}."
+            f"{can_serve}. Name one of these, or {AUTO!r}."
         )
     raise UnsupportedError(
         f"{what.capitalize()} kernel {name!r} cannot serve: {refusals[name]}. Able to serve here: "

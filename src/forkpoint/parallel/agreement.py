@@ -311,19 +311,17 @@ def _check_coupling(proposals: Sequence[Proposal]) -> None:
     if couples == "batch" and len(there) > 1:
         raise ConfigError(
             f"the loss couples rollouts of different groups, and {len(there)} ranks have rollouts, "
-            "whose log-probs are not gathered. Set across_ranks = True in the Loss, and they are; "
-            "or give a function as the loss, which is then each rank's own and averaged over the "
-            "ranks."
+            "whose log-probs are not gathered. Set across_ranks = True in the Loss to gather them. "
+            "A function as the loss is averaged over the ranks instead."
         )
     if couples == "groups":
         every = np.concatenate([np.zeros(0, np.uint64), *there])
         split = len(every) - len(np.unique(every))
         if split:
             raise ConfigError(
-                f"the loss couples the rollouts of a group (as DPO does a pair), and {split} of "
-                "the groups have rollouts on several ranks. Put each group on one rank: "
-                "forkpoint.place(..., whole_groups=True) does. A Loss with across_ranks = True "
-                "takes them as they are."
+                f"the loss couples the rollouts of a group, and {split} of the groups have "
+                "rollouts on several ranks. Put each group on one rank with forkpoint.place(..., "
+                "whole_groups=True), or set across_ranks = True in the Loss."
             )
 
 

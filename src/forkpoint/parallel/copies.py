@@ -83,8 +83,7 @@ def check_copies(
         text = difference(values[leader], values[rank]) if rank != leader else None
         if text is not None:
             raise error(
-                f"ranks {names[leader]} and {names[rank]} hold one copy of the model together "
-                f"(tensor, context or pipeline parallelism), and {text}"
+                f"ranks {names[leader]} and {names[rank]} hold one copy of the model, and {text}"
             )
 
 
@@ -98,9 +97,8 @@ def check_same_batches(
         assert one is not None and other is not None
         if one.rollouts != other.rollouts:
             return (
-                f"were given different batches, {no_step} Give both the same rollouts, with the "
-                "same advantages, log-probs and extras: one batch for each place in the data "
-                "dimensions of the mesh."
+                f"have different batches, {no_step} Give both the same rollouts, with the same "
+                "advantages, log-probs and extras."
             )
         if one.plan != other.plan:
             return (
@@ -110,8 +108,7 @@ def check_same_batches(
         if not alike(one.numbers, other.numbers):
             return (
                 f"scale the loss or its gradients differently ({list(one.numbers)} and "
-                f"{list(other.numbers)}), {no_step} Compute the loss from the same values on both, "
-                "without random numbers of a rank's own."
+                f"{list(other.numbers)}), {no_step} Compute the loss from the same values on both."
             )
         return None
 
@@ -128,8 +125,7 @@ def check_same_losses(
             return None
         return (
             f"came to different losses ({one:.6g} and {other:.6g}), so no rank keeps its "
-            "gradients. A loss there must not draw random numbers of a rank's own, nor depend on "
-            "the rank."
+            "gradients. Use the same random numbers on both, and no loss that depends on the rank."
         )
 
     check_copies(losses, names, batches, difference)

@@ -76,9 +76,9 @@ def joined(
         return StatisticsOfRanks(None, sum(share.statistics for share in known), first.gathers)
     if not tokens and any(share.statistics for share in known):
         raise RolloutError(
-            "the router loss takes a statistic over the rollouts of all ranks, and none of their "
-            "tokens counts: rollouts of one token without their last. Leave the rollouts out, or "
-            "use RouterLoss(last_token=True)."
+            "the router loss takes a statistic over the rollouts of all ranks, and each has one "
+            "token, which last_token=False does not count. Leave the rollouts out, or use "
+            "RouterLoss(last_token=True)."
         )
     return StatisticsOfRanks(tokens, 1, first.gathers)
 

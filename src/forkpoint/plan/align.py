@@ -81,7 +81,7 @@ def align(
         PlanError: there is no rank, or a program is not properly nested.
     """
     if not programs:
-        raise PlanError("there are no programs to align; give one of each rank, if only empty.")
+        raise PlanError("there are no programs to align; give one per rank, which may be empty.")
     if not any(program.exchanges for program in programs):
         return _align(programs, costs)
     parts = [split_at_exchanges(program) for program in programs]

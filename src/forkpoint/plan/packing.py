@@ -56,9 +56,8 @@ def microbatches_of_whole_paths(
         rollout = int(order.rollouts[order.edges.argmax()])
         raise PlanError(
             f"rollout {rollout} has {longest} tokens to run and a microbatch holds at most "
-            f"{max_microbatch_tokens}: a rollout within one microbatch cannot be cut. Raise "
-            f"max_microbatch_tokens to {longest}, or use boundary='across', "
-            "which cuts it into a chain of microbatches."
+            f"{max_microbatch_tokens}: boundary='within' cannot cut a rollout. Raise "
+            f"max_microbatch_tokens to {longest}, or use boundary='across'."
         )
     cut = order.cut(_cuts(order, max_microbatch_tokens))
     piece = np.cumsum(cut.shared_edges == 0) - 1

@@ -70,9 +70,13 @@ class Plan:
     """
 
     sharing: str
+    """Sharing of the plan, as in Config: "none", "group" or "tree"."""
     boundary: str
+    """Position of forks, as in Config: "within", "across" or "mixed"."""
     max_microbatch_tokens: int
+    """Largest number of tokens in one microbatch."""
     forest: Forest
+    """Segments of the rollouts."""
     microbatches: tuple[Microbatch, ...]
     """Microbatches in depth-first order of the forest."""
     program: Program
@@ -93,7 +97,9 @@ class Plan:
     dense: Work
     """Work without sharing, without the rollouts and tokens that the plan leaves out."""
     shared: Work
+    """Work of the plan."""
     fingerprint: str
+    """Digest of the batch that the plan was made for."""
     capabilities: Capabilities = field(default_factory=Capabilities)
     """Capabilities of the host that the plan was made for."""
     media: tuple[PlannedMedium, ...] = ()
@@ -111,21 +117,25 @@ class Plan:
     last_tokens: bool = False
     """Whether last tokens of rollouts run, for statistics of routers over whole rollouts."""
     shape: ModelShape | None = None
+    """Sizes of the model; None if the plan counts tokens only."""
     cost: float = 0.0
     """Predicted cost of the step, by which the planner compares plans."""
     cost_unit: str = "tokens"
-    """ms with a calibration, FLOPs without one, tokens without a model shape."""
+    """Unit of `cost`: ms with a calibration, FLOPs without one, tokens without a model shape."""
     predicted_ms: float | None = None
-    """Predicted time of a step; None without a calibration."""
+    """Predicted time of a step in milliseconds; None without a calibration."""
     predicted_peak_bytes: int | None = None
-    """Predicted peak of activations, prefix cache and its gradients, without weights."""
+    """Predicted peak of activations, prefix cache and its gradients, without weights. None without
+    a model shape."""
     memory_budget_bytes: int | None = None
     """Limit for `predicted_peak_bytes`; None means no limit. If no plan fits a measured budget
     (`Config.memory_budget`), the plan exceeds it."""
     rests_on: str = ""
     """Description of the calibration behind the predictions; empty without one."""
     candidates: tuple[Candidate, ...] = ()
+    """Combinations that the planner compared."""
     reason: str = ""
+    """Reason for the choice of this plan."""
     gather: Literal["", "microbatch", "step"] = ""
     """Time at which ranks gather sharded weights (`Config.gather`); "" if weights are not sharded,
     and before ranks have agreed."""
@@ -261,7 +271,10 @@ class Plan:
     ) -> tuple[Instruction, ...]:
         """The instructions of one pass over the plan's microbatches, with those of encoders.
 
-        `training`: whether it is the pass of backwards. `common`: where ranks run in lockstep.
+        Args:
+            instructions: the instructions of the pass.
+            training: whether it is the pass of backwards.
+            common: encoder runs that all ranks have in lockstep; None without lockstep.
         """
         if common is not None:
             # A rank that idles has no activations of another's; so no rank keeps any.
@@ -355,18 +368,17 @@ class Plan:
         if len(lacking):
             first = int(lacking[0])
             others = f" and more of {len(lacking) - 1} others" * (len(lacking) > 1)
+            name = short(batch.rollout_ids[first])
             raise PlanError(
-                f"this plan runs {self.run_lengths[first]} tokens of rollout "
-                f"{short(batch.rollout_ids[first])}, and this call needs {needed[first]}{others}: "
-                "the plan leaves out what had no gradient in the call that it was made for. Leave "
-                "plan= out, or make it for this call: policy.plan(batch, loss), and without a loss "
-                "for log-probs."
+                f"this plan runs {self.run_lengths[first]} tokens of rollout {name}, and this call "
+                f"needs {needed[first]}{others}: the plan leaves out what had no gradient. Leave "
+                "plan= out, or make a plan for this call: policy.plan(batch, loss)."
             )
 
     def check_host(self, capabilities: Capabilities) -> None:
-        """Refuse a host that cannot leave the last block early or run whole segments, where this
-        plan does, and one whose encoder is trained, where this plan has it frozen, or the other way
-        around.
+        """Refuse a host whose capabilities differ from those that this plan uses.
+
+        They are: leaving the last block early, running whole segments, and training the encoder.
 
         Raises:
             PlanError: the plan is not for this host.
@@ -380,8 +392,8 @@ class Plan:
             )
         if any(m.parts for m in self.microbatches) and not capabilities.deals_segments:
             raise PlanError(
-                "this plan deals leaves out to ranks of context parallelism, and some of the "
-                "model's layers carry a state, which run by heads alone. Make the plan again with "
+                "this plan assigns leaves to ranks of context parallelism, and some of the model's "
+                "layers carry a state, which run by heads alone. Make the plan again with "
                 "policy.plan."
             )
         if self.capabilities.leaves_early and not capabilities.leaves_early:
@@ -392,7 +404,7 @@ class Plan:
             )
 
     def check_ranks(self, context: int) -> None:
-        """Refuse to deal segments out to other ranks than the plan was made for.
+        """Refuse another number of ranks of context parallelism than the plan was made for.
 
         Args:
             context: ranks of context parallelism, 1 without any.
@@ -403,8 +415,8 @@ class Plan:
         dealt = {len(microbatch.parts) for microbatch in self.microbatches if microbatch.parts}
         if dealt - {context}:
             raise PlanError(
-                f"this plan deals leaves out to {max(dealt)} ranks of context parallelism, and the "
-                f"model has {context}. Make a plan with this policy's plan(batch)."
+                f"this plan assigns leaves to {max(dealt)} ranks of context parallelism, and the "
+                f"model has {context}. Make a plan with policy.plan(batch)."
             )
 
     def check_coupling(self, batch: RolloutBatch, coupling: IntArray) -> None:
@@ -420,9 +432,9 @@ class Plan:
         """
         if not self.program.has_scores and self.splits(batch, coupling):
             raise PlanError(
-                "this plan has one pass, and the loss couples rollouts whose trained tokens lie in "
-                "several microbatches, so that it needs a pass of scores first. Make the plan "
-                "for this loss: policy.plan(batch, loss)."
+                "this plan has no pass of scores. The loss needs one, because it couples rollouts "
+                "with trained tokens in several microbatches. Make the plan for this loss: "
+                "policy.plan(batch, loss)."
             )
 
     def splits(self, batch: RolloutBatch, coupling: IntArray) -> bool:
@@ -467,7 +479,10 @@ class Plan:
         )
 
     def explain(self, *, width: int = 100) -> str:
-        """A description as text: what runs, what is saved, why it was chosen, what was refused."""
+        """Describe the plan as text: counts, the reason for the choice, and the compared plans.
+
+        `width` is the width in characters.
+        """
         return _explained(self, width)
 
 

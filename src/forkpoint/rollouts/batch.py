@@ -433,8 +433,8 @@ class RolloutBatch:
         or_rollouts = f" or {len(self)} rollouts" if name in _ONE_PER_ROLLOUT else ""
         raise RolloutError(
             f"{name} has {len(read)} entries, and the batch has {self.logical_tokens} "
-            f"tokens{or_rollouts}. Give one number for each token, of all rollouts one after "
-            "another, as policy.score(batch) does."
+            f"tokens{or_rollouts}. Give one number per token, rollout after rollout, as "
+            "policy.score(batch).logprobs has them."
         )
 
     def groups(self) -> list[NDArray[np.int64]]:
@@ -464,11 +464,16 @@ class RolloutBatch:
 
 
 def check_rollouts(given: Iterable[Rollout], what: str, *, least: int = 1) -> list[Rollout]:
-    """The rollouts; refuses, for `what` (such as "a batch"), none, other things, and equal ids.
+    """Return the rollouts as a list, after checking them.
 
-    `least` is 0 where there may be none.
+    Args:
+        given: the rollouts.
+        what: the object that they are for, in messages, such as "a batch".
+        least: smallest number of rollouts.
 
-    Raises RolloutError, naming the value and its position.
+    Raises:
+        RolloutError: there are too few rollouts, an item is not a Rollout, or two rollout_ids are
+            equal. The message has the value and its position.
     """
     if not isinstance(given, Iterable) or isinstance(given, (str, bytes, dict)):
         raise RolloutError(
@@ -524,9 +529,8 @@ def _experts(rollouts: Sequence[Rollout]) -> NDArray[np.int16] | None:
     for rollout, experts in zip(rollouts, values, strict=True):
         if experts.shape[1:] != values[0].shape[1:]:
             raise RolloutError(
-                f"routed_experts of rollout {short(rollouts[0].rollout_id)} have the shape "
-                f"{values[0].shape} and those of rollout {short(rollout.rollout_id)} "
-                f"{experts.shape}; one model has one number of layers and of experts a token. Make "
-                "two batches."
+                f"routed_experts of rollout {short(rollouts[0].rollout_id)} have shape "
+                f"{values[0].shape}, and those of rollout {short(rollout.rollout_id)} "
+                f"{experts.shape}; all but the first size must be equal. Make two batches."
             )
     return np.concatenate(values)

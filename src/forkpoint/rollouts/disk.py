@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 TEMPORARY = ".tmp"
 PIXELS = ".media.safetensors"
-"""Added to the name of a file of rollouts: the file beside it with the inputs of their media."""
+"""Suffix of the file with the inputs of media, after the name of the file of rollouts."""
 
 
 def pixels_path(path: Path) -> Path:
@@ -19,7 +19,7 @@ def pixels_path(path: Path) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` as the block ends; an error leaves `path` as it was."""
+    """Open a file that replaces `path` when the block ends. An error leaves `path` unchanged."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{TEMPORARY}")
     try:
         with temporary.open("xb") as file:

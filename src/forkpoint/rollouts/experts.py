@@ -1,4 +1,4 @@
-"""Routed experts: those that each token of a rollout was sent to when it was sampled."""
+"""Routed experts: the experts that processed each token of a rollout during sampling."""
 
 from typing import Any
 
@@ -13,14 +13,15 @@ MAX_EXPERT = 2**15 - 1
 
 
 def read_routed_experts(who: str, values: Any, length: int) -> NDArray[np.int16]:
-    """Experts of each token, int16 [T, L, K].
+    """Read the experts of each token: int16 [T, L, K].
 
-    Given for all tokens but the last, that one's are -1.
+    If `values` leaves out the last token, its experts are -1. Raises RolloutError, naming the
+    position, for another shape or type and for numbers that are not allowed.
     """
     takes = (
-        f"it takes whole numbers of shape [{length}, layers, experts of a token], or "
-        f"[{max(length - 1, 0)}, ...] without the last token's: different experts, or -1 for all "
-        "of a token in a layer where the router chooses."
+        f"it takes whole numbers of shape [{length}, layers, experts per token], or "
+        f"[{max(length - 1, 0)}, ...] without the last token. The experts of a token in a layer "
+        "must differ, or all be -1."
     )
     try:
         array = np.asarray(host_values(who, "routed_experts", values))
@@ -56,7 +57,7 @@ def read_routed_experts(who: str, values: Any, length: int) -> NDArray[np.int16]
 
 
 def route_index(experts_TLK: NDArray[np.int16]) -> NDArray[np.int64]:
-    """int64 [T], equal where a token's experts are, in any order."""
+    """int64 [T], equal for tokens with the same experts in all layers, in any order."""
     ordered = np.ascontiguousarray(np.sort(experts_TLK, axis=-1))
     rows = ordered.reshape(len(ordered), -1).view(f"V{ordered[0].nbytes}")[:, 0]
     return np.unique(rows, return_inverse=True)[1].astype(np.int64)

@@ -1,4 +1,4 @@
-"""Single values and vectors as users give them: converted to numpy, refused by name.
+"""Conversion of single values and vectors to numpy, with errors that name the field.
 
 Lists, numpy arrays and torch tensors of any device are read. Imports no torch: a tensor can only be
 given by code that has imported it. `who` is the rollout as error messages name it.
@@ -53,7 +53,7 @@ def named(rollout_id: str) -> str:
 def host_values(who: str, field: str, value: Any) -> Any:
     """A torch tensor as a numpy array; anything else as it is.
 
-    A tensor may have any real dtype that torch converts (bfloat16 and float8 become float32), lie
+    A tensor may have any real dtype that torch converts (bfloat16 and float8 become float32), be
     on any device, require gradients and have any strides. It is copied to the host at once.
 
     Raises RolloutError for tensors whose numbers cannot be read here (sparse, nested, quantized,
@@ -143,7 +143,7 @@ def read_vector(
 
 
 def read_mask(who: str, field: str, values: Any, takes: str) -> np.ndarray:
-    """0 and 1, or booleans: bool [n]."""
+    """Read a mask of booleans, or of numbers 0 and 1: bool [n]."""
     given = read_vector(who, field, values, "biuf", takes)
     refuse_where(who, field, (given != 0) & (given != 1), given, f"; {takes}")
     return given.astype(np.bool_)

@@ -1,4 +1,4 @@
-"""Writing forkpoint's own files of rollouts, JSON lines, and their fields. Imports no torch.
+"""Writes files of rollouts in forkpoint's format, JSON lines. Imports no torch.
 
 A line holds one JSON object whose keys are the fields of `Rollout`; token_ids, loss_mask and
 advantage are required. Blank lines between objects are allowed. Inputs of media are in a second
@@ -30,7 +30,7 @@ _SUFFIXES = (".jsonl", ".gz", ".zst")
 
 
 def as_path(path: str | os.PathLike[str], of: str) -> Path:
-    """The path as an object. Raises ConfigError for what is none."""
+    """Return the path as a pathlib.Path. Raises ConfigError if it is of another type."""
     try:
         return Path(path)
     except TypeError:
@@ -41,9 +41,9 @@ def as_path(path: str | os.PathLike[str], of: str) -> Path:
 
 
 def import_extra(package: str, extra: str, what: str) -> Any:
-    """The module of a package that is an extra; `what` takes it.
+    """Import a package of an extra, which the feature `what` needs.
 
-    Raises ConfigError, naming the extra, where it is not installed.
+    Raises ConfigError, with the command that installs the extra, if the package is missing.
     """
     try:
         return importlib.import_module(package)
@@ -94,9 +94,9 @@ def save_rollouts(path: str | os.PathLike[str], rollouts: Iterable[Rollout]) -> 
 
 
 def rollout_of(record: dict[str, Any]) -> Rollout:
-    """The rollout whose fields are a record's keys; keys that are no fields go into its extras.
+    """Make a rollout from a record. Unknown keys go into its extras.
 
-    Raises RolloutError for a record that is none.
+    Raises RolloutError if a required key is missing or a value is not allowed.
     """
     if missing := [field for field in REQUIRED if field not in record]:
         raise RolloutError(

@@ -32,10 +32,10 @@ Row = Any
 
 
 class BatchFields(TypedDict, total=False):
-    """Fields that a batch made from tensors may have. One that is None is left out.
+    """Optional fields of a batch that is made from tensors. A field that is None is left out.
 
-    Per-token fields are lists of rows, arrays or tensors of the shapes that the constructor names;
-    the entry at a token belongs to it. The meaning and the limits of values are those of Rollout.
+    Per-token fields are lists of rows, arrays or tensors of the shapes that the constructor names.
+    Entry i of a row belongs to token i. Meaning and limits of values are those of Rollout.
     """
 
     advantages: Any
@@ -54,8 +54,8 @@ class BatchFields(TypedDict, total=False):
     temperatures: ArrayLike | None
     """[N], or a single number; 1 if left out."""
     group_ids: Ids | None
-    """[N] texts or whole numbers. Rollouts without one form a group where their prompts are equal,
-    a prompt being the tokens before the first trained one."""
+    """[N] texts or whole numbers. Rollouts without one form a group if their prompts are equal. A
+    prompt is the tokens before the first trained token."""
     rollout_ids: Ids | None
     """[N] texts or whole numbers, all different; positions if left out."""
     extras: Sequence[dict[str, Any] | None] | None
@@ -93,15 +93,16 @@ class _Entries:
         rows = _rows(field, values)
         if len(rows) != len(self.rows):
             raise RolloutError(
-                f"{_WHO}: {field} has {len(rows)} rows, but {self.like} has {len(self.rows)}."
+                f"{_WHO}: {field} has {len(rows)} rows, but {self.like} has {len(self.rows)}. Give "
+                "one row per rollout."
             )
         found = []
         for n, (row, start, stop) in enumerate(zip(rows, self.starts, self.stops, strict=True)):
             if len(row) != len(self.rows[n]):
                 raise RolloutError(
                     f"{_WHO}: {field} has {len(row)} entries in row {n}, but {self.like} has "
-                    f"{len(self.rows[n])}; the entry at a token belongs to it. Fields over "
-                    "responses alone go with from_completions, or response_lengths."
+                    f"{len(self.rows[n])}. Give one entry per token. For fields of responses only, "
+                    "use from_completions, or from_jagged with response_lengths."
                 )
             if not may_exceed:
                 array = row if isinstance(row, np.ndarray) else np.asarray(row, object)
@@ -187,7 +188,7 @@ def from_jagged(
             if not isinstance(length, int) or not 0 <= length <= len(row):
                 raise RolloutError(
                     f"{_WHO}: response_lengths[{n}] is {short(length)}, and this rollout has "
-                    f"{len(row)} tokens. Give the tokens of its response, those of tools included."
+                    f"{len(row)} tokens. Give the length of its response, including tool tokens."
                 )
     bounds = [len(row) - length for row, length in zip(ids, lengths, strict=True)]
     responses = [row[bound:] for row, bound in zip(ids, bounds, strict=True)]
@@ -336,8 +337,8 @@ def _attended(like: str, ids: Any, field: str, mask: Any) -> _Entries:
         if stop - start != len(tokens):
             hole = start + int(array[start:stop].argmin())
             raise RolloutError(
-                f"{_WHO}: {field}[{n}, {hole}] is 0 between tokens. Padding lies before or after "
-                "the tokens of a row; mark tokens that are not trained in the loss mask."
+                f"{_WHO}: {field}[{n}, {hole}] is 0 between tokens. Put padding before or after "
+                "the tokens of a row. Set loss_mask to 0 for tokens that are not trained."
             )
         starts.append(start)
         stops.append(stop)

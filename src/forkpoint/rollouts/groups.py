@@ -23,7 +23,7 @@ def check_unique(rollout_ids: Sequence[str | None], what: str) -> None:
 
 
 def fill_ids(rollout_ids: Sequence[str | None]) -> tuple[str, ...]:
-    """The ids, with the position as text, and underscores where it is taken, for those missing."""
+    """Fill in missing ids with the position as text, plus underscores if that id exists."""
     taken = set(rollout_ids)
     filled: list[str] = []
     for position, name in enumerate(rollout_ids):
@@ -37,7 +37,10 @@ def fill_ids(rollout_ids: Sequence[str | None]) -> tuple[str, ...]:
 
 
 def prompt_lengths(loss_mask: NDArray[np.bool_], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The tokens of each rollout before its first trained one, or all if none is: int64 [N]."""
+    """Number of tokens before the first trained token of each rollout: int64 [N].
+
+    It is the length of a rollout without trained tokens.
+    """
     lengths = np.diff(offsets)
     for n, (begin, length) in enumerate(zip(offsets.tolist(), lengths.tolist(), strict=False)):
         first = int(loss_mask[begin : begin + length].argmax())

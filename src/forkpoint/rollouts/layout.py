@@ -20,7 +20,7 @@ class PaddedLayout:
     """The cells of a padded tensor [N, W] that hold the T tokens of a batch; rollout n is in row n.
 
     Attributes:
-        width: the columns W.
+        width: number of columns, W.
         offsets: int64 [N + 1], read-only; rollout n has the tokens `offsets[n] : offsets[n + 1]`.
         columns: int64 [T], read-only; the column of each token, or -1 for a token without a cell,
             such as a prompt's in a tensor of completions.
@@ -55,7 +55,7 @@ class PaddedLayout:
         return len(self.offsets) - 1, self.width
 
     def mask(self) -> NDArray[np.bool_]:
-        """True for the cells that hold tokens: bool [N, W]."""
+        """Mask of the cells that hold tokens: bool [N, W]."""
         return self.pad(np.ones(len(self.columns), np.bool_), False)
 
     def select(self, rollouts: Sequence[int]) -> "PaddedLayout":
@@ -66,7 +66,7 @@ class PaddedLayout:
     def pad(self, values: Any, fill: float = 0) -> Any:
         """`values` [T, ...] in their cells: [N, W, ...], `fill` elsewhere.
 
-        Takes and returns what RolloutBatch.to_padded does, and raises its errors.
+        Arguments, result and errors are those of RolloutBatch.to_padded.
         """
         torch = sys.modules.get("torch")
         tokens = np.flatnonzero(self.columns != NO_CELL)

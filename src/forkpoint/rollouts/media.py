@@ -57,7 +57,9 @@ class Media:
         if kind not in KINDS:
             raise RolloutError(f"A medium's kind is {short(kind)}; it takes 'image' or 'video'.")
         if isinstance(tokens, bool) or not isinstance(tokens, int | np.integer) or tokens < 1:
-            raise RolloutError(f"A medium's tokens are {short(tokens)}; it takes at least 1.")
+            raise RolloutError(
+                f"A medium's tokens are {short(tokens)}; it takes a whole number of at least 1."
+            )
         if digest is not None and (not isinstance(digest, str) or not digest):
             raise RolloutError(f"A medium's digest is {short(digest)}; it takes text or None.")
         if not isinstance(inputs, Mapping) or not inputs:
@@ -142,12 +144,12 @@ def _dtype(value: Any) -> str:
 
 
 class MediumOutline(NamedTuple):
-    """The shapes of a medium's inputs, which other ranks make one of zeros from."""
+    """Shapes of a medium's inputs, so that other ranks can make a medium of zeros."""
 
     kind: MediaKind
     tokens: int
     floats: dict[str, tuple[tuple[int, ...], str]]
-    """By name, shape and dtype of inputs such as pixels."""
+    """Shape and dtype of inputs such as pixels, by name."""
     others: dict[str, NDArray[Any]]
     """Inputs such as grids."""
 
@@ -177,7 +179,7 @@ def read_media(
     takes = "it takes 0 for text, 1 for tokens of images and 2 for tokens of videos, one per token."
     if types is None:
         if media:
-            raise RolloutError(f"{who}: media_types is None, and there are media; {takes}")
+            raise RolloutError(f"{who}: media_types is None, and media has {len(media)}; {takes}")
         return (), None
     given = read_vector(who, "media_types", types, "iu", takes)
     refuse_where(who, "media_types", (given < 0) | (given > len(KINDS)), given, f"; {takes}")
@@ -204,8 +206,11 @@ def media_columns(
     types: Sequence[NDArray[np.int8] | None],
     offsets: NDArray[np.int64],
 ) -> tuple[tuple[Media, ...], NDArray[np.int64], NDArray[np.int64]]:
-    """Media of the rollouts of a batch: the distinct ones, which of them a token stands for (-1 for
-    text), and which of its tokens it is: int64 [T] each."""
+    """Collect the media of the rollouts of a batch.
+
+    Returns the distinct media; int64 [T], the index of the medium of each token, -1 for text; and
+    int64 [T], the position of each token within its medium.
+    """
     numbers: dict[Media, int] = {}
     of_T = np.full(int(offsets[-1]), -1, np.int64)
     row_T = np.zeros(int(offsets[-1]), np.int64)
@@ -225,8 +230,10 @@ def media_columns(
 def share_index(
     route_index: NDArray[np.int64] | None, media_of: NDArray[np.int64] | None
 ) -> NDArray[np.int64] | None:
-    """int64 [T], below 2^32: equal where everything besides ids that decides what a token computes
-    is equal; None where there is nothing else."""
+    """int64 [T], below 2^32, equal for tokens with the same experts and the same medium.
+
+    None for a batch without experts and media.
+    """
     if route_index is None or media_of is None:
         return route_index if media_of is None else media_of + 1
     both = np.stack([route_index, media_of], axis=1)
@@ -234,9 +241,9 @@ def share_index(
 
 
 class ShownMedia(NamedTuple):
-    """Media of the rows of an ordinary forward, N of L tokens."""
+    """Media of an ordinary forward of N rows with L tokens each."""
 
     rows: tuple[tuple[Media, ...], ...]
-    """By row, in the order of their tokens."""
+    """Media of each row, in the order of their tokens."""
     types_NL: NDArray[np.int64]
-    """0 for text, k for a token that stands for one of `KINDS[k - 1]`."""
+    """Types of tokens, int64 [N, L]: 0 for text, k for a placeholder of `KINDS[k - 1]`."""

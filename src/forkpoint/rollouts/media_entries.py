@@ -24,7 +24,7 @@ from forkpoint.rollouts.media import Absent, Media
 from forkpoint.rollouts.schema import SchemaError, is_number, read
 
 MOST_VALUES = 64
-"""Numbers of an input that an entry holds; more are an array."""
+"""Largest number of values that an entry holds. Longer inputs are arrays."""
 MOST_INPUTS = 32
 MOST_DIMENSIONS = 16
 _WHOLE = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
@@ -93,7 +93,7 @@ class MediaEntries:
 
     Args:
         array_of: reads an array; None leaves out the numbers of arrays (`Media.is_absent`).
-        memory: what media are charged to. They are held until the whole file is read.
+        memory: limit that media are charged to, until the whole file is read.
     """
 
     def __init__(self, array_of: ArrayOf | None, memory: MemoryLimit) -> None:

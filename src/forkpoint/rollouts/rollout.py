@@ -71,7 +71,8 @@ class Rollout:
             finite and at most 1/8, because rounding to 16 bits can raise a log-prob above 0. Entry
             0 is stored as 0.
         reference_logprobs: the same under the reference policy.
-        weights: a float, float64 [T], or None.
+        weights: a float, float64 [T], or None; factors on the loss terms of tokens, such as
+            importance weights.
         returns: a float, float64 [T], or None; targets for the values of a critic.
         old_values: float64 [T] or None; values of the critic before its update.
         temperature: sampling temperature, finite and above 0.

@@ -17,7 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from forkpoint.rollouts.batch import short
 
 MOST_WHOLE = 2**62
-"""No size, count or number of bytes of a file is larger."""
+"""Largest size, count or number of bytes in a file."""
 _hints = cache(get_type_hints)
 
 
@@ -100,7 +100,7 @@ def read(kind: Any, value: Any, field: str) -> Any:
     hints, known = _hints(kind), {f.name: f for f in fields(kind)}
     for name, f in known.items():
         if name not in value and f.default is MISSING and f.default_factory is MISSING:
-            raise SchemaError(f"{_below(field, name)} is missing; it has to be there")
+            raise SchemaError(f"{_below(field, name)} is missing; the schema requires it")
     if unknown := [key for key in value if key not in known]:
         raise SchemaError(
             f"{_below(field, unknown[0])} is no field of this schema, which has "

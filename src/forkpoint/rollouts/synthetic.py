@@ -6,7 +6,7 @@ from forkpoint.errors import ConfigError
 from forkpoint.rollouts.batch import Rollout
 
 MOST_NOISE = 0.6
-"""At most this share of a response's tokens is drawn at random instead of copied."""
+"""Largest share of the tokens of a response that are random instead of copied."""
 
 
 def synthetic_rollouts(
@@ -19,12 +19,13 @@ def synthetic_rollouts(
     vocab_size: int = 8192,
     seed: int = 0,
 ) -> list[Rollout]:
-    """Rollouts of a made-up task: quote a passage of the prompt. The same for the same arguments.
+    """Make rollouts of an invented task: quote a passage of the prompt.
 
-    A prompt begins with `system_tokens` that all groups share and has `prompt_tokens` in all. A
-    response of half to one and a half times `response_tokens` copies a stretch of the prompt with
-    random tokens in between. Its reward is the share of its tokens that are copied, its advantage
-    that reward normalised within the group. There are no old log-probs: training is on-policy.
+    Equal arguments give equal rollouts. A prompt has `prompt_tokens`, and all groups share the
+    first `system_tokens`. A response has half to one and a half times `response_tokens`. It copies
+    a passage of the prompt, with random tokens in between. Its reward is the share of copied
+    tokens, and its advantage is the reward normalised within the group. There are no old
+    log-probs, because training is on-policy.
 
     Raises ConfigError for a count below 1, and for more system tokens than prompt tokens.
     """

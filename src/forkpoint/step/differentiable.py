@@ -82,10 +82,9 @@ class FirstHalf:
         most = MOST.get(self.dtype, MOST_OTHERWISE)
         if apart > most:
             raise UnsupportedError(
-                "the model gives other values than policy.logprobs has given: they differ by "
-                f"{apart:.3g}, where rounding explains at most {most}. Weights or code have "
-                "changed in between (parameter.data, say). Call loss.backward() before that, or "
-                "policy.logprobs again."
+                "the model gives other values than policy.logprobs gave: they differ by "
+                f"{apart:.3g}, and rounding explains at most {most}. Weights or code have changed "
+                "in between. Call loss.backward() before the change, or policy.logprobs again."
             )
 
 

@@ -261,8 +261,8 @@ def _plans(
         )
     if plan.split == "exchange":
         raise PlanError(
-            "this plan is of a step in which ranks exchanged prefix caches, and says nothing "
-            "of the other ranks. Make a plan with policy.plan(batch), or give none."
+            "this plan is of a step in which ranks exchanged prefix caches, and it lacks the plans "
+            "of the other ranks. Make a plan with policy.plan(batch), or leave plan= out."
         )
     if plan.pipeline is not None:  # of an earlier step; orders are made anew
         plan = replace(plan.with_program(scores=plan.program.has_scores), pipeline=None)
@@ -334,7 +334,7 @@ def check_config(host: ModelHost, config: Config) -> None:
     if config.gather == "step" and not topology.gathers:
         raise ConfigError(
             "gather is 'step', and several ranks run one batch (tensor or context parallelism): "
-            "collectives lie within forwards, so ranks run in lockstep. Leave the option out."
+            "forwards contain collectives, so ranks run in lockstep. Leave the option out."
         )
     if config.split == "exchange" and (not on_ranks or topology.shares_batches):
         why = "this rank trains its model alone"

@@ -65,7 +65,8 @@ class Scores(PerToken, WithExperts):
     """Part of `router_loss` from the rollouts of this rank. The sum over ranks is `router_loss`."""
     experts: ExpertCounts | None = None
     routes: ReplayedRoutes | None = None
-    """Number of choices in `routed_experts` that differ from those of the routers; None without."""
+    """Counts of choices in `routed_experts` that differ from those of the routers. None without
+    routed_experts."""
 
     def __repr__(self) -> str:
         return f"Scores({' and '.join(self.per_token)}, {_plan_text(self.plan)})"
@@ -79,11 +80,17 @@ class StepStats(PerToken, WithExperts):
     """
 
     loss: float
+    """Loss of the step, without `scale` and without the router loss."""
     logical_tokens: int
+    """Number of tokens of all rollouts."""
     unique_tokens: int
+    """Number of tokens with each shared token counted once."""
     computed_tokens: int
+    """Number of tokens that ran on this rank."""
     plan: Plan
+    """Plan that ran."""
     events: tuple[str, ...]
+    """Events that ran, in order, as in `Plan.events`."""
     phase_ms: dict[str, float]
     """Milliseconds of each phase. "prefix forward": forwards of microbatches that others read.
     "leaf": microbatches that no other one reads. "prefix backward": recomputation and backwards of
@@ -93,9 +100,10 @@ class StepStats(PerToken, WithExperts):
     peak_memory_bytes: int | None
     """Peak of allocated bytes on CUDA since the last reset of the peak; None on the CPU."""
     per_token: Mapping[str, Tensor]
-    """[T] by name. Entries outside the loss mask are 0. Entries of rollouts that the step left out
-    are NaN: see `Config.all_logprobs`."""
+    """Results [T] by name, float32 (float64 for a float64 model). Entries outside the loss mask are
+    0. Entries of rollouts that the step left out are NaN: see `Config.all_logprobs`."""
     batch: RolloutBatch
+    """Rollouts of the step."""
     objective: Loss
     """Loss of the step."""
     offload: OffloadStats | None = None
@@ -105,7 +113,8 @@ class StepStats(PerToken, WithExperts):
     `router=`. `loss` does not include it."""
     experts: ExpertCounts | None = None
     routes: ReplayedRoutes | None = None
-    """Number of choices in `routed_experts` that differ from those of the routers; None without."""
+    """Counts of choices in `routed_experts` that differ from those of the routers. None without
+    routed_experts."""
     lanes: Lanes | None = None
     """Measured and predicted times of the stages of a pipeline."""
 
@@ -138,7 +147,7 @@ class StepStats(PerToken, WithExperts):
             parts.append(f"router_loss={self.router_loss:.6g}")
         parts += [_plan_text(self.plan), f"{sum(self.phase_ms.values()):,.1f} ms"]
         if self.routes is not None:
-            parts.append(f"{100 * self.routes.elsewhere:.2g}% of given routes otherwise")
+            parts.append(f"{100 * self.routes.elsewhere:.2g}% of routed_experts not chosen here")
         if self.plan.sent_bytes:
             parts.append(f"each rank sends {format_bytes(self.plan.sent_bytes)}")
         if self.peak_memory_bytes is not None:

@@ -162,9 +162,8 @@ def router_work(
     if (load_balancing or z) and not host.routers.defines_loss:
         raise UnsupportedError(
             f"the router loss has load_balancing={load_balancing} and z={z}, and transformers "
-            "defines no router loss for this model. Leave router= out; expert_counts=True counts "
-            "its experts, and families that balance by a bias, such as DeepSeek-V3 and GLM-4-MoE, "
-            "take policy.update_router_biases(stats.expert_counts, rate=...) after a step."
+            "defines no router loss for this model. Leave router= out. For DeepSeek-V3 and "
+            "GLM-4-MoE use expert_counts=True and policy.update_router_biases."
         )
     terms = RouterTerms(load_balancing, z, asked.parts(batch), counts)
     tokens = np.maximum(batch.lengths - (not asked.last_token), 0).astype(np.int64)
@@ -180,8 +179,8 @@ def router_work(
         rollout = int(np.flatnonzero(terms.parts == empty[0])[0])
         raise RolloutError(
             f"the router loss takes a statistic over rollout {rollout} alone or with others like "
-            "it, and none of their tokens counts: a rollout of one token without its last. Leave "
-            "the rollout out, or use RouterLoss(last_token=True)."
+            "it, and each has one token, which last_token=False does not count. Leave the rollout "
+            "out, or use RouterLoss(last_token=True)."
         )
     return work
 
@@ -189,9 +188,8 @@ def router_work(
 def _check_has_routers(host: ModelHost, given: str) -> None:
     if not host.routers.layers:
         raise UnsupportedError(
-            f"{given}, and the model has no routers that transformers records logits of: it is no "
-            "mixture of experts, or one that only a later transformers knows by its routers. Leave "
-            "them out, or update transformers."
+            f"{given}, and the model has no routers whose logits this transformers version "
+            "records. Use a mixture of experts, update transformers, or leave the option out."
         )
 
 

@@ -82,33 +82,25 @@ class SampleComparison:
     """The token of the largest difference, with both values."""
 
     def fault(self) -> UnsupportedError | None:
-        """Why steps are refused: the two differ, or the stock model does not agree with itself."""
+        """Error for refused steps: the two differ, or runs of the stock model differ; else None."""
         sample = f"on a sample of {self.tokens} tokens"
         if self.repeated > self.allowed:
             return UnsupportedError(
                 f"the model does not agree with itself: {sample} its {self.head} differ by "
-                f"{self.repeated:.3g} (root mean square) between sequences run one at a time and "
-                f"all at once, where rounding in {self.dtype} explains at most {self.allowed:.3g}. "
-                "It draws random numbers, or mixes the sequences of a batch, so a shared token has "
-                "no one value. Remove what does that (a hook, a random module), or call "
-                "model.eval()."
+                f"{self.repeated:.3g} (rms) between single and batched runs (allowed "
+                f"{self.allowed:.3g}). Remove random or batch-mixing modules, or call model.eval()."
             )
         if self.elsewhere > self.allowed_elsewhere:
             return UnsupportedError(
-                f"{sample} the model by itself sends {self.elsewhere:.2%} of them to other experts "
-                "than forkpoint does, where rounding explains at most "
-                f"{self.allowed_elsewhere:.2%}. Something changes what its routers compute, such "
-                "as a patched function or a hook. Undo it. If the difference is meant to be, "
-                "Config(self_check=False) turns this check off."
+                f"{sample} the stock model sends {self.elsewhere:.2%} of them to other experts "
+                f"than forkpoint (allowed {self.allowed_elsewhere:.2%}). Remove patches and hooks "
+                "of routers, or turn this check off with Config(self_check=False)."
             )
         if not self.difference <= self.allowed:  # NaN as well
             return UnsupportedError(
-                f"{sample} forkpoint's {self.head} are not the model's own: they differ by "
-                f"{self.difference:.3g} (root mean square), where rounding in {self.dtype} "
-                f"explains at most {self.allowed:.3g}, and by {self.largest:.3g} at {self.where}. "
-                "Something changes what the model computes that forkpoint does not run, or runs "
-                "differently, such as a patched function, a hook or a changed module. Undo it. "
-                "If the difference is meant to be, Config(self_check=False) turns this check off."
+                f"{sample} forkpoint's {self.head} differ from the model's by "
+                f"{self.difference:.3g} (rms, allowed {self.allowed:.3g}), {self.largest:.3g} at "
+                f"{self.where}. Remove patches and hooks, or set Config(self_check=False)."
             )
         return None
 
@@ -341,8 +333,8 @@ class StockComparison:
             self.stock(self.ids_NW)  # raises what the model raises by itself
             raise UnsupportedError(
                 f"microbatches of a sample raised {type(error).__name__}: {short(str(error))}. The "
-                "model by itself runs them, so something in it expects what forkpoint does not "
-                "give it, such as a hook that reads the causal model's outputs. Remove that."
+                "stock model runs them. Remove hooks and patches that read arguments or outputs "
+                "which forkpoint does not pass."
             ) from error
         self.changes.undo(mark)
         if self.routes is not None:

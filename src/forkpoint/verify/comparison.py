@@ -113,10 +113,11 @@ def verify(
     global gradient norm, and the loss and every log-prob (value for a critic) within 1e-10.
 
     In float32 and 16 bits, the routers of a mixture of experts use the experts that the reference
-    chose, in all runs (`forkpoint.engine.route_replay`). `PlanFindings.routes` counts the choices
-    that would have been others, or says why routes were not fixed. With `hold_routes=False` each
-    run chooses its experts, and errors include those of different routes. With `router`, gradients
-    are those of both losses, and values of the router loss are compared too.
+    chose, in all runs (`forkpoint.engine.route_replay`). `PlanFindings.routes` counts the tokens
+    for which a run would choose other experts, or has the reason why routes were not fixed. With
+    `hold_routes=False` each run chooses its experts, and errors include those of different routes.
+    With `router`, gradients are those of both losses, and values of the router loss are compared
+    too.
 
     If memory runs out on CUDA, runs of single rollouts are repeated in ways that take less memory
     (`forkpoint.verify.memory`). `progress` is called with the name of each run when it begins.
@@ -431,7 +432,7 @@ def _clear_gradients(model: nn.Module) -> None:
 
 
 def distances(found: Gradients, wanted: Gradients) -> dict[str, float]:
-    """By parameter, how far gradients are from others."""
+    """Norm of the difference of gradients, by parameter."""
     return {name: distance_of(found[name], other) for name, other in wanted.items()}
 
 
@@ -441,7 +442,14 @@ def parameter_errors(
     shared_errors: Mapping[str, float],
     reference: Reference,
 ) -> list[ParameterError]:
-    """`elements`: of each parameter, by name."""
+    """Errors of all parameters, with the largest error that passes.
+
+    Args:
+        elements: number of elements of each parameter, by name.
+        dtype: dtype of the step.
+        shared_errors: norms of (shared gradient - reference gradient), by name.
+        reference: norms and dense errors.
+    """
     norms = reference.norms
     total = math.hypot(*norms.values())
     typical = total / math.sqrt(max(1, sum(norm > 0 for norm in norms.values())))

@@ -1,9 +1,8 @@
-"""Ordinary dense training, as a yardstick.
+"""Ordinary dense training, to compare with.
 
-The stock model's own forward, one rollout at a time, with a log-softmax over its logits: what users
-would write, and what every claim that gradients are exact is measured against. It shares
-with the engine the tensors that a loss is shown (`losses.views`) and the record of what routers
-compute; no plan, microbatch, kernel, head or schedule.
+It runs the forward of the stock model on one rollout at a time, with a log-softmax over its logits.
+All exactness tests compare with it. It uses the views of losses (`losses.views`) and the recorder
+of router outputs. It uses no plan, microbatch, kernel, head or schedule of the engine.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,14 +28,16 @@ from forkpoint.tree.forest import IntArray
 
 @dataclass(frozen=True, eq=False)
 class DenseRun:
-    """An ordinary run of a batch: every rollout whole, on its own."""
+    """Results of ordinary training on a batch, one rollout at a time."""
 
     loss: float
+    """Loss, without the router loss."""
     per_token: dict[str, Tensor]
-    """[T] by name: "logprobs" and "entropies" of a language model, "values" of a critic."""
+    """Results [T] by name: "logprobs" and "entropies" of a language model, "values" of a critic."""
     gradients: dict[str, Tensor | None]
+    """Gradients by name of parameter; None for a parameter without one."""
     router_loss: float | None = None
-    """Of a mixture's routers; `loss` is without it. None where there was none."""
+    """Router loss of a mixture of experts; None without one."""
 
     @property
     def logprobs_T(self) -> Tensor:
@@ -53,24 +54,23 @@ class DenseRun:
 
 @dataclass(frozen=True, eq=False)
 class RouterSums:
-    """One rank's part of a step's statistics, before any backward."""
+    """Part of one rank in the statistics of routers, before any backward."""
 
     statistics: int
-    """Those of its own rollouts."""
+    """Number of statistics of the rollouts of this rank."""
     counts_E: Tensor | None
     """float64 [E], on the CPU: choices of each expert, where one statistic is taken over the
     rollouts of all ranks; None where there are none."""
     rows: int
-    """Pairs of token and layer that they are of."""
+    """Number of pairs of token and layer in the statistics."""
 
 
 class DenseRouters:
     """The loss of the routers of a stock model, one rollout's graph at a time.
 
-    Written from the definitions of `losses.RouterLoss`: each rollout's tokens are counted as the
-    rollout has them. A first pass without a graph takes counts, which have no gradient; each
-    rollout's graph then has a part of its own of what is linear in probabilities. Several ranks add
-    up their counts between the two, in `counted`.
+    It follows the definitions of `losses.RouterLoss`. A first pass without a graph counts experts;
+    counts have no gradient. In a second pass each rollout adds its term, which is linear in the
+    probabilities. Between the passes, `counted` sums the counts over ranks.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class DenseRouters:
         self.outputs.take()
 
     def counted(self) -> None:
-        """Every rollout of this rank has been counted. Collective where there are several."""
+        """Finish counting, and add up the counts of all ranks. Collective on several ranks."""
         if self._gather is None:
             return
         sums = self._sums
@@ -136,8 +136,10 @@ class DenseRouters:
             self._sums = torch.stack(found).sum(0)[None].to(sums[0].device), *sums[1:]
 
     def value(self) -> float:
-        """The loss, once every rollout has been counted; of several ranks this one's part of it,
-        all of which add up to the loss."""
+        """Router loss after all rollouts are counted.
+
+        On several ranks it is the part of this rank. The parts of all ranks add up to the loss.
+        """
         if self._sums is None:
             return 0.0
         total = 0.0
@@ -149,8 +151,10 @@ class DenseRouters:
         return total / self._mean_over
 
     def term(self, rollout: int, dtype: torch.dtype) -> Tensor | None:
-        """The part of the loss that is this rollout's, with its graph; the sum over all rollouts of
-        their parts is the loss, and of their gradients the gradient."""
+        """Term of one rollout in the router loss, with its graph.
+
+        The terms of all rollouts add up to the loss, and their gradients to its gradient.
+        """
         part, terms, total = int(self._terms.parts[rollout]), self._terms, None
         rows = self._rows_P[part]
         for logits_TE in self.outputs.take():
@@ -176,18 +180,26 @@ def dense_run(
     head_tokens: int | None = None,
     routers: DenseRouters | None = None,
 ) -> DenseRun:
-    """Loss, log-probs, entropies and every parameter's gradient of ordinary training.
+    """Compute loss, log-probs, entropies and all gradients of ordinary training.
 
-    Of a critic (a token classifier of one label) values take the place of log-probs. They come
-    first without a graph; then the loss runs its backward, and its gradients by them weigh each
-    rollout's own, so that one rollout's graph exists at a time. Where no token is trained, every
-    parameter that the forward reads has a gradient of zeros. Leaves `.grad` as it was.
+    For a critic (a token classifier with one label) the results are values instead of log-probs. A
+    first pass computes them without a graph. The loss then gives gradients with respect to them. A
+    second pass runs each rollout again and multiplies by these gradients, so that the graph of only
+    one rollout exists at a time. If no token is trained, parameters that the forward reads get zero
+    gradients. `.grad` is unchanged.
 
-    entering: called before each forward of the model (and the backward that belongs to it) with the
-        tokens that it runs: int64, positions in the batch's flat tokens.
-    head_tokens: of how many tokens logits exist at a time; None is all of a rollout's, as ordinary
-        training has them. A critic has one logit a token, and takes no notice.
-    routers: a loss of the model's routers, whose gradients are added; every rollout runs for it.
+    Args:
+        model: a stock model.
+        batch: the rollouts.
+        loss: the loss.
+        denominators: counts that means divide by; None takes those of the batch.
+        entering: callback before each forward, with the tokens that it runs: int64, positions in
+            the flat tokens of the batch.
+        head_tokens: number of tokens whose logits exist at a time; None is all of a rollout. It has
+            no effect for a critic, which has one logit per token.
+        routers: a router loss, whose gradients are added. All rollouts then run.
+
+    Raises the errors of the loss, and UnsupportedError if it reads another trainable tensor.
     """
     parameters = dict(model.named_parameters())
     before: dict[Tensor, Tensor | None] = {p: p.grad for p in parameters.values()}

@@ -1,9 +1,8 @@
 """Strategies to run single rollouts in less memory, tried one after the other on CUDA.
 
-The reference is in higher precision, so it needs more than a step: a copy of the weights, and
-gradients of its own. Where memory runs out, logits are made in parts and blocks are checkpointed;
-last of all the copy of the blocks stays in the host's memory, from which each block is brought to
-the device while it runs.
+The reference has higher precision, so it needs a copy of the weights and its own gradients. If
+memory runs out, logits are computed in parts and blocks are checkpointed. If it runs out again, the
+copy of the blocks stays in host memory, and each block is copied to the device while it runs.
 """
 
 import functools
@@ -25,13 +24,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class MemoryStrategy:
-    """How a run of single rollouts saves memory."""
+    """Options with which a run of single rollouts saves memory."""
 
     head_tokens: int | None = None
-    """Tokens whose logits exist at a time, where blocks are checkpointed as well; None is all of a
-    rollout's, without checkpoints."""
+    """Number of tokens whose logits exist at a time; blocks are then checkpointed. None keeps the
+    logits of a whole rollout, without checkpoints."""
     streamed: bool = False
-    """Whether the blocks' weights stay in the host's memory. Only of the reference's copy."""
+    """Whether weights of blocks stay in host memory. Only the copy of the reference may do so."""
 
     def apply(self, blocks: Sequence[nn.Module], device: torch.device, changes: Changes) -> None:
         """Let blocks run with less memory, until the changes are undone."""

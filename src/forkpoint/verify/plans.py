@@ -1,7 +1,7 @@
 """The plans that `verify` compares: one that shares within microbatches, one across them.
 
-A plan is of one kind or the other by what it does and not by what it is called: by segments of
-several rollouts, and by whether other microbatches read them.
+The kind of a plan follows from its segments, not from its options: whether segments belong to
+several rollouts, and whether other microbatches read them.
 """
 
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class SharedCounts:
         logical_tokens: tokens as given.
         left_out_tokens: tokens not run because they give no gradient.
         computed_tokens: tokens run, shared ones once.
-        saved_tokens: tokens that training without sharing runs besides; it leaves out the same.
+        saved_tokens: additional tokens that training without sharing would run.
         segments: segments of the plan's forest.
         shared_segments: segments of several rollouts.
         read_across: shared segments that segments of other microbatches continue, by their prefix
@@ -71,8 +71,8 @@ class SharedCounts:
         return self.shares and fits
 
     def text(self) -> str:
-        """Such as "60 of 184 tokens run, 9 of 21 segments shared, 3 of 7 microbatches with
-        children"."""
+        """One line, such as "60 of 184 tokens run, 9 of 21 segments shared, 3 of 7 microbatches
+        with children"."""
         text = (
             f"{self.computed_tokens:,} of {self.logical_tokens:,} tokens run, "
             + f"{self.left_out_tokens:,} left out, " * bool(self.left_out_tokens)
@@ -83,7 +83,7 @@ class SharedCounts:
 
 
 def count_shared(plan: Plan) -> SharedCounts:
-    """Count what a plan shares: from its forest and microbatches, whatever it is called."""
+    """Count the shared tokens and segments of a plan, from its forest and microbatches."""
     forest = plan.forest
     shared_S = forest.multiplicity > 1
     microbatch_S = np.full(len(forest), -1, np.int64)
@@ -119,7 +119,7 @@ class LeftOut:
     reason: str
 
     def text(self) -> str:
-        """As a line of a report has it."""
+        """Text for a line of the report."""
         return f"a plan that shares {self.kind} microbatches, because {self.reason}"
 
 
@@ -141,11 +141,18 @@ class Choice:
 def choose_plans(
     policy: Planning, batch: RolloutBatch, loss: Loss, router: RouterLoss | None = None
 ) -> Choice:
-    """Plans of both kinds within the policy's options, and the planner's own if it is neither.
+    """Choose the plans to compare, within the options of the policy.
 
-    router: the loss of routers that they are for as well.
+    They are a plan of each kind, and the plan of the planner if it is of neither kind.
 
-    Raises PlanError where the planner's own does not fit.
+    Args:
+        policy: the policy.
+        batch: the rollouts.
+        loss: the loss of the step.
+        router: the router loss of the step, if any.
+
+    Raises:
+        PlanError: the plan of the planner does not fit the limits.
     """
     nothing = nothing_shared(policy.config, batch)
     if nothing is not None and not zero_rollouts(loss, batch).any():
@@ -167,7 +174,7 @@ def choose_plans(
             plans[kind] = made
     if not plans and not declared:
         reasons = "; ".join(f"{entry.kind} microbatches: {entry.reason}" for entry in left_out)
-        reason = f"no plan shares what could be shared ({reasons})"
+        reason = f"no plan shares the common tokens of the rollouts ({reasons})"
         return Choice({}, tuple(left_out), reason)
     if all(plan is not chosen for plan in plans.values()):
         plans[CHOSEN] = chosen
@@ -175,7 +182,7 @@ def choose_plans(
 
 
 def nothing_shared(config: Config, batch: RolloutBatch) -> str | None:
-    """Why nothing of a batch can be shared, and a remedy; None where something can."""
+    """Reason why no tokens of a batch can be shared, with a remedy; None if some can."""
     if config.sharing == "none":
         return (
             "sharing is 'none', which is ordinary training. Leave sharing to the planner "
@@ -231,4 +238,4 @@ def _plan_of(
         else:
             tokens = plan.max_microbatch_tokens
             return LeftOut(kind, f"microbatches of {tokens:,} tokens share nothing within")
-    return LeftOut(kind, "what is shared is too short to lie in two microbatches")
+    return LeftOut(kind, "the shared tokens are too few to split over two microbatches")

@@ -1,4 +1,4 @@
-"""Exchanges of `verify` between the ranks that hold a model, each with rollouts of its own.
+"""Exchanges of `verify` between the ranks that hold a model, each with its own rollouts.
 
 Plans run through the wrapper, on all ranks. Ordinary training and the reference run on a whole copy
 of the model, on each rank with that rank's rollouts; their gradients are then added up. Ranks that
@@ -36,15 +36,21 @@ class RankComm:
     """The ranks of a comparison. Every method is collective; one process exchanges nothing."""
 
     def __init__(self, group: Distributed, loss: Loss, links: Links) -> None:
-        """`group`: the holders of the model. `links`: with ranks that have other blocks.
+        """Prepare the exchanges of one comparison.
 
-        Raises UnsupportedError for losses that are computed from all ranks' log-probs.
+        Args:
+            group: the ranks that hold the model.
+            loss: the loss of the step.
+            links: links to ranks that have other blocks.
+
+        Raises:
+            UnsupportedError: the loss needs the log-probs of all ranks.
         """
         if loss.across_ranks and not group.ranks.is_alone:
             raise UnsupportedError(
-                f"{loss!r} gathers the log-probs of all ranks (across_ranks), and ordinary "
-                "training on each rank, with which verify compares, does not. Verify it in one "
-                "process, with a smaller model if need be."
+                f"{loss!r} gathers the log-probs of all ranks (across_ranks). verify compares with "
+                "training on each rank alone, which does not. Verify the loss in one process, with "
+                "a smaller model if needed."
             )
         self.group = group
         self.mean: bool = not group.ranks.is_alone and is_own(loss)
@@ -67,8 +73,10 @@ class RankComm:
         return [every[n] for n in self.group.topology.contributors]
 
     def run(self, work: Callable[[], T]) -> T:
-        """Call `work`, which is this rank's own. Raises its error, or RankError for that of another
-        rank."""
+        """Call `work` on this rank.
+
+        Raises its error, or RankError if `work` failed on another rank.
+        """
         found, error = None, None
         self._told = False
         try:
@@ -124,9 +132,9 @@ class RankComm:
         loss: Loss,
         router: RouterLoss | None,
     ) -> Choice:
-        """The plans to compare: on every rank as many, of the same kinds.
+        """Choose the plans to compare. All ranks have plans of the same kinds.
 
-        Raises RankError where ranks of one copy of the model have different batches.
+        Raises RankError if ranks of one copy of the model have different batches.
         """
         if self.group.topology.shares_batches:
             ranks = self.group.ranks
@@ -161,8 +169,10 @@ class RankComm:
         )
 
     def total(self, found: DenseRun, model: nn.Module, dtype: torch.dtype) -> DenseRun:
-        """Gradients (in `dtype`) of this stage's parameters, and the loss, of all ranks' runs.
-        Log-probs are this rank's."""
+        """Sum the gradients of this stage's parameters (in `dtype`) and the losses over all ranks.
+
+        Log-probs stay those of this rank.
+        """
         if self.group.ranks.is_alone:
             return found
         parameters = dict(model.named_parameters())
@@ -192,11 +202,11 @@ class RankComm:
         )
 
     def of_stages(self, values: Mapping[str, T]) -> dict[str, T]:
-        """Values by parameter, of those of all stages."""
+        """Values of the parameters of all stages, by name."""
         return {name: x for each in self.links.exchange(values) for name, x in each.items()}
 
     def every(self, passed: bool) -> bool:
-        """Whether it is so on all ranks."""
+        """Whether `passed` is True on all ranks."""
         return all(self._exchange(passed))
 
     def most(self, value: float) -> float:

@@ -19,9 +19,9 @@ class ParameterError:
     Attributes:
         name: name of the parameter.
         norm: norm of the reference gradient.
-        shared_error: norm of the shared gradient less the reference's.
-        dense_error: norm of ordinary training's gradient less the reference's.
-        allowed: largest shared error that passes.
+        shared_error: norm of (shared gradient - reference gradient).
+        dense_error: norm of (gradient of ordinary training - reference gradient).
+        allowed: largest `shared_error` that passes.
     """
 
     name: str
@@ -32,7 +32,7 @@ class ParameterError:
 
     @property
     def excess(self) -> float:
-        """Error over what is allowed: above 1 fails."""
+        """Ratio of `shared_error` to `allowed`. A ratio above 1 fails."""
         return _excess(self.shared_error, self.allowed)
 
 
@@ -47,10 +47,10 @@ class RouteCounts:
     """Choices of experts in one run of a mixture of experts.
 
     Attributes:
-        decisions: tokens that ran, times the routers that they passed. Of a shared run these are
-            computed tokens, of a dense run logical ones.
-        elsewhere: those among them for which the run's own scores choose other experts than the
-            reference's.
+        decisions: number of pairs of token and router. A shared run counts computed tokens. A dense
+            run counts the tokens of all rollouts.
+        elsewhere: number of pairs for which the scores of the run would choose other experts than
+            the reference did.
     """
 
     decisions: int
@@ -58,13 +58,13 @@ class RouteCounts:
 
     @property
     def fraction(self) -> float:
-        """Share of decisions that would have been others."""
+        """Ratio of `elsewhere` to `decisions`; 0 without decisions."""
         return self.elsewhere / self.decisions if self.decisions else 0.0
 
 
 @dataclass(frozen=True)
 class RouteReport:
-    """Whether both runs used the experts that the reference chose, and which choices that changed.
+    """Routes of the shared and the dense run, compared with those of the reference.
 
     Attributes:
         held: whether routes were fixed to those of the reference.
@@ -79,7 +79,7 @@ class RouteReport:
     dense: RouteCounts | None
 
     def text(self) -> str:
-        """As it stands in the table's caption."""
+        """Text for the last line of the table."""
         if self.shared is None or self.dense is None:
             return f"ROUTES NOT HELD: {self.reason}"
         counts = (
@@ -90,7 +90,7 @@ class RouteReport:
         return f"routes held to the reference's; others would have been chosen for {others}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """Dictionary that JSON can hold."""
         runs = {"shared": self.shared, "dense": self.dense}
         counts = {
             name: run and {**vars(run), "fraction": run.fraction} for name, run in runs.items()
@@ -143,14 +143,14 @@ class PlanFindings:
         return max(_excess(self.shared_error, self.allowed), *every, 0.0)
 
     def text(self, dtype: str) -> str:
-        """Such as "passed: float32, tree + across, 60 of 184 tokens run, ..."."""
+        """One line, such as "passed: float32, tree + across, 60 of 184 tokens run, ..."."""
         return (
             f"{'passed' if self.passed else 'FAILED'}: {dtype}, {self.sharing} + {self.boundary}, "
             f"{self.counts.text()}; error {self.shared_error:.2e} (allowed {self.allowed:.2e})"
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON, with the ten worst parameters."""
+        """Dictionary that JSON can hold, with the ten worst parameters."""
         shaped = {"worst", "routes", "counts"}
         return {
             **finite({k: v for k, v in vars(self).items() if k not in shaped}),
@@ -213,13 +213,20 @@ class VerifyReport:
 
     @property
     def nearest(self) -> PlanFindings:
-        """The plan nearest to failing, or that has failed by most; one without numbers where none
-        ran."""
+        """Findings of the plan with the largest `excess`; failed plans come first.
+
+        If no plan ran, all numbers are NaN.
+        """
         none = PlanFindings(CHOSEN, False, *self.asked)
         return max(self.plans, key=lambda plan: (not plan.passed, plan.excess), default=none)
 
     def table(self, *, most: int = 10, width: int = 100) -> str:
-        """The worst parameters, a line for each plan, and the verdict, as text."""
+        """Text with the worst parameters, a line for each plan, and the verdict.
+
+        Args:
+            most: largest number of parameters.
+            width: width of the table in characters.
+        """
         output = io.StringIO()
         console = Console(file=output, width=width, color_system=None, highlight=False)
         if self.plans:
@@ -273,7 +280,10 @@ class VerifyReport:
         return [*lines, verdict]
 
     def to_dict(self) -> dict[str, Any]:
-        """Ready for JSON, with the findings of `nearest`; numbers that are not finite are None."""
+        """Dictionary that JSON can hold, with the findings of `nearest`.
+
+        Numbers that are not finite are None.
+        """
         own = {k: v for k, v in vars(self).items() if k not in ("plans", "left_out", "asked")}
         return {
             **finite({"passed": self.passed, **own}),

@@ -1,4 +1,4 @@
-"""The routes of a mixture of experts that the runs of `verify` are held to."""
+"""The routes of a mixture of experts that all runs of `verify` use."""
 
 from torch import nn
 
@@ -12,10 +12,10 @@ from forkpoint.verify.report import RouteCounts, RouteReport
 
 
 class HeldRoutes:
-    """The routes of a mixture of experts, which the reference records and the others are held to.
+    """Records the experts that the reference chooses, and forces other runs to choose them.
 
-    Nothing is held of a model without experts, of one in float64, which needs no holding, and of
-    one that several ranks hold.
+    It does nothing for a model without experts, for a float64 model, and if several ranks hold the
+    model.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class HeldRoutes:
         hold: bool,
         last_tokens: bool,
     ) -> None:
-        """`hold`: as the user says. `last_tokens`: whether rollouts' last tokens run."""
+        """`hold`: argument `hold_routes` of verify. `last_tokens`: whether last tokens run."""
         self._host, self._batch, self._changes = host, batch, changes
         self._routers = host.routers.found
         self._problem: str | None = None
@@ -44,9 +44,9 @@ class HeldRoutes:
             self._routes = Routes.to_record(batch, last_tokens=last_tokens)
 
     def run(self, model: nn.Module, *, record: bool = False) -> ForcedRoutes | None:
-        """Hold the model, or a copy of it, to the routes, until the changes are undone.
+        """Force the routers of the model, or of a copy, until the changes are undone.
 
-        None where no routes are held.
+        Returns the forced routes; None if no routes are forced.
         """
         if self._routes is None:
             return None
@@ -55,7 +55,7 @@ class HeldRoutes:
         return run
 
     def replay(self, plan: Plan) -> RouteReplay | None:
-        """The routes for a step of this plan; None where no routes are held."""
+        """Routes for a step of this plan; None if no routes are forced."""
         if self._routes is None:
             return None
         layers = len(self._routers)

@@ -113,8 +113,8 @@ FILES = (
     read(
         "A rollout_id twice in a file",
         f"{GOOD}\n\n{GOOD}\n",
-        "bad.jsonl: rollout_id 'a' is on line 1 and again on line 3; each rollout needs its own. "
-        "Rename one, or leave rollout_id out.",
+        "bad.jsonl: rollout_id 'a' is on line 1 and again on line 3; ids must differ. Rename one, "
+        "or leave rollout_id out.",
     ),
     read(
         "A key both on the line and in extras",

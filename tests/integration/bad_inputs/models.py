@@ -164,8 +164,8 @@ MODELS: tuple[Kind, ...] = (
         name="Sharded blocks in a model that is not",
         error=UnsupportedError,
         message="model.layers.0 is sharded by fully_shard and the model around it is not, so that "
-        "gradients of the rest would stay this rank's own. Call fully_shard(model) as well, after "
-        "its blocks.",
+        "gradients of the rest would not be reduced over ranks. Call fully_shard(model) as well, "
+        "after its blocks.",
         call=in_process_group(first_block_sharded),
     ),
     Kind(
@@ -191,7 +191,7 @@ MODELS: tuple[Kind, ...] = (
     model_kind(
         "A hook on a compiled module",
         hooked_compiled,
-        message="model.layers.1 is what torch.compile returned, and has a hook of its own.",
+        message="model.layers.1 is the result of torch.compile, and has a hook.",
     ),
     model_kind(
         "Quantized parameters",

@@ -49,9 +49,9 @@ PLANS = (
             *("--max-microbatch-tokens", "8"),
         ),
         message="no plan fits this batch:\n"
-        "  group + within: rollout 4 has 41 tokens to run and a microbatch holds at most 8: a "
-        "rollout within one microbatch cannot be cut. Raise max_microbatch_tokens to 41, or use "
-        "boundary='across', which cuts it into a chain of microbatches.",
+        "  group + within: rollout 4 has 41 tokens to run and a microbatch holds at most 8: "
+        "boundary='within' cannot cut a rollout. Raise max_microbatch_tokens to 41, or use "
+        "boundary='across'.",
     ),
     plan_kind(
         "A budget that nothing fits",
@@ -80,7 +80,7 @@ PLANS = (
     plan_kind(
         "The plan of a step in which ranks exchanged prompts",
         lambda: policy().forward_backward(BATCH, losses.GRPO(), plan=make_plan(BATCH, prompts=())),
-        message="this plan is of a step in which ranks exchanged prefix caches, and says nothing",
+        message="this plan is of a step in which ranks exchanged prefix caches, and it lacks the",
     ),
 )
 

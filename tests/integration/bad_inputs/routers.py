@@ -110,7 +110,7 @@ ROUTERS = (
     router_kind(
         "A router loss of a dense model",
         lambda: policy().forward_backward(BATCH, GRPO(), router=RouterLoss(0.1)),
-        message="router= or expert_counts= were given, and the model has no routers that",
+        message="router= or expert_counts= were given, and the model has no routers whose",
         error=UnsupportedError,
     ),
     router_kind(

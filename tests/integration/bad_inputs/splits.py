@@ -70,25 +70,21 @@ def differ(other: Contents) -> Any:
     return lambda: check_same_batches([one, one, one, other], [0, 1, 2, 3], [0, 0, 1, 1])
 
 
-WHO = (
-    "ranks 2 and 3 hold one copy of the model together (tensor, context or pipeline parallelism), "
-    "and "
-)
+WHO = "ranks 2 and 3 hold one copy of the model, and "
 NO_STEP = "so no rank runs this step, and gradients are as they were. "
 
 SPLITS: tuple[Kind, ...] = (
     Kind(
         name="Ranks of one copy with different batches",
         error=RankError,
-        message=f"{WHO}were given different batches, {NO_STEP}Give both the same rollouts, with "
-        "the same advantages, log-probs and extras: one batch for each place in the data "
-        "dimensions of the mesh.",
+        message=f"{WHO}have different batches, {NO_STEP}Give both the same rollouts, with the same "
+        "advantages, log-probs and extras.",
         call=differ(contents("c", "b", 1.0)),
     ),
     Kind(
         name="Ranks of one copy with different losses",
         error=RankError,
-        message="ranks 0 and 1 hold one copy of the model together (tensor, context or pipeline",
+        message="ranks 0 and 1 hold one copy of the model, and came to different losses",
         call=lambda: check_same_losses([0.5, 0.75], [0, 1], [0, 0]),
     ),
     Kind(

@@ -129,7 +129,7 @@ TRL = (
         error=UnsupportedError,
         prepare=newer_trl,
         call=other_head,
-        message="TRL's own forward gives other log_probs than forkpoint computes, by 1 (root mean",
+        message="TRL's log_probs differ from forkpoint's by 1 (rms), and rounding explains",
     ),
     Kind(
         name="A backward of a loss in TRL with a graph",

@@ -10,8 +10,8 @@ __all__ = ["main"]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; `argv` are its arguments, by default those of the process.
 
-    Returns the exit code: 0 done, 1 a check failed, 2 an error in what was given, 3 nothing to
-    verify, 70 a defect of forkpoint, 130 interrupted. Errors are one message on stderr; nothing is
+    Returns the exit code: 0 done, 1 a check failed, 2 invalid arguments or files, 3 nothing to
+    verify, 70 a defect of forkpoint, 130 interrupted. Each error is a message on stderr. Nothing is
     raised.
     """
     return guarded(_run, argv)

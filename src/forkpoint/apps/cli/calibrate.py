@@ -1,4 +1,4 @@
-"""`forkpoint calibrate`: what plans are priced by on this device, for one model."""
+"""`forkpoint calibrate`: measures the prices of plans on this device, for one model."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,20 +26,20 @@ File = DisallowNone[
 class Calibrate:
     """Measure this device with a model's shape, so that plans are priced in milliseconds.
 
-    Takes under two minutes. The model gets few layers of random weights; its own are not read.
-    Started by torchrun (torchrun --nproc-per-node 8 -m forkpoint calibrate ...), the first rank
-    measures its device, all measure the link between them, and each host gets the same file.
+    It takes under two minutes, with a few layers of random weights. Weights of the model are not
+    read. Under torchrun (torchrun --nproc-per-node 8 -m forkpoint calibrate ...) the first rank
+    measures its device, all ranks measure the link between them, and each host gets the same file.
 
     Attributes:
         model: A model's folder or its config.json.
-        output: The file to write. Policies find the default one by themselves; others are named by
+        output: File to write. Policies find the default file. For another file set
             Config(calibration=...) or --calibration.
-        dtype: The dtype of the model's parameters.
-        device: What is measured. auto takes a CUDA device if there is one.
+        dtype: Dtype of the model's parameters.
+        device: Device to measure. auto takes a CUDA device if there is one.
         blocks: Whether decoder blocks are compiled, as they will be in training. auto compiles on
             CUDA.
-        max_seconds: Begin no longer microbatches that would be done after so many seconds, the time
-            of compilation left out.
+        max_seconds: Time limit in seconds, without compilation. Microbatches that would end later
+            are not measured.
         json: Print one line of JSON and nothing else.
     """
 

@@ -36,20 +36,20 @@ SHOWN_WORDS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """Watch GRPO learn on a CPU, each gradient taken shared and dense; nothing is downloaded.
+    """Train with GRPO on a CPU, and compare each gradient, shared and dense, without downloads.
 
     A tiny Qwen3 with random weights answers long prompts in a made-up language of five dialects.
     The reward is the share of a response's words in the most frequent dialect of its prompt.
 
     Attributes:
-        steps: How many optimizer steps, each on newly sampled responses.
-        groups: How many prompts a step has.
-        rollouts_per_group: How many responses are sampled to each, at least 2.
-        prompt_tokens: Tokens of a prompt.
-        response_tokens: Tokens of a response.
-        lr: AdamW's learning rate.
+        steps: Number of optimizer steps, each on newly sampled responses.
+        groups: Number of prompts in a step.
+        rollouts_per_group: Number of responses to each prompt, at least 2.
+        prompt_tokens: Number of tokens of a prompt.
+        response_tokens: Number of tokens of a response.
+        lr: Learning rate of AdamW.
         seed: Seed of the weights, the prompts and the sampling.
-        output: The folder for demo.jsonl, a row a step.
+        output: Folder of demo.jsonl, which has one row per step.
         json: Print one line of JSON and nothing else.
     """
 

@@ -1,4 +1,4 @@
-"""`forkpoint doctor`: what this installation has, and whether it computes right."""
+"""`forkpoint doctor`: shows versions, devices and kernels, and checks gradients."""
 
 import platform
 from collections.abc import Iterable, Sequence
@@ -80,7 +80,7 @@ class Doctor:
 def list_kernels(
     kernels: Sequence[Any], devices: Iterable[str], **asked: Any
 ) -> list[dict[str, Any]]:
-    """Of every kernel on every device and dtype, whether auto takes it and why it cannot serve."""
+    """List all kernels by device and dtype: whether auto takes them, or why they cannot serve."""
     import torch
 
     found: list[dict[str, Any]] = []
@@ -117,9 +117,11 @@ def devices() -> list[dict[str, Any]]:
 def self_test(*, compile_blocks: bool) -> "tuple[VerifyReport, str | None]":
     """Gradients of a tiny model, shared and dense, on the best device here.
 
-    In float64, but for compiled blocks on CUDA, where those of float64 models are not compiled.
+    The dtype is float64. Compiled blocks on CUDA have float32, because float64 models are not
+    compiled there.
 
-    Returns the comparison, and the compiler's error where it failed and blocks ran eagerly instead.
+    Returns:
+        The comparison, and the error of the compiler if it failed, else None.
     """
     import torch
 

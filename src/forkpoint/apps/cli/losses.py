@@ -75,13 +75,13 @@ class Objective:
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedObjective(Objective):
-    """Loss that is minimised, and that of a mixture's routers.
+    """Loss that is minimised, and auxiliary loss of routers.
 
     Attributes:
-        router_loss: An auxiliary loss of the routers of a mixture of experts. The scope is batch or
-            rollout, the tokens that one statistic is taken over. Options are load_balancing, z and
-            last_token, as in batch,load_balancing=0.01. Without load_balancing it is what the
-            model's configuration says.
+        router_loss: Auxiliary loss of the routers of a mixture of experts. The scope of a statistic
+            is batch or rollout. Options are load_balancing, z and last_token, as in
+            batch,load_balancing=0.01. Without load_balancing the coefficient is that of the model's
+            configuration.
     """
 
     router_loss: RouterText = None

@@ -127,7 +127,8 @@ def shallow_models(
     try:
         whole = AutoConfig.for_model(**config).to_dict()
     except Exception as error:
-        raise ConfigError(f"transformers cannot read {path}: {error}") from error
+        reason = str(error).rstrip(".")
+        raise ConfigError(f"transformers cannot read {path}: {reason}. Correct it.") from error
 
     def make(layers: int) -> PreTrainedModel:
         return shallow_model(config, layers, device=where, dtype=kind)
@@ -137,7 +138,7 @@ def shallow_models(
 
 @contextmanager
 def out_of_memory_explained() -> Iterator[None]:
-    """Says what to do where the device's memory does not suffice."""
+    """Replace an error of device memory by a ConfigError with a remedy."""
     try:
         yield
     except torch.OutOfMemoryError as error:

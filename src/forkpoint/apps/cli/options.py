@@ -45,7 +45,7 @@ FormatName = Literal["auto", "forkpoint", "verl", "verl-text", "trl", "trl-async
 
 
 def whole_number(least: int, most: int | None = None) -> PrimitiveConstructorSpec[int]:
-    """How tyro reads a whole number within bounds."""
+    """Parser of whole numbers within bounds, for tyro."""
     allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
 
     def read(words: list[str]) -> int:
@@ -68,7 +68,7 @@ def require_extra(extra: str, *packages: str) -> None:
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"this needs {' and '.join(missing)}, not installed here. Run pip install "
+            f"this command needs {' and '.join(missing)}, which is not installed. Run pip install "
             f"'forkpoint[{extra}]'."
         )
 
@@ -97,9 +97,9 @@ class Memory:
     """Options that decide how much memory the model takes.
 
     Attributes:
-        dtype: The dtype of its parameters; auto is the one that its configuration names.
-        gradient_checkpointing: Recompute activations in the backward instead of keeping them: less
-            memory, more time.
+        dtype: Dtype of the parameters. auto takes the dtype of the model's configuration.
+        gradient_checkpointing: Recompute activations in the backward instead of keeping them. This
+            takes less memory and more time.
     """
 
     dtype: ModelDtype = "auto"
@@ -131,13 +131,13 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime(Memory):
-    """How the model is made and where it runs.
+    """Options of the model and its device.
 
     Attributes:
-        dtype: The dtype of its parameters.
-        device: Where it runs. auto takes a CUDA device if there is one.
-        seed: Seed of the random weights that a CONFIG.json gets. They are drawn on the device: on a
-            GPU they are others than on a CPU.
+        dtype: Dtype of the parameters.
+        device: Device of the model. auto takes a CUDA device if there is one.
+        seed: Seed of the random weights of a CONFIG.json. One seed gives different weights on a GPU
+            and on a CPU.
     """
 
     dtype: DtypeName = "float32"
@@ -147,15 +147,16 @@ class Runtime(Memory):
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A device to plan for, without one at hand.
+    """Device to plan for. This machine need not have it.
 
     Attributes:
-        device_memory: Its memory, such as 80GB. Weights, gradients and optimizer
-            (--optimizer-bytes-per-parameter) are counted, and the rest is the memory budget; what
-            does not fit is said.
-        trained_share: The part of the parameters that is trained, such as 0.01 with adapters.
-        shard: How --ranks hold the model: fully divides weights, gradients and optimizer states
-            over them, as fully_shard does; none keeps all of it on each, as DDP does.
+        device_memory: Memory of the device, such as 80GB. Weights, gradients and optimizer states
+            (--optimizer-bytes-per-parameter) are subtracted, and the rest is the memory budget. The
+            output says whether the step fits.
+        trained_share: Part of the parameters that is trained, from 0 to 1, such as 0.01 with
+            adapters.
+        shard: Division of the model over --ranks. fully divides weights, gradients and optimizer
+            states, as fully_shard does. none keeps all of them on each rank, as DDP does.
     """
 
     device_memory: Size = None
@@ -201,16 +202,16 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How FILE is read: JSON lines (plain, gzip, zstd), parquet, safetensors, torch files, traces.
+    """Options for FILE: JSON lines (plain, gzip, zstd), parquet, safetensors, torch file, or trace.
 
     Attributes:
-        format: How its fields are named, by the trainer that wrote it. auto sees it.
-        on_error: What is done at a record that cannot be read: stop there, or leave it out and say
-            how many were left out and why.
-        tokenizer: For files that hold text or messages: a tokenizer.json, a tokenizer's folder or
-            its name on the Hub; with token ids it is refused.
-        memory_limit: The most memory for the rollouts, for what is read to make them and for their
-            plan, such as 8GB. By default 640 MiB, or 16 times what FILE has on disk.
+        format: Trainer that wrote the file, which decides the names of fields. auto detects it.
+        on_error: Action at a record that cannot be read. stop ends with an error. skip leaves the
+            record out, and shows the number of skipped records and the reasons.
+        tokenizer: Tokenizer for files with text or messages: a tokenizer.json, a folder, or a name
+            on the Hub. It is refused for files with token ids.
+        memory_limit: Largest memory for reading FILE, for the rollouts and for their plan, such as
+            8GB. By default 640 MiB, or 16 times the size of FILE on disk if that is more.
     """
 
     format: FormatName = "auto"
@@ -237,7 +238,7 @@ class Reading:
 
 
 def load_batch(file: str, limit: int | None, reading: Reading, out: Output) -> RolloutBatch:
-    """The rollouts of a file as one batch; what was left out, and what to know, is shown."""
+    """Read the rollouts of a file as one batch. Skipped records and notes are shown."""
     source = reading.open(file, limit)
     batch = RolloutBatch(source.read())
     show_source(source, out)

@@ -98,10 +98,10 @@ class Plan:
             long as those of the first group.
         stages: Show the step on N stages of a pipeline: time, bubble, and memory of each.
         lanes: Write the times of each stage in the first batch, for forkpoint report.
-        frozen_encoder: The encoder of images and video is not trained.
+        frozen_encoder: Plan for an encoder of images and video that is not trained.
         limit: Read only the first N rollouts of the file.
         json: Print one line of JSON and nothing else.
-        config: How batches are planned and run, as forkpoint.Config describes it.
+        config: Options of planning and running, as in forkpoint.Config.
     """
 
     file: File
@@ -191,12 +191,12 @@ class Plan:
         device = self.device.memory(model, shape, each, self.ranks)
         if self.longest and (device is None or self.stages is not None):
             raise ConfigError(
-                "longest is asked for, which is predicted for one device: give --model and "
-                "--device-memory, and no --stages."
+                f"--longest is set, device_memory is {self.device.device_memory} and stages is "
+                f"{self.stages}; it needs --model and --device-memory, and no --stages."
             )
         if self.lanes is not None and self.stages is None:
             raise ConfigError(
-                f"lanes is {self.lanes}, and lanes are those of stages. Add --stages 4, say."
+                f"lanes is {self.lanes}, and stages is not set. Add the stages, as in --stages 4."
             )
         if self.stages is not None and self.ranks is not None:
             raise ConfigError(

@@ -40,7 +40,7 @@ def answers(plan: Plan, totals: Totals, parting: Parting | None) -> dict[str, st
 
 
 def counted(number: int, what: str) -> str:
-    """Such as "1 rollout" and "2,000 rollouts"."""
+    """A number with its noun, such as "1 rollout" and "2,000 rollouts"."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
@@ -196,7 +196,7 @@ def _what_fits(device: DeviceMemory, peak_bytes: int) -> str:
 
 
 def modes(totals: Totals) -> dict[str, dict[str, Any]]:
-    """For each way of sharing: tokens run, FLOPs of forward and backward, and the speed-up."""
+    """Tokens that run, FLOPs of forward and backward, and speed-up, by kind of sharing."""
     shape = totals.shape
     return {
         mode: {
@@ -209,7 +209,7 @@ def modes(totals: Totals) -> dict[str, dict[str, Any]]:
 
 
 def mode_table(totals: Totals, name: str) -> Table:
-    """The savings of each way to share."""
+    """Table of the savings by kind of sharing."""
     dense = max(1, totals.work["none"].tokens)
     rows = [
         (

@@ -43,7 +43,7 @@ class Sums:
 class Ranks:
     """Steps of many ranks, batch by batch, by placement of their rollouts.
 
-    Every rank's rollouts are planned as a policy would plan them there, with the settings given.
+    The rollouts of each rank are planned as its policy would plan them, with the same options.
     """
 
     ranks: int
@@ -60,11 +60,11 @@ class Ranks:
     predicted_peak_bytes: int | None = None
     """The largest of any rank with rollouts placed by forkpoint; None without a model's shape."""
     checkpointing: Counter[str] = field(default_factory=Counter)
-    """How many of their microbatches have each policy."""
+    """Number of their microbatches by policy of checkpointing."""
     sums: dict[str, Sums] = field(default_factory=lambda: defaultdict(Sums))
 
     def add(self, batch: RolloutBatch, one_rank: Plan, make: MakePlan) -> None:
-        """Place one batch in each way, and predict the step; `one_rank` is its plan on one."""
+        """Place one batch by each method, and predict the step. `one_rank`: plan on one rank."""
         groups, count = batch.group_index, self.ranks
         rates = Rates.of(self.shape, self.calibration)
         paths = Paths.of_batch(batch, one_rank.run_lengths)

@@ -38,23 +38,22 @@ if TYPE_CHECKING:
 
 OptimizerName = Literal["adamw", "sgd"]
 MOST_STEPS = 40
-"""That the table shows."""
+"""Largest number of steps in the table."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How the model is trained, and what that is compared with.
+    """Options of training and of the comparison.
 
     Attributes:
-        optimizer: What applies the gradients.
-        lr: Its learning rate.
-        schedule: The learning rate over the steps: constant, or after the warm-up down to 0, linear
-            or as a cosine.
-        warmup_steps: Steps over which the learning rate rises.
-        max_grad_norm: Gradients of a larger norm are scaled down to this one.
-        steps: How many optimizer steps. The groups of the file are taken in turn, again from the
-            first after the last.
-        groups_per_step: How many groups make the batch of one step.
+        optimizer: Optimizer that applies the gradients.
+        lr: Learning rate.
+        schedule: Learning rate after the warm-up: constant, or a linear or cosine decay to 0.
+        warmup_steps: Number of steps over which the learning rate rises.
+        max_grad_norm: Largest norm of the gradients. Larger gradients are scaled down to it.
+        steps: Number of optimizer steps. They use the groups of the file in turn, and start again
+            after the last group.
+        groups_per_step: Number of groups in the batch of one step.
         baseline: dense also trains a copy of the model without sharing, from the same weights, and
             compares times, losses and final parameters.
     """
@@ -73,14 +72,14 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """Files that are written while it runs.
+    """Files that the replay writes.
 
     Attributes:
-        output: A folder, in which rows.jsonl gets a row a step as it goes.
-        checkpoint_every: Save the state of both models in the output folder every N steps. The last
-            step's is saved in any case.
-        resume: Go on with the replay in the output folder from its last checkpoint, or begin it if
-            nothing has begun. What was begun with other rollouts, weights or options is refused.
+        output: Folder of the results. Its rows.jsonl gets one row per step.
+        checkpoint_every: Save the state of both models in the output folder every N steps. The
+            state after the last step is always saved.
+        resume: Continue the replay in the output folder from its last checkpoint, or begin it if
+            the folder has none. A replay with other rollouts, weights or options is refused.
     """
 
     output: DisallowNone[
@@ -100,13 +99,13 @@ class Replay:
     into microbatches), and the two are compared. The line of --json holds what the table shows.
 
     Attributes:
-        file: Rollouts, as a trainer or forkpoint writes them, or the folder of a trace, whose every
-            batch is a step.
+        file: Rollouts of a trainer or of forkpoint, or the folder of a trace. Each batch of a trace
+            is a step.
         model: A transformers model's folder, or a config.json for random weights. Nothing is
             downloaded.
         limit: Read only the first N rollouts of the file.
         json: Print one line of JSON and nothing else.
-        config: How batches are planned and run, as forkpoint.Config describes it.
+        config: Options of planning and running, as in forkpoint.Config.
     """
 
     file: File

@@ -23,7 +23,7 @@ class Report:
 
     Attributes:
         lanes: A file that forkpoint plan --lanes or stats.lanes.save wrote.
-        output: The picture, as SVG, PNG or PDF; what was there is replaced.
+        output: File of the picture, as SVG, PNG or PDF. An existing file is replaced.
         json: Print one line of JSON and nothing else.
     """
 

@@ -1,9 +1,9 @@
-"""Text from files as it is shown: nothing invisible, and no more than fits. Imports no torch."""
+"""Escapes of invisible characters and abbreviations, for text from files. Imports no torch."""
 
 import re
 
 MAX_CHARACTERS = 500
-"""Of one text that is shown, such as the id of a rollout."""
+"""Largest number of characters of a text that is shown, such as the id of a rollout."""
 
 _HIDDEN = re.compile(
     "["

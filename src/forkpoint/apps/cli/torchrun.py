@@ -37,7 +37,7 @@ def local_rank() -> int:
 
 
 def size() -> int:
-    """How many processes there are."""
+    """Number of processes."""
     return _variable("WORLD_SIZE", 1)
 
 
@@ -61,7 +61,7 @@ def measured_link(device: DeviceName) -> "Link":
 
 
 def _own_device(device: DeviceName) -> "torch.device":
-    """The device of this rank. Raises ConfigError where it has no GPU of its own."""
+    """The device of this rank. Raises ConfigError if there are fewer GPUs than ranks."""
     import torch
 
     if device == "cpu" or not torch.cuda.is_available():
@@ -69,8 +69,8 @@ def _own_device(device: DeviceName) -> "torch.device":
     count = torch.cuda.device_count()
     if local_rank() >= count:
         raise ConfigError(
-            f"this machine has {count} GPUs, and the rank is number {local_rank()} on it; each "
-            f"rank needs one of its own. Start torchrun with --nproc-per-node {count}, or add "
+            f"this machine has {count} GPUs, and the rank is number {local_rank()} on it; ranks "
+            f"cannot share a GPU. Start torchrun with --nproc-per-node {count}, or add "
             "--device cpu."
         )
     return torch.device("cuda", local_rank())
@@ -78,9 +78,9 @@ def _own_device(device: DeviceName) -> "torch.device":
 
 @contextmanager
 def process_group(device: DeviceName) -> Iterator[None]:
-    """Within it torch's default process group exists; without torchrun nothing is done.
+    """Open torch's default process group for the block. Without torchrun, do nothing.
 
-    Raises ConfigError where a rank has no GPU of its own.
+    Raises ConfigError if there are fewer GPUs than ranks.
     """
     if not is_on_ranks():
         yield

@@ -33,21 +33,21 @@ CODES = {"passed": 0, "failed": 1, "nothing to verify": 3}
 class Verify:
     """Check on your model and rollouts that shared gradients are as exact as dense training's.
 
-    Compares the gradient of every parameter, shared and dense, with a dense run in higher precision
-    (float32 for 16-bit models, else float64). Two plans are compared: one that shares within
-    microbatches, and one whose microbatches read what others have shared. The exit code is 1 if one
-    is further from the reference than dense training is, beyond rounding, and 3 if nothing of the
-    rollouts can be shared. Takes memory for a second model and time for two dense runs.
+    The command compares the gradient of every parameter, shared and dense, with a dense run in
+    higher precision (float32 for 16-bit models, else float64). It compares two plans: one that
+    shares within microbatches, and one whose microbatches read prefix caches of others. The exit
+    code is 1 if the error of a plan exceeds that of dense training, beyond rounding, and 3 if the
+    rollouts share no tokens. It needs memory for a second model and time for two dense runs.
 
     Attributes:
-        file: Rollouts, as a trainer or forkpoint writes them, or the folder of a trace.
+        file: Rollouts of a trainer or of forkpoint, or the folder of a trace.
         model: A transformers model's folder, or a config.json for random weights. Nothing is
             downloaded.
         limit_groups: Use the first N groups that give a gradient, as one batch. Groups whose
             advantages are all 0 give none to losses of advantages.
         limit: Read only the first N rollouts of the file.
         json: Print one line of JSON and nothing else.
-        config: How batches are planned and run, as forkpoint.Config describes it.
+        config: Options of planning and running, as in forkpoint.Config.
     """
 
     file: File

@@ -45,8 +45,8 @@ def sample(
         every_BV = logits_BV.log_softmax(-1)
         if not torch.isfinite(every_BV).all():
             raise ConfigError(
-                "the model's logits are no finite numbers any more: training has diverged. Take a "
-                "lower learning rate."
+                "the model's logits are not finite, because training has diverged. Use a lower "
+                "learning rate."
             )
         next_B1 = torch.multinomial(every_BV.exp(), 1, generator=generator)
         drawn.append(next_B1)

@@ -68,8 +68,8 @@ class ReplayFolder:
             manifest = None
         if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
             raise ConfigError(
-                f"{path / MANIFEST} is not of a replay of this version (schema {SCHEMA}). Begin "
-                "anew in another folder."
+                f"{path / MANIFEST} is not of a replay of this version, whose schema is {SCHEMA}. "
+                "Begin again in another folder."
             )
         self.begun = manifest["fixed"]
 

@@ -107,8 +107,8 @@ def replay(
     _check_options(steps, schedule, warmup_steps, max_grad_norm, checkpoint_every)
     if output is None and (resume or checkpoint_every is not None):
         raise ConfigError(
-            f"{'resume' if resume else 'checkpoint_every'} needs a folder to keep things in; give "
-            "output."
+            f"{'resume' if resume else 'checkpoint_every'} is set, and output is None; it needs a "
+            "folder. Give output (--output)."
         )
     folder = None if output is None else ReplayFolder(output, resume=resume)
     if isinstance(batches, RolloutBatch):

@@ -33,7 +33,7 @@ def check_model(model: Any, family: Family) -> None:
     if tied and model.tok_embeddings.weight is not head_of(model).weight:
         raise UnsupportedError(
             "the model's arguments have enable_weight_tying, and its embeddings and its head have "
-            "weights of their own: torchtitan's tensor parallelism unties them. Set "
+            "separate weights: torchtitan's tensor parallelism unties them. Set "
             "tensor_parallel_degree to 1, or train a model whose weights are not tied."
         )
     for name, module in every_module(model):
@@ -48,15 +48,15 @@ def check_model(model: Any, family: Family) -> None:
             )
         if vars(module).get("_debug_force_load_balance"):
             raise UnsupportedError(
-                f"{where} sends tokens to experts by their places in a batch, where a shared token "
-                "has no one place. Set debug.moe_force_load_balance to false."
+                f"{where} sends tokens to experts by their positions in a batch, and a shared "
+                "token has several positions. Set debug.moe_force_load_balance to false."
             )
         known = "forward" not in vars(module) or set_forward(module) or redistributes(module)
         if not known:
             found = describe_function(vars(module)["forward"])
             raise UnsupportedError(
-                f"{where} has a forward of its own ({found}), whose effect is not known. Wrap the "
-                "model before what sets it, or remove it: del module.forward."
+                f"{where} has a custom forward ({found}), whose effect is not known. Wrap the "
+                "model before it is set, or remove it: del module.forward."
             )
         module_of_inner, inner = family.version.inner
         if kind.__module__ == module_of_inner and name.endswith(INNER) and kind.__name__ != inner:

@@ -125,17 +125,16 @@ def _redistribution(where: str, module: nn.Module) -> TitanStyle:
         )
     if dims.cp_enabled:
         raise UnsupportedError(
-            f"{where} is under torchtitan's own context parallelism, which has not been shown "
-            "exact in torchtitan 0.3. Set context_parallel_degree to 1 and "
-            "data_parallel_shard_degree to the product of both, and give forkpoint.wrap a mesh "
-            "with the dimension 'cp'."
+            f"{where} is under torchtitan's context parallelism, which has not been shown exact in "
+            "torchtitan 0.3. Set context_parallel_degree to 1, multiply "
+            "data_parallel_shard_degree by it, and give forkpoint.wrap a mesh with 'cp'."
         )
     if isinstance(own, partial):  # of local_map, which converts tensors
         own = own.args[0]
     if not isinstance(own, MethodType) or own.__func__ is not plain_class(module).forward:
         raise UnsupportedError(
-            f"{where} had a forward of its own ({describe_function(own)}) when torchtitan split "
-            "it, whose effect is not known. Split the model before what sets it."
+            f"{where} had a custom forward ({describe_function(own)}) when torchtitan split it, "
+            "and its effect is not known. Split the model before the forward is set."
         )
     tensor, expert = dims.get_optional_mesh("tp"), dims.get_optional_mesh("ep")
     if "token_dispatcher" not in vars(module):
@@ -144,10 +143,9 @@ def _redistribution(where: str, module: nn.Module) -> TitanStyle:
         return TitanStyle("Module.parallelize", None, expert)
     if tensor is not None and _is_in_parts(vars(module)["_sharding_config"].out_dst_shardings):
         raise UnsupportedError(
-            f"{where} is under sequence parallelism without expert parallelism, with which "
-            "torchtitan's own gradients below these experts are wrong. Set "
-            "expert_parallel_degree to tensor_parallel_degree, or enable_sequence_parallel to "
-            "False."
+            f"{where} is under sequence parallelism without expert parallelism, and torchtitan's "
+            "gradients below these experts are wrong. Set expert_parallel_degree to "
+            "tensor_parallel_degree, or enable_sequence_parallel to False."
         )
     return TitanStyle("Module.parallelize", tensor, None)
 
@@ -165,9 +163,9 @@ def _style(where: str, hook: Any) -> TitanStyle:
     module, style = function.__module__, function.__qualname__.partition(".")[0]
     if style == WRONG:
         raise UnsupportedError(
-            f"{where} is split over ranks by {WRONG}, with which torchtitan's own gradient of the "
-            "router is a part of it, another one on each rank. Set expert_tensor_parallel_degree "
-            "to tensor_parallel_degree, or one of the two parallelisms to degree 1."
+            f"{where} is split over ranks by {WRONG}. torchtitan does not sum the gradient of the "
+            "router over these ranks. Set expert_tensor_parallel_degree to tensor_parallel_degree, "
+            "or one of the two degrees to 1."
         )
     if style not in EXACT.get(module, ()):
         known = ", ".join(name for names in EXACT.values() for name in names)

@@ -50,9 +50,8 @@ def check_stage(model: Any) -> None:
         has = [name for name, there in found.items() if there]
         raise UnsupportedError(
             f"the model has layers {', '.join(model.layers)} of {args.n_layers} and "
-            f"{', '.join(has) or 'no more'}: it is no stage of a pipeline as torchtitan cuts "
-            "models. Use one stage a rank (pipeline_parallel_schedule = '1F1B'), or "
-            "forkpoint.cut(model, mesh)."
+            f"{', '.join(has) or 'no more'}: it is no stage of a pipeline of torchtitan. Set "
+            "pipeline_parallel_schedule = '1F1B', or use forkpoint.cut(model, mesh)."
         )
 
 

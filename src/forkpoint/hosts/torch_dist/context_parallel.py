@@ -76,9 +76,8 @@ def context_split(mesh: DeviceMesh | None, holders: Sequence[Holder]) -> Context
         held = f"over ranks {list(data[0])}" if data else "over no ranks"
         raise UnsupportedError(
             f"the mesh's dimension {found[0]!r} splits sequences over ranks {list(ranks)}, and "
-            f"fully_shard or DistributedDataParallel holds the weights {held}, so gradients would "
-            "not be summed over the former. Call fully_shard with a mesh that contains the "
-            "dimension, such as mesh['dp', 'cp']._flatten()."
+            f"fully_shard or DistributedDataParallel holds the weights {held}. Include "
+            f"{found[0]!r} in the mesh of fully_shard, as in mesh['dp', 'cp']._flatten()."
         )
     return split
 

@@ -58,7 +58,10 @@ class FullySharded(Holder):
         wide = (g for g in groups if not any(m in inside for m, _ in holders_in(g)))
         meshes = {id(g.mesh_info.mesh): g.mesh_info.mesh for g in wide}
         if not meshes:
-            raise UnsupportedError("the model is sharded by fully_shard and has no parameters.")
+            raise UnsupportedError(
+                "the model is sharded by fully_shard and has no parameters. Wrap a model with "
+                "parameters."
+            )
         if len({tuple(m.mesh.flatten().tolist()) for m in meshes.values()}) > 1:
             raise UnsupportedError(
                 "parts of the model are sharded over different meshes, which has not been shown "
@@ -108,8 +111,8 @@ class FullySharded(Holder):
         if is_within_backward(self._context):
             raise UnsupportedError(
                 "a stock backward of the model is under way or has failed, so that fully_shard "
-                "would not end those of a step. After a failure start the processes again from the "
-                "last checkpoint: torch keeps parts of its gradients, even reset_iter_state() does."
+                "cannot run the backwards of a step. After a failure, restart all processes from "
+                "the last checkpoint, because torch keeps parts of the gradients."
             )
         for group in self._groups():
             _check_group(group)
@@ -398,7 +401,7 @@ def _reduces_by(group: Any) -> str | None:
     for name in ("_all_gather_comm", "_reduce_scatter_comm"):
         kind = type(getattr(group, name, None))
         if not kind.__module__.startswith(("torch.", "builtins")):
-            return f"collectives of its own are set ({kind.__module__}.{kind.__qualname__})"
+            return f"custom collectives are set ({kind.__module__}.{kind.__qualname__})"
     return None
 
 
@@ -407,8 +410,8 @@ def _check_group(group: Any) -> None:
         if policy.output_dtype not in (None, policy.param_dtype):
             raise UnsupportedError(
                 f"MixedPrecisionPolicy has output_dtype={policy.output_dtype} and "
-                f"param_dtype={policy.param_dtype}, so that outputs are rounded that are computed "
-                "in another dtype. Leave output_dtype out, or give it that of param_dtype."
+                f"param_dtype={policy.param_dtype}, so that it rounds outputs to another dtype. "
+                "Leave output_dtype out, or set it to param_dtype."
             )
     if any(takes_any_gradient(parameter) for parameter in group.fsdp_params):
         raise UnsupportedError(

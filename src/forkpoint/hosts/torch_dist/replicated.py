@@ -60,7 +60,7 @@ class Replicated(Holder):
         if hook:
             raise UnsupportedError(
                 f"DistributedDataParallel has a communication hook ({hook}), which forkpoint would "
-                "pass by. Leave register_comm_hook out."
+                "not call. Leave register_comm_hook out."
             )
 
     def deferred_params(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:

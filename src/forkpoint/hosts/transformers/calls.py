@@ -71,8 +71,8 @@ def forkpoint_attention(
         found = "a mask" if attention_mask is not None else f"dropout {dropout}"
         raise UnsupportedError(
             f"{type(module).__name__} asks for {found} in attention; forkpoint knows causal "
-            "attention without masks of one's own and without dropout. Set attention_dropout to 0 "
-            "and give no attention_mask."
+            "attention without custom masks and without dropout. Set attention_dropout to 0 and "
+            "give no attention_mask."
         )
     o_BLHE = attend(
         context,

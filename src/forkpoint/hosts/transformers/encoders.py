@@ -273,7 +273,7 @@ def check_encoder(core: PreTrainedModel, encoder: Collection[nn.Module]) -> None
             )
         if "forward" in attributes and set_forward(module) is None:
             raise UnsupportedError(
-                f"{name} has a forward of its own, whose effect is not known. Remove it."
+                f"{name} has a custom forward, whose effect is not known. Remove it."
             )
         if module.training and isinstance(module, _BatchNorm):
             raise UnsupportedError(

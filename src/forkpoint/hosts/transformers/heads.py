@@ -54,8 +54,9 @@ class ValueHead:
         name = type(self.critic).__name__
         if type(score) is not nn.Linear:
             raise UnsupportedError(
-                f"score of {name} is a {type(score).__module__}.{type(score).__name__}; values of "
-                "a plain torch.nn.Linear, as transformers makes it, have been shown exact."
+                f"score of {name} is a {type(score).__module__}.{type(score).__name__}; only a "
+                "plain torch.nn.Linear has been shown exact. Leave score out of adapters and "
+                "quantization."
             )
         if score.out_features != 1:
             raise UnsupportedError(

@@ -191,7 +191,8 @@ def _read_by_transformers(path: Path, config: dict[str, Any]) -> Any:
     try:
         return AutoConfig.for_model(**config)
     except Exception as error:  # transformers raises many kinds for a wrong configuration
-        raise ConfigError(f"transformers cannot read {path}: {error}") from error
+        reason = str(error).rstrip(".")
+        raise ConfigError(f"transformers cannot read {path}: {reason}. Correct it.") from error
 
 
 def _encoder(path: Path, *, checkpointed: bool) -> tuple[EncoderShape | None, int]:
@@ -204,7 +205,10 @@ def _encoder(path: Path, *, checkpointed: bool) -> tuple[EncoderShape | None, in
     except ForkpointError:
         raise
     except Exception as error:  # as above
-        raise ConfigError(f"transformers makes no model of {path}: {error}") from error
+        reason = str(error).rstrip(".")
+        raise ConfigError(
+            f"transformers makes no model of {path}: {reason}. Correct it."
+        ) from error
 
 
 def dtype_of_model(model: Path) -> str:

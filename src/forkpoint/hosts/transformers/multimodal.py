@@ -68,10 +68,10 @@ def check_language_model(core: PreTrainedModel) -> None:
         if isinstance(module, FSDPModule):
             found = ["fully_shard"]
         elif "forward" in vars(module):
-            found = ["a forward of its own"]
+            found = ["a custom forward"]
         if found:
             raise UnsupportedError(
-                f"{name} has {found[0]}, and a step runs the language model within it by itself. "
+                f"{name} has {found[0]}, and a step runs only the language model inside {name}. "
                 "Put it on the whole model, or on the language model and its blocks."
             )
 

@@ -104,10 +104,9 @@ def check_modules(
             and parallel_forward(where, module) is None
         ):
             raise UnsupportedError(
-                f"{where} has a forward of its own ({describe_function(attributes['forward'])}), "
-                "whose effect is not known. Remove it: del module.forward, or "
-                "accelerate.hooks.remove_hook_from_module(model, recurse=True) for a hook of "
-                "accelerate."
+                f"{where} has a custom forward ({describe_function(attributes['forward'])}), whose "
+                "effect is not known. Remove it: del module.forward, or for a hook of accelerate "
+                "accelerate.hooks.remove_hook_from_module(model, recurse=True)."
             )
         for adapter, variant in attributes.get("lora_variant", {}).items():
             if not type(variant).__name__.startswith("Dora"):

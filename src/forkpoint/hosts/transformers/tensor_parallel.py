@@ -90,9 +90,8 @@ def parallel_forward(where: str, module: nn.Module) -> ParallelForward | None:
         found = _read_split(where, inside)
     if getattr(found.own, "__func__", None) is not plain_class(module).forward:
         raise UnsupportedError(
-            f"{where} has a forward of its own within the one by which transformers splits it over "
-            "ranks, whose effect is not known. Split the model before anything else is put around "
-            "its modules."
+            f"{where} had a custom forward when transformers split it over ranks, and its effect "
+            "is not known. Split the model before the forward is set."
         )
     return found
 

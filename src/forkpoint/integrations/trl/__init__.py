@@ -4,7 +4,7 @@
 
     trainer = GRPOTrainer(model, reward_funcs, args=GRPOConfig(...), forkpoint=Config(...))
 
-`shared_trainer` makes such a class of other subclasses of TRL's trainers.
+`shared_trainer` does the same for your subclass of a trainer of TRL.
 """
 
 from importlib import import_module

@@ -41,7 +41,7 @@ class Arrivals:
         return [None if p.grad is None else (id(p.grad), p.grad._version) for p in self._trained]
 
     def receive(self, gradients: Sequence[Tensor | None]) -> None:
-        """Keep what a backward brings; it may come in several.
+        """Add the gradients of one backward to those of earlier backwards.
 
         Raises UnsupportedError for a backward that is not an ordinary one of all parameters, and
         for one after the step.
@@ -66,8 +66,7 @@ class Arrivals:
         """Raises UnsupportedError where something else has added to `.grad` meanwhile."""
         if self._now() != self._gradients:
             raise UnsupportedError(
-                "gradients have been added between compute_loss and the last backward of its "
-                "optimizer step, such as those of a term of parameters in the loss. On several "
-                "ranks they would not be reduced as those of log-probs are. Leave the term out, or "
-                "train in one process."
+                "gradients were added between compute_loss and the last backward of its optimizer "
+                "step, such as those of a term of parameters in the loss. Ranks would not reduce "
+                "them. Leave the term out, or train in one process."
             )

@@ -39,9 +39,8 @@ class Rows:
     scored: bool [B, W]; tokens whose log-probs are asked for.
     routed: whether the load-balancing loss of a mixture's routers is asked for.
     media: images of each row; empty where no row has any.
-    types: int64 [B, W], 1 for tokens of images, 0 for others; None of calls without images. Of
-        Qwen-VL, TRL has zeros alone, and no images, where it has cut one: their tokens are then
-        text.
+    types: int64 [B, W], 1 for tokens of images, 0 for others; None for calls without images. If TRL
+        has cut an image of Qwen-VL, there are no images, types are 0, and its tokens are text.
     """
 
     input_ids: Tensor
@@ -82,8 +81,8 @@ class Rows:
             scored &= types == 0  # TRL's masks hide images in results of tools
         if bool((scored & (labels != input_ids)).any()):
             raise UnsupportedError(
-                "the trainer's labels are other tokens than its input_ids; log-probs of the tokens "
-                "themselves are what forkpoint computes. Use a loss of these."
+                "the trainer's labels are other tokens than its input_ids; forkpoint computes "
+                "log-probs of the input_ids only. Use labels that equal input_ids or -100."
             )
         return cls(input_ids, present, scored, routed, media, types)
 
@@ -171,14 +170,20 @@ class PackedRows:
     """Several calls' rows as one batch, and its values back in the calls' own shapes.
 
     Ranks of context parallelism have the same batch: the rows of all of them, in the order of the
-    ranks. What is per token has two lengths: T for the batch, t for the rows of this rank.
+    ranks. Per-token values have two lengths: T for the batch, t for the rows of this rank.
     """
 
     def __init__(self, calls: Sequence[Rows], temperature: float, places: Places) -> None:
-        """places: of the model's topology. Collective over the ranks of context parallelism.
+        """Pack the rows of all calls. Collective over the ranks of context parallelism.
 
-        Raises UnsupportedError where a row's first token is scored, which stock TRL scores from
-        padding; RolloutError for padding between tokens.
+        Args:
+            calls: the rows of each call.
+            temperature: the temperature of all rows.
+            places: context-parallel ranks of the model.
+
+        Raises:
+            UnsupportedError: the first token of a row is scored.
+            RolloutError: a row has padding between tokens.
         """
         self.calls: tuple[Rows, ...] = tuple(calls)
         self.ranks: int = places.size
@@ -210,9 +215,9 @@ class PackedRows:
         begin = sum(x.shape[1] for x in every[: places.rank]) * self.width
         here = np.searchsorted(cells, (begin, begin + own.shape[1] * self.width))
         self.tokens: slice = slice(*here.tolist())
-        """Those of this rank's rows among the batch's."""
+        """Slice of the tokens of this rank in the flat tokens of the batch."""
         self.cells: Tensor = torch.from_numpy(cells[self.tokens] - begin).to(ids.device)
-        """int64 [t]: where they are in [N, width] of this rank's N rows, flattened."""
+        """Positions of these tokens in this rank's flattened [N, width]: int64 [t]."""
         if any(rows.types is not None for rows in calls):
             none = [() for _ in range(len(self.batch))]
             media = [row for rows in calls for row in (rows.media or none[: len(rows.input_ids)])]
@@ -237,7 +242,7 @@ class PackedRows:
         return self._places.summed(values_T)
 
     def own(self, per_token: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Those of this rank's rows, [t], of values of the batch's tokens, [T]."""
+        """Select this rank's values [t] from values of all tokens of the batch [T]."""
         return {name: values_T[self.tokens] for name, values_T in per_token.items()}
 
     def unpacked(self, values_t: Tensor) -> list[Tensor]:
@@ -310,9 +315,8 @@ class StandIn:
         """A call for something else than the fused head's outputs."""
         raise UnsupportedError(
             "the trainer's loss calls its model for something else than log-probs (arguments "
-            f"{', '.join([*map(repr, map(type, args)), *kwargs]) or 'none'}), which forkpoint does "
-            "not compute in a training step. Use a loss of log-probs and entropies, or the "
-            "trainer of TRL itself."
+            f"{', '.join([*map(repr, map(type, args)), *kwargs]) or 'none'}). Use a loss of "
+            "log-probs and entropies, or the trainer of TRL."
         )
 
 
@@ -335,9 +339,9 @@ class Answer(StandIn):
         asked, known = arguments["input_ids"], self.rows.input_ids
         if asked.shape != known.shape:
             raise UnsupportedError(
-                f"the trainer's loss asks its model for rows of shape {tuple(asked.shape)} after "
-                f"it asked for {tuple(known.shape)}; one call of one model, and one of the "
-                "reference model with the same rows, are what forkpoint's trainers answer."
+                f"the trainer's loss calls its model with rows of shape {tuple(asked.shape)} after "
+                f"rows of shape {tuple(known.shape)}; all calls of a loss must have the same rows. "
+                "Use a loss with one call, or the trainer of TRL."
             )
         return self.answer
 

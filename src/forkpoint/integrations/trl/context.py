@@ -18,11 +18,10 @@ _LAUNCHED = "ACCELERATE_USE_PARALLELISM_CONFIG"
 
 @contextmanager
 def as_data_ranks(args: Any) -> Iterator[int]:
-    """Replace context ranks by data ranks in the configuration of a trainer's arguments, within it.
+    """Replace context ranks by data ranks in the parallelism configuration, inside the block.
 
-    Gives the number of ranks that run one sequence together.
-
-    The configuration is that of the arguments, or of accelerate's launcher.
+    The configuration is that of the arguments, or of accelerate's launcher. Yields the number of
+    ranks that run one sequence together.
     """
     given: Any = args.parallelism_config
     config = given

@@ -20,7 +20,7 @@ class Grouping:
     """Order of the rows of a trainer's generation batches."""
 
     def __init__(self, keep: bool | None) -> None:
-        """`keep` None is False, with a warning where that costs sharing."""
+        """`keep`: whether groups are kept. None means False, with a warning if sharing is lost."""
         self.keep: bool | None = keep
         self._warned = keep is not None
 

@@ -1,7 +1,7 @@
 """A comparison of TRL's own forward with forkpoint's, on one or two rows, when a training begins.
 
-forkpoint computes the log-probs of TRL's fused head itself. What a head divides by, or adds, may be
-another in a later TRL, and no argument of the call would say so.
+forkpoint computes the log-probs of TRL's fused head itself. A later TRL may scale logits or add
+terms differently, without a change in the arguments of the call.
 """
 
 from collections.abc import Callable
@@ -23,9 +23,9 @@ from forkpoint.step.self_check import NOISE_FACTOR, allowed_difference, rms, rou
 FIELDS = ("log_probs", "entropy", "log_sum_sq_probs")
 """Outputs of TRL's head that losses read."""
 TOLD_APART = 0.02
-"""The least part of the way from one temperature to 1 that is a head of another temperature. Of 26
-families with random weights in 16 bits, rounding went at most 1.9 of the `noise` of `_points` that
-way; 10 are allowed."""
+"""Smallest shift towards temperature 1, relative to the full shift, that counts as another
+temperature. For 26 families with random weights in 16 bits, rounding shifted log-probs by at most
+1.9 times the `noise` of `_points`; 10 times are allowed."""
 
 
 class HeadChecks:
@@ -71,7 +71,7 @@ class HeadChecks:
         differs, count = trainer.accelerator.gather(told).view(-1, 2).amax(0).tolist()
         if differs:
             raise UnsupportedError(
-                (found or "another rank has found that TRL's own log-probs are not forkpoint's.")
+                (found or "another rank has found a difference between TRL and forkpoint.")
                 + f" TRL {import_module('trl').__version__} is installed; 1.15 and 1.16 are "
                 "tested. Config(self_check=False) turns this comparison off."
             )
@@ -115,11 +115,9 @@ def _compared(
         if differs:
             worst = int((here_N - own_N).abs().nan_to_num(torch.inf).argmax())
             return (
-                f"TRL's own forward gives other {name} than forkpoint computes, by "
-                f"{apart:.3g} (root mean square of {len(own_N)} tokens), where rounding in "
-                f"{str(host.compute_dtype).removeprefix('torch.')} explains {allowed:.3g}; of one "
-                f"token TRL's is {float(own_N[worst]):.6g} and forkpoint's, at temperature "
-                f"{temperature}, {float(here_N[worst]):.6g}."
+                f"TRL's {name} differ from forkpoint's by {apart:.3g} (rms), and rounding explains "
+                f"{allowed:.3g}; at one token TRL has {float(own_N[worst]):.6g}, and forkpoint "
+                f"{float(here_N[worst]):.6g} at temperature {temperature}."
             )
     return ""
 

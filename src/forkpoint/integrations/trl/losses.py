@@ -35,7 +35,7 @@ CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 """Values of `loss_type` that clip the ratio on both sides."""
 STREAMED = (*CLIPPED, "cispo", "sapo")
 TOLERANCE = 1e-4
-"""Of the gradients by log-probs, relative to their norm: they are computed in float32."""
+"""Largest relative difference of gradients by log-probs, which are computed in float32."""
 
 
 def streams(trainer: Any) -> bool:
@@ -53,7 +53,7 @@ class TokenTerms:
     """A window's loss as a sum over tokens; called by a step for each view of them."""
 
     def __init__(self, trainer: Any, inputs: Sequence[dict[str, Any]], packed: PackedRows) -> None:
-        """`inputs`: of each of the window's micro-batches, as TRL's loss takes them."""
+        """`inputs`: arguments of TRL's loss, for each micro-batch of the window."""
         self._trainer = trainer
         self._packed = packed
         counts = [_counted(trainer, one) for one in inputs]
@@ -174,7 +174,7 @@ def _counted(trainer: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def ranks_of(policy: Policy) -> int:
-    """Ranks with rows of their own."""
+    """Number of ranks with different rows."""
     return policy.host.group.ranks.size
 
 
@@ -219,8 +219,11 @@ def weighted_step(
     router: RouterLoss | None = None,
     router_counts: Tensor | None = None,
 ) -> StepStats:
-    """A step of the sum of log-probs, and of entropies, times weights [t]: the gradients of a loss
-    of them, whose own gradients by them the weights are."""
+    """Run a step whose loss is the sum of log-probs and entropies times weights.
+
+    `weights`: float [t] by name of output. If they are the gradients of a loss with respect to the
+    outputs, the step adds the gradients of that loss.
+    """
     joined = {name: packed.joined(weights_t) for name, weights_t in weights.items()}
 
     def weighted(outputs: LossOutputs, batch: LossBatch) -> Tensor:
@@ -243,8 +246,8 @@ def in_two_halves(
 ) -> tuple[StepStats, Tensor]:
     """A step whose loss is computed between scores and backwards, outside of both.
 
-    TRL's metrics are collective. On several ranks each calls them here, at the same place, and not
-    where its own plan happens to have its loss.
+    TRL's metrics use collectives. So all ranks must compute them at the same point of the step,
+    although their plans differ.
     """
     scores = policy.score(packed.batch, entropy=True, router=router)
     scored = packed.own(scores.per_token)
@@ -280,10 +283,9 @@ def check_routers(trainer: Any, policy: Policy) -> None:
         routers.layers and routers.defines_loss
     ):
         raise UnsupportedError(
-            f"{type(trainer.args).__name__} has "
-            f"router_aux_loss_coef={trainer.args.router_aux_loss_coef!r}, so that TRL adds a "
-            "load-balancing loss, and transformers records no router logits of this model, or "
-            "defines no such loss for it. Set router_aux_loss_coef=0.0."
+            f"{type(trainer.args).__name__} has router_aux_loss_coef="
+            f"{trainer.args.router_aux_loss_coef!r}, so that TRL adds a load-balancing loss; "
+            "transformers defines none for this model. Set router_aux_loss_coef=0.0."
         )
 
 
@@ -302,11 +304,17 @@ def factor_of(
     packed: PackedRows,
     names: tuple[str, ...],
 ) -> float:
-    """The factor of the mean of a window's load-balancing losses in TRL's loss, which is linear in
-    it: a gradient of TRL's own code, at log-probs of 0.
+    """Factor of the mean load-balancing loss of a window in TRL's loss, which is linear in it.
 
-    losses: TRL's loss of what is given for tokens, by name, and of that mean.
-    names: of what is given for tokens.
+    It is a gradient of TRL's code, at log-probs of 0.
+
+    Args:
+        losses: TRL's loss from per-token outputs by name and from the mean.
+        packed: the rows of the window.
+        names: names of the per-token outputs.
+
+    Raises:
+        UnsupportedError: the factor is 0.
     """
     zeros_T = torch.zeros(len(packed.cells), device=packed.cells.device)
     mean = torch.zeros((), device=packed.cells.device, requires_grad=True)

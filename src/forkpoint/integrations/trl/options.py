@@ -57,7 +57,7 @@ REFUSED: dict[str, str] = {
     "torch_compile_mode": _COMPILED,
     "use_liger_kernel": "liger's layers have not been shown exact: leave it out.",
 }
-"""By option: why it is refused, and what to do; the end of a message."""
+"""Reason and remedy of each refused option: the end of a message."""
 FOUND: dict[str, Callable[[Any], bool]] = {
     **{name: _reentrant(name) for name in REFUSED if name.endswith("checkpointing_kwargs")},
     "deepspeed": lambda args: any(getattr(args, x, 0) for x in ("deepspeed", "deepspeed_plugin")),
@@ -67,7 +67,7 @@ FOUND: dict[str, Callable[[Any], bool]] = {
         for name in ("tp_size", "sp_size")
     ),
 }
-"""Whether a configuration has a value that is refused; of other options any that is true."""
+"""Tests for refused values, by option. For options without a test, each true value is refused."""
 OF_TRAINER: dict[str, tuple[Callable[[Any], bool], str]] = {
     "cast_lm_head_to_fp32": (
         lambda t: bool(getattr(t.args, "cast_lm_head_to_fp32", False) and t.is_fsdp_enabled),
@@ -85,7 +85,7 @@ OF_TRAINER: dict[str, tuple[Callable[[Any], bool], str]] = {
         "rows are packed by forkpoint: set padding_free=False.",
     ),
 }
-"""By option: whether a trainer has what is refused, once it is made, and why."""
+"""Test of a trainer and reason, for each option that only a finished trainer shows."""
 
 TESTED = ((1, 15), (1, 16))
 """The first and the last version of TRL with which results have been compared."""
@@ -104,7 +104,7 @@ def check_version(found: str) -> None:
 
 
 def check_arguments(trainer: type, given: Iterable[object]) -> None:
-    """Raises UnsupportedError for what the arguments of a trainer alone tell."""
+    """Raises UnsupportedError if an argument is a configuration with a refused option."""
     for value in given:
         if isinstance(value, TrainingArguments):
             check_options(trainer, value)
@@ -118,7 +118,7 @@ def check_options(trainer: type, args: Any) -> None:
 
 
 def check_trainer(trainer: Any) -> None:
-    """Raises UnsupportedError for what is known once a trainer has been made."""
+    """Raises UnsupportedError if a finished trainer has a refused option, module or hook."""
     for name, (found, reason) in OF_TRAINER.items():
         if found(trainer):
             raise _refused(type(trainer), trainer.args, name, reason)

@@ -1,9 +1,9 @@
-"""The steps of a trainer: micro-batches are gathered, and an optimizer step's are run as one.
+"""Steps of a trainer: all micro-batches of an optimizer step run as one step of forkpoint.
 
-A loss that is TRL's own code is computed when all micro-batches of an optimizer step are there. Any
-other runs once, when its micro-batch comes, on log-probs that are computed for it. Both give the
-trainer a tensor whose backward keeps what arrives (`arrivals`), and the step runs when that of the
-last micro-batch is done.
+A loss of TRL's code is computed after all micro-batches of an optimizer step have arrived. A loss
+of other code runs once per micro-batch, on log-probs that are computed for it. In both cases the
+trainer gets a tensor whose backward stores the gradient (`arrivals`). The step runs after the
+backward of the last micro-batch.
 """
 
 import logging
@@ -59,10 +59,10 @@ from forkpoint.wrapping import wrap
 _log = logging.getLogger("forkpoint")
 
 NAMES = {"logprobs": "log_probs", "entropies": "entropy"} | {x: x for x in HEAD_STATISTICS}
-"""Names that TRL's head has for what forkpoint's gives."""
+"""TRL's names of outputs of the head, by forkpoint's names."""
 
 ROUTERS = "routers"
-"""The name of a load-balancing loss among what gradients arrive at."""
+"""Name of the load-balancing loss among the values that receive gradients."""
 
 ComputeLoss = Callable[..., Tensor]
 """TRL's `compute_loss` of a trainer: (model, inputs, num_items_in_batch=) to a scalar."""
@@ -77,11 +77,11 @@ class Call:
     syncs: bool
     """Whether its micro-batch is the last one before the optimizer's step."""
     steps: int
-    """How many windows had run when it came."""
+    """Number of windows that had run before the call."""
     names: tuple[str, ...] = ()
-    """Of the outputs, where a loss has been computed of them."""
+    """Names of the outputs from which a loss was computed."""
     expert_counts: Tensor | None = None
-    """int64 [rows, layers, experts], where it was asked for the load-balancing loss."""
+    """Counts int64 [rows, layers, experts], if the call needs the load-balancing loss."""
     arrivals: Arrivals = field(init=False)
 
     def weight(self, name: str) -> Tensor:
@@ -94,7 +94,7 @@ class Call:
 
 @dataclass(eq=False, kw_only=True)
 class MicroBatch(Call):
-    """One whose loss is computed with those of its window."""
+    """Call whose loss is computed together with the other losses of its window."""
 
     compute: ComputeLoss
     inputs: Any
@@ -102,10 +102,10 @@ class MicroBatch(Call):
 
 
 class Sharing:
-    """The part of a trainer of ours that is not TRL's, with the window so far.
+    """forkpoint's part of a trainer, with the present window.
 
-    A window is what an optimizer step is made of: micro-batches whose losses are computed together,
-    or calls of the model by losses that have been computed already.
+    A window has the micro-batches of one optimizer step. Their losses are computed together, or
+    each loss has already called the model.
     """
 
     def __init__(self, trainer: Any, config: Config) -> None:
@@ -157,8 +157,10 @@ class Sharing:
 
     @cached_property
     def temperature(self) -> float:
-        """Of the head that TRL has fused: its sampling temperature, 1 in DPO. TRL reads it once,
-        when it makes the head."""
+        """Temperature of TRL's fused head: the sampling temperature, or 1 in DPO.
+
+        TRL reads it once, when it makes the head.
+        """
         return float(getattr(self.trainer, "temperature", 1.0))
 
     @property
@@ -212,10 +214,10 @@ class Sharing:
     def training_step(self, run: Callable[[], Tensor], foreign: str | None) -> Tensor:
         """The loss of a micro-batch, as `run`, the trainer's own `training_step`, gives it.
 
-        Where losses are computed with those of their window it is 0 before the last micro-batch,
-        and then the losses of all.
+        If the losses of a window are computed together, it is 0 before the last micro-batch, and
+        the sum of all losses at the last one.
 
-        foreign: a method of the loss that is not TRL's code; None if there is none.
+        foreign: name of a method of the loss that is not TRL's code; None if there is none.
         """
         if foreign is not None:
             self.streams = False
@@ -300,8 +302,8 @@ class Sharing:
         if count:
             raise UnsupportedError(
                 f"the optimizer steps, and the gradients of {count} micro-batches have not been "
-                "computed: this is done in the backward of an optimizer step's last micro-batch, "
-                "and that had none. Call backward for each, of loss * 0 where it is to be left out."
+                "computed, because the last micro-batch had no backward. Call backward for each "
+                "micro-batch. To leave one out, call (loss * 0).backward()."
             )
 
     def _finish(self, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -374,9 +376,9 @@ class Sharing:
         except Captured as captured:
             return captured.rows
         raise UnsupportedError(
-            f"the loss of {type(self.trainer).__name__} asks its model for no log-probs: it makes "
-            "no call with fused_lm_head=True. Trainers whose losses do, as TRL's GRPO, RLOO and "
-            "DPO do, can share."
+            f"the loss of {type(self.trainer).__name__} does not call its model with "
+            "fused_lm_head=True, which forkpoint needs to find the rows. Call the model as TRL's "
+            "GRPO, RLOO and DPO do, or use the trainer of TRL."
         )
 
     def _run(self, window: list[MicroBatch], scale: float, state: LossState) -> Tensor:
@@ -502,8 +504,8 @@ class Sharing:
     def scorer(self, model: nn.Module, *, entropy: bool) -> Scorer:
         """A stand-in for a model that computes log-probs.
 
-        They have no graph of the model. Where gradients are enabled, what arrives at them in a
-        backward becomes a step.
+        They have no graph of the model. If gradients are enabled, a backward of the log-probs runs
+        a step.
         """
 
         def score(rows: Rows) -> HeadAnswer:
@@ -553,7 +555,7 @@ class Sharing:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Within it the reference model is a stand-in that scores rows as they come."""
+        """Replace the reference model by a stand-in that scores rows, inside the block."""
         trainer = self.trainer
         if not self._asks:
             yield

@@ -25,7 +25,7 @@ from forkpoint.integrations.trl.sharing import Sharing
 from forkpoint.rollouts.batch import short
 
 Base: Any = object
-"""The trainer of TRL that a class here is put before."""
+"""Base class of _SharedTrainer, for type checkers. At run time a trainer of TRL follows it."""
 
 
 class _Finished(TrainerCallback):
@@ -97,7 +97,7 @@ class _SharedTrainer(Base):
             self.accelerator.gradient_state._set_sync_gradients(True)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """TRL's, whose backward runs the step at a window's last micro-batch."""
+        """Run TRL's training step. The backward of the last micro-batch runs forkpoint's step."""
         run = partial(super().training_step, *args, **kwargs)
         return self.sharing.training_step(run, foreign_method(self))
 
@@ -108,7 +108,7 @@ class _SharedTrainer(Base):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """TRL's loss, of log-probs that forkpoint computes."""
+        """Compute TRL's loss from log-probs of forkpoint."""
         return self.sharing.loss(
             super().compute_loss,
             model,
@@ -141,7 +141,7 @@ class _SharedTrainer(Base):
         )
 
     def compute_ref_log_probs(self, model: Any, inputs: Any) -> Any:
-        """DPO's reference log-probs that are computed beforehand."""
+        """Compute DPO's reference log-probs before training."""
         return super().compute_ref_log_probs(self.sharing.scorer(model, entropy=False), inputs)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
@@ -158,17 +158,17 @@ class _SharedTrainer(Base):
 LOSS = ("compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies")
 """Methods that make a loss."""
 STEP = "training_step"
-"""The method that calls the first of them, and a backward of what it gives."""
+"""Method that calls `compute_loss` and the backward of its result."""
 _PACKAGES = ("trl.trainer.", "trl.extras.", "transformers.")
 
 
 def foreign_method(trainer: Any) -> str | None:
     """The name of a method that is not TRL's, with that of its class; None if all are TRL's.
 
-    A loss of TRL's own code may be computed several times, when all micro-batches of an optimizer
-    step are there. Other code may draw random numbers, count its calls or use parameters besides
-    log-probs, so that it runs once, when its micro-batch comes. A `training_step` of a class before
-    _SharedTrainer calls the one that is meant here, or does not run in a step of forkpoint's.
+    forkpoint may compute TRL's loss several times, after all micro-batches of an optimizer step
+    have arrived. Other code may draw random numbers, count its calls or use parameters directly, so
+    it runs once per micro-batch. A `training_step` of a class before _SharedTrainer is not checked:
+    it calls that of _SharedTrainer, or runs without forkpoint.
     """
     ours, classes = _SharedTrainer, type(trainer).__mro__
     for name in LOSS:
@@ -201,16 +201,19 @@ NAMES = ("GRPOTrainer", "RLOOTrainer", "DPOTrainer")
 
 @cache
 def shared_trainer(trainer: type) -> type:
-    """A trainer of TRL, or a subclass of one, that computes every shared token once.
+    """Make a trainer that computes each shared token once, from a trainer of TRL.
 
     Args:
-        trainer: TRL's GRPOTrainer, RLOOTrainer or DPOTrainer, or a class derived from one whose
-            loss asks its model for log-probs as theirs do.
+        trainer: TRL's GRPOTrainer, RLOOTrainer or DPOTrainer, or a subclass of one. Its loss must
+            call the model with fused_lm_head=True, as TRL's losses do.
 
-    Returns a subclass of the same name, the same one at every call. Its constructor takes two more
-    keywords: `forkpoint`, a Config, and `keep_groups`.
+    Returns:
+        A subclass of the same name. Equal arguments give the same class. Its constructor has two
+        additional keywords: `forkpoint`, a Config, and `keep_groups`, whether the completions of a
+        prompt stay in one optimizer step. keep_groups=None means False, with a warning.
 
-    Raises UnsupportedError for other classes.
+    Raises:
+        UnsupportedError: the class is no such trainer.
     """
     trl = import_module("trl")
     known = tuple(getattr(trl, name) for name in NAMES)
@@ -218,9 +221,8 @@ def shared_trainer(trainer: type) -> type:
         name = getattr(trainer, "__name__", short(trainer))
         raise UnsupportedError(
             f"{name} is no GRPOTrainer, RLOOTrainer or DPOTrainer of TRL and no subclass of one. "
-            "KTO, whose second forward has other rows, and the experimental asynchronous GRPO, "
-            "which packs its rows itself, are not supported yet; nor is anything else. Use these "
-            "trainers as they are."
+            "forkpoint supports no other trainers, such as KTO and asynchronous GRPO. Use them "
+            "without forkpoint."
         )
     if issubclass(trainer, _SharedTrainer):
         return trainer

@@ -1,5 +1,5 @@
 """verl's engines, with every shared token computed once.
 
-`VERL_ENGINE_VENDOR=forkpoint` has verl's workers take them in place of its own FSDP engine; verl
-finds them by the entry point `verl.plugins` of this package. docs/start/verl.md says how.
+With `VERL_ENGINE_VENDOR=forkpoint`, verl's workers use these engines instead of its FSDP engine.
+verl finds them through the entry point `verl.plugins` of this package. See docs/start/verl.md.
 """

@@ -1,8 +1,7 @@
-"""verl's FSDP engine with steps of forkpoint: everything else is verl's own.
+"""verl's FSDP engine with steps of forkpoint. The rest is code of verl.
 
-A mini-batch is one call of a policy, whatever micro-batches verl would run it in. The loss is
-verl's own function, called for verl's own micro-batches, so that its value and metrics are as they
-were.
+A mini-batch is one call of a policy. The loss is verl's function, called for verl's micro-batches,
+so that its value and metrics do not change.
 """
 
 import logging
@@ -38,18 +37,18 @@ SQUARES, SQUARES_ASKED = "sum_pi_squared", "calculate_sum_pi_squared"
 """verl's names of the sum of squared probabilities, and of the key that asks for it."""
 LOG_SQUARES = "log_sum_sq_probs"
 DIFFERS = 20 * TOLERANCE
-"""Of gradients that a step has used, relative to the norm of those that it should have."""
+"""Largest relative difference between the gradients that a step used and the correct ones."""
 
 
 class SharedEngine:
-    """Methods of an engine, before those of verl's FSDP engine with a head.
+    """Methods that replace those of verl's FSDP engine with a head.
 
-    policy: the model's.
-    last_plan: of the last step or pass.
+    policy: policy of the model.
+    last_plan: plan of the last step or pass.
     """
 
     gives: str = "log_probs"
-    """verl's name for what the head gives."""
+    """verl's name of the output of the head."""
     policy: Policy
     last_plan: Plan | None = None
     # Of verl's engine:
@@ -111,8 +110,8 @@ class SharedEngine:
         found = {repr(settings) for settings in self._ranks.exchange(self.settings)}
         if len(found) > 1:
             raise ConfigError(
-                f"the workers have different options: {' and '.join(sorted(found))}. Let "
-                "FORKPOINT_VERL_CONFIG name files of the same content on all nodes."
+                f"the workers have different options: {' and '.join(sorted(found))}. Give all "
+                "nodes the same file in FORKPOINT_VERL_CONFIG."
             )
         if self.rank == 0:
             _log.info(
@@ -122,7 +121,7 @@ class SharedEngine:
     def to(
         self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True
     ) -> None:
-        """verl's; engines that only score move as well."""
+        """Move the engine as verl does. Engines that only score move too."""
         cast(Any, super()).to(device=device, model=model, optimizer=optimizer, grad=grad)
         if self.engine_config.forward_only and model:
             moves = import_module("verl.utils.fsdp_utils")
@@ -134,9 +133,16 @@ class SharedEngine:
     def forward_backward_batch(
         self, data: Any, loss_function: Callable[..., Any] | None, forward_only: bool = False
     ) -> Any:
-        """verl's: outputs, losses and metrics of a mini-batch, by micro-batch.
+        """Run a mini-batch. Collective.
 
-        Gradients are left in `.grad` unless `forward_only`. Collective.
+        Gradients are added to `.grad` unless `forward_only`.
+
+        Returns:
+            Outputs, losses and metrics by micro-batch, as verl's engine returns them.
+
+        Raises:
+            UnsupportedError, RolloutError: the mini-batch has options or values that are refused.
+            ConfigError: the loss does not decompose as it was taken to do.
         """
         names = import_module("verl.utils.tensordict_utils")
         engines = import_module("verl.workers.engine.utils")
@@ -234,10 +240,9 @@ class SharedEngine:
                 for parameter in self.module.parameters():
                     parameter.grad = None
                 raise ConfigError(
-                    "the loss was taken for a sum over tokens or rollouts, and its gradients by "
-                    f"log-probs were off by {difference:.2g} of their norm: its terms depend on "
-                    'other rollouts. Gradients are cleared. Set decomposition = "joint" in the '
-                    "file that FORKPOINT_VERL_CONFIG names."
+                    f"gradients of the loss by log-probs are off by {difference:.2g} of their norm "
+                    f"(allowed {DIFFERS:.2g}): its terms depend on other rollouts. Gradients are "
+                    'cleared. Set decomposition = "joint" in the FORKPOINT_VERL_CONFIG file.'
                 )
         if results is None:  # nothing is trained, so that no loss was called
             results, _ = self._together(partial(loss.results, dict(stats.per_token)))
@@ -316,15 +321,15 @@ def _micro_batches(
 
 
 class SharedValueEngine(SharedEngine):
-    """The same for critics."""
+    """SharedEngine for critics."""
 
     gives: str = "values"
 
 
 def refusing(strategy: str, model_type: str) -> type:
-    """An engine for a strategy that forkpoint does not have: it refuses when it is made.
+    """Engine class for a strategy that forkpoint does not support. Its constructor raises.
 
-    Without it verl would run its own engine, and nobody would notice.
+    Without this class verl would silently run its own engine.
     """
     base = import_module("verl.workers.engine.base").BaseEngine
 

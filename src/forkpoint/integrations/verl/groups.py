@@ -1,4 +1,4 @@
-"""Whether the rollouts of a prompt come together in a mini-batch of one rank."""
+"""A check that mini-batches of each rank have all rollouts of a prompt."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ from forkpoint.plan import Plan
 from forkpoint.rollouts.batch import RolloutBatch
 
 LEAST_SAVED = 0.1
-"""Of a mini-batch's tokens; a run that saves less is told so."""
+"""Smallest share of tokens that a mini-batch saves without a warning."""
 LOOKED_AT = 8
-"""Mini-batches that are looked at before a run is taken to be well."""
+"""Number of mini-batches that are checked at the start of a run."""
 
 
 @dataclass(frozen=True)

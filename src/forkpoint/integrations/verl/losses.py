@@ -1,10 +1,10 @@
 """verl's own losses, called by forkpoint's steps on parts of a mini-batch.
 
-A step computes the loss where the log-probs are: microbatch by microbatch of forkpoint's, which are
-others than verl's micro-batches. For a view of some tokens, verl's loss is called on the
-micro-batches that hold them, with log-probs at the other tokens that do not change. Its gradients
-at the view's tokens are right if they do not depend on the log-probs of others. Whether that is so,
-token by token or rollout by rollout, is tried out before the first step and compared after each.
+A step computes the loss in each of forkpoint's microbatches, which differ from verl's
+micro-batches. For a view of some tokens, verl's loss is called on the micro-batches that hold them,
+with constant log-probs at the other tokens. Its gradients at the tokens of the view are correct if
+they do not depend on the log-probs of other tokens, or of other rollouts. A test before the first
+step checks this, and each step compares its gradients afterwards.
 """
 
 import math
@@ -22,7 +22,7 @@ VerlLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 """verl's loss: (model_output=, data=, dp_group=) to a scalar and metrics."""
 
 TOLERANCE = 1e-5
-"""Of gradients that should be equal, relative to their norm: verl computes losses in float32."""
+"""Largest relative difference of equal gradients; verl computes losses in float32."""
 NOISES = (0.3, 1e-3)
 """Standard deviations, in nats, of the log-probs that losses are tried with."""
 ORDER: tuple[Decomposition, ...] = ("token", "rollout", "joint")
@@ -60,7 +60,7 @@ class MiniBatchLoss:
         dp_group: Any,
         device: torch.device,
     ) -> None:
-        """`names`: by our name of an output, verl's. `dp_group` is passed on to the function."""
+        """`names`: verl's names of outputs, by forkpoint's names. `dp_group`: for the function."""
         self._function = function
         self._micro_batches = micro_batches
         self._rows = rows
@@ -139,8 +139,8 @@ class MiniBatchLoss:
     def decomposition(self) -> Decomposition | None:
         """Parts that the loss is a sum over; None where all gradients are zero.
 
-        Gradients at some tokens are compared as log-probs of other tokens, then of other rollouts,
-        move.
+        The test changes log-probs of other tokens, then of other rollouts, and compares gradients
+        at unchanged tokens.
         """
         generator = torch.Generator().manual_seed(0)
         counts = self._rows.offsets.diff()

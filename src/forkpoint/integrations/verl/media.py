@@ -17,7 +17,7 @@ INPUTS: dict[MediaKind, tuple[str, str]] = {
     "image": ("pixel_values", "image_grid_thw"),
     "video": ("pixel_values_videos", "video_grid_thw"),
 }
-"""By kind: the names of its patches [patches, ...] and of its grids [media, 3]."""
+"""Names of the patches [patches, ...] and of the grids [media, 3], by kind."""
 SECONDS = "second_per_grid_ts"
 """The seconds between frames of each video, which positions of Qwen2.5-VL depend on."""
 UNREAD = ("images_seqlens", "mm_token_type_ids")
@@ -37,7 +37,7 @@ class ModelOfRows:
 
     @classmethod
     def of(cls, config: Any, positions: Any) -> "ModelOfRows":
-        """Those of a model with this configuration of transformers."""
+        """Read the facts from a configuration of transformers."""
         ids = tuple(getattr(config, f"{kind}_token_id", None) for kind in KINDS)
         return cls(tuple(-1 if id is None else id for id in ids), positions)
 

@@ -30,8 +30,8 @@ def keep_forwards(model_type: str, changes: Changes) -> None:
             continue
         if kind.forward.__module__.split(".")[0] == "verl":
             raise UnsupportedError(
-                f"verl has replaced {kind.__name__}.forward in this process, for an engine that is "
-                "not forkpoint's, and a step takes that of transformers. Set "
-                "VERL_ENGINE_VENDOR=forkpoint for all engines of the process."
+                f"verl has replaced {kind.__name__}.forward in this process for another engine. "
+                "forkpoint needs the forward of transformers. Set VERL_ENGINE_VENDOR=forkpoint for "
+                "all engines of the process."
             )
         changes.later(setattr, kind, "forward", kind.forward)

@@ -12,7 +12,7 @@ ROLES = {
     "ref": ("actor_rollout_ref.ref.", "fsdp_config.", "actor_rollout_ref.model."),
     "critic": ("critic.", "fsdp.", "critic.model."),
 }
-"""By role: what the keys of its own options begin with, those of its engine, and its model's."""
+"""Prefixes of the keys of a role, of its engine and of its model, by role."""
 
 
 OFF = {
@@ -37,7 +37,7 @@ REFUSALS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     "{engine}mixed_precision.param_dtype": (
         lambda dtype: str(dtype).removeprefix("torch.") in ("fp16", "float16", "half"),
         "bf16 or fp32",
-        "verl scales losses for float16, which has not been shown.",
+        "verl scales losses for float16, which has not been shown exact.",
     ),
     "{engine}router_replay.mode": (
         lambda mode: mode != "disabled",
@@ -45,15 +45,15 @@ REFUSALS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
         "Experts are chosen by the router in each forward.",
     ),
 }
-"""By option: whether a value is refused, what is taken, and why."""
+"""Test for refused values, allowed values and reason, by option."""
 
 
 def check_options(engine: Any, model: Any) -> None:
-    """Refuse what verl is asked for and forkpoint would not do exactly.
+    """Refuse options of verl that have not been shown exact with forkpoint.
 
     engine, model: verl's FSDPEngineConfig and HFModelConfig.
 
-    Raises UnsupportedError, which names verl's key.
+    Raises UnsupportedError, which names verl's key, the value and the allowed value.
     """
     critic = model.get("model_type", "language_model") == "value_model"
     own, engines, models = ROLES["critic" if critic else "ref" if engine.forward_only else "actor"]
@@ -73,7 +73,7 @@ def check_options(engine: Any, model: Any) -> None:
 def check_strategy(strategy: str, model_type: str) -> None:
     """Refuse a strategy that forkpoint has no engine for, by verl's key.
 
-    Raises UnsupportedError but for fsdp2.
+    Raises UnsupportedError for each strategy except fsdp2.
     """
     if strategy == STRATEGY:
         return
@@ -100,16 +100,19 @@ BATCH_OPTIONS = {
     "calculate_sum_pi_squared": "sums of squared probabilities come with old log-probs alone, and "
     "losses do not get them. Leave the key out of updates",
 }
-"""By key of a mini-batch that asks for something: why it is refused, and what to do."""
+"""Reason and remedy of each refused key of a mini-batch."""
 
 
 def check_batch(data: Any, get: Callable[..., Any], *, scores: bool) -> None:
-    """Refuse a mini-batch that asks for what forkpoint does not compute.
+    """Refuse a mini-batch with options that forkpoint does not support.
 
-    get: verl's get_non_tensor_data.
-    scores: whether it is a pass without gradients and without a loss.
+    Args:
+        data: verl's mini-batch.
+        get: verl's get_non_tensor_data.
+        scores: whether it is a pass without gradients and without a loss.
 
-    Raises UnsupportedError.
+    Raises:
+        UnsupportedError: an option is set. The message names its key.
     """
     asked = {key: get(data=data, key=key, default=False) for key in FLAGS} | {
         "routed_experts": "routed_experts" in set(data.keys()),

@@ -19,11 +19,11 @@ from forkpoint.rollouts.batch import RolloutBatch
 class Rows:
     """The N rollouts of a mini-batch, with T tokens.
 
-    batch: the tokens, trained where verl's losses may read a log-prob: all of a response, those of
-        tools included, whose values verl's masks hide; without responses, as in supervised
-        fine-tuning, the loss mask's.
+    batch: the rollouts. All tokens of a response are trained, including tool tokens, which verl's
+        masks hide. Without responses, as in supervised fine-tuning, the loss mask decides.
     offsets: int64 [N + 1] on the CPU; the starts of the rows and T.
-    responses: int64 [R] on the CPU; the places in [T] of the responses' tokens, None without.
+    responses: int64 [R] on the CPU; positions in [T] of the tokens of responses. None without
+        responses.
     """
 
     batch: RolloutBatch
@@ -34,11 +34,14 @@ class Rows:
     def of(cls, data: Any, host: ModelOfRows, *, values: bool) -> "Rows":
         """The rows of a TensorDict without padding, as verl gives its engines.
 
-        host: the model's ids of images and video, and its positions.
-        values: whether they are a critic's, which no temperature touches.
+        Args:
+            data: verl's mini-batch.
+            host: ids of images and video of the model, and its positions.
+            values: whether the model is a critic, which uses no temperature.
 
-        Raises UnsupportedError for positions that are not the model's, and for images whose tokens
-        are not known; RolloutError for values that no rollout can have.
+        Raises:
+            UnsupportedError: positions are not those of the model, or images do not fit the tokens.
+            RolloutError: a value is not allowed in a rollout.
         """
         input_ids = data["input_ids"]
         offsets = input_ids.offsets().cpu().long()
@@ -52,8 +55,8 @@ class Rows:
                 row = int((counts >= lengths).int().argmax())
                 raise RolloutError(
                     f"row {row} of a mini-batch has {int(counts[row])} tokens of a response among "
-                    f"{int(lengths[row])}; it takes a prompt of at least one token before them, as "
-                    "verl does itself."
+                    f"{int(lengths[row])}, so its prompt is empty. Give each row a prompt of at "
+                    "least one token."
                 )
             starts = offsets[1:] - counts
             mask = torch.arange(len(ids)) >= starts.repeat_interleave(lengths)
@@ -97,21 +100,23 @@ class Rows:
         return after
 
     def shifted(self, rows: Sequence[int]) -> Tensor:
-        """For the tokens of these rows, back to back, the place in [T] of the token after: int64.
+        """Position in [T] of the next token, for the concatenated tokens of these rows: int64.
 
-        It is T after a row's last token.
+        It is T for the last token of a row.
         """
         return torch.cat([self._after[self.offsets[r] : self.offsets[r + 1]] for r in rows])
 
 
 def jagged(values_T: Tensor, after: Tensor, offsets: Tensor) -> Tensor:
-    """Values of tokens, with their graph, where verl has them: at the token before.
+    """Move values of tokens to the token before, as in verl, with their graph.
 
-    values_T: [T].
-    after: int64, as `Rows.shifted` gives.
-    offsets: int64 [n + 1], the starts of the rows in the result.
+    Args:
+        values_T: [T], values of all tokens.
+        after: int64, the result of `Rows.shifted`.
+        offsets: int64 [n + 1], the starts of the rows in the result.
 
-    Returns a nested tensor [n, j]; 0 at last tokens, which verl does not read.
+    Returns:
+        A nested tensor [n, j]; 0 at last tokens, which verl does not read.
     """
     padded = torch.cat([values_T, values_T.new_zeros(1)])
     return torch.nested.nested_tensor_from_jagged(padded.index_select(0, after), offsets)
@@ -141,7 +146,8 @@ def _check_positions(
     fits = found.shape == wanted.shape or (positions_AT is None and found.ndim == 2)
     if not fits or found.shape[-1] != wanted.shape[-1] or bool((found != wanted).any()):
         raise UnsupportedError(
-            f"position_ids do not {what}; forkpoint takes no others. Leave position_ids to verl."
+            f"position_ids of shape {tuple(found.shape)} do not {what}; forkpoint takes no others. "
+            "Leave position_ids to verl."
         )
 
 

@@ -28,10 +28,10 @@ NO_VALUE = "none"
 class Settings:
     """Options of all engines of a process.
 
-    config: the options of forkpoint's steps, the table `config` of the file.
-    decomposition: `auto` finds out whether the loss is a sum over tokens, or over rollouts, whose
-        terms do not depend on one another; then a step needs one pass. `joint` supposes nothing of
-        the loss, for one more forward where a mini-batch takes several of forkpoint's microbatches.
+    config: options of forkpoint's steps, the table `config` of the file.
+    decomposition: `auto` finds out whether the loss is a sum of independent terms of tokens or of
+        rollouts. A step then needs one pass. `joint` is correct for each loss. It needs one more
+        forward if a mini-batch has several microbatches.
     """
 
     config: Config = field(default_factory=Config)
@@ -41,7 +41,8 @@ class Settings:
 def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
     """The settings of the file that `FORKPOINT_VERL_CONFIG` names, or the defaults.
 
-    Raises ConfigError, naming file and key, for what is not there, is not TOML, or is not allowed.
+    Raises ConfigError, naming file and key, if the file is missing or no TOML, or if a key or a
+    value is not allowed.
     """
     name = environment.get(VARIABLE, "")
     if not name:

@@ -1,9 +1,9 @@
 """verl's newer trainers (`trainer.use_v1`) with whole groups on each rank.
 
-verl imports this module where `VERL_USE_EXTERNAL_MODULES=forkpoint.integrations.verl.trainers` says
-so, and runs one of its trainers where `trainer.v1.trainer_mode` names it: `forkpoint_sync` is
-verl's `sync`, and so on. Rollouts are placed by prompts (`place_groups`) where verl balances them
-one by one; all else is verl's.
+verl imports this module if `VERL_USE_EXTERNAL_MODULES=forkpoint.integrations.verl.trainers` is set.
+`trainer.v1.trainer_mode` selects a trainer: `forkpoint_sync` is verl's `sync` with whole groups,
+and likewise for the other modes. verl balances single rollouts; these trainers place whole prompts
+(`place_groups`). The rest is code of verl.
 """
 
 import logging
@@ -25,7 +25,7 @@ SPLIT = (
 
 @dataclass(frozen=True)
 class Placement:
-    """Rows by rank, as many on each, and the prompts whose rows are on several ranks."""
+    """Rows of each rank, the same number on each, and the prompts with rows on several ranks."""
 
     ranks: list[list[int]]
     split: list[Hashable]
@@ -37,24 +37,27 @@ def place_groups(
     response_tokens: Sequence[int],
     ranks: int,
 ) -> Placement:
-    """Give each rank as many rows, prompts whole as far as that allows.
+    """Assign the same number of rows to each rank, and keep prompts whole where possible.
 
-    The prompts that run most tokens are placed first, each on the rank that has the fewest so far
-    among those with room for all of its rows; a prompt's own tokens count once. Rows that are left,
-    of prompts that fit on no rank, fill the ranks. On each rank prompts then stand in the order in
-    which they came, with their rows back to back, so that lengths do not decide who meets in a
-    mini-batch.
+    Prompts with the most tokens are placed first. Each goes to the rank with the fewest tokens
+    among those with room for all of its rows. Tokens of a prompt count once. Prompts that fit on no
+    rank are split to fill the ranks. On each rank prompts keep their order, and rows of a prompt
+    are adjacent, so that mini-batches do not depend on lengths.
 
     Args:
-        prompts: by row, which prompt it has.
-        prompt_tokens, response_tokens: by row.
-        ranks: how many; the number of rows is a multiple of it.
+        prompts: prompt of each row.
+        prompt_tokens, response_tokens: numbers of tokens of each row.
+        ranks: number of ranks. It must divide the number of rows.
 
-    Raises ValueError where it is not.
+    Raises:
+        ValueError: `ranks` does not divide the number of rows.
     """
     count = len(prompts)
     if count % ranks:
-        raise ValueError(f"{count} rows cannot be placed evenly on {ranks} ranks")
+        raise ValueError(
+            f"{count} rows cannot be placed evenly on {ranks} ranks. Let data.train_batch_size be "
+            "a multiple of the ranks."
+        )
     room = [count // ranks] * ranks
     tokens = [0] * ranks
     placed: list[list[list[int]]] = [[] for _ in range(ranks)]
@@ -90,10 +93,10 @@ def place_groups(
 
 
 class WholeGroups:
-    """The methods of a trainer that differ, before those of verl's trainer."""
+    """Methods that replace those of verl's trainer."""
 
     MODE = ""
-    """verl's name for the trainer that it is."""
+    """verl's name of the mode of the trainer."""
     config: Any
     actor_rollout_wg: Any
 

@@ -36,9 +36,13 @@ def launch_kernel(name: str, launch: Launch, asked: Asked) -> Kernel:
     if not refusals:
         return select_kernel(name, asked)
     if name != AUTO:
-        raise UnsupportedError(f"Attention kernel {name!r} cannot serve: {refusals[name]}.")
+        raise UnsupportedError(
+            f"Attention kernel {name!r} cannot serve: {refusals[name]}. Use 'auto'."
+        )
     reasons = "; ".join(f"{kernel}: {why}" for kernel, why in refusals.items())
-    raise UnsupportedError(f"No attention kernel can serve a launch: {reasons}.")
+    raise UnsupportedError(
+        f"No attention kernel can serve a launch: {reasons}. Use another dtype or device."
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -159,16 +159,16 @@ def place_paths(
     max_microbatch_tokens: int | None = None,
     exchange: ExchangePrices | None = None,
 ) -> IntArray:
-    """[N] the rank of each rollout; `place` on a forest that is built.
+    """Assign rollouts to ranks, as `place` does, from a forest. Returns int64 [N], rank by rollout.
 
     Args:
         paths: the rollouts.
         forest: `paths.forest()`.
-        rates: prices of what they run.
-        ranks: how many ranks there are.
-        whole_groups: whether no group is split.
-        max_microbatch_tokens: of the ranks' plans; None is the default of `Config`.
-        exchange: prices of exchanging prompts; None where ranks do not.
+        rates: prices of tokens.
+        ranks: number of ranks.
+        whole_groups: whether groups are never split.
+        max_microbatch_tokens: limit in the plans of the ranks; None is the default of `Config`.
+        exchange: prices of exchanging prompts; None if ranks exchange none.
     """
     priced = Priced.of(paths, forest, rates)
     longest = int(paths.order.edges.max(initial=1))

@@ -39,7 +39,7 @@ class Curve:
     def __post_init__(self) -> None:
         counts = {len(self.at), len(self.forward), len(self.backward)}
         if len(counts) > 1 or 0 in counts:
-            raise ConfigError("a curve has no or not equally many sizes and figures")
+            raise ConfigError(f"a curve has lists of {sorted(counts)} entries; it takes one length")
         if self.at[0] <= 0 or any(a >= b for a, b in pairwise(self.at)):
             raise ConfigError(f"the sizes of a curve are {short(self.at)}, which do not ascend")
 
@@ -196,7 +196,9 @@ class Calibration:
             if least <= 0:
                 raise ConfigError(f"{name} is {least:g}; it takes a number above 0")
         if self.kept_bytes.keys() != {"none", "selective", "full"}:
-            raise ConfigError(f"kept_bytes has {short(sorted(self.kept_bytes))}")
+            raise ConfigError(
+                f"kept_bytes has {short(sorted(self.kept_bytes))}; it takes none, selective, full"
+            )
 
     def describe(self) -> str:
         compiled = "compiled" if self.compiled else "not compiled"
@@ -231,8 +233,8 @@ class Calibration:
         if (device, compiled) != (self.device, self.compiled):
             here = f"{device}, blocks {'compiled' if compiled else 'not compiled'}"
             raise ConfigError(
-                f"this calibration was {self.describe()}, and here is {here}: its times say "
-                "nothing of that. Run forkpoint calibrate here, or give no calibration."
+                f"this calibration was {self.describe()}, and here is {here}: its times do not "
+                "apply. Run forkpoint calibrate here, or give no calibration."
             )
 
     def save(self, path: Path) -> None:

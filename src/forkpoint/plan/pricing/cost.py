@@ -84,9 +84,12 @@ class ModelShape:
         for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "value_dim", "vocab"):
             size(f"the model's {name}", getattr(self, name))
         size("the model's layers", self.layers, MOST_LAYERS)
-        counts = (v for v in (*vars(self).values(), *self.windows) if isinstance(v, int))
-        if any(value < 0 for value in counts):
-            raise ConfigError(f"a size of the model is below 0: {self}. {REMEDY}")
+        for name, value in {**vars(self), "windows": min(self.windows, default=0)}.items():
+            if isinstance(value, int) and value < 0:
+                raise ConfigError(
+                    f"the model's {name} is {value}; it takes a whole number of at least 0. "
+                    f"{REMEDY}"
+                )
         if self.heads % self.kv_heads:
             raise ConfigError(
                 f"the model has {self.heads} query heads and {self.kv_heads} key-value heads; each "
@@ -106,7 +109,7 @@ class ModelShape:
         """Read the shape from a transformers configuration as a mapping (a config.json).
 
         Raises:
-            ConfigError: a size that the counts need is missing or no size, or a kind of layer is
+            ConfigError: a size is missing or is not a positive whole number, or a kind of layer is
                 not known.
         """
         names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
@@ -140,8 +143,8 @@ class ModelShape:
         for kind in kinds:
             if kind not in known:
                 raise ConfigError(
-                    f"layer_types has {short(kind)}; of this model forkpoint counts layers of "
-                    f"{', '.join(known)}. Take a model of these alone."
+                    f"layer_types has {short(kind)}; allowed for this model are "
+                    f"{', '.join(known)}. Use a model with these layers only."
                 )
         recurrent = recurrent_shape(config, kinds, changes.get("dtype_bytes", 2))
         kinds = [kind for kind in kinds if kind not in recurrent_kinds(config)]
@@ -247,15 +250,19 @@ class ModelShape:
         return -(-every // self.context)
 
     def part(self, number: int) -> int:
-        """How many tokens or entries of so many a rank runs, where it runs most."""
+        """Largest number of tokens or entries that one rank runs, of `number` in all."""
         return -(-number // self.context)
 
     def exchanged_bytes(self, tokens: int, *, ends_early: bool = False) -> int:
-        """Bytes that a rank sends around attention in one way of a microbatch of so many tokens:
-        queries, keys, values and outputs of its own, but for the heads that it keeps. Of recurrent
-        layers inputs of the convolution, gates and outputs.
+        """Bytes that a rank sends around attention in one forward or backward of a microbatch.
 
-        `ends_early`: of the last layer keys and values alone are read.
+        Attention layers send queries, keys, values and outputs of the rank's tokens, without the
+        heads that the rank keeps. Recurrent layers send inputs of the convolution, gates and
+        outputs.
+
+        Args:
+            tokens: number of tokens of the microbatch.
+            ends_early: whether only keys and values of the last layer are used.
         """
         queries = self.heads * (self.head_dim + self.value_dim)
         every = self.attention_layers * (queries + self.boundary_elements * self.context)
@@ -266,8 +273,12 @@ class ModelShape:
         return sent * (self.context - 1) // self.context
 
     def gathered_bytes(self, tokens: int, *, backward: bool) -> int:
-        """Bytes that a rank sends where the prefix cache of so many tokens is gathered, which each
-        has by heads; `backward`: where its gradients come back."""
+        """Bytes that a rank sends to gather a prefix cache that is split by heads.
+
+        Args:
+            tokens: number of tokens of the prefix cache.
+            backward: whether gradients are sent back instead.
+        """
         kept, gradients = self.boundary_bytes_per_token, self.boundary_gradient_bytes_per_token
         return (self.context - 1) * tokens * (gradients if backward else kept)
 

@@ -58,7 +58,7 @@ def _sample(record: Record, name: str, prompt: Any, sample: Any, **given: Any) -
         raise record.fail(
             name,
             "the record holds text and no token ids. Give the model's tokenizer (tokenizer=, "
-            "--tokenizer): for messages that of transformers, as its folder or name on the Hub.",
+            "--tokenizer). For messages, give its folder or its name on the Hub.",
         )
     if isinstance(sample, str) and isinstance(prompt, str | None) and name != "messages":
         pieces = [Piece(prompt or "", False), Piece(sample, True)]
@@ -86,11 +86,17 @@ def _pieces(record: Record, name: str, prompt: Any, sample: Any) -> list[Piece]:
     messages, first = [*given, *_messages(record, name, sample)], len(given)
     if len(messages) > MOST_MESSAGES:
         raise record.fail(
-            name, f"there are {len(messages):,} messages; a sample has at most {MOST_MESSAGES:,}."
+            name,
+            f"there are {len(messages):,} messages; a sample has at most {MOST_MESSAGES:,}. Leave "
+            "the record out (on_error='skip').",
         )
     answers = [n for n, m in enumerate(messages) if n >= first and m.get("role") == "assistant"]
     if not answers:
-        raise record.fail(name, f"{name} has no message of the role assistant to train.")
+        raise record.fail(
+            name,
+            f"{name} has no message of the role assistant to train, among {len(messages):,}. Add "
+            "one, or leave the record out (on_error='skip').",
+        )
     pieces: list[Piece] = []
     done = ""
     for n in answers:

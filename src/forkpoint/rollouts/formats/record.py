@@ -96,7 +96,7 @@ class Record:
     def _read(self, name: str, read: Callable[..., NDArray[Any]], *takes: str) -> NDArray[Any]:
         if not self.has(name):
             keys = sorted(key for key in self.values if isinstance(key, str))
-            raise self.fail(name, f"there is no {name}; the record has {short(keys)}.")
+            raise self.fail(name, f"there is no {name}; the record has {short(keys)}. Add it.")
         try:
             return read(self.where, name, self.values[name], *takes)
         except RolloutError as error:
@@ -123,7 +123,9 @@ class Record:
 
     def _as_long(self, name: str, array: NDArray[Any], length: int, of: str) -> NDArray[Any]:
         if len(array) != length:
-            raise self.fail(name, f"{name} has {len(array)} entries, but {of} has {length}.")
+            raise self.fail(
+                name, f"{name} has {len(array)} entries, but {of} has {length}. Write as many."
+            )
         return array
 
     def number(self, name: str) -> float | None:
@@ -215,8 +217,8 @@ def samples(
             shared[name] = None  # a field that was never filled
         else:  # an error if the format reads this field
             shared[name] = RecordError(
-                f"{where}: {short(name)} has {len(value)} rows, but {key} has {count}. Rows of "
-                "numbers are a batch; one rollout has one list of ids.",
+                f"{where}: {short(name)} has {len(value)} rows, but {key} has {count}. Write one "
+                "row per rollout.",
                 str(name),
             )
     for n in range(count):
@@ -294,7 +296,7 @@ def make(
     if rewarded := values["advantage"] is None:
         wanted = sources.get("advantage", sources.get("reward", "advantage"))
         if reward is None:
-            raise record.fail(wanted, f"there is no {wanted}, and no reward to make one of.")
+            raise record.fail(wanted, f"there is neither {wanted} nor a reward. Add one of them.")
         if not np.isfinite(reward).all():
             at = int(np.isfinite(reward).argmin())
             raise record.fail(
@@ -331,12 +333,12 @@ def _check_padding(
         for name, part in padding:
             if at < len(part):
                 raise record.fail(
-                    name, f"{name}[{at}] is 0 between tokens; padding lies at the ends only."
+                    name, f"{name}[{at}] is 0 between tokens. Put padding at the ends only."
                 )
             at -= len(part)
     if (outside := trained & ~real[len(real) - len(trained) :]).any():
         at = int(outside.argmax())
-        raise record.fail(mask_name, f"{mask_name}[{at}] is 1 where padding lies.")
+        raise record.fail(mask_name, f"{mask_name}[{at}] is 1 at padding. Set it to 0.")
 
 
 def _at_the_end(values: NDArray[Any], length: int) -> NDArray[Any]:

@@ -125,7 +125,10 @@ def _plain(value: Any, where: str, made: dict[int, Any], depth: int) -> Any:
     if id(value) in made:
         return made[id(value)]
     if depth > _MOST_DEPTH:
-        raise RolloutError(f"{where}: lists or dicts are nested more than {_MOST_DEPTH} deep.")
+        raise RolloutError(
+            f"{where}: lists or dicts are nested more than {_MOST_DEPTH} deep. Write the file with "
+            "fewer levels."
+        )
     if isinstance(value, torch.Tensor):
         parts = value.unbind() if value.is_nested else None
         found = _array(value, where) if parts is None else [_array(part, where) for part in parts]

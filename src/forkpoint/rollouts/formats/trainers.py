@@ -144,8 +144,8 @@ def _verl_text(record: Record) -> Rollouts:
         raise record.fail(
             "input",
             "the record holds text and no token ids. Give the model's tokenizer.json (tokenizer=, "
-            "--tokenizer) to tokenize the text again, which shows what sharing saves; for exact "
-            "work dump the DataProto, which has the ids.",
+            "--tokenizer) to estimate the savings. For training, dump the DataProto, which has the "
+            "ids.",
         )
     prompt, response = (record.tokenize.encode(text) for text in texts)
     group = record.text("uid")
@@ -306,8 +306,8 @@ def _prime_rl_sample(record: Record, name: str, mask: str, logprobs: str) -> Mad
         if (other := used[used != used[0]]).size:
             raise record.fail(
                 temperatures,
-                f"{temperatures} has {used[0]} and {other[0]} on trained tokens; a rollout has "
-                "one.",
+                f"{temperatures} has {used[0]} and {other[0]} on trained tokens; it takes one "
+                "temperature per rollout.",
             )
         temperature = float(used[0])
     return make(

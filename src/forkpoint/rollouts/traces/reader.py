@@ -150,7 +150,7 @@ class RolloutFile:
         except MemoryError:
             raise RolloutError(
                 f"{self.path} takes more memory than there is for this process, and memory_limit "
-                f"is {format_bytes(self.memory.limit_bytes)}. Set it to what there is "
+                f"is {format_bytes(self.memory.limit_bytes)}. Lower it to the free memory "
                 "(memory_limit=, --memory-limit), or read fewer rollouts (limit=, --limit)."
             ) from None
         if not count:
@@ -195,7 +195,7 @@ class RolloutFile:
         if name in seen:
             raise RecordError(
                 f"{self.path}: rollout_id {short(name)} is on {seen[name]} and again on {place}; "
-                "each rollout needs its own. Rename one, or leave rollout_id out.",
+                "ids must differ. Rename one, or leave rollout_id out.",
                 "rollout_id",
             )
         self.memory.hold(_ID_BYTES + len(name), "the rollout_ids")

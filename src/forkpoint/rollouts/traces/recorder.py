@@ -50,10 +50,14 @@ def record(
         resume: go on with the trace in `path`; then model, loss, optimizer and notes must be those
             of the beginning, or None. Without a trace in `path` one is begun.
 
-    A folder takes one recorder at a time, which is not checked. Reading is always possible.
+    Use one recorder per folder at a time; forkpoint does not check this. A trace can be read while
+    it is recorded.
+
+    Returns:
+        The recorder, which is a context manager.
 
     Raises:
-        ConfigError: settings that JSON cannot hold, or a path that is none.
+        ConfigError: JSON cannot hold the settings, or `path` is of another type.
         TraceError: `path` holds something already, or with `resume` it is no trace, is damaged, or
             was recorded with other settings.
     """
@@ -81,7 +85,7 @@ class Recorder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Nothing is left to be done: each batch is on the disk as `add` returns."""
+        """Do nothing, because `add` has written each batch to the disk."""
 
     def __len__(self) -> int:
         """The number of batches in the trace."""
@@ -105,7 +109,7 @@ class Recorder:
         Raises:
             RolloutError: no rollouts, extras that JSON cannot return, or a loss input that is a
                 tensor without numbers, such as a sparse one.
-            ConfigError: another loss input that cannot be kept; it is named.
+            ConfigError: JSON cannot hold a loss input. The message names it.
 
         After any error, such as a full disk, the trace has the batches that it had before, and add
         can be called again. After an interrupt, `len` of the recorder says whether the batch is in.
@@ -187,7 +191,7 @@ def _split(inputs: Mapping[str, Any]) -> tuple[Arrays, dict[str, Any]]:
     values: dict[str, Any] = {}
     for name, value in inputs.items():
         if not isinstance(name, str):
-            raise ConfigError(f"a loss input is named {short(name)}; names are text.")
+            raise ConfigError(f"a loss input is named {short(name)}; give it a name of text.")
         if not (hasattr(value, "__array__") and np.ndim(value)):
             values[name] = _json(value, f"the loss input {name!r}")
             continue

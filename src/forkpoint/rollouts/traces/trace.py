@@ -84,8 +84,8 @@ class Trace:
 
     Attributes:
         path: the folder.
-        files: of the batches.
-        forkpoint: the version that recorded it.
+        files: paths of the files of the batches.
+        forkpoint: version of forkpoint that recorded the trace.
         model_config, loss, optimizer, notes: settings, None if none were given. `loss` has its
             class as "name" and its fields; `optimizer` has its class as "name", and "groups".
     """
@@ -169,8 +169,8 @@ def check_is_trace(path: Path) -> None:
     """Raises TraceError if `path` is not the folder of a trace."""
     if not is_trace(path):
         raise TraceError(
-            f"{path} is no trace: there is no {SETTINGS} in it. Give the folder that was given to "
-            "forkpoint.record."
+            f"{path} is no trace: there is no {SETTINGS} in it. Give the folder that "
+            "forkpoint.record wrote."
         )
 
 
