@@ -287,6 +287,7 @@ def peers() -> str:
         if figure == "update":
             peak = found[f"{side}: peak"]["value"] / 2**30
             seconds = f"{row['value'] / 1e3:.2f}"
+            side = side.replace(", sharing none", " without sharing")
             lines.append([side, seconds, f"{loop / row['value']:.2f}x", f"{peak:.1f}", source(row)])
     return markdown(("method", "update, s", "ratio to the loop", "peak, GiB", "measured on"), lines)
 
@@ -482,8 +483,8 @@ FlexAttention. Optimizer states are not included.
 Qwen3-VL-4B on a prompt of 8,000 visual and 200 other tokens, with 8 responses of 300 tokens. The
 baseline is forkpoint without sharing, measured on two rollouts and scaled to 8. forkpoint runs the
 encoder once. Both compile their blocks. TRL's trainer runs all 8 rollouts, one row at a time, with
-sdpa. Rows without FlashAttention-4 use torch's FlashAttention-2. Another measurement ran on the
-second GPU of the machine at the same time.
+sdpa. Rows without FlashAttention-4 use torch's FlashAttention-2. During these measurements, another
+one ran on the second GPU of the machine.
 
 {images}
 
