@@ -85,17 +85,13 @@ SCENARIOS = {
     "fully_shard, all": Scenario(rollouts=NOTHING),
     "fully_shard, nothing trained on one": Scenario(rollouts=UNTRAINED),
     "fully_shard, GSPO": Scenario(rollouts=FIRST, loss=GSPO()),
-    "fully_shard, GSPO, all": Scenario(rollouts=NOTHING, loss=GSPO()),
     "fully_shard, gathered once": Scenario(rollouts=FIRST, gather="step"),
-    "fully_shard, gathered once, all": Scenario(rollouts=NOTHING, gather="step"),
-    "fully_shard, gathered once, GSPO": Scenario(rollouts=FIRST, gather="step", loss=GSPO()),
     "fully_shard, experts": Scenario(rollouts=FIRST, make=with_experts),
     "fully_shard, Mamba-2": Scenario(rollouts=FIRST, make=mamba),
     "fully_shard, as the planner likes": Scenario(rollouts=FIRST, config=Config(), gather="auto"),
     "DistributedDataParallel, a rank without": Scenario(wrap=replicated, rollouts=FIRST),
     "DistributedDataParallel, all": Scenario(wrap=replicated, rollouts=NOTHING),
     "DistributedDataParallel, GSPO": Scenario(wrap=replicated, rollouts=FIRST, loss=GSPO()),
-    "DistributedDataParallel, LoRA": Scenario(wrap=replicated, rollouts=FIRST, make=lora),
     "DistributedDataParallel, all, LoRA": Scenario(wrap=replicated, rollouts=NOTHING, make=lora),
 }
 
