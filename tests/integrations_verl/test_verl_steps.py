@@ -323,11 +323,17 @@ def test_a_row_without_a_prompt_is_refused_on_all_ranks(folder: Path) -> None:
     assert "RankError: rank 1 failed" in text
 
 
-def both_and_another(case: Case, folder: Path, rows: Any) -> float:
-    """As `both`; then no engine of forkpoint's is made in a process with verl's forwards."""
+def beside_verls(case: Case, folder: Path, rows: list[dict[str, Any]]) -> float:
+    """As `both`. Once verl's own engine has been made, forkpoint's is refused, made before or
+    after, and gradients stay as they were."""
+    before = make_engine(case, folder, SHARED)
     found = both(case, folder, rows)
-    with pytest.raises(UnsupportedError, match=r"has replaced Qwen3_5GatedDeltaNet\.forward"):
+    says = r"has replaced Qwen3_5GatedDeltaNet\.forward .* before the first engine of the process"
+    with pytest.raises(UnsupportedError, match=says):
         make_engine(case, folder, SHARED)
+    with before.train_mode(), pytest.raises(UnsupportedError, match=says):
+        before.forward_backward_batch(mini_batch(case, rows[0]), loss_function(case))
+    assert all(parameter.grad is None for parameter in before.module.parameters())
     return found["error"]
 
 
@@ -347,5 +353,5 @@ def test_text_of_a_multimodal_model(axes: int | None, tmp_path: Path) -> None:
 def test_layers_that_verl_replaces(tmp_path: Path) -> None:
     save_multimodal("qwen3_5", tmp_path)
     case = Case()
-    (error,) = run_ranks(1, both_and_another, case, tmp_path, [padded_rows(case)])
+    (error,) = run_ranks(1, beside_verls, case, tmp_path, [padded_rows(case)], limit_s=120.0)
     assert error <= 5 * MOST  # recurrences round more

@@ -20,7 +20,7 @@ from forkpoint.errors import ConfigError
 from forkpoint.integrations.verl.groups import LOOKED_AT, RankPart, sharing_message
 from forkpoint.integrations.verl.losses import ORDER, TOLERANCE, MicroBatch, MiniBatchLoss
 from forkpoint.integrations.verl.media import ModelOfRows
-from forkpoint.integrations.verl.patches import keep_forwards
+from forkpoint.integrations.verl.patches import check_forwards, keep_forwards
 from forkpoint.integrations.verl.refusals import check_batch, check_options, check_strategy
 from forkpoint.integrations.verl.rows import Rows, jagged
 from forkpoint.integrations.verl.settings import Settings, load_settings
@@ -141,9 +141,11 @@ class SharedEngine:
             Outputs, losses and metrics by micro-batch, as verl's engine returns them.
 
         Raises:
-            UnsupportedError, RolloutError: the mini-batch has options or values that are refused.
+            UnsupportedError, RolloutError: the mini-batch has options or values that are refused,
+                or verl has replaced forwards since the engine was made.
             ConfigError: the loss does not decompose as it was taken to do.
         """
+        check_forwards(self.model_config.hf_config.model_type)
         names = import_module("verl.utils.tensordict_utils")
         engines = import_module("verl.workers.engine.utils")
         check_batch(data, names.get_non_tensor_data, scores=forward_only and loss_function is None)

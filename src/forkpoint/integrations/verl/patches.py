@@ -4,7 +4,9 @@ verl's forwards of multimodal models take positions of images from their caller 
 some layers drop the call arguments that tell them which microbatch of a step runs.
 """
 
+from collections.abc import Iterator
 from importlib import import_module
+from typing import Any
 
 from torch import nn
 
@@ -16,8 +18,32 @@ from forkpoint.hosts.transformers.families import known_family
 def keep_forwards(model_type: str, changes: Changes) -> None:
     """Give modules of a model_type their present forwards back when the changes are undone.
 
-    Raises UnsupportedError where verl has replaced one before, for an engine without forkpoint.
+    Raises as `check_forwards`.
     """
+    check_forwards(model_type)
+    for kind in _modules_of(model_type):
+        changes.later(setattr, kind, "forward", kind.forward)
+
+
+def check_forwards(model_type: str) -> None:
+    """Refuse modules of a model_type whose forwards verl has replaced, for an engine of its own.
+
+    verl keeps no forward that it replaces, so none can be given back.
+
+    Raises UnsupportedError.
+    """
+    for kind in _modules_of(model_type):
+        if kind.forward.__module__.split(".")[0] == "verl":
+            raise UnsupportedError(
+                f"verl has replaced {kind.__name__}.forward in this process for another engine. "
+                "forkpoint needs the forward of transformers. Set VERL_ENGINE_VENDOR=forkpoint "
+                "before the first engine of the process is made, or run the other engine in a "
+                "process of its own."
+            )
+
+
+def _modules_of(model_type: str) -> Iterator[Any]:
+    """The classes of modules that transformers has for a model_type, which have forwards."""
     family = known_family(model_type)
     if family is None:  # wrap refuses it
         return
@@ -26,12 +52,5 @@ def keep_forwards(model_type: str, changes: Changes) -> None:
     for kind in vars(code).values():
         if not (isinstance(kind, type) and issubclass(kind, nn.Module) and "forward" in vars(kind)):
             continue
-        if kind.__module__ != code.__name__:
-            continue
-        if kind.forward.__module__.split(".")[0] == "verl":
-            raise UnsupportedError(
-                f"verl has replaced {kind.__name__}.forward in this process for another engine. "
-                "forkpoint needs the forward of transformers. Set VERL_ENGINE_VENDOR=forkpoint for "
-                "all engines of the process."
-            )
-        changes.later(setattr, kind, "forward", kind.forward)
+        if kind.__module__ == code.__name__:
+            yield kind
