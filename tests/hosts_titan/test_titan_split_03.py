@@ -108,4 +108,4 @@ def test_other_splits_are_refused_by_name() -> None:
         assert "context parallelism" in context, context
         assert "backend 'spmd_types'" in backend and "'partial_dtensor'" in backend, backend
         assert "layers.1.attention.inner_attention had a custom forward" in foreign, foreign
-        assert "sequence parallelism" in wrong and "own gradients" in wrong, wrong
+        assert "sequence parallelism" in wrong and "experts are wrong" in wrong, wrong
