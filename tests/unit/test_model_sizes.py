@@ -66,6 +66,16 @@ WRONG: tuple[Any, ...] = (
 )
 
 
+def test_what_is_missing_is_refused() -> None:
+    needed = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+    for name in (*needed, "intermediate_size"):
+        config = {key: value for key, value in PLAIN.items() if key != name}
+        with pytest.raises(ConfigError, match=f"lacks {name}"):
+            ModelShape.from_config(config)
+    with pytest.raises(ConfigError, match="layer_types has 1 entries"):
+        ModelShape.from_config({**PLAIN, "layer_types": ["full_attention"]})
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_no_size_is_refused(kind: str) -> None:
     config = KINDS[kind]
