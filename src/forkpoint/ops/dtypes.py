@@ -14,7 +14,7 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def without_autocast(x: Tensor) -> AbstractContextManager:
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """Autocast reaches into operators: here it would round float32 sums and products to 16 bit."""
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
