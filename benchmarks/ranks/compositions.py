@@ -266,9 +266,11 @@ class _Work:
                         for n, p in model.named_parameters()
                     )
                 model, mesh = self.model(seed, self.narrow)
+                # Each wrap makes groups of processes, whose threads wake a hundred times a second.
+                policy = forkpoint.wrap(model, SHARED, mesh=mesh)
                 for kind, config in self.configs.items():
-                    policy = forkpoint.wrap(model, config, mesh=mesh)
-                    policy.forward_backward(batch, LOSS, router=self.router)
+                    step = policy.with_config(sharing=config.sharing, boundary=config.boundary)
+                    step.forward_backward(batch, LOSS, router=self.router)
                     apart, norm = _apart(model, wanted["wide"])
                     figures[name, kind] += apart
                     figures[name, "wide"] += norm / len(self.configs)
