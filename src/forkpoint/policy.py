@@ -314,7 +314,7 @@ class Policy:
         """Make a policy of the same model with other options.
 
         Args:
-            changes: options of `Config` by name. Options that are left out stay as they are.
+            changes: options of `Config` by name. Other options keep their values.
 
         Raises:
             ConfigError: a value is not allowed, or compile_blocks changes, which only `wrap` sets.

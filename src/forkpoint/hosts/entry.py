@@ -229,9 +229,9 @@ def divided(
     experts: bool = True,
     vocab: bool = True,
 ) -> ModelShape:
-    """The shape with those of its parts that ranks divide as they are on one of so many.
+    """The shape of one rank's part of a model whose heads, MLPs, experts or vocabulary are split.
 
-    Raises UnsupportedError, with a remedy, where a rank would have parts of heads.
+    Raises UnsupportedError, with a remedy, if the heads cannot be divided evenly over the ranks.
     """
     changes: dict[str, Any] = {}
     if heads:

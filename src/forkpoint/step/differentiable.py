@@ -203,7 +203,7 @@ def _accumulates(leaf: Tensor) -> bool:
 
 
 class Differentiable(torch.autograd.Function):
-    """Values as they are, whose backward gives what arrives to `receiver.receive`."""
+    """An identity. Its backward passes the gradients to `receiver.receive`."""
 
     @staticmethod
     def forward(

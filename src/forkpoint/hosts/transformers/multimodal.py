@@ -12,7 +12,7 @@ from forkpoint.hosts.transformers.families import FAMILIES, MULTIMODAL
 
 
 def within_peft(model: nn.Module) -> Any:
-    """The model that adapters of peft lie around; any other as it is."""
+    """The base model inside a PeftModel; other models are returned unchanged."""
     found: Any = model
     return found.get_base_model() if plain_class(model).__module__.startswith("peft.") else found
 
