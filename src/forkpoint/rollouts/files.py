@@ -59,8 +59,9 @@ def save_rollouts(path: str | os.PathLike[str], rollouts: Iterable[Rollout]) -> 
 
     The suffix selects the format: .jsonl plain, .gz gzip, .zst zstd. A file at `path` is replaced
     after all rollouts are written; after an error it is unchanged. Inputs of images and videos are
-    written once each into a second file, `path` with ".media.safetensors" added. A process that is
-    killed leaves the old rollouts or the new ones, with their inputs.
+    written once each into a second file, `path` with ".media.safetensors" added; if there are none,
+    such a file is removed. A process that is killed leaves the old rollouts or the new ones, with
+    their inputs.
 
     Raises:
         RolloutError: the suffix is not known, the folder does not exist, the path is a directory,
@@ -89,7 +90,9 @@ def save_rollouts(path: str | os.PathLike[str], rollouts: Iterable[Rollout]) -> 
             # Names have the SHA-256 of a medium, so that one file serves the old and the new lines.
             replaced = {n: x for n, x in _arrays_of(pixels).items() if n not in arrays}
             write_file(pixels, encode_arrays(replaced | arrays))
-    if replaced:
+    if not arrays:
+        pixels.unlink(missing_ok=True)  # the inputs of the old lines
+    elif replaced:
         write_file(pixels, encode_arrays(arrays))
 
 
