@@ -185,6 +185,27 @@ def test_what_it_writes_and_says(run: Callable[..., Any], tmp_path: Path) -> Non
     assert f"counted bound {result['bound']:.2f}x" in done.out
 
 
+def test_its_seed_is_that_of_weights_prompts_and_sampling(
+    run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    def sampled(
+        model: PreTrainedModel, prompts: torch.Tensor, *, generator: torch.Generator, **_: Any
+    ) -> None:
+        weights = next(model.parameters())
+        seen.append((weights.tolist(), prompts.tolist(), generator.initial_seed()))
+        raise ConfigError("this was to be sampled")
+
+    monkeypatch.setattr("forkpoint.apps.demo.loop.sample", sampled)
+    for seed in (7, 7, 8):
+        assert "to be sampled" in run("--seed", seed).err
+    first, again, other = seen
+    assert first == again
+    assert [a == b for a, b in zip(first, other, strict=True)] == [False] * 3
+    assert (first[-1], other[-1]) == (7, 8)
+
+
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_run(run: Callable[..., Any]) -> None:
     rewards = [run("--steps", 3, "--seed", s, "--json").result["rewards"] for s in (1, 1, 2)]
