@@ -14,7 +14,11 @@ from forkpoint import PlanError
 from forkpoint.plan.align import SLOT_COST, align, common_forest, nodes_of
 from forkpoint.plan.program import (
     BACKWARD,
+    BLOCKS,
+    BOUNDARY,
+    ENDS,
     FORWARD,
+    HEAD,
     IDLE,
     RECOMPUTE,
     SCORE,
@@ -50,20 +54,28 @@ def shapes(draw: st.DrawFn, *, most: int = 12) -> Shape:
     return tuple(parents)
 
 
-def program_of(parents: Sequence[int], recomputed: Sequence[bool], scored: bool = False) -> Program:
+def program_of(
+    parents: Sequence[int],
+    recomputed: Sequence[bool],
+    scored: bool = False,
+    ends: Sequence[str] | None = None,
+    early: str = BOUNDARY,
+) -> Program:
     """The program of a shape, written without what is under test."""
     steps: list[Instruction] = []
+    ends = ends or [HEAD] * len(parents)
     if scored:
-        steps += [Instruction(0, SCORE, n, n, keeps_graph=False) for n in range(len(parents))]
+        steps += [Instruction(0, SCORE, n, n, ends[n], False) for n in range(len(parents))]
     number = int(scored)
 
     def run(node: int) -> None:
-        steps.append(Instruction(number, FORWARD, node, node, keeps_graph=not recomputed[node]))
+        end = early if recomputed[node] else ends[node]
+        steps.append(Instruction(number, FORWARD, node, node, end, not recomputed[node]))
         for child in range(node + 1, len(parents)):
             if parents[child] == node:
                 run(child)
         if recomputed[node]:
-            steps.append(Instruction(number, RECOMPUTE, node, node))
+            steps.append(Instruction(number, RECOMPUTE, node, node, ends[node]))
         steps.append(Instruction(number, BACKWARD, node, node))
 
     for node, parent in enumerate(parents):
@@ -79,8 +91,16 @@ def ranks(draw: st.DrawFn) -> tuple[list[Program], list[list[float]] | None]:
     """Programs of 1 to 6 ranks, and costs or none."""
     found = draw(st.lists(shapes(), min_size=1, max_size=6))
     rng = random.Random(draw(st.integers(0, 2**32)))
+    early = draw(st.sampled_from((BOUNDARY, BLOCKS)))
     programs = [
-        program_of(shape, [rng.random() < 0.3 for _ in shape], rng.random() < 0.3)
+        program_of(
+            shape,
+            [rng.random() < 0.3 for _ in shape],
+            rng.random() < 0.3,
+            # A host that cannot leave the last block early runs every head.
+            [rng.choice((BOUNDARY, HEAD)) if early == BOUNDARY else HEAD for _ in shape],
+            early,
+        )
         for shape in found
     ]
     costs = [[rng.choice((0.0, 1.0, rng.random())) for _ in shape] for shape in found]
@@ -111,7 +131,29 @@ def check(aligned: Sequence[Program], programs: Sequence[Program]) -> None:
         ]
     assert used == {i.slot for i in common if i.operation == FORWARD}
     assert asked == again
+    check_ends(aligned, programs)
     nodes_of(aligned[0])
+
+
+def check_ends(aligned: Sequence[Program], programs: Sequence[Program]) -> None:
+    """A forward goes as far as any rank needs in its slot."""
+    late = any(i.ends_at == BLOCKS for program in programs for i in program.training)
+    ends: dict[tuple[str, int], set[str]] = {}
+    again: set[int] = set()
+    for program, own in zip(aligned, programs, strict=True):
+        slot_of = {(i.operation == SCORE, i.microbatch): i.slot for i in program.instructions}
+        for i in own.instructions:
+            slot = slot_of[i.operation == SCORE, i.microbatch]
+            # Of two forwards the second one is that of the backward.
+            kind = FORWARD if i.operation == RECOMPUTE else i.operation
+            if i.keeps_graph or kind == SCORE:
+                ends.setdefault((kind, slot), set()).add(i.ends_at)
+            again |= {slot} if i.operation == RECOMPUTE else set()
+    for i in aligned[0].instructions:
+        first = i.operation == FORWARD and i.slot in again
+        kind = FORWARD if i.operation == RECOMPUTE else i.operation
+        needed = max(ends[kind, i.slot], key=ENDS.index)
+        assert i.ends_at == (needed if not first else BLOCKS if late else BOUNDARY)
 
 
 @settings(max_examples=30, derandomize=True, deadline=None)
