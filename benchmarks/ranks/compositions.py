@@ -13,18 +13,25 @@ Mixtures of experts have router losses.
 
 Models of torchtitan, which define no router losses, run in float32 in the place of bfloat16: the
 distance of the gradient to one of float64, beside that of torchtitan's model in one process.
+
+Models of real width and few layers run on GPUs, a process each, in bfloat16 alone: distances as
+above, and times of steps beside dense training under the same parallelism, its rows as long as is
+fastest of three lengths.
 """
 
 import multiprocessing
 import os
 import socket
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import partial
 from itertools import product
 from logging import getLogger
 from pathlib import Path
+from statistics import median
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -43,10 +50,12 @@ from benchmarks.ranks import titan
 from benchmarks.ranks.meshes import Meshes
 from benchmarks.rows import ResultRow
 from benchmarks.runner import Benchmark, Deadline
+from benchmarks.shapes import make_model
 from forkpoint import Config, Rollout, RolloutBatch, load_rollouts
 from forkpoint.apps.cli.options import Count
 from forkpoint.engine.changes import Changes
 from forkpoint.losses import GRPO, RouterLoss
+from forkpoint.policy import Policy
 from forkpoint.step.router_steps import router_work
 from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
 from forkpoint.verify.dense import DenseRouters
@@ -63,6 +72,10 @@ FLOAT64_BAR, BFLOAT16_BAR = 1e-10, 1.1
 FLOAT32_BAR = 1e-5
 """Of a distance over the norm, or 1.1 times torchtitan's own if that is more."""
 SIZES = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
+WIDE = {"llama": "llama3-8b", "qwen3_moe": "qwen3-30b-a3b"}
+"""Shapes of models of real width."""
+CUDA = torch.cuda.is_available()
+TIMED = 2
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
@@ -92,12 +105,15 @@ Family = Literal["llama", "qwen3_moe"]
 
 @dataclass(frozen=True, kw_only=True)
 class Compositions(Benchmark):
-    """Compare steps under combined parallelism with ordinary training, on CPUs.
+    """Compare steps under combined parallelism with ordinary training, on CPUs or GPUs.
 
     Attributes:
         families: Whose models run.
         stages: Sizes of the pipeline.
         tensor: Ranks of tensor parallelism, and of expert parallelism.
+        context: Ranks of context parallelism.
+        width: Of the models. Those of real width run on GPUs.
+        layers: Of models of real width.
         library: Whose models run. Of torchtitan's (0.2) a stage has its part of the tensor ranks,
             so that each case has 8 processes, and experts are split over tensor and context ranks.
         data: The folder of airline.jsonl; chains of turns take its place where it is missing.
@@ -109,6 +125,9 @@ class Compositions(Benchmark):
     families: tuple[Family, ...] = ("llama", "qwen3_moe")
     stages: tuple[int, ...] = (1, 2)
     tensor: Literal[2, 4] = 4
+    context: Literal[1, 2] = 2
+    width: Literal["tiny", "real"] = "tiny"
+    layers: Count = 4
     library: Literal["transformers", "torchtitan"] = "transformers"
     data: Path = Path("../shared/data")
     seeds: Count = 8
@@ -116,12 +135,15 @@ class Compositions(Benchmark):
     def measure(self, deadline: Deadline) -> Iterator[ResultRow]:
         for stages, family in product(self.stages, self.families):
             titan = self.library == "torchtitan"
-            layout = Layout(stages, self.tensor // stages if titan else self.tensor)
+            tensor = self.tensor // stages if titan else self.tensor
+            layout = Layout(stages, tensor, self.context)
             if family == "qwen3_moe" and titan:
                 layout = replace(layout, ep=layout.cp, etp=layout.tp)
             elif family == "qwen3_moe":
                 layout = replace(layout, ep=layout.tp)
             case = f"{family}, {layout}"
+            if self.width == "real":
+                case = f"{WIDE[family]}, {self.layers} layers, {layout}"
             if not deadline.over(case):
                 yield from _rows(case, family, layout, self)
 
@@ -129,31 +151,47 @@ class Compositions(Benchmark):
 def _rows(case: str, family: Family, layout: Layout, options: Compositions) -> Iterator[ResultRow]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        kind = _TitanWork if options.library == "torchtitan" else _Work
+        kind: Any = _TitanWork if options.library == "torchtitan" else _Work
+        if options.width == "real":
+            kind = partial(_WideWork, options.layers)
         work = kind(family, layout, folder, options.data.absolute(), options.seeds)
-        _on_processes(1, work.ordinary)
-        _on_processes(layout.size, work.parallel)
+        backend = "nccl" if CUDA and not work.exact else "gloo"
+        _on_processes(1, work.ordinary, backend)
+        _on_processes(layout.size, work.parallel, backend)
         parts = [torch.load(folder / f"stage-{n}.pt") for n in range(layout.pp)]
     for batch in ("groups", "trees"):
-        found = {name: [part[batch, name] for part in parts] for name in FIGURES}
+        found = {name: [part[batch, name] for part in parts] for name in (*FIGURES, *TIMES)}
         norms = [sum(found[kind]) ** 0.5 for kind in ("gradient", "norm")]
         row: dict[str, Any] = {"bench": NAME, "case": f"{case}, {batch}", "unit": "1"}
-        yield ResultRow(
-            metric="error of gradients, float64", value=norms[0] / norms[1], bar=FLOAT64_BAR, **row
-        )
-        yield ResultRow(
-            metric="error of weights after AdamW, float64",
-            value=max(found["weight"]),
-            bar=FLOAT64_BAR,
-            **row,
-        )
+        if work.exact:
+            yield ResultRow(
+                metric="error of gradients, float64",
+                value=norms[0] / norms[1],
+                bar=FLOAT64_BAR,
+                **row,
+            )
+            yield ResultRow(
+                metric="error of weights after AdamW, float64",
+                value=max(found["weight"]),
+                bar=FLOAT64_BAR,
+                **row,
+            )
         shared, dense, wide = (sum(found[kind]) ** 0.5 for kind in ("shared", "dense", "wide"))
         yield ResultRow(**work.distance(shared, dense, wide), **row)
+        if not work.exact:
+            times = {name: max(found[name]) for name in ("shared ms", "dense ms")}
+            for name, ms in times.items():
+                yield ResultRow(**row | {"metric": name[:-3] + " step", "value": ms, "unit": "ms"})
+            ratio, bound = times["dense ms"] / times["shared ms"], found["bound"][0]
+            figure = {"metric": "speed-up", "value": ratio, "unit": "x", "bound": bound}
+            yield ResultRow(**row | figure, baseline="dense", baseline_leaves_out=True)
 
 
 FIGURES = ("gradient", "norm", "weight", "shared", "dense", "wide")
 """Of one stage: squared errors and norms of gradients in float64, the largest error of a weight,
 squared distances in the narrow dtype, and squared norms of what these are distances from."""
+TIMES = ("shared ms", "dense ms", "bound")
+"""Of models of real width: milliseconds of steps on this rank, and the counted bound."""
 
 
 class _Work:
@@ -166,6 +204,8 @@ class _Work:
         self.data, self.seeds = data, seeds
 
     narrow: torch.dtype = torch.bfloat16
+    exact: ClassVar[bool] = True
+    """Whether gradients and weights in float64 are compared."""
 
     @property
     def router(self) -> RouterLoss | None:
@@ -228,6 +268,9 @@ class _Work:
                 )
             return dense_run(model, batch, LOSS, routers=routers).gradients
 
+    experts: ClassVar[str] = "eager"
+    """How transformers runs experts; its default has no float64."""
+
     def load(self, seed: int, dtype: torch.dtype, meshes: Meshes | None = None) -> Any:
         given: dict[str, Any] = {}
         if meshes is not None:
@@ -235,7 +278,7 @@ class _Work:
                 tp_size=self.layout.tp, ep_size=self.layout.ep
             )
         if self.router is not None:
-            given["experts_implementation"] = "eager"  # the default has no float64
+            given["experts_implementation"] = self.experts
         path = self.folder / f"model-{seed}"
         return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **given).train()
 
@@ -247,12 +290,12 @@ class _Work:
         self.begin()
         figures: dict[tuple[str, str], float] = {}
         for name in ("groups", "trees"):
-            for kind in FIGURES:
+            for kind in (*FIGURES, *TIMES):
                 figures[name, kind] = 0.0
             for seed in range(self.seeds):
                 batch = self.batches(seed)[name]
-                wanted = torch.load(self.folder / f"{name}-{seed}.pt")
-                if seed == 0:
+                wanted = self.wanted(name, seed, batch)
+                if self.exact and seed == 0:
                     model, mesh = self.model(seed, torch.float64)
                     policy = forkpoint.wrap(model, SHARED, mesh=mesh)
                     with lifted_upcasts(model):
@@ -276,12 +319,23 @@ class _Work:
                     figures[name, "wide"] += norm / len(self.configs)
                     model.zero_grad()
                 figures[name, "dense"] += wanted.get("own", 0.0) / self.layout.pp
+                del wanted
+                for kind, value in self.times(policy, batch).items():
+                    figures[name, kind] += value / self.seeds
         stage, place = divmod(dist.get_rank(), self.layout.size // self.layout.pp)
         if place == 0:
             torch.save(figures, self.folder / f"stage-{stage}.pt")
 
     configs: ClassVar[dict[str, Config]] = {"shared": SHARED, "dense": DENSE}
     """Plans that run in the narrow dtype."""
+
+    def wanted(self, name: str, seed: int, batch: RolloutBatch) -> dict[str, Any]:
+        """Read what one process wrote of a batch."""
+        return torch.load(self.folder / f"{name}-{seed}.pt")
+
+    def times(self, policy: Policy, batch: RolloutBatch) -> dict[str, float]:
+        """Values of TIMES. Collective. None are taken of tiny models."""
+        return {}
 
     def begin(self) -> None:
         """Make what all models of this process need. Collective."""
@@ -345,6 +399,75 @@ class _TitanWork(_Work):
         return model, dims.get_mesh(["pp", "cp"] if layout.pp > 1 else ["cp"])
 
 
+class _WideWork(_Work):
+    """The work with models of real width and few layers, in bfloat16, on a GPU each.
+
+    Every process computes the gradients to compare with by itself.
+    """
+
+    exact = False
+    experts = "grouped_mm"
+    configs: ClassVar[dict[str, Config]] = {
+        "shared": Config(sharing="tree", boundary="across", self_check=False),
+        "dense": Config(sharing="none", boundary="within", self_check=False),
+    }
+
+    def __init__(self, layers: int, *rest: Any) -> None:
+        super().__init__(*rest)
+        self.layers = layers
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", dist.get_rank()) if CUDA else torch.device("cpu")
+
+    def batches(self, seed: int) -> dict[str, RolloutBatch]:
+        if not CUDA:
+            return super().batches(seed)
+        return {
+            "groups": _groups(seed, prompt=4096, lengths=(256, 769), count=8, vocabulary=8192),
+            "trees": _trees(seed, self.data, every=2, vocabulary=8192),
+        }
+
+    def ordinary(self) -> None:
+        for seed in range(self.seeds):
+            model = make_model(
+                WIDE[self.family], self.device, dtype=self.narrow, layers=self.layers, tiny=not CUDA
+            )
+            model.save_pretrained(self.folder / f"model-{seed}")
+
+    def wanted(self, name: str, seed: int, batch: RolloutBatch) -> dict[str, Any]:
+        model = self.load(seed, self.narrow).float().to(self.device)
+        return {"wide": self.gradients(model, batch)}
+
+    def begin(self) -> None:
+        degrees = asdict(self.layout)
+        del degrees["etp"]
+        self.meshes = Meshes(self.device, **degrees)
+
+    def times(self, policy: Policy, batch: RolloutBatch) -> dict[str, float]:
+        shared = policy.with_config(max_microbatch_tokens=None)
+        dense: dict[str, Any] = {"sharing": "none", "boundary": "within"}
+        rows = [
+            policy.with_config(max_microbatch_tokens=limit, **dense)
+            for limit in (None, 8192, 16_384)
+        ]
+        took = [self._ms(policy, batch) for policy in (shared, *rows)]
+        return {"shared ms": took[0], "dense ms": min(took[1:]), "bound": shared.plan(batch).bound}
+
+    def _ms(self, policy: Policy, batch: RolloutBatch) -> float:
+        found: list[float] = []
+        for _ in range(1 + TIMED):
+            policy.host.model.zero_grad()
+            dist.barrier()
+            begin = time.perf_counter()
+            policy.forward_backward(batch, LOSS, router=self.router)
+            if CUDA:
+                torch.cuda.synchronize()
+            dist.barrier()
+            found.append((time.perf_counter() - begin) * 1e3)
+        return median(found[1:])
+
+
 def _adamw(model: nn.Module) -> None:
     # Parameters of several meshes.
     torch.optim.AdamW(model.parameters(), lr=1e-5, eps=1e-8, foreach=False).step()
@@ -370,27 +493,34 @@ def _apart(model: nn.Module, wanted: dict[str, Tensor | None]) -> tuple[float, f
 # ------------------------------------------------------------
 
 
-def _groups(seed: int) -> RolloutBatch:
+def _groups(
+    seed: int,
+    *,
+    prompt: int = 40,
+    lengths: tuple[int, int] = (5, 30),
+    count: int = 4,
+    vocabulary: int = VOCABULARY,
+) -> RolloutBatch:
     rng = np.random.default_rng(seed)
     found = []
     for number in range(3):
-        prompt = rng.integers(0, VOCABULARY, 40)
-        for length in rng.integers(5, 30, 4):
-            ids = np.concatenate([prompt, rng.integers(0, VOCABULARY, length)])
-            mask = np.repeat([0, 1], [len(prompt), length])
+        shared = rng.integers(0, vocabulary, prompt)
+        for length in rng.integers(*lengths, count):
+            ids = np.concatenate([shared, rng.integers(0, vocabulary, length)])
+            mask = np.repeat([0, 1], [prompt, length])
             found.append(Rollout(ids, mask, float(rng.normal()), group_id=f"group {number}"))
     return RolloutBatch(found)
 
 
-def _trees(seed: int, data: Path) -> RolloutBatch:
-    """The first two tasks of a file, every 32nd token; chains of turns where there is none."""
+def _trees(seed: int, data: Path, *, every: int = 32, vocabulary: int = VOCABULARY) -> RolloutBatch:
+    """The first two tasks of a file, one token of `every`; chains of turns where there is none."""
     rng, path = np.random.default_rng(seed), data / "airline.jsonl"
     if not path.exists():
         return _chains(rng)
     return RolloutBatch(
         Rollout(
-            np.asarray(rollout.token_ids)[::32] % VOCABULARY,
-            np.asarray(rollout.loss_mask)[::32],
+            np.asarray(rollout.token_ids)[::every] % vocabulary,
+            np.asarray(rollout.loss_mask)[::every],
             float(rng.normal()),
             group_id=rollout.group_id,
         )
@@ -415,7 +545,7 @@ def _chains(rng: np.random.Generator) -> RolloutBatch:
 # ------------------------------------------------------------
 
 
-def _on_processes(count: int, work: Any) -> None:
+def _on_processes(count: int, work: Any, backend: str = "gloo") -> None:
     """Call `work` in processes of one group, forked from one that has imported everything."""
     context = multiprocessing.get_context("forkserver")
     # Modules that are not installed are left out.
@@ -423,10 +553,10 @@ def _on_processes(count: int, work: Any) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    start_processes(_run_here, (count, port, work), count, start_method="forkserver")
+    start_processes(_run_here, (count, port, work, backend), count, start_method="forkserver")
 
 
-def _run_here(rank: int, count: int, port: int, work: Any) -> None:
+def _run_here(rank: int, count: int, port: int, work: Any, backend: str) -> None:
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -436,8 +566,10 @@ def _run_here(rank: int, count: int, port: int, work: Any) -> None:
     store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         "127.0.0.1", port, count, rank == 0, timedelta(seconds=300)
     )
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=300)
+        backend, store=store, rank=rank, world_size=count, timeout=timedelta(seconds=300)
     )
     work()
     dist.barrier()

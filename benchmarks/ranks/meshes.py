@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -19,13 +20,29 @@ import forkpoint
 class Meshes:
     """The meshes of all ranks: (pp, dp, cp, tp), and (pp, efsdp, ep) of experts."""
 
-    def __init__(self, *, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1, ep: int = 1) -> None:
-        """Collective over the default group, on CPUs."""
+    def __init__(
+        self,
+        device: torch.device | None = None,
+        *,
+        pp: int = 1,
+        dp: int = 1,
+        cp: int = 1,
+        tp: int = 1,
+        ep: int = 1,
+    ) -> None:
+        """Collective over the default group.
+
+        Args:
+            device: this rank's; a CPU by default.
+            pp, dp, cp, tp, ep: ranks of each kind of parallelism.
+        """
+        self.device: torch.device = device or torch.device("cpu")
+        kind = self.device.type
         dense, expert = (pp, dp, cp, tp), (pp, dp * cp * tp // ep, ep)
         names = ("pp", "dp", "cp", "tp")
-        self.dense: DeviceMesh = init_device_mesh("cpu", dense, mesh_dim_names=names)
+        self.dense: DeviceMesh = init_device_mesh(kind, dense, mesh_dim_names=names)
         names = ("pp", "efsdp", "ep")
-        self.expert: DeviceMesh = init_device_mesh("cpu", expert, mesh_dim_names=names)
+        self.expert: DeviceMesh = init_device_mesh(kind, expert, mesh_dim_names=names)
 
     def get_mesh(self, dims: str | tuple[str, ...]) -> DeviceMesh:
         """As transformers asks for it."""
@@ -39,7 +56,9 @@ class Meshes:
         asks for splits."""
 
         def prepare(cls: Any, config: Any, device_map: Any = None) -> Any:
-            return config, device_map, None if config is None else self
+            if config is None:
+                return None, device_map, None
+            return config, None if self.device.type == "cpu" else self.device, self
 
         with patch.object(PreTrainedModel, "prepare_distribute_model", classmethod(prepare)):
             yield

@@ -19,7 +19,7 @@ from benchmarks.shapes import make_group, make_model
 from benchmarks.steps.cells import cell_row
 from benchmarks.steps.options import Steps
 from benchmarks.steps.stepper import DENSE, GROUP, Stepper, Timed
-from forkpoint.apps.cli.options import Count
+from forkpoint.apps.cli.options import Count, Flag
 from forkpoint.errors import ConfigError, PlanError
 from forkpoint.plan.longest import longest
 from forkpoint.rollouts.batch import RolloutBatch
@@ -49,6 +49,7 @@ class Capacity(Steps):
         host_memory: The most memory of the host for prefix caches.
         step_tokens: Lengths are multiples of this many tokens.
         most_tokens: The largest total length that is tried.
+        second: Time a second step at the largest length too, whose memory of the host is there.
     """
 
     NAME: ClassVar[str] = "capacity"
@@ -62,6 +63,7 @@ class Capacity(Steps):
     host_memory: Size = None
     step_tokens: Count = 2048
     most_tokens: Count = 1 << 20
+    second: Flag = False
 
     def check(self) -> None:
         super().check()
@@ -135,6 +137,10 @@ class Capacity(Steps):
                 if figure.metric == "time of a computed TFLOP":
                     times[way] = figure.value
                 yield figure
+            if self.second:
+                row = partial(cell_row, self.NAME, f"{case}, second step")
+                again = stepper.repeat(policy, batch, repeats=1, into=Timed(ran[found].plan))
+                yield from self._figures(row, again)
         for way in totals.keys() & {"device", "host"} if "dense" in totals else ():
             row = partial(cell_row, self.NAME, f"{label}: {way}", baseline="dense")
             yield row("largest total over dense", totals[way] / totals["dense"], "x")
