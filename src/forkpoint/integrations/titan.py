@@ -38,7 +38,7 @@ class RolloutSteps:
     def data_rank(self) -> int:
         """Index of this rank among the ranks with different rollouts.
 
-        Ranks that share a batch (tensor and context parallelism) have the same index.
+        Ranks that share a batch (tensor, context and pipeline parallelism) have the same index.
         """
         trainer: Any = self
         mesh = trainer.parallel_dims.get_optional_mesh("batch")
