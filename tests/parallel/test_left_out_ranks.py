@@ -125,7 +125,7 @@ def test_gradients_that_are_there_are_kept(name: str) -> None:
 def test_prompts_are_exchanged_of_what_runs(loss: Any, gather: Any) -> None:
     """Rank 1 runs no rollout of one prompt, and one of another, of which rank 0 leaves out one."""
     first, second = zero(TWO[0], 3), zero(TWO[1], 0, 1, 3)
-    assert [r.group_id for r in second] == ["group 0"] * 2 + ["group 1"] * 2 + ["group 2"]
+    assert [r.group_id for r in second] == ["group 0"] * 2 + ["group 1"] * 2 + ["group 4"]
     assert first[3].group_id == "group 1"
     scenario = Scenario(config=MIXED, rollouts=(first, second), loss=loss, gather=gather)
     for found in run_ranks(2, against_dense, scenario):

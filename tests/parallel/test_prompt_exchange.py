@@ -42,9 +42,11 @@ def dealt(groups: list[list[Rollout]], ranks: int) -> tuple[list[Rollout], ...]:
 
 
 # The last prompt is longer than a microbatch, and its trunk a chain of two.
-TWO = dealt([group(0, 5, 20, 8), group(1, 4, 31, 9), group(2, 2, 70, 6)], 2)
+TWO = dealt([group(0, 5, 20, 8), group(1, 4, 31, 9), group(4, 2, 70, 6)], 2)
 # Each rank has something of its own besides, of another depth.
-UNLIKE = ([*TWO[0], *tree(3, 4)], [*TWO[1][:2], *group(7, 3, 12, 9)])
+UNLIKE = ([*TWO[0], *tree(3, 4)], [*TWO[1], *group(7, 3, 12, 9)])
+# Rank 1 owns the one prompt that both have, and rank 0 runs nothing before it is exchanged.
+ONE_OWNER = (UNLIKE[0], [*TWO[1][:2], *group(7, 3, 12, 9)])
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ CASES = [
     for name in SCENARIOS
     for gather in (("",) if name.startswith("Distributed") else ("microbatch", "step"))
 ]
-IN_CORE = (("DistributedDataParallel", ""),)
+IN_CORE = (("DistributedDataParallel, Mamba-2", ""),)
 
 
 def computed(scenario: Scenario) -> dict[str, Any]:
@@ -167,7 +169,7 @@ class Fails(GRPO):
         return "Fails()"
 
 
-# Rank 1 owns the prompts, and rank 0 runs nothing before they are exchanged.
+# In a step of ONE_OWNER.
 VICTIMS = {"before": 1, "between": 0, "loss": 0}
 
 
@@ -185,7 +187,7 @@ def failed_and_repeated(wrap: Any, gather: Any, moment: str) -> tuple[str, float
     failing = False
     model.model.layers[1].register_forward_pre_hook(ReadOnlyHook(hook))  # type: ignore[operator, union-attr]
     policy = on_ranks(wrap(model), replace(MIXED, self_check=False), gather)
-    own = RolloutBatch(UNLIKE[dist.get_rank()])
+    own = RolloutBatch(ONE_OWNER[dist.get_rank()])
     first = policy.forward_backward(own, GRPO())
     assert first.plan.split == "exchange"
     assert first.events[0].startswith("forward prefix") == (dist.get_rank() == 1)
@@ -200,7 +202,7 @@ def failed_and_repeated(wrap: Any, gather: Any, moment: str) -> tuple[str, float
     failing = False
     policy.forward_backward(own, GRPO())
     alone = forkpoint.wrap(model_of(of()))
-    alone.forward_backward(RolloutBatch([r for part in UNLIKE for r in part]), GRPO())
+    alone.forward_backward(RolloutBatch([r for part in ONE_OWNER for r in part]), GRPO())
     names = [name for name, _ in alone.host.model.named_parameters()]
     return found, distance(gradients(model), gradients(alone.host.model), names)
 
