@@ -61,13 +61,13 @@ def planned_media(
     begins = there & (batch.media_row[tokens] == 0)
     times = np.repeat(forest.multiplicity, forest.length)[begins]
     places = np.bincount(medium[begins], times, len(batch.media)).astype(int).tolist()
-    pairs = np.unique(np.stack([medium[there], reader[there]], axis=1), axis=0)
-    readers: list[list[int]] = [[] for _ in batch.media]
-    for number, index in pairs.tolist():
-        readers[number].append(index)
+    reads = np.zeros((len(batch.media), len(microbatches)), bool)
+    reads[medium[there], reader[there]] = True
     return tuple(
-        PlannedMedium(medium.kind, medium.tokens, tuple(indices), count, _frames(medium))
-        for medium, indices, count in zip(batch.media, readers, places, strict=True)
+        PlannedMedium(
+            medium.kind, medium.tokens, tuple(row.nonzero()[0].tolist()), count, _frames(medium)
+        )
+        for medium, row, count in zip(batch.media, reads, places, strict=True)
     )
 
 
