@@ -238,6 +238,33 @@ def test_autocast_gives_the_delta_rule_what_the_stock_model_does(
     assert set(stock) == set(shared) == {torch.bfloat16}
 
 
+def test_kernels_of_packages_that_round_float32_refuse_no_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They multiply in TF32, and steps of float32 models do not."""
+    model = tiny_hybrid("qwen3_5_text").float()
+    modeling = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
+    name, ran = "chunk_gated_delta_rule", []
+
+    def rounds(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wrapped(*given: Any, **options: Any) -> Any:
+            ran.append(True)
+            return function(*(x.bfloat16().to(x.dtype) for x in given[:3]), *given[3:], **options)
+
+        return wrapped
+
+    held = [module for module in model.modules() if name in vars(module)]
+    for module in held:  # older versions of transformers
+        monkeypatch.setattr(module, name, rounds(getattr(module, name)))
+    if not held:
+        plain = getattr(modeling, f"torch_{name}")
+        monkeypatch.setattr(modeling, f"torch_{name}", rounds(getattr(plain, "__wrapped__", plain)))
+    model(torch.tensor([[1, 2, 3]]))
+    assert ran
+    wrap(model, Config(self_check=True)).forward_backward(forked_batch(), GRPO())
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.slow
 def test_adapters_on_every_projection() -> None:

@@ -208,9 +208,9 @@ class Entry(Protocol):
         these media."""
         ...
 
-    def set_stock_attention(self, changes: Changes) -> None:
+    def allow_stock(self, dtype: torch.dtype, changes: Changes) -> None:
         """Let stock forwards work, until the changes are undone, where the model is set to the
-        attention of steps."""
+        attention of steps, and let no kernel of theirs round to fewer bits than `dtype` has."""
         ...
 
     @property

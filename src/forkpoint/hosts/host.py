@@ -527,10 +527,10 @@ class ModelHost:
         """Let `stock` work whatever the model is set to, on this thread alone, until the changes
         are undone."""
         keep_to_this_thread((self.entry.core, self.entry.decoder), changes)
-        self.entry.set_stock_attention(changes)
+        self.entry.allow_stock(self.rounding_dtype, changes)
 
     def empty_outputs(self) -> Tensor:
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         with Changes() as changes:
-            self.entry.set_stock_attention(changes)
+            self.entry.allow_stock(self.rounding_dtype, changes)
             return self.stock(token)[:, :0]

@@ -167,7 +167,7 @@ class TitanEntry(Entry):
         self._counts.add(logical_LE)
 
     def attach(self, changes: Changes) -> None:
-        self.set_stock_attention(changes)
+        self.allow_stock(self.code_dtype, changes)
         self.family.version.set_attention(self.blocks, changes)
         # Its hooks give logits; here it gets whole hidden states, and gives log-probs.
         without_hooks(self._output(), SPLIT_HOOKS, changes)
@@ -218,7 +218,7 @@ class TitanEntry(Entry):
             return found
         return found.new_zeros(*ids_NL.shape, self.head.width())
 
-    def set_stock_attention(self, changes: Changes) -> None:
+    def allow_stock(self, dtype: torch.dtype, changes: Changes) -> None:
         for block in self.blocks:  # each rank has whole sequences
             attention: Any = block.attention
             without_hooks(attention.inner_attention, CONTEXT_HOOKS, changes)

@@ -49,7 +49,7 @@ from forkpoint.hosts.transformers.stages import (
     layers_of_stage,
     tied_parameters,
 )
-from forkpoint.hosts.transformers.stock import TransformersStock
+from forkpoint.hosts.transformers.stock import TransformersStock, run_plain_recurrences
 from forkpoint.hosts.transformers.tensor_parallel import SUMMED_HOOK
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.pricing.encoders import EncoderShape
@@ -234,5 +234,7 @@ class TransformersEntry(Entry):
     def stock(self, ids_NL: Tensor, shown: ShownMedia | None = None) -> Tensor:
         return TransformersStock(self.model).logits(ids_NL, shown=shown)
 
-    def set_stock_attention(self, changes: Changes) -> None:
+    def allow_stock(self, dtype: torch.dtype, changes: Changes) -> None:
         calls.set_stock_attention(self.model, changes)
+        if dtype.itemsize > 2:  # kernels of packages multiply such inputs in TF32
+            run_plain_recurrences(self.model, changes)
