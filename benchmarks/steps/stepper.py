@@ -93,7 +93,8 @@ class Stepper:
 
     @property
     def vocab(self) -> int:
-        return self.policy.host.shape.vocab
+        # Behind these are tokens that stand for images and videos.
+        return min(self.policy.host.shape.vocab, 100_000)
 
     @property
     def fixed_bytes(self) -> int:

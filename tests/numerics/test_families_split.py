@@ -28,7 +28,7 @@ pytestmark = [
 ]
 TOGETHER = 6
 """Families that a pair of processes tries, one after the other."""
-NAMES = [name for name in FAMILIES if name in CONFIG_MAPPING]
+NAMES = [n for n, f in FAMILIES.items() if n in CONFIG_MAPPING and not f.undivided]
 
 
 def load(folder: Path, **options: Any) -> Any:

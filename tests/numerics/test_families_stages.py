@@ -16,7 +16,7 @@ from parallel.processes import run_ranks
 pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 TOGETHER = 6
 """Families that a pair of processes tries, one after the other."""
-NAMES = [name for name in FAMILIES if name in CONFIG_MAPPING]
+NAMES = [n for n, f in FAMILIES.items() if n in CONFIG_MAPPING and not f.undivided]
 CONFIG = Config(sharing="tree", boundary="across", max_microbatch_tokens=64)
 
 
