@@ -178,9 +178,10 @@ class ModelHost:
         the checkpoint, which lies within the block.
         """
         ahead = self.device.type == "cuda"
-        deals = not self.shape.recurrent_layers
+        shape = self.shape
+        deals = not shape.recurrent_layers
         able = Capabilities(
-            leaves_early=self.shape.leaves_early,
+            leaves_early=shape.leaves_early,
             runs_ahead=ahead,
             checkpoints=("none",),
             deals_segments=deals,

@@ -4,6 +4,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -35,6 +36,7 @@ from forkpoint.plan.routing import RouterDemand
 from forkpoint.plan.runs import LeftOut, labels_run, run_lengths, sort_running
 from forkpoint.plan.shared_prompts import PlannedPrompt
 from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.tree import Microbatch
 from forkpoint.tree.forest import Forest, IntArray, SortedRollouts, build_forest
 from forkpoint.units import exactly
 
@@ -91,6 +93,7 @@ class Builder:
     _forests: dict[str, Forest] = field(default_factory=dict)
     _built: dict[tuple[str, str], Plan] = field(default_factory=dict)
     _num_loss_entries: dict[object, IntArray] = field(default_factory=dict)
+    _priced_ways_of: dict[object, tuple[Plan, list[Plan], Meter]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.calibration is not None:
@@ -191,7 +194,13 @@ class Builder:
         tokens = given or max(DEFAULT_MICROBATCH_TOKENS, self.longest)
         policies = self._policies()
         if self.budget is None:
-            plan = self._build(sharing, boundary, tokens, policies[0])
+            plan = self._plan_of(
+                *self._packed(sharing, boundary, tokens),
+                policies[0],
+                sharing=sharing,
+                boundary=boundary,
+                max_microbatch_tokens=tokens,
+            )
             meter = meter_of(plan, self.calibration)
             return self._priced(self._with_cache(plan, meter, moves=False), meter)
         # As long as memory allows: what the host does for a microbatch, and adding to all
@@ -305,10 +314,7 @@ class Builder:
         found = False
         shorter = 0
         while True:
-            plan = self._build(sharing, boundary, tokens, policy)
-            meter = meter_of(plan, self.calibration)
-            plan = self._priced(self._with_cache(plan, meter, moves=moves), meter)
-            ways = self._fitted(plan, meter)
+            plan, ways, meter = self._priced_ways(sharing, boundary, tokens, policy, moves=moves)
             yield from ways
             needed = min(map(peak_of, ways))
             if self.config.max_microbatch_tokens or tokens <= least:
@@ -338,6 +344,29 @@ class Builder:
             if longest is not None and not found and kept > self.budget:
                 next_tokens = min(next_tokens, int(longest.tokens * self.budget / kept) + 1)
             tokens = max(least, next_tokens)
+
+    def _priced_ways(
+        self, sharing: str, boundary: str, tokens: int, policy: str, *, moves: bool
+    ) -> tuple[Plan, list[Plan], Meter]:
+        """A plan with its price, those of `_fitted`, and the meter of their microbatches.
+
+        Many combinations and lengths come to the same microbatches, which are priced once.
+        """
+        forest, microbatches = self._packed(sharing, boundary, tokens)
+        packed = tuple((m.parent, m.segments, m.shared_prompt) for m in microbatches)
+        key = (_key_of_forest(forest), packed, policy, moves)
+        names: dict[str, Any] = {
+            "sharing": sharing,
+            "boundary": boundary,
+            "max_microbatch_tokens": tokens,
+        }
+        if key not in self._priced_ways_of:
+            plan = self._plan_of(forest, microbatches, policy, **names)
+            meter = meter_of(plan, self.calibration)
+            first = self._priced(self._with_cache(plan, meter, moves=moves), meter)
+            self._priced_ways_of[key] = first, self._fitted(first, meter), meter
+        first, ways, meter = self._priced_ways_of[key]
+        return replace(first, **names), [replace(way, **names) for way in ways], meter
 
     def _remedy(self, boundary: str, tokens: int) -> str:
         """A remedy that may help where microbatches of so many tokens are too much."""
@@ -448,23 +477,33 @@ class Builder:
 
     def _entries_of_segments(self, forest: Forest) -> IntArray:
         """[S] how many entries the head computes for each segment's edges."""
-        columns = (forest.parent, forest.start, forest.length, forest.owner_begin, forest.leaf)
-        key = tuple(column.tobytes() for column in columns)
+        key = _key_of_forest(forest)
         if key not in self._num_loss_entries:
             found = segment_entries(forest, self.batch, uses_temperature=self.uses_temperature)
             self._num_loss_entries[key] = found
         return self._num_loss_entries[key]
 
-    def _build(self, sharing: str, boundary: str, tokens: int, policy: str) -> Plan:
-        config = self.config
+    def _packed(
+        self, sharing: str, boundary: str, tokens: int
+    ) -> tuple[Forest, Sequence[Microbatch]]:
         if boundary == "within":
-            order = self._order(sharing)
-            forest, microbatches = microbatches_of_whole_paths(order, len(self.batch), tokens)
-        elif boundary == "mixed":
-            prompts = self.prompts or ()
-            forest, microbatches = microbatches_mixed(self._forest(sharing), tokens, prompts)
-        else:
-            forest, microbatches = microbatches_across(self._forest(sharing), tokens)
+            return microbatches_of_whole_paths(self._order(sharing), len(self.batch), tokens)
+        if boundary == "mixed":
+            return microbatches_mixed(self._forest(sharing), tokens, self.prompts or ())
+        return microbatches_across(self._forest(sharing), tokens)
+
+    def _plan_of(
+        self,
+        forest: Forest,
+        packed: Sequence[Microbatch],
+        policy: str,
+        *,
+        sharing: str,
+        boundary: str,
+        max_microbatch_tokens: int,
+    ) -> Plan:
+        """The plan of microbatches that were packed in this way, not priced yet."""
+        config = self.config
         entries_S = self._entries_of_segments(forest)
         asked = "keep" if config.activations == "auto" else config.activations
         microbatches = [
@@ -475,14 +514,14 @@ class Builder:
                 activations=asked if microbatch.children else "keep",
                 num_loss_entries=int(entries_S[list(microbatch.segments)].sum()),
             )
-            for microbatch in microbatches
+            for microbatch in packed
         ]
         num_loss_entries = int(entries_S.sum())
         received = [s for m in microbatches if m.shared_prompt == "received" for s in m.segments]
         plan = Plan(
             sharing=sharing,
             boundary=boundary,
-            max_microbatch_tokens=tokens,
+            max_microbatch_tokens=max_microbatch_tokens,
             forest=forest,
             microbatches=tuple(microbatches),
             program=Program(),
@@ -506,6 +545,12 @@ class Builder:
         counts_first, scores = self._first_passes(plan)
         plan = replace(plan, counts_first=counts_first)
         return plan.with_program(scores=counts_first or scores)
+
+
+def _key_of_forest(forest: Forest) -> tuple[bytes, ...]:
+    """The same for forests of one batch with the same segments."""
+    columns = (forest.parent, forest.start, forest.length, forest.owner_begin, forest.leaf)
+    return tuple(column.tobytes() for column in columns)
 
 
 def cost_with_preference(plan: Plan) -> float:
