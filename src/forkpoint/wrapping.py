@@ -31,6 +31,7 @@ def wrap(
         ConfigError: `config` is not a Config, its sizes do not fit the model, or the mesh is not
             the mesh of the model.
         PlanError: the mesh has more stages than the model has layers.
+        RankError: another rank refused its part of the model; the message names the reason.
 
     If several ranks hold the model, all of them must call `wrap`. A step modifies the model and
     restores it afterwards. Stages of a pipeline stay cut.

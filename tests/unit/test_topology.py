@@ -7,7 +7,7 @@ import pytest
 from torch import Tensor, nn
 
 from forkpoint.engine.distributed import Distributed, Holder
-from forkpoint.parallel.topology import Relation, Topology, connected
+from forkpoint.parallel.topology import Relation, Topology, connected, partition
 
 Groups = Mapping[int, Mapping[Relation, tuple[int, ...]]]
 DATA: Groups = {n: {"data": (0, 1)} if n < 2 else {"data": (2, 3)} for n in range(4)}
@@ -44,6 +44,11 @@ def test_ranks_that_relations_connect(
     assert topology.contributors == contributors
     assert topology.shares_batches == (len(contributors) < len(members))
     assert topology.splits_modules == ("tensor" in groups[rank])
+
+
+def test_partition_of_all_ranks() -> None:
+    assert partition(DATA) == partition(TENSOR) == [(0, 1), (2, 3)]
+    assert partition(BOTH) == [(0, 1, 2, 3)]
 
 
 def test_a_rank_alone() -> None:

@@ -69,6 +69,8 @@ class Holder:
     """By kind of parallelism, the ranks that it holds the model over."""
     meshes: Sequence[DeviceMesh] = ()
     """The device meshes that it is known to hold the model over."""
+    process_groups: Sequence[tuple[int, ...]] = ()
+    """Ranks of the groups that it needs besides those of its meshes (`process_group`)."""
     splits: Sequence[tuple[str, nn.Module, Any]] = ()
     """Modules that each rank computes a part of: name, module, and how it is split."""
     experts: Collection[nn.Module] = ()

@@ -8,6 +8,7 @@ by the library's entry. Everything else is the model's own code, and all is put 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,10 +46,11 @@ from forkpoint.hosts.modules import (
     every_parameter,
 )
 from forkpoint.hosts.routers import ModelRouters
-from forkpoint.hosts.topology import held_by_ranks, unwrapped
+from forkpoint.hosts.topology import check_meshes, held_by_ranks, unwrapped
 from forkpoint.hosts.torch_dist.stages import StageLinks, StageRanks
 from forkpoint.hosts.wrappers import ForwardWrappers, autocasts_of, entered, set_forward, uncompiled
 from forkpoint.losses.outputs import Head
+from forkpoint.parallel.group import RankGroup
 from forkpoint.parallel.topology import Topology
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.pricing.cost import ModelShape
@@ -74,7 +76,8 @@ class ModelHost:
         compile_blocks: bool | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        """Collective where several ranks hold the model."""
+        """Collective where several ranks hold the model. Raises RankError if another rank refuses
+        it."""
         model = uncompiled(model)
         self._wrapper: nn.Module = model
         self.model: nn.Module = unwrapped(model)
@@ -86,38 +89,46 @@ class ModelHost:
                 self._take_off(changes)
                 self.group = held_by_ranks(self._wrapper, mesh, library.split_holder)
             self.topology: Topology = self.group.topology
-            splits = self.group.splits
-            self.entry: Entry = library.entry(self.model, splits)
-            self._fingerprint = Fingerprint(self.model, self.entry)
             self._checked: tuple[int, bool, bool, bool] | None = None
             self._watched: ModelRouters | None = None
             """Routers that a step takes statistics of."""
-            check_idle(self.entry.core)
-            self._check_model()
-            self.group.check(self.model, training=True)
-            context = self.topology.relations.get("context", ())
-            staged = "stage" in self.topology.relations
-            if compile_blocks and (why := self._why_eager(staged=staged, context=bool(context))):
-                raise UnsupportedError(
-                    "Config(compile_blocks=True) asks for compiled decoder blocks, which have not "
-                    f"been shown exact {why}. Leave compile_blocks out."
-                )
-            # With context parallelism they have not been timed on GPUs, so that they are asked for.
-            eager = bool(splits) or staged or (bool(context) and compile_blocks is None)
-            self.compiling: Compiling = Compiling(False if eager else compile_blocks)
-            self._blocks = CompiledBlocks(
-                self.compiling, self.entry.context_of, self.topology.places
-            )
             self._recomputes = False
             self._changes: Changes | None = None
             """Of the step that runs; a microbatch's own are undone at its end."""
-            shape = self.entry.shape(splits)  # which refuses parts of heads
-            if context:
-                self.entry.check_context_parallel(shape, len(context))
             self._least_sizes: dict[str, Any] = {}
             self._mixtures: list[tuple[int, int]] = []
             """By stage: how many routers it has, and among how many experts these choose."""
+            # Stages hold different blocks, so that one rank alone may refuse its part.
+            read = partial(self._read_model, library, compile_blocks, mesh)
+            shape = RankGroup(self.group.ranks).each(read, tells=(Exception,))
             self.links: Links = self._link_stages(shape)
+
+    def _read_model(
+        self, library: Library, compile_blocks: bool | None, mesh: DeviceMesh | None
+    ) -> ModelShape:
+        """Read this rank's part of the model, or refuse it; arguments are those of `__init__`."""
+        check_meshes(self.group, mesh)
+        splits = self.group.splits
+        self.entry: Entry = library.entry(self.model, splits)
+        self._fingerprint = Fingerprint(self.model, self.entry)
+        check_idle(self.entry.core)
+        self._check_model()
+        self.group.check(self.model, training=True)
+        context = self.topology.relations.get("context", ())
+        staged = "stage" in self.topology.relations
+        if compile_blocks and (why := self._why_eager(staged=staged, context=bool(context))):
+            raise UnsupportedError(
+                "Config(compile_blocks=True) asks for compiled decoder blocks, which have not "
+                f"been shown exact {why}. Leave compile_blocks out."
+            )
+        # With context parallelism they have not been timed on GPUs, so that they are asked for.
+        eager = bool(splits) or staged or (bool(context) and compile_blocks is None)
+        self.compiling: Compiling = Compiling(False if eager else compile_blocks)
+        self._blocks = CompiledBlocks(self.compiling, self.entry.context_of, self.topology.places)
+        shape = self.entry.shape(splits)  # which refuses parts of heads
+        if context:
+            self.entry.check_context_parallel(shape, len(context))
+        return shape
 
     def _why_eager(self, *, staged: bool, context: bool) -> str:
         """Where compiled blocks have not been shown exact, as far as ranks have parts."""

@@ -22,8 +22,9 @@ from forkpoint.hosts.torch_dist.context_parallel import NAMES, context_split
 from forkpoint.hosts.torch_dist.fully_sharded import FullySharded
 from forkpoint.hosts.torch_dist.replicated import Replicated
 from forkpoint.hosts.torch_dist.stages import DIMENSION, StageRanks, has_stages
+from forkpoint.parallel.process_groups import exchange_with_all, process_group
 from forkpoint.parallel.ranks import ranks_of
-from forkpoint.parallel.topology import PaddedPlaces, Relation, Topology, connected
+from forkpoint.parallel.topology import PaddedPlaces, Relation, Topology, connected, partition
 
 _log = logging.getLogger("forkpoint")
 _warned = False
@@ -44,7 +45,7 @@ def held_by_ranks(
         split_of: the holder of modules that the model's library has split over ranks.
 
     Collective over the default group where something holds it. Raises UnsupportedError for what has
-    not been shown exact, and ConfigError for a mesh that is not the model's.
+    not been shown exact.
     """
     holders = holders_of(model, split_of)
     context = context_split(mesh, holders)
@@ -59,12 +60,7 @@ def held_by_ranks(
             topology = replace(topology, places=context.places)
         elif topology.length_multiple > 1:
             topology = replace(topology, places=PaddedPlaces(topology.length_multiple))
-        for holder in holders:
-            for each in holder.meshes:
-                _check_root_mesh(each, topology)
         found = Distributed(holders, topology, ranks_of(topology.members, topology.batches))
-    if mesh is not None:
-        check_mesh(mesh, found.topology)
     return found
 
 
@@ -84,18 +80,21 @@ def holders_of(model: nn.Module, split_of: Callable[[nn.Module], Holder | None])
 
 
 def read_topology(holders: Sequence[Holder]) -> Topology:
-    """The topology of a model's holders. Collective where modules are split over ranks."""
+    """Read the topology of a model's holders, and make the process groups of the ranks that it
+    connects. Collective over the default group."""
     rank = dist.get_rank()
     relations: dict[Relation, tuple[int, ...]] = {}
     for holder in holders:
         relations.update(holder.relations)
-    if set(relations) == {"data"}:
-        members = relations["data"]
-        batches = tuple(range(len(members)))
-    else:
-        every: list[dict[Relation, tuple[int, ...]]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(every, relations, group=dist.new_group(backend="gloo"))
-        members, batches = connected(dict(enumerate(every)), rank)
+    groups = [ranks for holder in holders for ranks in holder.process_groups]
+    found = exchange_with_all((relations, groups))
+    every = {number: connections for number, (connections, _) in enumerate(found)}
+    wanted = {(ranks, "gloo") for ranks in partition(every)}
+    wanted |= {(ranks, None) for _, groups in found for ranks in groups}
+    # torch makes a group on all ranks of the default group, in the same order.
+    for ranks, backend in sorted(wanted, key=str):
+        process_group(ranks, backend)
+    members, batches = connected(every, rank)
     return Topology(
         rank,
         relations,
@@ -154,7 +153,17 @@ def _data_holder(model: nn.Module, experts: Collection[nn.Module] = ()) -> Holde
     return FullySharded(model, experts)
 
 
-def check_mesh(mesh: DeviceMesh, topology: Topology) -> None:
+def check_meshes(group: Distributed, mesh: DeviceMesh | None) -> None:
+    """Raise ConfigError or UnsupportedError unless a model is held over every dimension of the
+    caller's mesh and of its own."""
+    for holder in group.parts:
+        for each in holder.meshes:
+            _check_root_mesh(each, group.topology)
+    if mesh is not None:
+        _check_mesh(mesh, group.topology)
+
+
+def _check_mesh(mesh: DeviceMesh, topology: Topology) -> None:
     """Raise ConfigError unless the model is held over every dimension of the caller's mesh."""
     if not isinstance(mesh, DeviceMesh) or mesh.mesh_dim_names is None:
         raise ConfigError(

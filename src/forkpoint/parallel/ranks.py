@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from forkpoint.errors import RankError
+from forkpoint.parallel.process_groups import next_number, process_group
 from forkpoint.parallel.watch import Watch, store_of
 
 T = TypeVar("T")
@@ -23,7 +23,6 @@ alone: as joined, and no collective lies before that: weights are gathered for t
 told: all know how the call ends, or it has ended.
 settled: all know that no rank has failed, and take the step's gradients.
 """
-_numbers = count()
 
 
 @dataclass(eq=False)
@@ -39,8 +38,10 @@ class DataRanks:
     global_ranks: tuple[int, ...] = (0,)
     """By index, the number in the default process group, which messages name."""
     cpu_group: dist.ProcessGroup | None = None
+    number: int = 0
+    """Number of the policy's model, the same on all of these ranks."""
     store: Store | None = None
-    """Of these ranks alone, for those that fail or wait."""
+    """Of these ranks and this number, for ranks that fail or wait."""
     batches: tuple[int, ...] = ()
     """By index, which batch a rank has, from 0: ranks of one hold one copy of the model together
     (tensor parallelism). By default each has its own."""
@@ -74,7 +75,8 @@ class DataRanks:
         The phase is "exchanging" until the caller sets what follows from the values: an interrupt
         between the two leaves others with values of which this rank knows nothing.
 
-        Raises RankError where this rank has failed within a step's collectives before.
+        Raises RankError where this rank has failed within a step's collectives before, or where
+        other ranks exchange values of another model's policy.
         """
         if self.cpu_group is None:
             return [value]
@@ -84,10 +86,25 @@ class DataRanks:
                 "other ranks have ended. Start all processes again, from the last checkpoint."
             )
         first, self.phase = self.phase == "apart", "exchanging"
-        found: list[T | None] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.cpu_group)
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, (self.number, value), group=self.cpu_group)
+        self._check_model([number for number, _ in found])
         self.calls += first
-        return found  # pyright: ignore[reportReturnType]
+        return [each for _, each in found]
+
+    def _check_model(self, numbers: Sequence[int]) -> None:
+        """Raise RankError unless all ranks exchange values of one model. Models that the same
+        ranks hold share a process group."""
+        other = next((n for n, number in enumerate(numbers) if number != numbers[0]), None)
+        if other is None:
+            return
+        self.phase = "told"  # all ranks raise
+        names = self.global_ranks
+        raise RankError(
+            f"the ranks call policies of different models: rank {names[0]} of model {numbers[0]}, "
+            f"rank {names[other]} of model {numbers[other]} (numbered by calls of forkpoint.wrap). "
+            "Every rank must make the same calls in the same order."
+        )
 
     def group_of(self, device: torch.device) -> dist.ProcessGroup:
         """The group to send tensors of a device over. Collective the first time."""
@@ -95,8 +112,8 @@ class DataRanks:
             assert self.cpu_group is not None
             return self.cpu_group
         if self.device_group is None:
-            group = dist.new_group(list(self.global_ranks), use_local_synchronization=True)
-            assert isinstance(group, dist.ProcessGroup)
+            group = process_group(self.global_ranks, members_only=True)
+            assert group is not None
             # NCCL connects all ranks at the first collective of a group; a first exchange between
             # two of them alone is undefined.
             dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -125,21 +142,19 @@ def group_leaders(batches: Sequence[int]) -> tuple[int, ...]:
 
 
 def ranks_of(members: tuple[int, ...], batches: tuple[int, ...] = ()) -> DataRanks:
-    """These ranks, by their numbers in the default group. Collective over that group.
+    """These ranks, by their numbers in the default group, of which this is one.
 
-    Ranks that are disjoint may do this at the same time.
+    Collective over the default group: ranks whose groups are disjoint do this at the same time.
     """
-    # Every rank of the default group has to take part in making each group of it.
-    world = dist.new_group(backend="gloo")
-    every: list[tuple[int, ...] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, members, group=world)
-    own = None
-    for each in sorted({each for each in every if each is not None}):
-        group = dist.new_group(list(each), backend="gloo")
-        if each == members:
-            own = group
-    assert isinstance(own, dist.ProcessGroup)
-    here = dist.get_rank()
-    # All ranks of the default group come here together, so the number is the same on all.
-    store = store_of(f"{next(_numbers)}/{members[0]}")
-    return DataRanks(members.index(here), len(members), members, own, store, batches)
+    group = process_group(members, "gloo")
+    assert group is not None
+    number = next_number()
+    return DataRanks(
+        members.index(dist.get_rank()),
+        len(members),
+        members,
+        group,
+        number,
+        store_of(f"{number}/{members[0]}"),
+        batches,
+    )

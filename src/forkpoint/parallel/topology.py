@@ -191,6 +191,17 @@ def connected(
     return ordered, tuple(firsts.index(first[one]) for one in ordered)
 
 
+def partition(groups: Mapping[int, Mapping[Relation, tuple[int, ...]]]) -> list[tuple[int, ...]]:
+    """All ranks, in the groups that relations connect."""
+    found: list[tuple[int, ...]] = []
+    seen: set[int] = set()
+    for rank in groups:
+        if rank not in seen:
+            found.append(connected(groups, rank)[0])
+            seen.update(found[-1])
+    return found
+
+
 def _reached(
     groups: Mapping[int, Mapping[Relation, tuple[int, ...]]], rank: int, kinds: tuple[Relation, ...]
 ) -> tuple[int, ...]:

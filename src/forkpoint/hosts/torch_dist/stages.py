@@ -7,6 +7,7 @@ which the plan has (`Plan.pipeline`).
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from forkpoint.engine.feature import Root
 from forkpoint.engine.links import Links
 from forkpoint.engine.microbatches import MicrobatchInputs
 from forkpoint.errors import UnsupportedError
+from forkpoint.parallel.process_groups import process_group
 from forkpoint.parallel.topology import Relation
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.program import BACKWARD, FORWARD, RECOMPUTE, Instruction
@@ -37,18 +39,27 @@ class StageRanks(Holder):
     lockstep = True
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        """`mesh`: of one dimension. Collective over its ranks."""
+        """`mesh`: of one dimension."""
         self.meshes: Sequence[DeviceMesh] = (mesh,)
         self.down: dist.ProcessGroup = mesh.get_group()
         self.global_ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(self.down))
         self.index: int = self.global_ranks.index(dist.get_rank())
         self.size: int = len(self.global_ranks)
         self.relations: Mapping[Relation, tuple[int, ...]] = {"stage": self.global_ranks}
-        self.up: dist.ProcessGroup = _group(self.global_ranks)
-        ends = (self.global_ranks[0], self.global_ranks[-1])
-        self.ends: dist.ProcessGroup | None = _group(ends) if dist.get_rank() in ends else None
+        self._ends = (self.global_ranks[0], self.global_ranks[-1])
+        self.process_groups: Sequence[tuple[int, ...]] = (self.global_ranks, self._ends)
         self.tied: frozenset[nn.Parameter] = frozenset()
         """Parameters that the first and the last stage have."""
+
+    @cached_property
+    def up(self) -> dist.ProcessGroup | None:
+        """For messages to stages before."""
+        return process_group(self.global_ranks)
+
+    @cached_property
+    def ends(self) -> dist.ProcessGroup | None:
+        """The first and the last stage; None on others."""
+        return process_group(self._ends)
 
     def exchange(self, value: T) -> list[T]:
         """The values of all stages. Collective."""
@@ -73,12 +84,6 @@ class StageRanks(Holder):
                 dist.all_reduce(local(total), group=self.ends)
                 found[at] = total
         return found
-
-
-def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    group = dist.new_group(list(ranks), use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
 
 
 class StageLinks(Links):
@@ -206,7 +211,7 @@ class StageLinks(Links):
             )
         self._send(hidden, self.stage.index + 1, self.ranks.down)
 
-    def _send(self, tensor: Tensor, stage: int, group: dist.ProcessGroup) -> None:
+    def _send(self, tensor: Tensor, stage: int, group: dist.ProcessGroup | None) -> None:
         self._sends = [(work, x) for work, x in self._sends if not work.is_completed()]
         tensor = tensor.detach().contiguous()
         to = self.ranks.global_ranks[stage]
