@@ -40,6 +40,8 @@ def test_milliseconds_of_one_row_by_hand() -> None:
     assert plan.predicted_peak_bytes == 100 * 4 * 100
     curve = Curve((2.0, 8.0), (1.0, 3.0), (4.0, 6.0))
     assert [curve.rate(size, backward=True) for size in (1, 4, 9)] == [4, 5, 6]
+    meter = meter_of(plan, made_up(out_bytes_per_ms=10.0, back_bytes_per_ms=20.0))
+    assert (meter.copy(40, out=True), meter.copy(40, out=False)) == (4, 2)
 
 
 def test_wide_launches_and_blocks_that_read_a_cache_have_prices_of_their_own(
@@ -258,6 +260,15 @@ def test_another_model_is_refused() -> None:
         make_plan(group(9, 3, 2), other, calibration=made_up())
     deeper = replace(SHAPE, layers=9, windows=(0,) * 9)
     assert make_plan(group(9, 3, 2), deeper, calibration=made_up()).predicted_ms
+
+
+def test_another_device_and_other_blocks_are_refused() -> None:
+    measured = made_up()
+    measured.check_device("none", compiled=False)
+    for device, compiled in (("cpu", False), ("none", True)):
+        here = f"here is {device}, blocks {'' if compiled else 'not '}compiled"
+        with pytest.raises(ConfigError, match=f"on none, blocks not compiled.*{here}"):
+            measured.check_device(device, compiled=compiled)
 
 
 def test_the_file_that_the_configuration_names_is_read(tmp_path: Path) -> None:

@@ -48,6 +48,9 @@ def test_milliseconds_of_one_rank_by_hand() -> None:
     assert meter.backward(microbatch) == pytest.approx(computed + sent)
     outputs = SHAPE.layers * SHAPE.heads * SHAPE.value_dim * SHAPE.dtype_bytes
     assert meter.kept_bytes(microbatch) == 50 * (layers * 100 + outputs)
+    # Of one block at a time.
+    full = replace(microbatch, checkpointing="full")
+    assert meter.kept_bytes(full) == 50 * (layers * 10 + 100 + outputs // layers)
 
 
 def test_flops_of_one_rank_by_hand() -> None:

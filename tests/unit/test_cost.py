@@ -90,6 +90,20 @@ def test_bytes_of_a_shape_counted_by_hand() -> None:
     double = ModelShape(**{**vars(TINY), "dtype_bytes": 8})
     assert double.boundary_gradient_bytes_per_token == 2 * (3 + 5) * 8
     assert double.activation_bytes() == 2 * 8 * (16 + 18 + 15 + 28)
+    # Selective: one MLP is whole at a time, and the experts of one layer.
+    experts = {"expert_layers": 2, "expert_activations": 3, "router_bytes": 5}
+    mixture = ModelShape(**{**vars(TINY), **experts})
+    selective = 2 * block - 4 * 7 * 2
+    assert TINY.activation_bytes("selective") == selective
+    assert mixture.activation_bytes("selective") == selective + 3 * 2 + 5
+    assert mixture.activation_bytes() == 2 * (block + 3 * 2 + 5)
+
+
+def test_what_a_checkpointed_backward_runs_again() -> None:
+    """Of an MLP all but its last product: two of three."""
+    assert TINY.linear_parameters == 2 * (4 * 3 * 3 + 4 * 5 * 3 + 3 * 4 * 7)
+    shares = [TINY.repeated_flops_share(policy) for policy in ("none", "selective", "full")]
+    assert shares == [0, 2 * 2 * 4 * 7 / 360, 1]
 
 
 @pytest.mark.parametrize(
@@ -193,6 +207,16 @@ def test_layers_that_carry_a_state_see_no_pairs() -> None:
     work = dense_work(np.array([10]), 0, shape.windows)
     expected = 2 * 10 * shape.linear_parameters + 8 * 2 * 16 * 512 * pairs
     assert work.forward_flops(shape) == expected
+
+
+def test_bytes_that_context_ranks_exchange_counted_by_hand() -> None:
+    """Each of four ranks sends three quarters of two tokens; two key heads are repeated."""
+    shape = ModelShape.from_config({**QWEN35_4B, "linear_num_key_heads": 2}, context=4)
+    queries, keys = 16 * (256 + 256), 4 * (256 + 256)
+    state = 4 * 2 * 128 + 2 * 32 * 128 + 2 * 32
+    sent = 2 * (8 * (queries + keys) + 24 * state) * 2 * 3 // 4
+    assert shape.exchanged_bytes(8) == sent
+    assert shape.exchanged_bytes(8, ends_early=True) == sent - 2 * queries * 2 * 3 // 4
 
 
 def test_experts_without_a_dense_width() -> None:

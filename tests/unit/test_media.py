@@ -14,9 +14,10 @@ from forkpoint.parallel.agreement import group_digests
 from forkpoint.parallel.copies import contents_of
 from forkpoint.plan import MODELS, ModelShape, make_plan
 from forkpoint.plan.align import align
-from forkpoint.plan.media import CommonEncoders
+from forkpoint.plan.media import CommonEncoders, PlannedMedium
 from forkpoint.plan.predict import plan_cost
 from forkpoint.plan.pricing.encoders import EncoderShape
+from forkpoint.plan.pricing.totals import EncoderTotals
 from forkpoint.plan.runs import run_lengths
 from forkpoint.plan.shared_prompts import prompts_of
 from forkpoint.plan.stage_sizes import choose_size, offers_of
@@ -123,6 +124,21 @@ def test_the_first_stage_has_the_time_and_memory_of_encoders(trained: bool) -> N
     assert sum(found.busy) - sum(without.busy) == pytest.approx(once * (2 + 2 * trained))
     simulated = plan_cost(plan) - plan_cost(text)
     assert simulated == pytest.approx(once * (2 + 2 * trained))
+
+
+def test_flops_of_encoders_counted_by_hand() -> None:
+    """Patches see those of their own frame; a medium that no microbatch reads counts in dense
+    training alone."""
+    shape = EncoderShape(10, 2, 8, 4.0, 100, 200)
+    video = PlannedMedium("video", 6, (0,), frames=3)
+    assert shape.forward_flops(video) == 2 * 10 * 24 + 4 * 2 * 8 * 24 * 24 / 3
+    batch = RolloutBatch([rollout(image(0), 5), rollout(image(0), 6), rollout(image(1), 5)])
+    plan = make_plan(batch, SHAPE).with_encoder(shape)
+    first, second = plan.media
+    totals = EncoderTotals()
+    totals.add(replace(plan, media=(first, replace(second, readers=()))))
+    step = shape.step_flops(first)
+    assert (totals.flops, totals.dense_flops, totals.places) == (step, 3 * step, 3)
 
 
 def test_an_outline_makes_a_medium_of_zeros() -> None:
