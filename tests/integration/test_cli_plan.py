@@ -18,9 +18,14 @@ from forkpoint.apps.cli import options
 from forkpoint.apps.cli.losses import Objective
 from forkpoint.apps.cli.models import load_model
 from forkpoint.apps.cli.options import Runtime
+from forkpoint.apps.cli.plan_text import _what_fits
+from forkpoint.apps.cli.ranks import Ranks
+from forkpoint.apps.cli.stages import Pipeline
 from forkpoint.losses import GRPO
 from forkpoint.parallel.placement.lockstep import predict_step
-from forkpoint.plan import make_plan
+from forkpoint.plan import MODELS, ModelShape, make_plan
+from forkpoint.plan.device_memory import DeviceMemory
+from forkpoint.plan.parting import MOVE
 from forkpoint.testing import tiny_model
 from media_scenes import scene
 from multimodal_models import tiny_multimodal
@@ -282,7 +287,27 @@ def test_the_dtype_is_that_of_the_configuration(
     assert "names the dtype 'int8'" in str(weights(dtype="int8"))
 
 
-def test_prompts_that_part_are_named(shell: Shell, tmp_path: Path) -> None:
+def test_parameters_of_a_stage() -> None:
+    """One that has embeddings has those of its end."""
+    shape = ModelShape.from_config(MODELS["qwen3-0.6b"])
+    whole = DeviceMemory(total_bytes=80 * 10**9, parameters=1001, dtype_bytes=2, embeddings=101)
+    one, two = (Pipeline.of(shape, count) for count in (1, 2))
+    assert one.device(whole) == whole
+    part, share = two.device(whole), max(stage.share for stage in two.stages)
+    assert (part.parameters, part.embeddings) == (int(900 * share) + 51, 51)
+
+
+def test_what_fits_is_computed_with_what_is_said() -> None:
+    """Gradients of all parameters fit on no number of ranks."""
+    device = DeviceMemory(total_bytes=80 * 10**9, parameters=60 * 10**9, dtype_bytes=2, layers=80)
+    shares = [replace(device, trained_share=share).least_ranks(0) for share in (0.01, 0.1)]
+    assert device.least_ranks(0) is None and shares == [2, 4]
+    assert _what_fits(device, 0) == (
+        "fits from 2 ranks on (--ranks 2 --shard fully --trained-share 0.01)"
+    )
+
+
+def test_prompts_that_part_are_named(shell: Shell, tmp_path: Path, config: Path) -> None:
     """A time of day at the top of each prompt of a group keeps the rest from being shared."""
     rest = list(range(50))
     stamped = [
@@ -290,11 +315,13 @@ def test_prompts_that_part_are_named(shell: Shell, tmp_path: Path) -> None:
     ]
     done = shell("plan", write_rollouts(tmp_path / "stamped.jsonl", stamped))
     assert "parts         prompts of a group part at token 2, 50 equal tokens" in done.out
-    assert "next" in done.out and done.result["prompts_part"] == {
-        "grouped": True,
-        "token": 2,
-        "following": 50,
-    }
+    parts = {"grouped": True, "token": 2, "following": 50}
+    assert "next" in done.out and done.result["prompts_part"] == parts
+    priced = shell("plan", tmp_path / "stamped.jsonl", "--model", config)
+    assert f"next          {MOVE}" in priced.out
+    few = [Rollout([n, 7, n], [0, 0, 1], 1.0, group_id="g") for n in range(1, 4)]
+    other = shell("plan", write_rollouts(tmp_path / "few.jsonl", few), "--model", config)
+    assert "parts " in other.out and MOVE not in other.out
     assert shell("plan", write_rollouts(tmp_path / "x.jsonl")).result["prompts_part"] is None
 
 
@@ -369,6 +396,16 @@ def test_plan_on_ranks(shell: Shell, rollouts: Path, config: Path) -> None:
     for way in placements(shell, rollouts, "--model", config, "--ranks", 1).values():
         assert way["step_over_share"] == pytest.approx(1)
         assert (way["replicated_tokens"], way["groups_split"]) == (0, 0)
+
+
+def test_memory_of_ranks_is_that_of_the_fullest() -> None:
+    """The costliest rollout is on the first rank."""
+    lengths = (300, 20)
+    batch = RolloutBatch(Rollout([n] * n, [0] + [1] * (n - 1), 1.0) for n in lengths)
+    shape = ModelShape.from_config(MODELS["qwen3-0.6b"])
+    ranks = Ranks(2, shape, None, Config(), whole_groups=False)
+    ranks.add(batch, make_plan(batch, shape), lambda part, _: make_plan(part, shape))
+    assert ranks.predicted_peak_bytes == make_plan(batch.select([0]), shape).predicted_peak_bytes
 
 
 def test_groups_of_ranks(shell: Shell, rollouts: Path) -> None:

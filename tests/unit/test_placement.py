@@ -1,6 +1,7 @@
 """Placing rollouts on ranks: partitions, determinism, costs, and when groups are split."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from forkpoint.parallel.placement.paths import Paths, Rates
 from forkpoint.parallel.placement.place import place_paths
 from forkpoint.parallel.placement.slots import Cutter, lockstep_cost
 from forkpoint.plan import MODELS, ModelShape
+from forkpoint.plan.pricing.calibration import Curve
 from forkpoint.tree.forest import build_forest
 from made_calibrations import SHAPE as CALIBRATED
 from made_calibrations import made_up
@@ -246,6 +248,15 @@ def test_a_calibration_without_a_model(tmp_path: Path) -> None:
     assert rates.token == pytest.approx(4 * 3e-3, rel=1e-3)
     milliseconds = rates.cost(np.asarray([1_000_000]), np.asarray([0]))
     assert milliseconds[0] == pytest.approx(12_000, rel=1e-2)
+    # Attention to a window is as fast as that of segments of its length.
+    windowed = replace(CALIBRATED, windows=(0, 8, 8, 0))
+    causal = Curve((8.0, 8192.0), (1.0, 4.0), (2.0, 8.0))
+    pairs = Rates.of(windowed, made_up(causal=causal)).pair
+    assert pairs == {0: 2 * (1 / 4 + 1 / 8), 8: 2 * (1 + 1 / 2)}
     rollouts = [r for number in range(6) for r in group(number, 5 + number, [9, 30])]
-    found = forkpoint.place(rollouts, ranks=3, model=CALIBRATED, calibration=path)
-    assert sorted(i for own in found for i in own) == list(range(12))
+    # A configuration has no dtype; the calibration has.
+    config = MODELS["qwen3-0.6b"]
+    made_up(shape=ModelShape.from_config(config, dtype_bytes=4)).save(tmp_path / "float32.json")
+    for model, file in ((CALIBRATED, path), (config, tmp_path / "float32.json")):
+        found = forkpoint.place(rollouts, ranks=3, model=model, calibration=file)
+        assert sorted(i for own in found for i in own) == list(range(12))

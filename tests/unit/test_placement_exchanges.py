@@ -85,6 +85,18 @@ def test_prompts_end_before_what_is_trained_or_differs() -> None:
     assert whole.priced.total == pytest.approx(priced.total, rel=1e-9)
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_owner_sends_a_prompt_to_each_other_rank(ranks: int) -> None:
+    paths = Paths.of_batch(groups(1, 100, 10, 3))
+    priced = Priced.of(paths, paths.forest(), Rates.of(None))
+    prompts, rank = Prompts.of(priced, np.asarray([0])), np.arange(3) % ranks
+    free, paid = (
+        prompts.step_cost(rank, ranks, CAPACITY, prices) * prompts.priced.rates.unit_cost
+        for prices in (ExchangePrices(0.0, 0.0, 0.0), ExchangePrices(3.0, 5.0, 7.0))
+    )
+    assert paid - free == pytest.approx((ranks - 1) * (3 * 99 + 5) + 7)
+
+
 def test_what_groups_share_with_others_is_run_with_each_prompt() -> None:
     """Rollouts of a prompt that is exchanged share nothing else, as in the plans of a step."""
     first = [7] * 50
