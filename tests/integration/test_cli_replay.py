@@ -274,6 +274,8 @@ def test_what_it_reports(shell: Shell, rollouts: Path, config: Path) -> None:
         )
         assert result[f"{way}_peak_memory_bytes"] is None
     assert result["speedup"] == pytest.approx(result["dense_ms"] / result["shared_ms"])
+    pairs = zip(result["dense_step_ms"], result["shared_step_ms"], strict=True)
+    assert result["median_speedup"] == pytest.approx(sorted(d / s for d, s in pairs)[1])
     assert 1 < result["bound"] < 3
     assert result["config"]["seed"] == 5 and result["config"]["sharing"] == "group"
     assert result["config"]["file"] == str(rollouts)

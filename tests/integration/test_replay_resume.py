@@ -13,12 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from commands import Shell, changed, made_up_rollouts, write_config, write_rollouts
 from replays import assert_same_end, rows, run, state_of
 
-from forkpoint import ConfigError, RolloutBatch
+from forkpoint import ConfigError, Rollout, RolloutBatch
+from forkpoint.apps.replay.batches import GroupBatches
 from forkpoint.apps.replay.folder import CHECKPOINT, MANIFEST, ROWS
 from forkpoint.losses import GRPO
 from forkpoint.testing import tiny_model
@@ -132,6 +134,37 @@ def test_another_replay_is_refused(
     with pytest.raises(ConfigError, match=f"was begun with other (?s:.)*{said}"):
         run(begun, **{"steps": 2, **make()})
     assert files(begun) == before
+
+
+def test_every_field_of_a_batch_is_digested() -> None:
+    routes = np.zeros((4, 1, 1), np.int16)
+    numbers = np.full(4, -0.5)
+    usual: dict[str, Any] = {
+        "token_ids": [5, 6, 7, 8],
+        "loss_mask": [0, 0, 1, 1],
+        "advantage": 1.0,
+        **dict.fromkeys(("old_logprobs", "reference_logprobs", "old_values"), numbers),
+        **dict.fromkeys(("weights", "returns"), 0.5),
+        "routed_experts": routes,
+        "group_id": "a",
+    }
+    others: dict[str, Any] = {
+        "token_ids": [5, 6, 9, 8],
+        "loss_mask": [0, 1, 1, 1],
+        "advantage": 2.0,
+        **dict.fromkeys(("old_logprobs", "reference_logprobs", "old_values"), 2 * numbers),
+        **dict.fromkeys(("weights", "returns"), 0.25),
+        "routed_experts": routes + 1,
+        "group_id": "b",
+        "temperature": 0.5,
+    }
+
+    def digest(**changes: Any) -> str:
+        rollouts = [Rollout(**usual | changes), Rollout(**usual)]
+        return GroupBatches(RolloutBatch(rollouts)).describe()["digest"]
+
+    found = {name: digest(**{name: value}) for name, value in others.items()}
+    assert digest() == digest() and len({digest(), *found.values()}) == 1 + len(found), found
 
 
 def test_another_torch_is_refused(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:

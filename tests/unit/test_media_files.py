@@ -204,6 +204,12 @@ CHANGES: dict[str, tuple[str, Change]] = {
             values=[256, 4, 4], dtype="uint8"
         ),
     ),
+    "a float beyond its dtype": (
+        r"values\[0\] is 1e\+39; it takes a number of at most 3.40282e\+38",
+        lambda entry, _: entry["inputs"].update(
+            x={"dtype": "float32", "shape": [], "values": [1e39]}
+        ),
+    ),
     "many dimensions": (
         "has 17 dimensions",
         lambda entry, _: entry["inputs"]["pixel_values"].update(shape=[1] * 17),

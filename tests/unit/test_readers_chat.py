@@ -66,6 +66,7 @@ def test_answers_of_a_conversation_are_trained(tmp_path: Path) -> None:
     every, last, plain = load_rollouts(path, tokenizer=tokenizer())
     assert words(every.token_ids) == words(last.token_ids) == "a <eos> b c <eos> d <eos> e <eos>"
     assert words(every.token_ids[every.loss_mask]) == "b c <eos> e <eos>"
+    assert [rollout.group_id for rollout in (every, last, plain)] == ["g", "g", "h"]
     assert words(last.token_ids[last.loss_mask]) == "e <eos>" and last.extras == {"reward": 2.5}
     assert (
         words(plain.token_ids[plain.loss_mask]) == "c" and plain.advantage == every.advantage == 1

@@ -21,7 +21,8 @@ def test_shape() -> None:
         assert shared == same_group
         np.testing.assert_array_equal(rollout.token_ids[:15], first.token_ids[:15])
         np.testing.assert_array_equal(np.flatnonzero(rollout.loss_mask), range(40, len(rollout)))
-        assert 5 <= len(rollout) - 40 <= 15
+    short = synthetic_rollouts(**{**SIZES, "rollouts_per_group": 20, "response_tokens": 4})
+    assert {len(rollout) - 40 for rollout in short} == {2, 3, 4, 5, 6}
 
 
 def test_advantages_are_normalised_within_the_group() -> None:
