@@ -107,16 +107,17 @@ def _compared(
             continue  # where the model itself overflows there is nothing to compare
         noise, apart = rms(rounded_N - own_N), rms(here_N - own_N)
         allowed = allowed_difference(host, noise, rms(own_N))
-        differs = not apart <= allowed
+        differs, beside = not apart <= allowed, f"and rounding explains {allowed:.3g}"
         if name == "log_probs" and not differs:
             # Rounding in 16 bits may hide a temperature; it does not point to another one.
             way_N = at_one.log_probs[there].double() - here_N
             differs = _points(own_N - here_N, way_N, noise)
+            beside = "in the direction of another temperature"
         if differs:
             worst = int((here_N - own_N).abs().nan_to_num(torch.inf).argmax())
             return (
-                f"TRL's {name} differ from forkpoint's by {apart:.3g} (rms), and rounding explains "
-                f"{allowed:.3g}; at one token TRL has {float(own_N[worst]):.6g}, and forkpoint "
+                f"TRL's {name} differ from forkpoint's by {apart:.3g} (rms), {beside}; at one "
+                f"token TRL has {float(own_N[worst]):.6g}, and forkpoint "
                 f"{float(here_N[worst]):.6g} at temperature {temperature}."
             )
     return ""
