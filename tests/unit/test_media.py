@@ -118,7 +118,12 @@ def test_the_first_stage_has_the_time_and_memory_of_encoders(trained: bool) -> N
         assert np.array_equal(getattr(found.work, name)[1], getattr(without.work, name)[1])
     assert np.array_equal(found.scores[1], without.scores[1])
     # The prompts follow one another, so the features of one image are held at a time, or of both.
-    more = (found.work.working - without.work.working)[0]
+    (more,) = set((found.work.working - without.work.working)[0].tolist())
+    # They are also held in slots that only another data rank runs.
+    others = RolloutBatch([Rollout([first] * 8, [0] * 4 + [1] * 4, 1.0) for first in range(3, 8)])
+    longer = make_plan(others, SHAPE, config).with_program(scores=True)
+    both = choose_size([offers_of([plan]), offers_of([longer])], stages).work
+    assert both.slots > found.work.slots and both.working[0].min() >= more
     features, kept = 3 * 100 * (2 + 4 * trained), 12 * 200 * 2 * trained
     assert more in (features + kept, 2 * (features + kept))
     assert sum(found.busy) - sum(without.busy) == pytest.approx(once * (2 + 2 * trained))

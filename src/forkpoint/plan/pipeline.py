@@ -5,17 +5,34 @@ lies inside of, its backward after the backwards of the slots inside. Forwards g
 stage to the last, backwards from the last to the first. Costs and bytes are given by stage.
 
 All stages run forwards in one order: a slot, then those inside of it, of neighbours the one with
-the longest way to the end first. Each stage runs backwards as soon as they can run, that with the
-longest way to the end first. A forward waits until its bytes fit the stage's budget, or until all
-that is open at the stage is what the slot lies inside of, as on one device. So no budget stops a
-pipeline: the first forward that has not run waits only for backwards of slots before it, which need
-no memory.
+the longest way to the end first. A stage runs a forward first while few forwards wait at the next
+stage (`AHEAD`), which would idle if the stage ran several backwards in a row. Otherwise it runs the
+backward that can run and has the longest way to the end.
+
+A forward waits until the stage's budget has room for its bytes and for what the backward of any
+leaf needs. The forward of a slot that others lie inside of also waits until there is room for all
+such slots that are open and for what a backward of one of them needs. A backward waits until there
+is room for what it needs. Neither waits if all else that is open at the stage is what the slot lies
+inside of, as on one device.
+
+So no budget stops a pipeline. Take the first slot whose forward has not run on all stages. All
+slots before it have run their forwards. Backwards of leaves among them always have room. When these
+have run, the slots around them have room for their backwards, until only those are open that the
+first slot lies inside of, and its forward runs.
+
+`order_stages` makes up to four orders and takes the fastest that fits. Stages keep one or two
+forwards ahead. Slots that others share are open one after another or all at once. All at once,
+their forwards come before all others, the longest of all others come first, and their backwards
+come after all forwards. This needs memory for all of them, and neighbours in the order have similar
+lengths.
 """
 
+from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass
-from heapq import heappop, heappush
-from itertools import chain
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain, product
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +40,11 @@ from numpy.typing import NDArray
 from forkpoint.plan.program import IDLE
 
 Floats = NDArray[np.float64]
+
+AHEAD = (2, 1)
+"""How many forwards a stage keeps waiting at the next one."""
+CLOSE = 0.005
+"""An order that is so close to the least time needs no others beside it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +60,7 @@ class StageWork:
     held: Floats
     """[S, N]: bytes of each slot from its forward to its backward."""
     working: Floats
-    """[S]: the most bytes that a backward needs in addition to `held`."""
+    """[S, N]: bytes that each backward needs in addition to `held`."""
 
     @property
     def stages(self) -> int:
@@ -48,14 +70,55 @@ class StageWork:
     def slots(self) -> int:
         return len(self.parents)
 
-    @property
+    @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
         """[N]: the slots directly inside of each."""
         found: list[list[int]] = [[] for _ in self.parents]
         for slot, parent in enumerate(self.parents):
-            if parent >= 0:
+            if parent != IDLE:
                 found[parent].append(slot)
         return tuple(map(tuple, found))
+
+    @cached_property
+    def shared(self) -> tuple[bool, ...]:
+        """[N]: whether a slot, or one inside of it, has several slots directly inside of it."""
+        found = [len(inside) > 1 for inside in self.children]
+        for slot in reversed(range(self.slots)):
+            if found[slot] and self.parents[slot] != IDLE:
+                found[self.parents[slot]] = True
+        return tuple(found)
+
+    @cached_property
+    def apart(self) -> Self:
+        """The same slots, in which those that are not shared lie inside of no shared ones."""
+        parents = (
+            IDLE if parent != IDLE and self.shared[parent] and not self.shared[slot] else parent
+            for slot, parent in enumerate(self.parents)
+        )
+        return replace(self, parents=tuple(parents))
+
+    @cached_property
+    def shared_bytes(self) -> Floats:
+        """[S]: bytes of all slots that are shared."""
+        return _sums(self.held * self.shared)
+
+    @cached_property
+    def least_time(self) -> float:
+        """A time that no order is below: the most, over stages, of the time until a forward
+        arrives, all work of the stage, and the time from its last backward to the end."""
+        if not self.slots:
+            return 0.0
+        roots = [parent == IDLE for parent in self.parents]
+        before, after = (
+            (np.cumsum(costs, 0) - costs)[:, roots].min(1)
+            for costs in (self.forward, self.backward)
+        )
+        return float((before + _sums(self.forward + self.backward) + after).max())
+
+    @cached_property
+    def tails(self) -> tuple[Floats, Floats]:
+        """[S, N] of forwards and backwards: the longest way from the end of each to the end."""
+        return longest_tails(self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,9 +146,22 @@ class StageSchedule:
 def order_stages(work: StageWork, budgets: Sequence[float] | None = None) -> StageSchedule:
     """Order the work of all stages, the same on every rank that is given the same numbers.
 
+    The fastest of the orders that fit; where none does, the one that needs least in addition.
+
     `budgets`: by stage, bytes for what is held and for a backward; None is no limit.
     """
-    return _Simulation(work, budgets).run()
+    limits = np.full(work.stages, np.inf) if budgets is None else np.array(budgets, float)
+    can_hold = any(work.shared) and bool((work.shared_bytes <= limits).all())
+    best, least = None, (np.inf, np.inf)
+    for at_once, ahead in product((False, True) if can_hold else (False,), AHEAD):
+        found = _Simulation(work, limits.tolist(), ahead, at_once=at_once).run()
+        over = float((found.peak_bytes - limits).max().clip(0))
+        if (over, found.time) < least:
+            best, least = found, (over, found.time)
+        if least <= (0.0, work.least_time * (1 + CLOSE)):
+            break
+    assert best is not None
+    return best
 
 
 def forwards_time(costs: Floats) -> float:
@@ -99,25 +175,41 @@ def forwards_time(costs: Floats) -> float:
 
 
 class _Simulation:
-    """Stages that each take, when they are free, what can begin first."""
+    """Stages that each take, when they are free, what can begin first.
 
-    def __init__(self, work: StageWork, budgets: Sequence[float] | None) -> None:
-        self.work = work
+    Args:
+        limits: by stage, bytes.
+        ahead: how many forwards a stage keeps waiting at the next one.
+        at_once: whether all shared slots are open at once.
+    """
+
+    def __init__(
+        self, work: StageWork, limits: Sequence[float], ahead: int, *, at_once: bool
+    ) -> None:
+        self.work, self.limits, self.ahead = work, limits, ahead
+        lasting = self.lasting = work.shared if at_once else (False,) * work.slots
+        """[N]: slots that are open from the first forward to the last."""
         stages, slots = work.stages, work.slots
-        limits = [np.inf] * stages if budgets is None else budgets
-        self.rooms = [b - w for b, w in zip(limits, work.working.tolist(), strict=True)]
         self.forward, self.backward = work.forward.tolist(), work.backward.tolist()
-        self.held_of = work.held.tolist()
+        self.held_of, self.working = work.held.tolist(), work.working.tolist()
+        inner = np.array(list(map(bool, work.children)), bool)
+        self.inner: list[bool] = inner.tolist()
+        self.leaf_working, self.inner_working = (
+            work.working[:, chosen].max(1, initial=0.0).tolist() for chosen in (~inner, inner)
+        )
+        ordered = work.apart if at_once else work
         self.depth: list[int] = []
-        for parent in work.parents:
-            self.depth.append(self.depth[parent] + 1 if parent >= 0 else 0)
-        tails = longest_tails(work)
-        self.tails = (-tails[1]).tolist()
-        self.sequence: list[int] = _longest_first(work, work.forward[0] + tails[0][0])
+        for parent in ordered.parents:
+            self.depth.append(self.depth[parent] + 1 if parent != IDLE else 0)
+        forwards, backwards = ordered.tails
+        self.tails = (-backwards).tolist()
+        nested = _longest_first(ordered, work.forward[0] + forwards[0])
+        self.sequence = sorted(nested, key=lambda slot: not lasting[slot])
         """Slots in the order of their forwards."""
         self.position: list[int] = np.argsort(self.sequence).tolist()
-        self.free = [0.0] * stages
-        self.held, self.peak, self.open = [0.0] * stages, [0.0] * stages, [0] * stages
+        self.free, self.held, self.inner_held, self.peak = np.zeros((4, stages)).tolist()
+        self.open = [0] * stages
+        """By stage: slots between their forward and their backward, without those that last."""
         self.next = [0] * stages
         """By stage: the position of the slot whose forward comes next."""
         self.arrival = [[0.0] * slots, *([np.inf] * slots for _ in range(stages - 1))]
@@ -141,36 +233,55 @@ class _Simulation:
             self._run(s, slot, begin)
             for other in range(max(0, s - 1), min(s + 2, len(found))):
                 found[other] = self._candidate(other)
-        busy = (self.work.forward + self.work.backward).sum(1)
+        busy = _sums(self.work.forward + self.work.backward)
         return StageSchedule(
             tuple(map(tuple, self.orders)),
             tuple(map(tuple, self.begins)),
             tuple(map(tuple, self.ends)),
             max(self.free),
             tuple(busy.tolist()),
-            tuple(p + w for p, w in zip(self.peak, self.work.working.tolist(), strict=True)),
+            tuple(self.peak),
         )
 
     def _candidate(self, s: int) -> tuple[float, bool, int, int]:
         """When the stage could begin something, whether that is a forward, and its slot."""
         free, now, later = self.free[s], self.now[s], self.later[s]
         while later and later[0][0] <= free:
-            _, slot = heappop(later)
-            heappush(now, (self.tails[s][slot], slot))
-        if now:
-            return free, False, now[0][1], s
+            slot = later.pop(0)[1]
+            insort(now, (self.tails[s][slot], slot))
         found = (np.inf, True, 0, s)
         if self.next[s] < self.work.slots:
             slot = self.sequence[self.next[s]]
-            if self._fits(s, slot):
+            if self._forward_fits(s, slot):
                 found = max(free, self.arrival[s][slot]), True, slot, s
-        if later:
-            found = min(found, (later[0][0], False, later[0][1], s))
+                if found[0] == free and self._is_short(s):
+                    return found
+        for _, slot in now:
+            if self._backward_fits(s, slot):
+                return free, False, slot, s
+        for ready, slot in later:
+            if self._backward_fits(s, slot):
+                return min(found, (ready, False, slot, s))
         return found
 
-    def _fits(self, s: int, slot: int) -> bool:
-        fits = self.held[s] + self.held_of[s][slot] <= self.rooms[s]
-        return fits or self.open[s] == self.depth[slot]
+    def _is_short(self, s: int) -> bool:
+        """Whether the next stage has few forwards to run."""
+        return s + 1 < self.work.stages and self.next[s] - self.next[s + 1] < self.ahead
+
+    def _forward_fits(self, s: int, slot: int) -> bool:
+        if self.lasting[slot] or self.open[s] == self.depth[slot]:
+            return True
+        held, limit = self.held_of[s][slot], self.limits[s]
+        if self.inner[slot] and self.inner_held[s] + held + self.inner_working[s] > limit:
+            return False
+        return self.held[s] + held + self.leaf_working[s] <= limit
+
+    def _backward_fits(self, s: int, slot: int) -> bool:
+        lasting = self.lasting[slot]
+        if lasting and self.next[s] < self.work.slots:
+            return False
+        fits = self.held[s] + self.working[s][slot] <= self.limits[s]
+        return fits or self.open[s] == (0 if lasting else self.depth[slot] + 1)
 
     def _run(self, s: int, slot: int, begin: float) -> None:
         is_backward = self.next[s] > self.position[slot]
@@ -178,31 +289,45 @@ class _Simulation:
         self.orders[s].append((slot, is_backward))
         self.begins[s].append(begin)
         self.ends[s].append(end)
+        sign = -1 if is_backward else 1
+        self.open[s] += sign * (not self.lasting[slot])
         if is_backward:
-            waiting = self.now[s] or self.later[s]
-            heappop(waiting)
-            self.held[s] -= self.held_of[s][slot]
-            self.open[s] -= 1
+            self.peak[s] = max(self.peak[s], self.held[s] + self.working[s][slot])
+        held = sign * self.held_of[s][slot]
+        self.held[s] += held
+        self.inner_held[s] += held * self.inner[slot]
+        if is_backward:
+            self._taken(s, slot)
             if s:
                 self._release(s - 1, slot, end)
-            if self.work.parents[slot] >= 0:
+            if self.work.parents[slot] != IDLE:
                 self._release(s, self.work.parents[slot], end)
             return
         self.next[s] += 1
-        self.open[s] += 1
-        self.held[s] += self.held_of[s][slot]
-        self.peak[s] = max(self.peak[s], self.held[s])
         if s + 1 < self.work.stages:
             self.arrival[s + 1][slot] = end
         else:
             self._release(s, slot, end)
+
+    def _taken(self, s: int, slot: int) -> None:
+        """A backward has begun."""
+        ready = (self.tails[s][slot], slot)
+        if ready in self.now[s]:
+            self.now[s].remove(ready)
+        else:
+            self.later[s].remove((self.ready_at[s][slot], slot))
 
     def _release(self, s: int, slot: int, end: float) -> None:
         """One of those that a backward waits for has ended."""
         self.ready_at[s][slot] = max(self.ready_at[s][slot], end)
         self.waiting[s][slot] -= 1
         if not self.waiting[s][slot]:
-            heappush(self.later[s], (self.ready_at[s][slot], slot))
+            insort(self.later[s], (self.ready_at[s][slot], slot))
+
+
+def _sums(rows: Floats) -> Floats:
+    """[S]: sums of rows [S, N], added in order: such sums have the same bits on every machine."""
+    return np.cumsum(rows, 1)[:, -1] if rows.size else np.zeros(len(rows))
 
 
 def _longest_first(work: StageWork, ways: Floats) -> list[int]:
@@ -211,7 +336,7 @@ def _longest_first(work: StageWork, ways: Floats) -> list[int]:
     ways: [N]: of each slot, to the end of the pass.
     """
     children = work.children
-    todo, found = [slot for slot, parent in enumerate(work.parents) if parent < 0], list[int]()
+    todo, found = [slot for slot, parent in enumerate(work.parents) if parent == IDLE], list[int]()
     todo.sort(key=lambda slot: (ways[slot], -slot))
     while todo:
         slot = todo.pop()

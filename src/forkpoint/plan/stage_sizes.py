@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
+
 from forkpoint.config import AUTO, Config
 from forkpoint.errors import PlanError
 from forkpoint.plan.align import align
@@ -195,12 +197,14 @@ def choose_size(
     taken = {size: tuple(own[min(size, len(own) - 1)] for own in offers) for size in sizes}
     # Sizes that come to the same plans on all ranks are looked at once.
     distinct = {tuple(map(id, taken[size])): size for size in reversed(sizes)}
-    every = [
-        _ordered(size, taken[size], stages, budget_bytes) for size in sorted(distinct.values())
-    ]
+    every, most = list[StagedStep](), np.inf
+    for size in sorted(distinct.values()):
+        step = _ordered(size, taken[size], stages, budget_bytes, most)
+        if step is not None:
+            every.append(step)
+            most = min(most, step.time * (1 + LONGER_IS_WORTH)) if step.fits else most
     fitting = [step for step in every if step.fits]
     if fitting:
-        most = min(step.time for step in fitting) * (1 + LONGER_IS_WORTH)
         found = next(step for step in fitting if step.time <= most)
     else:
         found = min(every, key=lambda step: step.peak_bytes)
@@ -214,12 +218,19 @@ def choose_size(
 
 
 def _ordered(
-    size: int, offers: Sequence[SizedOffer], stages: Sequence[Stage], budget_bytes: int | None
-) -> StagedStep:
-    """One size on all stages, in the order that takes all memory that there is."""
+    size: int,
+    offers: Sequence[SizedOffer],
+    stages: Sequence[Stage],
+    budget_bytes: int | None,
+    most: float,
+) -> StagedStep | None:
+    """One size on all stages, in the order that takes all memory that there is; None if no order
+    takes at most so long."""
     programs = align([o.program for o in offers], [o.tokens for o in offers])
     prices = [offer.prices for offer in offers]
     work = stage_work(programs, prices, stages)
-    limits = None if budget_bytes is None else [float(budget_bytes)] * len(stages)
     scores = score_costs(programs, prices, stages)
+    if forwards_time(scores) + work.least_time > most:
+        return None
+    limits = None if budget_bytes is None else [float(budget_bytes)] * len(stages)
     return StagedStep(size, programs, work, order_stages(work, limits), scores, budget_bytes)

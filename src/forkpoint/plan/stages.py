@@ -31,7 +31,7 @@ from forkpoint.plan.program import (
 )
 
 BUDGETS = 5
-"""How many budgets are tried, from that of one device to all memory."""
+"""How many budgets are tried: all memory, then less, until orders take longer."""
 
 
 @dataclass(frozen=True)
@@ -236,9 +236,10 @@ def stage_work(
     slots in one order, as `fully_shard` needs.
     """
     parents = nesting(programs[0])
-    forward, backward, held = np.zeros((3, len(stages), len(parents)))
-    working = np.zeros(len(stages))
+    forward, backward, held, working = np.zeros((4, len(stages), len(parents)))
     for program, price in zip(programs, prices, strict=True):
+        # Features of images are held while other ranks run a slot that is idle here.
+        working[0] = np.maximum(working[0], price.encoders.working.max(initial=0.0))
         own_forward, own_backward = np.zeros((2, len(stages), len(parents)))
         at_stages = zip(*map(price.at, stages), strict=True)
         _, backward_SM, held_SM, working_SM = (np.array(each) for each in at_stages)
@@ -249,7 +250,7 @@ def stage_work(
             if instruction.operation == BACKWARD:
                 own_backward[:, slot] += backward_SM[:, m]
                 held[:, slot] = np.maximum(held[:, slot], held_SM[:, m])
-                working = np.maximum(working, working_SM[:, m])
+                working[:, slot] = np.maximum(working[:, slot], working_SM[:, m])
                 continue
             costs = own_forward if instruction.operation == FORWARD else own_backward
             costs[:, slot] += _forward_costs(instruction, price, stages)
@@ -305,14 +306,14 @@ def schedule_stages(work: StageWork, budget_bytes: float | None = None) -> Stage
     Of orders that are as fast, within noise, the one that holds least. `budget_bytes` None is no
     limit.
     """
-    most = order_stages(work, None if budget_bytes is None else [budget_bytes] * work.stages)
-    least = order_stages(work, [0.0] * work.stages)
-    found = [least, most]
-    for step in range(1, BUDGETS):
-        part = (step / BUDGETS) ** 2
-        ends = zip(least.peak_bytes, most.peak_bytes, strict=True)
-        found.append(order_stages(work, [low + (high - low) * part for low, high in ends]))
-    fastest = min(schedule.time for schedule in found)
+    found = [order_stages(work, None if budget_bytes is None else [budget_bytes] * work.stages)]
+    fastest = found[0].time
+    for step in reversed(range(1, BUDGETS)):
+        peaks = found[0].peak_bytes
+        found.append(order_stages(work, [peak * step / BUDGETS for peak in peaks]))
+        fastest = min(fastest, found[-1].time)
+        if found[-1].time > fastest * (1 + NOISE):
+            break
     as_fast = (schedule for schedule in found if schedule.time <= fastest * (1 + NOISE))
     return min(as_fast, key=lambda schedule: max(schedule.peak_bytes))
 
