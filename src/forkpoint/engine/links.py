@@ -27,6 +27,12 @@ class Links:
     """Whether the head, and so losses and values of tokens, are this rank's."""
     stages: tuple[Stage, ...] = ()
     """Of a pipeline, the first one first."""
+    index: int = 0
+    """Which of these this rank has."""
+
+    @property
+    def stage(self) -> Stage:
+        return self.stages[self.index]
 
     def begin_pass(self, plan: Plan, instructions: Sequence[Instruction]) -> None:
         """A pass of these instructions begins."""
@@ -37,6 +43,13 @@ class Links:
 
     def send(self, instruction: Instruction, top: Tensor) -> None:
         """A forward has ended, with what the last block here gives as `top`."""
+
+    def receive_hidden(self, shape: tuple[int, ...]) -> Tensor | None:
+        """Hidden states for a forward of input ids of this shape, outside of instructions."""
+        return None
+
+    def send_hidden(self, hidden: Tensor) -> None:
+        """The last block here gives these, outside of instructions."""
 
     def roots(self, instruction: Instruction) -> list[Root]:
         """Roots of a backward that other ranks give."""

@@ -82,12 +82,13 @@ class ModelHost:
         self._wrapper: nn.Module = model
         self.model: nn.Module = unwrapped(model)
         self.group: Distributed = Distributed()
+        stage_ranks: StageRanks | None = None
         self._wrappers = ForwardWrappers()
         self._autocasts: tuple[torch.autocast, ...] = ()
         with Changes() as changes:
             if isinstance(self.model, nn.Module):
                 self._take_off(changes)
-                self.group = held_by_ranks(self._wrapper, mesh, library.split_holder)
+                self.group, stage_ranks = held_by_ranks(self._wrapper, mesh, library.split_holder)
             self.topology: Topology = self.group.topology
             self._checked: tuple[int, bool, bool, bool] | None = None
             self._watched: ModelRouters | None = None
@@ -101,7 +102,7 @@ class ModelHost:
             # Stages hold different blocks, so that one rank alone may refuse its part.
             read = partial(self._read_model, library, compile_blocks, mesh)
             shape = RankGroup(self.group.ranks).each(read, tells=(Exception,))
-            self.links: Links = self._link_stages(shape)
+            self.links: Links = self._link_stages(stage_ranks, shape)
 
     def _read_model(
         self, library: Library, compile_blocks: bool | None, mesh: DeviceMesh | None
@@ -140,10 +141,9 @@ class ModelHost:
             return "with context parallelism of layers that carry a state"
         return "on stages of a pipeline" if staged else ""
 
-    def _link_stages(self, shape: ModelShape) -> Links:
+    def _link_stages(self, ranks: StageRanks | None, shape: ModelShape) -> Links:
         """The links of a stage with those before and after it. Collective if the ranks are
         stages."""
-        ranks = next((part for part in self.group.parts if isinstance(part, StageRanks)), None)
         held, layers = self.entry.layers
         if ranks is None:
             if len(held) < layers:
@@ -434,7 +434,7 @@ class ModelHost:
         checkpoint_blocks(blocks, policy, self._changes, but=last if early else None)
         if early:
             end_in_last_block(block, self.entry.final_norms, self._changes)
-        if isinstance(self.links, StageLinks):
+        if self.links.stages:
             self.entry.set_hidden(hidden, self._changes)
         begin_forward(context, self._changes)
         # Through the outermost module: FSDP and adapters work in its hooks and its forward.
@@ -492,8 +492,8 @@ class ModelHost:
     def routers(self) -> ModelRouters:
         """The routers of the model in its present state."""
         found = self.entry.routers
-        if isinstance(self.links, StageLinks):
-            found.place(self._mixtures, self.links.stage.index)
+        if self.links.stages:
+            found.place(self._mixtures, self.links.index)
         return found
 
     def watch_routers(
@@ -510,20 +510,17 @@ class ModelHost:
     def stock(self, ids_NL: Tensor, shown: ShownMedia | None = None) -> Tensor:
         """Logits [N, L, V] (a critic's values [N, L, 1]) of the model's own forward, of rows with
         these media. Called while the model is not entered."""
-        if not isinstance(self.links, StageLinks):
+        if not self.links.stages:
             return self.entry.stock(ids_NL, shown)
-        return self._stock_of_stages(self.links, ids_NL, shown)
+        return self._stock_of_stages(ids_NL, shown)
 
-    def _stock_of_stages(
-        self, links: StageLinks, ids_NL: Tensor, shown: ShownMedia | None
-    ) -> Tensor:
+    def _stock_of_stages(self, ids_NL: Tensor, shown: ShownMedia | None) -> Tensor:
         """Outputs of the last stage, which all run their blocks for. Collective."""
-        tops: list[Tensor] = []
+        links, tops = self.links, list[Tensor]()
         with Changes() as changes:
-            first = links.stage.is_first
-            hidden = None if first else links.receive_hidden(tuple(ids_NL.shape))
+            hidden = None if links.begins_here else links.receive_hidden(tuple(ids_NL.shape))
             self.entry.set_hidden(hidden, changes)
-            if not links.stage.is_last:
+            if not links.ends_here:
                 # After features of images that enter behind the last block here.
                 last = [*self.blocks, *self.entry.final_norms][-1]
                 hooks: Any = last._forward_hooks

@@ -21,7 +21,7 @@ from forkpoint.hosts.titan.splits import unsplit as titan_unsplit
 from forkpoint.hosts.titan.stock import TitanStock
 from forkpoint.hosts.topology import holders_of, unwrapped
 from forkpoint.hosts.torch_dist.copies import copy_in
-from forkpoint.hosts.torch_dist.stages import DIMENSION, StageLinks, has_stages
+from forkpoint.hosts.torch_dist.stages import DIMENSION, has_stages
 from forkpoint.hosts.transformers.entry import TransformersEntry
 from forkpoint.hosts.transformers.stock import TransformersStock
 from forkpoint.hosts.transformers.tensor_parallel import split_holder, unsplit
@@ -101,7 +101,7 @@ def whole_copy(
     copy, copied = copy_in(model, blocks, dtype, streamed=streamed)
     library = library_of(model)
     library.unsplit(copy, splits)
-    if isinstance(links, StageLinks):
+    if links is not None and links.stages:
         library.entry(copy, ()).complete(links.exchange)
         copied = library.entry(copy, ()).blocks
     return copy, copied

@@ -38,8 +38,9 @@ NOT_HELD = (
 
 def held_by_ranks(
     model: nn.Module, mesh: DeviceMesh | None, split_of: Callable[[nn.Module], Holder | None]
-) -> Distributed:
-    """Find the holders of a model on several ranks; none where this rank alone has it.
+) -> tuple[Distributed, StageRanks | None]:
+    """Find the holders of a model on several ranks, and the ranks of its stages; none where this
+    rank alone has it.
 
     Args:
         split_of: the holder of modules that the model's library has split over ranks.
@@ -47,12 +48,13 @@ def held_by_ranks(
     Collective over the default group where something holds it. Raises UnsupportedError for what has
     not been shown exact.
     """
-    holders = holders_of(model, split_of)
+    holders, stages = holders_of(model, split_of), None
     context = context_split(mesh, holders)
     if context is not None:
         holders.append(context)
     if has_stages(mesh):
-        holders.append(StageRanks(mesh[DIMENSION]))
+        stages = StageRanks(mesh[DIMENSION])
+        holders.append(stages)
     found = Distributed()
     if holders:
         topology = read_topology(holders)
@@ -61,7 +63,7 @@ def held_by_ranks(
         elif topology.length_multiple > 1:
             topology = replace(topology, places=PaddedPlaces(topology.length_multiple))
         found = Distributed(holders, topology, ranks_of(topology.members, topology.batches))
-    return found
+    return found, stages
 
 
 def holders_of(model: nn.Module, split_of: Callable[[nn.Module], Holder | None]) -> list[Holder]:

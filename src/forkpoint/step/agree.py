@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from forkpoint.engine.distributed import Distributed
 from forkpoint.engine.prompt_exchange import PromptExchange
 from forkpoint.errors import ForkpointError, PlanError
-from forkpoint.hosts.torch_dist.stages import StageLinks
 from forkpoint.losses.base import Loss, is_own
 from forkpoint.parallel.agreement import (
     Agreement,
@@ -155,7 +154,6 @@ def _agreed_step(
         plan = replace(plan, split=splitting.taken, split_reason=splitting.reason)
     step = agreement.step(group.ranks, mean=local.averages)
     if staged is not None:
-        assert isinstance(host.links, StageLinks)
         plan = replace(plan, program=program)
         plan = stage_plan(plan, staged.schedule, host.links.stage, staged.budget_bytes)
         program = plan.program

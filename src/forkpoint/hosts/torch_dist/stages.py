@@ -103,7 +103,7 @@ class StageLinks(Links):
         modules that no batch without media runs."""
         self.ranks = ranks
         self.stages = stages
-        self.stage: Stage = stages[ranks.index]
+        self.index = ranks.index
         self.model = model
         self.begins_here: bool = self.stage.is_first
         self.ends_here: bool = self.stage.is_last
