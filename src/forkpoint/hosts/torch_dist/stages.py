@@ -103,7 +103,7 @@ class StageLinks(Links):
         modules that no batch without media runs."""
         self.ranks = ranks
         self.stages = stages
-        self.index = ranks.index
+        self.index: int = ranks.index
         self.model = model
         self.begins_here: bool = self.stage.is_first
         self.ends_here: bool = self.stage.is_last
