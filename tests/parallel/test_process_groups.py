@@ -25,7 +25,7 @@ class Kind:
     sizes: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
     groups: int = 0
-    """Process groups of the policies, besides the default group and those of the mesh."""
+    """Process groups of the policies, without the default group and those of the mesh."""
 
     def mesh(self) -> DeviceMesh | None:
         if not self.names:

@@ -160,8 +160,8 @@ def test_three_barriers_are_no_faster_in_the_same_memory(stages: int) -> None:
 
 
 def test_no_order_waits_for_memory_forever() -> None:
-    """Slots of which some need much for their backwards, in memory that is just enough for one
-    device: prefixes do not take what a backward of one of them needs."""
+    """Some slots need much memory for their backwards, and memory is just enough for one device.
+    Prefixes leave room for the backward of one of them."""
     for seed, stages in itertools.product(range(12), (2, 4)):
         work, rng = drawn(seed, 30, stages), random.Random(seed)
         needed = [rng.choice([0.0, 1.0, 6.0]) for _ in work.parents]

@@ -70,7 +70,7 @@ class Holder:
     meshes: Sequence[DeviceMesh] = ()
     """The device meshes that it is known to hold the model over."""
     process_groups: Sequence[tuple[int, ...]] = ()
-    """Ranks of the groups that it needs besides those of its meshes (`process_group`)."""
+    """Ranks of further groups that the holder needs; its meshes have theirs (`process_group`)."""
     splits: Sequence[tuple[str, nn.Module, Any]] = ()
     """Modules that each rank computes a part of: name, module, and how it is split."""
     experts: Collection[nn.Module] = ()

@@ -27,7 +27,7 @@ class _Made:
 
 
 _made: WeakKeyDictionary[dist.ProcessGroup, _Made] = WeakKeyDictionary()
-"""By default group, so that nothing of a destroyed one is used again."""
+"""Groups of each default group: those of a destroyed one are not used again."""
 
 
 def _made_here() -> _Made:

@@ -142,7 +142,7 @@ def group_leaders(batches: Sequence[int]) -> tuple[int, ...]:
 
 
 def ranks_of(members: tuple[int, ...], batches: tuple[int, ...] = ()) -> DataRanks:
-    """These ranks, by their numbers in the default group, of which this is one.
+    """The group of these ranks (numbers in the default group), which include this one.
 
     Collective over the default group: ranks whose groups are disjoint do this at the same time.
     """

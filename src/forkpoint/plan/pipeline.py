@@ -10,15 +10,14 @@ stage (`AHEAD`), which would idle if the stage ran several backwards in a row. O
 backward that can run and has the longest way to the end.
 
 A forward waits until the stage's budget has room for its bytes and for what the backward of any
-leaf needs. The forward of a slot that others lie inside of also waits until there is room for all
-such slots that are open and for what a backward of one of them needs. A backward waits until there
-is room for what it needs. Neither waits if all else that is open at the stage is what the slot lies
-inside of, as on one device.
+leaf needs. The forward of a prefix also waits for room for all open prefixes, and for what the
+backward of one of them needs. A backward waits for room for what it needs. Neither waits if only
+ancestors of the slot are open at the stage, as on one device.
 
 So no budget stops a pipeline. Take the first slot whose forward has not run on all stages. All
 slots before it have run their forwards. Backwards of leaves among them always have room. When these
-have run, the slots around them have room for their backwards, until only those are open that the
-first slot lies inside of, and its forward runs.
+have run, prefixes above them have room for their backwards. In the end only ancestors of the first
+slot are open, and its forward runs.
 
 `order_stages` makes up to four orders and takes the fastest that fits. Stages keep one or two
 forwards ahead. Slots that others share are open one after another or all at once. All at once,
@@ -44,7 +43,7 @@ Floats = NDArray[np.float64]
 AHEAD = (2, 1)
 """How many forwards a stage keeps waiting at the next one."""
 CLOSE = 0.005
-"""An order that is so close to the least time needs no others beside it."""
+"""No further orders are made once one is this close to the least time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +89,7 @@ class StageWork:
 
     @cached_property
     def apart(self) -> Self:
-        """The same slots, in which those that are not shared lie inside of no shared ones."""
+        """The same slots; those that are not shared lie outside of shared ones."""
         parents = (
             IDLE if parent != IDLE and self.shared[parent] and not self.shared[slot] else parent
             for slot, parent in enumerate(self.parents)
