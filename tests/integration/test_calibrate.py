@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from steps import forked_batch
+from torch._dynamo.utils import counters
 
 from forkpoint import Config, ConfigError, losses, save_rollouts, wrap
 from forkpoint.apps.cli import main
@@ -205,6 +206,26 @@ def test_a_gpu_is_measured_in_seconds(tmp_path: Path, monkeypatch: pytest.Monkey
     assert torch.equal(torch.cuda.get_rng_state(), random)
     assert torch.cuda.memory_allocated() - before < 1 << 26
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_blocks_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def traced(function: Callable, **_: object) -> Callable:
+        return compiler(function, dynamic=True, backend="eager")
+
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", traced)
+    torch._dynamo.reset()
+    counters.clear()
+    # As wide as the second of the lengths that are measured.
+    model = random_model({**MODEL, "num_hidden_layers": 1}, torch.float32, 0).train()
+    assert model.config.hidden_size == QUICK["cpu"].row_tokens[1]
+    calibrator = Calibrator(
+        lambda layers: random_model({**MODEL, "num_hidden_layers": layers}, torch.float32, 0),
+        compile_blocks=True,
+        effort=QUICK,
+    )
+    calibrator.run(wrap(model).host.shape)
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_a_steady_time_is_a_share_of_that_behind_products(

@@ -132,8 +132,10 @@ class Calibrator:
             host.device, repeats=effort.repeats, busy_products=effort.busy_products_of_parts
         )
         parts = Parts(of_parts, host.shape, kernel=self.kernel)
-        # Memory first: it warms up and compiles all that is timed below.
-        none = whole.kept_bytes(hosts, sizes[1], "none")
+        # Memory first: it warms up and compiles all that is timed below. A length that a model's
+        # size may equal would be compiled as a constant, and blocks once more for other lengths.
+        first = sizes[1] - 1
+        none = whole.kept_bytes(hosts, first, "none")
         counted = shape.activation_bytes("selective") / shape.activation_bytes("none")
         kept = {
             "none": none,
@@ -141,7 +143,7 @@ class Calibrator:
             "full": (float(host.shape.hidden * host.shape.dtype_bytes), none[1]),
         }
         if effort.memory:
-            kept["full"] = whole.kept_bytes(hosts, sizes[1], "full")
+            kept["full"] = whole.kept_bytes(hosts, first, "full")
         causal = parts.causal(sizes)
         part, rectangle = parts.rectangles(sizes, effort.key_tokens)
         head = parts.head(shape.vocab, sizes)
@@ -157,7 +159,7 @@ class Calibrator:
             left -= _spent_seconds(rows, effort)
         # Last, since compiled blocks are compiled once more for it.
         if effort.memory and left > 0:
-            kept["selective"] = whole.kept_bytes(hosts, sizes[1], "selective")
+            kept["selective"] = whole.kept_bytes(hosts, first, "selective")
         copies = parts.copies(effort.copy_bytes)
         block, rest = _block(done, rows, causal), _rest(done, rows, head)
         issued = [_of_block(rows, 0, 2 + way) for way in (0, 1)]
