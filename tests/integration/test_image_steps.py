@@ -1,7 +1,8 @@
 """Steps with images in every setting: adapters, offloading, recomputation, comparisons."""
 
+import sys
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from steps import ACROSS, relative_distance
 from test_images import BAR, PAIRS, step, tower, weighted
 
 from forkpoint import Config, Media, RolloutBatch, UnsupportedError, wrap
+from forkpoint.hosts.transformers import encoders
+from forkpoint.hosts.transformers.families import MULTIMODAL
 from forkpoint.losses import GRPO, RouterLoss
 from forkpoint.losses.base import as_loss
 from forkpoint.plan.predict import plan_cost
@@ -20,6 +23,7 @@ from media_scenes import image, rollout, scene
 from multimodal_models import tiny_multimodal
 
 FAMILIES = sorted({family for family, _ in PAIRS})
+QWEN = [family for family in FAMILIES if MULTIMODAL[family].axes]
 NAME = "tool tree"
 
 
@@ -154,3 +158,47 @@ def test_prices_and_budgets(family: str) -> None:
         assert plan_cost(again) > plan_cost(plan)
         wanted = step(policy, batch, GRPO())
         assert relative_distance(step(tight, batch, GRPO()), wanted) < BAR
+
+
+class OnDevice(torch.Tensor):
+    """Tensor whose values the host waits for; counts how often."""
+
+    waits: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ in ("tolist", "item"):
+            cls.waits.append(func.__name__)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("family", slow_besides(["qwen2_5_vl", "qwen3_vl"], QWEN))
+def test_blocks_of_encoders_do_not_wait_for_the_device(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = tiny_multimodal(family)
+    visual, waits = model.model.visual, OnDevice.waits
+    blocks = list(visual.blocks)
+
+    def moved(value: Any, _: torch.device) -> Any:
+        return torch.as_tensor(value).as_subclass(OnDevice)
+
+    monkeypatch.setattr(encoders, "_tensor", moved)
+    if family == "qwen2_5_vl":
+        visual.fullatt_block_indexes = [1, 2]  # others see windows
+        module = sys.modules[type(visual).__module__]
+        windows = module.get_vision_window_index
+
+        def made(*args: Any, kwargs: dict[str, Any], **others: Any) -> Any:
+            given = "cu_window_seqlens" in kwargs
+            found = windows(*args, kwargs=kwargs, **others)
+            return found if given else tuple(x.as_subclass(OnDevice) for x in found)
+
+        monkeypatch.setattr(module, "get_vision_window_index", made)
+    found = []
+    for depth in (1, 5):
+        visual.blocks = torch.nn.ModuleList(blocks[:1] * depth)
+        waits.clear()
+        encoders.encode(model, image(family, rows=8))
+        found.append(len(waits))
+    assert found[0] == found[1] > 0

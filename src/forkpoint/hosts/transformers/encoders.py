@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import PreTrainedModel
+from transformers.utils.generic import is_flash_attention_requested
+from transformers.vision_utils import get_vision_cu_seqlens, get_vision_window_index
 
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.modules import every_module, plain_class
@@ -31,6 +33,10 @@ def encode(core: Any, medium: Media) -> tuple[Tensor, ...]:
     encoder = _encoder(core, medium.kind)
     names, device = _arguments(encoder), next(core.parameters()).device
     given = {n: _tensor(x, device) for n, x in medium.inputs.items() if n in names}
+    for name, value in medium.inputs.items():
+        if name.endswith("_grid_thw"):
+            lengths = _lengths_on_host(core, torch.as_tensor(value).cpu(), device)
+            given |= {f"{medium.kind}_{n}": x for n, x in lengths.items()}
     found = encoder(**given, return_dict=True)
     # Newer versions of transformers give a tensor for each image.
     every = (found.pooler_output, *(getattr(found, "deepstack_features", None) or ()))
@@ -44,6 +50,23 @@ def encode(core: Any, medium: Media) -> tuple[Tensor, ...]:
             "model's processor makes them."
         )
     return outputs
+
+
+def _lengths_on_host(core: Any, grid_N3: Tensor, device: torch.device) -> dict[str, Tensor]:
+    """Lengths of sequences in attention of an encoder of patches, in the host's memory.
+
+    Attention makes a list of them in every block, for which it would wait for the device.
+    FlashAttention reads them on the device.
+    """
+    visual = core.base_model.visual
+    if is_flash_attention_requested(visual.config):
+        return {}
+    found = {"cu_seqlens": get_vision_cu_seqlens(grid_N3)}
+    if hasattr(visual, "window_size"):
+        sizes = visual.spatial_merge_size, visual.window_size, visual.patch_size
+        order, found["cu_window_seqlens"] = get_vision_window_index(grid_N3, *sizes)
+        found["window_index"] = order.to(device)
+    return found
 
 
 def positions(core: Any, family: Family, batch: RolloutBatch) -> IntArray | None:
