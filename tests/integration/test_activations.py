@@ -6,6 +6,7 @@ parameter's gradient within 1e-10 of ordinary training; and what is moved is wha
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -29,8 +30,11 @@ from forkpoint.engine.microbatches import MicrobatchInputs
 from forkpoint.engine.offload import Activations, is_copy_of_leaf
 from forkpoint.engine.staging import PlainTransfers, Staging
 from forkpoint.errors import UnsupportedError
+from forkpoint.hosts import heads
+from forkpoint.ops.head import token_outputs
 from forkpoint.plan.program import Instruction
-from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
+from forkpoint.testing import ReadOnlyHook, dense_run, lifted_upcasts, tiny_model
+from hybrids import tiny_hybrid
 from lanes import slow_besides
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "without_sample", "without_lists")
@@ -110,6 +114,17 @@ def test_under_autocast(activations: str) -> None:
             policy.forward_backward(forked_batch(), losses.GRPO())
         found.append(gradients_of(model))
     assert relative_distance(found[1], found[0]) < 1e-6
+
+
+def test_autocast_leaves_float64_models_alone() -> None:
+    for model in (tiny_model("qwen3"), tiny_hybrid("qwen3_5_text")):
+        found = []
+        for enabled in (False, True):
+            clear_gradients(model)
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                wrap(model, ACROSS).forward_backward(forked_batch(), losses.GRPO())
+            found.append(gradients_of(model))
+        assert relative_distance(found[1], found[0]) == 0
 
 
 def test_a_weight_s_copy_is_told_from_activations() -> None:
@@ -275,6 +290,42 @@ def test_a_model_that_checkpoints_itself_is_not_checkpointed_again() -> None:
     with pytest.raises(UnsupportedError, match=r"gradient_checkpointing.*checkpointing='full'"):
         policy.forward_backward(forked_batch(), losses.GRPO())
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_block_that_a_microbatch_leaves_early_is_not_run_again() -> None:
+    """Its exception would pass through the checkpoint, and its backward needs no more of it."""
+    model, batch = tiny_model("llama"), forked_batch()
+    calls = []
+    for layer in model.model.layers[-2:]:
+        layer.self_attn.k_proj.register_forward_hook(ReadOnlyHook(lambda m, *_: calls.append(m)))
+    stats = wrap(model, replace(ACROSS, checkpointing="full")).forward_backward(
+        batch, losses.GRPO()
+    )
+    ends = [i.ends_at for i in stats.plan.program.instructions if i.operation == "forward"]
+    before, last = (calls.count(layer.self_attn.k_proj) for layer in model.model.layers[-2:])
+    assert before == 2 * len(ends)
+    assert last == before - ends.count("boundary") < before
+
+
+def test_logits_of_a_float32_head_are_kept_in_float32_models_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Plans count them in the dtype of the model."""
+    seen = set()
+
+    def watching(*args: Any, keep_logits: bool, **options: Any) -> Any:
+        seen.add(keep_logits)
+        return token_outputs(*args, keep_logits=keep_logits, **options)
+
+    monkeypatch.setattr(heads, "in_float32", lambda head: True)  # as TRL sets it
+    monkeypatch.setattr(heads, "token_outputs", watching)
+    config = Config(sharing="group", boundary="within", head_logits="keep")
+    for dtype, expected in ((torch.float32, {True}), (torch.bfloat16, {False})):
+        seen.clear()
+        wrap(tiny_model("llama", dtype=dtype), config).forward_backward(
+            forked_batch(), losses.GRPO()
+        )
+        assert seen == expected
 
 
 # Failures -----------------------------------------------------------------------------------------

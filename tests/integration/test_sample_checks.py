@@ -80,6 +80,22 @@ def test_another_hook_is_seen(counted: list[None]) -> None:
     assert len(counted) == 2
 
 
+def test_a_hook_with_another_closure_is_another_state() -> None:
+    """Hooks without one are compared by their code."""
+    model = tiny_model("llama")
+    host = wrap(model, Config()).host
+
+    def scaled(factor: float | None) -> int:
+        plain, closed = (lambda *_: None), (lambda *args: args[-1] * factor)
+        handle = model.lm_head.register_forward_hook(plain if factor is None else closed)
+        found = host.fingerprint()
+        handle.remove()
+        return found
+
+    assert scaled(None) == scaled(None)
+    assert len({scaled(None), scaled(1.0), scaled(2.0)}) == 3
+
+
 def test_steps_of_other_optimizers_do_not_count() -> None:
     ours, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     steps = OptimizerSteps(ours.parameters())

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import forkpoint
-from forkpoint import ConfigError, PlanError, Rollout, RolloutBatch
+from forkpoint import ConfigError, PlanError, Rollout, RolloutBatch, losses
 from forkpoint.parallel.placement.items import Priced, by_tokens, greedy, in_order
 from forkpoint.parallel.placement.paths import Paths, Rates
 from forkpoint.parallel.placement.place import place_paths
@@ -50,6 +50,29 @@ def batches(draw: st.DrawFn) -> RolloutBatch:
         )
     )
     return RolloutBatch([rollout(ids, number) for ids, number in made])
+
+
+class Zero(losses.Loss):
+    """Declares all rollouts to be zero."""
+
+    decomposition = "joint"
+
+    def zero_rollouts(self, batch: RolloutBatch) -> np.ndarray:
+        return np.ones(len(batch), bool)
+
+
+class ZeroOverRanks(Zero):
+    """On other ranks some may not be."""
+
+    across_ranks = True
+
+
+def test_rollouts_that_a_loss_declares_to_be_zero_cost_nothing() -> None:
+    batch = group(0, 3, [5, 5]) + group(1, 3, [5, 5])
+    every = forkpoint.place(batch, ranks=2, model=None)
+    assert len(every[0]) == 2
+    assert forkpoint.place(batch, ranks=2, model=None, loss=Zero()) == [[0, 1, 2, 3], []]
+    assert forkpoint.place(batch, ranks=2, model=None, loss=ZeroOverRanks()) == every
 
 
 def cost_of(priced: Priced, rollouts: list[int], batch: RolloutBatch) -> int:

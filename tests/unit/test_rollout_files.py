@@ -86,7 +86,7 @@ def test_unknown_keys_go_into_extras(tmp_path):
     save_rollouts(path, [first])
     record = json.loads(path.read_text())
     assert record["extras"] == {"reward": 1.5, "turns": [2]}
-    assert record["loss_mask"] == [0, 1, 1]
+    assert '"loss_mask":[0,1,1]' in path.read_text()  # false and true would be longer
     assert "reward" not in record
     assert "weights" not in record
 
