@@ -193,10 +193,5 @@ def _of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 def _trained(model: nn.Module) -> dict[str, Tensor]:
-    """Tensors that training may change; frozen parameters are in the digest."""
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    return {
-        name: tensor.detach()
-        for name, tensor in tensors
-        if tensor.requires_grad or not isinstance(tensor, nn.Parameter)
-    }
+    """Parameters that training changes; all others, and buffers, are in the digest."""
+    return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
