@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Runs tests against each supported version of transformers and of torch, every one in a virtual
-# environment of its own under .venvs/, which is kept and reused.
+# Runs tests with three versions of transformers, and with the oldest and the newest torch. Each has
+# a virtual environment under .venvs/, which is kept and reused.
 #
-#   scripts/test_versions.sh                          every version that the README names
+#   scripts/test_versions.sh                          all versions of TRANSFORMERS and TORCH below
 #   scripts/test_versions.sh torch==2.14.1            one version
 #   scripts/test_versions.sh 5.17.0 -- -k checkpoint  one of transformers, with pytest's arguments
 #
@@ -15,7 +15,7 @@ newest=$(sed -n "s/^transformers==//p" constraints.txt)
 TRANSFORMERS=(transformers==5.10.4 transformers==5.17.0 "transformers==$newest")
 # The oldest that pyproject.toml allows, and the newest; constraints.txt has one between them.
 TORCH=(torch==2.11.0 torch==2.15.0)
-# Whatever depends on transformers.
+# Steps and refusals of models of transformers.
 TRANSFORMERS_TESTS=(
   tests/integration/test_hosts_transformers.py
   tests/integration/test_hosts_adapters.py
@@ -34,7 +34,7 @@ TRANSFORMERS_TESTS=(
   tests/numerics/test_families.py
   tests/fuzz/test_fuzz.py
 )
-# The whole of `make test` and `make test-slow`.
+# The whole of `make test`, `make test-slow` and `make test-ranks`.
 TORCH_TESTS=(-m "not gpu and not multi_gpu and not examples" -n "${WORKERS:-2}" --dist worksteal tests)
 
 versions=()
@@ -69,7 +69,7 @@ for version in "${versions[@]}"; do
     grep -v "^$library==" constraints.txt >"$venv/constraints.txt"
     "$python" -m pip install --quiet --quiet --constraint "$venv/constraints.txt" "$version" \
       torch transformers peft accelerate pyarrow hypothesis pytest pytest-timeout pytest-xdist \
-      --editable ".[demo,report]"
+      --editable ".[report,zstd]"
     cp constraints.txt "$stamp"
   fi
   installed=$("$python" -m pip list --format freeze | grep -E '^(torch|transformers)==')
