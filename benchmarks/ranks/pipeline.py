@@ -2,7 +2,8 @@
 
 Groups of rollouts train a model that is cut into as many stages as there are ranks. The same plan
 runs on the first rank alone, with the whole model. The measured bubble is the part of the stages'
-time that the step on one rank does not explain; so it has the cost of sending as well. Another
+time that the step on one rank does not explain; so it has the cost of sending as well. Measured
+waits are the part in which stages wait for what others send, by the lanes of one step. Another
 bubble is predicted: that with a barrier after the forwards of prefixes and after the leaves
 (`benchmarks stages`). Blocks run eagerly on both sides. Where one rank cannot hold the whole model
 and its step, give fewer layers.
@@ -112,7 +113,10 @@ class _Measuring:
         cut = steps.policy.host.links.stages
         nested = plan.with_program(scores=False)
         barriers = three_barriers(choose_size([offers_of([nested])], cut).work)
-        busy = sum(schedule.busy)
+        busy, lanes = sum(schedule.busy), timed.lanes
+        assert lanes is not None
+        runs = sum(lane.busy for lane in lanes.measured)
+        end = max(lane.ends[-1] for lane in lanes.measured)
         note = f"{len(plan.microbatches)} microbatches of at most {plan.max_microbatch_tokens}"
         for metric, value, unit in (
             ("one rank's step", one, "ms"),
@@ -120,6 +124,7 @@ class _Measuring:
             ("predicted bubble", schedule.bubble, "1"),
             ("predicted bubble of three barriers", 1 - busy / (stages * barriers), "1"),
             ("measured bubble", 1 - one / (stages * ms), "1"),
+            ("measured waits", 1 - runs / (stages * end), "1"),
             ("predicted speed-up", busy / schedule.time, "x"),
             ("measured speed-up", one / ms, "x"),
         ):

@@ -20,8 +20,10 @@ from forkpoint.apps.cli import torchrun
 from forkpoint.config import Config
 from forkpoint.losses import GRPO
 from forkpoint.plan import Plan
+from forkpoint.plan.lanes import Lanes
 from forkpoint.policy import Policy
 from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.step.results import StepStats
 from forkpoint.wrapping import wrap
 
 T = TypeVar("T")
@@ -98,6 +100,8 @@ class RankTimed:
     ms: list[float] = field(default_factory=list)
     peak_bytes: float | None = None
     """The most that any rank's device held."""
+    lanes: Lanes | None = None
+    """Of the last step, if the ranks are stages of a pipeline."""
 
     @property
     def typical_ms(self) -> float:
@@ -145,9 +149,9 @@ class RankSteps:
         plan = policy.plan(batch) if planned else None
         timed: RankTimed | None = None
         for step in range(warm + repeats):
-            found, ms = self._once(policy, batch, plan)
-            timed = timed or RankTimed(found)
-            timed.plan = found
+            stats, ms = self._once(policy, batch, plan)
+            timed = timed or RankTimed(stats.plan)
+            timed.plan, timed.lanes = stats.plan, stats.lanes
             if step >= warm:
                 timed.ms.append(ms)
         assert timed is not None
@@ -167,7 +171,9 @@ class RankSteps:
             self._once(policy, batch, plan)
         return self.team.most(exposed_ms(record))
 
-    def _once(self, policy: Policy, batch: RolloutBatch, plan: Plan | None) -> tuple[Plan, float]:
+    def _once(
+        self, policy: Policy, batch: RolloutBatch, plan: Plan | None
+    ) -> tuple[StepStats, float]:
         for parameter in policy.host.model.parameters():
             if parameter.grad is not None:
                 parameter.grad.zero_()
@@ -178,7 +184,7 @@ class RankSteps:
         stats = policy.forward_backward(batch, GRPO(), plan=plan)
         if self.team.cuda:
             torch.cuda.synchronize()
-        return stats.plan, self.team.most((time.perf_counter() - begin) * 1e3)
+        return stats, self.team.most((time.perf_counter() - begin) * 1e3)
 
 
 def dense_ms(
