@@ -22,7 +22,7 @@ Row = dict[str, Any]
 OUT_OF_MEMORY = "out of memory"
 Cells = Sequence[str]
 
-# The text of the row, the file, and the first 71 characters (or all) of the case.
+# The text of the row, a key of NAMES, and the first 71 characters (or all) of the case.
 HEADLINES = (
     (
         "Qwen3-1.7B, AdamW: 8 answers to 7,800 tokens of retrieved text",
@@ -45,8 +45,13 @@ HEADLINES = (
         "qwen3-8b, all trained, momentum, 74.5 GiB: P=1024 R=256 N=16",
     ),
     (
-        "Qwen3-1.7B, AdamW, gradient checkpointing: 8 completions of 256 tokens to each of 4 "
-        "prompts of 6,000 to 7,700 tokens",
+        "Qwen3-1.7B, AdamW, gradient checkpointing, in TRL's GRPO trainer: 8 completions of 256 "
+        "tokens to each of 4 prompts of 6,000 to 7,700 tokens",
+        "trl, sharing none",
+        "qwen3-1.7b, 4 prompts of 6047 to 7722, 8 of 256 each, checkpointed, rag…",
+    ),
+    (
+        "the same",
         "trl",
         "qwen3-1.7b, 4 prompts of 6047 to 7722, 8 of 256 each, checkpointed, rag…",
     ),
@@ -57,11 +62,28 @@ HEADLINES = (
         "P16384-R64-G9, the planner's choice, all rollouts",
     ),
 )
-# By file: the baseline's name, how its metrics and forkpoint's begin, the time and the ratio.
+_DENSE = "forkpoint without sharing"
+# The baseline, the file, the prefixes of the baseline's and of forkpoint's metrics, the metric of
+# the time, and the metric whose row has the bound.
 NAMES = {
-    "plain-loop": ("plain loop", "plain ", "forkpoint ", "step", "faster than plain"),
-    "trl": ("TRL's GRPO trainer", "TRL, sdpa: ", "forkpoint: ", "update", "update: faster"),
-    "hybrid": ("forkpoint without sharing", "dense ", "shared ", "step", "speed-up"),
+    "plain-loop": ("plain loop", "plain-loop", "plain ", "forkpoint ", "step", "faster than plain"),
+    "trl, sharing none": (
+        _DENSE,
+        "trl",
+        "forkpoint, sharing none: ",
+        "forkpoint: ",
+        "update",
+        "update: faster",
+    ),
+    "trl": (
+        "TRL's GRPO trainer",
+        "trl",
+        "TRL, sdpa: ",
+        "forkpoint: ",
+        "update",
+        "update: faster",
+    ),
+    "hybrid": (_DENSE, "hybrid", "dense ", "shared ", "step", "speed-up"),
 }
 _UPDATE = "qwen3-8b compiled P=8192 N=32 R"
 STEPS = (
@@ -127,31 +149,24 @@ STEPS = (
 )
 _VERL = "qwen3-8b bf16, checkpointed, P=8192 N=32 R~U(131,2048), one GPU"
 # Words, baseline, file, case, the metrics of both times and of the ratio, in this order.
-TRAINERS = (
+VERL_STEPS = (
     (
-        "TRL's GRPO trainer, update of 4 prompts of 6,000 to 7,700 tokens, 8 completions of 256",
-        "forkpoint without sharing",
-        "trl-h200",
-        HEADLINES[4][2],
-        ("forkpoint, sharing none: update", "forkpoint: update", "update: faster"),
-    ),
-    (
-        "verl, update: 32 responses of 131 to 2,048 tokens to a prompt of 8,192; Qwen3-8B",
+        "update: 32 responses of 131 to 2,048 tokens to a prompt of 8,192; Qwen3-8B",
         "verl's FSDP2 engine",
         "verl-h200",
         _VERL,
         ("stock update", "shared update", "update faster"),
     ),
     (
-        "verl, old log-probs of the same",
+        "old log-probs of the same",
         "verl's FSDP2 engine",
         "verl-h200",
         _VERL,
         ("stock log-probs", "shared log-probs", "log-probs faster"),
     ),
     (
-        "verl, update of the same",
-        "forkpoint without sharing",
+        "update of the same",
+        _DENSE,
         "verl-h200",
         _VERL,
         ("sharing none update", "shared update", "update faster"),
@@ -161,14 +176,14 @@ _RANKS = "qwen3-8b, 2 ranks, compiled, "
 RANKS = (
     (
         "one GPU, the whole model",
-        "forkpoint without sharing",
+        _DENSE,
         "ranks-h100x2",
         f"{_RANKS}one rank, P8192 R2048 N16 twice",
         ("dense step", "shared step", "speed-up"),
     ),
     (
         "two GPUs, `fully_shard`, weights gathered once in each step",
-        "forkpoint without sharing",
+        _DENSE,
         "ranks-h100x2",
         f"{_RANKS}fully_shard, gather step",
         ("dense step", "shared step", "speed-up"),
@@ -241,14 +256,15 @@ def bound(row: Row) -> str:
 def headlines(*, sources: bool = True) -> str:
     """Steps compared with a plain loop, TRL, and forkpoint without sharing."""
     lines = []
-    for words, name, case in HEADLINES:
+    for words, key, case in HEADLINES:
+        called, name, theirs, ours, step, ratio = NAMES[key]
         found = measured(f"{name}-h200")
-        called, theirs, ours, step, ratio = NAMES[name]
-        seconds = [f"{found[case, f'{side}{step}']['value'] / 1e3:.2f}" for side in (theirs, ours)]
+        before, after = (found[case, f"{side}{step}"]["value"] / 1e3 for side in (theirs, ours))
+        seconds = [f"{before:.2f}", f"{after:.2f}", f"{before / after:.2f}x"]
         peaks = [found[case, f"{side}peak"]["value"] / 2**30 for side in (theirs, ours)]
         row = found[case, ratio]
         gib = [f"{peak:.1f}" for peak in peaks]
-        lines.append([words, called, *seconds, times(row), bound(row), *gib])
+        lines.append([words, called, *seconds, bound(row), *gib])
         lines[-1] += [source(row)] * sources
     seconds, gib = ("baseline, s", "forkpoint, s"), ("baseline, GiB", "forkpoint, GiB")
     header = ["step", "baseline", *seconds, "ratio", "bound", *gib]
@@ -268,9 +284,9 @@ def timed(table: Sequence[tuple[str, str, str, str, tuple[str, str, str]]]) -> s
     return markdown(header, lines)
 
 
-def trainers() -> str:
-    """Updates in the trainers of other libraries."""
-    return timed(TRAINERS)
+def verl() -> str:
+    """Updates and log-probs in verl."""
+    return timed(VERL_STEPS)
 
 
 def ranks() -> str:
@@ -436,20 +452,21 @@ names its device, versions, commit and command. The models have random weights i
 The baseline runs the whole batch. A *plain loop* runs one rollout at a time through the
 transformers model, with sdpa and without compilation. It is slower than forkpoint without sharing,
 because it compiles nothing and computes the head on all tokens. Ratios to it can therefore exceed
-the bound. TRL's trainer runs 8 rows at a time with gradient checkpointing and sdpa. The TRL row
-times the update only, without generation. It has no memory limit. The other rows stay below 80 GB.
-The last two columns give peak memory. For rollouts of up to 2,048 tokens, forkpoint can need more
+the bound. TRL's trainer runs 8 rows at a time with gradient checkpointing and sdpa. It is also
+slower than forkpoint without sharing in the same trainer. The two rows of TRL's trainer time the
+update only, without generation. They have no memory limit. The other rows stay below 80 GB. The
+last two columns give peak memory. For rollouts of up to 2,048 tokens, forkpoint can need more
 memory than the loop, because it packs several rollouts into one forward: up to 23% more in full
 training, and 61% more with LoRA (`benchmarks/results/plain-loop-h200.jsonl`).
 
 {headlines}
 
-## In trainers
+## In verl
 
 verl's engine was measured on 4 of the 32 rollouts, in the fastest of five settings. The time is
-scaled to 32 rollouts by counted FLOPs. *forkpoint without sharing* runs in the same trainer.
+scaled to 32 rollouts by counted FLOPs. *forkpoint without sharing* also runs in verl.
 
-{trainers}
+{verl}
 
 ## On two GPUs
 
@@ -539,7 +556,7 @@ first column is the ratio of prompt length to response length.
 
 def page() -> str:
     """The text of docs/results.md."""
-    made = (headlines, trainers, ranks, context, pipeline, peers, images, defaults)
+    made = (headlines, verl, ranks, context, pipeline, peers, images, defaults)
     made += (steps, mixtures, attention, bounds)
     return TEXT.format(**{make.__name__: make() for make in made})
 
