@@ -1,7 +1,7 @@
 """The interface of one library's models to `ModelHost`."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.distributed import Holder
-from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.calls import CallContext, EncoderContext
 from forkpoint.hosts.code_provenance import Definition
 from forkpoint.hosts.heads import ModelHead
@@ -217,41 +216,6 @@ class Entry(Protocol):
     def routers(self) -> ModelRouters:
         """The routers of the model in its present state."""
         ...
-
-
-def divided(
-    shape: ModelShape,
-    ranks: int,
-    remedy: str,
-    *,
-    heads: bool = True,
-    mlp: bool = True,
-    experts: bool = True,
-    vocab: bool = True,
-) -> ModelShape:
-    """The shape of one rank's part of a model whose heads, MLPs, experts or vocabulary are split.
-
-    Raises UnsupportedError, with a remedy, if the heads cannot be divided evenly over the ranks.
-    """
-    changes: dict[str, Any] = {}
-    if heads:
-        for name, count in (("query", shape.heads), ("key-value", shape.kv_heads)):
-            if count % ranks:
-                raise UnsupportedError(
-                    f"the model has {count} {name} heads, which are split over {ranks} ranks: some "
-                    f"would have parts of a head. {remedy}"
-                )
-        changes = {"heads": shape.heads // ranks, "kv_heads": shape.kv_heads // ranks}
-        if shape.attention_parameters is not None:
-            changes["attention_parameters"] = shape.attention_parameters // ranks
-        changes["attention_activations"] = shape.attention_activations // ranks
-    if experts:
-        changes["expert_activations"] = shape.expert_activations // ranks
-    if mlp:
-        changes["intermediate"] = shape.intermediate // ranks
-    if vocab:
-        changes["vocab"] = -(-shape.vocab // ranks)
-    return replace(shape, **changes)
 
 
 class Stock(Protocol):

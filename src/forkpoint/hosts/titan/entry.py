@@ -16,8 +16,9 @@ from forkpoint.engine.changes import Changes
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.calls import CallContext
 from forkpoint.hosts.code_provenance import Definition
-from forkpoint.hosts.entry import Entry, divided
+from forkpoint.hosts.entry import Entry
 from forkpoint.hosts.heads import LogprobHead, ModelHead
+from forkpoint.hosts.shapes import divided
 from forkpoint.hosts.titan import calls, refusals
 from forkpoint.hosts.titan.families import Family, family_of, head_of, sizes_of
 from forkpoint.hosts.titan.routers import ExpertCounts, Routers

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from forkpoint.hosts.entry import divided
 from forkpoint.hosts.heads import ModelHead
 from forkpoint.hosts.modules import every_module
+from forkpoint.hosts.shapes import divided
 from forkpoint.hosts.transformers.linear_attention import recurrent_modules
 from forkpoint.hosts.transformers.multimodal import decoder_of
 from forkpoint.hosts.transformers.refusals import checkpointed_modules
