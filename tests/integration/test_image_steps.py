@@ -178,7 +178,7 @@ def test_blocks_of_encoders_do_not_wait_for_the_device(
 ) -> None:
     model: Any = tiny_multimodal(family)
     visual, waits = model.model.visual, OnDevice.waits
-    blocks = list(visual.blocks)
+    encoder, blocks = encoders.TransformersEncoder(model), list(visual.blocks)
 
     def moved(value: Any, _: torch.device) -> Any:
         return torch.as_tensor(value).as_subclass(OnDevice)
@@ -199,6 +199,6 @@ def test_blocks_of_encoders_do_not_wait_for_the_device(
     for depth in (1, 5):
         visual.blocks = torch.nn.ModuleList(blocks[:1] * depth)
         waits.clear()
-        encoders.encode(model, image(family, rows=8))
+        encoder.encode(image(family, rows=8))
         found.append(len(waits))
     assert found[0] == found[1] > 0

@@ -42,14 +42,13 @@ class CompiledBlocks:
     def __init__(
         self,
         compiling: Compiling,
-        context_of: Callable[[dict[str, Any]], CallContext | None],
+        context_argument: str,
         places: Places = ALL_PLACES,
     ) -> None:
-        """`context_of`: the microbatch of a call, by its keyword arguments; `places`: which of a
-        microbatch this rank runs."""
+        """`context_argument`: as of `Entry`; `places`: which of a microbatch this rank runs."""
         self.compiling = compiling
         self._compiled: dict[nn.Module, Callable] = {}
-        self._context_of = context_of
+        self._context_argument = context_argument
         self._places = places
         self._handles: list[int] = []
 
@@ -93,8 +92,8 @@ class CompiledBlocks:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        context = self._context_of(kwargs)
-        if context is None or modules[0] in context.ends_in:
+        context = kwargs.get(self._context_argument)
+        if not isinstance(context, CallContext) or modules[0] in context.ends_in:
             return own(*args, **kwargs)
         if self.compiling.failure is None:
             try:

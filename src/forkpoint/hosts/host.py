@@ -125,8 +125,10 @@ class ModelHost:
         # With context parallelism they have not been timed on GPUs, so that they are asked for.
         eager = bool(splits) or staged or (bool(context) and compile_blocks is None)
         self.compiling: Compiling = Compiling(False if eager else compile_blocks)
-        self._blocks = CompiledBlocks(self.compiling, self.entry.context_of, self.topology.places)
-        shape = self.entry.shape(splits)  # which refuses parts of heads
+        self._blocks = CompiledBlocks(
+            self.compiling, self.entry.context_argument, self.topology.places
+        )
+        shape = self.entry.shape()  # which refuses parts of heads
         if context:
             self.entry.check_context_parallel(shape, len(context))
         return shape
@@ -137,14 +139,14 @@ class ModelHost:
             return "where their modules are split over ranks"
         if context and self.entry.checkpointed:
             return "with context parallelism of a model that checkpoints itself"
-        if context and self.entry.shape(()).recurrent_layers:
+        if context and self.entry.shape().recurrent_layers:
             return "with context parallelism of layers that carry a state"
         return "on stages of a pipeline" if staged else ""
 
     def _link_stages(self, ranks: StageRanks | None, shape: ModelShape) -> Links:
         """The links of a stage with those before and after it. Collective if the ranks are
         stages."""
-        held, layers = self.entry.layers
+        held, layers = self.entry.stage.layers
         if ranks is None:
             if len(held) < layers:
                 raise UnsupportedError(
@@ -163,12 +165,12 @@ class ModelHost:
         mixture = len(routers.found), routers.experts if routers.found else 0
         every = ranks.exchange((held, shape, mixture))
         stages = stages_of_layers([held for held, _, _ in every], layers)
-        ranks.tied = self.entry.tied
+        ranks.tied = self.entry.stage.tied
         # Stages plan alike, and modules that ranks split may lie on some of them alone.
         self._least_sizes = least_sizes([shape for _, shape, _ in every])
         self._mixtures = [mixture for _, _, mixture in every]
         hidden = shape.hidden, self._embedding.dtype, self.device
-        multiple, idle = self.topology.length_multiple, self.entry.idle
+        multiple, idle = self.topology.length_multiple, self.entry.encoder.modules
         return StageLinks(ranks, stages, self.model, hidden, multiple, idle)
 
     # Facts
@@ -176,9 +178,8 @@ class ModelHost:
 
     @property
     def shape(self) -> ModelShape:
-        splits = self.group.splits
         context = len(self.topology.relations.get("context", (0,)))
-        found = replace(self.entry.shape(splits), **self._least_sizes)
+        found = replace(self.entry.shape(), **self._least_sizes)
         return replace(found, compiled=self.compiles, context=context)
 
     @property
@@ -305,13 +306,17 @@ class ModelHost:
         # Since it was wrapped the model may have been compiled, moved, given adapters, or put into
         # another mode. What the fingerprint covers is looked at again where that has changed.
         encodes = bool(batch.media)
-        idle = () if encodes else self.entry.idle
+        idle = () if encodes else self.entry.encoder.modules
+        self.entry.encoder.check_batch(batch)
         self.entry.check_batch(batch)
         found = (self.fingerprint(), training, routed, encodes)
         if found != self._checked:
             self._check_model()
             refusals.check_random(self.model, idle)
-            self.entry.check_state(training=training, routed=routed, encodes=encodes)
+            if encodes:
+                self.entry.encoder.check()
+            if training:
+                self.entry.check_training(routed=routed, encodes=encodes)
             self._checked = found
         refusals.check_parameters(self.model, sharded=self.topology.lockstep)
         self.group.check(self.model, training=training)
@@ -342,13 +347,14 @@ class ModelHost:
         """
         self._take_off(changes)
         self.entry.prepare(changes)
+        self.entry.counts.save(changes)
 
     def add_counts(self, logical_LE: Tensor) -> None:
-        """Add a step's counts of experts, int64 [layers, experts], to the model's buffers (see
-        `Entry.keeps_counts`). The model is prepared."""
+        """Add a step's counts of experts, int64 [layers, experts], to the model's buffers. The
+        model is prepared."""
         if self.topology.places.rank == 0:  # optimizers add up those of ranks with parts of a batch
             routers = self.routers
-            self.entry.add_counts(logical_LE[routers.first :][: len(routers.found)])
+            self.entry.counts.add(logical_LE[routers.first :][: len(routers.found)])
 
     def _take_off(self, changes: Changes) -> None:
         self.group.reshard()  # a forward of the user's may have left weights gathered
@@ -435,7 +441,7 @@ class ModelHost:
         if early:
             end_in_last_block(block, self.entry.final_norms, self._changes)
         if self.links.stages:
-            self.entry.set_hidden(hidden, self._changes)
+            self.entry.stage.set_hidden(hidden, self._changes)
         begin_forward(context, self._changes)
         # Through the outermost module: FSDP and adapters work in its hooks and its forward.
         outputs = self.entry.run(inputs.input_ids, inputs.position_ids, context)
@@ -446,15 +452,15 @@ class ModelHost:
         return HeadOutputs(joined, outputs["roots"])
 
     def encode(self, medium: Media) -> tuple[Tensor, ...]:
-        outputs = self.entry.run_encoder(EncoderContext(medium))
+        outputs = self.entry.run(None, None, EncoderContext(medium))
         self.group.end_forward()
         return outputs["roots"]
 
     def encoder_shape(self) -> EncoderShape | None:
-        return self.entry.encoder_shape()
+        return self.entry.encoder.shape()
 
     def positions(self, batch: RolloutBatch) -> IntArray | None:
-        return self.entry.positions(batch)
+        return self.entry.encoder.positions(batch)
 
     def _core_forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Stands in for the core's forward, under the autocast that is set around that.
@@ -462,12 +468,12 @@ class ModelHost:
         Returns the fields of HeadOutputs: fully_shard finds tensors in dicts and tuples, and not in
         dataclasses.
         """
-        medium, context = self.entry.medium_of(kwargs), self.entry.context_of(kwargs)
-        if context is None:
-            refuse_call()
+        context = kwargs.get(self.entry.context_argument)
         with entered(self._autocasts):
-            if medium is not None:
-                return {"per_token": {}, "roots": self.entry.encode(medium)}
+            if isinstance(context, EncoderContext):
+                return {"per_token": {}, "roots": self.entry.encoder.encode(context.medium)}
+            if not isinstance(context, CallContext):
+                refuse_call()
             top = self.entry.decode(*args, **kwargs)
             if context.instruction.ends_at in (BOUNDARY, BLOCKS):
                 return {"per_token": {}, "roots": (top,)}
@@ -511,7 +517,7 @@ class ModelHost:
         """Logits [N, L, V] (a critic's values [N, L, 1]) of the model's own forward, of rows with
         these media. Called while the model is not entered."""
         if not self.links.stages:
-            return self.entry.stock(ids_NL, shown)
+            return self.entry.stock.logits(ids_NL, shown=shown)
         return self._stock_of_stages(ids_NL, shown)
 
     def _stock_of_stages(self, ids_NL: Tensor, shown: ShownMedia | None) -> Tensor:
@@ -519,13 +525,13 @@ class ModelHost:
         links, tops = self.links, list[Tensor]()
         with Changes() as changes:
             hidden = None if links.begins_here else links.receive_hidden(tuple(ids_NL.shape))
-            self.entry.set_hidden(hidden, changes)
+            self.entry.stage.set_hidden(hidden, changes)
             if not links.ends_here:
                 # After features of images that enter behind the last block here.
                 last = [*self.blocks, *self.entry.final_norms][-1]
                 hooks: Any = last._forward_hooks
                 add_hook(changes, hooks, lambda _, __, top: tops.append(top))
-            outputs = self.entry.stock(ids_NL, shown)
+            outputs = self.entry.stock.logits(ids_NL, shown=shown)
         if tops:
             links.send_hidden(tops[0])
         outputs = outputs.detach().contiguous()
@@ -536,10 +542,10 @@ class ModelHost:
         """Let `stock` work whatever the model is set to, on this thread alone, until the changes
         are undone."""
         keep_to_this_thread((self.entry.core, self.entry.decoder), changes)
-        self.entry.allow_stock(self.rounding_dtype, changes)
+        self.entry.stock.allow(self.rounding_dtype, changes)
 
     def empty_outputs(self) -> Tensor:
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         with Changes() as changes:
-            self.entry.allow_stock(self.rounding_dtype, changes)
+            self.entry.stock.allow(self.rounding_dtype, changes)
             return self.stock(token)[:, :0]

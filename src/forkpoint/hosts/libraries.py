@@ -69,8 +69,8 @@ def cut_model(model: nn.Module, mesh: DeviceMesh) -> None:
             "first, and shard or replicate what is left."
         )
     entry = library.entry(model, ())
-    stages = stages_of_shape(entry.shape(()), mesh[DIMENSION].size(), entry.first_layers)
-    entry.hold_stage(stages[mesh.get_local_rank(DIMENSION)])
+    stages = stages_of_shape(entry.shape(), mesh[DIMENSION].size(), entry.stage.first_layers)
+    entry.stage.hold(stages[mesh.get_local_rank(DIMENSION)])
     forget_lists()
     # Zeros in place of embeddings have no memory to which DistributedDataParallel could copy.
     dropped = [n for n, b in model.named_buffers() if b.untyped_storage().nbytes() < b.nbytes]
@@ -102,7 +102,7 @@ def whole_copy(
     library = library_of(model)
     library.unsplit(copy, splits)
     if links is not None and links.stages:
-        library.entry(copy, ()).complete(links.exchange)
+        library.entry(copy, ()).stage.complete(links.exchange)
         copied = library.entry(copy, ()).blocks
     return copy, copied
 

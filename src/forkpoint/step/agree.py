@@ -200,7 +200,7 @@ def _proposal(
     sizes = local.plans if host.links.stages and not request.scores else ()
     outline = None
     if batch.media and host.topology.reduces and gather != "step":
-        outline = MediumOutline.of(host.entry.sample_medium(batch.media))
+        outline = MediumOutline.of(host.entry.encoder.sample(batch.media))
     return Proposal(
         call,
         offer=Offer(

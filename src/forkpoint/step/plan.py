@@ -74,7 +74,7 @@ def check_and_plan(policy: StepPolicy, request: Request) -> LocalStep:
         check_denominators(request.denominators)
         scale = finite("scale", request.scale)
     counted = request.expert_counts
-    if host.entry.keeps_counts and request.training:
+    if host.entry.counts.kept and request.training:
         if request.scores:
             raise UnsupportedError(
                 "log-probs with gradients were asked for, and ordinary training of this model "

@@ -155,7 +155,7 @@ def router_work(
         return None
     _check_has_routers(host, "router= or expert_counts= were given")
     # Models that count experts by themselves are trained on all tokens of a rollout but the last.
-    asked = router or RouterLoss(load_balancing=0.0, z=0.0, last_token=not host.entry.keeps_counts)
+    asked = router or RouterLoss(load_balancing=0.0, z=0.0, last_token=not host.entry.counts.kept)
     known = asked.load_balancing
     load_balancing = host.routers.coefficient if known is None else float(known)
     z = float(asked.z or 0.0)

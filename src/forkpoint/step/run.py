@@ -220,7 +220,7 @@ def finish_training(policy: StepPolicy, agreed: AgreedStep, executed: Executed) 
     batch, objective = agreed.local.batch, agreed.local.loss
     assert objective is not None
     loss = policy.model_state.ratios.read(result.loss, result.per_token.get("logprobs"), batch)
-    if routing is not None and policy.host.entry.keeps_counts:
+    if routing is not None and policy.host.entry.counts.kept:
         policy.host.add_counts(routing.counts().logical_LE)
     router_loss = None
     if routing is not None and agreed.local.request.router is not None:

@@ -234,7 +234,7 @@ def sample_of(batch: RolloutBatch, host: ModelHost) -> RolloutBatch:
     mask = np.arange(width) > width // 2
     if not batch.media:
         return RolloutBatch(Rollout(ids, mask, 0.0) for ids in sequences)
-    medium = host.entry.sample_medium(batch.media)
+    medium = host.entry.encoder.sample(batch.media)
     assert batch.media_of is not None
     number = next(n for n, other in enumerate(batch.media) if other.kind == medium.kind)
     token = batch.token_ids[batch.media_of == number][0]

@@ -115,7 +115,7 @@ SPLITS: tuple[Kind, ...] = (
         name="Stages of a family that is not divided",
         error=UnsupportedError,
         message="Llama4ForCausalLM is divided over ranks by stages of a pipeline, which has not",
-        call=lambda: llama4().entry.hold_stage(Stage(0, 2, 0, 1, 3)),
+        call=lambda: llama4().entry.stage.hold(Stage(0, 2, 0, 1, 3)),
     ),
     Kind(
         name="Context parallelism of a family that is not divided",

@@ -205,7 +205,7 @@ def _refuse_ranks(model: nn.Module) -> None:
             "whole model, or train on ranks by policy.forward_backward."
         )
     plain = unwrapped(uncompiled(model))
-    held, layers = library_of(plain).entry(plain, ()).layers
+    held, layers = library_of(plain).entry(plain, ()).stage.layers
     if len(held) < layers:
         raise UnsupportedError(
             f"the model holds a stage of a pipeline ({len(held)} of {layers} layers), and replay "

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.modules import plain_class
@@ -61,6 +62,19 @@ def family_of(model: nn.Module) -> Family:
 def sizes_of(model: nn.Module) -> Any:
     """The sizes of a model, under the names of torchtitan 0.2's arguments."""
     return family_of(model).version.sizes(model)
+
+
+def blocks_of(model: Any) -> list[nn.Module]:
+    """The blocks of a model, out of the wrappers that recompute their activations."""
+    return [
+        block._checkpoint_wrapped_module if isinstance(block, CheckpointWrapper) else block
+        for block in model.layers.values()
+    ]
+
+
+def is_checkpointed(block: nn.Module) -> bool:
+    """Whether torchtitan has put a block into torch's wrapper that recomputes its activations."""
+    return isinstance(block, CheckpointWrapper)
 
 
 def head_of(model: nn.Module) -> Any:

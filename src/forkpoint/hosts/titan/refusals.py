@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.code_provenance import describe_function
 from forkpoint.hosts.modules import every_module, plain_class
-from forkpoint.hosts.titan.families import Family, family_of, head_of, sizes_of
+from forkpoint.hosts.titan.families import Family, blocks_of, family_of, head_of, sizes_of
 from forkpoint.hosts.titan.splits import Split, redistributes, splits_hidden
 from forkpoint.hosts.wrappers import set_forward
 
@@ -71,23 +71,12 @@ def check_split_stage(model: Any, splits: Sequence[Split]) -> None:
     tensor = any(redistributes(m) and s.tensor is not None for _, m, s in splits)
     if not tensor or len(model.layers) == sizes_of(model).n_layers:
         return
-    blocks = map(within_checkpoint, model.layers.values())
-    if not all(map(splits_hidden, blocks)):
+    if not all(map(splits_hidden, blocks_of(model))):
         raise UnsupportedError(
             "the model is a stage of a pipeline, and split over ranks without sequence "
             "parallelism, which has not been shown exact. Set "
             "parallelism.enable_sequence_parallel."
         )
-
-
-def is_checkpointed(block: nn.Module) -> bool:
-    """Whether torchtitan has put a block into torch's wrapper that recomputes its activations."""
-    return isinstance(block, CheckpointWrapper)
-
-
-def within_checkpoint(block: nn.Module) -> nn.Module:
-    """A block, out of the wrapper that recomputes its activations if it has one."""
-    return block._checkpoint_wrapped_module if isinstance(block, CheckpointWrapper) else block
 
 
 def check_checkpointing(model: nn.Module) -> None:

@@ -1,6 +1,5 @@
 """Routers of torchtitan's mixtures of experts, and the counts by which it balances their load."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,8 +8,11 @@ from torch.distributed.tensor import DTensor
 
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.host import FoundRouter
+from forkpoint.hosts.entry import ExpertCounts
 from forkpoint.hosts.modules import every_module
 from forkpoint.hosts.routers import ModelRouters
+from forkpoint.hosts.titan.families import blocks_of, is_checkpointed, sizes_of
+from forkpoint.hosts.titan.shapes import first_mixture
 from forkpoint.hosts.titan.versions import Version
 from forkpoint.hosts.torch_dist.copies import full
 
@@ -48,29 +50,38 @@ class Routers(ModelRouters):
         return [full(bias) for bias in found if bias is not None]
 
 
-class ExpertCounts:
+class TitanCounts(ExpertCounts):
     """The buffers in which torchtitan's forwards count tokens for each expert.
 
     A step leaves in them what ordinary training would: a token counts once for every rollout
     through it. Forwards within the step count otherwise, and are not kept.
     """
 
-    def __init__(self, buffer: str) -> None:
-        """buffer: its name in a mixture."""
-        self._buffer = buffer
+    def __init__(self, model: Any, version: Version) -> None:
+        self._model = model
+        self._version = version
         self._before: list[tuple[Tensor, Tensor, int]] = []
         """Buffers, their values before the step (and then after it), and how often ordinary
         training counts a token: twice where its backward runs the block again (the optimizer's
         hook halves that), never where another rank's buffer has the counts of both."""
 
-    def save(self, blocks: Iterable[tuple[Any, bool]], changes: Changes) -> None:
-        """Put the buffers back when the changes are undone. blocks: whether each is run again."""
+    @property
+    def kept(self) -> bool:
+        routers, args = Routers(self._model, self._version), sizes_of(self._model)
+        if routers.found or first_mixture(args) == args.n_layers:
+            return bool(routers.biases)
+        # Of a stage without routers: those of the others do.
+        return args.moe_args.load_balance_coeff is not None
+
+    def save(self, changes: Changes) -> None:
         self._before = []
-        for block, again in blocks:
-            if "moe" not in block._modules:
+        layers = self._model.layers.values()
+        for layer, block in zip(layers, blocks_of(self._model), strict=True):
+            moe: Any = block._modules.get("moe")
+            if moe is None:
                 continue
-            buffer = block.moe.get_buffer(self._buffer)
-            times = 2 if again else 1
+            buffer = moe.get_buffer(self._version.counts)
+            times = 2 if is_checkpointed(layer) else 1
             if isinstance(buffer, DTensor):
                 if not _has_counts(buffer):
                     times = 0
@@ -81,7 +92,6 @@ class ExpertCounts:
 
     @torch.no_grad()
     def add(self, logical_LE: Tensor) -> None:
-        """Add a step's counts, int64 [L, E], to what the buffers have after it."""
         for (_, before, times), counts_E in zip(self._before, logical_LE, strict=True):
             before += times * counts_E.to(before)
 

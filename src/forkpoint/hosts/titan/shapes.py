@@ -1,11 +1,14 @@
 """Sizes of torchtitan's models, by which plans are priced."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from forkpoint.hosts.titan.families import family_of, sizes_of
+from forkpoint.hosts.shapes import divided
+from forkpoint.hosts.titan.families import blocks_of, family_of, sizes_of
+from forkpoint.hosts.titan.splits import Split
 from forkpoint.plan.pricing.cost import ModelShape
 
 VOCABULARY = 1024
@@ -18,9 +21,12 @@ def first_mixture(args: Any) -> int:
     return getattr(args, "n_dense_layers", 0 if mixtures else args.n_layers)
 
 
-def model_shape(model: Any, blocks: list[Any], *, checkpointed: bool) -> ModelShape:
-    """The shape of a model."""
-    args = sizes_of(model)
+def model_shape(model: Any, splits: Sequence[Split], *, checkpointed: bool) -> ModelShape:
+    """The shape of the part of a model that this rank computes.
+
+    Raises UnsupportedError where a rank would have parts of heads.
+    """
+    args, blocks = sizes_of(model), blocks_of(model)
     kv_heads = getattr(args, "n_kv_heads", None)
     sizes: dict[str, Any] = {
         "num_hidden_layers": args.n_layers,
@@ -31,7 +37,7 @@ def model_shape(model: Any, blocks: list[Any], *, checkpointed: bool) -> ModelSh
         "vocab_size": args.vocab_size,
     }
     # Of a stage of a pipeline these are some.
-    dense = [block for block in blocks if "feed_forward" in block._modules]
+    dense: list[Any] = [block for block in blocks if "feed_forward" in block._modules]
     first = first_mixture(args)
     if first:
         held = dense[0].feed_forward.w1.weight.shape[0] if dense else args.inter_dim
@@ -50,11 +56,16 @@ def model_shape(model: Any, blocks: list[Any], *, checkpointed: bool) -> ModelSh
             sizes[name] = getattr(args, name) or None
     if hasattr(args, "v_head_dim"):
         sizes["v_head_dim"] = args.v_head_dim
-    return ModelShape.from_config(
+    shape = ModelShape.from_config(
         sizes,
         dtype_bytes=next(model.parameters()).element_size(),
         checkpointed=checkpointed,
     )
+    tensor = next((style.tensor for _, _, style in splits if style.tensor is not None), None)
+    if tensor is None:
+        return shape
+    remedy = "Choose a tensor_parallel_degree that divides both numbers of heads."
+    return divided(shape, tensor.size(), remedy)
 
 
 def shallow_model(

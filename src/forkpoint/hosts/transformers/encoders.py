@@ -9,14 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from transformers import PreTrainedModel
 from transformers.utils.generic import is_flash_attention_requested
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_window_index
 
 from forkpoint.errors import UnsupportedError
+from forkpoint.hosts.calls import CallContext
+from forkpoint.hosts.entry import Encoder
 from forkpoint.hosts.modules import every_module, plain_class
-from forkpoint.hosts.transformers.families import Family
-from forkpoint.hosts.transformers.multimodal import deep_layers
+from forkpoint.hosts.transformers.families import Family, family_of
+from forkpoint.hosts.transformers.multimodal import deep_layers, idle_modules
 from forkpoint.hosts.transformers.refusals import TOKENWISE_CODE
 from forkpoint.hosts.wrappers import set_forward
 from forkpoint.plan.pricing.encoders import EncoderShape
@@ -25,31 +26,219 @@ from forkpoint.rollouts.media import KINDS, Media, ShownMedia
 from forkpoint.tree.forest import IntArray
 
 
-def encode(core: Any, medium: Media) -> tuple[Tensor, ...]:
-    """Features [R, C] of a medium of R tokens, by the model's own get_image_features.
+class TransformersEncoder(Encoder):
+    """The encoders of a model of transformers; of a model of text there are none."""
 
-    The first take the place of embeddings; the others, if any, are added after the first blocks.
-    """
-    encoder = _encoder(core, medium.kind)
-    names, device = _arguments(encoder), next(core.parameters()).device
-    given = {n: _tensor(x, device) for n, x in medium.inputs.items() if n in names}
-    for name, value in medium.inputs.items():
-        if name.endswith("_grid_thw"):
-            lengths = _lengths_on_host(core, torch.as_tensor(value).cpu(), device)
-            given |= {f"{medium.kind}_{n}": x for n, x in lengths.items()}
-    found = encoder(**given, return_dict=True)
-    # Newer versions of transformers give a tensor for each image.
-    every = (found.pooler_output, *(getattr(found, "deepstack_features", None) or ()))
-    parts = ((x,) if isinstance(x, Tensor) else tuple(x) for x in every)
-    # Copies: of views fully_shard warns.
-    outputs = tuple(torch.cat([x.reshape(-1, x.shape[-1]) for x in each]) for each in parts)
-    if len(outputs[0]) != medium.tokens:
-        raise UnsupportedError(
-            f"{medium!r} stands for {medium.tokens} tokens, and {plain_class(core).__name__} gives "
-            f"{len(outputs[0])} features for it. Give the inputs of one {medium.kind}, as the "
-            "model's processor makes them."
+    def __init__(self, core: Any) -> None:
+        self.core: Any = core
+        self.family: Family = family_of(core)
+
+    @property
+    def modules(self) -> Collection[nn.Module]:
+        return idle_modules(self.core)
+
+    def check(self) -> None:
+        """Refuse modules that have not been shown exact.
+
+        Its code runs as it is, on one medium at a time; so no module may mix those of a batch.
+        """
+        encoder = self.modules
+        allowed = ("transformers.models.", *TOKENWISE_CODE)
+        for name, module in every_module(self.core):
+            if module not in encoder:
+                continue
+            kind, attributes = plain_class(module), vars(module)
+            if not kind.__module__.startswith(allowed):
+                raise UnsupportedError(
+                    f"{name} is a {kind.__module__}.{kind.__qualname__}, which has not been shown "
+                    "exact in an encoder. Use the modules of transformers as they are."
+                )
+            if "forward" in attributes and set_forward(module) is None:
+                raise UnsupportedError(
+                    f"{name} has a custom forward, whose effect is not known. Remove it."
+                )
+            if module.training and isinstance(module, _BatchNorm):
+                raise UnsupportedError(
+                    f"{name} is a {type(module).__name__} in training mode, which mixes the images "
+                    f"of a call. Call {name}.eval()."
+                )
+            drops = (k for k, v in attributes.items() if "drop" in k and isinstance(v, float) and v)
+            if module.training and (found := next(drops, None)):
+                raise UnsupportedError(
+                    f"{name} has {found} {attributes[found]} in training mode: dense training "
+                    "would draw new numbers for every copy of an image. Set it to 0, or call "
+                    "model.eval()."
+                )
+
+    def check_batch(self, batch: RolloutBatch) -> None:
+        name, family = plain_class(self.core).__name__, self.family
+        for medium in batch.media:
+            if medium.kind not in family.kinds:
+                why = "text alone"
+                if family.kinds:
+                    why = f"text and media of kind {' and '.join(map(repr, family.kinds))}"
+                elif family.bidirectional:
+                    why = "text alone: tokens of an image see each other both ways"
+                raise UnsupportedError(
+                    f"the rollouts have media of kind {medium.kind!r}, and {name} has been shown "
+                    f"exact for {why}. Leave these rollouts out, or train them by ordinary steps."
+                )
+            if medium.is_absent:
+                raise UnsupportedError(
+                    f"{medium!r} was read without its pixels, for planning. Read the rollouts with "
+                    "pixels=True."
+                )
+            known = _arguments(self._features(medium.kind))
+            known |= self._position_arguments()
+            strange = sorted(medium.inputs.keys() - known)
+            if strange:
+                raise UnsupportedError(
+                    f"{medium!r} has the input {strange[0]!r}, which {name} does not take for a "
+                    f"{medium.kind}. Leave it out."
+                )
+        if family.axes and batch.media_of is not None:
+            _check_neighbours(batch, batch.media_of)
+
+    def encode(self, medium: Media) -> tuple[Tensor, ...]:
+        """Features [R, C] of a medium of R tokens, by the model's own get_image_features.
+
+        The first take the place of embeddings; the others, if any, are added after first blocks.
+        """
+        encoder = self._features(medium.kind)
+        names, device = _arguments(encoder), next(self.core.parameters()).device
+        given = {n: _tensor(x, device) for n, x in medium.inputs.items() if n in names}
+        for name, value in medium.inputs.items():
+            if name.endswith("_grid_thw"):
+                lengths = _lengths_on_host(self.core, torch.as_tensor(value).cpu(), device)
+                given |= {f"{medium.kind}_{n}": x for n, x in lengths.items()}
+        found = encoder(**given, return_dict=True)
+        # Newer versions of transformers give a tensor for each image.
+        every = (found.pooler_output, *(getattr(found, "deepstack_features", None) or ()))
+        parts = ((x,) if isinstance(x, Tensor) else tuple(x) for x in every)
+        # Copies: of views fully_shard warns.
+        outputs = tuple(torch.cat([x.reshape(-1, x.shape[-1]) for x in each]) for each in parts)
+        if len(outputs[0]) != medium.tokens:
+            raise UnsupportedError(
+                f"{medium!r} stands for {medium.tokens} tokens, and "
+                f"{plain_class(self.core).__name__} gives {len(outputs[0])} features for it. Give "
+                f"the inputs of one {medium.kind}, as the model's processor makes them."
+            )
+        return outputs
+
+    def decoder_inputs(self, ids_1T: Tensor, context: CallContext) -> dict[str, Any]:
+        """The decoder's inputs, with features of media at the tokens that stand for them."""
+        features, rows = context.state.cache.media, context.inputs.media
+        if features is None:
+            return {"input_ids": ids_1T}
+        embeds_1TC = features.anchored(self.core.get_input_embeddings()(ids_1T))
+        if rows is None:
+            return {"inputs_embeds": embeds_1TC}
+        first, *deep = (x.to(embeds_1TC.dtype) for x in features.read(rows))
+        read_1TC = embeds_1TC.index_copy(1, rows.places, first[None])
+        found: dict[str, Any] = {"inputs_embeds": read_1TC}
+        if deep:
+            there_1T = torch.zeros_like(ids_1T, dtype=torch.bool).index_fill(1, rows.places, True)
+            found |= {"visual_pos_masks": there_1T, "deepstack_visual_embeds": deep}
+        return found
+
+    def positions(self, batch: RolloutBatch) -> IntArray | None:
+        """int64 [4, T]: a token's place, and its positions in time, height and width by the model's
+        own get_rope_index; None where the model has places alone.
+
+        It is called once for each distinct beginning up to the last medium: what follows is text.
+        """
+        if not self.family.axes:
+            return None
+        place = np.arange(batch.logical_tokens) - np.repeat(batch.offsets[:-1], batch.lengths)
+        axes_4T = np.broadcast_to(place, (4, len(place))).copy()
+        assert batch.media_of is not None
+        alike: dict[tuple[bytes, tuple[Media, ...]], list[int]] = {}
+        for n, (begin, end) in enumerate(zip(batch.offsets[:-1], batch.offsets[1:], strict=True)):
+            (seen,) = np.nonzero(batch.media_of[begin:end] >= 0)
+            if len(seen):
+                until = begin + seen[-1] + 1
+                key = batch.token_ids[begin:until].tobytes(), batch[n].media
+                alike.setdefault(key, []).append(n)
+        for members in alike.values():
+            longest = max(members, key=lambda n: int(batch.lengths[n]))
+            found_3L = _rope_index(self.core, batch, longest)
+            for n in members:
+                begin, end = batch.offsets[n], batch.offsets[n + 1]
+                axes_4T[1:, begin:end] = found_3L[:, : end - begin]
+        return axes_4T
+
+    def shape(self) -> EncoderShape | None:
+        """Sizes of an encoder, read from its modules; None of a family whose media are refused."""
+        if not self.family.kinds:
+            return None
+        core, encoder = self.core, self.modules
+        modules = [module for _, module in every_module(core) if module in encoder]
+        linear = [module for module in modules if isinstance(module, nn.Linear)]
+        products = [*linear, *(m for m in modules if isinstance(m, nn.modules.conv._ConvNd))]
+        blocks = max((m for m in modules if isinstance(m, nn.ModuleList)), key=len)
+        inside = (module for module in blocks[0].modules() if isinstance(module, nn.Linear))
+        hidden = next(inside).in_features
+        # Inputs and outputs of products, and those of two norms in a block.
+        kept = sum(m.in_features + m.out_features for m in linear) + 4 * hidden * len(blocks)
+        if any(vars(m).get("gradient_checkpointing") and m.training for m in modules):
+            kept = hidden * len(blocks) + kept // len(blocks)
+        outer = core.config
+        vision = outer.vision_config
+        merged = getattr(vision, "spatial_merge_size", None) or getattr(
+            outer, "spatial_merge_size", None
         )
-    return outputs
+        merged = merged or getattr(outer, "scale_factor", None)
+        merged = merged or 1 / getattr(outer, "downsample_ratio", 1)
+        return EncoderShape(
+            parameters=sum(m.weight.numel() for m in products),
+            layers=len(blocks),
+            hidden=hidden,
+            patches_per_token=float(merged) ** 2,
+            feature_elements=outer.get_text_config().hidden_size * (1 + deep_layers(core)),
+            activation_elements=kept,
+            dtype_bytes=next(core.parameters()).element_size(),
+            trained=any(p.requires_grad for m in modules for p in m.parameters(recurse=False)),
+        )
+
+    def sample(self, media: Sequence[Media]) -> Media:
+        """The smallest of these; of an image in patches, which have a grid, its first few."""
+        medium = min(media, key=lambda medium: medium.tokens)
+        if not self.family.axes:
+            return medium
+        size = int(self.core.config.vision_config.spatial_merge_size)
+        patches, tokens = (2 * size) ** 2, 4
+        if medium.tokens <= tokens:
+            return medium
+        inputs: dict[str, Any] = {}
+        for name, value in medium.inputs.items():
+            grid = _tensor(value, torch.device("cpu")).new_tensor([[1, 2 * size, 2 * size]])
+            inputs[name] = grid if name.endswith("_grid_thw") else value[:patches]
+        return Media(medium.kind, inputs, tokens)
+
+    def stock_arguments(self, shown: ShownMedia, *, encodes: bool) -> dict[str, Tensor]:
+        """The arguments of a forward of the model for the media of its rows; those of positions
+        alone unless it `encodes`, as the first stage of a pipeline does."""
+        names, device = _arguments(type(self.core).forward), next(self.core.parameters()).device
+        of_positions = self._position_arguments()
+        found: dict[str, list[Tensor]] = {}
+        for row in shown.rows:
+            own: dict[str, list[Tensor]] = {}
+            for medium in row:
+                for name, value in medium.inputs.items():
+                    if encodes or name in of_positions:
+                        own.setdefault(name, []).append(_tensor(value, device))
+            for name, parts in own.items():
+                found.setdefault(name, []).append(_joined(parts, self.family.joined))
+        given = {name: _joined(parts, 0) for name, parts in found.items()}
+        if "mm_token_type_ids" in names:
+            given["mm_token_type_ids"] = torch.as_tensor(shown.types_NL, device=device)
+        return given
+
+    def _features(self, kind: str) -> Callable[..., Any]:
+        return getattr(self.core.base_model, f"get_{kind}_features")
+
+    def _position_arguments(self) -> frozenset[str]:
+        return _arguments(self.core.base_model.get_rope_index) if self.family.axes else frozenset()
 
 
 def _lengths_on_host(core: Any, grid_N3: Tensor, device: torch.device) -> dict[str, Tensor]:
@@ -67,33 +256,6 @@ def _lengths_on_host(core: Any, grid_N3: Tensor, device: torch.device) -> dict[s
         order, found["cu_window_seqlens"] = get_vision_window_index(grid_N3, *sizes)
         found["window_index"] = order.to(device)
     return found
-
-
-def positions(core: Any, family: Family, batch: RolloutBatch) -> IntArray | None:
-    """int64 [4, T]: a token's place, and its positions in time, height and width by the model's
-    own get_rope_index; None where the model has places alone.
-
-    It is called once for each distinct beginning up to the last medium: what follows is text.
-    """
-    if not family.axes:
-        return None
-    place = np.arange(batch.logical_tokens) - np.repeat(batch.offsets[:-1], batch.lengths)
-    axes_4T = np.broadcast_to(place, (4, len(place))).copy()
-    assert batch.media_of is not None
-    alike: dict[tuple[bytes, tuple[Media, ...]], list[int]] = {}
-    for n, (begin, end) in enumerate(zip(batch.offsets[:-1], batch.offsets[1:], strict=True)):
-        (seen,) = np.nonzero(batch.media_of[begin:end] >= 0)
-        if len(seen):
-            until = begin + seen[-1] + 1
-            key = batch.token_ids[begin:until].tobytes(), batch[n].media
-            alike.setdefault(key, []).append(n)
-    for members in alike.values():
-        longest = max(members, key=lambda n: int(batch.lengths[n]))
-        found_3L = _rope_index(core, batch, longest)
-        for n in members:
-            begin, end = batch.offsets[n], batch.offsets[n + 1]
-            axes_4T[1:, begin:end] = found_3L[:, : end - begin]
-    return axes_4T
 
 
 def _rope_index(core: Any, batch: RolloutBatch, index: int) -> IntArray:
@@ -119,79 +281,6 @@ def _rope_index(core: Any, batch: RolloutBatch, index: int) -> IntArray:
         ) from error
 
 
-def encoder_shape(
-    core: PreTrainedModel, family: Family, encoder: Collection[nn.Module]
-) -> EncoderShape | None:
-    """Sizes of an encoder, read from its modules; None of a family whose media are refused."""
-    if not family.kinds:
-        return None
-    modules = [module for _, module in every_module(core) if module in encoder]
-    linear = [module for module in modules if isinstance(module, nn.Linear)]
-    products = [*linear, *(m for m in modules if isinstance(m, nn.modules.conv._ConvNd))]
-    blocks = max((m for m in modules if isinstance(m, nn.ModuleList)), key=len)
-    inside = (module for module in blocks[0].modules() if isinstance(module, nn.Linear))
-    hidden = next(inside).in_features
-    # Inputs and outputs of products, and those of two norms in a block.
-    kept = sum(m.in_features + m.out_features for m in linear) + 4 * hidden * len(blocks)
-    if any(vars(m).get("gradient_checkpointing") and m.training for m in modules):
-        kept = hidden * len(blocks) + kept // len(blocks)
-    vision: Any = core.config.vision_config
-    outer: Any = core.config
-    merged = getattr(vision, "spatial_merge_size", None) or getattr(
-        outer, "spatial_merge_size", None
-    )
-    merged = merged or getattr(outer, "scale_factor", None)
-    merged = merged or 1 / getattr(outer, "downsample_ratio", 1)
-    return EncoderShape(
-        parameters=sum(m.weight.numel() for m in products),
-        layers=len(blocks),
-        hidden=hidden,
-        patches_per_token=float(merged) ** 2,
-        feature_elements=outer.get_text_config().hidden_size * (1 + deep_layers(core)),
-        activation_elements=kept,
-        dtype_bytes=next(core.parameters()).element_size(),
-        trained=any(p.requires_grad for m in modules for p in m.parameters(recurse=False)),
-    )
-
-
-def sample_medium(core: Any, family: Family, media: Sequence[Media]) -> Media:
-    """The smallest of these; of an image in patches, which have a grid, its first few."""
-    medium = min(media, key=lambda medium: medium.tokens)
-    if not family.axes:
-        return medium
-    size = int(core.config.vision_config.spatial_merge_size)
-    patches, tokens = (2 * size) ** 2, 4
-    if medium.tokens <= tokens:
-        return medium
-    inputs: dict[str, Any] = {}
-    for name, value in medium.inputs.items():
-        grid = _tensor(value, torch.device("cpu")).new_tensor([[1, 2 * size, 2 * size]])
-        inputs[name] = grid if name.endswith("_grid_thw") else value[:patches]
-    return Media(medium.kind, inputs, tokens)
-
-
-def stock_arguments(
-    core: Any, family: Family, shown: ShownMedia, *, encodes: bool
-) -> dict[str, Tensor]:
-    """The arguments of a forward of the model for the media of its rows; those of positions alone
-    unless it `encodes`, as the first stage of a pipeline does."""
-    names, device = _arguments(type(core).forward), next(core.parameters()).device
-    of_positions = _position_arguments(core, family)
-    found: dict[str, list[Tensor]] = {}
-    for row in shown.rows:
-        own: dict[str, list[Tensor]] = {}
-        for medium in row:
-            for name, value in medium.inputs.items():
-                if encodes or name in of_positions:
-                    own.setdefault(name, []).append(_tensor(value, device))
-        for name, parts in own.items():
-            found.setdefault(name, []).append(_joined(parts, family.joined))
-    given = {name: _joined(parts, 0) for name, parts in found.items()}
-    if "mm_token_type_ids" in names:
-        given["mm_token_type_ids"] = torch.as_tensor(shown.types_NL, device=device)
-    return given
-
-
 def _joined(parts: list[Tensor], dim: int) -> Tensor:
     """Tensors in one, with zeros around those of smaller images, as processors pad them."""
     shape = [max(sizes) for sizes in zip(*(x.shape for x in parts), strict=True)]
@@ -204,10 +293,6 @@ def _joined(parts: list[Tensor], dim: int) -> Tensor:
     return torch.cat(padded, dim)
 
 
-def _encoder(core: Any, kind: str) -> Callable[..., Any]:
-    return getattr(core.base_model, f"get_{kind}_features")
-
-
 @cache
 def _of_function(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
@@ -217,47 +302,8 @@ def _arguments(function: Any) -> frozenset[str]:
     return _of_function(getattr(function, "__func__", function))
 
 
-def _position_arguments(core: Any, family: Family) -> frozenset[str]:
-    return _arguments(core.base_model.get_rope_index) if family.axes else frozenset()
-
-
 def _tensor(value: Any, device: torch.device) -> Tensor:
     return torch.as_tensor(value, device=device)
-
-
-# Refusals
-# ------------------------------------------------------------
-
-
-def check_media(core: Any, family: Family, batch: RolloutBatch) -> None:
-    """Refuse media of a batch that have not been shown exact in models of the family."""
-    name = plain_class(core).__name__
-    for medium in batch.media:
-        if medium.kind not in family.kinds:
-            why = "text alone"
-            if family.kinds:
-                why = f"text and media of kind {' and '.join(map(repr, family.kinds))}"
-            elif family.bidirectional:
-                why = "text alone: tokens of an image see each other both ways"
-            raise UnsupportedError(
-                f"the rollouts have media of kind {medium.kind!r}, and {name} has been shown exact "
-                f"for {why}. Leave these rollouts out, or train them by ordinary steps."
-            )
-        if medium.is_absent:
-            raise UnsupportedError(
-                f"{medium!r} was read without its pixels, for planning. Read the rollouts with "
-                "pixels=True."
-            )
-        known = _arguments(_encoder(core, medium.kind))
-        known |= _position_arguments(core, family)
-        strange = sorted(medium.inputs.keys() - known)
-        if strange:
-            raise UnsupportedError(
-                f"{medium!r} has the input {strange[0]!r}, which {name} does not take for a "
-                f"{medium.kind}. Leave it out."
-            )
-    if family.axes and batch.media_of is not None:
-        _check_neighbours(batch, batch.media_of)
 
 
 def _check_neighbours(batch: RolloutBatch, media_of: IntArray) -> None:
@@ -277,35 +323,3 @@ def _check_neighbours(batch: RolloutBatch, media_of: IntArray) -> None:
             f"them, at position {where[0] + 1 - batch.offsets[rollout]}, and the model takes them "
             "for one. Put text between them, as the model's processor does."
         )
-
-
-def check_encoder(core: PreTrainedModel, encoder: Collection[nn.Module]) -> None:
-    """Refuse modules of an encoder that have not been shown exact.
-
-    Its code runs as it is, on one medium at a time; so no module may mix those of a batch.
-    """
-    allowed = ("transformers.models.", *TOKENWISE_CODE)
-    for name, module in every_module(core):
-        if module not in encoder:
-            continue
-        kind, attributes = plain_class(module), vars(module)
-        if not kind.__module__.startswith(allowed):
-            raise UnsupportedError(
-                f"{name} is a {kind.__module__}.{kind.__qualname__}, which has not been shown "
-                "exact in an encoder. Use the modules of transformers as they are."
-            )
-        if "forward" in attributes and set_forward(module) is None:
-            raise UnsupportedError(
-                f"{name} has a custom forward, whose effect is not known. Remove it."
-            )
-        if module.training and isinstance(module, _BatchNorm):
-            raise UnsupportedError(
-                f"{name} is a {type(module).__name__} in training mode, which mixes the images of "
-                f"a call. Call {name}.eval()."
-            )
-        drops = (k for k, v in attributes.items() if "drop" in k and isinstance(v, float) and v)
-        if module.training and (found := next(drops, None)):
-            raise UnsupportedError(
-                f"{name} has {found} {attributes[found]} in training mode: dense training would "
-                "draw new numbers for every copy of an image. Set it to 0, or call model.eval()."
-            )

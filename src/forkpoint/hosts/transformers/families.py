@@ -159,6 +159,13 @@ def known_family(model_type: str) -> Family | None:
     return FAMILIES.get(model_type) or MULTIMODAL.get(model_type)
 
 
+def family_of(core: Any) -> Family:
+    """The family of a model that is supported."""
+    found = known_family(core.config.model_type)
+    assert found is not None
+    return found
+
+
 def known_classes() -> list[str]:
     """Names of the classes of all families."""
     return [family.model_class for family in (*FAMILIES.values(), *MULTIMODAL.values())]

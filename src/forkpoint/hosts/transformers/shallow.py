@@ -12,9 +12,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from forkpoint.hosts.transformers.encoders import encoder_shape
+from forkpoint.hosts.transformers.encoders import TransformersEncoder
 from forkpoint.hosts.transformers.families import FAMILIES, MULTIMODAL
-from forkpoint.hosts.transformers.multimodal import idle_modules
 from forkpoint.plan.pricing.encoders import EncoderShape
 
 VOCABULARY = 1024
@@ -57,10 +56,9 @@ def encoder_sizes(
         model = AutoModelForImageTextToText.from_config(config).train()
     if checkpointed:
         enable_checkpointing(model)
-    idle = idle_modules(model)
-    parameters = {p: p.numel() for m in idle for p in m.parameters(recurse=False)}
-    family = MULTIMODAL[config.model_type]
-    return encoder_shape(model, family, idle), sum(parameters.values())
+    encoder = TransformersEncoder(model)
+    parameters = {p: p.numel() for m in encoder.modules for p in m.parameters(recurse=False)}
+    return encoder.shape(), sum(parameters.values())
 
 
 def enable_checkpointing(model: Any) -> None:

@@ -11,11 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forkpoint.engine.changes import Changes
 from forkpoint.errors import UnsupportedError
-from forkpoint.hosts.transformers.multimodal import decoder_of, idle_modules
+from forkpoint.hosts.entry import HeldStage
+from forkpoint.hosts.transformers.families import family_of
+from forkpoint.hosts.transformers.multimodal import decoder_of, deep_layers, idle_modules
+from forkpoint.hosts.transformers.refusals import check_undivided
 from forkpoint.plan.stages import Stage
 
-Exchange = Callable[[Any], list[Any]]
+FINAL_NORMS = ("norm", "final_layernorm")
+"""Names of the norm that decoders of transformers apply after their last block."""
 IDENTITY = ("transformers.distributed.pipeline_parallel", "PipelineIdentityLayer")
 """Class of what transformers puts in place of modules of other stages (pp_size)."""
 
@@ -58,13 +63,19 @@ def held_layers(layers: nn.ModuleList) -> list[nn.Module]:
     return [layer for layer in layers if not _is_passed(layer)]
 
 
+def final_norms(decoder: nn.Module) -> list[nn.Module]:
+    """The norms of a decoder after its last block, here or on another stage."""
+    found = (getattr(decoder, name, None) for name in FINAL_NORMS)
+    return [norm for norm in found if isinstance(norm, nn.Module)]
+
+
 def layers_of_stage(layers: nn.ModuleList) -> range:
     """The numbers of a decoder's layers that this rank holds."""
     held = [n for n, layer in enumerate(layers) if not _is_passed(layer)]
     return range(held[0], held[-1] + 1)
 
 
-def gate_of(layers: nn.ModuleList) -> Gate:
+def _gate_of(layers: nn.ModuleList) -> Gate:
     """The gate of a decoder that holds a stage."""
     return next(layer.gate for layer in layers if isinstance(layer, PassedLayer))
 
@@ -79,112 +90,136 @@ def _is_identity(module: nn.Module) -> bool:
     return (kind.__module__, kind.__name__) == IDENTITY
 
 
-def check_cut(layers: nn.ModuleList) -> None:
-    """Raise UnsupportedError where transformers alone has cut the decoder (pp_size)."""
-    if any(map(_is_identity, layers)):
-        raise UnsupportedError(
-            "transformers has cut the model into pipeline stages (pp_size), and wrap was given no "
-            "mesh with the dimension 'pp'. Give it one with the same ranks: "
-            "forkpoint.wrap(model, mesh=mesh)."
-        )
+class TransformersStage(HeldStage):
+    """The stage that a model of transformers holds."""
 
+    def __init__(self, core: Any) -> None:
+        """`core`: the causal model."""
+        self.core: Any = core
 
-def hold_stage(core: Any, stage: Stage, norms: tuple[str, ...]) -> None:
-    """Drop what other stages hold.
+    @property
+    def decoder(self) -> Any:
+        return decoder_of(self.core)
 
-    Args:
-        core: the causal model, whole, or with its modules split over ranks. It may hold this stage
-            already. Where transformers has cut it (pp_size), its layers stay where they are.
+    @property
+    def first_layers(self) -> int:
+        return max(1, deep_layers(self.core))
 
-    Raises UnsupportedError where the model holds another stage.
-    """
-    decoder, idle = decoder_of(core), idle_modules(core)
-    held, device = layers_of_stage(decoder.layers), next(core.parameters()).device
-    wanted = range(stage.first_layer, stage.first_layer + stage.layers)
-    if any(map(_is_identity, decoder.layers)):
-        if idle:
+    @property
+    def layers(self) -> tuple[range, int]:
+        return layers_of_stage(self.decoder.layers), len(self.decoder.layers)
+
+    @property
+    def tied(self) -> frozenset[nn.Parameter]:
+        weight = self.core.get_input_embeddings().weight
+        there = _gate_of(self.decoder.layers).tied and isinstance(weight, nn.Parameter)
+        return frozenset({weight} if there else ())
+
+    def set_hidden(self, hidden_1TC: Tensor | None, changes: Changes) -> None:
+        gate = vars(_gate_of(self.decoder.layers))
+        changes.set(gate, "open", True)
+        changes.set(gate, "hidden", hidden_1TC)
+
+    def check(self) -> None:
+        """Raise UnsupportedError where transformers alone has cut the decoder (pp_size)."""
+        if any(map(_is_identity, self.decoder.layers)):
             raise UnsupportedError(
-                "transformers has cut a model with an encoder of images into stages (pp_size), "
-                "which has not been shown exact. Load the whole model, and give wrap the mesh."
+                "transformers has cut the model into pipeline stages (pp_size), and wrap was given "
+                "no mesh with the dimension 'pp'. Give it one with the same ranks: "
+                "forkpoint.wrap(model, mesh=mesh)."
             )
-        wanted = held
-        _undo_layout(core, stage)
-    if held not in (wanted, range(len(decoder.layers))):
-        raise UnsupportedError(
-            f"the model holds layers {held[0]} to {held[-1]}, and stage {stage.index} of "
-            f"{stage.stages} holds {wanted[0]} to {wanted[-1]}. Load the whole model again."
-        )
-    if any(isinstance(layer, PassedLayer) for layer in decoder.layers):
-        return
-    gate = Gate()
-    head, embeddings = _head(core), core.get_input_embeddings()
-    gate.tied = head.weight is embeddings.weight
-    for n in range(len(decoder.layers)):
-        if n not in wanted:
-            decoder.layers[n] = PassedLayer(gate, is_entrance=n == wanted[0] - 1)
-    if not stage.is_last:
-        for name in norms:
-            if isinstance(getattr(decoder, name, None), nn.Module):
-                setattr(decoder, name, PassedLayer(gate))
-        _drop_weight(head, device)
-    if not stage.is_first and not (gate.tied and stage.is_last):
-        _drop_weight(embeddings, device)
-    if not stage.is_first:
-        for module in idle:  # encoders of images
-            _drop_weight(module, device)
 
+    def hold(self, stage: Stage) -> None:
+        """Drop what other stages hold.
 
-def _undo_layout(core: Any, stage: Stage) -> None:
-    """Put modules in place of transformers' own substitutes, but for those of layers.
+        The model is whole, or has modules that are split over ranks. It may hold this stage
+        already. Where transformers has cut it (pp_size), its layers stay where they are.
 
-    Raises UnsupportedError where the ranks of the mesh are others than those of the layout.
-    """
-    layout = core._pp_stage
-    if (layout.pp_rank, layout.pp_size) != (stage.index, stage.stages):
-        raise UnsupportedError(
-            f"the mesh makes this rank stage {stage.index} of {stage.stages}, and transformers has "
-            f"loaded stage {layout.pp_rank} of {layout.pp_size} (pp_size). Give wrap a mesh with "
-            "the same ranks in the dimension 'pp'."
-        )
-    vars(core).pop("forward", None)  # it sends and receives hidden states by itself
-    dtype, config = next(core.parameters()).dtype, core.config.get_text_config()
-    # Their weights are dropped.
-    tokens, hidden, kind = config.vocab_size, config.hidden_size, {"device": "meta", "dtype": dtype}
-    embeddings = core.get_input_embeddings()
-    if _is_identity(embeddings):
-        embeddings = nn.Embedding(tokens, hidden, **kind)
-        core.set_input_embeddings(embeddings)
-    if _is_identity(_head(core)):
-        head = nn.Linear(hidden, tokens, bias=False, **kind)
-        if config.tie_word_embeddings:
-            head.weight = embeddings.weight
-        core.set_output_embeddings(head)
+        Raises UnsupportedError where the model holds another stage.
+        """
+        check_undivided(self.core, family_of(self.core), "stages of a pipeline")
+        core, decoder, idle = self.core, self.decoder, idle_modules(self.core)
+        held, device = layers_of_stage(decoder.layers), next(core.parameters()).device
+        wanted = range(stage.first_layer, stage.first_layer + stage.layers)
+        if any(map(_is_identity, decoder.layers)):
+            if idle:
+                raise UnsupportedError(
+                    "transformers has cut a model with an encoder of images into stages (pp_size), "
+                    "which has not been shown exact. Load the whole model, and give wrap the mesh."
+                )
+            wanted = held
+            self._undo_layout(stage)
+        if held not in (wanted, range(len(decoder.layers))):
+            raise UnsupportedError(
+                f"the model holds layers {held[0]} to {held[-1]}, and stage {stage.index} of "
+                f"{stage.stages} holds {wanted[0]} to {wanted[-1]}. Load the whole model again."
+            )
+        if any(isinstance(layer, PassedLayer) for layer in decoder.layers):
+            return
+        gate = Gate()
+        head, embeddings = _head(core), core.get_input_embeddings()
+        gate.tied = head.weight is embeddings.weight
+        for n in range(len(decoder.layers)):
+            if n not in wanted:
+                decoder.layers[n] = PassedLayer(gate, is_entrance=n == wanted[0] - 1)
+        if not stage.is_last:
+            for name in FINAL_NORMS:
+                if isinstance(getattr(decoder, name, None), nn.Module):
+                    setattr(decoder, name, PassedLayer(gate))
+            _drop_weight(head, device)
+        if not stage.is_first and not (gate.tied and stage.is_last):
+            _drop_weight(embeddings, device)
+        if not stage.is_first:
+            for module in idle:  # encoders of images
+                _drop_weight(module, device)
 
+    def _undo_layout(self, stage: Stage) -> None:
+        """Put modules in place of transformers' own substitutes, but for those of layers.
 
-def complete(core: Any, norms: tuple[str, ...], exchange: Exchange) -> None:
-    """Give a copy of a stage, which no ranks split, the modules of all other stages. Collective."""
-    decoder, idle = decoder_of(core), idle_modules(core)
-    tied = gate_of(decoder.layers).tied
-    device = next(core.parameters()).device
-    final = [getattr(decoder, name, None) for name in norms]
-    found = [*held_layers(decoder.layers), *final, core.get_input_embeddings(), _head(core), *idle]
-    held = {module for module in found if module is not None and list(module.parameters())}
-    own = {name: module.cpu() for name, module in core.named_modules() if module in held}
-    own = {name: module for name, module in own.items() if name.rpartition(".")[0] not in own}
-    # What the first and the last stage both have is the first one's.
-    for parts in reversed(exchange(own)):
-        for name, module in parts.items():
-            core.set_submodule(name, module.to(device))
-    if tied:
-        _head(core).weight = core.get_input_embeddings().weight
+        Raises UnsupportedError where the ranks of the mesh are others than those of the layout.
+        """
+        core = self.core
+        layout = core._pp_stage
+        if (layout.pp_rank, layout.pp_size) != (stage.index, stage.stages):
+            raise UnsupportedError(
+                f"the mesh makes this rank stage {stage.index} of {stage.stages}, and transformers "
+                f"has loaded stage {layout.pp_rank} of {layout.pp_size} (pp_size). Give wrap a "
+                "mesh with the same ranks in the dimension 'pp'."
+            )
+        vars(core).pop("forward", None)  # it sends and receives hidden states by itself
+        dtype, config = next(core.parameters()).dtype, core.config.get_text_config()
+        # Their weights are dropped.
+        tokens, hidden = config.vocab_size, config.hidden_size
+        kind = {"device": "meta", "dtype": dtype}
+        embeddings = core.get_input_embeddings()
+        if _is_identity(embeddings):
+            embeddings = nn.Embedding(tokens, hidden, **kind)
+            core.set_input_embeddings(embeddings)
+        if _is_identity(_head(core)):
+            head = nn.Linear(hidden, tokens, bias=False, **kind)
+            if config.tie_word_embeddings:
+                head.weight = embeddings.weight
+            core.set_output_embeddings(head)
 
+    def complete(self, exchange: Callable[[Any], list[Any]]) -> None:
+        """Give a copy of a stage, which no ranks split, the modules of all other stages.
 
-def tied_parameters(core: Any) -> frozenset[nn.Parameter]:
-    """Parameters that the first and the last stage both have; none on other stages."""
-    if not gate_of(decoder_of(core).layers).tied:
-        return frozenset()
-    weight = core.get_input_embeddings().weight
-    return frozenset({weight} if isinstance(weight, nn.Parameter) else ())
+        Collective.
+        """
+        core, decoder, idle = self.core, self.decoder, idle_modules(self.core)
+        tied = _gate_of(decoder.layers).tied
+        device = next(core.parameters()).device
+        found = [*held_layers(decoder.layers), *final_norms(decoder), *idle]
+        found += core.get_input_embeddings(), _head(core)
+        held = {module for module in found if list(module.parameters())}
+        own = {name: module.cpu() for name, module in core.named_modules() if module in held}
+        own = {name: module for name, module in own.items() if name.rpartition(".")[0] not in own}
+        # What the first and the last stage both have is the first one's.
+        for parts in reversed(exchange(own)):
+            for name, module in parts.items():
+                core.set_submodule(name, module.to(device))
+        if tied:
+            _head(core).weight = core.get_input_embeddings().weight
 
 
 def _head(core: Any) -> nn.Module:

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
+from forkpoint.hosts.entry import Stock
 from forkpoint.hosts.modules import plain_class
-from forkpoint.hosts.transformers.calls import configurations
-from forkpoint.hosts.transformers.encoders import stock_arguments
-from forkpoint.hosts.transformers.families import known_family
+from forkpoint.hosts.transformers.calls import configurations, set_stock_attention
+from forkpoint.hosts.transformers.encoders import TransformersEncoder
 from forkpoint.hosts.transformers.linear_attention import recurrent_modules
 from forkpoint.hosts.transformers.multimodal import decoder_of, within_peft
 from forkpoint.hosts.transformers.stages import layers_of_stage
@@ -18,8 +18,8 @@ from forkpoint.hosts.upcasts import lift_upcasts
 from forkpoint.rollouts.media import ShownMedia
 
 
-class TransformersStock:
-    """The forward that users call, of a model of transformers or a copy of one: see `Stock`."""
+class TransformersStock(Stock):
+    """The forward that users call, of a model of transformers or a copy of one."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model: nn.Module = model
@@ -34,10 +34,9 @@ class TransformersStock:
     ) -> Tensor:
         more = {} if keep is None else {"logits_to_keep": keep}
         if shown is not None:
-            family = known_family(self._inner.config.model_type)
-            assert family is not None
+            encoder = TransformersEncoder(self._inner)
             encodes = layers_of_stage(decoder_of(self._inner).layers).start == 0
-            more |= stock_arguments(self._inner, family, shown, encodes=encodes)
+            more |= encoder.stock_arguments(shown, encodes=encodes)
         return self.model(input_ids=ids_NL, use_cache=False, return_dict=True, **more).logits
 
     def run_decoder_once(
@@ -62,6 +61,11 @@ class TransformersStock:
             changes.set(vars(config), "_experts_implementation_internal", "eager")
         if dtype == torch.float64:
             lift_upcasts(self.model, changes)
+
+    def allow(self, dtype: torch.dtype, changes: Changes) -> None:
+        set_stock_attention(self.model, changes)
+        if dtype.itemsize > 2:  # kernels of packages multiply such inputs in TF32
+            run_plain_recurrences(self.model, changes)
 
 
 # In newer versions each is a wrapper of its torch form, in whose place a package's kernel may run.

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
 from forkpoint.errors import UnsupportedError
-from forkpoint.hosts.transformers.encoders import stock_arguments
-from forkpoint.hosts.transformers.families import MULTIMODAL
 from forkpoint.integrations.trl.calls import IGNORED, HeadAnswer, Rows
 from forkpoint.policy import Policy
 from forkpoint.rollouts.media import ShownMedia
@@ -137,14 +135,9 @@ def _run(model: nn.Module, policy: Policy, rows: Rows) -> Any:
     images: dict[str, Tensor] = {}
     if rows.types is not None:
         host: Any = policy.host
-        core = host.entry.core
-        shown = rows.media or tuple(() for _ in rows.input_ids)
-        images = stock_arguments(
-            core,
-            MULTIMODAL[core.config.model_type],
-            ShownMedia(shown, rows.types.cpu().numpy()),
-            encodes=True,
-        )
+        media = rows.media or tuple(() for _ in rows.input_ids)
+        shown = ShownMedia(media, rows.types.cpu().numpy())
+        images = host.entry.encoder.stock_arguments(shown, encodes=True)
     labels = rows.input_ids.masked_fill(~(rows.scored & rows.present), IGNORED)
     with torch.no_grad():
         return model(
