@@ -114,36 +114,16 @@ def perform(policy: StepPolicy, request: Request, finish: Finish[T], transaction
 def execute(policy: StepPolicy, agreed: AgreedStep, transaction: Transaction) -> Executed:
     """Compare the model on a sample, if that is due, and run the passes of the step."""
     _check_sample(policy, agreed, transaction)
-    host, local, plan = policy.host, agreed.local, agreed.plan
-    request, batch = local.request, local.batch
-    forced = request.replay if isinstance(request, ComparedRequest) else None
-    replay = forced or route_replay(host, plan, batch)
-    routing = None
-    if local.routers is not None:
-        routing = local.routers.routing(plan, host, agreed.statistics)
-    if isinstance(request, ScoreRequest):
-        staging = policy.model_state.staging_of(plan, host, policy.config, training=False)
-        engine = Engine(
-            host,
-            policy.config,
-            staging,
-            routing=routing,
-            replay=replay,
-            encoders=agreed.encoders,
-        )
-        return _score(engine, agreed, request, transaction)
-    note_faster_kernels(plan, host.device, policy.config.attention_kernel)
-    engine = Engine(
-        host,
-        policy.config,
-        policy.model_state.staging_of(plan, host, policy.config),
-        ranks=agreed.ranks,
-        routing=routing,
-        replay=replay,
-        exchange=agreed.exchange,
-        encoders=agreed.encoders,
-        observer=policy.observer,
+    local, plan, batch, request = (
+        agreed.local,
+        agreed.plan,
+        agreed.local.batch,
+        agreed.local.request,
     )
+    engine = _engine(policy, agreed)
+    if isinstance(request, ScoreRequest):
+        return _score(engine, agreed, request, transaction)
+    note_faster_kernels(plan, policy.host.device, policy.config.attention_kernel)
     if isinstance(request, BackwardRequest):
         look = request.first.check_values
         result = engine.backward(transaction, plan, batch, request.weights, look)
@@ -151,7 +131,25 @@ def execute(policy: StepPolicy, agreed: AgreedStep, transaction: Transaction) ->
         assert isinstance(request, TrainRequest) and local.loss is not None
         counts = request.denominators or agreed.denominators or batch_denominators(batch)
         result = engine.forward_backward(transaction, plan, batch, local.loss, counts, local.scale)
-    return Executed(result, routing, replay)
+    return Executed(result, engine.routing, engine.replay)
+
+
+def _engine(policy: StepPolicy, agreed: AgreedStep) -> Engine:
+    """The engine of a step, with the features that its request and its ranks need."""
+    host, local, plan = policy.host, agreed.local, agreed.plan
+    request, work = local.request, local.routers
+    forced = request.replay if isinstance(request, ComparedRequest) else None
+    return Engine(
+        host,
+        policy.config,
+        policy.model_state.staging_of(plan, host, policy.config, training=not request.scores),
+        ranks=agreed.ranks,
+        routing=None if work is None else work.routing(plan, host, agreed.statistics),
+        replay=forced or route_replay(host, plan, local.batch),
+        exchange=agreed.exchange,
+        encoders=agreed.encoders,
+        observer=None if request.scores else policy.observer,
+    )
 
 
 def _score(
@@ -276,7 +274,7 @@ def logprobs(policy: StepPolicy, request: ScoreRequest) -> tuple[Tensor, ...]:
 
     The backward runs the plan again, at the end of the backward that asks for it.
     """
-    agreed, executed = run(policy, request, lambda _, agreed, executed: (agreed, executed))
+    agreed, executed = run(policy, request, _keep)
     host, per_token = policy.host, executed.passes.per_token
     names = (host.head, "entropies") if request.entropy else (host.head,)
     values = tuple(per_token[name] for name in names)
@@ -293,15 +291,21 @@ def logprobs(policy: StepPolicy, request: ScoreRequest) -> tuple[Tensor, ...]:
         Weights(host.named_parameters(), host.named_buffers()),
     )
 
-    def backward(weights: GivenWeights) -> None:
-        run(
-            policy,
-            BackwardRequest(batch=first.batch, plan=first.plan, first=first, weights=weights),
-            _finish_backward,
-        )
-
+    backward = partial(_run_backward, policy, first)
     pending = Pending(names, first, backward, listens=host.topology.listens)
     return Differentiable.apply(pending, len(values), *values, *pending.leaves)
+
+
+def _keep(
+    policy: StepPolicy, agreed: AgreedStep, executed: Executed
+) -> tuple[AgreedStep, Executed]:
+    return agreed, executed
+
+
+def _run_backward(policy: StepPolicy, first: FirstHalf, weights: GivenWeights) -> None:
+    """The second half of `logprobs`, once gradients have arrived as weights of its values."""
+    request = BackwardRequest(batch=first.batch, plan=first.plan, first=first, weights=weights)
+    run(policy, request, _finish_backward)
 
 
 def _finish_backward(policy: StepPolicy, agreed: AgreedStep, executed: Executed) -> None:

@@ -67,7 +67,7 @@ class ModelState:
     def staging_of(
         self, plan: Plan, host: ModelHost, config: Config, *, training: bool = True
     ) -> Staging | None:
-        """ModelHost memory for what a plan has there; None if it has nothing there.
+        """Host memory for what a plan has there; None if it has nothing there.
 
         `training`: whether backwards follow, without which no activations are kept.
         """

@@ -53,7 +53,7 @@ class RankComm:
                 "a smaller model if needed."
             )
         self.group = group
-        self.mean: bool = not group.ranks.is_alone and is_own(loss)
+        self.mean: bool = is_own(loss)
         """Whether each rank's loss is its own, so that gradients are averaged."""
         self.links: Links = links
         self.staged: bool = "stage" in group.relations
@@ -112,8 +112,6 @@ class RankComm:
         """Raise RankError or ConfigError where ranks do not take the same statistics of routers,
         and RolloutError where these have no tokens."""
         ranks = self.group.ranks
-        if ranks.is_alone:
-            return
         every = self._exchange((describe_routers(router), work.share() if work else None))
         calls = {call: rank for rank, (call, _) in zip(ranks.global_ranks, every, strict=True)}
         if len(calls) > 1:
@@ -158,7 +156,7 @@ class RankComm:
     def denominators(self, batch: RolloutBatch) -> Denominators:
         """Counts that the loss's means are taken over."""
         own = batch_denominators(batch)
-        if self.mean or self.group.ranks.is_alone:
+        if self.mean:
             return own
         every = self._of_batches((own.tokens, own.rollouts, group_digests(batch)))
         digests = np.concatenate([groups for _, _, groups in every])
