@@ -5,7 +5,7 @@ All exactness tests compare with it. It uses the views of losses (`losses.views`
 of router outputs. It uses no plan, microbatch, kernel, head or schedule of the engine.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.host import FoundRouter
 from forkpoint.engine.routing import RouterOutputs, RouterTerms
-from forkpoint.hosts.entry import Stock
 from forkpoint.hosts.libraries import stock_of
 from forkpoint.hosts.routers import record_routers
 from forkpoint.losses.base import Denominators, Loss, LossOutputs
@@ -203,133 +202,163 @@ def dense_run(
     """
     parameters = dict(model.named_parameters())
     before: dict[Tensor, Tensor | None] = {p: p.grad for p in parameters.values()}
-    weight = next(iter(parameters.values()))
-    dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    stock = stock_of(model)
-    names = ("values",) if stock.is_critic else ("logprobs", "entropies")
-    wanted = [name for name in names if name != "entropies" or loss.needs_entropy]
-    per_token = {
-        name: torch.zeros(batch.logical_tokens, dtype=dtype, device=weight.device) for name in names
-    }
-
-    def keep(tokens: Tensor, found: dict[str, Tensor]) -> None:
-        for name, values_T in per_token.items():
-            values_T[tokens] = found[name]
-
-    def weigh(tokens: Tensor, found: dict[str, Tensor]) -> Tensor | None:
-        total = None
-        for name in wanted:
-            gradient = per_token[name].grad
-            if gradient is not None:
-                total = _added(total, (gradient[tokens] * found[name]).sum())
-        return total
-
-    left_out = 0 if routers is not None and routers.last_token else 1
-
-    def run(use: Callable[[Tensor, dict[str, Tensor]], Tensor | None]) -> Iterator[int]:
-        for rollout in range(len(batch)):
-            if entering is not None:
-                entering(np.arange(batch.offsets[rollout], batch.offsets[rollout + 1] - left_out))
-            _run_rollout(stock, batch, rollout, dtype, head_tokens, use, routers)
-            yield rollout
-
+    passes = _Passes(model, batch, loss, entering, head_tokens, routers)
     try:
         for p in parameters.values():
             p.grad = None
-        with torch.no_grad():
-            for rollout in run(keep):
-                if routers is not None:
-                    routers.count(rollout, dtype)
-        if routers is not None:
-            routers.counted()
-        for name in wanted:
-            per_token[name].requires_grad_()
-        views = LossViews(batch, denominators or batch_denominators(batch), weight.device, dtype)
+        passes.compute_values()
+        views = LossViews(
+            batch, denominators or batch_denominators(batch), passes.device, passes.dtype
+        )
         view, _ = views.of_rollouts(np.ones(len(batch), bool))
-        value = computed(loss, LossOutputs(**{name: per_token[name] for name in wanted}), view)
+        value = computed(loss, passes.outputs(), view)
         if value.requires_grad:
-            check_leaves(value, per_token.values())
+            check_leaves(value, passes.per_token.values())
             value.backward()
         if value.requires_grad or routers is not None:
-            for _ in run(weigh):
-                pass
+            passes.compute_gradients()
         if not batch.loss_mask.any():
-            # Ordinary training multiplies every token's loss by the mask: all gradients are zeros.
-            with torch.enable_grad():
-                ids = torch.as_tensor(batch.token_ids[:1].copy(), device=weight.device)
-                empty = stock.logits(ids[None])[:, :0]
-            if empty.requires_grad:
-                empty.sum().backward()
+            passes.add_zeros()
         gradients = {
             name: None if p.grad is None else p.grad.detach() for name, p in parameters.items()
         }
     finally:
         for leaf, gradient in before.items():
             leaf.grad = gradient
-    detached = {name: values_T.detach() for name, values_T in per_token.items()}
+    detached = {name: values_T.detach() for name, values_T in passes.per_token.items()}
     router_loss = None if routers is None else routers.value()
     return DenseRun(float(value.detach()), detached, gradients, router_loss)
 
 
-def _run_rollout(
-    stock: Stock,
-    batch: RolloutBatch,
-    rollout: int,
-    dtype: torch.dtype,
-    head_tokens: int | None,
-    use: Callable[[Tensor, dict[str, Tensor]], Tensor | None],
-    routers: DenseRouters | None,
-) -> None:
-    """Run one rollout, and a backward from what `use` returns of its trained tokens (positions in
-    the batch) and of what the model gives of each, and from its part of the routers' loss."""
-    device = next(stock.model.parameters()).device
-    begin, end = int(batch.offsets[rollout]), int(batch.offsets[rollout + 1])
-    trained = torch.as_tensor(np.flatnonzero(batch.loss_mask[begin:end]), device=device)
-    ids = torch.as_tensor(batch.token_ids[begin:end].copy(), device=device)
-    shown = batch.shown([rollout])
-    # A medium whose last token is the rollout's is not cut; no trained token sees it.
-    whole = shown is not None and shown.types_NL[0, -1] > 0
-    read = ids if whole or (routers is not None and routers.last_token) else ids[:-1]
-    if shown is not None:
-        shown = shown._replace(types_NL=shown.types_NL[:, : len(read)])
-    if len(read) == 0 or (len(trained) == 0 and routers is None):
-        return
-    temperature = float(batch.temperatures[rollout])
-    if routers is not None:
-        routers.outputs.begin()
+Use = Callable[[Tensor, dict[str, Tensor]], Tensor | None]
+"""From trained tokens (positions in the batch) and what the model gives of each to a scalar whose
+gradients are wanted, if any."""
 
-    def of_logits(part: slice, logits_nV: Tensor) -> Tensor | None:
-        places = trained[part]
-        if stock.is_critic:
-            return use(places + begin, {"values": logits_nV.to(dtype)[:, 0]})
-        every_nV = (logits_nV.to(dtype) / temperature).log_softmax(-1)
-        entropies = -(every_nV.exp() * every_nV).sum(-1)
-        logprobs = every_nV.gather(-1, ids[places, None])[:, 0]
-        return use(places + begin, {"logprobs": logprobs, "entropies": entropies})
 
-    def of_part(part: slice) -> Tensor | None:
-        return of_logits(part, stock.logits(read[None], trained[part] - 1, shown)[0])
+class _Passes:
+    """Two passes of a stock model over the rollouts of a batch, one rollout at a time."""
 
-    with Changes() as changes:
-        if head_tokens is None or stock.is_critic or len(trained) == 0:
-            total = of_logits(slice(None), stock.logits(read[None], shown=shown)[0, trained - 1])
-        else:
-            stock.run_decoder_once(read[None], changes, shown)
-            total = None
-            for first in range(0, len(trained), head_tokens):
-                part = slice(first, first + head_tokens)
-                total = _added(
-                    total,
-                    checkpoint(of_part, part, use_reentrant=False, preserve_rng_state=False)
-                    if torch.is_grad_enabled()
-                    else of_part(part),
-                )
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: RolloutBatch,
+        loss: Loss,
+        entering: Callable[[IntArray], None] | None,
+        head_tokens: int | None,
+        routers: DenseRouters | None,
+    ) -> None:
+        """Arguments as of `dense_run`."""
+        weight = next(model.parameters())
+        self.device: torch.device = weight.device
+        self.dtype: torch.dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        self._stock = stock_of(model)
+        self._batch, self._entering = batch, entering
+        self._head_tokens, self._routers = head_tokens, routers
+        self._runs_last = routers is not None and routers.last_token
+        names = ("values",) if self._stock.is_critic else ("logprobs", "entropies")
+        self._wanted = [name for name in names if name != "entropies" or loss.needs_entropy]
+        self.per_token: dict[str, Tensor] = {
+            name: torch.zeros(batch.logical_tokens, dtype=self.dtype, device=self.device)
+            for name in names
+        }
+
+    def outputs(self) -> LossOutputs:
+        """The values that the loss reads, which take gradients from now on."""
+        wanted = {name: self.per_token[name].requires_grad_() for name in self._wanted}
+        return LossOutputs(**wanted)
+
+    def compute_values(self) -> None:
+        """Compute the values of all trained tokens, without a graph."""
+        with torch.no_grad():
+            for rollout in range(len(self._batch)):
+                self._run(rollout, self._keep)
+                if self._routers is not None:
+                    self._routers.count(rollout, self.dtype)
+        if self._routers is not None:
+            self._routers.counted()
+
+    def compute_gradients(self) -> None:
+        """Add the parameters' gradients, from those of the values."""
+        for rollout in range(len(self._batch)):
+            self._run(rollout, self._weigh)
+
+    def add_zeros(self) -> None:
+        """Add zeros to the gradients of the parameters that the forward reads.
+
+        Ordinary training multiplies every token's loss by the mask: all gradients are zeros.
+        """
+        with torch.enable_grad():
+            ids = torch.as_tensor(self._batch.token_ids[:1].copy(), device=self.device)
+            empty = self._stock.logits(ids[None])[:, :0]
+        if empty.requires_grad:
+            empty.sum().backward()
+
+    def _keep(self, tokens: Tensor, found: dict[str, Tensor]) -> None:
+        for name, values_T in self.per_token.items():
+            values_T[tokens] = found[name]
+
+    def _weigh(self, tokens: Tensor, found: dict[str, Tensor]) -> Tensor | None:
+        total = None
+        for name in self._wanted:
+            gradient = self.per_token[name].grad
+            if gradient is not None:
+                total = _added(total, (gradient[tokens] * found[name]).sum())
+        return total
+
+    def _run(self, rollout: int, use: Use) -> None:
+        """Run one rollout, and a backward from what `use` returns of its trained tokens and from
+        its part of the routers' loss."""
+        batch, stock, routers = self._batch, self._stock, self._routers
+        begin, end = int(batch.offsets[rollout]), int(batch.offsets[rollout + 1])
+        if self._entering is not None:
+            self._entering(np.arange(begin, end - (not self._runs_last)))
+        trained = torch.as_tensor(np.flatnonzero(batch.loss_mask[begin:end]), device=self.device)
+        ids = torch.as_tensor(batch.token_ids[begin:end].copy(), device=self.device)
+        shown = batch.shown([rollout])
+        # A medium whose last token is the rollout's is not cut; no trained token sees it.
+        whole = shown is not None and shown.types_NL[0, -1] > 0
+        read = ids if whole or self._runs_last else ids[:-1]
+        if shown is not None:
+            shown = shown._replace(types_NL=shown.types_NL[:, : len(read)])
+        if len(read) == 0 or (len(trained) == 0 and routers is None):
+            return
+        temperature = float(batch.temperatures[rollout])
         if routers is not None:
-            routers.outputs.end()
-            if torch.is_grad_enabled():
-                total = _added(total, routers.term(rollout, dtype))
-        if total is not None and total.requires_grad:
-            total.backward()
+            routers.outputs.begin()
+
+        def of_logits(part: slice, logits_nV: Tensor) -> Tensor | None:
+            places = trained[part]
+            if stock.is_critic:
+                return use(places + begin, {"values": logits_nV.to(self.dtype)[:, 0]})
+            every_nV = (logits_nV.to(self.dtype) / temperature).log_softmax(-1)
+            entropies = -(every_nV.exp() * every_nV).sum(-1)
+            logprobs = every_nV.gather(-1, ids[places, None])[:, 0]
+            return use(places + begin, {"logprobs": logprobs, "entropies": entropies})
+
+        def of_part(part: slice) -> Tensor | None:
+            return of_logits(part, stock.logits(read[None], trained[part] - 1, shown)[0])
+
+        with Changes() as changes:
+            if self._head_tokens is None or stock.is_critic or len(trained) == 0:
+                logits_nV = stock.logits(read[None], shown=shown)[0, trained - 1]
+                total = of_logits(slice(None), logits_nV)
+            else:
+                stock.run_decoder_once(read[None], changes, shown)
+                total = None
+                for first in range(0, len(trained), self._head_tokens):
+                    part = slice(first, first + self._head_tokens)
+                    total = _added(
+                        total,
+                        checkpoint(of_part, part, use_reentrant=False, preserve_rng_state=False)
+                        if torch.is_grad_enabled()
+                        else of_part(part),
+                    )
+            if routers is not None:
+                routers.outputs.end()
+                if torch.is_grad_enabled():
+                    total = _added(total, routers.term(rollout, self.dtype))
+            if total is not None and total.requires_grad:
+                total.backward()
 
 
 def _added(total: Tensor | None, term: Tensor | None) -> Tensor | None:
