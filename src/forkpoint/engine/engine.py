@@ -320,20 +320,8 @@ class Engine:
             cache_states=plan.cache_states,
             host=hosted,
         )
-        encoding = None
-        training, common = microbatch_loss is not None, self.encoders
-        if host.links.begins_here and (step.batch.media or common is not None):
-            # Stages plan for an encoder that trains.
-            plan_here = plan.with_encoder(host.encoder_shape())
-            instructions = plan_here.with_encoders(instructions, training=training, common=common)
-            trains = plan_here.capabilities.trains_encoder if common is None else common.trains
-            encoding = Encoding(
-                host,
-                step.batch.media,
-                transaction,
-                trains=training and trains,
-                idle=None if common is None else common.idle,
-            )
+        training = microbatch_loss is not None
+        encoding, instructions = self._encoding(step, instructions, training=training)
         gathered = None
         if any(microbatch.gathered for microbatch in plan.microbatches):
             gathered = GatheredCache(plan, host.topology.places)
@@ -370,6 +358,26 @@ class Engine:
             event_wait_ms=timing.waits_ms(),
             offload=traffic,
         )
+
+    def _encoding(
+        self, step: _Prepared, instructions: Sequence[Instruction], *, training: bool
+    ) -> tuple[Encoding | None, Sequence[Instruction]]:
+        """The encoder's runs, and the instructions of a pass with these among them; None and the
+        instructions as they are where no medium is encoded here."""
+        host, common = self.host, self.encoders
+        if not (host.links.begins_here and (step.batch.media or common is not None)):
+            return None, instructions
+        # Stages plan for an encoder that trains.
+        plan = step.plan.with_encoder(host.encoder_shape())
+        trains = plan.capabilities.trains_encoder if common is None else common.trains
+        encoding = Encoding(
+            host,
+            step.batch.media,
+            step.transaction,
+            trains=training and trains,
+            idle=None if common is None else common.idle,
+        )
+        return encoding, plan.with_encoders(instructions, training=training, common=common)
 
     # Errors of a loss
     # ------------------------------------------------------------

@@ -1,7 +1,9 @@
 """From a batch to a plan: build the combinations asked for, price them, take the cheapest."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 from forkpoint.config import AUTO, Config
@@ -97,24 +99,7 @@ def make_plan(
     boundaries = BOUNDARIES if config.boundary == "auto" else (config.boundary,)
     if prompts:
         sharings, boundaries = ("tree" if config.sharing == AUTO else config.sharing,), ("mixed",)
-    plans: list[Plan] = []
-    candidates: list[Candidate] = []
-    for sharing in sharings:
-        for boundary in boundaries:
-            try:
-                plan = builder.build(sharing, boundary)
-            except PlanError as error:
-                candidates.append(Candidate(sharing, boundary, None, str(error)))
-                continue
-            refused = None
-            if not plan.fits:
-                peak, budget = plan.predicted_peak_bytes or 0, plan.memory_budget_bytes or 0
-                refused = (
-                    f"it is predicted to need {format_bytes(peak)} and the budget is "
-                    f"{format_bytes(budget)}"
-                )
-            candidates.append(Candidate(sharing, boundary, plan.cost, refused))
-            plans.append(plan)
+    plans, candidates = _built(builder, product(sharings, boundaries))
     if not plans:
         reasons = "\n".join(f"  {c.sharing} + {c.boundary}: {c.refused}" for c in candidates)
         raise PlanError(f"no plan fits this batch:\n{reasons}")
@@ -129,6 +114,30 @@ def make_plan(
         for c in candidates
     ]
     return replace(plan, candidates=tuple(candidates), reason=_reason(plan, dense, config))
+
+
+def _built(
+    builder: Builder, combinations: Iterable[tuple[str, str]]
+) -> tuple[list[Plan], list[Candidate]]:
+    """The plans of combinations that are possible, and all combinations, with why one is not."""
+    plans: list[Plan] = []
+    candidates: list[Candidate] = []
+    for sharing, boundary in combinations:
+        try:
+            plan = builder.build(sharing, boundary)
+        except PlanError as error:
+            candidates.append(Candidate(sharing, boundary, None, str(error)))
+            continue
+        refused = None
+        if not plan.fits:
+            peak, budget = plan.predicted_peak_bytes or 0, plan.memory_budget_bytes or 0
+            refused = (
+                f"it is predicted to need {format_bytes(peak)} and the budget is "
+                f"{format_bytes(budget)}"
+            )
+        candidates.append(Candidate(sharing, boundary, plan.cost, refused))
+        plans.append(plan)
+    return plans, candidates
 
 
 def _passed_over(plan: Plan, chosen: Plan) -> str | None:
