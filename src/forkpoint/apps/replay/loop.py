@@ -119,7 +119,7 @@ def replay(
         plain = replace(config, sharing="none", boundary="auto")
         sides["dense"] = _Side(copy.deepcopy(model), plain, optimizer, router)
     shared = sides["shared"] = _Side(model, config, optimizer, router)
-    policy, host = shared.policy, shared.policy.host
+    policy = shared.policy
     # All of it decides the results, and has to be the same on resuming.
     fixed: dict[str, Any] = {
         "batches": batches.describe(),
@@ -134,14 +134,7 @@ def replay(
     }
     _set_budgets(list(sides.values()), config, folder)
     prices = _set_prices(list(sides.values()), config, folder)
-    loss.check_head(host.head)
-    for part in batches.every():
-        loss.check(part)
-        host.check(part, training=True, routed=router is not None)
-    # A scope that is a list is of the rollouts of a step.
-    listed = router is not None and not isinstance(router.scope, str)
-    for part in (batches.at(n).batch for n in range(steps)) if listed else batches.every():
-        router_work(host, part, router)
+    _check_batches(policy, batches, loss, router, steps)
 
     done: list[ReplayStep] = []
     trained = {name: (side.model, side.optimizer) for name, side in sides.items()}
@@ -159,15 +152,8 @@ def replay(
     resumed_at = len(done) or None
 
     for index in range(len(done), steps):
-        inputs = batches.at(index)
         factor = rate_factor(index, schedule, warmup_steps, steps)
-        order = sides if index % 2 == 0 else reversed(sides)
-        ran = {n: sides[n].step(inputs, loss, factor, max_grad_norm) for n in order}
-        apart = None
-        if baseline:
-            apart = parameter_difference(shared.model, sides["dense"].model, start)
-        lr = float(shared.optimizer.param_groups[0]["lr"])
-        row = _row(index + 1, inputs.batch, ran, lr, apart)
+        row = _train_once(sides, index, batches.at(index), loss, factor, max_grad_norm, start)
         done.append(row)
         if folder is not None:
             folder.add_row(row)
@@ -195,6 +181,21 @@ def _check_options(
         )
     if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
         raise ConfigError(f"max_grad_norm is {max_grad_norm}; it takes a finite number above 0.")
+
+
+def _check_batches(
+    policy: Policy, batches: Batches, loss: Loss, router: RouterLoss | None, steps: int
+) -> None:
+    """Refuse what any step would refuse, before the first."""
+    host = policy.host
+    loss.check_head(host.head)
+    for part in batches.every():
+        loss.check(part)
+        host.check(part, training=True, routed=router is not None)
+    # A scope that is a list is of the rollouts of a step.
+    listed = router is not None and not isinstance(router.scope, str)
+    for part in (batches.at(n).batch for n in range(steps)) if listed else batches.every():
+        router_work(host, part, router)
 
 
 def _refuse_ranks(model: nn.Module) -> None:
@@ -346,21 +347,29 @@ class _Clock:
             torch.cuda.synchronize(self.device)
 
 
-def _row(
-    step: int,
-    batch: RolloutBatch,
-    ran: Mapping[str, tuple[StepRecord, Plan]],
-    lr: float,
-    difference: ParameterDifference | None,
+def _train_once(
+    sides: dict[str, _Side],
+    index: int,
+    given: StepInput,
+    loss: Loss,
+    factor: float,
+    max_grad_norm: float | None,
+    start: list[Tensor],
 ) -> ReplayStep:
+    """Train each side once, and compare them. `start`: the parameters before the first step."""
+    order = sides if index % 2 == 0 else reversed(sides)
+    ran = {n: sides[n].step(given, loss, factor, max_grad_norm) for n in order}
+    shared, difference = sides["shared"], None
+    if "dense" in sides:
+        difference = parameter_difference(shared.model, sides["dense"].model, start)
     record, plan = ran["shared"]
     assert plan.shape is not None
     return ReplayStep(
-        step=step,
+        step=index + 1,
         fingerprint=plan.fingerprint,
-        lr=lr,
-        rollouts=len(batch),
-        logical_tokens=batch.logical_tokens,
+        lr=float(shared.optimizer.param_groups[0]["lr"]),
+        rollouts=len(given.batch),
+        logical_tokens=given.batch.logical_tokens,
         unique_tokens=plan.unique_tokens,
         left_out_tokens=plan.left_out.tokens,
         dense_flops=plan.dense.step_flops(plan.shape),

@@ -294,16 +294,7 @@ def make(
         values[field] = _one_number(values.get(field), mask)
     reward = values.pop("reward", None)
     if rewarded := values["advantage"] is None:
-        wanted = sources.get("advantage", sources.get("reward", "advantage"))
-        if reward is None:
-            raise record.fail(wanted, f"there is neither {wanted} nor a reward. Add one of them.")
-        if not np.isfinite(reward).all():
-            at = int(np.isfinite(reward).argmin())
-            raise record.fail(
-                sources["reward"],
-                f"{sources['reward']} is {reward[at]} at token {at}; it takes finite numbers.",
-            )
-        values["advantage"] = float(np.sum(reward))
+        values["advantage"] = _total_reward(record, reward, sources)
         values["extras"] = {"reward": values["advantage"]}
     if "temperature" not in values and record.has("temperature"):
         values["temperature"] = record.number("temperature")
@@ -318,6 +309,20 @@ def make(
         source = sources.get(field, field)
         origin = "" if source == field else f" ({field} is the record's {source}.)"
         raise RecordError(f"{record.where}: {error}{origin}", source) from None
+
+
+def _total_reward(record: Record, reward: Any, sources: Mapping[str, str]) -> float:
+    """The sum of a record's rewards, where it has no advantage. `sources`: columns of fields."""
+    wanted = sources.get("advantage", sources.get("reward", "advantage"))
+    if reward is None:
+        raise record.fail(wanted, f"there is neither {wanted} nor a reward. Add one of them.")
+    if not np.isfinite(reward).all():
+        at = int(np.isfinite(reward).argmin())
+        raise record.fail(
+            sources["reward"],
+            f"{sources['reward']} is {reward[at]} at token {at}; it takes finite numbers.",
+        )
+    return float(np.sum(reward))
 
 
 def _check_padding(
