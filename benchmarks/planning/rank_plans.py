@@ -66,7 +66,9 @@ def _plan(
     of: tuple[str, str, int],
     shape: ModelShape,
 ) -> Plan:
-    labelled_S = paths.labels_of(forest)
+    owner = forest.order[forest.owner_begin]
+    end = forest.start + forest.length
+    labelled_S = paths.labels(owner, end) - paths.labels(owner, forest.start)
     microbatches = [
         replace(microbatch, num_loss_entries=int(labelled_S[list(microbatch.segments)].sum()))
         for microbatch in microbatches

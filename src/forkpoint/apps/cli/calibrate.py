@@ -4,12 +4,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from rich.table import Table
 from tyro.conf import DisallowNone, arg
 
 from forkpoint.apps.cli import torchrun
 from forkpoint.apps.cli.options import DtypeName, Flag, ModelPath
-from forkpoint.apps.cli.output import Output, table
+from forkpoint.apps.cli.output import Output
 
 if TYPE_CHECKING:
     from forkpoint.plan.pricing.calibration import Calibration
@@ -63,7 +62,11 @@ class Calibrate:
             path = path or calibration_path(found.device, found.shape, compiled=found.compiled)
             if torchrun.local_rank() == 0:
                 found.save(path)
-        out.show(*_tables(found))
+        out.show(found.describe(), f"written: {path}")
+        if found.link is not None:
+            rates = (found.link.gather_bytes_per_ms, found.link.send_bytes_per_ms)
+            gathering, sending = (f"{rate / 1e6:.3g} GB/s" for rate in rates)
+            out.show(f"link between ranks: gathering {gathering}, sending {sending}")
         out.result(
             {
                 "command": "calibrate",
@@ -85,40 +88,3 @@ class Calibrate:
         calibrator = Calibrator(make, compile_blocks=compiled, effort=effort)
         with out_of_memory_explained():
             return calibrator.run(shape)
-
-
-def _tables(found: "Calibration") -> list[Table]:
-    curves = [
-        (f"{name}, by {unit}", f"{size:,.0f}", f"{forward:,.4g}", f"{backward:,.4g}")
-        for name, unit, curve in (
-            ("one block, ms", "tokens", found.block),
-            ("overhead of a microbatch, ms", "tokens", found.rest),
-            ("head, ms", "labelled tokens", found.head),
-            ("causal attention, pairs/ms", "tokens of a segment", found.causal),
-            ("attention to an ancestor, pairs/ms", "tokens of the ancestor", found.rectangle),
-            ("one further launch, ms", "tokens that have it", found.part),
-        )
-        for size, forward, backward in zip(curve.at, curve.forward, curve.backward, strict=True)
-    ]
-    memory = [
-        (
-            f"kept of a token, checkpointing {policy}",
-            f"{block:,.0f} bytes a block, {rest:,.0f} besides",
-        )
-        for policy, (block, rest) in found.kept_bytes.items()
-    ]
-    copies = f"{found.out_bytes_per_ms / 1e6:.1f} and {found.back_bytes_per_ms / 1e6:.1f} GB/s"
-    memory.append(("copies to the host and back", copies))
-    tables = [
-        table(found.describe(), curves, ("measured", "size", "forward", "backward")),
-        table("memory", memory),
-    ]
-    if found.link is not None:
-        link = found.link
-        rates = (
-            ("gathering", link.gather_bytes_per_ms, link.gather_latency_ms),
-            ("sending", link.send_bytes_per_ms, link.send_latency_ms),
-        )
-        rows = [(n, f"{rate / 1e6:.3g} GB/s, {ms:.3g} ms latency") for n, rate, ms in rates]
-        tables.append(table(link.describe(), rows))
-    return tables

@@ -48,11 +48,6 @@ class RanksStep:
         """Mean of the ranks' own work."""
         return sum(self.own) / len(self.own)
 
-    @property
-    def idle_share(self) -> float:
-        """Share of the ranks' time in lockstep in which they run nothing of their own."""
-        return 1 - self.mean / self.lockstep if self.lockstep else 0.0
-
 
 def predict_step(
     plans: Sequence[Plan | None],

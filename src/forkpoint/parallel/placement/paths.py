@@ -137,16 +137,6 @@ class Paths:
         begin = self.mask_begin[rollouts]
         return self.trained_before[begin + edges + 1] - self.trained_before[begin]
 
-    def labels_of(self, forest: Forest) -> IntArray:
-        """[S] trained tokens among each segment's labels, by the loss mask of its first owner.
-
-        Rollouts that share a token mostly agree on whether it is trained, and on the temperature.
-        Where they do not, the head computes more entries than are counted here.
-        """
-        owner = forest.order[forest.owner_begin]
-        end = forest.start + forest.length
-        return self.labels(owner, end) - self.labels(owner, forest.start)
-
     def take(self, rollouts: IntArray) -> SortedRollouts:
         """These rollouts alone, in the order of their tokens."""
         wanted = np.zeros(len(self), bool)
