@@ -2,57 +2,25 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from losses_by_loops import (
     assert_equal,
-    batch_for,
     evaluate,
-    make_logprobs,
     make_view,
 )
 
-import forkpoint
 from forkpoint.losses import (
-    BNPO,
     CISPO,
-    DAPO,
-    DPO,
     GMPO,
     GRPO,
     GSPO,
-    PPO,
     SAPO,
-    SFT,
     Distillation,
-    LogLikelihood,
     LossOutputs,
-    SimPO,
 )
-from forkpoint.losses.base import as_loss
 from forkpoint.losses.policy_loss import kl_terms
 from forkpoint.rollouts.batch import Rollout, RolloutBatch
-from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (DAPO(), GRPO(clip_high=0.28)),
-        (PPO(clip=0.1), GRPO(clip=0.1)),
-        (BNPO(kl=0.1), GRPO(kl=0.1)),
-        (DPO(variant="robust"), DPO()),
-        (DPO(label_smoothing=0.0), DPO()),
-    ],
-    ids=str,
-)
-def test_names_of_one_loss(one, other):
-    batch = batch_for(one)
-    logprobs_T = make_logprobs(batch)
-    assert_equal(evaluate(one, batch, logprobs_T), evaluate(other, batch, logprobs_T))
-    assert SFT is LogLikelihood
-
 
 # Expectations over a whole vocabulary, exactly ----------------------------------------------------
 
@@ -152,50 +120,3 @@ def test_extreme_ratios_stay_finite_in_float32(loss, old, advantage):
 def test_k3_is_exact_near_the_reference_in_float32(difference):
     found = kl_terms(torch.tensor(difference), "k3").double().item()
     assert found == pytest.approx(math.expm1(difference) - difference, rel=2e-3)
-
-
-# Through the engine -------------------------------------------------------------------------------
-
-
-def tree(pairs):
-    """Two groups whose rollouts share a prompt and, in part, a trained beginning."""
-    rng = np.random.default_rng(3)
-    rollouts = []
-    for group in range(2):
-        prompt, turn = rng.integers(1, 61, 6), rng.integers(1, 61, 3)
-        for n in range(2 if pairs else 3):
-            own = rng.integers(1, 61, 2 + n)
-            ids = np.concatenate([prompt, *([turn] if n else []), own])
-            mask = np.arange(len(ids)) >= len(prompt)
-            old, reference = -rng.exponential(1.0, (2, len(ids)))
-            weights = None if pairs else rng.uniform(0.5, 2, len(ids))
-            rollouts.append(
-                Rollout(ids, mask, n - 0.8, old, reference, weights, group_id=f"g{group}")
-            )
-    return RolloutBatch(rollouts)
-
-
-@pytest.mark.parametrize(
-    ("loss", "boundary"),
-    [
-        (DAPO(kl=0.1, kl_estimator="k2", entropy=0.3), "across"),
-        (GMPO(clip=0.3, kl=0.1, entropy=0.3), "within"),
-        (DPO(variant="ipo", length_normalized=True), "within"),
-        (SimPO(), "across"),
-    ],
-    ids=str,
-)
-def test_shared_gradients_are_dense_ones(loss, boundary):
-    """Options that test_left_out.py has not."""
-    batch = tree(isinstance(loss, DPO | SimPO))
-    model = tiny_model("llama", dtype=torch.float64)
-    policy = forkpoint.wrap(model, forkpoint.Config(sharing="tree", boundary=boundary))
-    with lifted_upcasts(model):
-        dense = dense_run(model, batch, as_loss(loss))
-        stats = policy.forward_backward(batch, loss)
-    assert stats.computed_tokens < stats.logical_tokens
-    assert abs(float(stats.loss) - dense.loss) < 1e-10
-    norm = math.sqrt(sum(float(g.square().sum()) for g in dense.gradients.values()))
-    assert norm > 1e-3
-    for name, parameter in model.named_parameters():
-        assert (parameter.grad - dense.gradients[name]).norm() < 1e-10 * norm, name

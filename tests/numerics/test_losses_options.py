@@ -23,6 +23,7 @@ from forkpoint.losses import (
     GSPO,
     PPO,
     SAPO,
+    SFT,
     Denominators,
     Distillation,
     DrGRPO,
@@ -96,7 +97,7 @@ def test_a_loss_shows_its_options_alone() -> None:
     assert repr(SAPO()) == f"SAPO({common}, normalize='rollout', tau_pos=1.0, tau_neg=1.05)"
     cispo = "clip=inf, clip_high=4.0"
     assert repr(CISPO()) == f"CISPO({common}, normalize='token', {cispo})"
-    assert repr(LogLikelihood()) == "LogLikelihood(normalize='token')"
+    assert SFT is LogLikelihood and repr(SFT()) == "LogLikelihood(normalize='token')"
     assert repr(ValueLoss()) == "ValueLoss(clip=0.2, normalize='token')"
     assert repr(SimPO()) == "SimPO(beta=2.0, gamma=0.5)"
     distillation = "direction='reverse', clip=inf, clip_high=None, normalize='token'"

@@ -10,7 +10,7 @@ import pytest
 
 from forkpoint import Config, ConfigError, RolloutBatch
 from forkpoint.apps.cli import main
-from forkpoint.apps.cli.text import abbreviate, visible
+from forkpoint.apps.cli.text import visible
 from forkpoint.apps.report import draw_lanes
 from forkpoint.plan import MODELS, ModelShape, make_plan
 from forkpoint.plan.lanes import Lane, Lanes, lanes_of, measured_lane, read_lanes
@@ -160,7 +160,6 @@ def test_text_is_shown_as_it_is_but_for_invisible_characters() -> None:
     assert visible("a\x1b[2J\u202eb\r\ud800\u2028\x9b\ufeff") == (
         r"a\x1b[2J\u202eb\r\ud800\u2028\x9b\ufeff"
     )
-    assert abbreviate("x" * 10, 4) == "xxx…" and abbreviate("xxxx", 4) == "xxxx"
 
 
 @pytest.mark.parametrize(

@@ -29,21 +29,15 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    flush(path.parent)
+    if os.name == "posix":  # Windows cannot open folders
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def write_file(path: Path, content: bytes) -> None:
     """Write a file that is complete or absent."""
     with replacing(path) as file:
         file.write(content)
-
-
-def flush(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk."""
-    if path.is_dir() and os.name != "posix":
-        return  # Windows cannot open folders
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from forkpoint import __version__
-from forkpoint.apps.cli.text import abbreviate, visible
+from forkpoint.apps.cli.text import visible
 from forkpoint.errors import ForkpointError
 
 OUTPUT_CLOSED, USER_ERROR, INTERRUPTED = 1, 2, 130
@@ -68,7 +68,9 @@ def _explained(error: BaseException) -> tuple[int, str]:
     if isinstance(error, ForkpointError):
         return USER_ERROR, f"error: {error}"
     text = " ".join(str(error).split())
-    reason = abbreviate(f"{type(error).__name__}: {text}".rstrip(": ."), MAX_REASON_CHARACTERS)
+    reason = f"{type(error).__name__}: {text}".rstrip(": .")
+    if len(reason) > MAX_REASON_CHARACTERS:
+        reason = reason[: MAX_REASON_CHARACTERS - 1] + "…"
     # torch raises a RuntimeError if the host has no memory left.
     if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text:
         return USER_ERROR, (

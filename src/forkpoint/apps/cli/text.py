@@ -1,9 +1,6 @@
-"""Escapes of invisible characters and abbreviations, for text from files. Imports no torch."""
+"""Escapes of invisible characters, for text from files. Imports no torch."""
 
 import re
-
-MAX_CHARACTERS = 500
-"""Largest number of characters of a text that is shown, such as the id of a rollout."""
 
 _HIDDEN = re.compile(
     "["
@@ -23,8 +20,3 @@ def visible(text: str) -> str:
     of writing, and what UTF-8 or XML cannot hold. Tabs and line feeds stay.
     """
     return _HIDDEN.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
-
-
-def abbreviate(text: str, most: int = MAX_CHARACTERS) -> str:
-    """The text, or its beginning and an ellipsis where it is longer than `most` characters."""
-    return text if len(text) <= most else text[: most - 1] + "…"
