@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 from forkpoint import Config, ConfigError, losses, save_rollouts, wrap
 from forkpoint.apps.cli import main
 from forkpoint.apps.cli.models import random_model
+from forkpoint.hosts.host import ModelHost
 from forkpoint.hosts.libraries import host_of
 from forkpoint.plan.pricing.calibration import FOLDER_VARIABLE, Calibration
 from forkpoint.rollouts.batch import RolloutBatch
@@ -232,30 +233,38 @@ def test_a_steady_time_is_a_share_of_that_behind_products(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock(torch.device("cpu"), repeats=1, busy_products=0)
-    assert clock.steady_share(int, abs) == 1.0, "a CPU has no clock to tell apart"
+    assert clock.steady_share(int, abs, Times(1, 1)) == 1.0, "a CPU has no clock to tell apart"
     clock.kind, marks = "cuda", itertools.count()
     monkeypatch.setattr(clock, "_mark", lambda: next(marks) / 1e3)
     cases = [(1.25, 0.0, 0.8), (1.25, 1.1, 1.0), (0.9, 0.0, 1.0), (9.0, 0.0, 0.7)]
     for whole, issued, share in cases:
         alone = Times(whole / 2, whole / 2, issued)
-        monkeypatch.setattr(clock, "times", lambda *_, alone=alone: alone)
-        assert clock.steady_share(int, abs) == pytest.approx(share)
+        assert clock.steady_share(int, abs, alone) == pytest.approx(share)
 
 
-def test_the_steady_row_is_as_long_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("issued", [0.0, 2.0])
+def test_the_steady_row_is_longer_where_the_host_is_slow(
+    monkeypatch: pytest.MonkeyPatch, issued: float
+) -> None:
     host = host_of(random_model(MODEL, torch.float32, 0).train())
     rows = Rows(Clock(host.device, repeats=1, busy_products=0), kernel="auto", vocab=64)
     made: list[int] = []
     row = rows._row
 
-    def share(forward: Callable[[], torch.Tensor], _: object) -> float:
-        if len(made) == 1:
-            raise torch.OutOfMemoryError("full")
+    def share(forward: Callable[[], torch.Tensor], _: object, alone: Times) -> float:
+        assert not alone.waits_for_host
         return 0.9 if forward().requires_grad else 0.0
 
     monkeypatch.setattr(rows, "_row", lambda h, n, **k: made.append(n) or row(h, n, **k))
     monkeypatch.setattr(rows.clock, "steady_share", share)
-    assert rows.steady_share(host, 16) == 0.9 and made == [32, 16]
+    assert rows.steady_share(host, 16, Times(1.0, 1.0, issued)) == 0.9
+    assert set(made) == {32 if issued else 16}
+
+    def fails(*_: object) -> float:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(rows.clock, "steady_share", fails)
+    assert rows.steady_share(host, 16, Times(1.0, 1.0, issued)) == 1.0
 
 
 def test_a_leaf_reads_the_prompt_of_another_microbatch() -> None:
@@ -266,19 +275,32 @@ def test_a_leaf_reads_the_prompt_of_another_microbatch() -> None:
 
 
 @pytest.mark.parametrize(("row_ms", "sizes"), [(1.0, 3), (200.0, 2)])
-def test_compilation_takes_none_of_its_time(
+def test_what_would_be_over_later_is_not_measured(
     monkeypatch: pytest.MonkeyPatch, row_ms: float, sizes: int
 ) -> None:
-    def row(*_: object) -> Times:
+    leaves: list[int] = []
+
+    def row(rows: Rows, *_: object) -> Times:
         time.sleep(0.1)  # as long as compilation might take
+        rows.clock.seconds += row_ms / 1e3
         return Times(row_ms / 2, row_ms / 2)
 
+    def leaf(_: Rows, host: ModelHost, tokens: int) -> Times:
+        leaves.append(tokens)
+        return Times(len(host.blocks), 1.0)
+
     monkeypatch.setattr(Rows, "row_ms", row)
-    effort = replace(QUICK["cpu"], row_tokens=(4, 8, 16), repeats=1, max_seconds=0.2)
+    monkeypatch.setattr(Rows, "leaf_ms", leaf)
+    effort = replace(QUICK["cpu"], row_tokens=(4, 8, 16), repeats=1, max_seconds=0.5)
     model = random_model(MODEL, torch.float32, 0).train()
     calibrator = Calibrator(
         lambda layers: random_model({**MODEL, "num_hidden_layers": layers}, torch.float32, 0),
         compile_blocks=False,
         effort={"cpu": effort},
     )
-    assert len(calibrator.run(wrap(model).host.shape).block.at) == sizes
+    begin = time.perf_counter()
+    found = calibrator.run(wrap(model).host.shape)
+    assert len(found.block.at) == sizes and len(leaves) == (2 if sizes == 3 else 0)
+    assert found.seconds <= time.perf_counter() - begin
+    if sizes == 3:  # compilation takes none of its time
+        assert 0.6 < found.first_seconds < found.seconds < found.first_seconds + 0.5

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forkpoint import Config, ConfigError, Plan, PlanError
+from forkpoint import Config, ConfigError, Plan, PlanError, Rollout, RolloutBatch
 from forkpoint.plan import make_plan
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.predict import cache_bytes, drop_activations, microbatches_to_drop, peak_bytes
@@ -23,6 +24,7 @@ from forkpoint.plan.pricing.calibration import (
     find_calibration,
 )
 from forkpoint.plan.pricing.meters import CountedMeter, MeasuredMeter, Meter, meter_of
+from forkpoint.tree import full_table
 from made_calibrations import SHAPE, flat, group, line, made_up
 from strategies import batches
 
@@ -60,9 +62,32 @@ def test_wide_launches_and_blocks_that_read_a_cache_have_prices_of_their_own(
             pairs = count * 50 * prompt.tokens
             assert meter._attention_ms(leaf, backward=bool(way)) == pytest.approx(4 * pairs / rate)
             assert meter.host(prompt, backward=bool(way)) == 4 * issued["host_block_ms"][way]
+            # It reads the cache by one further launch.
             assert meter.host(leaf, backward=bool(way)) == 4 * issued["host_cached_ms"][way]
         unknown = meter_of(plan, made_up(host_block_ms=(1.0, 2.0)))
         assert unknown.host(leaf, backward=True) == 4 * 2.0
+
+
+def test_each_further_launch_takes_the_host_as_long() -> None:
+    measured = made_up(host_block_ms=(1.0, 2.0), host_cached_ms=(3.0, 5.0), host_rest_ms=(7.0, 8.0))
+    # Prompt, first turn and second turn: the last two read what is above them by a launch a level.
+    rows = [[1] * 20 + [2 + i] * 20 + [5 + i + 2 * j] * 20 for i in (0, 1) for j in (0, 1)]
+    mask = np.arange(60) >= 20
+    batch = RolloutBatch([Rollout(row, mask, 1.0, group_id="g") for row in rows])
+    config = Config(sharing="group", boundary="within")
+    plan = make_plan(batch, SHAPE, config, calibration=measured)
+    (microbatch,) = plan.microbatches
+    launches = len(full_table(plan.forest, microbatch, plan.cache_of).launches)
+    assert launches >= 2
+    meter = meter_of(plan, measured)
+    assert meter.host(microbatch, backward=False) == 4 * (1 + (launches - 1) * 2) + 7
+    assert meter.host(microbatch, backward=True) == 4 * (2 + (launches - 1) * 3) + 8
+    windowed = replace(SHAPE, windows=(0, 8, 0, 8))
+    measured = replace(measured, shape=windowed)
+    plan = make_plan(batch, windowed, config, calibration=measured)
+    # Layers with a window gather keys for one launch.
+    host = meter_of(plan, measured).host(plan.microbatches[0], backward=False)
+    assert host == 4 * 1 + 2 * (launches - 1) * 2 + 7
 
 
 def test_a_row_without_labels_ends_in_its_last_layer() -> None:

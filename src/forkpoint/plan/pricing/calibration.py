@@ -163,18 +163,21 @@ class Calibration:
     """Most that a backward needs beyond what was kept: bytes for a microbatch with a head, and
     bytes a token besides; zeros where the device does not say."""
     seconds: float
-    """How long it took to measure."""
+    """How long it took, with `first_seconds`."""
     host_block_ms: tuple[float, float] = (0.0, 0.0)
     """Time of the host to issue one block, forward and backward, where the device works behind
     it. A CPU's times have it in them, as those of earlier versions do."""
     host_rest_ms: tuple[float, float] = (0.0, 0.0)
     """The same of what is done once a microbatch."""
     host_cached_ms: tuple[float, float] = (0.0, 0.0)
-    """As `host_block_ms`, of a block that reads a prefix cache; zeros where that was not
-    measured."""
+    """As `host_block_ms`, of a block that reads a prefix cache by one further launch; zeros where
+    that was not measured."""
     wide: tuple[float, float] = (0.0, 0.0)
     """Pairs a ms of attention to an ancestor by launches of at least WIDE_PAIRS, forward and
     backward; zeros where that was not measured."""
+    first_seconds: float = 0.0
+    """Of `seconds`: the first run of each thing that was measured. It compiles blocks and kernels,
+    which the step that follows needs as well."""
     link: Link | None = None
     """Between ranks; None where one process measured alone."""
 

@@ -279,13 +279,16 @@ class MeasuredMeter(Meter):
         return max(time, 0.0)
 
     def host(self, microbatch: Microbatch, *, backward: bool) -> float:
-        found, again = self.calibration, 0.0
+        way, again = int(backward), 0.0
         if backward:
             again = self.shape.repeated_flops_share(microbatch.checkpointing)
-        reads = microbatch.parent >= 0 and any(found.host_cached_ms)
-        block_ms = found.host_cached_ms if reads else found.host_block_ms
-        block = block_ms[int(backward)] + again * block_ms[0]
-        return self.shape.layers * block + found.host_rest_ms[int(backward)]
+        found, full = self.calibration, self.shape.windows.count(0)
+        block = found.host_block_ms[way] + again * found.host_block_ms[0]
+        time = self.shape.layers * block + found.host_rest_ms[way]
+        launch = found.host_cached_ms[way] - found.host_block_ms[way]
+        if full and launch > 0:
+            time += full * launch * len(self._launches_of(microbatch, 0).parts)
+        return time
 
     def head(self, microbatch: Microbatch, *, backward: bool) -> float:
         entries = self.shape.part(microbatch.num_loss_entries)
@@ -358,10 +361,7 @@ class MeasuredMeter(Meter):
         return self._attention[microbatch.index, backward]
 
     def _layer_ms(self, microbatch: Microbatch, window: int, backward: bool) -> float:
-        if (microbatch.index, window) not in self._launches:
-            made = self._windowed(microbatch, window) if window else self._full(microbatch)
-            self._launches[microbatch.index, window] = made
-        launches, found = self._launches[microbatch.index, window], self.calibration
+        launches, found = self._launches_of(microbatch, window), self.calibration
         ranks = self.shape.context  # each has its part of the heads
         time = sum(found.part.time(tokens / ranks, backward=backward) for tokens in launches.parts)
         for (kind, length), pairs in launches.pairs.items():
@@ -369,6 +369,12 @@ class MeasuredMeter(Meter):
             rate = found.wide[int(backward)] if kind == "wide" else 0.0
             time += pairs / ranks / (rate or curve.rate(length, backward=backward))
         return time
+
+    def _launches_of(self, microbatch: Microbatch, window: int) -> _Launches:
+        if (microbatch.index, window) not in self._launches:
+            made = self._windowed(microbatch, window) if window else self._full(microbatch)
+            self._launches[microbatch.index, window] = made
+        return self._launches[microbatch.index, window]
 
     def _windowed(self, microbatch: Microbatch, window: int) -> _Launches:
         forest, segments = self.plan.forest, list(microbatch.segments)

@@ -1,6 +1,6 @@
 """The measurement that a policy makes of its device, at its first plan.
 
-It runs layers of the model's sizes and random weights, never the model itself, and takes some
+It runs layers of the model's sizes and random weights, never the model itself, and takes at most 3
 seconds besides their compilation, which the first step needs anyway. Later processes on the same
 device with the same versions find its file.
 """
@@ -20,8 +20,16 @@ _log = logging.getLogger("forkpoint")
 
 MEASURED = {"cuda"}
 """Types of devices that are measured. Tests change it."""
-MEASUREMENT = 3
+MEASUREMENT = 4
 """Raised when what is measured, or a kernel of ours, changes: earlier files are not found then."""
+BEGINS = (
+    "measuring layers of this model on this device, to price plans (once: the file is kept for "
+    "later processes). Config(calibration=None) leaves it out."
+)
+DONE = (
+    "measured in %.1f s, after %.1f s of first runs, which compiled the layers; the step that "
+    "follows needs that as well."
+)
 FAILED = (
     "this device was not measured for the model (%s); plans are priced by nominal rates. "
     "forkpoint calibrate measures it; Config(calibration=None) leaves the attempt out."
@@ -89,4 +97,7 @@ def _measure(host: ModelHost, kernel: str) -> Calibration | None:
             effort=QUICK,
             announces=False,
         )
-        return calibrator.run(host.shape)
+        _log.warning(BEGINS)
+        found = calibrator.run(host.shape)
+        _log.warning(DONE, found.seconds - found.first_seconds, found.first_seconds)
+    return found

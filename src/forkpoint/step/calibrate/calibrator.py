@@ -43,7 +43,8 @@ class Effort:
     memory: bool = True
     """Whether bytes of checkpointing and of backwards are measured; else they are counted."""
     max_seconds: float
-    """Begin no longer rows that would be done later; the time of compilation is left out."""
+    """Of samples: what would be done later is not begun, so that it is priced by the rest. First
+    runs, which compile what a step needs as well, are left out."""
 
 
 THOROUGH = {
@@ -71,11 +72,11 @@ QUICK = {
         row_tokens=(256, 2048, 8192),
         key_tokens=(256, 8192),
         repeats=3,
-        busy_products=24,
+        busy_products=16,
         busy_products_of_parts=5,
         copy_bytes=1 << 26,
         memory=False,
-        max_seconds=3.0,
+        max_seconds=2.0,
     ),
     "cpu": Effort(
         row_tokens=(16, 64),
@@ -83,7 +84,7 @@ QUICK = {
         repeats=1,
         copy_bytes=1 << 20,
         memory=False,
-        max_seconds=3.0,
+        max_seconds=2.0,
     ),
 }
 
@@ -147,27 +148,28 @@ class Calibrator:
         causal = parts.causal(sizes)
         part, rectangle = parts.rectangles(sizes, effort.key_tokens)
         head = parts.head(shape.vocab, sizes)
-        rows: dict[int, list[Times]] = {n: [] for n in LAYERS}
-        done: list[int] = []
-        left = effort.max_seconds
-        for tokens in sizes:
-            if len(done) >= 2 and _expected_seconds(rows, done, tokens, effort) > left:
-                break
-            done.append(tokens)
-            for layers, its in hosts.items():
-                rows[layers].append(whole.row_ms(its, tokens))
-            left -= _spent_seconds(rows, effort)
-        # Last, since compiled blocks are compiled once more for it.
-        if effort.memory and left > 0:
-            kept["selective"] = whole.kept_bytes(hosts, first, "selective")
         copies = parts.copies(effort.copy_bytes)
+
+        def left() -> float:
+            return effort.max_seconds - clock.seconds - of_parts.seconds
+
+        done, rows = _timed_rows(whole, hosts, effort, left)
         block, rest = _block(done, rows, causal), _rest(done, rows, head)
         issued = [_of_block(rows, 0, 2 + way) for way in (0, 1)]
-        share = whole.steady_share(hosts[MORE], done[-1])
-        leaves = {layers: whole.leaf_ms(its, sizes[0]) for layers, its in hosts.items()}
-        cached = [(leaves[MORE][2 + way] - leaves[FEW][2 + way]) / (MORE - FEW) for way in (0, 1)]
-        wide = parts.wide(effort.wide_tokens, part) if effort.wide_tokens else (0.0, 0.0)
         issued_rest = [rows[FEW][0][2 + way] - FEW * issued[way] for way in (0, 1)]
+        cached, wide, share = [0.0, 0.0], (0.0, 0.0), 1.0
+        if left() > 0:
+            leaves = {layers: whole.leaf_ms(its, sizes[0]) for layers, its in hosts.items()}
+            cached = [(leaves[MORE][n] - leaves[FEW][n]) / (MORE - FEW) for n in (2, 3)]
+        if effort.wide_tokens and left() > 0:
+            wide = parts.wide(sizes[0], effort.wide_tokens, part)
+        if left() > 0:
+            share = whole.steady_share(hosts[MORE], done[-1], rows[MORE][-1])
+        # Last, since compiled blocks are compiled once more for it.
+        if effort.memory and left() > 0:
+            kept["selective"] = whole.kept_bytes(hosts, first, "selective")
+        working = whole.working_bytes(host, done) if effort.memory else (0.0, 0.0)
+        seconds = time.perf_counter() - begin
         return Calibration(
             device=device_name(clock.device),
             versions=measured_versions(),
@@ -185,10 +187,11 @@ class Calibrator:
             out_bytes_per_ms=copies["out_bytes_per_ms"],
             back_bytes_per_ms=copies["back_bytes_per_ms"],
             kept_bytes=kept,
-            working_bytes=whole.working_bytes(host, done) if effort.memory else (0.0, 0.0),
+            working_bytes=working,
             host_block_ms=(max(issued[0], 0.0), max(issued[1], 0.0)),
             host_rest_ms=(max(issued_rest[0], 0.0), max(issued_rest[1], 0.0)),
-            seconds=time.perf_counter() - begin,
+            seconds=seconds,
+            first_seconds=seconds - clock.seconds - of_parts.seconds,
         )
 
     def _host(self, layers: int) -> ModelHost:
@@ -197,18 +200,23 @@ class Calibrator:
         return host
 
 
-def _spent_seconds(rows: dict[int, list[Times]], effort: Effort) -> float:
-    """Time of the last rows' samples. It has no compilation, which the first step needs anyway."""
-    last = [times[-1] for times in rows.values()]
-    each = (max(t.forward + t.backward, t.issued_forward + t.issued_backward) for t in last)
-    return (1 + effort.repeats) * sum(each) / 1e3
-
-
-def _expected_seconds(
-    rows: dict[int, list[Times]], done: list[int], tokens: int, effort: Effort
-) -> float:
-    """The same of longer rows, at most: attention grows with the square of the length."""
-    return _spent_seconds(rows, effort) * (tokens / done[-1]) ** 2
+def _timed_rows(
+    whole: Rows, hosts: dict[int, ModelHost], effort: Effort, left: Callable[[], float]
+) -> tuple[list[int], dict[int, list[Times]]]:
+    """Lengths of rows that were timed, at least two, and their times by the number of layers."""
+    done: list[int] = []
+    rows: dict[int, list[Times]] = {n: [] for n in hosts}
+    for tokens in effort.row_tokens:
+        if len(done) >= 2:
+            # At most: attention grows with the square of the length.
+            last = [times[-1] for times in rows.values()]
+            each = (max(t.forward + t.backward, t.issued_forward + t.issued_backward) for t in last)
+            if effort.repeats * sum(each) / 1e3 * (tokens / done[-1]) ** 2 > left():
+                break
+        done.append(tokens)
+        for layers, host in hosts.items():
+            rows[layers].append(whole.row_ms(host, tokens))
+    return done, rows
 
 
 def _of_block(rows: dict[int, list[Times]], index: int, figure: int) -> float:

@@ -29,6 +29,12 @@ class Times(NamedTuple):
     issued_forward: float = 0.0
     issued_backward: float = 0.0
 
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether the device might wait for the host among repeats of the same work."""
+        issued = self.issued_forward + self.issued_backward
+        return issued > 0.8 * (self.forward + self.backward)
+
 
 class Clock:
     """The clock of one device."""
@@ -42,6 +48,8 @@ class Clock:
         self.device: torch.device = device
         self.kind: str = device.type
         self.repeats: int = repeats
+        self.seconds: float = 0.0
+        """Time of samples. First runs, which compile and choose kernels, are not in it."""
         self._busy_products = busy_products
         self._operand: torch.Tensor | None = None
 
@@ -49,6 +57,7 @@ class Clock:
         """Times of both."""
         samples: list[Times] = []
         for _ in range(1 + self.repeats):
+            begin = time.perf_counter()
             self._keep_busy()
             issued, marks = [time.perf_counter()], [self._mark()]
             result = forward()
@@ -59,6 +68,7 @@ class Clock:
             marks.append(self._mark())
             device = [self._between(*marks[n : n + 2]) for n in (0, 1)]
             host = [(issued[n + 1] - issued[n]) * 1e3 * (self.kind == "cuda") for n in (0, 1)]
+            self.seconds += (time.perf_counter() - begin) * bool(samples)
             samples.append(Times(*device, *host))
         forwards, backwards, *issued = (list(each) for each in zip(*samples[1:], strict=True))
         # What else the host does can only add to its time.
@@ -68,6 +78,7 @@ class Clock:
         self,
         forward: Callable[[], Result],
         backward: Callable[[Result], None],
+        alone: Times,
         *,
         repeats: int = 12,
     ) -> float:
@@ -77,20 +88,18 @@ class Clock:
         behind them than within a step. 1 on a CPU, and where the host takes longer than the device.
 
         Args:
+            alone: their `times`.
             repeats: how often they run, one after the other; the second half counts.
         """
-        if self.kind != "cuda":
+        if self.kind != "cuda" or alone.waits_for_host:
             return 1.0
-        alone = self.times(forward, backward)
-        whole = alone.forward + alone.backward
-        if alone.issued_forward + alone.issued_backward > 0.8 * whole:
-            return 1.0
-        marks = [self._mark()]
+        begin, marks = time.perf_counter(), [self._mark()]
         for _ in range(repeats):
             backward(forward())
             marks.append(self._mark())
         steady = self._between(marks[repeats // 2], marks[-1]) / (repeats - repeats // 2)
-        return min(1.0, max(LEAST_SHARE, steady / whole))
+        self.seconds += time.perf_counter() - begin
+        return min(1.0, max(LEAST_SHARE, steady / (alone.forward + alone.backward)))
 
     def _keep_busy(self) -> None:
         if self.kind != "cuda":

@@ -40,18 +40,21 @@ class Rows:
         with host.entered():
             return self.clock.times(lambda: run(inputs), lambda logprobs: logprobs.sum().backward())
 
-    def steady_share(self, host: ModelHost, tokens: int) -> float:
+    def steady_share(self, host: ModelHost, tokens: int, alone: Times) -> float:
         """Time of a row within a step, over that behind matrix products: `Clock.steady_share`.
 
-        The row has twice as many tokens where memory suffices, so that a slow host is ahead of the
-        device all the same.
+        The row has twice as many tokens where the host is slow and memory suffices.
+
+        Args:
+            alone: times of a row of so many tokens.
         """
-        for length in (2 * tokens, tokens):
-            inputs, run = self._row(host, length, num_loss_entries=1)
-            with suppress(torch.OutOfMemoryError), host.entered():
+        with suppress(torch.OutOfMemoryError):
+            if alone.waits_for_host:
+                tokens, alone = 2 * tokens, self.row_ms(host, 2 * tokens)
+            inputs, run = self._row(host, tokens, num_loss_entries=1)
+            with host.entered():
                 return self.clock.steady_share(
-                    lambda inputs=inputs, run=run: run(inputs),
-                    lambda logprobs: logprobs.sum().backward(),
+                    lambda: run(inputs), lambda logprobs: logprobs.sum().backward(), alone
                 )
         return 1.0
 

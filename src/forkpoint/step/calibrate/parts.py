@@ -11,7 +11,7 @@ from forkpoint.engine.staging import staging_for
 from forkpoint.ops.attention import AttentionTable, CacheSlice, shared_attention
 from forkpoint.ops.head import token_outputs
 from forkpoint.plan import ModelShape
-from forkpoint.plan.pricing.calibration import Curve
+from forkpoint.plan.pricing.calibration import WIDE_PAIRS, Curve
 from forkpoint.step.calibrate.clock import Clock, Times
 
 TINY_KEYS = 16
@@ -25,12 +25,14 @@ class Parts:
         self.clock: Clock = clock
         self.shape: ModelShape = shape
         self.kernel: str = kernel
+        self._alone: dict[int, Times] = {}
+        """Times of so many segments without an ancestor."""
         self._dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[shape.dtype_bytes]
 
     def causal(self, sizes: tuple[int, ...]) -> Curve:
         """Pairs a ms by the length of segments that attend to themselves alone."""
-        # As many tokens as a microbatch has. The fixed time of a launch then counts for the block.
-        fill = min(sizes[-1], FILLED_TOKENS)
+        # The fixed time of a launch then counts for the block.
+        fill = _fill(sizes)
 
         def at(index: int, backward: bool) -> float:
             length = sizes[index]
@@ -41,34 +43,40 @@ class Parts:
         return curve(sizes, at)
 
     def rectangles(self, sizes: tuple[int, ...], keys: tuple[int, ...]) -> tuple[Curve, Curve]:
-        """Costs of a further launch by its queries, and pairs a ms by the length of its keys."""
+        """Costs of a further launch by its queries, and pairs a ms by the length of its keys.
 
-        def added(queries: int, keys: int) -> tuple[float, float]:
-            with_it, without = (self._attention_ms(queries, 1, k)[:2] for k in (keys, 0))
-            # Noise must not make a launch cost nothing.
-            return tuple(max(a - b, 0.02 * a) for a, b in zip(with_it, without, strict=True))  # type: ignore[return-value]
-
-        few = [sizes[0], sizes[len(sizes) // 2], sizes[-2]]
-        parts = {q: added(q, TINY_KEYS) for q in sorted(set(few))}
+        Queries are as many as a microbatch has: few would not fill the device.
+        """
+        fill = _fill(sizes)
+        parts = {q: self._added(sizes[0], q, TINY_KEYS) for q in (sizes[0], fill)}
         part = curve(list(parts), lambda i, backward: list(parts.values())[i][int(backward)])
-        queries = sizes[-2]
-        whole = [added(queries, k) for k in keys]
+        # Launches of WIDE_PAIRS may run on another kernel.
+        queries = [min(fill, WIDE_PAIRS // (2 * k)) for k in keys]
+        whole = [self._added(sizes[0], q, k) for q, k in zip(queries, keys, strict=True)]
 
         def at(index: int, backward: bool) -> float:
             time_ms = whole[index][int(backward)]
-            less = part.time(queries, backward=backward)
-            return queries * keys[index] / max(time_ms - less, 0.1 * time_ms)
+            less = part.time(queries[index], backward=backward)
+            return queries[index] * keys[index] / max(time_ms - less, 0.1 * time_ms)
 
         return part, curve(keys, at)
 
-    def wide(self, tokens: int, part: Curve) -> tuple[float, float]:
-        """Pairs a ms of as many queries as keys of an ancestor."""
-        with_it, without = (self._attention_ms(tokens, 1, keys) for keys in (tokens, 0))
+    def wide(self, length: int, tokens: int, part: Curve) -> tuple[float, float]:
+        """Pairs a ms of as many queries, in segments of `length`, as keys of an ancestor."""
         found = []
-        for way in (0, 1):
-            time_ms = with_it[way] - without[way] - part.time(tokens, backward=bool(way))
-            found.append(tokens**2 / max(time_ms, 0.1 * with_it[way]))
+        for way, time_ms in enumerate(self._added(length, tokens, tokens)):
+            less = part.time(tokens, backward=bool(way))
+            found.append(tokens**2 / max(time_ms - less, 0.1 * time_ms))
         return found[0], found[1]
+
+    def _added(self, length: int, queries: int, keys: int) -> tuple[float, float]:
+        """Times that an ancestor of `keys` tokens adds to segments of `length` tokens."""
+        count = queries // length
+        if count not in self._alone:
+            self._alone[count] = self._attention_ms(length, count, 0)
+        with_it, without = self._attention_ms(length, count, keys)[:2], self._alone[count][:2]
+        # Noise must not make a launch cost nothing.
+        return tuple(max(a - b, 0.02 * a) for a, b in zip(with_it, without, strict=True))  # type: ignore[return-value]
 
     def _attention_ms(self, length: int, count: int, keys: int) -> Times:
         """One layer's attention over `count` segments, all below an ancestor of `keys` tokens.
@@ -153,6 +161,11 @@ class Parts:
             "out_bytes_per_ms": nbytes / self.clock.typical(out),
             "back_bytes_per_ms": nbytes / self.clock.typical(back),
         }
+
+
+def _fill(sizes: tuple[int, ...]) -> int:
+    """As many tokens as a microbatch has."""
+    return min(sizes[-1], FILLED_TOKENS)
 
 
 def curve(sizes: Sequence[int], at: Callable[[int, bool], float]) -> Curve:
