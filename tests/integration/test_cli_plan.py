@@ -83,8 +83,9 @@ def test_plan_prices_encoders_without_pixels(frozen: bool, shell: Shell, tmp_pat
     config = Config(boundary="across", sharing="tree", max_microbatch_tokens=16)
     policy = wrap(model, replace(config, calibration=None))
     wanted = policy.plan(batch, GRPO(kl=0.1))
-    encodes = sum(event.startswith("encode image") for event in wanted.events())
-    backwards = sum(event.startswith("encode backward") for event in wanted.events())
+    events = [event for event in wanted.events() if event.startswith("encode")]
+    assert events == ["encode images 0, 1", "encode backward images 0, 1"][: 1 if frozen else 2]
+    encodes, backwards = wanted.encoder_runs
     assert (encodes, backwards) == (2, 0 if frozen else 2)
     found = done.result["encoder"]
     assert (found["places"], found["forwards"], found["backwards"]) == (6, 2, backwards)

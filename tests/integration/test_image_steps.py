@@ -8,7 +8,7 @@ import pytest
 import torch
 from host_models import checkpointing, lora, quiet_peft
 from steps import ACROSS, relative_distance
-from test_images import BAR, PAIRS, step, tower, weighted
+from test_images import BAR, PAIRS, step, stock_gradients, tower, weighted
 
 from forkpoint import Config, Media, RolloutBatch, UnsupportedError, wrap
 from forkpoint.hosts.transformers import encoders
@@ -19,7 +19,7 @@ from forkpoint.plan.predict import plan_cost
 from forkpoint.step import self_check
 from forkpoint.testing import dense_run, lifted_upcasts
 from lanes import slow_besides
-from media_scenes import image, rollout, scene
+from media_scenes import image, rollout, scene, video
 from multimodal_models import tiny_multimodal
 
 FAMILIES = sorted({family for family, _ in PAIRS})
@@ -131,6 +131,42 @@ def test_wrong_numbers_of_tokens_leave_no_gradient() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("family", slow_besides(["qwen3_vl"], QWEN))
+def test_one_call_encodes_images_that_are_read_together(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_multimodal(family)
+    media = [image(family, 0), video(family, 0), image(family, 1, rows=8)]
+    media += [image(family, 2, columns=8), video(family, 1, frames=3)]
+    prompt = [part for n, medium in enumerate(media) for part in (medium, [3 + n])]
+    tool = [[9], image(family, 3), [5]]
+    batch = RolloutBatch(
+        [rollout(family, prompt, [[5, 6], *tool], 1.0), rollout(family, prompt, [[8]], -0.5)]
+    )
+    policy = wrap(model, replace(ACROSS, max_microbatch_tokens=64))
+    with lifted_upcasts(model):
+        wanted = stock_gradients(model, family, batch)
+        assert relative_distance(step(policy, batch), wanted) < BAR
+        calls = [e for e in policy.plan(batch, GRPO()).events() if "encode" in e]
+        assert calls[:2] == ["encode images 0, 1, 2", "encode videos 4, 5"]
+        assert calls[2:4] == ["encode image 3", "encode backward image 3"]
+        assert calls[4:] == ["encode backward images 0, 1, 2", "encode backward videos 4, 5"]
+        monkeypatch.setattr("forkpoint.plan.media.MOST_TOKENS", 12)
+        assert relative_distance(step(policy, batch), wanted) < BAR
+    calls = [e for e in policy.plan(batch, GRPO()).events() if "encode" in e]
+    assert calls[:4] == ["encode images 0, 1", "encode image 2", "encode video 4", "encode video 5"]
+
+
+def test_each_of_several_images_has_its_tokens() -> None:
+    """Two wrong numbers of tokens have the right sum."""
+    small, large = image("qwen3_vl", 0), image("qwen3_vl", 1, rows=8)
+    media = [Media("image", small.inputs, large.tokens), Media("image", large.inputs, small.tokens)]
+    batch = [rollout("qwen3_vl", [[3, 4], media[0], [5], media[1], [4]], [[5, 6]], 1.0)]
+    policy = wrap(tiny_multimodal("qwen3_vl"), Config(self_check=False))
+    with pytest.raises(UnsupportedError, match=r"stands for 8 tokens, and .* gives 4"):
+        policy.forward_backward(batch, GRPO())
+
+
 @pytest.mark.parametrize("family", slow_besides(["qwen3_vl"], FAMILIES))
 def test_prices_and_budgets(family: str) -> None:
     """Encoders cost time and memory; beyond a budget they run again instead of being kept."""
@@ -199,6 +235,6 @@ def test_blocks_of_encoders_do_not_wait_for_the_device(
     for depth in (1, 5):
         visual.blocks = torch.nn.ModuleList(blocks[:1] * depth)
         waits.clear()
-        encoder.encode(image(family, rows=8))
+        encoder.encode([image(family, rows=8), image(family)])
         found.append(len(waits))
     assert found[0] == found[1] > 0

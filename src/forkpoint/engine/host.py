@@ -145,9 +145,10 @@ class Host(Protocol):
         """
         ...
 
-    def encode(self, medium: Media) -> tuple[Tensor, ...]:
-        """Features [R, C] of the R tokens of an image or a video: those that take the place of
-        embeddings, and those that are added after each of the first blocks, if any are."""
+    def encode(self, media: Sequence[Media]) -> tuple[tuple[Tensor, ...], ...]:
+        """Features [R, C] of the R tokens of each of several media of one kind, in one call: those
+        that take the place of embeddings, and those added after each of the first blocks, if any.
+        """
         ...
 
     def encoder_shape(self) -> EncoderShape | None:

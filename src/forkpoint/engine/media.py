@@ -18,7 +18,7 @@ from forkpoint.engine.microbatches import MediaRows, MicrobatchInputs
 from forkpoint.engine.prefix_cache import PrefixCache
 from forkpoint.engine.transaction import Transaction
 from forkpoint.ops.dtypes import accumulate_dtype
-from forkpoint.plan.program import ENCODE, ENCODE_BACKWARD, IDLE, RELEASE, Instruction
+from forkpoint.plan.program import ENCODE, ENCODE_BACKWARD, RELEASE, Instruction
 from forkpoint.rollouts.media import Media
 
 
@@ -94,24 +94,29 @@ class Encoding(Feature):
         cache.media = self._features
 
     def before(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
-        number = instruction.medium
+        numbers = instruction.media
         if instruction.operation == ENCODE:
             with torch.set_grad_enabled(instruction.keeps_graph):
-                outputs = self._encoded(number)
-            if number != IDLE:
-                self._features.add(number, outputs)
+                encoded = self._encoded(numbers)
+            if numbers:
+                for number, outputs in zip(numbers, encoded, strict=True):
+                    self._features.add(number, outputs)
         elif instruction.operation == RELEASE:
-            self._features.take(number)
+            for number in numbers:
+                self._features.take(number)
         elif instruction.operation == ENCODE_BACKWARD:
-            outputs, sums = ((), ()) if number == IDLE else self._features.take(number)
+            taken = [self._features.take(number) for number in numbers]
+            outputs = [x for each, _ in taken for x in each]
+            sums = [x for _, each in taken for x in each]
+            del taken
             if not any(x.requires_grad for x in outputs):  # no activations were kept
                 with torch.enable_grad():
-                    outputs = self._encoded(number)
-            if number == IDLE:
-                sums = tuple(torch.zeros_like(x) for x in outputs)
+                    outputs = [x for each in self._encoded(numbers) for x in each]
+            if not numbers:
+                sums = [torch.zeros_like(x) for x in outputs]
             pairs = zip(outputs, sums, strict=True)
             roots = [(x, g.to(x.dtype)) for x, g in pairs if x.requires_grad and g is not None]
-            del outputs, sums
+            del outputs, sums, pairs
             if roots:
                 guard = self._transaction.guard
                 assert guard is not None
@@ -120,10 +125,11 @@ class Encoding(Feature):
             del roots
             self._host.backward(tensors, gradients, last=instruction.last_backward)
 
-    def _encoded(self, number: int) -> tuple[Tensor, ...]:
-        medium = self._idle if number == IDLE else self._media[number]
-        assert medium is not None
-        return self._host.encode(medium)
+    def _encoded(self, numbers: Sequence[int]) -> tuple[tuple[Tensor, ...], ...]:
+        if numbers:
+            return self._host.encode([self._media[number] for number in numbers])
+        assert self._idle is not None
+        return self._host.encode([self._idle])
 
 
 def _read(table_RC: Tensor, total_RC: Tensor | None, index: Tensor) -> Tensor:

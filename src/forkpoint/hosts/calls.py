@@ -7,7 +7,7 @@ recomputes blocks on threads of its own; only what runs in forwards alone is tol
 """
 
 import threading
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from torch import nn
@@ -58,10 +58,10 @@ class CallContext:
 
 
 class EncoderContext:
-    """The image or video that is encoded, in the place of a microbatch."""
+    """The images or videos that are encoded, in the place of a microbatch."""
 
-    def __init__(self, medium: Media) -> None:
-        self.medium: Media = medium
+    def __init__(self, media: Sequence[Media]) -> None:
+        self.media: Sequence[Media] = media
 
 
 def set_chunk(layer: nn.Module, tokens: int, changes: Changes) -> None:

@@ -127,7 +127,7 @@ class Encoder:
                 "alone. Leave these rollouts out, or train them by ordinary steps."
             )
 
-    def encode(self, medium: Media) -> tuple[Tensor, ...]:
+    def encode(self, media: Sequence[Media]) -> tuple[tuple[Tensor, ...], ...]:
         """As `engine.host.Host.encode`; runs within the core's forward."""
         raise NotImplementedError
 
@@ -272,7 +272,7 @@ class Entry(Protocol):
         positions_1T: Tensor | None,
         context: CallContext | EncoderContext,
     ) -> Any:
-        """Call the outermost module with a microbatch, or with a medium that has no tokens; gives
+        """Call the outermost module with a microbatch, or with media that have no tokens; gives
         what the core's forward returns."""
         ...
 

@@ -451,8 +451,8 @@ class ModelHost:
         joined = context.places.joined(per_token, entries, inputs.entries)
         return HeadOutputs(joined, outputs["roots"])
 
-    def encode(self, medium: Media) -> tuple[Tensor, ...]:
-        outputs = self.entry.run(None, None, EncoderContext(medium))
+    def encode(self, media: Sequence[Media]) -> tuple[tuple[Tensor, ...], ...]:
+        outputs = self.entry.run(None, None, EncoderContext(media))
         self.group.end_forward()
         return outputs["roots"]
 
@@ -471,7 +471,7 @@ class ModelHost:
         context = kwargs.get(self.entry.context_argument)
         with entered(self._autocasts):
             if isinstance(context, EncoderContext):
-                return {"per_token": {}, "roots": self.entry.encoder.encode(context.medium)}
+                return {"per_token": {}, "roots": self.entry.encoder.encode(context.media)}
             if not isinstance(context, CallContext):
                 refuse_call()
             top = self.entry.decode(*args, **kwargs)

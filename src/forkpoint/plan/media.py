@@ -26,6 +26,10 @@ from forkpoint.tree import Microbatch
 from forkpoint.tree.forest import Forest
 
 Counts = tuple[tuple[int, int], ...]
+Call = tuple[int, ...]
+"""Media that one call of an encoder encodes, as numbers among those of a batch; none: idle."""
+MOST_TOKENS = 8192
+"""Tokens of the media of one call, unless it has a single one. A call holds tensors of all."""
 
 
 @dataclass(frozen=True)
@@ -126,22 +130,38 @@ class CommonEncoders:
 
 
 def _places(
-    instructions: Sequence[Instruction], media: Sequence[PlannedMedium]
-) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-    """By position of an instruction: media that are encoded before it, and that end after it."""
+    instructions: Sequence[Instruction], media: Sequence[PlannedMedium], *, together: bool = False
+) -> tuple[dict[int, list[Call]], dict[int, list[Call]]]:
+    """By position of an instruction: media that are encoded before it, and that end after it.
+
+    `together`: whether one call encodes media of a kind that begin and end at the same positions.
+    """
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for at, instruction in enumerate(instructions):
         if not instruction.idle:
             first.setdefault(instruction.microbatch, at)
             last[instruction.microbatch] = at
-    begins: dict[int, list[int]] = {}
-    ends: dict[int, list[int]] = {}
+    calls: list[tuple[int, int, Call]] = []
+    latest: dict[tuple[int, int, str], int] = {}
     for number, medium in enumerate(media):
-        places = [first[m] for m in medium.readers if m in first]
-        if places:
-            begins.setdefault(min(places), []).append(number)
-            ends.setdefault(max(last[m] for m in medium.readers if m in last), []).append(number)
+        readers = [m for m in medium.readers if m in first]
+        if not readers:
+            continue
+        begin, end = min(first[m] for m in readers), max(last[m] for m in readers)
+        at = latest.get((begin, end, medium.kind))
+        call = () if at is None else calls[at][2]
+        if call and together and sum(media[n].tokens for n in (*call, number)) <= MOST_TOKENS:
+            assert at is not None
+            calls[at] = begin, end, (*call, number)
+        else:
+            latest[begin, end, medium.kind] = len(calls)
+            calls.append((begin, end, (number,)))
+    begins: dict[int, list[Call]] = {}
+    ends: dict[int, list[Call]] = {}
+    for begin, end, call in calls:
+        begins.setdefault(begin, []).append(call)
+        ends.setdefault(end, []).append(call)
     return begins, ends
 
 
@@ -152,6 +172,7 @@ def with_encoders(
     training: bool,
     trains: bool,
     again: bool = False,
+    together: bool = False,
     counts: Counts = (),
 ) -> tuple[Instruction, ...]:
     """The instructions of one pass, with those of encoders.
@@ -160,31 +181,32 @@ def with_encoders(
         training: whether it is the pass of backwards, which may have none.
         trains: whether the encoder has parameters that are trained.
         again: whether its backward runs it once more, so that no activations are kept.
+        together: whether one call encodes the media of one kind that are read at the same times.
         counts: by instruction, how many encoders run before and end after it on ranks in lockstep;
             empty where no other rank waits for them.
     """
-    begins, ends = _places(instructions, media)
+    begins, ends = _places(instructions, media, together=together)
     for at, (begin, ended) in enumerate(counts):
         for places, count in ((begins, begin), (ends, ended if training and trains else 0)):
             own = places.get(at, [])
             if count > len(own):
-                places[at] = [*own, *[IDLE] * (count - len(own))]
+                places[at] = [*own, *[()] * (count - len(own))]
     if not begins and not (training and trains):
         return tuple(instructions)
     end = ENCODE_BACKWARD if training and trains else RELEASE
     keeps = end == ENCODE_BACKWARD and not again
     found: list[Instruction] = []
-    of_medium = Instruction(0, ENCODE, IDLE, IDLE, keeps_graph=False)
+    of_media = Instruction(0, ENCODE, IDLE, IDLE, keeps_graph=False)
     for at, instruction in enumerate(instructions):
-        of_medium = of_medium._replace(pass_index=instruction.pass_index)
-        for number in begins.get(at, ()):
-            found.append(of_medium._replace(medium=number, keeps_graph=keeps))
+        of_media = of_media._replace(pass_index=instruction.pass_index)
+        for call in begins.get(at, ()):
+            found.append(of_media._replace(media=call, keeps_graph=keeps))
         found.append(instruction)
-        for number in ends.get(at, ()):
-            found.append(of_medium._replace(operation=end, medium=number))
+        for call in ends.get(at, ()):
+            found.append(of_media._replace(operation=end, media=call))
     if not begins:
         # Ordinary training runs the encoder and gives it zeros, which optimizers do not skip.
-        number = min(range(len(media)), key=lambda n: media[n].tokens, default=IDLE)
-        found.append(of_medium._replace(medium=number, keeps_graph=keeps))
-        found.append(of_medium._replace(operation=end, medium=number))
+        call = tuple(sorted(range(len(media)), key=lambda n: media[n].tokens)[:1])
+        found.append(of_media._replace(media=call, keeps_graph=keeps))
+        found.append(of_media._replace(operation=end, media=call))
     return mark_last_backward(found).instructions

@@ -26,7 +26,6 @@ from forkpoint.plan.pricing.encoders import EncoderShape
 from forkpoint.plan.program import (
     ENCODE,
     ENCODE_BACKWARD,
-    IDLE,
     OF_MEDIA,
     Instruction,
     Program,
@@ -242,10 +241,10 @@ class Plan:
         if instruction.exchanges:
             return f"{instruction.operation} prompts"
         if instruction.operation in OF_MEDIA:
-            if instruction.medium == IDLE:
+            if not instruction.media:
                 return f"{instruction.operation} idle"
-            kind = self.media[instruction.medium].kind
-            return f"{instruction.operation} {kind} {instruction.medium}"
+            kind = self.media[instruction.media[0]].kind + "s" * (len(instruction.media) > 1)
+            return f"{instruction.operation} {kind} {', '.join(map(str, instruction.media))}"
         name = "idle" if instruction.idle else self.microbatch_names[instruction.microbatch]
         return f"{instruction.operation} {name}"
 
@@ -254,8 +253,8 @@ class Plan:
         "backward leaf 1", "backward prefix 0".
 
         "recompute prefix 0" computes activations a second time. "score leaf 1" is a forward without
-        a graph. "encode image 0" runs the encoder of an image, and "encode backward image 0" its
-        backward. `backward=False` gives the events of `policy.score`.
+        a graph. "encode images 0, 1" runs the encoder of two images, and "encode backward images 0,
+        1" its backward. `backward=False` gives the events of `policy.score`.
         """
         program = self.program if backward else self.score_program
         scores = self.with_encoders(program.scores, training=False)
@@ -288,20 +287,27 @@ class Plan:
             )
         if not self.media:
             return tuple(instructions)
-        trains, again = self.capabilities.trains_encoder, self.encodes_again
+        encoder, again = self.capabilities.encoder, self.encodes_again
         return with_encoders(
-            instructions, self.media, training=training, trains=trains, again=again
+            instructions,
+            self.media,
+            training=training,
+            trains=self.capabilities.trains_encoder,
+            again=again,
+            # The activations of one medium are held at a time where they do not fit.
+            together=encoder is not None and encoder.together and not again,
         )
 
     @property
     def encoder_runs(self) -> tuple[int, int]:
-        """Numbers of forwards and backwards of encoders in a step. A backward that recomputes its
-        forward counts as both."""
+        """How many media encoders run forward and backward in a step. A backward that recomputes
+        its forward counts as both."""
         passes = (self.program.scores, False), (self.program.training, True)
         runs = [
             instruction.operation
             for instructions, training in passes
             for instruction in self.with_encoders(instructions, training=training)
+            for _ in instruction.media
         ]
         backwards = runs.count(ENCODE_BACKWARD)
         return runs.count(ENCODE) + backwards * self.encodes_again, backwards

@@ -91,7 +91,7 @@ def encoder_flops(plan: Plan, *, training: bool) -> tuple[list[float], list[floa
     instructions = plan.program.training if training else plan.program.scores
     for instruction in plan.with_encoders(instructions, training=training):
         if instruction.operation in (ENCODE, ENCODE_BACKWARD):
-            once = encoder.forward_flops(plan.media[instruction.medium])
+            once = sum(encoder.forward_flops(plan.media[n]) for n in instruction.media)
             if instruction.operation == ENCODE:
                 begun += once
             else:
@@ -172,11 +172,11 @@ def encoder_bytes(plan: Plan) -> int:
         return 0
     trains = plan.capabilities.trains_encoder
     for instruction in plan.with_encoders(plan.program.training, training=True):
-        if instruction.medium < 0:
+        media = [plan.media[number] for number in instruction.media]
+        if not media:
             continue
-        medium = plan.media[instruction.medium]
-        features = encoder.feature_bytes(medium, trains=trains)
-        kept = encoder.kept_bytes(medium) if trains else 0
+        features = sum(encoder.feature_bytes(medium, trains=trains) for medium in media)
+        kept = sum(encoder.kept_bytes(medium) for medium in media) if trains else 0
         if instruction.operation == ENCODE:
             held += features + kept * instruction.keeps_graph
             worst = max(worst, held)

@@ -41,7 +41,7 @@ class Instruction(NamedTuple):
     """SCORE: a forward without a graph. FORWARD. RECOMPUTE: the forward again, for the activations
     that were not kept. BACKWARD. SHARE: ranks send one another prefix caches of prompts. RETURN:
     and the gradients of these. Both are of no microbatch, and all ranks of the step take part.
-    ENCODE: the encoder of an image or a video runs forward. ENCODE_BACKWARD: and backward. RELEASE:
+    ENCODE: the encoder of images or videos runs forward. ENCODE_BACKWARD: and backward. RELEASE:
     features that get no gradient are dropped. These are of no microbatch either; passes have them
     from `plan.media.with_encoders`, programs do not."""
     slot: int
@@ -57,8 +57,8 @@ class Instruction(NamedTuple):
     for a forward that is repeated by a RECOMPUTE or an ENCODE_BACKWARD."""
     last_backward: bool = False
     """Whether it is the last backward of the step, after which gradients may be reduced."""
-    medium: int = IDLE
-    """The medium that is encoded, as a number among those of the batch; IDLE: none."""
+    media: tuple[int, ...] = ()
+    """The media that are encoded in one call, as numbers among those of the batch; none: idle."""
 
     @property
     def idle(self) -> bool:

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Collection, Sequence
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -99,31 +100,44 @@ class TransformersEncoder(Encoder):
         if family.axes and batch.media_of is not None:
             _check_neighbours(batch, batch.media_of)
 
-    def encode(self, medium: Media) -> tuple[Tensor, ...]:
-        """Features [R, C] of a medium of R tokens, by the model's own get_image_features.
+    def encode(self, media: Sequence[Media]) -> tuple[tuple[Tensor, ...], ...]:
+        """Features [R, C] of each of several media of one kind, of R tokens, by one call of the
+        model's own get_image_features.
 
         The first take the place of embeddings; the others, if any, are added after first blocks.
         """
-        encoder = self._features(medium.kind)
-        names, device = _arguments(encoder), next(self.core.parameters()).device
-        given = {n: _tensor(x, device) for n, x in medium.inputs.items() if n in names}
-        for name, value in medium.inputs.items():
-            if name.endswith("_grid_thw"):
-                lengths = _lengths_on_host(self.core, torch.as_tensor(value).cpu(), device)
-                given |= {f"{medium.kind}_{n}": x for n, x in lengths.items()}
+        kind, device = media[0].kind, next(self.core.parameters()).device
+        encoder = self._features(kind)
+        names = _arguments(encoder)
+        parts: dict[str, list[Tensor]] = {}
+        grids: list[Tensor] = []
+        for medium in media:
+            for name, value in medium.inputs.items():
+                if name in names:
+                    parts.setdefault(name, []).append(_tensor(value, device))
+                if name.endswith("_grid_thw"):
+                    grids.append(torch.as_tensor(value).cpu())
+        given = {n: x[0] if len(x) == 1 else torch.cat(x) for n, x in parts.items()}
+        if grids:
+            lengths = _lengths_on_host(self.core, torch.cat(grids), device)
+            given |= {f"{kind}_{name}": x for name, x in lengths.items()}
         found = encoder(**given, return_dict=True)
-        # Newer versions of transformers give a tensor for each image.
+        # Newer versions of transformers give a tensor for each row of a grid.
         every = (found.pooler_output, *(getattr(found, "deepstack_features", None) or ()))
-        parts = ((x,) if isinstance(x, Tensor) else tuple(x) for x in every)
+        counts = [len(_flat(every[0]))]
+        if len(media) > 1:
+            rows = iter(found.pooler_output)
+            counts = [sum(len(x) for x in islice(rows, len(grid))) for grid in grids]
+        for medium, count in zip(media, counts, strict=True):
+            if count != medium.tokens:
+                raise UnsupportedError(
+                    f"{medium!r} stands for {medium.tokens} tokens, and "
+                    f"{plain_class(self.core).__name__} gives {count} features for it. Give the "
+                    f"inputs of one {kind}, as the model's processor makes them."
+                )
         # Copies: of views fully_shard warns.
-        outputs = tuple(torch.cat([x.reshape(-1, x.shape[-1]) for x in each]) for each in parts)
-        if len(outputs[0]) != medium.tokens:
-            raise UnsupportedError(
-                f"{medium!r} stands for {medium.tokens} tokens, and "
-                f"{plain_class(self.core).__name__} gives {len(outputs[0])} features for it. Give "
-                f"the inputs of one {medium.kind}, as the model's processor makes them."
-            )
-        return outputs
+        pieces = ([x.clone() for x in _flat(each).split(counts)] for each in every)
+        return tuple(zip(*pieces, strict=True))
 
     def decoder_inputs(self, ids_1T: Tensor, context: CallContext) -> dict[str, Any]:
         """The decoder's inputs, with features of media at the tokens that stand for them."""
@@ -198,6 +212,8 @@ class TransformersEncoder(Encoder):
             activation_elements=kept,
             dtype_bytes=next(core.parameters()).element_size(),
             trained=any(p.requires_grad for m in modules for p in m.parameters(recurse=False)),
+            # Their inputs are patches in a row, and attention takes each image apart.
+            together=self.family.axes,
         )
 
     def sample(self, media: Sequence[Media]) -> Media:
@@ -239,6 +255,11 @@ class TransformersEncoder(Encoder):
 
     def _position_arguments(self) -> frozenset[str]:
         return _arguments(self.core.base_model.get_rope_index) if self.family.axes else frozenset()
+
+
+def _flat(features: Tensor | Sequence[Tensor]) -> Tensor:
+    parts = (features,) if isinstance(features, Tensor) else features
+    return torch.cat([x.reshape(-1, x.shape[-1]) for x in parts])
 
 
 def _lengths_on_host(core: Any, grid_N3: Tensor, device: torch.device) -> dict[str, Tensor]:

@@ -23,6 +23,8 @@ class EncoderShape:
     dtype_bytes: int = 2
     trained: bool = True
     """Whether some of its parameters are trained."""
+    together: bool = False
+    """Whether one call encodes several images or videos."""
 
     def forward_flops(self, medium: PlannedMedium) -> float:
         """Products of weights, and attention of the patches of each frame with one another."""
