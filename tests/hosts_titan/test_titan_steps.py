@@ -20,6 +20,7 @@ from titan_models import FLEX, HEAD, titan_model
 from torch import nn
 
 from forkpoint import Config, Rollout, RolloutBatch, UnsupportedError, losses, wrap
+from forkpoint.rollouts.media import Media
 from forkpoint.testing import lifted_upcasts
 
 BATCH = forked_batch()
@@ -173,6 +174,14 @@ def test_a_converted_linear_is_refused() -> None:
     model.layers["0"].attention.wo = Float8Linear(32, 32, bias=False)
     with pytest.raises(UnsupportedError, match=r"layers.0.attention.wo.*converters"):
         wrap(model)
+
+
+def test_images_are_refused() -> None:
+    medium = Media("image", {"pixel_values": np.zeros((4, 3))}, 2)
+    types = np.array([0, 1, 1, 0, 0])
+    rollout = Rollout([1, 2, 2, 3, 4], [0, 0, 0, 1, 1], 1.0, media=(medium,), media_types=types)
+    with pytest.raises(UnsupportedError, match=r"have media.*text alone"):
+        wrap(titan_model("llama3")).score(RolloutBatch([rollout]))
 
 
 def test_rollouts_beyond_the_rotary_embeddings_are_refused() -> None:

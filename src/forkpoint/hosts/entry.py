@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.distributed import Holder
 from forkpoint.errors import UnsupportedError
-from forkpoint.hosts.calls import CallContext, EncoderContext
 from forkpoint.hosts.code_provenance import Definition
 from forkpoint.hosts.heads import ModelHead
 from forkpoint.hosts.routers import ModelRouters
@@ -250,12 +249,9 @@ class Entry(Protocol):
         """The model computes each token of these rollouts from those before it alone."""
         ...
 
-    def check_context_parallel(self, shape: ModelShape, ranks: int) -> None:
+    def check_context_parallel(self, ranks: int) -> None:
         """Layers have been shown exact where the places of each microbatch are dealt out to so many
-        ranks.
-
-        shape: of the part that this rank computes.
-        """
+        ranks."""
 
     # Microbatches
 
@@ -266,14 +262,9 @@ class Entry(Protocol):
         """Let attention and recurrences run microbatches, until the changes are undone."""
         ...
 
-    def run(
-        self,
-        ids_1T: Tensor | None,
-        positions_1T: Tensor | None,
-        context: CallContext | EncoderContext,
-    ) -> Any:
-        """Call the outermost module with a microbatch, or with media that have no tokens; gives
-        what the core's forward returns."""
+    def run(self, ids_1T: Tensor | None, positions_1T: Tensor | None, context: Any) -> Any:
+        """Call the outermost module with a `CallContext`, or without tokens with an
+        `EncoderContext`; gives what the core's forward returns."""
         ...
 
     def decode(self, *args: Any, **kwargs: Any) -> Tensor:

@@ -96,7 +96,7 @@ class HeldModel:
         self.compiling: Compiling = Compiling(False if eager else compile_blocks)
         shape = self.entry.shape()  # which refuses parts of heads
         if context:
-            self.entry.check_context_parallel(shape, len(context))
+            self.entry.check_context_parallel(len(context))
         return shape
 
     def _why_eager(self, *, staged: bool, context: bool) -> str:

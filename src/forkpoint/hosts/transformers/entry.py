@@ -13,7 +13,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from forkpoint.engine.changes import Changes
-from forkpoint.hosts.calls import CallContext, EncoderContext
+from forkpoint.hosts.calls import CallContext
 from forkpoint.hosts.code_provenance import Definition
 from forkpoint.hosts.entry import Encoder, Entry, HeldStage, Stock
 from forkpoint.hosts.heads import ModelHead
@@ -105,21 +105,16 @@ class TransformersEntry(Entry):
         refusals.check_rope(self.core, int(batch.lengths.max(initial=0)))
         refusals.check_placeholders(self.core, self.family, batch)
 
-    def check_context_parallel(self, shape: ModelShape, ranks: int) -> None:
+    def check_context_parallel(self, ranks: int) -> None:
         refusals.check_undivided(self.core, self.family, "context parallelism")
-        refusals.check_context_parallel(self.core, shape, ranks)
+        refusals.check_context_parallel(self.core, self.shape().heads, ranks)
 
     def attach(self, changes: Changes) -> None:
         calls.set_attention(self.decoder, changes)
         run_recurrences(self.core, changes)
         place_queries(self.decoder, changes)
 
-    def run(
-        self,
-        ids_1T: Tensor | None,
-        positions_1T: Tensor | None,
-        context: CallContext | EncoderContext,
-    ) -> Any:
+    def run(self, ids_1T: Tensor | None, positions_1T: Tensor | None, context: Any) -> Any:
         given = {calls.CONTEXT_ARGUMENT: context}
         return self.model(input_ids=ids_1T, position_ids=positions_1T, **given)
 

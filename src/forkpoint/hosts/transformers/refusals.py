@@ -29,7 +29,6 @@ from forkpoint.hosts.transformers.multimodal import decoder_of, idle_modules, wi
 from forkpoint.hosts.transformers.routers import adds_load_balancing
 from forkpoint.hosts.transformers.tensor_parallel import parallel_forward
 from forkpoint.hosts.wrappers import set_forward
-from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.rollouts.batch import RolloutBatch, short
 
 TOKENWISE_CODE = (
@@ -298,11 +297,11 @@ def check_causal(core: Any) -> None:
         )
 
 
-def check_context_parallel(core: Any, shape: ModelShape, ranks: int) -> None:
+def check_context_parallel(core: Any, query_heads: int, ranks: int) -> None:
     """Refuse layers that have not been shown exact where each rank runs a part of the places."""
-    if shape.heads % ranks:
+    if query_heads % ranks:
         raise UnsupportedError(
-            f"the model has {shape.heads} query heads on a rank, and context parallelism splits "
+            f"the model has {query_heads} query heads on a rank, and context parallelism splits "
             f"them over {ranks} ranks. Choose a size that divides the heads."
         )
     recurrent: dict[str, Any] = {**recurrent_modules(core)}
