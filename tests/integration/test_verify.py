@@ -27,8 +27,10 @@ from forkpoint.losses import Denominators
 from forkpoint.step import plan as step_plan
 from forkpoint.testing import DenseRun, dense_run, tiny_model
 from forkpoint.verify import comparison as verify_module
+from forkpoint.verify import single_runs
 from forkpoint.verify.comparison import Comparison
 from forkpoint.verify.memory import PLAIN, SMALL, STREAMED, MemoryStrategy
+from forkpoint.verify.single_runs import SingleRuns
 from lanes import slow_besides_every
 
 TREE_IN_ROW = Config(sharing="tree", boundary="within")
@@ -87,7 +89,7 @@ def remembered_dense(monkeypatch: pytest.MonkeyPatch) -> None:
             DENSE_RUNS[key] = dense_run(model, batch, loss, *args, **options)
         return replace(DENSE_RUNS[key], gradients=dict(DENSE_RUNS[key].gradients))
 
-    monkeypatch.setattr(verify_module, "dense_run", run)
+    monkeypatch.setattr(single_runs, "dense_run", run)
 
 
 DENSE_RUNS: dict[Any, DenseRun] = {}
@@ -345,7 +347,7 @@ def test_gradients_and_model_are_as_before(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_it_refuses_what_a_step_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Comparison, "_single_runs", pytest.fail)
+    monkeypatch.setattr(SingleRuns, "run", pytest.fail)
     model = tiny_model("llama", attention_dropout=0.1).train()
     with pytest.raises(UnsupportedError, match="dropout"):
         wrap(model).verify(forked_batch(), LOSS)
@@ -440,7 +442,7 @@ def test_the_choice_of_not_sharing_is_compared_besides(monkeypatch: pytest.Monke
 def test_nothing_to_verify(
     config: Config, batch: RolloutBatch, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Comparison, "_single_runs", pytest.fail)
+    monkeypatch.setattr(SingleRuns, "run", pytest.fail)
     report = wrap(tiny_model("llama"), config).verify(batch, losses.GRPO())
     assert report.verdict == "nothing to verify" and not report.passed
     assert report.reason is not None and reason in report.reason
@@ -495,9 +497,9 @@ def test_runs_that_save_memory_are_as_exact(
 ) -> None:
     """Logits in parts of 2 tokens, checkpointed blocks, blocks that stay in the host's memory."""
     model, plain = model_for_ways(family), plain_report(family)
-    monkeypatch.setattr(verify_module, "has_room", lambda *_: False)
-    monkeypatch.setattr(verify_module, "STREAMED", replace(way, head_tokens=2))
-    monkeypatch.setattr(verify_module, "PLAIN", replace(SMALL, head_tokens=2))
+    monkeypatch.setattr(single_runs, "has_room", lambda *_: False)
+    monkeypatch.setattr(single_runs, "STREAMED", replace(way, head_tokens=2))
+    monkeypatch.setattr(single_runs, "PLAIN", replace(SMALL, head_tokens=2))
     saving = wrap(model, ACROSS).verify(forked_batch(), LOSS)
     norms = {entry.name: entry.norm for entry in plain.nearest.worst}
     for entry in saving.nearest.worst:
@@ -508,7 +510,7 @@ def test_runs_that_save_memory_are_as_exact(
 
 def test_memory_that_runs_out_is_met_with_a_smaller_way(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[Any] = []
-    real = Comparison._single_rollouts
+    real = single_runs._Run._train
 
     def failing(work: Any, model: Any, routed: Any, way: Any) -> Any:
         tried.append(way)
@@ -516,7 +518,7 @@ def test_memory_that_runs_out_is_met_with_a_smaller_way(monkeypatch: pytest.Monk
             raise torch.OutOfMemoryError("injected")
         return real(work, model, routed, way)
 
-    monkeypatch.setattr(Comparison, "_single_rollouts", failing)
+    monkeypatch.setattr(single_runs._Run, "_train", failing)
     model = tiny_model("llama", dtype=torch.float32)
     before = set(vars(model))
     assert wrap(model, ACROSS).verify(forked_batch(), LOSS).plans
@@ -526,20 +528,20 @@ def test_memory_that_runs_out_is_met_with_a_smaller_way(monkeypatch: pytest.Monk
 
 def test_the_copy_is_gone_before_the_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[Any] = []
-    copy_in, runs = verify_module.whole_copy, Comparison._single_runs
+    copy_in, runs = single_runs.whole_copy, SingleRuns.run
 
     def copied(*args: Any, **options: Any) -> Any:
         found = copy_in(*args, **options)
         copies.append(weakref.ref(found[0]))
         return found
 
-    def checked(*args: Any) -> Any:
+    def checked(*args: Any, is_reference: bool) -> Any:
         gc.collect()
-        assert [copy() for copy in copies] == [None] * (args[1] == "dense")
-        return runs(*args)
+        assert [copy() for copy in copies] == [None] * (not is_reference)
+        return runs(*args, is_reference=is_reference)
 
-    monkeypatch.setattr(verify_module, "whole_copy", copied)
-    monkeypatch.setattr(Comparison, "_single_runs", checked)
+    monkeypatch.setattr(single_runs, "whole_copy", copied)
+    monkeypatch.setattr(SingleRuns, "run", checked)
     wrap(tiny_model("llama", dtype=torch.float32), ACROSS).verify(forked_batch(), LOSS)
     assert len(copies) == 1
 

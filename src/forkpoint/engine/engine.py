@@ -342,7 +342,7 @@ class Engine:
             values,
             cache,
             entropy=entropy,
-            loss=None if microbatch_loss is None else self._deferring(microbatch_loss),
+            loss=None if microbatch_loss is None else partial(self._loss_part, microbatch_loss),
             scale=scale,
             graph=graph,
         )
@@ -396,13 +396,11 @@ class Engine:
                 raise
             self._failure = self._failure or error
 
-    def _deferring(self, loss: MicrobatchLoss) -> MicrobatchLoss:
-        """The loss, whose errors are kept; see `_deferred_failure`."""
-
-        def deferring(inputs: MicrobatchInputs, outputs: HeadOutputs) -> LossPart | None:
-            if self._failure is None:
-                with self._deferred_failure():
-                    return loss(inputs, outputs)
-            return None
-
-        return deferring
+    def _loss_part(
+        self, loss: MicrobatchLoss, inputs: MicrobatchInputs, outputs: HeadOutputs
+    ) -> LossPart | None:
+        """A microbatch's part of a loss, whose errors are kept; see `_deferred_failure`."""
+        if self._failure is None:
+            with self._deferred_failure():
+                return loss(inputs, outputs)
+        return None

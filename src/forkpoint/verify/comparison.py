@@ -4,24 +4,20 @@ Both are compared with ordinary training in higher precision, the reference. In 
 be no further from the reference than ordinary training is.
 """
 
-import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
-from forkpoint.engine.gradients import twins
 from forkpoint.engine.route_replay import ForcedRoutes, RouteReplay
 from forkpoint.engine.transaction import Transaction
 from forkpoint.hosts.host import ModelHost
-from forkpoint.hosts.libraries import routers_of, stock_of, whole_copy
-from forkpoint.hosts.modules import forget_lists
-from forkpoint.hosts.routers import routers_of_copy
+from forkpoint.hosts.libraries import stock_of
 from forkpoint.hosts.torch_dist.copies import full
 from forkpoint.losses.base import Denominators, Loss, check_denominators
 from forkpoint.losses.router import RouterLoss
@@ -33,8 +29,7 @@ from forkpoint.step.request import ComparedRequest, StepPolicy
 from forkpoint.step.results import StepStats
 from forkpoint.step.router_steps import RouterWork, check_averaged, router_work
 from forkpoint.step.run import finish_training, run
-from forkpoint.verify.dense import DenseRouters, DenseRun, dense_run
-from forkpoint.verify.memory import PLAIN, SMALL, STREAMED, MemoryStrategy, has_room, run_in_memory
+from forkpoint.verify.dense import DenseRun
 from forkpoint.verify.plans import Choice, Kind, Planning, choose_plans, count_shared
 from forkpoint.verify.ranks import RankComm
 from forkpoint.verify.report import FAILED, NOTHING, PASSED
@@ -42,6 +37,7 @@ from forkpoint.verify.report import ParameterError as ParameterError
 from forkpoint.verify.report import PlanFindings as PlanFindings
 from forkpoint.verify.report import VerifyReport as VerifyReport
 from forkpoint.verify.routes import HeldRoutes
+from forkpoint.verify.single_runs import SingleRuns
 
 Gradients = Mapping[str, Tensor | None]
 
@@ -136,10 +132,6 @@ class Comparison:
     """One comparison: its arguments, and what all its runs use."""
 
     held: HeldRoutes
-    begin: Callable[[str], None]
-    """Called with the name of each run when it begins."""
-    counted: Denominators
-    """Counts over all ranks that the loss's means are taken over."""
 
     def __init__(
         self,
@@ -168,15 +160,14 @@ class Comparison:
         """Whether the model is its own reference."""
         self.last_tokens: bool = router is not None and router.last_token
         """Whether rollouts' last tokens run."""
-        self.routed: RouterWork | None = None
 
     def report(self, *, hold_routes: bool, progress: Callable[[str], None] | None) -> VerifyReport:
         host, comm, batch = self.host, self.comm, self.batch
         for p in host.model.parameters():
             self.changes.later(setattr, p, "grad", p.grad)
             p.grad = None
-        self.routed, choice = comm.run(self._check_and_plan)
-        comm.check_routers(self.router, self.routed)
+        routed, choice = comm.run(self._check_and_plan)
+        comm.check_routers(self.router, routed)
         choice = comm.choice(choice, self.policy, batch, self.loss, self.router)
         nothing = VerifyReport(
             verdict=NOTHING,
@@ -190,36 +181,44 @@ class Comparison:
         )
         if choice.reason is not None:
             return nothing
-        self.counted = self.given or comm.denominators(batch)
         self.held = HeldRoutes(
             host, batch, self.changes, hold=hold_routes, last_tokens=self.last_tokens
         )
-        runs = [REFERENCE, *([] if self.double else [DENSE]), *choice.plans]
-
-        def begin(name: str) -> None:
-            if progress is not None:
-                progress(f"{name} ({runs.index(name) + 1} of {len(runs)})")
-
-        self.begin = begin
+        names = [REFERENCE, *([] if self.double else [DENSE]), *choice.plans]
+        begin = partial(_announce, progress, names)
         if self.double:
             stock_of(host.model).compute_in(self.dtype, self.changes)
+        singles = SingleRuns(
+            host,
+            comm,
+            batch,
+            self.loss,
+            self.given or comm.denominators(batch),
+            routed,
+            self.last_tokens,
+            self.held,
+            self.changes,
+        )
         with torch.enable_grad():
-            run, _ = self._single_runs(REFERENCE)
+            begin(REFERENCE)
+            run, _ = singles.run(self.reference_dtype, is_reference=True)
             norms = comm.of_stages({n: norm_of(grad) for n, grad in run.gradients.items()})
             dense, routes, errors = run, None, dict.fromkeys(norms, 0.0)
             if not self.double:
-                dense, routes = self._single_runs(DENSE)
+                begin(DENSE)
+                dense, routes = singles.run(self.dtype, is_reference=False)
                 errors = comm.of_stages(distances(dense.gradients, run.gradients))
                 dense = replace(dense, gradients={})
             reference = Reference(run, norms, errors)
-            plans = tuple(
-                self._findings(kind, plan, reference, routes) for kind, plan in choice.plans.items()
-            )
+            plans: list[PlanFindings] = []
+            for kind, plan in choice.plans.items():
+                begin(kind)
+                plans.append(self._findings(kind, plan, reference, routes))
         head = host.head
         return replace(
             nothing,
             verdict=PASSED if all(plan.passed for plan in plans) else FAILED,
-            plans=plans,
+            plans=tuple(plans),
             dense_error=reference.dense_error,
             dense_loss_difference=dense.loss - run.loss,
             dense_router_loss_difference=_difference(dense.router_loss, run.router_loss),
@@ -242,104 +241,6 @@ class Comparison:
             check_averaged(host.group, loss)
         return routed, choose_plans(self.policy, batch, loss, self.router)
 
-    # Runs of single rollouts
-    # ------------------------------------------------------------
-
-    def _single_runs(self, name: str) -> tuple[DenseRun, ForcedRoutes | None]:
-        """Run the model densely, or the reference, whose gradients are in the host's memory."""
-        host, changes, comm = self.host, self.changes, self.comm
-        self.begin(name)
-        mark = changes.mark
-        is_reference = name == REFERENCE
-        dtype = self.reference_dtype if is_reference else self.dtype
-        is_copy = not comm.whole or (is_reference and not self.double)
-        strategies = (PLAIN, SMALL, STREAMED) if is_reference and is_copy else (PLAIN, SMALL)
-        if is_reference and is_copy and not has_room(host.model, dtype, host.device):
-            strategies = (STREAMED,)
-        elif not comm.whole:  # ranks copy once
-            strategies = (PLAIN, SMALL)
-        if self.routed is not None and self.routed.on_ranks:
-            strategies = strategies[-1:]  # ranks exchange counts once in a run
-        copies: list[tuple[nn.Module, Sequence[nn.Module]]] = []
-
-        def copied(streamed: bool) -> tuple[nn.Module, Sequence[nn.Module]]:
-            splits = host.group.splits
-            return whole_copy(
-                host.model,
-                host.blocks,
-                dtype,
-                streamed=streamed,
-                splits=splits,
-                links=host.links,
-            )
-
-        if not comm.whole:
-            # All ranks copy together, and before anything can fail on one.
-            copies.append(copied(strategies[0].streamed))
-
-        def run(strategy: MemoryStrategy) -> tuple[DenseRun, ForcedRoutes | None]:
-            model, blocks = host.model, host.blocks
-            if is_copy:
-                model, blocks = copies[0] if copies else copied(strategy.streamed)
-            if is_reference and is_copy:
-                stock_of(model).compute_in(dtype, changes)
-            strategy.apply(blocks, host.device, changes)
-            autocast = torch.autocast(host.device.type, enabled=False)
-            with autocast if is_reference else nullcontext():
-                routes = self.held.run(model, record=is_reference)
-                return self._single_rollouts(model, routes, strategy), routes
-
-        def undo() -> None:
-            changes.undo(mark)
-            forget_lists()  # which would keep the copy alive until the end
-
-        found, routes = comm.run(lambda: run_in_memory(strategies, run, undo))
-        copies.clear()
-        undo()
-        found = comm.total(found, host.model, dtype)
-        if is_reference:
-            for each, gradient in found.gradients.items():
-                if gradient is not None:
-                    found.gradients[each] = gradient.cpu()
-            if host.device.type == "cuda":
-                gc.collect()  # the copy, whose modules refer to one another
-                torch.cuda.empty_cache()
-        return found, routes
-
-    def _single_rollouts(
-        self, model: nn.Module, routes: ForcedRoutes | None, strategy: MemoryStrategy
-    ) -> DenseRun:
-        """Run rollouts one at a time, without forkpoint's code."""
-        host, batch, routers = self.host, self.batch, None
-        if self.routed is not None:
-            found = host.routers.found
-            routers = DenseRouters(
-                routers_of(model) if self.comm.staged else routers_of_copy(found, model),
-                self.routed.terms,
-                self.changes,
-                last_token=self.last_tokens,
-                joins=self.routed.joins,
-                gather=self.comm.gather if self.routed.on_ranks else None,
-            )
-        if not len(batch):
-            nothing = torch.zeros(0, dtype=host.loss_dtype, device=host.device)
-            if routers is not None:
-                routers.counted()
-            none: dict[str, Tensor | None] = {name: None for name, _ in model.named_parameters()}
-            return DenseRun(0.0, {host.head: nothing}, none, routers and routers.value())
-        with Changes() as changes:
-            if model is host.model and host.topology.listens:
-                twins(model, [p for p in model.parameters() if p.requires_grad], changes)
-            return dense_run(
-                model,
-                batch,
-                self.loss,
-                self.counted,
-                None if routes is None else routes.at,
-                head_tokens=strategy.head_tokens,
-                routers=routers,
-            )
-
     # Plans
     # ------------------------------------------------------------
 
@@ -347,7 +248,6 @@ class Comparison:
         self, kind: Kind, plan: Plan, reference: Reference, dense_routes: ForcedRoutes | None
     ) -> PlanFindings:
         host, comm, wanted = self.host, self.comm, reference.run
-        self.begin(kind)
         mark = self.changes.mark
         try:
             routes = self.held.replay(plan)
@@ -416,6 +316,11 @@ class Comparison:
             name: None if p.grad is None else full(p.grad)
             for name, p in self.host.model.named_parameters()
         }, stats
+
+
+def _announce(progress: Callable[[str], None] | None, runs: Sequence[str], name: str) -> None:
+    if progress is not None:
+        progress(f"{name} ({runs.index(name) + 1} of {len(runs)})")
 
 
 def _difference(value: float | None, wanted: float | None) -> float | None:
