@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -132,14 +133,8 @@ class Pending:
 
     def _put_off(self, given: GivenWeights, times: int) -> None:
         """Run the plan when all that is queued for the end of this backward has run."""
-
-        def later() -> None:
-            if times:
-                self._put_off(given, times - 1)
-            else:
-                self._run_last(given)
-
-        after_this_backward(later)
+        again = partial(self._put_off, given, times - 1)
+        after_this_backward(again if times else partial(self._run_last, given))
 
     def _run_last(self, given: GivenWeights) -> None:
         _check_unused("policy.logprobs", done=self._first.done)

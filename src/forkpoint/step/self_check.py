@@ -362,15 +362,14 @@ class StockComparison:
     def compared(self, shared: Tensor) -> SampleComparison:
         """Differences between `shared`, the stock model, and runs of the stock model."""
         mark, width = self.changes.mark, self.ids_NW.shape[1]
-        runs = [self.routed()]
+        run = self.routed()
         alone = [self.stock(ids_W[None], i * width) for i, ids_W in enumerate(self.ids_NW)]
         stock = torch.cat(alone)
         self.changes.undo(mark)
         together = self._held_stock()
         # With the same random numbers as the run before: what they do is no rounding.
         rounded = self._held_stock(rounded=True)
-        runs.append(self.run)
-        elsewhere = [run.routes.elsewhere if run else 0.0 for run in runs]
+        elsewhere, elsewhere_rounded = (x.routes.elsewhere if x else 0.0 for x in (run, self.run))
         finite = stock.isfinite() & together.isfinite() & rounded.isfinite()
         # If the model itself overflows there is nothing to compare.
         there = self.trained_NW & finite
@@ -388,8 +387,8 @@ class StockComparison:
             noise=noise,
             repeated=rms((together - stock)[there]),
             allowed=allowed_difference(self.host, noise, rms(stock[there])),
-            elsewhere=elsewhere[0],
-            allowed_elsewhere=ELSEWHERE + ELSEWHERE_FACTOR * elsewhere[1],
+            elsewhere=elsewhere,
+            allowed_elsewhere=ELSEWHERE + ELSEWHERE_FACTOR * elsewhere_rounded,
             dtype=str(self.dtype).removeprefix("torch."),
             tokens=int(there.sum()),
             where=f"token {token} of a sequence ({float(shared[sequence, token]):.6g} here, "

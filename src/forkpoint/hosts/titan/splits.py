@@ -86,7 +86,7 @@ def split_modules(model: nn.Module) -> list[Split]:
         if redistributes(module):
             found.append((name, module, _redistribution(where, module)))
         found += [(name, module, _style(where, hook)) for hook in _hooks(module)]
-    return [split for split in found if (split[2].tensor, split[2].expert) != (None, None)]
+    return [(n, m, how) for n, m, how in found if (how.tensor, how.expert) != (None, None)]
 
 
 def redistributes(module: nn.Module) -> bool:

@@ -55,7 +55,7 @@ def _local_shape(shape: ModelShape, core: Any, splits: Sequence[Split]) -> Model
     )
     return divided(
         shape,
-        splits[0][2].tensor_mesh.size(),
+        next(how.tensor_mesh.size() for _, _, how in splits),
         "Choose a tp_size that divides both numbers of heads, or leave the rules of attention out "
         "of tp_plan.",
         heads=heads,

@@ -139,11 +139,11 @@ class Sharing:
     def policy(self, model: nn.Module) -> Policy:
         """The policy of a model, as accelerate has prepared it or as it was made."""
         key = (id(model), type(model))  # fully_shard changes the class
-        known = self._policies.get(key)
-        if known is None:
+        if key not in self._policies:
             mesh = self._mesh if isinstance(model, FSDPModule) else None
-            known = self._policies[key] = (model, wrap(model, self.config, mesh=mesh))
-        return known[1]
+            self._policies[key] = model, wrap(model, self.config, mesh=mesh)
+        _, found = self._policies[key]
+        return found
 
     @cached_property
     def _mesh(self) -> DeviceMesh | None:
