@@ -283,7 +283,8 @@ class HeldModel:
         idle = () if encodes else self.entry.encoder.modules
         self.entry.encoder.check_batch(batch)
         self.entry.check_batch(batch)
-        found = (self.fingerprint(), training, routed, encodes)
+        fingerprint = self.fingerprint()
+        found = fingerprint, training, routed, encodes
         if found != self._checked:
             self._check_model()
             refusals.check_random(self.model, idle)
@@ -299,7 +300,7 @@ class HeldModel:
                 refusals.check_trainable(self.model, idle)
             refusals.check_parameter_hooks(self.model, self.entry.known_gradient_hooks)
         batch.check_vocabulary(self._vocab_size)
-        return found[0]
+        return fingerprint
 
     def _check_model(self) -> None:
         """Refuse what does not depend on the batch or on the values of parameters."""
