@@ -54,7 +54,13 @@ class Config:
             calibration.
         host_memory: Largest amount of host memory for offloaded activations and prefix caches, in
             the format of memory_budget. It is pinned on CUDA, and held as long as the policy
-            exists. Data beyond it stays on the device. None means no limit.
+            exists. Data beyond it goes to offload_folder, or stays on the device. None means no
+            limit.
+        offload_folder: Folder on a local disk for data beyond host_memory, in memory-mapped files
+            without names. Their space is free again when the policy is deleted or the process
+            ends.
+            Copies take longer than to pinned memory, and predicted times do not include this. None
+            means no files.
         calibration: Prices that the planner compares plans with. auto takes the file that
             `forkpoint calibrate` wrote for this device and model shape. Without such a file, a
             policy on CUDA measures a few layers of random weights at its first plan. This takes
@@ -110,6 +116,7 @@ class Config:
     checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
     prefix_cache: Literal["auto", "device", "host"] = "auto"
     host_memory: MemorySize | None = None
+    offload_folder: str | Path | None = None
     calibration: str | Path | None = "auto"
     attention_kernel: str = "auto"
     recurrence_kernel: str = "auto"
@@ -141,6 +148,16 @@ class Config:
             raise ConfigError(
                 f"calibration is {self.calibration!r}; it takes the path of a file that forkpoint "
                 "calibrate wrote, 'auto' or None."
+            )
+        if not isinstance(self.offload_folder, str | Path | None):
+            raise ConfigError(
+                f"offload_folder is {self.offload_folder!r}; it takes the path of a folder, or "
+                "None."
+            )
+        if self.offload_folder is not None and self.host_memory is None:
+            raise ConfigError(
+                f"offload_folder is {str(self.offload_folder)!r} and host_memory is None; the "
+                "folder is for data beyond host_memory. Set host_memory, for example to '64GiB'."
             )
         cannot = {
             "sharing": self.sharing == "none",

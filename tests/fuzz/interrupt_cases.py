@@ -19,12 +19,8 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from forkpoint import Config, Policy, Rollout, RolloutBatch, losses, wrap
-from forkpoint.engine.transaction import (
-    ADDED,
-    CLEARED,
-    UNCHANGED,
-    Transaction,
-)
+from forkpoint.engine.staging import staging_for
+from forkpoint.engine.transaction import ADDED, CLEARED, UNCHANGED, Transaction
 from forkpoint.hosts import modules
 from forkpoint.losses import Loss
 from forkpoint.parallel.call import run_on_ranks
@@ -330,35 +326,40 @@ class FailingLoss(Loss):
                 raise self.error("on purpose")
 
 
-def _tiny(**changes: Any) -> Any:
+def small_model(family: str = "qwen3", **changes: Any) -> Any:
     sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24}
-    return tiny_model("qwen3", dtype=torch.float32, **{**sizes, **changes}).train()
+    return tiny_model(family, dtype=torch.float32, **{**sizes, **changes}).train()
 
 
-def _case(
+def make_case(
     name: str,
     model: nn.Module | None = None,
     loss: Loss | None = None,
     *,
     case: Any = None,
+    chunk_bytes: int | None = None,
     **options: Any,
 ) -> Case:
-    model = _tiny() if model is None else model
+    """`chunk_bytes`: host memory taken at a time; None leaves the device's."""
+    model = small_model() if model is None else model
     if DEVICE.type == "cuda":
         double = next(model.parameters()).dtype == torch.float64
         model = model.to(DEVICE, torch.float64 if double else torch.bfloat16)
     if isinstance(loss, FailingLoss):
         model.get_submodule("model.layers.0").register_forward_hook(ReadOnlyHook(loss.watch))
     policy = wrap(model, replace(ACROSS, **{"compile_blocks": False, **options}))
+    if chunk_bytes is not None:
+        policy.model_state.staging = staging = staging_for(DEVICE)
+        staging.transfers.chunk_bytes, staging.transfers.least_bytes = chunk_bytes, 0
     return Case(name, model, policy, loss or losses.GRPO(kl=0.1), **(case or {}))
 
 
-def _lora() -> nn.Module:
+def small_lora() -> nn.Module:
     config = LoraConfig(
         task_type=TaskType.CAUSAL_LM, r=2, target_modules="all-linear", init_lora_weights=False
     )
     torch.manual_seed(2)
-    return get_peft_model(_tiny(), config)  # type: ignore[arg-type]
+    return get_peft_model(small_model(), config)  # type: ignore[arg-type]
 
 
 def _autocast() -> AbstractContextManager[Any]:
@@ -374,48 +375,54 @@ def _keeping_hooks() -> AbstractContextManager[Any]:
     return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, _same_tensor)
 
 
-def _deeper() -> nn.Module:
-    return _tiny(num_hidden_layers=2)
+def deeper_model() -> nn.Module:
+    return small_model(num_hidden_layers=2)
 
 
-def _checkpointed() -> nn.Module:
-    model = _deeper()
+def checkpointed_model() -> nn.Module:
+    model = deeper_model()
     checkpoint_blocks(model, use_reentrant=False)
     return model
 
 
-def _hybrid(family: str) -> nn.Module:
+def small_hybrid(family: str) -> nn.Module:
     return tiny_hybrid(family, kinds=("linear_attention", "full_attention"), dtype=torch.float32)
 
 
 ACCUMULATED: dict[str, Any] = {"accumulated": True}
 SUMS: dict[str, Any] = {"grad_accumulation_dtype": "float32"}
 CASES: dict[str, Callable[[str], Case]] = {
-    "plain": _case,
-    "accumulated": lambda n: _case(n, case=ACCUMULATED),
-    "restoring": lambda n: _case(n, case=ACCUMULATED, restore_grads=True),
-    "sums": lambda n: _case(n, **SUMS),
-    "sums-accumulated": lambda n: _case(n, _tiny().bfloat16(), case=ACCUMULATED, **SUMS),
-    "sums-restoring": lambda n: _case(n, case=ACCUMULATED, restore_grads=True, **SUMS),
-    "lora": lambda n: _case(n, _lora(), case=ACCUMULATED),
-    "recompute": lambda n: _case(n, activations="recompute"),
-    "offload": lambda n: _case(n, _deeper(), activations="offload", case=ACCUMULATED),
-    "full": lambda n: _case(n, _deeper(), checkpointing="full", activations="offload"),
-    "host-cache": lambda n: _case(n, _deeper(), prefix_cache="host", case=ACCUMULATED),
-    "checkpointed": lambda n: _case(n, _checkpointed(), case=ACCUMULATED),
-    "two-pass": lambda n: _case(n, loss=losses.base.as_loss(squared), case=ACCUMULATED),
-    "autocast": lambda n: _case(n, case={"around": _autocast}),
-    "hooks": lambda n: _case(n, checkpointing="full", case={"around": _keeping_hooks}),
-    "delta-rule": lambda n: _case(n, _hybrid("qwen3_next")),
-    "mamba": lambda n: _case(n, _hybrid("granitemoehybrid"), case=ACCUMULATED),
-    "score": lambda n: _case(n, case={"calls": "score", **ACCUMULATED}),
-    "verify": lambda n: _case(n, _tiny().double(), case={"calls": "verify", **ACCUMULATED}),
-    "failing": lambda n: _case(n, loss=FailingLoss(Failure), case=ACCUMULATED),
-    "out-of-memory": lambda n: _case(
+    "plain": make_case,
+    "accumulated": lambda n: make_case(n, case=ACCUMULATED),
+    "restoring": lambda n: make_case(n, case=ACCUMULATED, restore_grads=True),
+    "sums": lambda n: make_case(n, **SUMS),
+    "sums-accumulated": lambda n: make_case(n, small_model().bfloat16(), case=ACCUMULATED, **SUMS),
+    "sums-restoring": lambda n: make_case(n, case=ACCUMULATED, restore_grads=True, **SUMS),
+    "lora": lambda n: make_case(n, small_lora(), case=ACCUMULATED),
+    "recompute": lambda n: make_case(n, activations="recompute"),
+    "offload": lambda n: make_case(n, deeper_model(), activations="offload", case=ACCUMULATED),
+    "full": lambda n: make_case(n, deeper_model(), checkpointing="full", activations="offload"),
+    "host-cache": lambda n: make_case(n, deeper_model(), prefix_cache="host", case=ACCUMULATED),
+    "checkpointed": lambda n: make_case(n, checkpointed_model(), case=ACCUMULATED),
+    "two-pass": lambda n: make_case(n, loss=losses.base.as_loss(squared), case=ACCUMULATED),
+    "autocast": lambda n: make_case(n, case={"around": _autocast}),
+    "hooks": lambda n: make_case(n, checkpointing="full", case={"around": _keeping_hooks}),
+    "delta-rule": lambda n: make_case(n, small_hybrid("qwen3_next")),
+    "mamba": lambda n: make_case(n, small_hybrid("granitemoehybrid"), case=ACCUMULATED),
+    "score": lambda n: make_case(n, case={"calls": "score", **ACCUMULATED}),
+    "verify": lambda n: make_case(
+        n, small_model().double(), case={"calls": "verify", **ACCUMULATED}
+    ),
+    "failing": lambda n: make_case(n, loss=FailingLoss(Failure), case=ACCUMULATED),
+    "out-of-memory": lambda n: make_case(
         n, loss=FailingLoss(torch.OutOfMemoryError), activations="offload", checkpointing="full"
     ),
-    "out-of-memory-host-cache": lambda n: _case(
-        n, _deeper(), FailingLoss(torch.OutOfMemoryError), prefix_cache="host", checkpointing="full"
+    "out-of-memory-host-cache": lambda n: make_case(
+        n,
+        deeper_model(),
+        FailingLoss(torch.OutOfMemoryError),
+        prefix_cache="host",
+        checkpointing="full",
     ),
-    "compiled": lambda n: _case(n, compile_blocks=True, case=ACCUMULATED),
+    "compiled": lambda n: make_case(n, compile_blocks=True, case=ACCUMULATED),
 }

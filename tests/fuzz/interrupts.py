@@ -2,8 +2,10 @@
 
 python tests/fuzz/interrupts.py --stride 7 --json interrupts.json
 python tests/fuzz/interrupts.py --case plain
+python tests/fuzz/interrupts.py --seeds 0 500 --json interrupts.json
 
-With FORKPOINT_INTERRUPTS_DEVICE=cuda models are on a GPU, in bfloat16.
+The last draws a step from each seed, and the moments at which it is interrupted. With
+FORKPOINT_INTERRUPTS_DEVICE=cuda models are on a GPU, in bfloat16.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -24,10 +27,14 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from interrupt_cases import CASES, DEVICE, FailingLoss, Failure, live_tensors
+from fuzz_cases import stream
+from fuzz_models import between, one_of
+from interrupt_cases import CASES, DEVICE, Case, FailingLoss, Failure, live_tensors
+from interrupt_draws import FOLDER, case_of, draw
 from interrupt_ways import Bytecodes, Interrupt, Timeout
 
 import forkpoint
+from open_files import open_files
 
 SOURCE = str(Path(forkpoint.__file__).parent)
 # Where a step begins and ends, changes what outlives it, and undoes that.
@@ -38,9 +45,12 @@ KINDS: tuple[type[BaseException], ...] = (
 """Of the exceptions that arrive, in turn."""
 
 
+def of_forkpoint(code: CodeType) -> bool:
+    return code.co_filename.startswith(SOURCE)
+
+
 def of_control(code: CodeType) -> bool:
-    own = code.co_filename.startswith(SOURCE)
-    return own and code.co_filename.removeprefix(SOURCE).startswith(CONTROL)
+    return of_forkpoint(code) and code.co_filename.removeprefix(SOURCE).startswith(CONTROL)
 
 
 @dataclass
@@ -49,6 +59,8 @@ class Tally:
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     failures: list[dict[str, Any]] = field(default_factory=list)
+    drawn: Counter[str] = field(default_factory=Counter)
+    """Interrupts by what was drawn for their steps."""
 
     @property
     def interrupts(self) -> int:
@@ -60,14 +72,17 @@ class Tally:
 
     def report(self) -> dict[str, Any]:
         named = {"/".join(key): n for key, n in sorted(self.counts.items())}
-        return {"interrupts": self.interrupts, "counts": named, "failures": self.failures}
+        drawn = {"drawn": dict(sorted(self.drawn.items()))} if self.drawn else {}
+        return {"interrupts": self.interrupts, "counts": named, **drawn, "failures": self.failures}
 
 
 class Interrupter:
     """Interrupts one case again and again, and looks at what it leaves."""
 
-    def __init__(self, name: str, tally: Tally) -> None:
+    def __init__(self, name: str, tally: Tally, make: Callable[[], Case] | None = None) -> None:
+        """`make`: makes the case; None: that of CASES with this name."""
         self.name, self.tally = name, tally
+        self._make = make or partial(CASES[name], name)
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -77,7 +92,7 @@ class Interrupter:
         while torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             torch._C._autograd._pop_saved_tensors_default_hooks()
         torch.set_grad_enabled(True)
-        self.case = case = CASES[self.name](self.name)
+        self.case = case = self._make()
         with case.around():
             self.state = case.state()
         gc.collect()
@@ -137,22 +152,53 @@ class Interrupter:
         if faults:
             where = bytecodes.where.removeprefix(SOURCE)
             found = {"bytecode": bytecode, "error": error, "where": where, "what": faults}
-            self.tally.fail(case=case.name, **found)
+            self.tally.fail(case=self.name, **found)
             self._begin_anew()
 
     def look_for_tensors(self) -> None:
-        """Count tensors that are alive: no interrupt may leave any."""
+        """Count tensors that are alive, and files: no interrupt may leave any."""
+        staging = self.case.policy.model_state.staging
+        if staging is not None:
+            staging._free.clear()  # kept for later steps
         tensors = live_tensors()
         if tensors > self.tensors:
             what = f"{tensors} tensors are alive, {self.tensors} were"
-            self.tally.fail(case=self.case.name, what=[what])
+            self.tally.fail(case=self.name, what=[what])
             self.tensors = tensors
+        if files := open_files(FOLDER):
+            self.tally.fail(case=self.name, what=[f"files are open: {files}"])
+
+
+def at_random(seed: int, moments: int, tally: Tally) -> Iterator[None]:
+    """Interrupt the step of a seed at so many moments, each drawn alone."""
+    drawn = draw(seed)
+    shown = ", ".join(f"{name} {value}" for name, value in drawn.items())
+    interrupter = Interrupter(f"seed {seed}: {shown}", tally, partial(case_of, seed, drawn))
+    bytecodes = Bytecodes(of_forkpoint)
+    first, last = interrupter.extent(bytecodes)
+    random = stream(seed, "moments")
+    for _ in range(moments):
+        kind = one_of(random, KINDS)
+        before = tally.interrupts
+        interrupter.at(between(random, first, last), kind, bytecodes)
+        if tally.interrupts > before:
+            tally.drawn.update({f"{name}/{value}": 1 for name, value in drawn.items()})
+            tally.drawn[f"exception/{kind.__name__}"] += 1
+        yield
+    interrupter.look_for_tensors()
+
+
+def write(path: Path | None, tally: Tally) -> None:
+    if path is not None:
+        path.write_text(json.dumps(tally.report(), indent=2) + "\n")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--stride", type=int, default=1, help="of so many bytecodes one")
+    parser.add_argument("--seeds", nargs=2, type=int, metavar=("FIRST", "END"), help="of steps")
+    parser.add_argument("--moments", type=int, default=40, help="of each seed")
     parser.add_argument("--json", type=Path, help="where counts and failures are written")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -162,14 +208,16 @@ def main() -> int:
     # What arrives in a destructor or a callback of a weak reference is printed and ignored.
     sys.unraisablehook = lambda _: None
     tally = Tally()
-    runs = (
-        _ for name in given.case for _ in Interrupter(name, tally).everywhere(stride=given.stride)
-    )
+    if given.seeds is None:
+        each = (Interrupter(name, tally).everywhere(stride=given.stride) for name in given.case)
+    else:
+        each = (at_random(seed, given.moments, tally) for seed in range(*given.seeds))
+    runs = (_ for moments in each for _ in moments)
     for turn, _ in enumerate(runs):
         if turn % 500 == 499:
             print(f"{tally.interrupts} interrupts, {len(tally.failures)} failures", flush=True)
-    if given.json is not None:
-        given.json.write_text(json.dumps(tally.report(), indent=2) + "\n")
+            write(given.json, tally)
+    write(given.json, tally)
     print(json.dumps(tally.report()["counts"], indent=2))
     return int(bool(tally.failures))
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from interrupt_ways import Bytecodes, Interrupt
-from interrupts import KINDS, Interrupter, Tally, of_control
+from interrupts import KINDS, Interrupter, Tally, at_random, of_control
 from torch.autograd.graph import saved_tensors_hooks as hooks
 from torch.utils import checkpoint as checkpoints
 
@@ -20,6 +20,7 @@ from forkpoint.engine import transaction
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.executor import Executor
 from forkpoint.engine.gradients import GradientGuard, GradientSums
+from forkpoint.engine.staging import Staging
 from forkpoint.engine.transaction import ThreadState, Transaction
 from forkpoint.hosts import modules
 from lanes import slow_besides
@@ -56,6 +57,17 @@ def test_at_some_moments(name: str) -> None:
     interrupter.look_for_tensors()
     assert not tally.failures
     assert tally.interrupts > 0
+
+
+@pytest.mark.slow
+def test_random_steps() -> None:
+    tally = Tally()
+    for seed in range(12):
+        list(at_random(seed, 5, tally))
+    assert not tally.failures
+    assert tally.interrupts == 60
+    wanted = ("activations/offload", "host/files", "host/both", "frozen/lower", "prefix_cache/host")
+    assert all(tally.drawn[each] for each in wanted)
 
 
 @pytest.mark.slow
@@ -127,6 +139,7 @@ CHECKPOINT = getattr(checkpoints, "_checkpoint_impl", checkpoints.checkpoint)
 BUGS: dict[str, tuple[Any, str, Callable, str, Callable, int]] = {
     # What is replaced by what; in which case and function, and at which of the function's
     # bytecodes, interrupts arrive: one of so many.
+    "host memory": (Staging, "finish", does_nothing, "host-cache", Executor.run, 99),
     "a half": (GradientGuard, "take_back", leaves_a_half, "accumulated", Executor.run, 99),
     "a lie": (GradientGuard, "take_back", says_unchanged, "accumulated", Executor.run, 99),
     "hooks": (GradientSums, "_leave", does_nothing, "sums", Executor.run, 99),

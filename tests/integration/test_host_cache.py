@@ -4,8 +4,10 @@ In float64, for every way of sharing that has microbatches with children: loss, 
 parameter's gradient within 1e-10 of ordinary training.
 """
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +33,9 @@ from forkpoint.engine.host_cache import HostCache, Rows
 from forkpoint.engine.staging import PlainTransfers, Staging
 from forkpoint.losses import LossBatch, LossOutputs
 from forkpoint.testing import lifted_upcasts, tiny_model
+from hybrids import MIXED, tiny_hybrid
 from lanes import slow_besides
+from open_files import open_files
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "without_sample", "without_lists")
 
@@ -101,6 +105,15 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "lora": lambda: get_peft_model(
         small_model("qwen3"), LoraConfig(target_modules="all-linear", init_lora_weights=False)
     ),
+    "delta rule": lambda: tiny_hybrid("qwen3_5_text", kinds=MIXED + MIXED),
+    "mamba": lambda: tiny_hybrid("granitemoehybrid", kinds=MIXED + MIXED),
+    "experts": lambda: small_model(
+        "qwen3_moe",
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        experts_implementation="eager",
+    ),
 }
 
 
@@ -109,6 +122,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def test_models(name: str) -> None:
     for activations, checkpointing in WAYS[::2]:
         config = replace(HOSTED, activations=activations, checkpointing=checkpointing)
+        config = replace(config, max_microbatch_tokens=CHAIN)
         assert step_error(MODELS[name](), forked_batch(), losses.GRPO(), config) < 1e-10
 
 
@@ -202,6 +216,46 @@ def test_beyond_the_host_s_limit_layers_stay() -> None:
     stats, staging, error = hosted_step(host_memory=limit * 2 // 3)
     assert error < 1e-10 and stats.plan.host_layers == 2
     assert 0 < staging.held_bytes <= limit * 2 // 3
+
+
+@pytest.mark.parametrize("limit", slow_besides([1], [1, 3 * SMALL_CHUNK]))
+def test_beyond_the_host_s_limit_there_are_files(limit: int, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"activations": "offload", "checkpointing": "full"}
+    changes |= {"max_microbatch_tokens": CHAIN}
+    whole, _, _ = hosted_step(**changes)
+    stats, staging, error = hosted_step(**changes, host_memory=limit, offload_folder=tmp_path)
+    assert error < 1e-10
+    assert stats.plan.host_layers == 3 and stats.offload.left_bytes == 0
+    moved = stats.offload.out_bytes, stats.offload.back_bytes
+    assert moved == (whole.offload.out_bytes, whole.offload.back_bytes)
+    assert staging.held_bytes <= limit and staging.file_bytes == stats.offload.file_bytes > 0
+    files = staging.file_bytes // SMALL_CHUNK
+    assert len(open_files(tmp_path)) == files and not list(tmp_path.iterdir())
+    del staging, stats
+    gc.collect()
+    assert not open_files(tmp_path)
+
+
+@pytest.mark.slow
+def test_300_steps_take_no_more_than_one(tmp_path: Path) -> None:
+    model = tiny_hybrid("qwen3_5_text", kinds=MIXED, dtype=torch.float32)
+    config = replace(HOSTED, activations="offload", checkpointing="full", host_memory=SMALL_CHUNK)
+    policy = wrap(frozen_below(model), replace(config, offload_folder=tmp_path))
+    staging, found = in_small_chunks(policy), []
+    for number in range(303):
+        clear_gradients(model)
+        policy.forward_backward(forked_batch(), losses.GRPO())
+        if number in (2, 302):
+            gc.collect()
+            objects = gc.get_objects()
+            tensors = sum(issubclass(type(entry), Tensor) for entry in objects)
+            held = staging.held_bytes, staging.file_bytes, len(open_files(tmp_path))
+            found.append((tensors, *held, len(objects)))
+    *before, objects_before = found[0]
+    *after, objects_after = found[1]
+    assert before == after and before[2] > 0
+    # A growth of one object a step would be 300.
+    assert objects_after - objects_before < 100
 
 
 def test_host_memory_is_kept_from_step_to_step() -> None:

@@ -3,6 +3,7 @@
 Gradients are the same as on the device, and less device memory is taken.
 """
 
+import tempfile
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +34,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "offload": {"activations": "offload"},
     "recompute": {"activations": "recompute"},
     "cache": {"prefix_cache": "host"},
+    "files": {
+        "prefix_cache": "host",
+        "activations": "offload",
+        "host_memory": "64MiB",
+        "offload_folder": tempfile.gettempdir(),
+    },
     "all": {"prefix_cache": "host", "activations": "offload", "checkpointing": "full"},
 }
 GROUP = Config(sharing="group", boundary="across", max_microbatch_tokens=4096)
@@ -90,9 +97,10 @@ def test_the_same_gradients_as_kept(way: str, compiled: bool) -> None:
     if way != "recompute":
         assert stats.offload.out_bytes > 0 and stats.offload.left_bytes == 0
         assert stats.offload.prefetched > stats.offload.on_demand
+        assert (stats.offload.file_bytes > 0) == (way == "files")
 
 
-@pytest.mark.parametrize("way", ["offload", "cache", "all"])
+@pytest.mark.parametrize("way", ["offload", "cache", "files", "all"])
 def test_many_steps_with_reused_host_memory(way: str) -> None:
     """Host memory is written again and again while copies from it may be under way."""
     model = make_model()

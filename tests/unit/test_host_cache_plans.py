@@ -118,6 +118,31 @@ def test_host_memory_is_kept_to() -> None:
     assert planned(prefix_cache="host", host_memory=layer - 1).host_layers == 0
 
 
+def test_beyond_host_memory_there_is_a_folder() -> None:
+    """All layers may move there, but none for the sake of speed: its rate is not known."""
+    folder = {"host_memory": 1, "offload_folder": "/scratch"}
+    assert planned(prefix_cache="host", **folder).host_layers == LAYERS
+    options: dict[str, Any] = {"checkpointing": "full", "activations": "keep"}
+    with pytest.raises(PlanError, match="memory_budget"):
+        planned(**options, memory_budget=1, host_memory=1)
+    measured = make_plan(
+        BATCH, SHAPE, replace(ACROSS, **options, **folder), measured_budget_bytes=GIB
+    )
+    assert measured.host_layers == LAYERS
+    config = replace(ACROSS, max_microbatch_tokens=1000)
+    calibration = made_up(out_bytes_per_ms=1e9, back_bytes_per_ms=1e9)
+    whole = make_plan(SMALL_BATCH, SMALL, config, calibration=calibration)
+    config = replace(config, memory_budget=int(0.8 * (whole.predicted_peak_bytes or 0)))
+    layers = [
+        make_plan(SMALL_BATCH, SMALL, asked, calibration=calibration).host_layers
+        for asked in (
+            replace(config, host_memory="1TiB"),
+            replace(config, host_memory="1TiB", offload_folder="/scratch"),
+        )
+    ]
+    assert layers == [SMALL.attention_layers, 0]
+
+
 def test_where_nothing_fits_a_measured_budget_moves_all() -> None:
     config = replace(ACROSS, checkpointing="full", activations="keep")
     plan = make_plan(BATCH, SHAPE, config, measured_budget_bytes=GIB)

@@ -1,16 +1,23 @@
-"""Host memory for activations and prefix caches, and the copies to it and back.
+"""Host memory for activations and prefix caches, files beyond it, and the copies there and back.
 
 Code for a device is in one small class (`PlainTransfers`, `StreamTransfers`): streams, events,
 pinned memory and how much is free. All else is the same on every device, and is tested on a CPU.
 """
 
+import mmap
+import os
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from forkpoint.errors import ConfigError
+from forkpoint.units import format_bytes
 
 ALIGNMENT_BYTES = 512
 # Torch allocates pinned memory in powers of two. Chunks of that size waste none of it, and pinning
@@ -39,6 +46,8 @@ class OffloadStats:
     """Bytes that stayed on the device because the host's memory was at its limit."""
     host_bytes: int = 0
     """Host memory taken at the end of the pass; it is kept for the next."""
+    file_bytes: int = 0
+    """Bytes of files beyond it, which are kept as well."""
     allocation_ms: float = 0.0
     """Milliseconds of the pass for taking host memory: on CUDA, for pinning it."""
 
@@ -152,25 +161,55 @@ class StreamTransfers(PlainTransfers):
         self._in.synchronize()
 
 
+@dataclass(frozen=True, eq=False)
+class Buffer:
+    """Host memory, or a file that is mapped into it."""
+
+    data: Tensor
+    """uint8 [bytes]."""
+    in_file: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data)
+
+
 class Staging:
     """Host memory in buffers that are kept from step to step, because pinning memory is slow."""
 
-    def __init__(self, transfers: PlainTransfers, *, limit_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        transfers: PlainTransfers,
+        *,
+        limit_bytes: int | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        """`folder`: for files beyond the limit; None: there are none."""
         self.transfers = transfers
         self.limit_bytes = limit_bytes
+        self.folder = folder
         self._allocation_ms = 0.0
-        self._free: list[Tensor] = []
+        self._free: list[Buffer] = []
         self._frames: list[Frame] = []
 
     @property
     def held_bytes(self) -> int:
         """Host memory taken, in use or not."""
-        return self.used_bytes + sum(len(buffer) for buffer in self._free)
+        return self._held(in_file=False)
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of files, in use or not."""
+        return self._held(in_file=True)
+
+    def _held(self, *, in_file: bool) -> int:
+        used = (buffer for frame in self._frames for buffer in frame.buffers)
+        return sum(b.nbytes for b in (*self._free, *used) if b.in_file == in_file)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the buffers of open microbatches."""
-        return sum(len(buffer) for frame in self._frames for buffer in frame.buffers)
+        """Bytes of the buffers of open microbatches, in memory and in files."""
+        return sum(buffer.nbytes for frame in self._frames for buffer in frame.buffers)
 
     def begin(self) -> "Frame":
         """Begin the memory of a microbatch, before its forward."""
@@ -186,34 +225,62 @@ class Staging:
         """Free everything, after a pass or one that has failed, and count the memory taken."""
         while self._frames:
             self.end(self._frames[-1])
-        stats.host_bytes = self.held_bytes
+        stats.host_bytes, stats.file_bytes = self.held_bytes, self.file_bytes
         stats.allocation_ms += self._allocation_ms
         self._allocation_ms = 0.0
 
-    def buffer(self, nbytes: int) -> Tensor | None:
-        """The smallest free buffer of so many bytes or more, or a new one; None beyond the
-        limit."""
-        fitting = [at for at, buffer in enumerate(self._free) if len(buffer) >= nbytes]
-        if fitting:
-            return self._free.pop(min(fitting, key=lambda at: len(self._free[at])))
-        size = max(self.transfers.chunk_bytes, 1 << (nbytes - 1).bit_length())
+    def buffer(self, nbytes: int) -> Buffer | None:
+        """The smallest free buffer of so many bytes or more, first of those in memory, or a new
+        one; None beyond the limit without a folder."""
+        if (found := self._free_buffer(nbytes, in_file=False)) is not None:
+            return found
+        size = whole = max(self.transfers.chunk_bytes, 1 << (nbytes - 1).bit_length())
         if self.limit_bytes is not None:
             room = self.limit_bytes - self.held_bytes
             while size > room and size // 2 >= nbytes:
                 size //= 2
             if size > room:
-                return None
+                return None if self.folder is None else self._file_buffer(self.folder, whole)
         begin = time.perf_counter()
-        buffer = self.transfers.host_buffer(size)
+        buffer = Buffer(self.transfers.host_buffer(size))
         self._allocation_ms += (time.perf_counter() - begin) * 1e3
         return buffer
+
+    def _free_buffer(self, nbytes: int, *, in_file: bool) -> Buffer | None:
+        fitting = [
+            at
+            for at, buffer in enumerate(self._free)
+            if buffer.in_file == in_file and buffer.nbytes >= nbytes
+        ]
+        if not fitting:
+            return None
+        return self._free.pop(min(fitting, key=lambda at: self._free[at].nbytes))
+
+    def _file_buffer(self, folder: Path, nbytes: int) -> Buffer:
+        if (found := self._free_buffer(nbytes, in_file=True)) is not None:
+            return found
+        begin = time.perf_counter()
+        try:
+            # The file has no name, so nothing is left of it if the process is killed.
+            with tempfile.TemporaryFile(dir=folder) as file:
+                # Without reserved space, a write to a full disk would kill the process.
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+                data = torch.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=torch.uint8)
+        except OSError as error:
+            raise ConfigError(
+                f"offload_folder is {str(folder)!r}, and a file of {format_bytes(nbytes)} cannot "
+                f"be made there, beside {format_bytes(self.file_bytes)} of others: "
+                f"{error.strerror}. Free space, name another folder, or raise host_memory."
+            ) from error
+        self._allocation_ms += (time.perf_counter() - begin) * 1e3
+        return Buffer(data, in_file=True)
 
 
 class Frame:
     """The host memory of one microbatch: buffers that are filled one after the other."""
 
     def __init__(self, staging: Staging) -> None:
-        self.buffers: list[Tensor] = []
+        self.buffers: list[Buffer] = []
         self._staging = staging
         self._filling: Tensor | None = None
         self._offset = 0
@@ -227,8 +294,8 @@ class Frame:
                 return None
             self.buffers.append(buffer)
             if alone:
-                return buffer[:nbytes]
-            self._filling, self._offset = buffer, 0
+                return buffer.data[:nbytes]
+            self._filling, self._offset = buffer.data, 0
         begin = self._offset
         self._offset += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         return self._filling[begin : begin + nbytes]

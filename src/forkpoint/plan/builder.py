@@ -269,8 +269,11 @@ class Builder:
             return False
         if not found:
             return True
+        # The rate of copies to a folder is not measured.
+        if self.calibration is None or self.config.offload_folder is not None:
+            return False
         # Ranks of context parallelism deal leaves out only with caches on the device.
-        if self.calibration is None or (self.shape is not None and self.shape.context > 1):
+        if self.shape is not None and self.shape.context > 1:
             return False
         first = self._policies()[0]
         return not any(
@@ -286,7 +289,8 @@ class Builder:
         always = self.config.prefix_cache == "host"
         if self.shape is None or not plan.cache_tokens or not (always or moves):
             return plan
-        most = most_host_layers(plan.cache_tokens, self.shape, self.config.host_memory_bytes)
+        limit = self.config.host_memory_bytes if self.config.offload_folder is None else None
+        most = most_host_layers(plan.cache_tokens, self.shape, limit)
         if always:
             return replace(plan, host_layers=most)
         assert self.budget is not None

@@ -76,4 +76,5 @@ class ModelState:
             return None
         self.staging = self.staging or staging_for(host.device)
         self.staging.limit_bytes = config.host_memory_bytes
+        self.staging.folder = None if config.offload_folder is None else Path(config.offload_folder)
         return self.staging

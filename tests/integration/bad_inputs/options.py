@@ -99,6 +99,16 @@ OPTIONS = (
         lambda: Config(split="exchange", prefix_cache="host"),
     ),
     option_kind(
+        "A folder beyond host memory without a limit",
+        "offload_folder is '/scratch' and host_memory is None; the folder is for data beyond",
+        lambda: Config(offload_folder="/scratch"),
+    ),
+    option_kind(
+        "A folder that is no path",
+        "offload_folder is 5; it takes the path of a folder, or None.",
+        lambda: Config(offload_folder=5, host_memory=1),  # type: ignore[arg-type]
+    ),
+    option_kind(
         "Prompts exchanged with forks within microbatches",
         "split is 'exchange' and boundary is 'within'",
         lambda: Config(split="exchange", boundary="within"),
