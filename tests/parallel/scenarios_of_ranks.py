@@ -1,5 +1,6 @@
 """Steps of several ranks beside the same step in one process."""
 
+import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -69,6 +70,15 @@ UNEQUAL: tuple[list[Rollout], ...] = (
 )
 EMPTY: tuple[list[Rollout], ...] = ([], group(2, 5, 30, 12))
 DEEP = Config(sharing="tree", boundary="across", max_microbatch_tokens=48)
+HOSTED = replace(
+    DEEP,
+    prefix_cache="host",
+    activations="offload",
+    checkpointing="full",
+    host_memory=1 << 16,
+    offload_folder=tempfile.gettempdir(),
+)
+"""Prefix caches and activations in host memory, and files beyond a little of it."""
 
 
 def sharded(model: nn.Module, **options: Any) -> nn.Module:

@@ -14,6 +14,7 @@ from processes import device, run_ranks
 from scenarios_of_ranks import (
     BAR,
     DEEP,
+    HOSTED,
     UNEQUAL,
     distance,
     gradients,
@@ -171,6 +172,10 @@ CASES = {
     "recomputed": Context(config=replace(DEEP, activations="recompute")),
     "offloaded": Context(config=replace(DEEP, activations="offload")),
     "prefix caches of the host": Context(config=replace(DEEP, prefix_cache="host")),
+    "hosted, DPO": Context(config=HOSTED, loss=DPO(), rollouts=(pairs(0, 3),)),
+    "hosted, log-probs": Context(config=HOSTED, step=through_logprobs),
+    "hosted, experts": Context(config=HOSTED, family="qwen3_moe", sizes=MIXTURE),
+    "hosted, gated linear attention": Context(config=HOSTED, make=gated_linear_attention),
     "full checkpoints": Context(config=replace(DEEP, checkpointing="full")),
     "selective checkpoints": Context(config=replace(DEEP, checkpointing="selective")),
     "the model's checkpoints": Context(alone=checkpointed),

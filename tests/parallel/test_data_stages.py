@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import RankFailed, run_ranks
-from scenarios_of_ranks import BAR, DEEP, EMPTY, UNEQUAL, group
+from scenarios_of_ranks import BAR, DEEP, EMPTY, HOSTED, UNEQUAL, group
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -115,6 +115,7 @@ CASES: dict[str, Case] = {
     ),
     "three stages": Case(stages=3),
     "recomputed": Case(config=replace(DEEP, activations="recompute")),
+    "hosted": Case(config=HOSTED),
     "checkpointed": Case(config=replace(DEEP, checkpointing="full")),
     "accumulated": Case(steps=2),
     "a function": Case(loss=own_loss),

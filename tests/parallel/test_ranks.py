@@ -12,6 +12,7 @@ from scenarios_of_ranks import (
     BAR,
     DEEP,
     EMPTY,
+    HOSTED,
     UNEQUAL,
     Scenario,
     compared,
@@ -143,6 +144,11 @@ SCENARIOS = {
         )
     ),
     "fully_shard, LoRA": Scenario(make=lora),
+    "fully_shard, hosted": Scenario(config=HOSTED),
+    "fully_shard, hosted, a rank without rollouts": Scenario(config=HOSTED, rollouts=EMPTY),
+    "DistributedDataParallel, hosted experts": Scenario(
+        wrap=replicated, make=with_experts, config=HOSTED, loss=GSPO()
+    ),
     "fully_shard, last layer alone": Scenario(alone=frozen_but(-1)),
     "fully_shard, first layer alone": Scenario(alone=frozen_but(0)),
     "fully_shard, DPO": Scenario(rollouts=(pairs(0, 3), pairs(1, 1)), loss=DPO(), config=DEEP),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from processes import run_ranks
-from scenarios_of_ranks import BAR, DEEP, UNEQUAL, group, own_loss, routed, through_logprobs
+from scenarios_of_ranks import BAR, DEEP, HOSTED, UNEQUAL, group, own_loss, routed, through_logprobs
 from split_models import MOE, Split, compared
 from test_ranks import checkpointed, frozen_but, gated_linear_attention, mamba, pairs, valued
 from torch import nn
@@ -94,6 +94,7 @@ SPLITS: dict[str, Split] = {
     "tensor, checkpointed": Split(alone=checkpointed),
     "tensor, recomputed": Split(config=replace(DEEP, activations="recompute")),
     "tensor, offloaded": Split(config=replace(DEEP, activations="offload")),
+    "tensor, hosted": Split(config=HOSTED, loss=GSPO()),
     "tensor, checkpointed microbatches": Split(config=replace(DEEP, checkpointing="full")),
     "tensor, wide sums": Split(config=replace(DEEP, grad_accumulation_dtype="float32"), steps=2),
     "tensor, temperatures": Split(

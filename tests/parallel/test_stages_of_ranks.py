@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig
 from processes import RankFailed, run_ranks
-from scenarios_of_ranks import BAR, DEEP, group, own_loss, through_logprobs, tree
+from scenarios_of_ranks import BAR, DEEP, HOSTED, group, own_loss, through_logprobs, tree
 from test_ranks import checkpointed, frozen_but, pairs
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -113,6 +113,7 @@ CASES: dict[str, Case] = {
     "tied, four": Case(stages=4, sizes={"num_hidden_layers": 4, "tie_word_embeddings": True}),
     "recomputed": Case(config=replace(DEEP, activations="recompute")),
     "offloaded": Case(config=replace(DEEP, activations="offload")),
+    "hosted": Case(config=HOSTED),
     "full checkpoints": Case(config=replace(DEEP, checkpointing="full")),
     "selective checkpoints": Case(config=replace(DEEP, checkpointing="selective")),
     "own checkpoints": Case(alone=checkpointed),
