@@ -267,30 +267,23 @@ def test_the_steady_row_is_longer_where_the_host_is_slow(
     assert rows.steady_share(host, 16, Times(1.0, 1.0, issued)) == 1.0
 
 
-def test_a_leaf_reads_the_prompt_of_another_microbatch() -> None:
-    host = host_of(random_model(MODEL, torch.float32, 0).train())
-    found = Rows(Clock(host.device, repeats=1, busy_products=0), kernel="auto", vocab=64)
-    times = found.leaf_ms(host, 16)
-    assert min(times.forward, times.backward) > 0
-
-
 @pytest.mark.parametrize(("row_ms", "sizes"), [(1.0, 3), (200.0, 2)])
 def test_what_would_be_over_later_is_not_measured(
     monkeypatch: pytest.MonkeyPatch, row_ms: float, sizes: int
 ) -> None:
-    leaves: list[int] = []
+    shares: list[int] = []
 
     def row(rows: Rows, *_: object) -> Times:
         time.sleep(0.1)  # as long as compilation might take
         rows.clock.seconds += row_ms / 1e3
         return Times(row_ms / 2, row_ms / 2)
 
-    def leaf(_: Rows, host: ModelHost, tokens: int) -> Times:
-        leaves.append(tokens)
-        return Times(len(host.blocks), 1.0)
+    def share(_: Rows, __: ModelHost, tokens: int, ___: Times) -> float:
+        shares.append(tokens)
+        return 0.5
 
     monkeypatch.setattr(Rows, "row_ms", row)
-    monkeypatch.setattr(Rows, "leaf_ms", leaf)
+    monkeypatch.setattr(Rows, "steady_share", share)
     effort = replace(QUICK["cpu"], row_tokens=(4, 8, 16), repeats=1, max_seconds=0.5)
     model = random_model(MODEL, torch.float32, 0).train()
     calibrator = Calibrator(
@@ -300,7 +293,7 @@ def test_what_would_be_over_later_is_not_measured(
     )
     begin = time.perf_counter()
     found = calibrator.run(wrap(model).host.shape)
-    assert len(found.block.at) == sizes and len(leaves) == (2 if sizes == 3 else 0)
+    assert len(found.block.at) == sizes and shares == ([16] if sizes == 3 else [])
     assert found.seconds <= time.perf_counter() - begin
     if sizes == 3:  # compilation takes none of its time
         assert 0.6 < found.first_seconds < found.seconds < found.first_seconds + 0.5

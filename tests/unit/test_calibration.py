@@ -50,7 +50,7 @@ def test_wide_launches_and_blocks_that_read_a_cache_have_prices_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(meters, "WIDE_PAIRS", 8 * 50 * 50)
-    issued = {"host_block_ms": (1.0, 2.0), "host_cached_ms": (3.0, 5.0)}
+    issued = {"host_block_ms": (1.0, 2.0), "host_launch_ms": (2.0, 3.0)}
     measured = made_up(rectangle=flat(1e4), wide=(4e4, 1e4), **issued)
     for count, rates in ((7, (1e4, 1e4)), (8, (4e4, 1e4))):
         config = Config(sharing="group", boundary="across")
@@ -63,13 +63,14 @@ def test_wide_launches_and_blocks_that_read_a_cache_have_prices_of_their_own(
             assert meter._attention_ms(leaf, backward=bool(way)) == pytest.approx(4 * pairs / rate)
             assert meter.host(prompt, backward=bool(way)) == 4 * issued["host_block_ms"][way]
             # It reads the cache by one further launch.
-            assert meter.host(leaf, backward=bool(way)) == 4 * issued["host_cached_ms"][way]
+            each = issued["host_block_ms"][way] + issued["host_launch_ms"][way]
+            assert meter.host(leaf, backward=bool(way)) == 4 * each
         unknown = meter_of(plan, made_up(host_block_ms=(1.0, 2.0)))
         assert unknown.host(leaf, backward=True) == 4 * 2.0
 
 
 def test_each_further_launch_takes_the_host_as_long() -> None:
-    measured = made_up(host_block_ms=(1.0, 2.0), host_cached_ms=(3.0, 5.0), host_rest_ms=(7.0, 8.0))
+    measured = made_up(host_block_ms=(1.0, 2.0), host_launch_ms=(2.0, 3.0), host_rest_ms=(7.0, 8.0))
     # Prompt, first turn and second turn: the last two read what is above them by a launch a level.
     rows = [[1] * 20 + [2 + i] * 20 + [5 + i + 2 * j] * 20 for i in (0, 1) for j in (0, 1)]
     mask = np.arange(60) >= 20

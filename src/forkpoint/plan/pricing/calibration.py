@@ -169,9 +169,9 @@ class Calibration:
     it. A CPU's times have it in them, as those of earlier versions do."""
     host_rest_ms: tuple[float, float] = (0.0, 0.0)
     """The same of what is done once a microbatch."""
-    host_cached_ms: tuple[float, float] = (0.0, 0.0)
-    """As `host_block_ms`, of a block that reads a prefix cache by one further launch; zeros where
-    that was not measured."""
+    host_launch_ms: tuple[float, float] = (0.0, 0.0)
+    """Time of the host for each further launch of a block's attention; zeros where that was not
+    measured."""
     wide: tuple[float, float] = (0.0, 0.0)
     """Pairs a ms of attention to an ancestor by launches of at least WIDE_PAIRS, forward and
     backward; zeros where that was not measured."""

@@ -285,8 +285,8 @@ class MeasuredMeter(Meter):
         found, full = self.calibration, self.shape.windows.count(0)
         block = found.host_block_ms[way] + again * found.host_block_ms[0]
         time = self.shape.layers * block + found.host_rest_ms[way]
-        launch = found.host_cached_ms[way] - found.host_block_ms[way]
-        if full and launch > 0:
+        launch = found.host_launch_ms[way]
+        if full and launch:
             time += full * launch * len(self._launches_of(microbatch, 0).parts)
         return time
 

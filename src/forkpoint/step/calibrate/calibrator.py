@@ -33,7 +33,7 @@ class Effort:
     key_tokens: tuple[int, ...]
     """Of ancestors that are attended to."""
     wide_tokens: int = 0
-    """Queries and keys of a launch of WIDE_PAIRS; 0 where no kernel waits for so many."""
+    """Queries and keys of a launch of WIDE_PAIRS; 0: not measured."""
     repeats: int
     busy_products: int = 0
     """Products that the device runs while the host issues a row."""
@@ -68,7 +68,6 @@ THOROUGH = {
 }
 QUICK = {
     "cuda": Effort(
-        wide_tokens=8192,
         row_tokens=(256, 2048, 8192),
         key_tokens=(256, 8192),
         repeats=3,
@@ -146,7 +145,7 @@ class Calibrator:
         if effort.memory:
             kept["full"] = whole.kept_bytes(hosts, first, "full")
         causal = parts.causal(sizes)
-        part, rectangle = parts.rectangles(sizes, effort.key_tokens)
+        part, rectangle, launch = parts.rectangles(sizes, effort.key_tokens)
         head = parts.head(shape.vocab, sizes)
         copies = parts.copies(effort.copy_bytes)
 
@@ -157,11 +156,12 @@ class Calibrator:
         block, rest = _block(done, rows, causal), _rest(done, rows, head)
         issued = [_of_block(rows, 0, 2 + way) for way in (0, 1)]
         issued_rest = [rows[FEW][0][2 + way] - FEW * issued[way] for way in (0, 1)]
-        cached, wide, share = [0.0, 0.0], (0.0, 0.0), 1.0
-        if left() > 0:
-            leaves = {layers: whole.leaf_ms(its, sizes[0]) for layers, its in hosts.items()}
-            cached = [(leaves[MORE][n] - leaves[FEW][n]) / (MORE - FEW) for n in (2, 3)]
-        if effort.wide_tokens and left() > 0:
+        wide, share = (0.0, 0.0), 1.0
+        if host.device.type == "cuda":
+            # By the kernels that serve long segments. cuDNN takes 1.6 s to build its first plan of
+            # a launch without a mask.
+            wide = causal.rate(sizes[-1], backward=False), causal.rate(sizes[-1], backward=True)
+        if effort.wide_tokens:
             wide = parts.wide(sizes[0], effort.wide_tokens, part)
         if left() > 0:
             share = whole.steady_share(hosts[MORE], done[-1], rows[MORE][-1])
@@ -183,7 +183,7 @@ class Calibrator:
             rectangle=rectangle.scaled(1 / share),
             part=part.scaled(share),
             wide=(wide[0] / share, wide[1] / share),
-            host_cached_ms=(max(cached[0], 0.0), max(cached[1], 0.0)),
+            host_launch_ms=launch,
             out_bytes_per_ms=copies["out_bytes_per_ms"],
             back_bytes_per_ms=copies["back_bytes_per_ms"],
             kept_bytes=kept,

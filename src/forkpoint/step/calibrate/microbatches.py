@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,6 @@ from forkpoint.engine.offload import storage_id
 from forkpoint.engine.prefix_cache import PrefixCache
 from forkpoint.hosts.host import ModelHost
 from forkpoint.plan import make_plan
-from forkpoint.plan.program import FORWARD
 from forkpoint.rollouts.batch import Rollout, RolloutBatch
 from forkpoint.step.calibrate.clock import Clock, Times
 
@@ -57,28 +55,6 @@ class Rows:
                     lambda: run(inputs), lambda logprobs: logprobs.sum().backward(), alone
                 )
         return 1.0
-
-    def leaf_ms(self, host: ModelHost, tokens: int) -> Times:
-        """A microbatch of two responses to a prompt of so many tokens in another microbatch."""
-        ids = np.random.default_rng(0).integers(0, self.vocab, (2, 2 * tokens))
-        ids[:, :tokens], ids[:, tokens] = ids[0, :tokens], [0, 1]
-        mask = np.arange(2 * tokens) == 2 * tokens - 1
-        batch = RolloutBatch([Rollout(row, mask, 1.0, group_id="g") for row in ids])
-        config = Config(sharing="group", boundary="across", attention_kernel=self.kernel)
-        plan = make_plan(batch, host.shape, config)
-        prompt, leaf = prepare_microbatches(plan, batch, host.device)
-        cache = PrefixCache(plan.cache_tokens, gradients=True)
-        forwards = [each for each in plan.program.instructions if each.operation == FORWARD]
-
-        def run(which: int, inputs: MicrobatchInputs) -> Any:
-            state = CacheView(plan, inputs.microbatch, cache)
-            return host.forward(forwards[which], inputs, state, config).per_token
-
-        with host.entered():
-            run(0, prompt)
-            return self.clock.times(
-                lambda: run(1, leaf)["logprobs"], lambda logprobs: logprobs.sum().backward()
-            )
 
     def kept_bytes(
         self, hosts: Mapping[int, ModelHost], tokens: int, policy: str

@@ -42,8 +42,11 @@ class Parts:
 
         return curve(sizes, at)
 
-    def rectangles(self, sizes: tuple[int, ...], keys: tuple[int, ...]) -> tuple[Curve, Curve]:
-        """Costs of a further launch by its queries, and pairs a ms by the length of its keys.
+    def rectangles(
+        self, sizes: tuple[int, ...], keys: tuple[int, ...]
+    ) -> tuple[Curve, Curve, tuple[float, float]]:
+        """Costs of a further launch by its queries, pairs a ms by the length of its keys, and the
+        host's time of a launch.
 
         Queries are as many as a microbatch has: few would not fill the device.
         """
@@ -59,24 +62,25 @@ class Parts:
             less = part.time(queries[index], backward=backward)
             return queries[index] * keys[index] / max(time_ms - less, 0.1 * time_ms)
 
-        return part, curve(keys, at)
+        *_, forward, backward = parts[sizes[0]]
+        return part, curve(keys, at), (forward, backward)
 
     def wide(self, length: int, tokens: int, part: Curve) -> tuple[float, float]:
         """Pairs a ms of as many queries, in segments of `length`, as keys of an ancestor."""
         found = []
-        for way, time_ms in enumerate(self._added(length, tokens, tokens)):
+        for way, time_ms in enumerate(self._added(length, tokens, tokens)[:2]):
             less = part.time(tokens, backward=bool(way))
             found.append(tokens**2 / max(time_ms - less, 0.1 * time_ms))
         return found[0], found[1]
 
-    def _added(self, length: int, queries: int, keys: int) -> tuple[float, float]:
+    def _added(self, length: int, queries: int, keys: int) -> Times:
         """Times that an ancestor of `keys` tokens adds to segments of `length` tokens."""
         count = queries // length
         if count not in self._alone:
             self._alone[count] = self._attention_ms(length, count, 0)
-        with_it, without = self._attention_ms(length, count, keys)[:2], self._alone[count][:2]
+        with_it, without = self._attention_ms(length, count, keys), self._alone[count]
         # Noise must not make a launch cost nothing.
-        return tuple(max(a - b, 0.02 * a) for a, b in zip(with_it, without, strict=True))  # type: ignore[return-value]
+        return Times(*(max(a - b, 0.02 * a) for a, b in zip(with_it, without, strict=True)))
 
     def _attention_ms(self, length: int, count: int, keys: int) -> Times:
         """One layer's attention over `count` segments, all below an ancestor of `keys` tokens.
