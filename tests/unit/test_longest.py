@@ -1,9 +1,16 @@
 """The search for the longest prompt that fits."""
 
-import pytest
+from typing import Any
 
-from forkpoint.plan.longest import longest, one_group, responses_of
+import numpy as np
+import pytest
+import torch
+
+from forkpoint import Config, losses, wrap
+from forkpoint.errors import ConfigError, PlanError
+from forkpoint.plan.longest import STEP_TOKENS, longest, one_group, responses_of
 from forkpoint.rollouts.batch import Rollout, RolloutBatch
+from forkpoint.testing import tiny_model
 
 
 @pytest.mark.parametrize("start", [None, 1, 70, 500, 10_000])
@@ -30,6 +37,24 @@ def test_a_good_guess_takes_few() -> None:
 
     assert longest(fits, step=10, most=10_000, start=500) == 500
     assert tried == [500, 510]
+
+
+def test_the_longest_prompt_of_a_policy() -> None:
+    """It fits, and one a step longer does not; with more memory it is longer."""
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(0, 61, 40) for _ in range(2)]
+    batch = RolloutBatch([Rollout(x, [0] * 20 + [1] * 20, 1.0, group_id="g") for x in ids])
+    model, found = tiny_model("llama", dtype=torch.float32), list[int]()
+    for budget in ("4MiB", "8MiB"):
+        options: dict[str, Any] = {"max_microbatch_tokens": 512, "memory_budget": budget}
+        policy = wrap(model, Config(**options, checkpointing="full", activations="recompute"))
+        found.append(tokens := policy.longest_prompt(batch, losses.GSPO()))
+        assert policy.plan(one_group(tokens, [20, 20], 61), losses.GSPO()).fits
+        with pytest.raises(PlanError, match="memory_budget"):
+            policy.plan(one_group(tokens + STEP_TOKENS, [20, 20], 61), losses.GSPO())
+    assert 0 < found[0] < found[1]
+    with pytest.raises(ConfigError, match=r"memory_budget is 'auto', and there is no limit"):
+        wrap(model).longest_prompt(batch)
 
 
 def test_a_group_like_another() -> None:

@@ -34,7 +34,7 @@ from forkpoint.apps.cli.plan_text import (
 from forkpoint.apps.cli.ranks import Ranks
 from forkpoint.apps.cli.stages import Pipeline
 from forkpoint.config import AUTO, Config
-from forkpoint.errors import ConfigError, ForkpointError, PlanError
+from forkpoint.errors import ConfigError, ForkpointError
 from forkpoint.hosts.transformers.model_files import encoder_of_model, from_hub
 from forkpoint.parallel.placement.place import check_ranks
 from forkpoint.plan import ModelShape, Totals, make_plan
@@ -42,7 +42,7 @@ from forkpoint.plan import Plan as MadePlan
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.device_memory import DeviceMemory
 from forkpoint.plan.lanes import lanes_of
-from forkpoint.plan.longest import longest, one_group, responses_of
+from forkpoint.plan.longest import longest_prompt, responses_of
 from forkpoint.plan.parting import LITTLE, Parting, where_prompts_part
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.pricing.encoders import EncoderShape
@@ -53,9 +53,6 @@ from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.traces import RolloutFile
 from forkpoint.tree.forest import IntArray
 
-LONGEST_MICROBATCHES = (16_384, 4096, 1024)
-"""Limits of microbatches with which the longest prompt is planned. Plans of shorter ones take
-minutes to make, and their microbatches do not fill a device."""
 LABEL = 14
 """Characters of the names of answers."""
 AnyModel = DisallowNone[
@@ -289,22 +286,13 @@ class _Planner:
         """The longest prompt whose plan, with these responses, fits; 0 if none does."""
         shape, device = self.shape, self.device
         assert shape is not None and device is not None
-        given = self.config.max_microbatch_tokens
-        limits = LONGEST_MICROBATCHES if given is None else (given,)
-
-        def fits(prompt: int) -> bool:
-            batch = one_group(prompt, responses, shape.vocab)
-            for tokens in limits:
-                limited = replace(self.config, max_microbatch_tokens=tokens)
-                try:
-                    plan = self._make(batch, limited, self.budget_bytes, run_lengths(batch))
-                except PlanError:
-                    continue
-                if device.fits(plan.predicted_peak_bytes or 0):
-                    return True
-            return False
-
-        return longest(fits)
+        return longest_prompt(
+            lambda batch, config: self._make(batch, config, self.budget_bytes, run_lengths(batch)),
+            self.config,
+            responses,
+            shape.vocab,
+            lambda plan: device.fits(plan.predicted_peak_bytes or 0),
+        )
 
     def _make(
         self,
