@@ -22,13 +22,14 @@ from forkpoint.engine.host_cache import HostCache
 from forkpoint.engine.media import Encoding
 from forkpoint.engine.microbatches import MicrobatchInputs, prepare_microbatches
 from forkpoint.engine.objective import (
+    CoupledLosses,
     LossPart,
     MicrobatchLoss,
     MicrobatchLosses,
     TokenValues,
+    WeightedSum,
     loss_inputs,
     names_of,
-    weighted,
 )
 from forkpoint.engine.offload import Activations
 from forkpoint.engine.prefix_cache import PrefixCache
@@ -172,13 +173,13 @@ class Engine:
                     part = losses.of_scores(given)
                     value = part.value
                     weights |= part.gradients
-            microbatch_loss = weighted(weights)
+            microbatch_loss = WeightedSum(weights)
         elif loss.decomposition == "token":
-            microbatch_loss = losses.by_tokens()
+            microbatch_loss = losses.of_tokens
         else:
-            microbatch_loss, of_untrained = losses.by_rollouts(plan, step.inputs)
+            microbatch_loss = CoupledLosses(losses, plan, step.inputs)
             with self._deferred_failure():
-                value = of_untrained()
+                value = microbatch_loss.of_untrained()
         result = self._pass(
             step,
             plan.program.training,
@@ -214,7 +215,7 @@ class Engine:
             plan.program.training,
             entropy="entropies" in weights,
             # Each rank's loss is its own here.
-            microbatch_loss=weighted(weights, self.holder.factor(mean=True)),
+            microbatch_loss=WeightedSum(weights, self.holder.factor(mean=True)),
         )
         with self._deferred_failure():
             look(result.per_token[self.host.head])

@@ -7,7 +7,6 @@ refused: no gradient would reach them.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -194,16 +193,13 @@ class MicrobatchLosses:
         self.factor: float = scale * host.group.factor(mean=ranks.mean)
         """On every gradient of the step."""
 
-    def by_tokens(self) -> MicrobatchLoss:
-        """Token-additive: each microbatch's trained tokens, once for every rollout through them."""
-
-        def of(inputs: MicrobatchInputs, outputs: HeadOutputs) -> LossPart | None:
-            if not len(inputs.trained_tokens):
-                return None
-            view = self.views.of_tokens(inputs.trained_tokens)
-            return self._part(inputs.trained_entry, view, outputs.per_token)
-
-        return of
+    def of_tokens(self, inputs: MicrobatchInputs, outputs: HeadOutputs) -> LossPart | None:
+        """The part of a microbatch's trained tokens, once for every rollout through them, of a loss
+        that is a sum over tokens. A `MicrobatchLoss`."""
+        if not len(inputs.trained_tokens):
+            return None
+        view = self.views.of_tokens(inputs.trained_tokens)
+        return self.part(inputs.trained_entry, view, outputs.per_token)
 
     def shown(self, plan: Plan) -> NDArray[np.bool_]:
         """Rollouts that the loss is shown: bool [N].
@@ -216,33 +212,7 @@ class MicrobatchLosses:
         whole = batch.where_all_trained(labels_run(batch.offsets, plan.run_lengths))
         return ~np.isin(coupling, coupling[~whole])
 
-    def by_rollouts(
-        self, plan: Plan, prepared: list[MicrobatchInputs]
-    ) -> tuple[MicrobatchLoss, Callable[[], Tensor]]:
-        """Coupled rollouts together, in the microbatch that holds all of their trained tokens.
-
-        Also returns a function that computes the loss of coupled rollouts that train on nothing.
-        """
-        views, shown = self.views, self.shown(plan)
-        coupling = self.loss.coupling(views.batch)
-        owners = {i.microbatch.index: views.rollout_of[i.trained_tokens] for i in prepared}
-        trained_classes = {n: np.unique(coupling[of[shown[of]]]) for n, of in owners.items()}
-
-        def of(inputs: MicrobatchInputs, outputs: HeadOutputs) -> LossPart | None:
-            index = inputs.microbatch.index
-            if not len(trained_classes[index]):
-                return None
-            view, tokens = views.of_rollouts(np.isin(coupling, trained_classes[index]))
-            entries = np.full(len(tokens), -1, np.int64)
-            here = shown[owners[index]]
-            positions = np.searchsorted(tokens, inputs.trained_tokens[here])
-            entries[positions] = inputs.trained_entry[here]
-            return self._part(entries, view, outputs.per_token)
-
-        every = np.concatenate([*trained_classes.values(), np.zeros(0, np.int64)])
-        return of, partial(self._of_untrained, ~np.isin(coupling, every) & shown)
-
-    def _of_untrained(self, rollouts: NDArray[np.bool_]) -> Tensor:
+    def of_untrained(self, rollouts: NDArray[np.bool_]) -> Tensor:
         """The loss of rollouts (bool [N]) without trained tokens: no function of log-probs."""
         zero = torch.zeros((), dtype=self.host.loss_dtype, device=self.host.device)
         if not rollouts.any():
@@ -266,9 +236,8 @@ class MicrobatchLosses:
         own = {name: gradient_T[given.own] for name, gradient_T in part.gradients.items()}
         return LossPart(value, own)
 
-    def _part(
-        self, entries: IntArray, view: LossBatch, per_token: Mapping[str, Tensor]
-    ) -> LossPart:
+    def part(self, entries: IntArray, view: LossBatch, per_token: Mapping[str, Tensor]) -> LossPart:
+        """The loss of a view. `entries`: by token of the view, its place in `per_token`."""
         index = on_device(entries, self.host.device)
         return self._differentiated(lambda copies: outputs_of(copies, index), view, per_token)
 
@@ -295,19 +264,56 @@ class MicrobatchLosses:
         return LossPart(value.detach(), found)
 
 
-def weighted(weights: Mapping[str, Tensor | None], factor: float = 1.0) -> MicrobatchLoss:
-    """The sum of weight * value over a microbatch's trained tokens.
+class CoupledLosses:
+    """A step's loss where it couples rollouts: those together, in the microbatch that holds all of
+    their trained tokens. A `MicrobatchLoss`."""
 
-    Args:
-        weights: [T] for each name that the head gives, None for those without a gradient.
-        factor: on gradients.
-    """
+    def __init__(
+        self, losses: MicrobatchLosses, plan: Plan, prepared: Sequence[MicrobatchInputs]
+    ) -> None:
+        """`prepared`: the inputs of all microbatches of the plan."""
+        views = losses.views
+        self._losses = losses
+        self._shown = losses.shown(plan)
+        self._coupling = losses.loss.coupling(views.batch)
+        self._owners = {i.microbatch.index: views.rollout_of[i.trained_tokens] for i in prepared}
+        self._trained = {
+            number: np.unique(self._coupling[rollouts[self._shown[rollouts]]])
+            for number, rollouts in self._owners.items()
+        }
+        """By microbatch, which of the coupled rollouts it trains."""
 
-    def of(inputs: MicrobatchInputs, outputs: HeadOutputs) -> LossPart | None:
+    def __call__(self, inputs: MicrobatchInputs, outputs: HeadOutputs) -> LossPart | None:
+        trained = self._trained[inputs.microbatch.index]
+        if not len(trained):
+            return None
+        view, tokens = self._losses.views.of_rollouts(np.isin(self._coupling, trained))
+        entries = np.full(len(tokens), -1, np.int64)
+        here = self._shown[self._owners[inputs.microbatch.index]]
+        positions = np.searchsorted(tokens, inputs.trained_tokens[here])
+        entries[positions] = inputs.trained_entry[here]
+        return self._losses.part(entries, view, outputs.per_token)
+
+    def of_untrained(self) -> Tensor:
+        """The loss of coupled rollouts that train on nothing: no function of log-probs."""
+        every = np.concatenate([*self._trained.values(), np.zeros(0, np.int64)])
+        return self._losses.of_untrained(~np.isin(self._coupling, every) & self._shown)
+
+
+@dataclass(frozen=True, eq=False)
+class WeightedSum:
+    """The sum of weight * value over trained tokens. A `MicrobatchLoss`."""
+
+    weights: Mapping[str, Tensor | None]
+    """[T] for each name that the head gives, None for those without a gradient."""
+    factor: float = 1.0
+    """On gradients."""
+
+    def __call__(self, inputs: MicrobatchInputs, outputs: HeadOutputs) -> LossPart | None:
         if not len(inputs.trained_tokens):
             return None
         total, gradients = None, {}
-        for name, weight_T in weights.items():
+        for name, weight_T in self.weights.items():
             if weight_T is None:
                 continue
             values_n = outputs.per_token[name]
@@ -318,8 +324,6 @@ def weighted(weights: Mapping[str, Tensor | None], factor: float = 1.0) -> Micro
             if values_n.requires_grad:
                 # Several rollouts may read one entry.
                 zeros_n = torch.zeros_like(values_n)
-                weights_t = (weights_t * factor).to(values_n.dtype)
+                weights_t = (weights_t * self.factor).to(values_n.dtype)
                 gradients[name] = zeros_n.index_add_(0, entries, weights_t)
         return None if total is None else LossPart(total, gradients)
-
-    return of
