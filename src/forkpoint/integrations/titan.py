@@ -20,8 +20,9 @@ ROLLOUTS = "rollouts"
 class RolloutSteps:
     """Trains on rollouts: `class MyTrainer(RolloutSteps, torchtitan.train.Trainer)`.
 
-    The model, its parallelism, the optimizer, clipping, checkpoints and logs stay torchtitan's.
-    Each of its steps is one step of forkpoint, which plans microbatches by itself.
+    The model, the optimizer, clipping and checkpoints stay torchtitan's. forkpoint runs the forward
+    and the backward, including context parallelism and the order of pipeline microbatches. Each
+    step of the trainer is one step of forkpoint, which plans microbatches.
 
     Subclasses define `rollouts`, and set `loss` and perhaps `forkpoint_config`.
     """
