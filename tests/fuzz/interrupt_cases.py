@@ -197,7 +197,7 @@ class Case:
             wrong.append("gradients cleared that could have been put back")
         # No note can be put on what is raised once the call has returned, or as it is left.
         inside = attempt.error is not None and FORWARD_BACKWARD in attempt.codes
-        left = attempt.leaving and attempt.codes[-1] in LEAVING
+        left = inside and attempt.leaving and attempt.codes[-1] in LEAVING
         if inside and not left and notes != expected.get(step.gradients):
             wrong.append(f"last_step says {step.gradients}, notes are {notes}")
         # An error of the step itself may have left the call right before the interrupt came.
