@@ -124,10 +124,11 @@ class Capacity(Steps):
                     return False
                 return True
 
-            limits = {"step": self.step_tokens, "most": self.most_tokens}
-            predicted = longest(lambda tokens: plan(tokens) is not None, **limits)
-            yield row("predicted largest total", predicted, "tokens")
-            found = longest(runs, start=predicted, **limits | {"most": max(predicted, 1)})
+            step = self.step_tokens
+            found = longest(lambda n: plan(n) is not None, step=step, most=self.most_tokens)
+            yield row("predicted largest total", found, "tokens")
+            while found and not runs(found):
+                found -= step
             batch = self._batch(found, stepper.vocab, way) if found else None
             yield row("largest total", found, "tokens", note=_lengths(batch))
             if batch is None:

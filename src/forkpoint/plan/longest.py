@@ -1,5 +1,6 @@
 """The longest prompt that fits a device. Imports no torch."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -52,35 +53,18 @@ def longest_prompt(
 
 
 def longest(
-    fits: Callable[[int], bool],
-    *,
-    step: int = STEP_TOKENS,
-    most: int = MOST_TOKENS,
-    start: int | None = None,
+    fits: Callable[[int], bool], *, step: int = STEP_TOKENS, most: int = MOST_TOKENS
 ) -> int:
     """The largest multiple of `step` up to `most` for which `fits` is true; 0 if none is.
 
-    `fits` is true up to some length and false beyond. `start`: a guess, near which few are tried.
+    `fits` is true up to some length and false beyond. Long lengths are tried last.
     """
-    low, high = 0, most // step + 1
-    tried, stride = max(1, min(most, start or step) // step), 1
-    if high > 1 and fits(tried * step):
-        low = tried
-        while low + stride < high and fits((low + stride) * step):
-            low, stride = low + stride, 2 * stride
-        high = min(high, low + stride)
-    elif high > 1:
-        high = tried
-        while high - stride > 0 and not fits((high - stride) * step):
-            high, stride = high - stride, 2 * stride
-        low = max(0, high - stride)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if fits(middle * step):
-            low = middle
-        else:
-            high = middle
-    return low * step
+    end = 1
+    while end * step <= most and fits(end * step):
+        end *= 2
+    begin = end // 2 + 1
+    between = range(begin, min(end, most // step + 1))
+    return step * (begin - 1 + bisect_left(between, True, key=lambda n: not fits(n * step)))
 
 
 def one_group(prompt: int, responses: Sequence[int], vocab: int) -> RolloutBatch:
