@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from forkpoint.config import Config
-from forkpoint.engine.timing import Observer
 from forkpoint.engine.transaction import StepOutcome as StepOutcome
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.hosts.host import ModelHost
@@ -42,8 +41,6 @@ class Policy:
         check_config(host, config)
         self.host: ModelHost = host
         self.config: Config = config
-        self.observer: Observer | None = None
-        """Callback for measurements, called with each event of a step before the event runs."""
         self.last_step: StepOutcome | None = None
         """Effect on `.grad` of the last call of `forward_backward`. Each call replaces it after
         planning, before it runs."""

@@ -29,6 +29,7 @@ from forkpoint.testing import ReadOnlyHook, tiny_model
 from hybrids import tiny_hybrid
 from integration.steps import model_state
 from versions import checkpoint_blocks
+from watched import watched
 
 ACROSS = Config(sharing="tree", boundary="across", max_microbatch_tokens=8)
 FORWARD_BACKWARD: CodeType = Policy.forward_backward.__code__
@@ -215,9 +216,8 @@ class Case:
         """
         self.clear()
         found = []
-        self.policy.observer = lambda _: held.clear()
         try:
-            with self.around():
+            with self.around(), watched(lambda _: held.clear()):
                 self.run()
                 now = self.state()
                 if now["thread"] != state["thread"]:
@@ -226,7 +226,6 @@ class Case:
             return [f"the next step raised {error!r:.200}"]
         finally:
             held.clear()
-            self.policy.observer = None
         found += [] if self._equal(self.alone) else ["the next step's gradients differ"]
         same = all(map(torch.equal, self._result(), self.result))
         return found + ([] if same else ["the next scores differ"])

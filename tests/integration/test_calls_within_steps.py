@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers.masking_utils import create_causal_mask
 
 from forkpoint import Config, losses, wrap
-from forkpoint.engine.timing import Event
 from forkpoint.errors import ForkpointError
 from forkpoint.losses import LossBatch, LossOutputs
 from forkpoint.testing import ReadOnlyHook
 from hybrids import tiny_hybrid
 from lanes import slow_besides
+from watched import watched
 
 BATCH = forked_batch()
 IDS = torch.tensor([[3, 1, 4, 1, 5], [0, 0, 9, 2, 6]])
@@ -132,12 +132,12 @@ def test_calls_are_refused_and_the_step_goes_on(kind: str, where: str) -> None:
             messages.extend(map(refused, calls.values()))
         return losses.GRPO()(outputs, batch)
 
-    def watch(event: Event) -> None:
+    def watch(event: str) -> None:
         if "event" in where:
             messages.extend(refused(lambda c=c: from_a_thread(c)) for c in calls.values())
 
-    policy.observer = watch
-    policy.forward_backward(BATCH, losses.FunctionLoss(calling, "token"))
+    with watched(watch):
+        policy.forward_backward(BATCH, losses.FunctionLoss(calling, "token"))
     assert len(messages) >= len(calls)
     assert all("step of forkpoint" in m for m in messages), messages
     found = gradients(model)
@@ -193,13 +193,13 @@ def test_a_thread_that_entered_the_decoder_before_the_step() -> None:
     policy, messages = wrap(model, ACROSS), []
     config = model.model.config
 
-    def watch(event: Event) -> None:
+    def watch(event: str) -> None:
         here = model.model.config
         messages.append(refused(lambda: from_a_thread(lambda: here._attn_implementation)))
         assert here.hidden_size == config.hidden_size
 
-    policy.observer = watch
-    policy.forward_backward(BATCH, losses.GRPO())
+    with watched(watch):
+        policy.forward_backward(BATCH, losses.GRPO())
     assert messages and model.model.config is config
 
 

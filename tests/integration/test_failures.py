@@ -37,6 +37,7 @@ from forkpoint.losses.base import LossBatch, LossOutputs
 from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
 from lanes import slow_besides_every
 from versions import checkpoint_blocks
+from watched import watched
 
 pytestmark = pytest.mark.usefixtures("without_sample", "without_lists")
 
@@ -358,8 +359,8 @@ def test_the_policy_says_what_became_of_its_last_step(model: nn.Module, injector
     assert policy.last_step.gradients == "cleared" and first.gradients == "added"
 
     seen: list[str] = []
-    policy.observer = lambda _: seen.append(policy.last_step.gradients)
-    policy.forward_backward(BATCH, loss)
+    with watched(lambda _: seen.append(policy.last_step.gradients)):
+        policy.forward_backward(BATCH, loss)
     assert set(seen) == {"pending"} and policy.last_step.gradients == "added"
 
 

@@ -19,6 +19,7 @@ from forkpoint.engine.offload import LAYERS_ALIVE, SavedTensors
 from forkpoint.engine.staging import PlainTransfers, Staging
 from forkpoint.testing import tiny_model
 from lanes import slow_besides
+from watched import watched
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "without_sample", "without_lists")
 
@@ -90,9 +91,9 @@ def test_memory_gets_no_fuller_than_when_the_wave_s_backward_begins(
 
     monkeypatch.setattr(SavedTensors, "pack", counted)
     policy.model_state.staging = Staging(Counted(torch.device("cpu")))
-    policy.observer = lambda event: note(event.text)
     plan = policy.plan(batch)
-    stats = policy.forward_backward(batch, losses.GRPO(), plan=plan)
+    with watched(note):
+        stats = policy.forward_backward(batch, losses.GRPO(), plan=plan)
     assert stats.offload is not None and stats.offload.on_demand == 0
     parents = [microbatch for microbatch in plan.microbatches if microbatch.children]
     assert all(microbatch.activations == "offload" for microbatch in parents)

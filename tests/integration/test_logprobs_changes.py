@@ -13,6 +13,7 @@ from steps import ACROSS, clear_gradients, forked_batch, gradients, relative_dis
 from forkpoint import UnsupportedError, wrap
 from forkpoint.testing import ReadOnlyHook, lifted_upcasts
 from lanes import slow_besides
+from watched import watched
 
 BATCH = forked_batch()
 LAYER = "model.layers.0"
@@ -122,8 +123,7 @@ def test_changes_are_refused_by_name(what: str) -> None:
         parameter.grad = torch.ones_like(parameter)
     policy = policy.with_config(restore_grads=True)
     change(model)
-    policy.observer = events.append
-    with pytest.raises(UnsupportedError, match=message) as caught:
+    with pytest.raises(UnsupportedError, match=message) as caught, watched(events.append):
         loss.backward()
     assert "policy.logprobs again" in str(caught.value) and "rank" not in str(caught.value)
     assert runs or not events
@@ -148,7 +148,7 @@ def checkpointed(model: Any) -> None:
     model.enable_input_require_grads()
 
 
-def watched(model: Any) -> None:
+def with_a_hook(model: Any) -> None:
     layer_of(model).register_forward_hook(ReadOnlyHook(lambda *_: None))
 
 
@@ -172,7 +172,7 @@ ALLOWED: dict[str, tuple[str, Callable[[Any], object]]] = {
     "checkpointing": ("qwen3", checkpointed),
     "a stock forward": ("qwen3", stock_forward),
     "generation": ("qwen3", generated),
-    "a hook that watches": ("qwen3", watched),
+    "a hook that watches": ("qwen3", with_a_hook),
     "other calls": ("qwen3", stepped),
     "compiled from outside": ("qwen3", lambda m: m.compile(backend="eager")),
     "an adapter there and back": (

@@ -32,6 +32,7 @@ from forkpoint.verify.comparison import Comparison
 from forkpoint.verify.memory import PLAIN, SMALL, STREAMED, MemoryStrategy
 from forkpoint.verify.single_runs import SingleRuns
 from lanes import slow_besides_every
+from watched import watched
 
 TREE_IN_ROW = Config(sharing="tree", boundary="within")
 GROUPS_ACROSS = Config(sharing="group", boundary="across", max_microbatch_tokens=400)
@@ -372,9 +373,8 @@ def test_sharing_within_and_across_microbatches_is_compared() -> None:
     """Though one microbatch holds the whole batch, prefix cache is written and read."""
     model = tiny_model("qwen3")
     seen: list[str] = []
-    policy = wrap(model)
-    policy.observer = lambda event: seen.append(event.text)
-    report = policy.verify(forked_batch(), LOSS)
+    with watched(seen.append):
+        report = wrap(model).verify(forked_batch(), LOSS)
     assert report.verdict == "passed" and report.left_out == ()
     within, across = report.plans
     assert (within.kind, across.kind) == ("within", "across")

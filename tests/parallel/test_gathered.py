@@ -40,6 +40,7 @@ from forkpoint.losses import GRPO, GSPO
 from forkpoint.parallel import watch
 from forkpoint.plan.pricing import meters
 from lanes import slow_besides
+from watched import watched
 
 NAMES = [name for name in SCENARIOS if name.startswith("fully_shard")]
 IN_CORE = ("fully_shard, a rank without rollouts",)
@@ -102,8 +103,7 @@ def collectives(gather: Any) -> tuple[dict[str, int], dict[str, int], int]:
     policy = on_ranks(model, replace(DEEP, self_check=False), gather)
     counts: Counter[str] = Counter()
     seen: list[Counter[str]] = []
-    policy.observer = lambda _: seen.append(counts.copy())
-    with counted(counts):
+    with counted(counts), watched(lambda _: seen.append(counts.copy())):
         policy.forward_backward(RolloutBatch(UNEQUAL[dist.get_rank()]), GRPO(clip=0.2))
     return (
         dict(counts),

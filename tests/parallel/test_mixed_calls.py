@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from forkpoint.engine.timing import Event
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.torch_dist.fsdp_versions import groups_of
+from watched import watched
 
 TOGETHER = ("sum", "sum_of_stock_first", "unsynced sum synced sum")
 PENDING = (
@@ -179,16 +179,14 @@ def failing_beside_stock(wrap: Any) -> tuple[str, str, float]:
     """The plan fails at the end of a backward whose stock term has succeeded."""
     calls = MixedCalls(replace(Scenario(), wrap=wrap, gather="step"))
 
-    def fail(event: Event) -> None:
-        if event.operation == "backward":
+    def fail(event: str) -> None:
+        if event.startswith("backward "):
             raise KeyboardInterrupt
 
     value = calls._own() + stock(calls.model, calls.rank)
-    calls.policy.observer = fail
-    with pytest.raises(KeyboardInterrupt) as caught:
+    with pytest.raises(KeyboardInterrupt) as caught, watched(fail):
         value.backward()
     notes = " ".join(caught.value.__notes__)
-    calls.policy.observer = None
     calls._wanted_stock()
     assert calls.policy.last_step is not None
     return notes, calls.policy.last_step.gradients, calls.run([])

@@ -32,6 +32,7 @@ from forkpoint.losses import GRPO, GSPO, Loss, ValueLoss
 from forkpoint.plan.pricing import meters
 from forkpoint.testing import ReadOnlyHook, tiny_model
 from lanes import slow_besides
+from watched import watched
 
 MIXED = Config(sharing="tree", boundary="mixed", max_microbatch_tokens=48, split="exchange")
 
@@ -192,10 +193,10 @@ def failed_and_repeated(wrap: Any, gather: Any, moment: str) -> tuple[str, float
     assert first.plan.split == "exchange"
     assert first.events[0].startswith("forward prefix") == (dist.get_rank() == 1)
     model.zero_grad()
-    policy.observer = lambda event: events.append(event.text)
     failing, found = dist.get_rank() == rank, ""
     try:
-        policy.forward_backward(own, Fails(rank=rank if moment == "loss" else -1))
+        with watched(events.append):
+            policy.forward_backward(own, Fails(rank=rank if moment == "loss" else -1))
     except (MemoryError, ValueError, RankError) as error:
         found = f"{type(error).__name__}: {error}"
     assert all(parameter.grad is None for parameter in model.parameters())

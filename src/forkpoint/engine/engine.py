@@ -37,7 +37,7 @@ from forkpoint.engine.prompt_exchange import PromptExchange
 from forkpoint.engine.route_replay import RouteReplay
 from forkpoint.engine.routing import Routing
 from forkpoint.engine.staging import OffloadStats, Staging
-from forkpoint.engine.timing import Observer, Timing
+from forkpoint.engine.timing import Timing
 from forkpoint.engine.transaction import Transaction
 from forkpoint.losses.base import Denominators, Loss
 from forkpoint.losses.views import LossViews
@@ -101,8 +101,6 @@ class Engine:
     exchange: PromptExchange | None = None
     encoders: CommonEncoders | None = None
     """Runs of ranks in lockstep."""
-    observer: Observer | None = None
-    """Called with each event before it runs."""
     _failure: BaseException | None = field(default=None, init=False)
 
     @property
@@ -303,7 +301,7 @@ class Engine:
         """
         host, config, plan, transaction = self.host, self.config, step.plan, step.transaction
         mark = transaction.changes.mark
-        timing = Timing(plan, host.device, self.observer)
+        timing = Timing(plan, host.device)
         activations = None
         traffic = None if self.staging is None else OffloadStats()
         if microbatch_loss is not None:

@@ -1,8 +1,6 @@
 """Events of a pass and their milliseconds, without a device sync between them."""
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -22,32 +20,12 @@ from forkpoint.plan.program import (
 from forkpoint.plan.program import phase_of as phase_of_microbatch
 
 
-@dataclass(frozen=True)
-class Event:
-    """An instruction that is about to run."""
-
-    operation: str
-    """As in `plan.program.OPERATIONS`."""
-    microbatch: int
-    """Its index in `Plan.microbatches`; -1 of an idle slot, and of an exchange between ranks."""
-    text: str
-    """Such as "forward prefix 0"."""
-
-    def __str__(self) -> str:
-        return self.text
-
-
-Observer = Callable[[Event], None]
-
-
 class Timing(Feature):
     """Events of a pass, and the time of each; on CUDA by events that are read at the end."""
 
-    def __init__(self, plan: Plan, device: torch.device, observer: Observer | None) -> None:
-        """`observer` is called with each event before it runs."""
+    def __init__(self, plan: Plan, device: torch.device) -> None:
         self.events: list[str] = []
         self._plan = plan
-        self._observer = observer
         self._cuda = device.type == "cuda"
         self._device = device
         self._phases: list[str] = []
@@ -64,10 +42,7 @@ class Timing(Feature):
         else:
             phase = phase_of_microbatch(instruction.operation, inputs.microbatch)
         self._phases.append(phase)
-        text = self._plan.event(instruction)
-        self.events.append(text)
-        if self._observer is not None:
-            self._observer(Event(instruction.operation, instruction.microbatch, text))
+        self.events.append(self._plan.event(instruction))
 
     def after_receive(self, instruction: Instruction) -> None:
         self._received[len(self.events) - 1] = self._mark()

@@ -9,7 +9,6 @@ from torch import Tensor
 from forkpoint.config import Config, Gather
 from forkpoint.engine.prompt_exchange import PromptExchange
 from forkpoint.engine.route_replay import RouteReplay
-from forkpoint.engine.timing import Observer
 from forkpoint.engine.transaction import StepOutcome
 from forkpoint.hosts.fingerprint import Computation
 from forkpoint.hosts.host import ModelHost
@@ -33,7 +32,6 @@ Rollouts = RolloutBatch | Sequence[Rollout]
 class StepPolicy(Protocol):
     """A policy as the stages of a step see it: see `forkpoint.Policy`."""
 
-    observer: Observer | None
     last_step: StepOutcome | None
 
     @property

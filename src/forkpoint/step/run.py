@@ -148,7 +148,6 @@ def _engine(policy: StepPolicy, agreed: AgreedStep) -> Engine:
         replay=forced or route_replay(host, plan, local.batch),
         exchange=agreed.exchange,
         encoders=agreed.encoders,
-        observer=None if request.scores else policy.observer,
     )
 
 

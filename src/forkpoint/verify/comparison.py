@@ -300,9 +300,7 @@ class Comparison:
 
     def _shared(self, plan: Plan, routes: RouteReplay | None) -> tuple[Gradients, StepStats]:
         """Run one plan. Gradients are whole."""
-        # It compares more than a sample does.
-        unchecked = self.policy.with_config(self_check=False)
-        unchecked.observer = self.policy.observer
+        unchecked = self.policy.with_config(self_check=False)  # it compares more than a sample does
         request = ComparedRequest(
             batch=self.batch,
             loss=self.loss,
