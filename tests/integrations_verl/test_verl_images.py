@@ -11,6 +11,7 @@ pytest.importorskip("verl", reason="verl is not installed here: make test-verl")
 import torch
 from harness import VOCABULARY, Case, both, padded_rows, rows_of, save_multimodal
 from tensordict import NonTensorStack, TensorDict
+from torch import Tensor
 
 from forkpoint.errors import UnsupportedError
 from forkpoint.integrations.verl.media import INPUTS, SECONDS, media_of_rows
@@ -26,7 +27,16 @@ CASES = [
     ("qwen2_5_vl", "video"),
     pytest.param("qwen2_5_vl", "image", marks=pytest.mark.slow),
     pytest.param("qwen3_5", "image", marks=pytest.mark.slow),
+    ("internvl", "image"),
+    pytest.param("mistral3", "image", marks=pytest.mark.slow),
+    pytest.param("smolvlm", "image", marks=pytest.mark.slow),
 ]
+OTHERS: dict[str, tuple[tuple[int, ...], dict[str, Tensor]]] = {
+    "internvl": ((1, 3, 16, 16), {}),
+    "mistral3": ((1, 3, 8, 8), {"image_sizes": torch.tensor([[8, 8]])}),
+    "smolvlm": ((1, 1, 3, 16, 16), {"pixel_attention_mask": torch.ones(1, 1, 16, 16).bool()}),
+}
+"""Of families without grids: the shape of an image of four tokens, and inputs beside it."""
 
 
 def image_rows(
@@ -49,9 +59,15 @@ def image_rows(
     media: list[dict[str, Any]] = [{} for _ in range(len(types))]
     for number in range(seen):
         generator = torch.Generator().manual_seed(number // case.size if alike else number)
+        if family in OTHERS:
+            shape, more = OTHERS[family]
+            media[number] = {"pixel_values": torch.randn(shape, generator=generator), **more}
+            continue
         pixels = torch.randn(16, 96, generator=generator)
         media[number] = {names[0]: pixels, names[1]: grid, "images_seqlens": grid[0], **seconds}
     rows["multi_modal_inputs"] = np.array(media, dtype=object)
+    if family in OTHERS:
+        return rows
     index: Any = tiny_multimodal(family, vocab_size=VOCABULARY + 3).model.get_rope_index
     mask = rows["attention_mask"]
     text = (mask.cumsum(1) - 1).clamp(min=0)
@@ -107,6 +123,30 @@ def test_images_that_do_not_fill_their_tokens(changes: dict[str, Any], said: str
     rows = image_rows("qwen3_vl", Case(groups=1, size=1))
     ids = rows["input_ids"][0]
     row = {**rows["multi_modal_inputs"][0], **changes}
+    data = TensorDict({"multi_modal_inputs": NonTensorStack(row)}, batch_size=[1])
+    offsets = torch.tensor([0, len(ids)])
+    if said:
+        with pytest.raises(UnsupportedError, match=said):
+            media_of_rows(data, ids, offsets, (VOCABULARY, VOCABULARY + 1))
+        return
+    media, types = media_of_rows(data, ids, offsets, (VOCABULARY, VOCABULARY + 1))
+    assert media is not None and [m.tokens for m in media[0]] == [2, 2] and types.sum() == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, ""),
+        ({"pixel_values": torch.ones(3, 3, 16, 16)}, "4 tokens of images, and 3 images"),
+        ({"image_bound": torch.ones(1)}, "'image_bound'"),
+        ({"no tokens": torch.ones(1)}, "0 tokens of images, and 2 images"),
+    ],
+)
+def test_images_without_grids(changes: dict[str, Any], said: str) -> None:
+    rows = image_rows("internvl", Case(groups=1, size=1))
+    ids, row = rows["input_ids"][0], {"pixel_values": torch.ones(2, 3, 16, 16), **changes}
+    if row.pop("no tokens", None) is not None:
+        ids = ids.clamp(max=VOCABULARY - 1)
     data = TensorDict({"multi_modal_inputs": NonTensorStack(row)}, batch_size=[1])
     offsets = torch.tensor([0, len(ids)])
     if said:

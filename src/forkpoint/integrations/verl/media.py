@@ -1,6 +1,6 @@
 """Images and videos of verl's mini-batches: `multi_modal_inputs`, one dict a row."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from forkpoint.errors import UnsupportedError
+from forkpoint.integrations.images import GRID, image_parts, images_of_rows
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.media import KINDS, Media, MediaKind
 
@@ -54,8 +55,8 @@ def media_of_rows(
 
     Returns the media, and int64 [T]: 0 for text, k for a token of one of `KINDS[k - 1]`.
 
-    Raises UnsupportedError for inputs that are not those of Qwen-VL models, and for media that do
-    not fill their tokens.
+    Raises UnsupportedError for inputs that are not known, and for media that do not fill their
+    tokens.
     """
     types_T = torch.zeros_like(ids_T)
     if "multi_modal_inputs" not in data.keys():  # noqa: SIM118 - a TensorDict's `in` looks at values
@@ -78,13 +79,13 @@ def media_of_rows(
 
 
 def _media_of_row(row: Mapping[str, Any], types: Tensor, number: int) -> tuple[Media, ...]:
+    if "pixel_values" in row and GRID not in row:
+        given = {name: value.cpu() for name, value in row.items() if name not in UNREAD}
+        parts = image_parts(given)
+        _check_inputs(given, frozenset(), number)
+        return images_of_rows(parts, types[None])[0]
     known = {name for names in INPUTS.values() for name in names} | {SECONDS, *UNREAD}
-    if strange := sorted(row.keys() - known):
-        raise UnsupportedError(
-            f"row {number} of a mini-batch has the input {strange[0]!r} in multi_modal_inputs; "
-            f"forkpoint's engine takes {', '.join(sorted(known))}, those of Qwen-VL models. Train "
-            "on a dataset without images, or with verl's own engine."
-        )
+    _check_inputs(row, known, number)
     patches: dict[MediaKind, list[int]] = {
         kind: row[grid].prod(1).tolist() for kind, (_, grid) in INPUTS.items() if grid in row
     }
@@ -108,6 +109,15 @@ def _media_of_row(row: Mapping[str, Any], types: Tensor, number: int) -> tuple[M
         if tokens != int((types == place).sum()):
             raise UnsupportedError(_unfilled(number, places, patches))
     return tuple(found)
+
+
+def _check_inputs(row: Mapping[str, Any], known: Collection[str], number: int) -> None:
+    if strange := sorted(row.keys() - set(known)):
+        raise UnsupportedError(
+            f"row {number} of a mini-batch has the input {strange[0]!r} in multi_modal_inputs, "
+            "which forkpoint's engine does not know. Train on a dataset without images, or with "
+            "verl's own engine."
+        )
 
 
 def _unfilled(number: int, places: int, patches: Mapping[MediaKind, list[int]]) -> str:
