@@ -68,7 +68,7 @@ class RouterSet(Protocol):
 
     layers: int
     """How many layers have one, on all stages; 0 of a model that is no mixture."""
-    found: list[FoundRouter]
+    found: Sequence[FoundRouter]
     """Those of this rank's layers."""
     first: int
     """The number of the first of them among all."""

@@ -54,17 +54,19 @@ class Stock(Protocol):
 
     def compute_in(self, dtype: torch.dtype, changes: Changes) -> None:
         """Compute in `dtype` throughout, by code that takes any dtype, until the changes are
-        undone."""
-        ...
+        undone. By default nothing changes: the code does so by itself."""
 
     def allow(self, dtype: torch.dtype, changes: Changes) -> None:
         """Let `logits` work, until the changes are undone, where the model is set to the attention
         of steps, and let no kernel round to fewer bits than `dtype` has."""
-        ...
 
 
-class HeldStage(Protocol):
-    """The stage of a pipeline that this rank holds of a model: all layers unless it was cut."""
+class HeldStage:
+    """The stage of a pipeline that this rank holds of a model. By default no model is cut."""
+
+    def __init__(self, layers: int) -> None:
+        """`layers`: of the model."""
+        self._count = layers
 
     @property
     def first_layers(self) -> int:
@@ -75,7 +77,7 @@ class HeldStage(Protocol):
     @property
     def layers(self) -> tuple[range, int]:
         """The numbers of the layers that this rank holds, and how many the model has."""
-        ...
+        return range(self._count), self._count
 
     @property
     def tied(self) -> frozenset[nn.Parameter]:
@@ -84,7 +86,6 @@ class HeldStage(Protocol):
 
     def check(self) -> None:
         """Refuse a model that something else has cut, or not as a stage is cut."""
-        ...
 
     def hold(self, stage: Stage) -> None:
         """Drop what other stages hold, unless that has been done.
@@ -92,19 +93,22 @@ class HeldStage(Protocol):
         Raises UnsupportedError for models whose stages have not been shown exact, or that hold
         another stage.
         """
-        ...
+        raise UnsupportedError(
+            "stages of a pipeline have not been shown exact with this library's models. Use a mesh "
+            "without the dimension 'pp'."
+        )
 
     def complete(self, exchange: Callable[[Any], list[Any]]) -> None:
         """Give a copy of a stage the modules of all stages. Collective over these.
 
         exchange: gives the values of all stages, from this one's.
         """
-        ...
+        raise NotImplementedError
 
     def set_hidden(self, hidden_1TC: Tensor | None, changes: Changes) -> None:
         """Let the stage run, until the changes are undone, and its first block read these; None if
         that reads embeddings."""
-        ...
+        raise NotImplementedError
 
 
 class Encoder:
@@ -163,7 +167,7 @@ class Entry(Protocol):
 
     It is made of the model without DistributedDataParallel, when wrappers of forwards are taken
     off. Making it refuses a model that is none of the library's. Members with a value or a body are
-    those of a library whose models have no encoder of images and count nothing.
+    those of a library whose models have no encoder of images and no experts.
     """
 
     core: Any
@@ -207,7 +211,7 @@ class Entry(Protocol):
     @property
     def routers(self) -> ModelRouters:
         """The routers of the model in its present state."""
-        ...
+        return ModelRouters()
 
     # Facts
 

@@ -107,6 +107,6 @@ def whole_copy(
     return copy, copied
 
 
-def routers_of(model: nn.Module) -> list[FoundRouter]:
+def routers_of(model: nn.Module) -> Sequence[FoundRouter]:
     """The routers of a model, or of a copy of one."""
     return library_of(model).entry(model, ()).routers.found

@@ -1,7 +1,6 @@
 """Routers of a mixture of experts: their outputs are recorded, and their choices forced."""
 
 import types
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -62,12 +61,12 @@ def force_routers(routers: Iterable[FoundRouter], holder: RouteHolder, changes: 
         _watch(router, changes, choose=partial(holder.choose, layer, router.name))
 
 
-class ModelRouters(ABC):
-    """The routers of a model in the order of its layers, whatever library they are of."""
+class ModelRouters:
+    """The routers of a model in the order of its layers; by default there are none."""
 
-    found: list[FoundRouter]
+    found: Sequence[FoundRouter] = ()
     """Those of this rank's layers."""
-    layers: int
+    layers: int = 0
     """How many layers have one, on all stages; 0 of a model that is no mixture."""
     first: int = 0
     """The number of the first found among all."""
@@ -81,20 +80,20 @@ class ModelRouters(ABC):
     """The place of the experts chosen in what a router returns."""
 
     @property
-    @abstractmethod
     def chosen(self) -> int | None:
         """How many experts a token is sent to, if routers say so."""
+        return None
 
     @property
-    @abstractmethod
     def experts(self) -> int:
         """How many experts each chooses among."""
+        return self.elsewhere_experts
 
     @property
-    @abstractmethod
     def biases(self) -> list[Tensor]:
         """The bias [E] of each found, which is added to scores for the choice alone; empty if the
         family has no such biases."""
+        return []
 
     def enter(
         self, note: RouterNote | None, changes: Changes, holder: RouteHolder | None = None

@@ -9,7 +9,7 @@ embeddings that are off by a rounding.
 
 import random
 import threading
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -284,7 +284,7 @@ class StockComparison:
             uses_temperature=host.head == "logprobs",
         )
         host.allow_stock(self.changes)
-        self.routers: list[FoundRouter] = host.routers.found
+        self.routers: Sequence[FoundRouter] = host.routers.found
         self.routes: Routes | None = Routes.to_record(sample) if self.routers else None
         self.run: RouteReplay | None = None
 

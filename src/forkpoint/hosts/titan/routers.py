@@ -1,5 +1,6 @@
 """Routers of torchtitan's mixtures of experts, and the counts by which it balances their load."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ class Routers(ModelRouters):
     chosen_output: int = 1
 
     def __init__(self, model: nn.Module, version: Version) -> None:
-        self.found: list[FoundRouter] = [
+        self.found: Sequence[FoundRouter] = [
             FoundRouter(name, module, version.score_dimensions)
             for name, module in every_module(model)
             if type(module).__name__ == ROUTER

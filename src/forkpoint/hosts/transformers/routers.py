@@ -1,6 +1,7 @@
 """Routers of transformers' mixtures of experts, and the load-balancing loss of their families."""
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ class Routers(ModelRouters):
             if entry is not None
         )
         found = [(n, m) for n, m in every_module(model) if kinds and isinstance(m, kinds)]
-        self.found: list[FoundRouter] = [FoundRouter(name, module) for name, module in found]
+        self.found: Sequence[FoundRouter] = [FoundRouter(name, module) for name, module in found]
         self.layers: int = len(found)
         self.defines_loss: bool = defines_load_balancing(causal)
         if adds_load_balancing(causal):
