@@ -78,8 +78,7 @@ class HeldModel:
     ) -> ModelShape:
         """Read this rank's part of the model, or refuse it; arguments are those of `__init__`."""
         check_meshes(self.group, mesh)
-        splits = self.group.splits
-        self.entry: Entry = library.entry(self.model, splits)
+        self.entry: Entry = library.entry(self.model, self.group.splits)
         self._fingerprint = Fingerprint(self.model, self.entry)
         check_idle(self.entry.core)
         self._check_model()
@@ -92,7 +91,7 @@ class HeldModel:
                 f"been shown exact {why}. Leave compile_blocks out."
             )
         # With context parallelism they have not been timed on GPUs, so that they are asked for.
-        eager = bool(splits) or staged or (bool(context) and compile_blocks is None)
+        eager = bool(self.group.splits) or staged or (bool(context) and compile_blocks is None)
         self.compiling: Compiling = Compiling(False if eager else compile_blocks)
         shape = self.entry.shape()  # which refuses parts of heads
         if context:

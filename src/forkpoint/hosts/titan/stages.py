@@ -78,8 +78,7 @@ class TitanStage(HeldStage):
 
         Raises UnsupportedError where stages would share weights.
         """
-        model = self.model
-        args = sizes_of(model)
+        model, args = self.model, sizes_of(self.model)
         _refuse_tied(args)
         if len(model.layers) < args.n_layers:
             return

@@ -43,8 +43,7 @@ class TransformersEncoder(Encoder):
 
         Its code runs as it is, on one medium at a time; so no module may mix those of a batch.
         """
-        encoder = self.modules
-        allowed = ("transformers.models.", *TOKENWISE_CODE)
+        encoder, allowed = self.modules, ("transformers.models.", *TOKENWISE_CODE)
         for name, module in every_module(self.core):
             if module not in encoder:
                 continue
@@ -196,8 +195,7 @@ class TransformersEncoder(Encoder):
         kept = sum(m.in_features + m.out_features for m in linear) + 4 * hidden * len(blocks)
         if any(vars(m).get("gradient_checkpointing") and m.training for m in modules):
             kept = hidden * len(blocks) + kept // len(blocks)
-        outer = core.config
-        vision = outer.vision_config
+        outer, vision = core.config, core.config.vision_config
         merged = getattr(vision, "spatial_merge_size", None) or getattr(
             outer, "spatial_merge_size", None
         )

@@ -178,8 +178,7 @@ class TransformersStage(HeldStage):
 
         Raises UnsupportedError where the ranks of the mesh are others than those of the layout.
         """
-        core = self.core
-        layout = core._pp_stage
+        core, layout = self.core, self.core._pp_stage
         if (layout.pp_rank, layout.pp_size) != (stage.index, stage.stages):
             raise UnsupportedError(
                 f"the mesh makes this rank stage {stage.index} of {stage.stages}, and transformers "
@@ -207,8 +206,7 @@ class TransformersStage(HeldStage):
         Collective.
         """
         core, decoder, idle = self.core, self.decoder, idle_modules(self.core)
-        tied = _gate_of(decoder.layers).tied
-        device = next(core.parameters()).device
+        tied, device = _gate_of(decoder.layers).tied, next(core.parameters()).device
         found = [*held_layers(decoder.layers), *final_norms(decoder), *idle]
         found += core.get_input_embeddings(), _head(core)
         held = {module for module in found if list(module.parameters())}
