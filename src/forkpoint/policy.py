@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from forkpoint.config import Config
+from forkpoint.engine.changes import Changes
 from forkpoint.engine.transaction import StepOutcome as StepOutcome
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.hosts.host import ModelHost
+from forkpoint.hosts.modules import cache_module_walks
 from forkpoint.losses.base import Denominators, Loss, LossFunction, as_loss
 from forkpoint.losses.router import RouterLoss
 from forkpoint.plan import Plan
@@ -72,9 +74,11 @@ class Policy:
             ConfigError, UnsupportedError: as in `forward_backward`, for the loss and the router.
         """
         batch = as_batch(batch)
-        check_batch(self.host, batch)
-        work = router_work(self.host, batch, router, router_counts)
-        return plan_batch(self, batch, loss, work.demand() if work else None)
+        with Changes() as changes:
+            cache_module_walks(changes)
+            check_batch(self.host, batch)
+            work = router_work(self.host, batch, router, router_counts)
+            return plan_batch(self, batch, loss, work.demand() if work else None)
 
     def longest_prompt(self, batch: Rollouts, loss: Loss | LossFunction | None = None) -> int:
         """Predict the longest prompt of one group for which a plan fits the memory.

@@ -147,15 +147,13 @@ class HeldModel:
         found = replace(self.entry.shape(), **self._least_sizes)
         return replace(found, compiled=self.compiles, context=context)
 
-    @property
-    def capabilities(self) -> Capabilities:
+    def capabilities(self, shape: ModelShape) -> Capabilities:
         """Abilities of the model in its present state, which plans depend on.
 
         Without early exits where the model checkpoints itself: their exception would pass through
         the checkpoint, which lies within the block.
         """
         ahead = self.device.type == "cuda"
-        shape = self.shape
         deals = not shape.recurrent_layers
         able = Capabilities(
             leaves_early=shape.leaves_early,
@@ -163,7 +161,7 @@ class HeldModel:
             checkpoints=("none",),
             deals_segments=deals,
         )
-        if self.entry.checkpointed:
+        if shape.checkpointed:
             return able
         if self.compiles and not self.topology.places.whole:
             return able  # not shown exact with checkpoints

@@ -16,6 +16,7 @@ from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.longest import longest_prompt, responses_of
 from forkpoint.plan.parting import LITTLE, MOVE, WORTH_MOVING, where_prompts_part
+from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.routing import RouterDemand
 from forkpoint.plan.runs import run_lengths
 from forkpoint.plan.shared_prompts import PlannedPrompt
@@ -201,14 +202,14 @@ def plan_within(
     host, config = policy.host, config or policy.config
     loss = None if loss is None else as_loss(loss)
     coupling = None if loss is None or loss.decomposition == "token" else loss.coupling(batch)
-    given = config.memory_budget_bytes is not None
+    given, shape = config.memory_budget_bytes is not None, host.shape
     return make_plan(
         batch,
-        host.shape,
+        shape,
         replace(config, memory_budget=budget_bytes) if given else config,
         coupling=coupling,
         calibration=policy.model_state.calibration(host, config),
-        capabilities=_capabilities(host, batch),
+        capabilities=_capabilities(host, shape, batch),
         measured_budget_bytes=budget_bytes,
         uses_temperature=host.head == "logprobs",
         routers=routers,
@@ -241,9 +242,9 @@ def longest_prompt_of(
     )
 
 
-def _capabilities(host: ModelHost, batch: RolloutBatch) -> Capabilities:
+def _capabilities(host: ModelHost, shape: ModelShape, batch: RolloutBatch) -> Capabilities:
     """Those of the host, with its encoder if the batch has media."""
-    found, encoder = host.capabilities, host.encoder_shape() if batch.media else None
+    found, encoder = host.capabilities(shape), host.encoder_shape() if batch.media else None
     if encoder is not None and "stage" in host.topology.relations:
         # Stages plan alike, and the first alone knows whether it trains.
         encoder = replace(encoder, trained=True)
@@ -291,9 +292,10 @@ def _plans(
         )
     if plan.pipeline is not None:  # of an earlier step; orders are made anew
         plan = replace(plan.with_program(scores=plan.program.has_scores), pipeline=None)
+    shape = policy.host.shape
     plan.check_batch(batch)
-    plan.check_host(_capabilities(policy.host, batch))
-    plan.check_ranks(policy.host.shape.context)
+    plan.check_host(_capabilities(policy.host, shape, batch))
+    plan.check_ranks(shape.context)
     if loss is not None and loss.decomposition != "token":
         plan.check_coupling(batch, loss.coupling(batch))
     if work is not None:

@@ -276,11 +276,12 @@ class StockComparison:
         self.dtype: torch.dtype = host.rounding_dtype
         most = max(4, ids.shape[1] // 2)
         forced = Config(sharing="tree", boundary="across", max_microbatch_tokens=most)
+        shape = host.shape
         self.plan: Plan = make_plan(
             sample,
-            host.shape,
+            shape,
             forced,
-            capabilities=host.capabilities,
+            capabilities=host.capabilities(shape),
             uses_temperature=host.head == "logprobs",
         )
         host.allow_stock(self.changes)
