@@ -258,7 +258,7 @@ def test_a_device_is_planned_for(shell: Shell, rollouts: Path) -> None:
 
 
 def test_the_longest_prompt_is_said(shell: Shell, rollouts: Path) -> None:
-    """It fits, and one step longer does not; with memory of the host it is longer."""
+    """With memory of the host it is longer, and a limit of that memory counts."""
     plan = ("plan", rollouts, "--model", "llama3-8b", "--device-memory", "70GiB", "--longest")
     plan = (*plan, "--boundary", "across", "--sharing", "group", "--max-microbatch-tokens", 16_384)
     plan = (*plan, "--checkpointing", "full", "--activations", "recompute")
