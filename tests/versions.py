@@ -28,6 +28,11 @@ def skip_without_router_logits(family: str) -> None:
         pytest.skip(f"transformers {transformers.__version__} records no router logits of {family}")
 
 
+def skip_unreadable_routers(family: str) -> None:
+    if family == "glm4v_moe" and transformers.__version__.startswith("5.10."):
+        pytest.skip("the self-check cannot read the routers of this version, and refuses them")
+
+
 def eager_experts(model: Any) -> Any:
     """The model with experts one by one: the default's grouped matrix product has no float64."""
     if hasattr(model, "set_experts_implementation"):

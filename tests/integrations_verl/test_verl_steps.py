@@ -35,6 +35,7 @@ from parallel.processes import RankFailed, run_ranks
 
 MOST = 2e-6
 """Of gradients in float32, relative to their norm."""
+TEXTS = ("gemma3", "llama4", "mistral3", "internvl")
 
 
 def split(rows: dict[str, Any], *sizes: int) -> list[dict[str, Any]]:
@@ -337,10 +338,17 @@ def beside_verls(case: Case, folder: Path, rows: list[dict[str, Any]]) -> float:
     return found["error"]
 
 
-@pytest.mark.parametrize("axes", [None, 4])
-def test_text_of_a_multimodal_model(axes: int | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "axes"),
+    [
+        ("qwen3_vl", None),
+        ("qwen3_vl", 4),
+        *(pytest.param(family, None, marks=pytest.mark.slow) for family in TEXTS),
+    ],
+)
+def test_text_of_a_multimodal_model(family: str, axes: int | None, tmp_path: Path) -> None:
     """As verl loads it; positions have axes where a processor of images made them."""
-    save_multimodal("qwen3_vl", tmp_path)
+    save_multimodal(family, tmp_path)
     case = Case()
     rows = padded_rows(case)
     if axes:
