@@ -18,14 +18,14 @@ from forkpoint.apps.cli import options
 from forkpoint.apps.cli.losses import Objective
 from forkpoint.apps.cli.models import load_model
 from forkpoint.apps.cli.options import Runtime
-from forkpoint.apps.cli.plan_text import _what_fits
+from forkpoint.apps.cli.plan_text import MOST_GROUPS, _what_fits
 from forkpoint.apps.cli.ranks import Ranks
 from forkpoint.apps.cli.stages import Pipeline
 from forkpoint.losses import GRPO
 from forkpoint.parallel.placement.lockstep import predict_step
 from forkpoint.plan import MODELS, ModelShape, make_plan
 from forkpoint.plan.device_memory import DeviceMemory
-from forkpoint.plan.parting import MOVE
+from forkpoint.plan.parting import MOVE, GroupParting
 from forkpoint.testing import tiny_model
 from media_scenes import scene
 from multimodal_models import tiny_multimodal
@@ -35,7 +35,7 @@ PLAN_FIELDS = {
     *("logical_tokens", "group_tokens", "unique_tokens", "computed_tokens", "trained_tokens"),
     *("left_out", "microbatches", "max_microbatch_tokens", "bound", "bound_unit", "plans"),
     *("predicted_peak_bytes", "predicted_ms", "predicted_speedup", "device_memory", "ranks"),
-    *("prompts_part", "pipeline", "encoder", "longest_prompt_tokens"),
+    *("prompts_part", "groups_part", "pipeline", "encoder", "longest_prompt_tokens"),
     *("sharing", "boundary", "reason", "candidates", "modes"),
 }
 
@@ -315,14 +315,42 @@ def test_prompts_that_part_are_named(shell: Shell, tmp_path: Path, config: Path)
         Rollout([1, 2, 50 + n, *rest, n], [0] * 53 + [1], 1.0, group_id="g") for n in range(3)
     ]
     done = shell("plan", write_rollouts(tmp_path / "stamped.jsonl", stamped))
-    assert "parts         prompts of a group part at token 2, 50 equal tokens" in done.out
-    parts = {"grouped": True, "token": 2, "following": 50}
+    assert "parts         prompts of group g part at token 2, 50 equal tokens" in done.out
+    parts = {"grouped": True, "group": "g", "token": 2, "following": 50}
     assert "next" in done.out and done.result["prompts_part"] == parts
     priced = shell("plan", tmp_path / "stamped.jsonl", "--model", config)
     assert f"next          {MOVE}" in priced.out
     few = [Rollout([n, 7, n], [0, 0, 1], 1.0, group_id="g") for n in range(1, 4)]
     other = shell("plan", write_rollouts(tmp_path / "few.jsonl", few), "--model", config)
-    assert "parts " in other.out and MOVE not in other.out
+    assert "parts         1 group at token 0, within the prompt; rollouts of 3 tokens" in other.out
+    assert MOVE not in other.out and other.result["prompts_part"] is None
+
+
+def test_where_each_group_parts(shell: Shell, tmp_path: Path) -> None:
+    """Line, table and JSON have the same numbers; the table ends, the JSON does not."""
+    count = MOST_GROUPS + 2
+    pairs = [
+        Rollout([*range(n % 9 + 2), *tail], [0] * (n % 9 + 2) + [1] * len(tail), 1.0, group_id=n)
+        for n in range(count)
+        for tail in ([50, 51], [60])
+    ]
+    file = write_rollouts(tmp_path / "pairs.jsonl", pairs)
+    done = shell("plan", file, "--details", "--batch-rollouts", str(2 * count - 2))
+    assert (
+        f"parts         {count} groups at token 2 to 10, after the prompt; rollouts of 3 to 12"
+        in (done.out)
+    )
+    listed = done.result["groups_part"]
+    assert len(listed) == count - 1
+    length = (count - 2) % 9 + 2
+    assert listed[-1] == asdict(
+        GroupParting(str(count - 2), 2 * count - 4, 2, length, length + 1, length + 2, False)
+    )
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.out.splitlines()]
+    rows = [row for row in cells if row and row[-1] == "after the prompt"]
+    assert len(rows) == MOST_GROUPS
+    assert rows[4] == ["4", "8", "2", "7 to 8", "6", "after the prompt"]
+    assert "1 further group with --json" in done.out
     assert shell("plan", write_rollouts(tmp_path / "x.jsonl")).result["prompts_part"] is None
 
 

@@ -1,4 +1,4 @@
-"""Where prompts of a group part, for batches in which little is shared. Imports no torch."""
+"""Where rollouts of a group part, and whether prompts part needlessly. Imports no torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,19 +16,118 @@ MOVE = "move what differs (a timestamp, an id) behind the equal tokens"
 
 
 @dataclass(frozen=True)
+class GroupParting:
+    """Where the rollouts of a group part."""
+
+    group: str | None
+    """Its group_id."""
+    rollout: int
+    """Position of its first rollout in the batch, from 0."""
+    rollouts: int
+    token: int
+    """Position of the first token that differs, from 0: the number of tokens before it, which all
+    rollouts of the group share."""
+    shortest: int
+    """Tokens of the shortest rollout."""
+    longest: int
+    in_prompt: bool
+    """Whether the token lies before the first trained token of a rollout."""
+
+
+@dataclass(frozen=True)
 class Parting:
     """Two prompts that differ and have equal tokens at their ends."""
 
     grouped: bool
     """Whether they are of one group; else no group has several rollouts."""
+    group: str | None
+    """The group_id of the second of them."""
     token: int
     """Index of the first token that differs."""
     following: int
     """Equal tokens at the ends of both prompts, which the difference keeps from being shared."""
 
     def __str__(self) -> str:
-        of = "prompts of a group" if self.grouped else "prompts of different groups"
+        of = "prompts of different groups"
+        if self.grouped:
+            of = f"prompts of {'a group' if self.group is None else f'group {self.group}'}"
         return f"{of} part at token {self.token:,}, {self.following:,} equal tokens follow"
+
+
+@dataclass
+class Partings:
+    """Where the groups of all batches part, with those of the first batch one by one."""
+
+    groups: int = 0
+    in_prompt: int = 0
+    """Groups of `groups` that part within the prompt."""
+    tokens: tuple[int, int] = (0, 0)
+    """The least and the largest `GroupParting.token`."""
+    lengths: tuple[int, int] = (0, 0)
+    """Tokens of the shortest and of the longest rollout."""
+    of_first: list[GroupParting] | None = None
+    """Groups of the first batch."""
+    needless: Parting | None = None
+    """Prompts of a batch that shares little."""
+
+    def add(self, batch: RolloutBatch, *, little: bool) -> None:
+        """Count a batch. `little`: its plan shares nothing that is worth it."""
+        found = where_groups_part(batch)
+        if self.of_first is None:
+            self.of_first = found
+        if little and self.needless is None:
+            self.needless = where_prompts_part(batch)
+        for one in found:
+            if not self.groups:
+                self.tokens, self.lengths = (one.token, one.token), (one.shortest, one.longest)
+            self.groups += 1
+            self.in_prompt += one.in_prompt
+            self.tokens = min(self.tokens[0], one.token), max(self.tokens[1], one.token)
+            self.lengths = min(self.lengths[0], one.shortest), max(self.lengths[1], one.longest)
+
+    def __str__(self) -> str:
+        """The needless difference, else a summary of the groups; empty without either."""
+        if self.needless is not None or not self.groups:
+            return str(self.needless or "")
+        where = {0: "after the prompt", self.groups: "within the prompt"}.get(
+            self.in_prompt, f"{self.in_prompt:,} of them within the prompt"
+        )
+        groups = "1 group" if self.groups == 1 else f"{self.groups:,} groups"
+        return (
+            f"{groups} at token {_range(self.tokens)}, {where}; "
+            f"rollouts of {_range(self.lengths)} tokens"
+        )
+
+
+def where_groups_part(batch: RolloutBatch) -> list[GroupParting]:
+    """Where each group of several rollouts parts, in the order of the batch."""
+    found: list[GroupParting] = []
+    starts, ends = batch.offsets[:-1].tolist(), batch.offsets[1:].tolist()
+    for members in batch.groups():
+        if len(members) < 2:
+            continue
+        rows = [slice(starts[n], ends[n]) for n in members.tolist()]
+        lengths = [row.stop - row.start for row in rows]
+        token = min(lengths)
+        first = batch.token_ids[rows[0]]
+        for row in rows[1:]:
+            token = _equal(first[:token], batch.token_ids[row][:token])
+        if token == max(lengths):
+            continue  # equal rollouts
+        prompts = [len(_prompt(batch, row)) for row in rows]
+        where = int(members[0])
+        found.append(
+            GroupParting(
+                group=batch.group_ids[where],
+                rollout=where,
+                rollouts=len(members),
+                token=token,
+                shortest=min(lengths),
+                longest=max(lengths),
+                in_prompt=token < max(prompts),
+            )
+        )
+    return found
 
 
 def where_prompts_part(batch: RolloutBatch) -> Parting | None:
@@ -37,36 +136,41 @@ def where_prompts_part(batch: RolloutBatch) -> Parting | None:
     Where no group has several rollouts, those of the whole batch are compared: a group that is told
     by its prompt falls apart when prompts differ.
 
-    Returns None where no prompts differ, and for different groups unless `WORTH_MOVING` tokens
-    follow.
+    Returns None where no prompts differ, and where fewer than `WORTH_MOVING` tokens follow.
     """
     grouped = len(np.unique(batch.group_index)) < len(batch)
     found: Parting | None = None
-    for one, other in _neighbours(batch, grouped):
+    for n, one, other in _neighbours(batch, grouped):
         least = min(len(one), len(other))
         token = _equal(one[:least], other[:least])
         if token == len(one) == len(other):
             continue
         left = least - token
         following = _equal(one[::-1][:left], other[::-1][:left])
-        if found is None or following > found.following:
-            found = Parting(grouped, token, following)
-    if found is not None and not grouped and found.following < WORTH_MOVING:
-        return None
+        if following >= WORTH_MOVING and (found is None or following > found.following):
+            found = Parting(grouped, batch.group_ids[n], token, following)
     return found
 
 
-def _neighbours(batch: RolloutBatch, grouped: bool) -> Iterator[tuple[IntArray, IntArray]]:
-    """Pairs of prompts in the order of the batch: the tokens before the first trained one."""
+def _neighbours(batch: RolloutBatch, grouped: bool) -> Iterator[tuple[int, IntArray, IntArray]]:
+    """Pairs of prompts in the order of the batch, after the position of the second rollout."""
     last: dict[int, IntArray] = {}
     offsets = batch.offsets.tolist()
     for n, group in enumerate(batch.group_index.tolist() if grouped else [0] * len(batch)):
-        rows = slice(offsets[n], offsets[n + 1])
-        ids, mask = batch.token_ids[rows], batch.loss_mask[rows]
-        prompt = ids[: int(mask.argmax()) if mask.any() else len(ids)]
+        prompt = _prompt(batch, slice(offsets[n], offsets[n + 1]))
         if group in last:
-            yield last[group], prompt
+            yield n, last[group], prompt
         last[group] = prompt
+
+
+def _range(ends: tuple[int, int]) -> str:
+    return " to ".join(f"{end:,}" for end in sorted(set(ends)))
+
+
+def _prompt(batch: RolloutBatch, row: slice) -> IntArray:
+    """The tokens before the first trained one of a rollout."""
+    ids, mask = batch.token_ids[row], batch.loss_mask[row]
+    return ids[: int(mask.argmax()) if mask.any() else len(ids)]
 
 
 def _equal(one: IntArray, other: IntArray) -> int:

@@ -15,7 +15,7 @@ from forkpoint.losses.zeros import zero_rollouts
 from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.longest import longest_prompt, responses_of
-from forkpoint.plan.parting import LITTLE, MOVE, WORTH_MOVING, where_prompts_part
+from forkpoint.plan.parting import LITTLE, MOVE, where_prompts_part
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.routing import RouterDemand
 from forkpoint.plan.runs import run_lengths
@@ -180,7 +180,7 @@ def _warn_of_parting(batch: RolloutBatch, plan: Plan, config: Config) -> None:
     if config.sharing == "none" or plan.computed_tokens < LITTLE * plan.dense.tokens:
         return
     parting = where_prompts_part(batch)
-    if parting is not None and parting.following >= WORTH_MOVING:
+    if parting is not None:
         _log.warning("the first batch shares little: %s; %s.", parting, MOVE)
 
 

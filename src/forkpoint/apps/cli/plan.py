@@ -29,6 +29,7 @@ from forkpoint.apps.cli.plan_text import (
     memory_answers,
     mode_table,
     modes,
+    parting_table,
     plan_answers,
 )
 from forkpoint.apps.cli.ranks import Ranks
@@ -43,7 +44,7 @@ from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.device_memory import DeviceMemory
 from forkpoint.plan.lanes import lanes_of
 from forkpoint.plan.longest import longest_prompt, responses_of
-from forkpoint.plan.parting import LITTLE, Parting, where_prompts_part
+from forkpoint.plan.parting import LITTLE, Partings
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.pricing.encoders import EncoderShape
 from forkpoint.plan.pricing.totals import EncoderTotals
@@ -87,7 +88,8 @@ class Plan:
             downloaded.
         batch_rollouts: Number of rollouts in a batch, in the order of the file.
         details: Show the whole plan of the first batch too: its microbatches, its tree, the plans
-            that were compared, and the tokens without sharing and with each kind of sharing.
+            that were compared, the tokens without sharing and with each kind of sharing, and the
+            token at which each group parts.
         ranks: Show the step on N data-parallel ranks, with rollouts placed by forkpoint, by token
             counts and in the order of the file. The ranks run in lockstep, as with sharded weights.
             Memory is that of one rank.
@@ -129,7 +131,7 @@ class Plan:
             device = None if device is None else pipeline.device(device)
         source = self.reading.open(self.file, self.limit, pixels=False)
         totals, first, responses = Totals(), None, list[int]()
-        parting: Parting | None = None
+        partings = Partings()
         with out.waiting("planning"):
             planner = _Planner(self, source, model, shape, device, pipeline)
             ranks = None
@@ -148,8 +150,8 @@ class Plan:
                 totals.add(batch, plan)
                 first = first or plan
                 responses = responses or responses_of(batch)
-                if parting is None and plan.computed_tokens >= LITTLE * plan.dense.tokens:
-                    parting = where_prompts_part(batch)
+                little = plan.computed_tokens >= LITTLE * plan.dense.tokens
+                partings.add(batch, little=little)
                 if ranks is not None:
                     ranks.add(batch, plan, planner.make)
             prompt = planner.longest_prompt(responses) if self.longest and responses else None
@@ -159,22 +161,24 @@ class Plan:
         show_source(source, out)
         of_rank = totals if ranks is None else ranks
         peak = of_rank.predicted_peak_bytes if pipeline is None else pipeline.peak
-        shown = answers(first, totals, parting)
+        shown = answers(first, totals, partings)
         shown |= memory_answers(peak, of_rank.checkpointing, device)
         shown |= {} if prompt is None else {"longest": longest_answer(prompt, responses)}
         shown |= plan_answers(first, totals)
-        shown["next"] = further(totals, parting, self.file, self.model, device, peak)
+        shown["next"] = further(totals, partings, self.file, self.model, device, peak)
         shown |= ranks.answers() if ranks else {}
         shown |= pipeline.answers() if pipeline else {}
         out.show(*(f"{name:{LABEL}}{answer}" for name, answer in shown.items()))
         if self.details:
             out.show(*(["the first batch:"] if totals.batches > 1 else []))
             out.show(first.explain(width=out.width), mode_table(totals, Path(self.file).name))
+            out.show(*([parting_table(partings.of_first)] if partings.of_first else []))
         out.result(
             self._result(first, totals)
             | {"device_memory": device and _device_facts(device, peak or 0)}
             | {"longest_prompt_tokens": prompt}
-            | {"prompts_part": parting and asdict(parting)}
+            | {"prompts_part": partings.needless and asdict(partings.needless)}
+            | {"groups_part": [asdict(one) for one in partings.of_first or ()]}
             | {"ranks": ranks and ranks.facts()}
             | {"pipeline": pipeline and pipeline.facts()}
         )

@@ -1,7 +1,7 @@
 """Answers of `forkpoint plan` as text. Imports no torch."""
 
 import shlex
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,18 +11,20 @@ from rich.table import Table
 from forkpoint.apps.cli.output import table
 from forkpoint.plan import Plan, Totals
 from forkpoint.plan.device_memory import MOST_RANKS, DeviceMemory
-from forkpoint.plan.parting import MOVE, WORTH_MOVING, Parting
+from forkpoint.plan.parting import MOVE, GroupParting, Partings
 from forkpoint.plan.plan import flops_text
 from forkpoint.plan.pricing.meters import NOISE
 from forkpoint.plan.pricing.totals import EncoderTotals
 from forkpoint.units import format_bytes
 
 NO = "no"
+MOST_GROUPS = 50
+"""Groups in the table of where they part."""
 _WHERE = {"group": "within groups", "tree": "within the batch"}
 _SHARING = {"none": "none (dense)", "group": "within a group", "tree": "within a batch (tree)"}
 
 
-def answers(plan: Plan, totals: Totals, parting: Parting | None) -> dict[str, str]:
+def answers(plan: Plan, totals: Totals, partings: Partings) -> dict[str, str]:
     """Answers about sharing by their names, each a line.
 
     `plan` is that of one batch; all are planned with the same settings. `totals` are of all
@@ -30,7 +32,7 @@ def answers(plan: Plan, totals: Totals, parting: Parting | None) -> dict[str, st
     """
     found = {
         "shares": _shares(totals),
-        "parts": str(parting or ""),
+        "parts": str(partings),
         "left out": _left_out(totals),
         "encoder": _encoder(totals.encoders),
         "speed-up": _speed_up(totals),
@@ -159,7 +161,7 @@ def _plan(plan: Plan, totals: Totals) -> str:
 
 def further(
     totals: Totals,
-    parting: Parting | None,
+    partings: Partings,
     file: str,
     model: Path | None,
     device: DeviceMemory | None,
@@ -171,12 +173,32 @@ def further(
     peak = peak_bytes or 0
     if device is not None and not device.fits(peak):
         return _what_fits(device, peak)
-    if parting is not None and parting.following >= WORTH_MOVING:
+    if partings.needless is not None:
         return MOVE
     if all(kind.startswith("none ") for kind in totals.kinds):
         return "nothing to gain here; --details shows what was looked at"
     weights = shlex.quote(str(model)) if model.exists() else "DIR"
     return f"forkpoint verify {shlex.quote(file)} --model {weights} (or --details)"
+
+
+def parting_table(groups: Sequence[GroupParting]) -> Table:
+    """Table of the tokens at which groups of one batch part."""
+    rows = [
+        (
+            "-" if one.group is None else one.group,
+            f"{one.rollout:,}",
+            f"{one.rollouts:,}",
+            f"{one.shortest:,} to {one.longest:,}",
+            f"{one.token:,}",
+            "prompt" if one.in_prompt else "after the prompt",
+        )
+        for one in groups[:MOST_GROUPS]
+    ]
+    columns = ("group_id", "first rollout", "rollouts", "tokens each", "parts at token", "where")
+    caption = "positions of rollouts and tokens count from 0"
+    if len(groups) > MOST_GROUPS:
+        caption += f"; {counted(len(groups) - MOST_GROUPS, 'further group')} with --json"
+    return table("where groups part", rows, columns, caption)
 
 
 def _what_fits(device: DeviceMemory, peak_bytes: int) -> str:
