@@ -153,3 +153,21 @@ def test_what_a_batch_does_not_take() -> None:
             BATCH.with_(**fields)
     with pytest.raises(TypeError, match="reference"):
         BATCH.with_(reference=[1.0])
+
+
+def test_a_loss_of_zero_is_explained() -> None:
+    """Ratios of 1 and advantages that cancel; not another loss, nor one that is small otherwise."""
+    model = small_model("llama")
+
+    def shown(batch: RolloutBatch, loss: Any) -> bool:
+        return "on-policy advantages sum to 0" in repr(wrap(model).forward_backward(batch, loss))
+
+    signs = np.where(np.arange(BATCH.trained_tokens) % 2, 1.0, -1.0)
+    signs[-1] -= signs.sum()
+    advantages = np.zeros(BATCH.logical_tokens)
+    advantages[BATCH.loss_mask] = signs
+    centred = BATCH.with_(advantages=advantages, old_logprobs=None)
+    assert shown(centred, GRPO())
+    assert not shown(centred.with_(advantages=advantages + 1e-3), GRPO())
+    assert not shown(centred, CISPO())
+    assert not shown(off_policy(model, centred), GRPO())

@@ -14,6 +14,7 @@ from forkpoint.engine.routing import ExpertCounts
 from forkpoint.engine.staging import OffloadStats
 from forkpoint.losses.base import Loss
 from forkpoint.losses.outputs import PerToken
+from forkpoint.losses.policy_loss import GRPO
 from forkpoint.plan import Plan
 from forkpoint.plan.lanes import Lanes
 from forkpoint.rollouts.batch import RolloutBatch
@@ -143,6 +144,8 @@ class StepStats(PerToken, WithExperts):
 
     def __repr__(self) -> str:
         parts = [f"loss={self.loss:.6g}"]
+        if self._cancels():
+            parts.append("on-policy advantages sum to 0")
         if self.router_loss is not None:
             parts.append(f"router_loss={self.router_loss:.6g}")
         parts += [_plan_text(self.plan), f"{sum(self.phase_ms.values()):,.1f} ms"]
@@ -153,6 +156,13 @@ class StepStats(PerToken, WithExperts):
         if self.peak_memory_bytes is not None:
             parts.append(f"peak memory {format_bytes(self.peak_memory_bytes)}")
         return f"StepStats({', '.join(parts)})"
+
+    def _cancels(self) -> bool:
+        """Whether the loss is 0 because every ratio is 1: the gradient is not."""
+        advantages = np.abs(self.batch.advantages[self.batch.loss_mask])
+        if not isinstance(self.objective, GRPO) or self.batch.old_logprobs is not None:
+            return False
+        return abs(self.loss) <= 1e-6 * advantages.max(initial=0.0) and bool(advantages.any())
 
 
 def _plan_text(plan: Plan) -> str:
