@@ -65,6 +65,28 @@ def test_refused_before_the_constructor_of_trl(
     assert not calls
 
 
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "dpo"])
+def test_a_reference_model_without_a_name(kind: str, tmp_path: Path) -> None:
+    """TRL's own error names an empty repository. Other errors of files stay as they are."""
+    sampled = {} if kind == "dpo" else setups.SAMPLED
+    args = setups.CONFIGS[kind](
+        output_dir=str(tmp_path), **{**setups.COMMON, **sampled, "beta": 0.5}
+    )
+    data = {"train_dataset": setups.pairs() if kind == "dpo" else setups.prompts()}
+    rewards = {} if kind == "dpo" else {"reward_funcs": [setups.reward]}
+
+    def make(name: str) -> None:
+        model = setups.model()
+        model.config._name_or_path = name
+        OURS[kind](model, args=args, processing_class=setups.tokenizer(), **data, **rewards)
+
+    with pytest.raises(UnsupportedError, match=r"beta=0\.5, .*no name and no adapter") as caught:
+        make("")
+    assert isinstance(caught.value.__cause__, OSError)
+    with pytest.raises(OSError, match="none"):
+        make(str(tmp_path / "none"))
+
+
 def test_padding_free_trains_where_trl_leaves_it_out(tmp_path: Path) -> None:
     pair = Pair("dpo", tmp_path, padding_free=True)
     assert pair.apart < 2e-6

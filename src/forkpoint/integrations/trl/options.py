@@ -117,6 +117,18 @@ def check_options(trainer: type, args: Any) -> None:
             raise _refused(trainer, args, name, reason)
 
 
+def check_reference(trainer: Any, error: OSError) -> None:
+    """Raises UnsupportedError if TRL has failed to load a reference model that has no name."""
+    model = vars(trainer).get("model")
+    if model is None or getattr(model.config, "_name_or_path", ""):
+        return
+    raise UnsupportedError(
+        f"{type(trainer.args).__name__} has beta={trainer.beta}, so TRL loads a reference model by "
+        "the name of model, and this model has no name and no adapter. Pass model as a name or a "
+        "folder, pass peft_config, or set beta=0 (with DPO, pass ref_model)."
+    ) from error
+
+
 def check_trainer(trainer: Any) -> None:
     """Raises UnsupportedError if a finished trainer has a refused option, module or hook."""
     for name, (found, reason) in OF_TRAINER.items():

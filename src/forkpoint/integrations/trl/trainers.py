@@ -18,6 +18,7 @@ from forkpoint.integrations.trl.losses import check_routers
 from forkpoint.integrations.trl.options import (
     check_arguments,
     check_options,
+    check_reference,
     check_trainer,
     check_version,
 )
@@ -69,7 +70,11 @@ class _SharedTrainer(Base):
         # TRL's metrics read log-probs of all rollouts.
         self.sharing = Sharing(self, replace(config, all_logprobs=True))
         self._grouping = Grouping(keep_groups)
-        super().__init__(*args, **kwargs)
+        try:
+            super().__init__(*args, **kwargs)
+        except OSError as error:
+            check_reference(self, error)
+            raise
         _ = self.sharing.temperature  # read once, as TRL does
         # TRL changes some of its arguments, and a subclass may have made them.
         check_options(type(self), self.args)
