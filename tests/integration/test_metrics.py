@@ -10,7 +10,7 @@ import torch
 from steps import ACROSS, forked_batch, small_model
 
 from forkpoint import RolloutBatch, RolloutError, StepStats, wrap
-from forkpoint.losses import CISPO, GMPO, GRPO, GSPO, SFT, ValueLoss
+from forkpoint.losses import CISPO, GMPO, GRPO, GSPO, SAPO, SFT, ValueLoss
 from forkpoint.testing import tiny_model
 
 BATCH = forked_batch()
@@ -158,9 +158,10 @@ def test_what_a_batch_does_not_take() -> None:
 def test_a_loss_of_zero_is_explained() -> None:
     """Ratios of 1 and advantages that cancel; not another loss, nor one that is small otherwise."""
     model = small_model("llama")
+    policy = wrap(model)
 
     def shown(batch: RolloutBatch, loss: Any) -> bool:
-        return "on-policy advantages sum to 0" in repr(wrap(model).forward_backward(batch, loss))
+        return "on-policy advantages sum to 0" in repr(policy.forward_backward(batch, loss))
 
     signs = np.where(np.arange(BATCH.trained_tokens) % 2, 1.0, -1.0)
     signs[-1] -= signs.sum()
@@ -169,5 +170,6 @@ def test_a_loss_of_zero_is_explained() -> None:
     centred = BATCH.with_(advantages=advantages, old_logprobs=None)
     assert shown(centred, GRPO())
     assert not shown(centred.with_(advantages=advantages + 1e-3), GRPO())
-    assert not shown(centred, CISPO())
+    assert shown(centred, SAPO(normalize="token", tau_neg=1.0)) and not shown(centred, CISPO())
+    assert not shown(centred, lambda outputs, batch: 0 * outputs.logprobs.sum())
     assert not shown(off_policy(model, centred), GRPO())

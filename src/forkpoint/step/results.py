@@ -14,7 +14,7 @@ from forkpoint.engine.routing import ExpertCounts
 from forkpoint.engine.staging import OffloadStats
 from forkpoint.losses.base import Loss
 from forkpoint.losses.outputs import PerToken
-from forkpoint.losses.policy_loss import GRPO
+from forkpoint.losses.policy_loss import PolicyLoss
 from forkpoint.plan import Plan
 from forkpoint.plan.lanes import Lanes
 from forkpoint.rollouts.batch import RolloutBatch
@@ -160,7 +160,7 @@ class StepStats(PerToken, WithExperts):
     def _cancels(self) -> bool:
         """Whether the loss is 0 because every ratio is 1: the gradient is not."""
         advantages = np.abs(self.batch.advantages[self.batch.loss_mask])
-        if not isinstance(self.objective, GRPO) or self.batch.old_logprobs is not None:
+        if not isinstance(self.objective, PolicyLoss) or self.batch.old_logprobs is not None:
             return False
         return abs(self.loss) <= 1e-6 * advantages.max(initial=0.0) and bool(advantages.any())
 
