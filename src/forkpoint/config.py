@@ -96,11 +96,11 @@ class Config:
         grad_accumulation_dtype: Dtype in which a step sums gradients of microbatches: that of each
             parameter, in `.grad`, or float32. Float32 sums take 4 bytes per parameter and are added
             to `.grad` at the end of the step. A step that fails earlier leaves gradients unchanged.
-        self_check: Whether log-probs of a small sample are compared with those of the stock model,
-            before the first step and after each change of the model's code, hooks or configuration;
-            see docs/concepts/self-check.md.
-        restore_grads: Whether each step first copies existing gradients, so that a failed step can
-            restore them.
+        self_check: Comparison of log-probs of a small sample with those of the stock model, before
+            the first step and after each change of the model's code, hooks or configuration. False
+            (--no-self-check) turns it off; see docs/concepts/self-check.md.
+        restore_grads: Copy of existing gradients before each step, so that a failed step can
+            restore them. True (--restore-grads) turns it on.
 
     Raises:
         ConfigError: a value is not allowed.

@@ -18,7 +18,7 @@ from forkpoint.apps.cli import options
 from forkpoint.apps.cli.losses import Objective
 from forkpoint.apps.cli.models import load_model
 from forkpoint.apps.cli.options import Runtime
-from forkpoint.apps.cli.plan_text import MOST_GROUPS, _what_fits
+from forkpoint.apps.cli.plan_text import MOST_GROUPS, _what_fits, smaller_answers
 from forkpoint.apps.cli.ranks import Ranks
 from forkpoint.apps.cli.stages import Pipeline
 from forkpoint.losses import GRPO
@@ -35,6 +35,7 @@ PLAN_FIELDS = {
     *("logical_tokens", "group_tokens", "unique_tokens", "computed_tokens", "trained_tokens"),
     *("left_out", "microbatches", "max_microbatch_tokens", "bound", "bound_unit", "plans"),
     *("predicted_peak_bytes", "predicted_ms", "predicted_speedup", "device_memory", "ranks"),
+    *("cost", "cost_unit", "cost_without_limit"),
     *("prompts_part", "groups_part", "pipeline", "encoder", "longest_prompt_tokens"),
     *("sharing", "boundary", "reason", "candidates", "modes"),
 }
@@ -306,6 +307,49 @@ def test_what_fits_is_computed_with_what_is_said() -> None:
     assert _what_fits(device, 0) == (
         "fits from 2 ranks on (--ranks 2 --shard fully --trained-share 0.01)"
     )
+
+
+def test_options_that_make_a_step_fit_are_named() -> None:
+    """Those that are named fit on the devices given; the others do not."""
+    device = DeviceMemory(total_bytes=16 * 10**9, parameters=17 * 10**8, dtype_bytes=2, layers=28)
+    left = [
+        replace(device, **changed).left_bytes
+        for changed in ({}, {"optimizer_bytes_per_parameter": 2}, {"trained_share": 0.01})
+    ]
+    assert left == sorted(left) and device.least_ranks(left[0] + 1) == 2
+    eight_bits, lora = (
+        "--optimizer-bytes-per-parameter 2 (8-bit AdamW)",
+        "--trained-share 0.01 (LoRA)",
+    )
+    named = [smaller_answers(device, peak) for some in left for peak in (some, some + 1)]
+    both, one = {"or fits with": f"{eight_bits}, or {lora}"}, {"or fits with": lora}
+    assert named == [{}, both, both, one, one, {}]
+
+
+def test_what_limits_of_memory_cost_is_said(shell: Shell, rollouts: Path, config: Path) -> None:
+    plan = ("plan", rollouts, "--model", config, "--batch-rollouts", 3)
+    free = shell(*plan)
+    assert free.result["cost_without_limit"] is None and "\ncost" not in free.out
+    kept, full = (
+        shell(*plan, *given) for given in (("--head-logits", "keep"), ("--checkpointing", "full"))
+    )
+    costs = [full.result[name] for name in ("cost", "cost_without_limit")]
+    assert full.result["batches"] == 3 and full.result["cost_unit"] == "FLOPs"
+    assert costs[1] == pytest.approx(kept.result["cost"], rel=1e-3) and costs[0] > 1.1 * costs[1]
+    more = (
+        f"cost          {costs[0] / costs[1] - 1:.1%} more than with everything kept on the device"
+    )
+    assert f"{more} (counted in FLOPs)" in full.out
+    assert "cost          0.0% more than" in kept.out
+
+
+def test_options_without_an_effect_are_named(shell: Shell, rollouts: Path, config: Path) -> None:
+    plan = ("plan", rollouts, "--model", config, "--activations", "recompute")
+    plan = (*plan, "--prefix-cache", "host")
+    options = "--activations recompute and --prefix-cache host"
+    assert f"no effect     {options}: no microbatch reads another\n" in shell(*plan).out
+    across = shell(*plan, "--boundary", "across", "--max-microbatch-tokens", 64)
+    assert across.code == 0 and "no effect" not in across.out
 
 
 def test_prompts_that_part_are_named(shell: Shell, tmp_path: Path, config: Path) -> None:

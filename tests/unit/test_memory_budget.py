@@ -1,6 +1,7 @@
 """Budgets that are measured: what they leave room for, and what plans do with them."""
 
 import logging
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from forkpoint import Config, losses, wrap
 from forkpoint.engine.memory import measured_budget
-from forkpoint.errors import ConfigError
+from forkpoint.errors import ConfigError, PlanError
 from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.builder import MOST_MICROBATCHES, Builder, peak_of
 from forkpoint.plan.capabilities import Capabilities
@@ -130,6 +131,24 @@ def test_checkpointing_is_what_the_host_is_able_to() -> None:
     assert {m.checkpointing for m in asked.microbatches} == {"none"}
 
 
+def test_the_least_budget_is_named() -> None:
+    """It fits, and much less does not; a batch of one rollout needs about as much."""
+    needed = []
+    for prompt, response, count in ((1000, 100, 3), (1000, 100, 1), (20, 10, 1)):
+        batch = batch_of(prompt, response, count)
+        with pytest.raises(PlanError) as refused:
+            make_plan(batch, SHAPE, Config(memory_budget=1000))
+        message = str(refused.value)
+        assert message.startswith("no plan fits this batch: ") and "\n" not in message
+        found = re.search(r"raise it to at least (\d+), or use shorter rollouts\.$", message)
+        assert found is not None, message
+        needed.append(int(found[1]))
+        assert make_plan(batch, SHAPE, Config(memory_budget=needed[-1])).fits
+        with pytest.raises(PlanError):
+            make_plan(batch, SHAPE, Config(memory_budget=needed[-1] * 9 // 10))
+    assert needed[1] <= needed[0] <= 1.1 * needed[1]
+
+
 def test_what_fits_nowhere_is_planned_with_the_least_memory() -> None:
     plan = planned(0.01)
     assert not plan.fits and "nothing fits the budget" in plan.reason
@@ -153,14 +172,14 @@ def test_microbatches_of_a_long_batch_are_not_tried_at_every_length(
 ) -> None:
     """A prompt of 120,000 tokens took a minute, most of it for plans of 1,000 microbatches."""
     counts: list[int] = []
-    build = Builder._build
+    build = Builder._plan_of
 
-    def counted(*given: Any) -> Plan:
-        plan = build(*given)
+    def counted(*given: Any, **named: Any) -> Plan:
+        plan = build(*given, **named)
         counts.append(len(plan.microbatches))
         return plan
 
-    monkeypatch.setattr(Builder, "_build", counted)
+    monkeypatch.setattr(Builder, "_plan_of", counted)
     long = batch_of(120_000, 500, 2)
     for budget in (3 * GIB, 20 * GIB):
         make_plan(long, SHAPE, Config(checkpointing="auto"), measured_budget_bytes=budget)

@@ -71,6 +71,18 @@ small part of the prefix cache of such a prompt, and plans of more microbatches 
 """
 
 
+class BudgetError(PlanError):
+    """Microbatches that do not fit a memory budget that was set.
+
+    Attributes:
+        needed_bytes: The least predicted peak of the plans that were tried.
+    """
+
+    def __init__(self, message: str, needed_bytes: int) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+
+
 @dataclass(eq=False)
 class Builder:
     """Builds plans of one batch; what they have in common is done once.
@@ -241,10 +253,12 @@ class Builder:
             ]
             return min(unlimited, key=_cost_of_many)
         plan = min(tried, key=lambda plan: (peak_of(plan), plan.max_microbatch_tokens))
-        raise PlanError(
+        peak = peak_of(plan)
+        raise BudgetError(
             f"microbatches of {plan.max_microbatch_tokens} tokens are predicted to need "
-            f"{exactly(peak_of(plan))} and memory_budget is {exactly(self.budget)}; raise the "
-            f"budget, or {self._remedy(boundary, plan.max_microbatch_tokens)}."
+            f"{exactly(peak)} and memory_budget is {exactly(self.budget)}; raise it to at least "
+            f"{peak}, or {self._remedy(boundary, plan.max_microbatch_tokens)}.",
+            peak,
         )
 
     def _policies(self) -> tuple[str, ...]:
@@ -378,14 +392,16 @@ class Builder:
         least = max(LEAST_MICROBATCH_TOKENS, self.longest if boundary == "within" else 0)
         if config.max_microbatch_tokens is not None and tokens > least:
             return "lower max_microbatch_tokens"
-        if boundary == "within":
+        if config.boundary == "within":
             return "use boundary='across', which cuts rollouts into chains of microbatches"
         if config.activations == "keep":
             return "leave activations to the planner (activations='auto')"
         checkpointed = shape is not None and shape.checkpointed
         if config.checkpointing not in ("full", AUTO) and not checkpointed:
             return "checkpoint activations"
-        return "take fewer rollouts at a time"
+        # Microbatches of the least length need the memory of the longest rollout's prefix cache,
+        # however many rollouts there are.
+        return "use shorter rollouts"
 
     def _fitted(self, plan: Plan, meter: Meter) -> list[Plan]:
         """The plan as it is and, where activations is auto, with microbatches not kept so that it

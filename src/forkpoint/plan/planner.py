@@ -10,6 +10,7 @@ from forkpoint.config import AUTO, Config
 from forkpoint.errors import PlanError
 from forkpoint.plan.builder import (
     KEEPING_IS_WORTH,
+    BudgetError,
     Builder,
     cost_with_preference,
     least_memory,
@@ -70,8 +71,9 @@ def make_plan(
             `plan.runs.run_lengths` gives. None: all.
 
     Raises:
-        PlanError: no combination fits the limits; every reason is named. Or there is a budget in
-            bytes or a calibration, which say nothing without a shape.
+        PlanError: no combination fits the limits; the message has the reason of the one that needs
+            the least memory. Or there is a budget in bytes or a calibration, which say nothing
+            without a shape.
         ConfigError: the calibration is of another model shape.
     """
     config = config or Config()
@@ -99,10 +101,10 @@ def make_plan(
     boundaries = BOUNDARIES if config.boundary == "auto" else (config.boundary,)
     if prompts:
         sharings, boundaries = ("tree" if config.sharing == AUTO else config.sharing,), ("mixed",)
-    plans, candidates = _built(builder, product(sharings, boundaries))
+    plans, candidates, errors = _built(builder, product(sharings, boundaries))
     if not plans:
-        reasons = "\n".join(f"  {c.sharing} + {c.boundary}: {c.refused}" for c in candidates)
-        raise PlanError(f"no plan fits this batch:\n{reasons}")
+        c, error = min(zip(candidates, errors, strict=True), key=lambda pair: _needed(pair[1]))
+        raise PlanError(f"no plan fits this batch: {c.sharing} + {c.boundary}: {error}")
     fitting = [plan for plan in plans if plan.fits]
     plan = _chosen(fitting) if fitting else least_memory(plans)
     dense = min((p.cost for p in plans if p.sharing == "none"), default=None)
@@ -118,15 +120,18 @@ def make_plan(
 
 def _built(
     builder: Builder, combinations: Iterable[tuple[str, str]]
-) -> tuple[list[Plan], list[Candidate]]:
-    """The plans of combinations that are possible, and all combinations, with why one is not."""
+) -> tuple[list[Plan], list[Candidate], list[PlanError]]:
+    """The plans of combinations that are possible, all combinations, with why one is not, and the
+    errors of those that are not."""
     plans: list[Plan] = []
     candidates: list[Candidate] = []
+    errors: list[PlanError] = []
     for sharing, boundary in combinations:
         try:
             plan = builder.build(sharing, boundary)
         except PlanError as error:
             candidates.append(Candidate(sharing, boundary, None, str(error)))
+            errors.append(error)
             continue
         refused = None
         if not plan.fits:
@@ -137,7 +142,12 @@ def _built(
             )
         candidates.append(Candidate(sharing, boundary, plan.cost, refused))
         plans.append(plan)
-    return plans, candidates
+    return plans, candidates, errors
+
+
+def _needed(error: PlanError) -> float:
+    """Bytes that would have fitted; inf if other limits than the budget refused."""
+    return error.needed_bytes if isinstance(error, BudgetError) else math.inf
 
 
 def _passed_over(plan: Plan, chosen: Plan) -> str | None:

@@ -48,10 +48,9 @@ PLANS = (
             *("plan", "ok.jsonl", "--sharing", "group", "--boundary", "within"),
             *("--max-microbatch-tokens", "8"),
         ),
-        message="no plan fits this batch:\n"
-        "  group + within: rollout 4 has 41 tokens to run and a microbatch holds at most 8: "
-        "boundary='within' cannot cut a rollout. Raise max_microbatch_tokens to 41, or use "
-        "boundary='across'.",
+        message="no plan fits this batch: group + within: rollout 4 has 41 tokens to run and a "
+        "microbatch holds at most 8: boundary='within' cannot cut a rollout. Raise "
+        "max_microbatch_tokens to 41, or use boundary='across'.",
     ),
     plan_kind(
         "A budget that nothing fits",
@@ -60,10 +59,9 @@ PLANS = (
             policy().host.shape,
             Config(sharing="tree", boundary="mixed", memory_budget=100, checkpointing="none"),
         ),
-        message="no plan fits this batch:\n"
-        "  tree + mixed: microbatches of 64 tokens are predicted to need 652.5 KiB "
-        "(668,160 bytes) and memory_budget is 100 bytes; raise the budget, or checkpoint "
-        "activations.",
+        message="no plan fits this batch: tree + mixed: microbatches of 64 tokens are predicted to "
+        "need 652.5 KiB (668,160 bytes) and memory_budget is 100 bytes; raise it to at least "
+        "668160, or checkpoint activations.",
     ),
     plan_kind(
         "A plan of another batch",

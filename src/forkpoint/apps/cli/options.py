@@ -98,8 +98,9 @@ class Memory:
 
     Attributes:
         dtype: Dtype of the parameters. auto takes the dtype of the model's configuration.
-        gradient_checkpointing: Recompute activations in the backward instead of keeping them. This
-            takes less memory and more time.
+        gradient_checkpointing: Checkpoint the model itself, as transformers'
+            gradient_checkpointing_enable does, for a model that is trained so. The planner then
+            cannot choose. Otherwise use --checkpointing.
     """
 
     dtype: ModelDtype = "auto"

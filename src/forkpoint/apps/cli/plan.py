@@ -24,6 +24,7 @@ from forkpoint.apps.cli.options import (
 from forkpoint.apps.cli.output import Output
 from forkpoint.apps.cli.plan_text import (
     answers,
+    cost_answers,
     further,
     longest_answer,
     memory_answers,
@@ -31,10 +32,11 @@ from forkpoint.apps.cli.plan_text import (
     modes,
     parting_table,
     plan_answers,
+    smaller_answers,
 )
 from forkpoint.apps.cli.ranks import Ranks
 from forkpoint.apps.cli.stages import Pipeline
-from forkpoint.config import AUTO, Config
+from forkpoint.config import AUTO, MOST, Config
 from forkpoint.errors import ConfigError, ForkpointError
 from forkpoint.hosts.transformers.model_files import encoder_of_model, from_hub
 from forkpoint.parallel.placement.place import check_ranks
@@ -54,6 +56,15 @@ from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.traces import RolloutFile
 from forkpoint.tree.forest import IntArray
 
+_DEFAULT = Config()
+_MEMORY = {
+    name: getattr(_DEFAULT, name)
+    for name in (
+        *("max_microbatch_tokens", "memory_budget", "activations", "checkpointing"),
+        *("prefix_cache", "head_logits"),
+    )
+}
+"""Defaults of the options that trade memory for time."""
 LABEL = 14
 """Characters of the names of answers."""
 AnyModel = DisallowNone[
@@ -147,7 +158,7 @@ class Plan:
                     if not totals.batches:
                         raise
                     raise type(error)(f"{self.file}, batch {totals.batches}: {error}") from None
-                totals.add(batch, plan)
+                totals.add(batch, plan, planner.unlimited(batch))
                 first = first or plan
                 responses = responses or responses_of(batch)
                 little = plan.computed_tokens >= LITTLE * plan.dense.tokens
@@ -163,9 +174,11 @@ class Plan:
         peak = of_rank.predicted_peak_bytes if pipeline is None else pipeline.peak
         shown = answers(first, totals, partings)
         shown |= memory_answers(peak, of_rank.checkpointing, device)
+        shown |= cost_answers(totals, self.config)
         shown |= {} if prompt is None else {"longest": longest_answer(prompt, responses)}
         shown |= plan_answers(first, totals)
         shown["next"] = further(totals, partings, self.file, self.model, device, peak)
+        shown |= smaller_answers(device, peak)
         shown |= ranks.answers() if ranks else {}
         shown |= pipeline.answers() if pipeline else {}
         out.show(*(f"{name:{LABEL}}{answer}" for name, answer in shown.items()))
@@ -233,6 +246,9 @@ class Plan:
             "predicted_speedup": totals.predicted_speedup,
             "predicted_peak_bytes": totals.predicted_peak_bytes,
             "predicted_ms": totals.predicted_ms,
+            "cost": totals.cost,
+            "cost_unit": totals.cost_unit,
+            "cost_without_limit": totals.unlimited_cost,
             "max_microbatch_tokens": plan.max_microbatch_tokens,
             "sharing": plan.sharing,
             "boundary": plan.boundary,
@@ -278,6 +294,16 @@ class _Planner:
             self.budget_bytes,
             lambda config, size: self._make(batch, config, size, self._edges_to_run(batch)),
         )
+
+    def unlimited(self, batch: RolloutBatch) -> MadePlan | None:
+        """The plan of a batch if memory had no limit and options of memory were not set; None if
+        that is so, without the sizes of a model, and for stages."""
+        changed = [name for name, value in _MEMORY.items() if getattr(self.config, name) != value]
+        limited = self.budget_bytes is not None or changed
+        if self.shape is None or self.pipeline is not None or not limited:
+            return None
+        kept = replace(self.config, **(_MEMORY | {"head_logits": "keep"}))
+        return self._make(batch, kept, MOST, self._edges_to_run(batch))
 
     def make(
         self, batch: RolloutBatch, prompts: tuple[PlannedPrompt, ...] | None = None

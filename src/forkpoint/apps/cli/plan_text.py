@@ -9,6 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from forkpoint.apps.cli.output import table
+from forkpoint.config import Config
 from forkpoint.plan import Plan, Totals
 from forkpoint.plan.device_memory import MOST_RANKS, DeviceMemory
 from forkpoint.plan.parting import MOVE, GroupParting, Partings
@@ -127,6 +128,24 @@ def memory_answers(
     }
 
 
+def cost_answers(totals: Totals, config: Config) -> dict[str, str]:
+    """Answers by their names: what limits and options of memory cost, and which have no effect."""
+    found: dict[str, str] = {}
+    if totals.unlimited_cost:
+        more = totals.cost / totals.unlimited_cost - 1
+        how = "calibrated" if totals.cost_unit == "ms" else f"counted in {totals.cost_unit}"
+        change = f"{abs(more):.1%} {'less' if more < 0 else 'more'} than"
+        found["cost"] = f"{change} with everything kept on the device ({how})"
+    idle = {
+        f"--activations {config.activations}": config.activations in ("recompute", "offload"),
+        "--prefix-cache host": config.prefix_cache == "host",
+    }
+    options = " and ".join(option for option, is_set in idle.items() if is_set)
+    if options and not totals.forking:
+        found["no effect"] = f"{options}: no microbatch reads another"
+    return found
+
+
 def longest_answer(prompt: int, responses: list[int]) -> str:
     """The longest prompt that fits, in words."""
     spread = sorted({min(responses), max(responses)})
@@ -201,16 +220,33 @@ def parting_table(groups: Sequence[GroupParting]) -> Table:
     return table("where groups part", rows, columns, caption)
 
 
-def _what_fits(device: DeviceMemory, peak_bytes: int) -> str:
-    """The first change that makes so many bytes fit: more ranks, smaller states, fewer trained."""
-    smaller = {
-        "": device,
-        "--optimizer-bytes-per-parameter 2": replace(device, optimizer_bytes_per_parameter=2),
-        "--trained-share 0.01": replace(device, trained_share=0.01),
+def smaller_answers(device: DeviceMemory | None, peak_bytes: int | None) -> dict[str, str]:
+    """Answers by their names: options that make a step fit on the devices given, where not so many
+    bytes do."""
+    peak = peak_bytes or 0
+    if device is None or device.fits(peak):
+        return {}
+    fitting = [
+        f"{options} ({name})"
+        for options, (name, other) in _smaller(device).items()
+        if other.fits(peak)
+    ]
+    return {"or fits with": ", or ".join(fitting)} if fitting else {}
+
+
+def _smaller(device: DeviceMemory) -> dict[str, tuple[str, DeviceMemory]]:
+    """By options, their names and the device with them: smaller states, fewer trained."""
+    eight_bits = replace(device, optimizer_bytes_per_parameter=2)
+    return {
+        "--optimizer-bytes-per-parameter 2": ("8-bit AdamW", eight_bits),
+        "--trained-share 0.01": ("LoRA", replace(device, trained_share=0.01)),
     }
+
+
+def _what_fits(device: DeviceMemory, peak_bytes: int) -> str:
+    """The number of ranks on which so many bytes fit, with other options if they need them."""
+    smaller = {"": device} | {options: other for options, (_, other) in _smaller(device).items()}
     for options, other in smaller.items():
-        if other.fits(peak_bytes):
-            return f"fits with {options}"
         if (ranks := other.least_ranks(peak_bytes)) is not None:
             given = f"--ranks {ranks} --shard fully {options}".rstrip()
             return f"fits from {ranks} ranks on ({given})"

@@ -94,6 +94,8 @@ class Totals:
     rollouts: int = 0
     groups: int = 0
     microbatches: int = 0
+    forking: int = 0
+    """Microbatches that others read tokens of."""
     logical_tokens: int = 0
     unique_tokens: int = 0
     """Distinct (path, token) pairs of each whole batch."""
@@ -114,11 +116,18 @@ class Totals:
     predicted_peak_bytes: int | None = None
     """The largest of any batch; None without a model's shape."""
     rests_on: str = ""
-    _cost: float = 0.0
+    cost: float = 0.0
+    """Of the plans as the planner prices them, in `cost_unit`."""
+    cost_unit: str = ""
+    unlimited_cost: float | None = None
+    """Of the plans that would be made if memory had no limit; None where none were made."""
     _dense_cost: float | None = 0.0
 
-    def add(self, batch: RolloutBatch, plan: Plan) -> None:
-        """Count one more batch and its plan; all plans are made with the same settings."""
+    def add(self, batch: RolloutBatch, plan: Plan, unlimited: Plan | None = None) -> None:
+        """Count one more batch and its plan; all plans are made with the same settings.
+
+        `unlimited`: the plan of the batch if memory had no limit.
+        """
         self.batches += 1
         self.shape, self.rests_on = plan.shape, plan.rests_on
         self.rollouts += plan.rollouts
@@ -130,6 +139,7 @@ class Totals:
         for mode, work in work_by_sharing(batch, plan.run_lengths, plan.shape).items():
             self.work[mode] = self.work[mode] + work if mode in self.work else work
         self.microbatches += len(plan.microbatches)
+        self.forking += sum(bool(microbatch.children) for microbatch in plan.microbatches)
         self.logical_tokens += plan.logical_tokens
         self.unique_tokens += plan.unique_tokens
         self.computed_tokens += plan.computed_tokens
@@ -142,7 +152,9 @@ class Totals:
         if plan.predicted_peak_bytes is not None:
             peak = self.predicted_peak_bytes or 0
             self.predicted_peak_bytes = max(peak, plan.predicted_peak_bytes)
-        self._cost += plan.cost
+        self.cost, self.cost_unit = self.cost + plan.cost, plan.cost_unit
+        if unlimited is not None:
+            self.unlimited_cost = (self.unlimited_cost or 0.0) + unlimited.cost
         dense = [c.cost for c in plan.candidates if c.sharing == "none" and c.cost is not None]
         if self._dense_cost is not None:
             self._dense_cost = self._dense_cost + min(dense) if dense else None
@@ -159,6 +171,6 @@ class Totals:
     def predicted_speedup(self) -> float | None:
         """Dense over the plans as the planner prices them: with padding, microbatches too short to
         fill a device and repeated forwards. None where dense was not looked at."""
-        if not self._dense_cost or not self._cost:
+        if not self._dense_cost or not self.cost:
             return None
-        return self._dense_cost / self._cost
+        return self._dense_cost / self.cost
