@@ -174,8 +174,8 @@ def _watched_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if forced.times != 1:
             raise UnsupportedError(
                 f"the router {watched.name} called topk over its {experts} experts {forced.times} "
-                "times and not once, so its experts cannot be forced. Leave routed_experts out of "
-                "the rollouts; call verify with hold_routes=False."
+                "times and not once, so its experts cannot be forced. Upgrade transformers, or "
+                "leave routed_experts out of the rollouts and call verify with hold_routes=False."
             )
     if watched.note is not None:
         if not isinstance(output, tuple) or output[watched.chosen].is_floating_point():
