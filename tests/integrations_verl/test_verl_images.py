@@ -111,6 +111,18 @@ def test_positions_of_text_are_refused(tmp_path: Path) -> None:
         run_ranks(1, both, Case(), tmp_path, [rows])
 
 
+def check_two_images(row: dict[str, Any], ids: torch.Tensor, said: str) -> None:
+    """A row of verl has two images of two tokens each, or is refused with an error of `said`."""
+    data = TensorDict({"multi_modal_inputs": NonTensorStack(row)}, batch_size=[1])
+    offsets = torch.tensor([0, len(ids)])
+    if said:
+        with pytest.raises(UnsupportedError, match=said):
+            media_of_rows(data, ids, offsets, (VOCABULARY, VOCABULARY + 1))
+        return
+    media, types = media_of_rows(data, ids, offsets, (VOCABULARY, VOCABULARY + 1))
+    assert media is not None and [m.tokens for m in media[0]] == [2, 2] and types.sum() == 4
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -123,14 +135,7 @@ def test_images_that_do_not_fill_their_tokens(changes: dict[str, Any], said: str
     rows = image_rows("qwen3_vl", Case(groups=1, size=1))
     ids = rows["input_ids"][0]
     row = {**rows["multi_modal_inputs"][0], **changes}
-    data = TensorDict({"multi_modal_inputs": NonTensorStack(row)}, batch_size=[1])
-    offsets = torch.tensor([0, len(ids)])
-    if said:
-        with pytest.raises(UnsupportedError, match=said):
-            media_of_rows(data, ids, offsets, (VOCABULARY, VOCABULARY + 1))
-        return
-    media, types = media_of_rows(data, ids, offsets, (VOCABULARY, VOCABULARY + 1))
-    assert media is not None and [m.tokens for m in media[0]] == [2, 2] and types.sum() == 4
+    check_two_images(row, ids, said)
 
 
 @pytest.mark.parametrize(
@@ -147,11 +152,4 @@ def test_images_without_grids(changes: dict[str, Any], said: str) -> None:
     ids, row = rows["input_ids"][0], {"pixel_values": torch.ones(2, 3, 16, 16), **changes}
     if row.pop("no tokens", None) is not None:
         ids = ids.clamp(max=VOCABULARY - 1)
-    data = TensorDict({"multi_modal_inputs": NonTensorStack(row)}, batch_size=[1])
-    offsets = torch.tensor([0, len(ids)])
-    if said:
-        with pytest.raises(UnsupportedError, match=said):
-            media_of_rows(data, ids, offsets, (VOCABULARY, VOCABULARY + 1))
-        return
-    media, types = media_of_rows(data, ids, offsets, (VOCABULARY, VOCABULARY + 1))
-    assert media is not None and [m.tokens for m in media[0]] == [2, 2] and types.sum() == 4
+    check_two_images(row, ids, said)

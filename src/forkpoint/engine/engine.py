@@ -361,8 +361,10 @@ class Engine:
     def _encoding(
         self, step: _Prepared, instructions: Sequence[Instruction], *, training: bool
     ) -> tuple[Encoding | None, Sequence[Instruction]]:
-        """The encoder's runs, and the instructions of a pass with these among them; None and the
-        instructions as they are where no medium is encoded here."""
+        """The encoder's runs, and the instructions of a pass with these runs among them.
+
+        If this rank encodes no medium: None, and the same instructions.
+        """
         host, common = self.host, self.encoders
         if not (host.links.begins_here and (step.batch.media or common is not None)):
             return None, instructions

@@ -296,8 +296,10 @@ class _Planner:
         )
 
     def unlimited(self, batch: RolloutBatch) -> MadePlan | None:
-        """The plan of a batch if memory had no limit and options of memory were not set; None if
-        that is so, without the sizes of a model, and for stages."""
+        """The plan of a batch without a limit and without options of memory.
+
+        None if no limit and no such option is set, without the sizes of a model, and for stages.
+        """
         changed = [name for name, value in _MEMORY.items() if getattr(self.config, name) != value]
         limited = self.budget_bytes is not None or changed
         if self.shape is None or self.pipeline is not None or not limited:

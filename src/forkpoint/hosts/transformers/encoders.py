@@ -41,7 +41,8 @@ class TransformersEncoder(Encoder):
     def check(self) -> None:
         """Refuse modules that have not been shown exact.
 
-        Its code runs as it is, on one medium at a time; so no module may mix those of a batch.
+        The encoder's code is not changed. One call may have several media, or one of them alone,
+        so no module may mix the media of a call.
         """
         encoder, allowed = self.modules, ("transformers.models.", *TOKENWISE_CODE)
         for name, module in every_module(self.core):
@@ -51,7 +52,7 @@ class TransformersEncoder(Encoder):
             if not kind.__module__.startswith(allowed):
                 raise UnsupportedError(
                     f"{name} is a {kind.__module__}.{kind.__qualname__}, which has not been shown "
-                    "exact in an encoder. Use the modules of transformers as they are."
+                    "exact in an encoder. Use transformers' modules without changes."
                 )
             if "forward" in attributes and set_forward(module) is None:
                 raise UnsupportedError(

@@ -174,7 +174,7 @@ class TransformersStage(HeldStage):
                 _drop_weight(module, device)
 
     def _undo_layout(self, stage: Stage) -> None:
-        """Put modules in place of transformers' own substitutes, but for those of layers.
+        """Replace the substitutes that transformers has put in place of modules, except of layers.
 
         Raises UnsupportedError where the ranks of the mesh are others than those of the layout.
         """
