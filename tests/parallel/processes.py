@@ -37,22 +37,25 @@ def run_ranks(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    pipes, children = [], []
+    pipes, children, stacks = [], [], []
     for rank in range(size):
         reading, writing = os.pipe()
+        stacks.append(os.memfd_create("stacks"))
         child = os.fork()
         if child == 0:
             os.close(reading)
-            _run_here(rank, size, port, writing, work, args)
+            _run_here(rank, size, port, writing, stacks[-1], work, args)
         os.close(writing)
         pipes.append(reading)
         children.append(child)
     ended = _wait(children, limit_s)
     results, failures = [], []
-    for rank, (reading, status) in enumerate(zip(pipes, ended, strict=True)):
-        with os.fdopen(reading, "rb") as pipe:
+    for rank, (reading, stack, status) in enumerate(zip(pipes, stacks, ended, strict=True)):
+        with os.fdopen(reading, "rb") as pipe, os.fdopen(stack) as died:
             content = pipe.read()
-        done, value = pickle.loads(content) if content else (False, f"ended with {status}")
+            died.seek(0)
+            how = f"ended with {status}\n{died.read()}"
+        done, value = pickle.loads(content) if content else (False, how)
         results.append(value)
         if not done:
             failures.append(f"rank {rank}: {value}")
@@ -79,10 +82,16 @@ def _wait(children: list[int], limit_s: float) -> list[str]:
 
 
 def _run_here(
-    rank: int, size: int, port: int, writing: int, work: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    size: int,
+    port: int,
+    writing: int,
+    stack: int,
+    work: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     code = 1
-    faulthandler.disable()  # ranks that are to fail would show their stacks
+    faulthandler.enable(stack)  # of a signal; ranks may be meant to fail, so it is not printed here
     # In the background of a shell it is ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # Of newer transformers, and of peft with these.
