@@ -4,7 +4,6 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -83,6 +82,17 @@ class BudgetError(PlanError):
         self.needed_bytes = needed_bytes
 
 
+@dataclass(frozen=True)
+class _Packing:
+    """Packed microbatches, and the plans of them."""
+
+    plan: Plan
+    """Without checkpoints or a price."""
+    meter: Meter
+    ways: dict[tuple[str, bool], list[Plan]] = field(default_factory=dict)
+    """Plans with prices, by the `policy` and `moves` of `Builder._priced_ways`."""
+
+
 @dataclass(eq=False)
 class Builder:
     """Builds plans of one batch; what they have in common is done once.
@@ -105,7 +115,7 @@ class Builder:
     _forests: dict[str, Forest] = field(default_factory=dict)
     _built: dict[tuple[str, str], Plan] = field(default_factory=dict)
     _num_loss_entries: dict[object, IntArray] = field(default_factory=dict)
-    _priced_ways_of: dict[object, tuple[Plan, list[Plan], Meter]] = field(default_factory=dict)
+    _packings: dict[object, _Packing] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.calibration is not None:
@@ -206,15 +216,7 @@ class Builder:
         tokens = given or max(DEFAULT_MICROBATCH_TOKENS, self.longest)
         policies = self._policies()
         if self.budget is None:
-            plan = self._plan_of(
-                *self._packed(sharing, boundary, tokens),
-                policies[0],
-                sharing=sharing,
-                boundary=boundary,
-                max_microbatch_tokens=tokens,
-            )
-            meter = meter_of(plan, self.calibration)
-            return self._priced(self._with_cache(plan, meter, moves=False), meter)
+            return self._priced_ways(sharing, boundary, tokens, policies[0], moves=False)[0]
         # As long as memory allows: what the host does for a microbatch, and adding to all
         # gradients, are paid once.
         if not given:
@@ -366,25 +368,34 @@ class Builder:
     def _priced_ways(
         self, sharing: str, boundary: str, tokens: int, policy: str, *, moves: bool
     ) -> tuple[Plan, list[Plan], Meter]:
-        """A plan with its price, those of `_fitted`, and the meter of their microbatches.
+        """A plan with its price, those of `_fitted`, and the meter of their microbatches."""
+        packing = self._packing(sharing, boundary, tokens)
+        meter, asked = packing.meter, (policy, moves)
+        if asked not in packing.ways:
+            first = self._with_cache(_checkpointed(packing.plan, policy), meter, moves=moves)
+            first = self._priced(first, meter)
+            packing.ways[asked] = [first, *self._fitted(first, meter)]
+        first, *ways = (
+            replace(way, sharing=sharing, boundary=boundary, max_microbatch_tokens=tokens)
+            for way in packing.ways[asked]
+        )
+        return first, ways, meter
+
+    def _packing(self, sharing: str, boundary: str, tokens: int) -> _Packing:
+        """Microbatches of so many tokens at most.
 
         Many combinations and lengths come to the same microbatches, which are priced once.
         """
-        forest, microbatches = self._packed(sharing, boundary, tokens)
-        packed = tuple((m.parent, m.segments, m.shared_prompt) for m in microbatches)
-        key = (_key_of_forest(forest), packed, policy, moves)
-        names: dict[str, Any] = {
-            "sharing": sharing,
-            "boundary": boundary,
-            "max_microbatch_tokens": tokens,
-        }
-        if key not in self._priced_ways_of:
-            plan = self._plan_of(forest, microbatches, policy, **names)
-            meter = meter_of(plan, self.calibration)
-            first = self._priced(self._with_cache(plan, meter, moves=moves), meter)
-            self._priced_ways_of[key] = first, self._fitted(first, meter), meter
-        first, ways, meter = self._priced_ways_of[key]
-        return replace(first, **names), [replace(way, **names) for way in ways], meter
+        asked = sharing, boundary, tokens
+        if asked not in self._packings:
+            forest, microbatches = self._packed(*asked)
+            packed = tuple((m.parent, m.segments, m.shared_prompt) for m in microbatches)
+            key = _key_of_forest(forest), packed
+            if key not in self._packings:
+                plan = self._plan_of(forest, microbatches, *asked)
+                self._packings[key] = _Packing(plan, meter_of(plan, self.calibration))
+            self._packings[asked] = self._packings[key]
+        return self._packings[asked]
 
     def _remedy(self, boundary: str, tokens: int) -> str:
         """A remedy that may help where microbatches of so many tokens are too much."""
@@ -406,9 +417,9 @@ class Builder:
     def _fitted(self, plan: Plan, meter: Meter) -> list[Plan]:
         """The plan as it is and, where activations is auto, with microbatches not kept so that it
         fits."""
-        assert self.budget is not None and self.shape is not None
-        if self.config.activations != "auto" or peak_of(plan) <= self.budget:
+        if self.budget is None or self.config.activations != "auto" or plan.fits:
             return [plan]
+        assert self.shape is not None
         # Without a measured bandwidth a copy has no price.
         priced = meter.copy(1, out=True) is not None
         microbatches = microbatches_to_drop(plan, meter, self.shape, self.budget)
@@ -516,20 +527,17 @@ class Builder:
         self,
         forest: Forest,
         packed: Sequence[Microbatch],
-        policy: str,
-        *,
         sharing: str,
         boundary: str,
         max_microbatch_tokens: int,
     ) -> Plan:
-        """The plan of microbatches that were packed in this way, not priced yet."""
+        """The plan of microbatches that were packed in this way, without checkpoints or a price."""
         config = self.config
         entries_S = self._entries_of_segments(forest)
         asked = "keep" if config.activations == "auto" else config.activations
         microbatches = [
             replace(
                 microbatch,
-                checkpointing=policy,
                 keeps_logits=config.head_logits == "keep" and not microbatch.children,
                 activations=asked if microbatch.children else "keep",
                 num_loss_entries=int(entries_S[list(microbatch.segments)].sum()),
@@ -565,6 +573,12 @@ class Builder:
         counts_first, scores = self._first_passes(plan)
         plan = replace(plan, counts_first=counts_first)
         return plan.with_program(scores=counts_first or scores)
+
+
+def _checkpointed(plan: Plan, policy: str) -> Plan:
+    """The plan with this policy of checkpointing, in the same order and cache."""
+    microbatches = (replace(microbatch, checkpointing=policy) for microbatch in plan.microbatches)
+    return plan if policy == "none" else replace(plan, microbatches=tuple(microbatches))
 
 
 def _key_of_forest(forest: Forest) -> tuple[bytes, ...]:

@@ -274,11 +274,11 @@ def keep_logits(plan: Plan, meter: Meter, shape: ModelShape, budget: int) -> Pla
         keeps = microbatch.activations == "keep" and microbatch.shared_prompt != "received"
         kept = meter.kept_bytes(microbatch) if keeps else 0
         open_bytes.append(above + kept)
-        with_logits = replace(microbatch, keeps_logits=True)
-        needed = above + meter.kept_bytes(with_logits) + meter.working_bytes(microbatch)
-        microbatches.append(
-            with_logits if not microbatch.children and needed <= room else microbatch
-        )
+        if not microbatch.children:
+            with_logits = replace(microbatch, keeps_logits=True)
+            needed = above + meter.kept_bytes(with_logits) + meter.working_bytes(microbatch)
+            microbatch = with_logits if needed <= room else microbatch
+        microbatches.append(microbatch)
     return replace(plan, microbatches=tuple(microbatches))
 
 
