@@ -108,12 +108,8 @@ def make_plan(
     fitting = [plan for plan in plans if plan.fits]
     plan = _chosen(fitting) if fitting else least_memory(plans)
     dense = min((p.cost for p in plans if p.sharing == "none"), default=None)
-    looked_at = {(p.sharing, p.boundary): p for p in plans}
     candidates = [
-        replace(c, refused=c.refused or _passed_over(looked_at[c.sharing, c.boundary], plan))
-        if (c.sharing, c.boundary) in looked_at
-        else c
-        for c in candidates
+        replace(c, refused=c.refused or _passed_over(c.cost, plan.cost)) for c in candidates
     ]
     return replace(plan, candidates=tuple(candidates), reason=_reason(plan, dense, config))
 
@@ -150,11 +146,11 @@ def _needed(error: PlanError) -> float:
     return error.needed_bytes if isinstance(error, BudgetError) else math.inf
 
 
-def _passed_over(plan: Plan, chosen: Plan) -> str | None:
-    """Why a plan was not chosen that is predicted to cost less; None if it costs no less."""
-    if plan.cost >= chosen.cost:
+def _passed_over(cost: float | None, chosen: float) -> str | None:
+    """Why a plan was passed over that costs less than the chosen one; None if it costs no less."""
+    if cost is None or cost >= chosen:
         return None
-    if chosen.cost <= plan.cost * (1 + NOISE):
+    if chosen <= cost * (1 + NOISE):
         return f"cheaper by less than {NOISE:.1%}, and the simpler is taken"
     return f"cheaper by less than {KEEPING_IS_WORTH:.0%}, and does not keep all activations"
 

@@ -84,7 +84,7 @@ def _agree_with_others(policy: StepPolicy, group: Distributed, local: LocalStep)
     gather = policy.config.gather if group.gathers else "microbatch" if group.lockstep else ""
     while True:
         own = _prompts_of_rank(policy, local)
-        plans = _priced(policy, local, local.plan, scores=local.request.scores)
+        plans = _priced(policy, local, local.plan, *_plan_once(policy, local, local.plan))
         proposal = _proposal(policy, group, local, plans, own, gather)
         proposals = ranks.exchange(proposal)
         least, prices = least_budget(proposals), common_calibration(proposals)
@@ -262,27 +262,25 @@ def _priced(
     policy: StepPolicy,
     local: LocalStep,
     plan: Plan,
+    once: Plan | None,
+    why_not: str,
     prompts: tuple[PlannedPrompt, ...] = (),
-    *,
-    scores: bool,
 ) -> RankPlans:
     """A plan, the one for weights that are gathered once a step, and what both cost."""
-    once, why_not = plan, ""
-    if policy.host.topology.gathers:
-        once, why_not = _plan_once(policy, local, plan, prompts)
     calibration = policy.model_state.calibration(policy.host, policy.config)
+    scores = local.request.scores
     costs = costs_of_rank(plan, once, calibration, scores=scores, why_not=why_not)
     return RankPlans(plan, once, costs, prompts)
 
 
 def _plan_once(
-    policy: StepPolicy, local: LocalStep, plan: Plan, prompts: tuple[PlannedPrompt, ...]
+    policy: StepPolicy, local: LocalStep, plan: Plan, prompts: tuple[PlannedPrompt, ...] = ()
 ) -> tuple[Plan | None, str]:
     """The plan for weights that are gathered once, or None and why there is none.
 
     Whole weights count against the memory budget, unless the configuration asks for them.
     """
-    if policy.config.gather == "step":
+    if not policy.host.topology.gathers or policy.config.gather == "step":
         return plan, ""
     if policy.config.gather == "microbatch":
         return None, "as asked"
@@ -369,21 +367,21 @@ def _exchanging(
             return str(error), None
         if not plan.fits:
             return "their prefix caches do not fit the memory budget", None
-    found = _priced(policy, local, plan, prompts, scores=False)
-    scores = scores or any(each.program.has_scores for each in (plan, found.once or plan))
+    once, why_not = _plan_once(policy, local, plan, prompts)
+    scores = scores or any(each.program.has_scores for each in (plan, once or plan))
 
     def exchanging(plan: Plan) -> Plan:
         return replace(plan, split="exchange").with_program(scores=scores)
 
     lockstep = exchanging(plan)
-    once = None if found.once is None else exchanging(found.once)
-    calibration = policy.model_state.calibration(policy.host, policy.config)
-    costs = costs_of_rank(lockstep, once, calibration, why_not=found.costs.why_not)
+    if once is not None:
+        once = lockstep if once is plan else exchanging(once)
+    found = _priced(policy, local, lockstep, once, why_not, prompts)
     offer = Offer(
         lockstep.program,
         tuple(float(m.tokens) for m in plan.microbatches),
-        costs,
+        found.costs,
         LinkSizes.of(plan.shape),
         lockstep.media,
     )
-    return offer, RankPlans(lockstep, once, costs, prompts)
+    return offer, found
