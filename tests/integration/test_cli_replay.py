@@ -10,7 +10,7 @@ import pytest
 import torch
 from commands import Shell, changed, made_up_rollouts
 
-from forkpoint import Config, RolloutBatch, load_rollouts, wrap
+from forkpoint import Config, Rollout, RolloutBatch, load_rollouts, save_rollouts, wrap
 from forkpoint.apps.cli import torchrun
 from forkpoint.apps.cli.models import load_model
 from forkpoint.apps.cli.options import Runtime
@@ -329,6 +329,37 @@ def test_options_reach_the_model(config: Path) -> None:
 
 
 # Real rollouts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file", "microbatch_tokens"), [("rag.jsonl", 4096), ("airline.jsonl", 192)]
+)
+def test_fifty_steps_of_real_rollouts(
+    file: str,
+    microbatch_tokens: int,
+    shell: Shell,
+    shared_data: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    """Prompts and responses are cut; short microbatches read prefix caches of others."""
+    rollouts = []
+    for r in load_rollouts(shared_data(file)):
+        prompt = int(np.argmax(r.loss_mask))
+        part = slice(max(0, prompt - 80), prompt + 32)
+        rollouts.append(Rollout(r.token_ids[part], r.loss_mask[part], 1.0, group_id=r.group_id))
+    save_rollouts(tmp_path / "cut.jsonl", rollouts)
+    done = shell(
+        *("replay", tmp_path / "cut.jsonl", "--model", TINY_QWEN3, "--loss", "likelihood"),
+        *("--lr", 1e-3, "--steps", 50, "--baseline", "dense", "--sharing", "tree"),
+        *("--boundary", "across", "--max-microbatch-tokens", microbatch_tokens),
+    )
+    result = done.result
+    np.testing.assert_allclose(result["shared_losses"], result["dense_losses"], atol=1e-5)
+    norms = (result["shared_gradient_norms"], result["dense_gradient_norms"])
+    np.testing.assert_allclose(*norms, rtol=1e-4)
+    assert 0 < result["rms_parameter_difference"] < 1e-5 * result["rms_parameter_change"]
+    assert result["rms_parameter_change"] > 1e-2, "the model has hardly moved"
 
 
 @pytest.mark.slow
