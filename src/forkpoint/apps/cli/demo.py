@@ -13,9 +13,10 @@ from forkpoint.apps.cli.output import Output, options, plain
 from forkpoint.apps.cli.replay import make_optimizer
 from forkpoint.apps.demo.task import BLIND_REWARD, CONSONANTS, VOWELS, WORDS, spell
 from forkpoint.errors import ConfigError
+from forkpoint.rollouts.batch import Rollout
 
 if TYPE_CHECKING:
-    from forkpoint.apps.demo.loop import Rollouts, Step
+    from forkpoint.apps.demo.loop import Step
 
 MODEL: dict[str, Any] = {
     "model_type": "qwen3",
@@ -70,7 +71,7 @@ class Demo:
             import torch
 
             from forkpoint.apps.cli.models import random_model
-            from forkpoint.apps.demo.loop import ENTROPY_BONUS, Loop, Task, summary
+            from forkpoint.apps.demo.loop import ENTROPY_BONUS, Loop, summary
             from forkpoint.device import versions
 
             longest = self.prompt_tokens + self.response_tokens
@@ -78,20 +79,22 @@ class Demo:
             _check_file(rows)
             config = {**MODEL, "max_position_embeddings": longest}
             model = random_model(config, torch.float32, self.seed)
-        task = Task(
+        loop = Loop(
+            model,
+            make(list(model.parameters())),
             groups=self.groups,
             rollouts_per_group=self.rollouts_per_group,
             prompt_tokens=self.prompt_tokens,
             response_tokens=self.response_tokens,
+            seed=self.seed,
         )
-        loop = Loop(model, make(list(model.parameters())), task, self.seed)
         threads = torch.get_num_threads()
         parameters = sum(p.numel() for p in model.parameters())
         out.show(self._introduction(parameters, threads, ENTROPY_BONUS))
 
         with out.waiting("comparing gradients in float64"):
-            first = rollouts = loop.rollouts()
-            report = loop.exact_report(first)
+            first = sampled = loop.rollouts()
+            report = loop.exact_report(first.batch)
         out.show(
             "agreement in float64: every parameter's gradient of the first group, shared and "
             f"dense, within {report.nearest.shared_error:.1e} of the gradient's norm "
@@ -107,8 +110,8 @@ class Demo:
         # The lines of the steps are the progress, unless they are not shown.
         with out.progress("training", self.steps) if self.json else nullcontext() as advance:
             for number in range(1, self.steps + 1):
-                rollouts = first if number == 1 else loop.rollouts()
-                steps.append(loop.step(number, rollouts))
+                sampled = first if number == 1 else loop.rollouts()
+                steps.append(loop.step(number, sampled))
                 out.show(_line(steps[-1]))
                 if advance is not None:
                     advance(1)
@@ -117,7 +120,7 @@ class Demo:
         lines = [json.dumps(plain(asdict(step))) for step in steps]
         rows.write_text("\n".join([*lines, ""]), encoding="utf-8")
         out.show(
-            f"\nfirst step: {_quote(first)}\nlast step:  {_quote(rollouts)}",
+            f"\nfirst step: {_quote(first.batch[0])}\nlast step:  {_quote(sampled.batch[0])}",
             _conclusion(values, self.steps),
             f"written: {rows}",
         )
@@ -180,10 +183,11 @@ def _line(step: "Step") -> str:
     )
 
 
-def _quote(rollouts: "Rollouts") -> str:
-    prompt, response = rollouts.prompt[-SHOWN_WORDS:], rollouts.response[:SHOWN_WORDS]
-    more = " …" if len(rollouts.response) > SHOWN_WORDS else ""
-    return f"… {spell(prompt)} → {spell(response)}{more} ({rollouts.rewards_GN[0, 0]:.2f})"
+def _quote(rollout: Rollout) -> str:
+    prompt, response = (rollout.token_ids[rollout.loss_mask == part] for part in (False, True))
+    more = " …" if len(response) > SHOWN_WORDS else ""
+    words = f"… {spell(prompt[-SHOWN_WORDS:])} → {spell(response[:SHOWN_WORDS])}{more}"
+    return f"{words} ({(rollout.extras or {})['reward']:.2f})"
 
 
 def _conclusion(values: dict[str, Any], steps: int) -> str:

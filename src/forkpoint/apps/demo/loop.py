@@ -1,10 +1,9 @@
-"""The loop: sample from the policy, reward, take both gradients, compare them, step.
+"""The loop of the demo: sample from the policy, reward, compare both gradients, take a step.
 
-In every step the dense and the shared gradient are taken from the same weights on the same rollouts
-and then compared; the optimizer applies the shared one. Each batch of rollouts gives one step, so
-the policy that samples is the policy that is trained. GRPO's ratio of new to old probabilities is
-then exactly 1, its old log-probs being those of the training forward itself. The sampler's would
-add the rounding of another order of additions to the ratio; that difference is measured instead.
+In every step the dense and the shared gradient are taken from the same weights on the same
+rollouts. The optimizer applies the shared one. The policy that samples is the policy that is
+trained, so GRPO's ratio of new to old probabilities is 1. The sampler's log-probs differ from those
+of training by rounding; this difference is measured.
 """
 
 import copy
@@ -12,21 +11,20 @@ import math
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
-from forkpoint.apps.demo.sampling import sample
 from forkpoint.apps.demo.task import make_prompt, reward
 from forkpoint.config import Config
+from forkpoint.errors import ConfigError
 from forkpoint.losses import GRPO
 from forkpoint.policy import Policy, StepStats
 from forkpoint.rollouts.batch import Rollout, RolloutBatch
 from forkpoint.rollouts.synthetic import normalised
-from forkpoint.tree.forest import IntArray
 from forkpoint.verify.comparison import VerifyReport
 from forkpoint.wrapping import wrap
 
@@ -40,14 +38,13 @@ STANDARD_ERRORS = 3.0
 """A rise of the reward that is no more than this many is called noise."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """How much is sampled in a step."""
+class Sampled(NamedTuple):
+    """Rollouts of one step, with their rewards as extras."""
 
-    groups: int
-    rollouts_per_group: int
-    prompt_tokens: int
-    response_tokens: int
+    batch: RolloutBatch
+    logprobs_t: Tensor
+    """Log-probs with which the tokens of the responses were drawn."""
+    ms: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +55,8 @@ class Step:
     """From 1."""
     reward: float
     """The mean over all responses."""
-    group_rewards: tuple[float, ...]
-    gradient_norm: float
-    """Of the dense gradient, over all parameters."""
     gradient_difference: float
-    """The norm of shared less dense, relative to `gradient_norm`."""
+    """The norm of shared less dense, relative to the norm of dense."""
     sampler_logprob_difference: float
     """The largest between what the sampler drew a token with and the training forward's."""
     sampling_ms: float
@@ -70,82 +64,66 @@ class Step:
     """Planning, forward and backward."""
     dense_ms: float
     """The same."""
-    shared_first: bool
     logical_tokens: int
     computed_tokens: int
     shared_flops: float
     dense_flops: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rollouts:
-    """Samples of one step."""
-
-    batch: RolloutBatch
-    rewards_GN: np.ndarray
-    logprobs_GNR: Tensor
-    prompt: IntArray
-    """Of the first group, with its first response."""
-    response: IntArray
-    ms: float
-
-
 class Loop:
     """A policy and its rollouts. Deterministic for a seed except for the times."""
 
     def __init__(
-        self, model: PreTrainedModel, optimizer: torch.optim.Optimizer, task: Task, seed: int
+        self,
+        model: PreTrainedModel,
+        optimizer: torch.optim.Optimizer,
+        *,
+        groups: int,
+        rollouts_per_group: int,
+        prompt_tokens: int,
+        response_tokens: int,
+        seed: int,
     ) -> None:
-        self.model: PreTrainedModel = model
-        self.optimizer: torch.optim.Optimizer = optimizer
-        self.task: Task = task
+        """Sizes are those of one step."""
+        self.model, self.optimizer = model, optimizer
+        self.groups, self.rollouts_per_group = groups, rollouts_per_group
+        self.prompt_tokens, self.response_tokens = prompt_tokens, response_tokens
         self.loss: GRPO = GRPO(entropy=ENTROPY_BONUS)
         # Log-probs of all rollouts are compared with the sampler's.
         self.shared: Policy = wrap(model, Config(all_logprobs=True))
         self.dense: Policy = wrap(model, Config(sharing="none", all_logprobs=True))
         self._random = np.random.default_rng(seed)
-        self._generator = torch.Generator().manual_seed(seed)
 
-    def rollouts(self) -> Rollouts:
-        """Sample responses to new prompts from the policy as it is, and reward them.
+    def rollouts(self) -> Sampled:
+        """Sample responses to new prompts from the policy, and reward them.
 
         Advantages are the rewards, normalised within each group.
         """
         began = time.perf_counter()
-        task = self.task
-        prompts = [make_prompt(task.prompt_tokens, self._random) for _ in range(task.groups)]
-        token_ids_GNR, logprobs_GNR = sample(
+        prompts = [make_prompt(self.prompt_tokens, self._random) for _ in range(self.groups)]
+        ids_GNR, logprobs_GNR = sample(
             self.model,
             torch.from_numpy(np.stack(prompts)),
-            responses=task.rollouts_per_group,
-            tokens=task.response_tokens,
-            generator=self._generator,
+            responses=self.rollouts_per_group,
+            tokens=self.response_tokens,
+            seed=int(self._random.integers(2**63)),
         )
-        responses_GNR = token_ids_GNR.numpy()
-        rewards_GN = np.array(
-            [[reward(p, r) for r in group] for p, group in zip(prompts, responses_GNR, strict=True)]
-        )
-        batch = RolloutBatch(
-            Rollout(
-                token_ids=np.concatenate([prompt, response]),
-                loss_mask=np.repeat([0, 1], [len(prompt), len(response)]),
-                advantage=float(advantage),
-                group_id=f"g{g}",
-                rollout_id=f"g{g}-r{n}",
-            )
-            for g, prompt in enumerate(prompts)
-            for n, (response, advantage) in enumerate(
-                zip(responses_GNR[g], normalised(rewards_GN[g]), strict=True)
-            )
-        )
-        return Rollouts(
-            batch=batch,
-            rewards_GN=rewards_GN,
-            logprobs_GNR=logprobs_GNR,
-            prompt=prompts[0],
-            response=responses_GNR[0, 0],
-            ms=(time.perf_counter() - began) * 1e3,
-        )
+        rollouts: list[Rollout] = []
+        for group, (prompt, responses) in enumerate(zip(prompts, ids_GNR.numpy(), strict=True)):
+            rewards = np.array([reward(prompt, response) for response in responses])
+            for n, advantage in enumerate(normalised(rewards)):
+                rollouts.append(
+                    Rollout(
+                        token_ids=np.concatenate([prompt, responses[n]]),
+                        loss_mask=np.repeat([0, 1], [len(prompt), len(responses[n])]),
+                        advantage=float(advantage),
+                        group_id=f"g{group}",
+                        rollout_id=f"g{group}-r{n}",
+                        extras={"reward": float(rewards[n])},
+                    )
+                )
+        ms = (time.perf_counter() - began) * 1e3
+        return Sampled(RolloutBatch(rollouts), logprobs_GNR.flatten(), ms)
 
     def warm_up(self, batch: RolloutBatch) -> None:
         """Run both policies untimed, and choose the row length that dense is fastest with.
@@ -153,48 +131,46 @@ class Loop:
         The trials run the batch's first group.
         """
         self._gradient(self.shared, batch)
-        group = batch.select(batch.groups()[0].tolist())
-        longest = int(np.diff(group.offsets).max())
+        group = _first_group(batch)
+        longest = int(group.lengths.max())
         limits = [None if n is None else n * longest for n in DENSE_ROLLOUTS_PER_ROW]
         tried = [self.dense.with_config(max_microbatch_tokens=n) for n in limits]
         self._gradient(tried[0], group)
         times = [[self._gradient(policy, group)[1] for policy in tried] for _ in range(TRIALS)]
         self.dense = tried[int(np.min(times, axis=0).argmin())]
 
-    def exact_report(self, rollouts: Rollouts) -> VerifyReport:
+    def exact_report(self, batch: RolloutBatch) -> VerifyReport:
         """The first group's gradients, shared and dense, on a float64 copy of the model."""
-        group = rollouts.batch.select(rollouts.batch.groups()[0].tolist())
-        return wrap(copy.deepcopy(self.model).double()).verify(group, self.loss)
+        return wrap(copy.deepcopy(self.model).double()).verify(_first_group(batch), self.loss)
 
-    def step(self, number: int, rollouts: Rollouts) -> Step:
-        """Take both gradients from the same weights, and one optimizer step with the shared one."""
-        batch = rollouts.batch
-        shared_first = number % 2 == 0
-        policies = (self.shared, self.dense) if shared_first else (self.dense, self.shared)
-        runs = {policy: self._gradient(policy, batch) for policy in policies}
-        _, dense_ms, expected = runs[self.dense]
-        stats, shared_ms, gradients = runs[self.shared]
-        norm, difference = _norm(expected), _norm(gradients, less=expected)
-        for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
+    def step(self, number: int, sampled: Sampled) -> Step:
+        """Take both gradients from the same weights, and one optimizer step with the shared one.
+
+        The gradient that is taken first alternates.
+        """
+        batch = sampled.batch
+        order = (self.dense, self.shared) if number % 2 else (self.shared, self.dense)
+        runs = {policy: self._gradient(policy, batch) for policy in order}
+        (_, dense_ms, dense), (stats, shared_ms, shared) = runs[self.dense], runs[self.shared]
+        norm, difference = (
+            math.hypot(*(float(g.double().norm()) for g in gradients))
+            for gradients in (dense, [a.double() - b for a, b in zip(shared, dense, strict=True)])
+        )
+        for parameter, gradient in zip(self.model.parameters(), shared, strict=True):
             parameter.grad = gradient
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         plan = stats.plan
         assert plan.shape is not None
-        trained = stats.logprobs[torch.from_numpy(batch.loss_mask.astype(bool))]
+        logprobs_t = stats.logprobs[torch.from_numpy(batch.loss_mask.copy())]
         return Step(
             step=number,
-            reward=float(rollouts.rewards_GN.mean()),
-            group_rewards=tuple(rollouts.rewards_GN.mean(1).tolist()),
-            gradient_norm=norm,
+            reward=statistics.fmean(rollout.extras["reward"] for rollout in batch),  # pyright: ignore[reportOptionalSubscript]
             gradient_difference=difference / norm if norm else math.inf if difference else 0.0,
-            sampler_logprob_difference=float(
-                (trained - rollouts.logprobs_GNR.flatten()).abs().max()
-            ),
-            sampling_ms=rollouts.ms,
+            sampler_logprob_difference=float((logprobs_t - sampled.logprobs_t).abs().max()),
+            sampling_ms=sampled.ms,
             shared_ms=shared_ms,
             dense_ms=dense_ms,
-            shared_first=shared_first,
             logical_tokens=plan.logical_tokens,
             computed_tokens=plan.computed_tokens,
             shared_flops=plan.shared.step_flops(plan.shape),
@@ -203,14 +179,65 @@ class Loop:
 
     def _gradient(
         self, policy: Policy, batch: RolloutBatch
-    ) -> tuple[StepStats, float, list[Tensor | None]]:
+    ) -> tuple[StepStats, float, list[Tensor]]:
         """One gradient and its time in ms; leaves `.grad` None."""
         began = time.perf_counter()
         stats = policy.forward_backward(batch, self.loss)
         ms = (time.perf_counter() - began) * 1e3
-        gradients = [parameter.grad for parameter in self.model.parameters()]
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         self.optimizer.zero_grad(set_to_none=True)
         return stats, ms, gradients
+
+
+@torch.no_grad()
+def sample(
+    model: PreTrainedModel, prompt_ids_GP: Tensor, *, responses: int, tokens: int, seed: int
+) -> tuple[Tensor, Tensor]:
+    """Draw responses at temperature 1, each of so many tokens.
+
+    Each prompt runs once; the cache of its keys and values is then repeated for its responses.
+
+    Returns token ids, int64 [G, N, R], and the log-probs with which they were drawn, [G, N, R] in
+    the dtype of the model.
+
+    Raises:
+        ConfigError: the logits of the model are not finite.
+    """
+    cache = DynamicCache(config=model.config)
+    logits = model(input_ids=prompt_ids_GP, past_key_values=cache, logits_to_keep=1).logits
+    if not logits.isfinite().all():
+        raise ConfigError(
+            "the model's logits are not finite, because training has diverged. Use a lower "
+            "learning rate."
+        )
+    cache.batch_repeat_interleave(responses)
+    cache.crop(-1)  # generate runs the last token again
+    generate: Any = model.generate
+    config = GenerationConfig(
+        do_sample=True,
+        top_k=0,
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        found = generate(
+            prompts_SP := prompt_ids_GP.repeat_interleave(responses, 0),
+            attention_mask=torch.ones_like(prompts_SP),
+            generation_config=config,
+            past_key_values=cache,
+        )
+    ids_SR = found.sequences[:, -tokens:]
+    logprobs_SRV = torch.stack(found.logits, 1).log_softmax(-1)
+    logprobs_SR = logprobs_SRV.gather(-1, ids_SR[..., None])[..., 0]
+    return ids_SR.unflatten(0, (-1, responses)), logprobs_SR.unflatten(0, (-1, responses))
+
+
+def _first_group(batch: RolloutBatch) -> RolloutBatch:
+    return batch.select(batch.groups()[0].tolist())
 
 
 def summary(steps: list[Step]) -> dict[str, Any]:
@@ -255,14 +282,3 @@ def rise(rewards: list[float]) -> dict[str, Any]:
         rose = means[1] - means[0] > STANDARD_ERRORS * error
     names = ("first_quarter_reward", "last_quarter_reward", "reward_rose")
     return dict(zip(names, (*means, rose), strict=True))
-
-
-def _norm(gradients: list[Tensor | None], less: list[Tensor | None] | None = None) -> float:
-    """Norm over all parameters, of the gradients or of their difference from others."""
-    squares = 0.0
-    for gradient, other in zip(gradients, less or [None] * len(gradients), strict=True):
-        present = [g.double() for g in (gradient, other) if g is not None]
-        if present:
-            difference = present[0] - present[1] if len(present) == 2 else present[0]
-            squares += float(difference.square().sum())
-    return math.sqrt(squares)
