@@ -30,8 +30,9 @@ class Config:
         boundary: Position of forks: inside one packed microbatch (within), between a parent
             microbatch and its children (across), or both (mixed). With mixed, a subtree stays in
             one microbatch if it fits there.
-        max_microbatch_tokens: Largest number of tokens in one forward. With None the planner
-            chooses it.
+        max_microbatch_tokens: Largest number of tokens in one forward. If such microbatches exceed
+            memory_budget, the planner takes shorter ones. None means 16,384 or the longest rollout,
+            and up to 65,536 under a memory budget.
         memory_budget: Memory for activations and prefix cache together, in bytes or as text such as
             "70GiB". None means no limit. On CUDA, auto is measured once, at the first plan of a
             policy: the free memory, minus gradients and optimizer states that do not exist yet,

@@ -472,6 +472,22 @@ def test_options_leave_kinds_out_and_it_is_said(
         assert plan.boundary == config.boundary
 
 
+def test_a_budget_for_one_rollout_at_a_time_leaves_sharing_within_out() -> None:
+    ids = [[*range(40), *range(42 + 3 * n, 45 + 3 * n)] for n in range(4)]
+    batch = RolloutBatch(Rollout(x, [0] * 40 + [1] * 3, 1.0, group_id="g") for x in ids)
+    options: dict[str, Any] = {"sharing": "tree", "checkpointing": "none"}
+    policy = wrap(tiny_model("llama"), Config(**options))
+    one, two = (
+        policy.with_config(boundary="within", max_microbatch_tokens=n).plan(batch, losses.GRPO())
+        for n in (43, 46)
+    )
+    between = ((one.predicted_peak_bytes or 0) + (two.predicted_peak_bytes or 0)) // 2
+    report = policy.with_config(memory_budget=between).verify(batch, losses.GRPO())
+    assert report.passed and [plan.kind for plan in report.plans] == ["across"]
+    (left,) = report.left_out
+    assert left.reason.startswith("microbatches of 4") and "share nothing within" in left.reason
+
+
 # Memory and progress -----------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from forkpoint import Config
 from forkpoint.errors import PlanError
-from forkpoint.plan import Plan, make_plan
+from forkpoint.plan import Plan, builder, make_plan
 from forkpoint.plan.host_cache import LAYERS_HERE, CacheCopies, layer_cache_bytes, outer_ancestors
 from forkpoint.plan.models import MODELS
 from forkpoint.plan.predict import cache_bytes, peak_bytes
@@ -52,8 +52,9 @@ def on_device() -> Plan:
     return planned(memory_budget="200GiB", checkpointing="full", head_logits="recompute")
 
 
-def test_layers_move_where_nothing_fits(on_device: Plan) -> None:
+def test_layers_move_where_nothing_fits(on_device: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     """As few as it takes; the last one too many for the budget is said to be."""
+    monkeypatch.setattr(builder, "LEAST_MICROBATCH_TOKENS", ACROSS.max_microbatch_tokens)
     assert on_device.host_layers == 0 and on_device.cache_copies is None
     layer = layer_cache_bytes(on_device.cache_tokens, SHAPE)
     peak = on_device.predicted_peak_bytes or 0

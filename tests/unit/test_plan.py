@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forkpoint import Config, ModelShape, PlanError, Rollout, RolloutBatch
-from forkpoint.plan import make_plan, planner
+from forkpoint.plan import Plan, make_plan, planner
 from forkpoint.plan.builder import Builder
 from forkpoint.plan.predict import plan_cost
 from forkpoint.plan.pricing import meters
@@ -130,6 +130,31 @@ def test_a_memory_budget_lowers_microbatch_tokens_until_it_holds() -> None:
     assert [microbatch.tokens for microbatch in plan.microbatches] == [2 * 1399, 2 * 1399]
 
 
+@pytest.mark.parametrize("measured", [False, True])
+def test_a_largest_length_is_kept_to_and_shortened_if_memory_is_short(*, measured: bool) -> None:
+    batch = batch_of([ids for first in range(0, 8_000, 2_000) for ids in group(first=first)])
+    config = Config(sharing="group", checkpointing="none", max_microbatch_tokens=3000)
+    free = make_plan(batch, SHAPE, config)
+    peak = free.predicted_peak_bytes or 0
+
+    def within(budget: int, **options: Any) -> Plan:
+        limited = dataclasses.replace(config, **options)
+        if measured:
+            return make_plan(batch, SHAPE, limited, measured_budget_bytes=budget)
+        return make_plan(batch, SHAPE, dataclasses.replace(limited, memory_budget=budget))
+
+    enough = within(peak)
+    assert (enough.max_microbatch_tokens, enough.boundary) == (3000, free.boundary)
+    assert [m.segments for m in enough.microbatches] == [m.segments for m in free.microbatches]
+    for budget in (peak - 1, peak // 2):
+        short = within(budget)
+        assert short.fits and short.max_microbatch_tokens < 3000
+        # As without a limit of the length, but for where the search begins.
+        automatic = within(budget, max_microbatch_tokens=None)
+        assert short.cost <= automatic.cost * 1.05
+        assert max(m.tokens for m in short.microbatches) <= 3000
+
+
 @pytest.mark.parametrize("wanted", ["auto", "keep", "recompute"])
 def test_logits_are_kept_where_a_budget_has_room(wanted: Any) -> None:
     batch = batch_of([ids for first in range(0, 8_000, 2_000) for ids in group(first=first)])
@@ -182,7 +207,7 @@ def test_peak_bytes_count_the_microbatches_open_at_once_and_the_arena() -> None:
     [
         (
             {"memory_budget": 1000, "max_microbatch_tokens": 2000, "checkpointing": "none"},
-            r"need 7.0 MiB .* is 1000 bytes; raise it to at least \d+, or lower max_microbatch",
+            r"of 1049 tokens .* 5.3 MiB .* is 1000 bytes; raise it to at least \d+, or use bound",
         ),
         ({"max_microbatch_tokens": 1000}, r"has 1049 tokens .* holds at most 1000.* to 1049"),
     ],

@@ -71,6 +71,9 @@ def test_lengths_and_budgets_that_are_planned() -> None:
     both = limited(budget_bytes=budget)
     assert [plan.memory_budget_bytes for plan in both] == [budget, stages * budget]
     assert both[1].predicted_peak_bytes > budget
+    # Short of memory, the stages still try the length that was asked for.
+    tight = limited(budget_bytes=5 * GIB // 2)
+    assert tight[0].max_microbatch_tokens < tight[1].max_microbatch_tokens == 4096
 
 
 def test_short_microbatches_are_planned_where_there_are_few(

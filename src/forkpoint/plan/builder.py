@@ -259,7 +259,7 @@ class Builder:
         raise BudgetError(
             f"microbatches of {plan.max_microbatch_tokens} tokens are predicted to need "
             f"{exactly(peak)} and memory_budget is {exactly(self.budget)}; raise it to at least "
-            f"{peak}, or {self._remedy(boundary, plan.max_microbatch_tokens)}.",
+            f"{peak}, or {self._remedy()}.",
             peak,
         )
 
@@ -328,16 +328,17 @@ class Builder:
 
         With a budget that was measured they end with the first that fits, in few steps: every step
         of a training run is planned so. With one that was given they go on until shorter ones pay
-        for nothing.
+        for nothing, unless those of the length that was asked for fit.
         """
         assert self.budget is not None
         found = False
         shorter = 0
+        asked = self.config.max_microbatch_tokens
         while True:
             plan, ways, meter = self._priced_ways(sharing, boundary, tokens, policy, moves=moves)
             yield from ways
             needed = min(map(peak_of, ways))
-            if self.config.max_microbatch_tokens or tokens <= least:
+            if tokens <= least:
                 return
             if self.soft:
                 if needed <= self.budget:
@@ -353,7 +354,7 @@ class Builder:
             # they do not pay for what they let be kept.
             if peak_of(plan) <= self.budget:
                 shorter += 1
-                if shorter > SHORTER_TRIED or not few:
+                if shorter > SHORTER_TRIED or not few or tokens == asked:
                     return
             elif found and tokens <= EFFICIENT_TOKENS:
                 return
@@ -397,12 +398,9 @@ class Builder:
             self._packings[asked] = self._packings[key]
         return self._packings[asked]
 
-    def _remedy(self, boundary: str, tokens: int) -> str:
-        """A remedy that may help where microbatches of so many tokens are too much."""
+    def _remedy(self) -> str:
+        """A remedy that may help where the shortest microbatches are too much."""
         config, shape = self.config, self.shape
-        least = max(LEAST_MICROBATCH_TOKENS, self.longest if boundary == "within" else 0)
-        if config.max_microbatch_tokens is not None and tokens > least:
-            return "lower max_microbatch_tokens"
         if config.boundary == "within":
             return "use boundary='across', which cuts rollouts into chains of microbatches"
         if config.activations == "keep":

@@ -2,11 +2,9 @@
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
-from forkpoint.config import Config
 from forkpoint.errors import PlanError
 from forkpoint.plan.plan import Plan
 from forkpoint.rollouts.batch import Rollout, RolloutBatch
@@ -14,14 +12,10 @@ from forkpoint.rollouts.batch import Rollout, RolloutBatch
 STEP_TOKENS = 1024
 MOST_TOKENS = 1 << 21
 """Lengths that are tried: multiples of the one, up to the other."""
-MICROBATCHES = (16_384, 4096, 1024)
-"""Limits of microbatches that are tried. Plans of shorter ones take minutes to make, and their
-microbatches do not fill a device."""
 
 
 def longest_prompt(
-    make: Callable[[RolloutBatch, Config], Plan],
-    config: Config,
+    make: Callable[[RolloutBatch], Plan],
     responses: Sequence[int],
     vocab: int,
     fits: Callable[[Plan], bool] = lambda plan: plan.fits,
@@ -29,25 +23,15 @@ def longest_prompt(
     """The longest prompt for which a plan fits, with one response of each of these lengths; 0 if
     none does.
 
-    `make`: makes the plan of a batch. `config`: its limit of microbatches, if there is one, is the
-    only one tried.
+    `make`: makes the plan of a batch.
     """
-    given = config.max_microbatch_tokens
-    tried = [
-        replace(config, max_microbatch_tokens=tokens)
-        for tokens in (MICROBATCHES if given is None else (given,))
-    ]
 
     def found(prompt: int) -> bool:
-        batch = one_group(prompt, responses, vocab)
-        for limited in tried:
-            try:
-                plan = make(batch, limited)
-            except PlanError:
-                continue
-            if fits(plan):
-                return True
-        return False
+        try:
+            plan = make(one_group(prompt, responses, vocab))
+        except PlanError:
+            return False
+        return fits(plan)
 
     return longest(found)
 

@@ -63,7 +63,7 @@ def plans_of_sizes(
     if first is None and wide_bytes is not None:
         first = _planned(make, config, wide_bytes)
     first = first or make(config, budget_bytes)  # which raises
-    lengths = [first.max_microbatch_tokens]
+    lengths = [config.max_microbatch_tokens or first.max_microbatch_tokens]
     if config.max_microbatch_tokens is None:
         longest = max((microbatch.tokens for microbatch in first.microbatches), default=1)
         halved = min(longest, DEFAULT_MICROBATCH_TOKENS)

@@ -235,8 +235,7 @@ def longest_prompt_of(
             "device; the longest prompt needs one. Set memory_budget, for example to '70GiB'."
         )
     return longest_prompt(
-        lambda group, config: plan_within(policy, group, loss, budget_bytes, None, config=config),
-        policy.config,
+        lambda group: plan_within(policy, group, loss, budget_bytes, None),
         responses_of(batch),
         host.shape.vocab,
     )

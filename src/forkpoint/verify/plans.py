@@ -233,7 +233,8 @@ def _plan_of(
             return plan
         if kind == ACROSS:
             limit = min(plan.max_microbatch_tokens, plan.computed_tokens) // 2
-        elif given is None and plan.max_microbatch_tokens < plan.dense.tokens:
+        # A memory budget may allow less than the limit.
+        elif given is None and (limit or 0) <= plan.max_microbatch_tokens < plan.dense.tokens:
             limit = 2 * plan.max_microbatch_tokens
         else:
             tokens = plan.max_microbatch_tokens

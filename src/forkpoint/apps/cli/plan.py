@@ -319,8 +319,7 @@ class _Planner:
         shape, device = self.shape, self.device
         assert shape is not None and device is not None
         return longest_prompt(
-            lambda batch, config: self._make(batch, config, self.budget_bytes, run_lengths(batch)),
-            self.config,
+            lambda batch: self._make(batch, self.config, self.budget_bytes, run_lengths(batch)),
             responses,
             shape.vocab,
             lambda plan: device.fits(plan.predicted_peak_bytes or 0),
