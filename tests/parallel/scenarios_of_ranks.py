@@ -150,8 +150,10 @@ def compared(scenario: Scenario) -> dict[str, Any]:
         whole = RolloutBatch([r for part in scenario.rollouts for r in part])
         for _ in range(scenario.steps):
             wanted = alone.forward_backward(whole, scenario.loss)
+    expected = gradients(other)
     return {
-        "error": distance(found, gradients(other), names),
+        "error": distance(found, expected, names),
+        "same have none": all((found[n] is None) == (expected[n] is None) for n in names),
         "loss": abs(stats.loss - wanted.loss),
         "tokens": (stats.logical_tokens, own.logical_tokens),
         "events": len(stats.events),
