@@ -10,7 +10,7 @@ from processes import run_ranks
 from scenarios_of_ranks import BAR, DEEP, Scenario, compared, replicated, sharded
 from test_context_parallel import Context, over_replicas, through_logprobs
 from test_dealt_leaves import compared_dealt
-from test_multimodal_ranks import qwen3_vl, with_tower
+from test_multimodal_ranks import by_blocks, qwen3_vl
 from torch import nn
 
 from forkpoint.losses import GSPO
@@ -38,7 +38,7 @@ def equal_prompts(*seeds: int) -> tuple[list[Rollout], ...]:
 
 UNEQUAL = [*tool_tree("qwen3_vl"), *group("qwen3_vl", 4)], videos("qwen3_vl")
 TEXT = tool_tree("qwen3_vl"), [rollout("qwen3_vl", [[3, 4, 5]], [[n, 7]], 1.0) for n in (8, 9)]
-ONCE = Scenario(wrap=with_tower, make=qwen3_vl, gather="step", rollouts=UNEQUAL)
+ONCE = Scenario(wrap=by_blocks, make=qwen3_vl, gather="step", rollouts=UNEQUAL)
 EXCHANGED = replace(ONCE, config=replace(DEEP, boundary="mixed", split="exchange"))
 
 
@@ -94,7 +94,7 @@ def test_gradients_are_those_of_one_process(name: str) -> None:
 
 
 def tower_over_all(model: Any, mesh: Any) -> nn.Module:
-    return with_tower(model, mesh=mesh["dp", "cp"]._flatten("all"))
+    return by_blocks(model, mesh=mesh["dp", "cp"]._flatten("all"))
 
 
 def dealt(family: str, rollouts: list[Rollout], **options: Any) -> Context:

@@ -19,6 +19,8 @@ from forkpoint.hosts.early_exit import EarlyExit
 from forkpoint.hosts.torch_dist.copies import full
 
 TOPK = (torch.topk, torch.Tensor.topk)
+GATE = "gate"
+"""The router's name in a block that chooses experts itself."""
 WATCHED, LAST = "_forkpoint_router", "_forkpoint_last_router"
 """Attributes of a router: what is done around its forward, and whether a forward of the model ends
 in it."""
@@ -134,7 +136,8 @@ def routers_of_copy(routers: Iterable[FoundRouter], copy: nn.Module) -> list[Fou
 def num_experts(router: FoundRouter) -> int:
     """The number of experts that a router chooses among."""
     given = getattr(router.module, "num_experts", None)
-    projection = getattr(router.module, "proj", router.module)  # as Gemma 4 has it
+    parts = (getattr(router.module, name, None) for name in ("proj", GATE))  # "proj" of Gemma 4
+    projection = next((part for part in parts if part is not None), router.module)
     weight = getattr(projection, "weight", None)
     if weight is None and isinstance(given, int):
         return given

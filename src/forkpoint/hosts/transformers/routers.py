@@ -9,11 +9,12 @@ from transformers import PreTrainedModel
 
 from forkpoint.engine.host import FoundRouter
 from forkpoint.hosts.modules import every_module, plain_class
-from forkpoint.hosts.routers import ModelRouters, num_experts
+from forkpoint.hosts.routers import GATE, ModelRouters, num_experts
 from forkpoint.hosts.transformers.multimodal import decoder_of
 
 LOAD_BALANCING = "load_balancing_loss_func"
 LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration")
+CHOICE = "route_tokens_to_experts"
 BIAS = "e_score_correction_bias"
 
 
@@ -30,7 +31,7 @@ class Routers(ModelRouters):
             if entry is not None
         )
         found = [(n, m) for n, m in every_module(model) if kinds and isinstance(m, kinds)]
-        self.found: Sequence[FoundRouter] = [FoundRouter(name, module) for name, module in found]
+        self.found: Sequence[FoundRouter] = [_chooser(model, *router) for router in found]
         self.layers: int = len(found)
         self.defines_loss: bool = defines_load_balancing(causal)
         if adds_load_balancing(causal):
@@ -43,13 +44,22 @@ class Routers(ModelRouters):
     @property
     def biases(self) -> list[Tensor]:
         """The buffers that DeepSeek-V3 and GLM-4-MoE keep."""
-        found = (getattr(router.module, BIAS, None) for router in self.found)
+        gates = (getattr(router.module, GATE, router.module) for router in self.found)
+        found = (getattr(gate, BIAS, None) for gate in gates)
         return [bias for bias in found if isinstance(bias, Tensor)]
 
     @property
     def chosen(self) -> int | None:
         found = getattr(self.found[0].module, "top_k", None) if self.found else None
         return found if isinstance(found, int) else None
+
+
+def _chooser(model: nn.Module, name: str, router: nn.Module) -> FoundRouter:
+    """The router, or the block around it if that chooses experts by the router's logits, as
+    GLM-4.5V's does in transformers 5.10."""
+    block = name.rpartition(".")[0]
+    around = model.get_submodule(block)
+    return FoundRouter(block, around) if hasattr(around, CHOICE) else FoundRouter(name, router)
 
 
 def defines_load_balancing(causal: PreTrainedModel) -> bool:
