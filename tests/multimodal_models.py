@@ -1,6 +1,8 @@
 """Tiny random multimodal models, whose encoders are as small as they can be."""
 
 import warnings
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -134,9 +136,15 @@ IMAGE, VIDEO = 62, 63
 
 
 def tiny_multimodal(
-    family: str, *, seed: int = 0, dtype: torch.dtype = torch.float64, **text: Any
+    family: str,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    vision: Mapping[str, Any] = MappingProxyType({}),
+    **text: Any,
 ) -> Any:
-    """A random multimodal model of a family; `text` changes its language model's configuration."""
+    """A random multimodal model of a family; `text` and `vision` change the configurations of its
+    language model and of its encoder."""
     if family not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {family}")
     with warnings.catch_warnings():
@@ -144,7 +152,7 @@ def tiny_multimodal(
         made: Any = CONFIG_MAPPING[family]
         config = made(
             text_config={**SIZES, **TEXT[family], **text},
-            vision_config=VISION[family],
+            vision_config={**VISION[family], **vision},
             tie_word_embeddings=text.get("tie_word_embeddings", False),
             **OUTER.get(family, {}),
         )

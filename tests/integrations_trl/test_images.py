@@ -26,9 +26,10 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 from transformers.models.smolvlm.processing_smolvlm import SmolVLMProcessor
 from trl import DPOTrainer, GRPOTrainer, RLOOTrainer
-from truth_trl import WithTruth, run_with_truth
+from truth_trl import WithTruth, dense_head, run_with_truth
 
 from forkpoint import Config
+from forkpoint.hosts.transformers.families import MULTIMODAL
 from forkpoint.integrations.trl import shared_trainer
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -36,7 +37,13 @@ from lanes import slow_besides
 from multimodal_models import tiny_multimodal
 
 BAR = 2e-6
-TEXTS = ("qwen3_vl", "mistral3", "internvl", "glm4v", "gemma3", "gemma4")
+ROUNDS_MORE = ("qwen3_5", "qwen3_5_moe", "gemma3", "gemma4")
+"""Families whose recurrences or norms multiply rounding."""
+FAIL_IN_TRL = {
+    "llama4": "no attribute 'last_hidden_state'",
+    "glm4v_moe": "no attribute 'num_experts'",
+}
+"""Families of which TRL's own trainers fail, the latter at its load-balancing loss."""
 START, PAD = "<|vision_start|>", "<|image_pad|>"
 TEMPLATE = (
     "{% for message in messages %}{% for part in message['content'] %}"
@@ -131,7 +138,9 @@ def processor(family: str = "qwen2_5_vl") -> Any:
 
 
 def model(family: str) -> Any:
-    return setups.ending(tiny_multimodal(family, dtype=torch.float32))
+    # Llama 4's attention scales differ from the position `floor_scale` on, and count left padding.
+    text = {"floor_scale": 8192} if family == "llama4" else {}
+    return setups.ending(tiny_multimodal(family, dtype=torch.float32, **text))
 
 
 def pictures(count: int = 16, *, paired: bool = False, sizes: int = 2, most: int = 1) -> Dataset:
@@ -217,23 +226,25 @@ def test_gradients_are_those_of_stock_trl(name: str, tmp_path: Path) -> None:
         assert len(plan.media) <= plan.rollouts // 2
 
 
-@pytest.mark.parametrize("family", slow_besides(["qwen3_vl"], TEXTS))
+@pytest.mark.parametrize("family", slow_besides(["qwen3_vl"], MULTIMODAL))
 def test_text_of_a_multimodal_model(family: str, tmp_path: Path) -> None:
-    """The encoder does not run, and has no gradients.
-
-    Gemma multiplies rounding, so the bar is relative to stock TRL's distance from float64.
-    """
+    """The encoder does not run, and has no gradients."""
 
     def text(cls: type, name: str) -> Any:
-        options = {"generation_kwargs": {"bad_words_ids": [[61], [62], [63]]}}
+        options: dict[str, Any] = {"generation_kwargs": {"bad_words_ids": [[61], [62], [63]]}}
+        if family == "llama4":  # transformers has no load-balancing loss for it
+            options["router_aux_loss_coef"] = 0.0
         made = {"model": model(family)}
         return setups.trainer("grpo", cls, tmp_path / name, made=made, **options)
 
     ours, stock = text(shared_trainer(GRPOTrainer), "ours"), text(WithTruth, "stock")
+    if family in FAIL_IN_TRL:
+        with pytest.raises(AttributeError, match=FAIL_IN_TRL[family]):
+            setups.run(text(GRPOTrainer, "failing"))
+        dense_head(stock.model, stock.temperature)
     found, (expected, exact) = setups.run(ours)[0], run_with_truth(stock)
-    rounding = setups.apart(expected, exact)
-    assert rounding < 5e-5
-    assert setups.apart(found, exact) < 4 * rounding
+    assert setups.apart(found, expected) < (2e-4 if family in ROUNDS_MORE else BAR)
+    assert setups.apart(found, exact) < 4 * setups.apart(expected, exact)
     assert not any("vision" in n or "visual" in n or "projector" in n for n in found)
 
 

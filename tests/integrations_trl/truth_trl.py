@@ -1,13 +1,13 @@
 """Training of TRL in float64, from all logits, which both trainers are measured against."""
 
 import copy
+import functools
 import types
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import setups_trl as setups
-import torch
 from cases_trl import STOCK
 from torch import Tensor
 from trl import GRPOTrainer
@@ -16,16 +16,18 @@ from forkpoint.integrations.trl.calls import HeadAnswer
 from forkpoint.testing import lifted_upcasts
 
 
-def _dense(model: Any, temperature: float = 1.0) -> None:
-    """Answer TRL's calls of its fused head in float64, from the model's own logits."""
+def dense_head(model: Any, temperature: float = 1.0) -> None:
+    """Answer TRL's calls of its fused head from the model's own logits."""
     plain = type(model).forward
 
-    def forward(
-        self: Any, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **_: Any
-    ) -> HeadAnswer:
-        found = plain(self, input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+    @functools.wraps(plain)  # whose arguments `generate` looks at
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        if not fused_lm_head:
+            return plain(self, *args, **kwargs)
+        labels = kwargs.pop("labels")
+        found = plain(self, *args, **{**kwargs, "use_cache": False})
         logits_BLV, labels_BL = found.logits[:, :-1] / temperature, labels[:, 1:]
-        assert logits_BLV.dtype == torch.float64
+        assert logits_BLV.dtype == self.dtype
         logp_BLV, mask_BL = logits_BLV.log_softmax(-1), labels_BL != -100
         taken_BL = logp_BLV.gather(-1, labels_BL.clamp(min=0)[..., None])[..., 0]
         values = {
@@ -35,7 +37,8 @@ def _dense(model: Any, temperature: float = 1.0) -> None:
             "mean_logits": logits_BLV.mean(-1),
             "is_top1": logits_BLV.argmax(-1) == labels_BL,
         }
-        return HeadAnswer(**{name: x * mask_BL for name, x in values.items()})
+        masked = {name: x * mask_BL for name, x in values.items()}
+        return HeadAnswer(**masked, aux_loss=found.get("aux_loss"))
 
     model.forward = types.MethodType(forward, model)
 
@@ -46,7 +49,7 @@ def truth(kind: str, folder: Path, **options: Any) -> dict[str, Tensor]:
     trainer = setups.trainer(kind, STOCK[kind], folder, **options)
     with ExitStack() as stack:
         for model in (trainer.model, trainer.ref_model):
-            _dense(model.double())
+            dense_head(model.double())
             stack.enter_context(lifted_upcasts(model))
         return setups.run(trainer)[0]
 
@@ -71,7 +74,7 @@ def run_with_truth(trainer: WithTruth) -> tuple[dict[str, Tensor], dict[str, Ten
     Rollouts are sampled by the float32 model.
     """
     trainer.exact = copy.deepcopy(trainer.model).double()
-    _dense(trainer.exact, trainer.temperature)
+    dense_head(trainer.exact, trainer.temperature)
     found = setups.run(trainer)[0]
     exact = trainer.exact.named_parameters()
     return found, {name: p.grad for name, p in exact if p.grad is not None}

@@ -33,11 +33,16 @@ from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import ppo_loss, sft_loss, value_loss
 from verl.workers.utils.padding import left_right_2_no_padding
 
+from forkpoint.engine.changes import Changes
+from forkpoint.integrations.verl.patches import keep_forwards
 from multimodal_models import tiny_multimodal
 
 STOCK, SHARED = "none", "forkpoint"
 """Values of VERL_ENGINE_VENDOR."""
 VOCABULARY = 97
+VISION = {"glm4v": {"patch_size": 14, "image_size": 56}, "llava": {"image_size": 8}}
+"""Encoders: verl gives GLM-4V's an image of zeros with patches of 14 where there is none, and the
+images of the tests have four tokens."""
 
 
 def load_critic(
@@ -107,13 +112,24 @@ def save_model(folder: Path) -> Path:
     return folder
 
 
-def save_multimodal(family: str, folder: Path) -> None:
-    model = tiny_multimodal(family, dtype=torch.float32, vocab_size=VOCABULARY + 3)
+def save_multimodal(family: str, folder: Path, *, tied: bool = False) -> None:
+    """A tiny multimodal model, as verl loads it.
+
+    tied: whether the head has the weight of the embedding. If not, verl shards each embedding by
+        itself. Gemma 4 reads the weight of one, and is always tied, as published models are.
+    """
+    tied = tied or family == "gemma4"
+    text: dict[str, Any] = {"vocab_size": VOCABULARY + 3, "tie_word_embeddings": tied}
+    if family == "gemma4":
+        text["vocab_size_per_layer_input"] = VOCABULARY + 3
+    vision = VISION.get(family, {})
+    model = tiny_multimodal(family, dtype=torch.float32, vision=vision, **text)
     model.config.image_token_id, model.config.video_token_id = VOCABULARY, VOCABULARY + 1
     model.generation_config.pad_token_id = 0
+    mild = 0.4 if family == "gemma4" else 0.15  # so that float32 keeps its digits
     with torch.no_grad():
-        for parameter in model.parameters():  # milder, so that float32 keeps its digits
-            parameter.mul_(0.15 if parameter.dim() > 1 else 1)
+        for parameter in model.parameters():
+            parameter.mul_(mild if parameter.dim() > 1 else 1)
     model.save_pretrained(folder)
 
 
@@ -298,8 +314,11 @@ def use_settings(case: Case, folder: Path) -> None:
     os.environ["FORKPOINT_VERL_CONFIG"] = str(path)
 
 
-def make_engine(case: Case, folder: Path, vendor: str) -> Any:
-    """An engine, as verl's workers make it."""
+def make_engine(case: Case, folder: Path, vendor: str, *, keeps: bool = False) -> Any:
+    """An engine, as verl's workers make it.
+
+    keeps: the model keeps the forwards of transformers, which verl replaces.
+    """
     os.environ["VERL_ENGINE_VENDOR"] = vendor
     use_settings(case, folder)
     warnings.simplefilter("ignore")
@@ -311,7 +330,10 @@ def make_engine(case: Case, folder: Path, vendor: str) -> Any:
         backend=given["engine_config"].strategy,
         **given,
     )
-    engine.initialize()
+    with Changes() as changes:
+        if keeps:
+            keep_forwards(given["model_config"].hf_config.model_type, changes)
+        engine.initialize()
     return engine
 
 
@@ -325,10 +347,12 @@ def gradients(engine: Any) -> dict[str, Tensor]:
     return found
 
 
-def first_step(case: Case, folder: Path, vendor: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def first_step(
+    case: Case, folder: Path, vendor: str, rows: list[dict[str, Any]], *, keeps: bool = False
+) -> dict[str, Any]:
     """Gradients, losses and metrics of the first mini-batch; each data rank has its own
     rows."""
-    engine = make_engine(case, folder, vendor)
+    engine = make_engine(case, folder, vendor, keeps=keeps)
     mine = rows[engine.get_data_parallel_rank()]
     total = sum(len(one["prompts"]) for one in rows)
     with engine.train_mode():
@@ -349,13 +373,15 @@ def first_step(case: Case, folder: Path, vendor: str, rows: list[dict[str, Any]]
     }
 
 
-def both(case: Case, folder: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def both(
+    case: Case, folder: Path, rows: list[dict[str, Any]], keeps: bool = False
+) -> dict[str, Any]:
     """The first step of verl's own engine and of forkpoint's, in one process of each rank.
 
     forkpoint's comes first: verl's own engine replaces forwards of models with images.
     """
     shared = first_step(case, folder, SHARED, rows)
-    stock = first_step(case, folder, STOCK, rows)
+    stock = first_step(case, folder, STOCK, rows, keeps=keeps)
     error = difference(shared.pop("gradients"), stock.pop("gradients"))
     return {"error": error, "stock": stock, "shared": shared}
 

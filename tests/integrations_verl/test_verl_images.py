@@ -9,7 +9,17 @@ import pytest
 pytest.importorskip("verl", reason="verl is not installed here: make test-verl")
 
 import torch
-from harness import VOCABULARY, Case, both, padded_rows, rows_of, save_multimodal
+from harness import (
+    SHARED,
+    STOCK,
+    VOCABULARY,
+    Case,
+    both,
+    first_step,
+    padded_rows,
+    rows_of,
+    save_multimodal,
+)
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
@@ -28,11 +38,13 @@ CASES = [
     pytest.param("qwen2_5_vl", "image", marks=pytest.mark.slow),
     pytest.param("qwen3_5", "image", marks=pytest.mark.slow),
     ("internvl", "image"),
+    pytest.param("llava", "image", marks=pytest.mark.slow),
     pytest.param("mistral3", "image", marks=pytest.mark.slow),
     pytest.param("smolvlm", "image", marks=pytest.mark.slow),
 ]
 OTHERS: dict[str, tuple[tuple[int, ...], dict[str, Tensor]]] = {
     "internvl": ((1, 3, 16, 16), {}),
+    "llava": ((1, 3, 8, 8), {}),
     "mistral3": ((1, 3, 8, 8), {"image_sizes": torch.tensor([[8, 8]])}),
     "smolvlm": ((1, 1, 3, 16, 16), {"pixel_attention_mask": torch.ones(1, 1, 16, 16).bool()}),
 }
@@ -81,7 +93,7 @@ def image_rows(
 def test_the_first_gradients_are_those_of_stock(
     family: str, kind: MediaKind, tmp_path: Path
 ) -> None:
-    save_multimodal(family, tmp_path)
+    save_multimodal(family, tmp_path, tied=family == "llava")
     case, most = Case(), 5 * MOST if family == "qwen3_5" else MOST  # recurrences round more
     (found,) = run_ranks(1, both, case, tmp_path, [image_rows(family, case, kind=kind)])
     assert found["error"] <= most
@@ -91,6 +103,16 @@ def test_the_first_gradients_are_those_of_stock(
     apart_rows = image_rows(family, case, kind=kind, alike=False)
     (apart,) = run_ranks(1, both, case, tmp_path, [apart_rows])
     assert apart["error"] <= most and apart["shared"]["tokens"][0] > computed
+
+
+@pytest.mark.slow
+def test_images_that_verl_cannot_encode(tmp_path: Path) -> None:
+    """verl shards embeddings within those of LLaVA's encoder, unless the head is tied."""
+    save_multimodal("llava", tmp_path)
+    case = Case()
+    for vendor in (STOCK, SHARED):
+        with pytest.raises(RankFailed, match=r"embedding\.default got mixed"):
+            run_ranks(1, first_step, case, tmp_path, vendor, [image_rows("llava", case)])
 
 
 def test_two_ranks_with_images_and_text(tmp_path: Path) -> None:

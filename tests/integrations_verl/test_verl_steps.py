@@ -30,12 +30,21 @@ from verl.utils.ulysses import get_ulysses_sequence_parallel_world_size
 from verl.workers.utils.padding import no_padding_2_padding
 
 from forkpoint.errors import UnsupportedError
+from forkpoint.hosts.transformers.families import MULTIMODAL
 from forkpoint.hosts.transformers.stock import TransformersStock
 from parallel.processes import RankFailed, run_ranks
 
 MOST = 2e-6
 """Of gradients in float32, relative to their norm."""
-TEXTS = ("gemma3", "llama4", "mistral3", "internvl")
+ROUNDS_MORE = ("qwen3_5", "qwen3_5_moe", "gemma4")
+"""Families whose recurrences or norms multiply rounding."""
+FAIL_IN_VERL = {
+    "qwen2_vl": "'BaseModelOutputWithPooling' object has no attribute 'mean'",
+    "qwen2_5_vl": "'BaseModelOutputWithPooling' object has no attribute 'mean'",
+    "glm4v": r"grid_sampler_2d\.default got mixed",
+}
+"""Families of which verl's own engine fails on rows of text: it runs the encoder on an image of
+zeros. With the forwards of transformers the same engine works."""
 
 
 def split(rows: dict[str, Any], *sizes: int) -> list[dict[str, Any]]:
@@ -343,18 +352,29 @@ def beside_verls(case: Case, folder: Path, rows: list[dict[str, Any]]) -> float:
     [
         ("qwen3_vl", None),
         ("qwen3_vl", 4),
-        *(pytest.param(family, None, marks=pytest.mark.slow) for family in TEXTS),
+        *(
+            pytest.param(
+                family, 4 if family.startswith(("qwen", "glm")) else None, marks=pytest.mark.slow
+            )
+            for family in MULTIMODAL
+            if family != "qwen3_vl"
+        ),
     ],
 )
 def test_text_of_a_multimodal_model(family: str, axes: int | None, tmp_path: Path) -> None:
-    """As verl loads it; positions have axes where a processor of images made them."""
+    """As verl loads it. Positions have axes, also of text, if verl takes them from the model's
+    `get_rope_index`, as for Qwen and GLM."""
     save_multimodal(family, tmp_path)
     case = Case()
     rows = padded_rows(case)
     if axes:
         rows["position_ids"] = rows["position_ids"][:, None].expand(-1, axes, -1).contiguous()
-    (found,) = run_ranks(1, both, case, tmp_path, [rows])
-    assert found["error"] <= MOST
+    if family in FAIL_IN_VERL:
+        with pytest.raises(RankFailed, match=FAIL_IN_VERL[family]):
+            run_ranks(1, first_step, case, tmp_path, STOCK, [rows])
+    (found,) = run_ranks(1, both, case, tmp_path, [rows], family in FAIL_IN_VERL)
+    most = 5 * MOST if family in ROUNDS_MORE else MOST
+    assert found["error"] <= most, found["error"]
     same_metrics(found)
 
 
