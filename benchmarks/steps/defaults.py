@@ -23,7 +23,7 @@ from forkpoint.config import AUTO
 from forkpoint.errors import PlanError
 from forkpoint.losses import GRPO
 from forkpoint.plan import Plan
-from forkpoint.plan.planner import BOUNDARIES, SHARINGS
+from forkpoint.plan.builder import BOUNDARIES, SHARINGS
 from forkpoint.plan.pricing.calibration import FOLDER_VARIABLE
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.traces import load_rollouts

@@ -21,7 +21,6 @@ from forkpoint.step.plan import (
     check_batch,
     check_config,
     finite,
-    longest_prompt_of,
     plan_batch,
 )
 from forkpoint.step.request import LogprobsRequest, Rollouts, ScoreRequest, TrainRequest
@@ -79,27 +78,6 @@ class Policy:
             check_batch(self.host, batch)
             work = router_work(self.host, batch, router, router_counts)
             return plan_batch(self, batch, loss, work.demand() if work else None)
-
-    def longest_prompt(self, batch: Rollouts, loss: Loss | LossFunction | None = None) -> int:
-        """Predict the longest prompt of one group for which a plan fits the memory.
-
-        The group has responses as long as those of the first group of the batch. The limits are
-        `memory_budget_bytes` and Config(host_memory=...). Multiples of 1,024 tokens up to 2,097,152
-        are tried, without running the model. This takes minutes for long prompts.
-
-        Args:
-            batch: rollouts of a usual step.
-            loss: as in `plan`.
-
-        Returns:
-            Number of tokens of the prompt; 0 if no plan fits.
-
-        Raises:
-            ConfigError: there is no memory budget.
-            RolloutError: the batch has no rollouts, or is no list of rollouts.
-            UnsupportedError: the policy is of a stage of a pipeline.
-        """
-        return longest_prompt_of(self, as_batch(batch), loss)
 
     @property
     def memory_budget_bytes(self) -> int | None:

@@ -260,7 +260,7 @@ def test_a_device_is_planned_for(shell: Shell, rollouts: Path) -> None:
 
 def test_the_longest_prompt_is_said(shell: Shell, rollouts: Path) -> None:
     """With memory of the host it is longer, and a limit of that memory counts."""
-    plan = ("plan", rollouts, "--model", "llama3-8b", "--device-memory", "70GiB", "--longest")
+    plan = ("plan", rollouts, "--model", "llama3-8b", "--device-memory", "70GiB")
     plan = (*plan, "--boundary", "across", "--sharing", "group", "--max-microbatch-tokens", 16_384)
     plan = (*plan, "--checkpointing", "full", "--activations", "recompute")
     found = {}
@@ -268,11 +268,14 @@ def test_the_longest_prompt_is_said(shell: Shell, rollouts: Path) -> None:
         done = shell(*plan, "--prefix-cache", place)
         assert done.code == 0, done.err
         found[place] = done.result["longest_prompt_tokens"]
-        assert f"longest       {found[place]:,} tokens of prompt fit, with " in done.out
+        assert f"longest       {found[place]:,} prompt tokens fit with " in done.out
     assert found["host"] > 1.5 * found["device"] > 0
     done = shell(*plan, "--prefix-cache", "host", "--host-memory", "1GiB")
     assert 0 < done.result["longest_prompt_tokens"] < found["host"]
-    assert shell("plan", rollouts, "--longest").code == 2
+    too_little = shell("plan", rollouts, "--model", "llama3-8b", "--device-memory", "60GiB")
+    assert too_little.result["longest_prompt_tokens"] is None, "weights alone do not fit"
+    limited = shell("plan", rollouts, "--model", "qwen3-0.6b", "--memory-budget", "1GiB")
+    assert limited.result["longest_prompt_tokens"] > found["device"], "of a smaller model"
 
 
 def test_the_dtype_is_that_of_the_configuration(
@@ -407,6 +410,7 @@ def test_plan_on_stages(shell: Shell, rollouts: Path, config: Path) -> None:
     found = done.result["pipeline"]
     assert 0 < found["bubble"] < 1 and found["step_over_share"] > 1
     assert [stage["layers"] for stage in found["stages"]] == [1, 1]
+    assert done.result["longest_prompt_tokens"] is None, "not predicted for stages"
     assert done.result["device_memory"]["peak_bytes"] == max(
         stage["peak_bytes"] for stage in found["stages"]
     )

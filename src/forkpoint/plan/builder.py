@@ -1,7 +1,7 @@
 """Plans of one combination of sharing and boundary, with microbatches that fit the limits."""
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -39,6 +39,8 @@ from forkpoint.tree import Microbatch
 from forkpoint.tree.forest import Forest, IntArray, SortedRollouts, build_forest
 from forkpoint.units import exactly
 
+SHARINGS = ("none", "group", "tree")
+BOUNDARIES = ("within", "mixed", "across")
 DEFAULT_MICROBATCH_TOKENS = 16_384
 # Where a budget limits memory, microbatches as long as it allows, up to this: each microbatch costs
 # reading and writing all gradients, and a group that is in one microbatch costs no boundary.
@@ -214,7 +216,7 @@ class Builder:
         config = self.config
         given = config.max_microbatch_tokens
         tokens = given or max(DEFAULT_MICROBATCH_TOKENS, self.longest)
-        policies = self._policies()
+        policies = policies_to_try(config, self.shape, self.capabilities)
         if self.budget is None:
             return self._priced_ways(sharing, boundary, tokens, policies[0], moves=False)[0]
         # As long as memory allows: what the host does for a microbatch, and adding to all
@@ -222,10 +224,7 @@ class Builder:
         if not given:
             every = int(self._order(sharing).new_edges.sum())
             tokens = max(tokens, min(LARGEST_MICROBATCH_TOKENS, every))
-        # A microbatch that holds whole paths is no shorter than the longest of them.
-        least = max(LEAST_MICROBATCH_TOKENS, self.longest // MOST_MICROBATCHES)
-        if boundary == "within":
-            least = self.longest
+        least = least_microbatch_tokens(self.longest, boundary)
         filling = max(least, min(tokens, FILLING_TOKENS))
         found: list[Plan] = []
         tried: list[Plan] = []
@@ -263,15 +262,6 @@ class Builder:
             peak,
         )
 
-    def _policies(self) -> tuple[str, ...]:
-        """The policies of checkpointing to try, the one that repeats least first."""
-        if self.config.checkpointing != AUTO:
-            return (self.config.checkpointing,)
-        if self.shape is not None and self.shape.checkpointed:
-            return ("none",)
-        able = self.capabilities.checkpoints
-        return tuple(policy for policy in ("none", "selective", "full") if policy in able)
-
     def _may_move(self, tried: Sequence[Plan], found: Sequence[Plan]) -> bool:
         """Whether plans with prefix caches in the host's memory are looked at.
 
@@ -291,7 +281,7 @@ class Builder:
         # Ranks of context parallelism deal leaves out only with caches on the device.
         if self.shape is not None and self.shape.context > 1:
             return False
-        first = self._policies()[0]
+        first = policies_to_try(self.config, self.shape, self.capabilities)[0]
         return not any(
             _keeps_all(plan) and _fills(plan) and plan.microbatches[0].checkpointing == first
             for plan in found
@@ -302,15 +292,9 @@ class Builder:
 
         `moves`: whether layers may be moved to the host's memory if it is left to the planner.
         """
-        always = self.config.prefix_cache == "host"
-        if self.shape is None or not plan.cache_tokens or not (always or moves):
+        if self.shape is None or not (moves or self.config.prefix_cache == "host"):
             return plan
-        limit = self.config.host_memory_bytes if self.config.offload_folder is None else None
-        most = most_host_layers(plan.cache_tokens, self.shape, limit)
-        if always:
-            return replace(plan, host_layers=most)
-        assert self.budget is not None
-        return move_cache(plan, meter, self.shape, self.budget, most)
+        return with_host_layers(plan, meter, self.config, self.budget)
 
     def _ways(
         self,
@@ -373,7 +357,7 @@ class Builder:
         packing = self._packing(sharing, boundary, tokens)
         meter, asked = packing.meter, (policy, moves)
         if asked not in packing.ways:
-            first = self._with_cache(_checkpointed(packing.plan, policy), meter, moves=moves)
+            first = self._with_cache(checkpointed(packing.plan, policy), meter, moves=moves)
             first = self._priced(first, meter)
             packing.ways[asked] = [first, *self._fitted(first, meter)]
         first, *ways = (
@@ -515,11 +499,14 @@ class Builder:
     def _packed(
         self, sharing: str, boundary: str, tokens: int
     ) -> tuple[Forest, Sequence[Microbatch]]:
-        if boundary == "within":
-            return microbatches_of_whole_paths(self._order(sharing), len(self.batch), tokens)
-        if boundary == "mixed":
-            return microbatches_mixed(self._forest(sharing), tokens, self.prompts or ())
-        return microbatches_across(self._forest(sharing), tokens)
+        return pack(
+            boundary,
+            self._order(sharing),
+            lambda: self._forest(sharing),
+            len(self.batch),
+            tokens,
+            self.prompts or (),
+        )
 
     def _plan_of(
         self,
@@ -533,15 +520,8 @@ class Builder:
         config = self.config
         entries_S = self._entries_of_segments(forest)
         asked = "keep" if config.activations == "auto" else config.activations
-        microbatches = [
-            replace(
-                microbatch,
-                keeps_logits=config.head_logits == "keep" and not microbatch.children,
-                activations=asked if microbatch.children else "keep",
-                num_loss_entries=int(entries_S[list(microbatch.segments)].sum()),
-            )
-            for microbatch in packed
-        ]
+        keeps_logits = config.head_logits == "keep"
+        microbatches = with_storage(packed, entries_S, asked, keeps_logits=keeps_logits)
         num_loss_entries = int(entries_S.sum())
         received = [s for m in microbatches if m.shared_prompt == "received" for s in m.segments]
         plan = Plan(
@@ -573,7 +553,82 @@ class Builder:
         return plan.with_program(scores=counts_first or scores)
 
 
-def _checkpointed(plan: Plan, policy: str) -> Plan:
+# What a plan may be
+# ------------------------------------------------------------
+
+
+def policies_to_try(
+    config: Config, shape: ModelShape | None, capabilities: Capabilities
+) -> tuple[str, ...]:
+    """The policies of checkpointing to try, the one that repeats least first."""
+    if config.checkpointing != AUTO:
+        return (config.checkpointing,)
+    if shape is not None and shape.checkpointed:
+        return ("none",)
+    able = capabilities.checkpoints
+    return tuple(policy for policy in ("none", "selective", "full") if policy in able)
+
+
+def least_microbatch_tokens(longest: int, boundary: str) -> int:
+    """The shortest limit of microbatches that is tried; `longest`: edges of the longest rollout."""
+    if boundary == "within":
+        # A microbatch that holds whole paths is no shorter than the longest of them.
+        return longest
+    return max(LEAST_MICROBATCH_TOKENS, longest // MOST_MICROBATCHES)
+
+
+def with_host_layers(plan: Plan, meter: Meter, config: Config, budget: int | None) -> Plan:
+    """The plan with prefix caches in the host's memory or in files: of as many layers as there is
+    place for, or as few as it takes to fit the budget if the configuration leaves that open."""
+    assert plan.shape is not None
+    if not plan.cache_tokens:
+        return plan
+    limit = config.host_memory_bytes if config.offload_folder is None else None
+    most = most_host_layers(plan.cache_tokens, plan.shape, limit)
+    if config.prefix_cache == "host":
+        return replace(plan, host_layers=most)
+    assert budget is not None
+    return move_cache(plan, meter, plan.shape, budget, most)
+
+
+def pack(
+    boundary: str,
+    order: SortedRollouts,
+    forest: Callable[[], Forest],
+    rollouts: int,
+    tokens: int,
+    prompts: Sequence[PlannedPrompt] = (),
+) -> tuple[Forest, Sequence[Microbatch]]:
+    """Microbatches of at most so many tokens.
+
+    Args:
+        forest: makes the forest of the order, which whole paths do not need.
+        rollouts: how many the batch has.
+    """
+    if boundary == "within":
+        return microbatches_of_whole_paths(order, rollouts, tokens)
+    if boundary == "mixed":
+        return microbatches_mixed(forest(), tokens, prompts)
+    return microbatches_across(forest(), tokens)
+
+
+def with_storage(
+    packed: Sequence[Microbatch], entries_S: IntArray, activations: str, *, keeps_logits: bool
+) -> list[Microbatch]:
+    """Microbatches with the number of their entries; those that others read with `activations`, and
+    the others with their logits if these are kept."""
+    return [
+        replace(
+            microbatch,
+            keeps_logits=keeps_logits and not microbatch.children,
+            activations=activations if microbatch.children else "keep",
+            num_loss_entries=int(entries_S[list(microbatch.segments)].sum()),
+        )
+        for microbatch in packed
+    ]
+
+
+def checkpointed(plan: Plan, policy: str) -> Plan:
     """The plan with this policy of checkpointing, in the same order and cache."""
     microbatches = (replace(microbatch, checkpointing=policy) for microbatch in plan.microbatches)
     return plan if policy == "none" else replace(plan, microbatches=tuple(microbatches))

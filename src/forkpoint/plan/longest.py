@@ -1,39 +1,140 @@
-"""The longest prompt that fits a device. Imports no torch."""
+"""The longest prompt of one group that fits a memory budget. Imports no torch.
+
+The planner finds a plan within a budget if one fits that needs the least memory: microbatches as
+short as the planner makes them, no activations kept that can be computed again, and prefix caches
+in the host's memory. So one such plan for each sharing and boundary, without prices, answers for a
+length. It takes the lengths of the rollouts, and no tokens.
+"""
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 
+from forkpoint.config import AUTO, Config
 from forkpoint.errors import PlanError
-from forkpoint.plan.plan import Plan
-from forkpoint.rollouts.batch import Rollout, RolloutBatch
+from forkpoint.plan.builder import (
+    BOUNDARIES,
+    checkpointed,
+    least_microbatch_tokens,
+    pack,
+    policies_to_try,
+    with_host_layers,
+    with_storage,
+)
+from forkpoint.plan.capabilities import Capabilities
+from forkpoint.plan.plan import LongestPrompt, Plan
+from forkpoint.plan.predict import peak_bytes
+from forkpoint.plan.pricing.calibration import Calibration
+from forkpoint.plan.pricing.cost import ModelShape, Work
+from forkpoint.plan.pricing.meters import meter_of
+from forkpoint.plan.program import Program
+from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.tree.forest import SortedRollouts, build_forest
 
 STEP_TOKENS = 1024
 MOST_TOKENS = 1 << 21
 """Lengths that are tried: multiples of the one, up to the other."""
 
 
-def longest_prompt(
-    make: Callable[[RolloutBatch], Plan],
-    responses: Sequence[int],
-    vocab: int,
-    fits: Callable[[Plan], bool] = lambda plan: plan.fits,
-) -> int:
-    """The longest prompt for which a plan fits, with one response of each of these lengths; 0 if
-    none does.
+@dataclass(frozen=True, kw_only=True)
+class LongestSearch:
+    """Search for the longest prompt of one group for which the planner finds a plan."""
 
-    `make`: makes the plan of a batch.
-    """
+    responses: tuple[int, ...]
+    """Lengths of the group's responses; they share nothing."""
+    shape: ModelShape
+    config: Config
+    capabilities: Capabilities
+    calibration: Calibration | None
+    """Its bytes count instead of counted ones."""
+    budget_bytes: int
+    """For activations and prefix cache."""
 
-    def found(prompt: int) -> bool:
-        try:
-            plan = make(one_group(prompt, responses, vocab))
-        except PlanError:
-            return False
-        return fits(plan)
+    def __call__(self) -> LongestPrompt:
+        tokens = longest(lambda prompt: self.plan(prompt) is not None)
+        plan = self.plan(tokens) if tokens else None
+        host_bytes = 0 if plan is None else plan.host_cache_bytes
+        return LongestPrompt(tokens, self.responses, host_bytes, MOST_TOKENS)
 
-    return longest(found)
+    def plan(self, prompt: int) -> Plan | None:
+        """A plan that fits with a prompt of so many tokens, without prices; None if none does."""
+        config, limit = self.config, self.config.max_microbatch_tokens
+        # An edge reads a token; the one that reads the prompt's last belongs to a response.
+        rollout = prompt - 1 + max(self.responses)
+        sharings = ("tree", "none") if config.sharing == AUTO else (config.sharing,)
+        boundaries = BOUNDARIES if config.boundary == AUTO else (config.boundary,)
+        for sharing, boundary in product(sharings, boundaries):
+            # Shorter ones than the least, if asked for, need little less, and would be thousands.
+            # A whole rollout at a time needs less where checkpoints are smaller than the cache.
+            least = least_microbatch_tokens(rollout, boundary)
+            whole = rollout if limit is None else min(limit, rollout)
+            for tokens in {whole} if boundary == "within" else {least, max(least, whole)}:
+                try:
+                    plan = self._least_memory(prompt - 1, sharing, boundary, tokens)
+                except PlanError:
+                    continue  # a rollout is longer than what holds it
+                if plan.fits:
+                    return plan
+        return None
+
+    def _least_memory(self, shared: int, sharing: str, boundary: str, tokens: int) -> Plan:
+        """The plan of microbatches of at most so many tokens that needs the least memory.
+
+        `shared`: edges of the prompt.
+        """
+        config, shape = self.config, self.shape
+        responses = np.asarray(self.responses)
+        if boundary != "within":
+            # Of those that are cut one is open at a time, so the longest counts.
+            cut = responses + (shared if sharing == "none" else 0) > tokens
+            responses = np.append(responses[~cut], responses[cut].max(initial=0))
+            responses = responses[responses > 0]
+        count = len(responses)
+        order = SortedRollouts(
+            rollouts=np.arange(count),
+            edges=shared + responses,
+            shared_edges=np.where(np.arange(count) > 0, shared, 0),
+        )
+        if sharing == "none":
+            order = order.cut(np.ones(count, bool))
+        forest, packed = pack(boundary, order, lambda: build_forest(order, count), count, tokens)
+        end = forest.start + forest.length
+        trained_S = np.maximum(0, end - np.maximum(forest.start, shared))
+        microbatches = with_storage(
+            packed,
+            trained_S,
+            "recompute" if config.activations == AUTO else config.activations,
+            keeps_logits=config.head_logits == "keep",
+        )
+        work = Work(tokens=0, pairs={}, num_loss_entries=0)  # of prices, which are not asked for
+        plan = Plan(
+            sharing=sharing,
+            boundary=boundary,
+            max_microbatch_tokens=tokens,
+            forest=forest,
+            microbatches=tuple(microbatches),
+            program=Program(),
+            cache_tokens=0,
+            cache_states=0,
+            rollouts=count,
+            logical_tokens=int(order.edges.sum()) + count,
+            unique_tokens=int(order.new_edges.sum()) + 1,
+            num_loss_entries=int(trained_S.sum()),
+            dense=work,
+            shared=work,
+            fingerprint="",
+            capabilities=self.capabilities,
+            memory_budget_bytes=self.budget_bytes,
+            shape=shape,
+        ).with_program(scores=False)
+        plan = checkpointed(plan, policies_to_try(config, shape, self.capabilities)[-1])
+        meter = meter_of(plan, self.calibration)
+        if config.prefix_cache != "device":
+            plan = with_host_layers(plan, meter, config, self.budget_bytes)
+        return replace(plan, predicted_peak_bytes=peak_bytes(plan, meter, shape))
 
 
 def longest(
@@ -41,7 +142,7 @@ def longest(
 ) -> int:
     """The largest multiple of `step` up to `most` for which `fits` is true; 0 if none is.
 
-    `fits` is true up to some length and false beyond. Long lengths are tried last.
+    `fits` is true up to some length and false beyond.
     """
     end = 1
     while end * step <= most and fits(end * step):
@@ -51,28 +152,14 @@ def longest(
     return step * (begin - 1 + bisect_left(between, True, key=lambda n: not fits(n * step)))
 
 
-def one_group(prompt: int, responses: Sequence[int], vocab: int) -> RolloutBatch:
-    """A prompt of so many tokens with responses of these lengths, which share nothing."""
-    shared = np.arange(prompt) % vocab
-    return RolloutBatch(
-        Rollout(
-            # First tokens differ.
-            np.concatenate([shared, (number + np.arange(length)) % vocab]),
-            np.repeat([0, 1], [prompt, length]),
-            1.0,
-            group_id="longest",
-        )
-        for number, length in enumerate(responses)
-    )
-
-
-def responses_of(batch: RolloutBatch) -> list[int]:
-    """Lengths of the responses of a batch's first group: from its first trained token on."""
-    members = np.flatnonzero(batch.group_index == batch.group_index[0]).tolist()
-    found = []
-    for member in members:
-        begin, end = int(batch.offsets[member]), int(batch.offsets[member + 1])
-        trained = np.flatnonzero(batch.loss_mask[begin:end])
-        if len(trained):
-            found.append(end - begin - int(trained[0]))
-    return found
+def responses_of(batch: RolloutBatch) -> tuple[int, ...]:
+    """Lengths of the responses in the group of the longest rollout: from its first trained token
+    on. Rollouts without any are left out."""
+    if not len(batch):
+        return ()
+    group = batch.group_index[int(batch.lengths.argmax())]
+    members = np.flatnonzero(batch.group_index == group)
+    trained = np.flatnonzero(batch.loss_mask)
+    ends = batch.offsets[members + 1]
+    first = np.append(trained, ends.max())[np.searchsorted(trained, batch.offsets[members])]
+    return tuple((ends - first)[first < ends].tolist())

@@ -2,7 +2,7 @@
 
 import hashlib
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, Self
@@ -59,6 +59,28 @@ class Candidate:
     """Predicted cost of the step, in the plan's cost_unit."""
     refused: str | None = None
     """Reason why the plan is impossible, or was not chosen although it seems faster."""
+
+
+@dataclass(frozen=True)
+class LongestPrompt:
+    """Longest prompt of one group for which a plan fits the memory."""
+
+    tokens: int
+    """Number of tokens of the prompt; 0 if no plan fits."""
+    responses: tuple[int, ...]
+    """Lengths of the responses of the group."""
+    host_bytes: int
+    """Bytes of host memory or files for prefix caches."""
+    most: int
+    """Largest number of tokens that was tried."""
+
+    def __str__(self) -> str:
+        """Such as "8,192 prompt tokens fit with 8 responses of 1 to 2,048"."""
+        each = " to ".join(f"{n:,}" for n in sorted({min(self.responses), max(self.responses)}))
+        count = f"{len(self.responses):,} response{'s' * (len(self.responses) > 1)}"
+        least = "at least " * (self.tokens == self.most)
+        host = f"; {format_bytes(self.host_bytes)} of host memory" * (self.host_bytes > 0)
+        return f"{least}{self.tokens:,} prompt tokens fit with {count} of {each}{host}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,12 +170,26 @@ class Plan:
     reason; "" without such ranks."""
     pipeline: StageSchedule | None = None
     """Orders and predictions of all stages of a pipeline; None without stages."""
+    find_longest: Callable[[], LongestPrompt] | None = None
+    """Search of `longest_prompt`."""
 
     @property
     def fits(self) -> bool:
         """Whether the predicted peak is within the budget; True without a budget."""
         budget, peak = self.memory_budget_bytes, self.predicted_peak_bytes
         return budget is None or peak is None or peak <= budget
+
+    @cached_property
+    def longest_prompt(self) -> LongestPrompt | None:
+        """Longest prompt of one group for which a plan fits `memory_budget_bytes`.
+
+        The group has responses as long as those in the group of the batch's longest rollout, and no
+        images. Multiples of 1,024 tokens up to 2,097,152 are tried, at the first access. None
+        without a limit, and for stages of a pipeline.
+        """
+        if self.find_longest is None or self.pipeline is not None:
+            return None
+        return self.find_longest()
 
     @property
     def computed_tokens(self) -> int:
@@ -532,6 +568,8 @@ def _explained(plan: Plan, width: int) -> str:
     if plan.dealing:
         title.append(f"\n{plan.dealing}")
     console.print(Group(title, _summary(plan), _candidates(plan), _microbatches(plan), _tree(plan)))
+    if plan.longest_prompt is not None:
+        console.print(f"within the budget, {plan.longest_prompt}")
     output = console.file
     assert isinstance(output, io.StringIO)
     return "\n".join(line.rstrip() for line in output.getvalue().splitlines())

@@ -9,13 +9,16 @@ from pathlib import Path
 from forkpoint.config import AUTO, Config
 from forkpoint.errors import PlanError
 from forkpoint.plan.builder import (
+    BOUNDARIES,
     KEEPING_IS_WORTH,
+    SHARINGS,
     BudgetError,
     Builder,
     cost_with_preference,
     least_memory,
 )
 from forkpoint.plan.capabilities import Capabilities
+from forkpoint.plan.longest import LongestSearch, responses_of
 from forkpoint.plan.plan import Candidate, Plan
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.pricing.cost import ModelShape
@@ -25,9 +28,6 @@ from forkpoint.plan.shared_prompts import PlannedPrompt
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.tree.forest import IntArray
 from forkpoint.units import format_bytes
-
-SHARINGS = ("none", "group", "tree")
-BOUNDARIES = ("within", "mixed", "across")
 
 
 def make_plan(
@@ -111,7 +111,27 @@ def make_plan(
     candidates = [
         replace(c, refused=c.refused or _passed_over(c.cost, plan.cost)) for c in candidates
     ]
-    return replace(plan, candidates=tuple(candidates), reason=_reason(plan, dense, config))
+    return replace(
+        plan,
+        candidates=tuple(candidates),
+        reason=_reason(plan, dense, config),
+        find_longest=_longest_search(builder),
+    )
+
+
+def _longest_search(builder: Builder) -> LongestSearch | None:
+    """The search for the longest prompt; None without a limit, and if nothing is trained."""
+    responses = responses_of(builder.batch)
+    if builder.shape is None or builder.budget is None or not responses:
+        return None
+    return LongestSearch(
+        responses=responses,
+        shape=builder.shape,
+        config=builder.config,
+        capabilities=builder.capabilities,
+        calibration=builder.calibration,
+        budget_bytes=builder.budget,
+    )
 
 
 def _built(

@@ -14,7 +14,6 @@ from forkpoint.losses.views import check_range
 from forkpoint.losses.zeros import zero_rollouts
 from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.capabilities import Capabilities
-from forkpoint.plan.longest import longest_prompt, responses_of
 from forkpoint.plan.parting import LITTLE, MOVE, where_prompts_part
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.routing import RouterDemand
@@ -215,29 +214,6 @@ def plan_within(
         routers=routers,
         prompts=prompts,
         runs=_edges_to_run(policy, batch, loss, routers),
-    )
-
-
-def longest_prompt_of(
-    policy: StepPolicy, batch: RolloutBatch, loss: Loss | LossFunction | None
-) -> int:
-    """The longest prompt for which a plan fits, with responses like those of the first group."""
-    host = policy.host
-    check_batch(host, batch)
-    if host.links.stages:
-        raise UnsupportedError(
-            "the policy is of a stage of a pipeline, for which the longest prompt is not predicted."
-        )
-    budget_bytes = policy.model_state.budgets.of(host, policy.config)
-    if budget_bytes is None:
-        raise ConfigError(
-            f"memory_budget is {policy.config.memory_budget!r}, and there is no limit on this "
-            "device; the longest prompt needs one. Set memory_budget, for example to '70GiB'."
-        )
-    return longest_prompt(
-        lambda group: plan_within(policy, group, loss, budget_bytes, None),
-        responses_of(batch),
-        host.shape.vocab,
     )
 
 

@@ -26,7 +26,6 @@ from forkpoint.apps.cli.plan_text import (
     answers,
     cost_answers,
     further,
-    longest_answer,
     memory_answers,
     mode_table,
     modes,
@@ -45,8 +44,8 @@ from forkpoint.plan import Plan as MadePlan
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.device_memory import DeviceMemory
 from forkpoint.plan.lanes import lanes_of
-from forkpoint.plan.longest import longest_prompt, responses_of
 from forkpoint.plan.parting import LITTLE, Partings
+from forkpoint.plan.plan import LongestPrompt
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.pricing.encoders import EncoderShape
 from forkpoint.plan.pricing.totals import EncoderTotals
@@ -104,8 +103,6 @@ class Plan:
         ranks: Show the step on N data-parallel ranks, with rollouts placed by forkpoint, by token
             counts and in the order of the file. The ranks run in lockstep, as with sharded weights.
             Memory is that of one rank.
-        longest: Show the longest prompt that fits device_memory, and host_memory, with responses as
-            long as those of the first group.
         stages: Show the step on N stages of a pipeline: time, bubble, and memory of each.
         lanes: Write the times of each stage in the first batch, for forkpoint report.
         frozen_encoder: Plan for an encoder of images and video that is not trained.
@@ -119,7 +116,6 @@ class Plan:
     batch_rollouts: BatchRollouts = None
     details: Flag = False
     ranks: RankCount = None
-    longest: Flag = False
     stages: StageCount = None
     lanes: LanesFile = None
     frozen_encoder: Flag = False
@@ -141,8 +137,7 @@ class Plan:
             pipeline = Pipeline.of(shape, self.stages)
             device = None if device is None else pipeline.device(device)
         source = self.reading.open(self.file, self.limit, pixels=False)
-        totals, first, responses = Totals(), None, list[int]()
-        partings = Partings()
+        totals, first, partings = Totals(), None, Partings()
         with out.waiting("planning"):
             planner = _Planner(self, source, model, shape, device, pipeline)
             ranks = None
@@ -160,13 +155,12 @@ class Plan:
                     raise type(error)(f"{self.file}, batch {totals.batches}: {error}") from None
                 totals.add(batch, plan, planner.unlimited(batch))
                 first = first or plan
-                responses = responses or responses_of(batch)
                 little = plan.computed_tokens >= LITTLE * plan.dense.tokens
                 partings.add(batch, little=little)
                 if ranks is not None:
                     ranks.add(batch, plan, planner.make)
-            prompt = planner.longest_prompt(responses) if self.longest and responses else None
-        assert first is not None, "an empty file has been refused"
+            assert first is not None, "an empty file has been refused"
+            longest = planner.longest_prompt(first)
         if self.lanes is not None:
             lanes_of(first).save(self.lanes)
         show_source(source, out)
@@ -175,7 +169,7 @@ class Plan:
         shown = answers(first, totals, partings)
         shown |= memory_answers(peak, of_rank.checkpointing, device)
         shown |= cost_answers(totals, self.config)
-        shown |= {} if prompt is None else {"longest": longest_answer(prompt, responses)}
+        shown |= {} if longest is None else {"longest": str(longest)}
         shown |= plan_answers(first, totals)
         shown["next"] = further(totals, partings, self.file, self.model, device, peak)
         shown |= smaller_answers(device, peak)
@@ -189,7 +183,7 @@ class Plan:
         out.result(
             self._result(first, totals)
             | {"device_memory": device and _device_facts(device, peak or 0)}
-            | {"longest_prompt_tokens": prompt}
+            | {"longest_prompt_tokens": longest and longest.tokens}
             | {"prompts_part": partings.needless and asdict(partings.needless)}
             | {"groups_part": [asdict(one) for one in partings.of_first or ()]}
             | {"ranks": ranks and ranks.facts()}
@@ -203,11 +197,6 @@ class Plan:
             check_ranks(self.ranks)
         each = self.config.optimizer_bytes_per_parameter
         device = self.device.memory(model, shape, each, self.ranks)
-        if self.longest and (device is None or self.stages is not None):
-            raise ConfigError(
-                f"--longest is set, device_memory is {self.device.device_memory} and stages is "
-                f"{self.stages}; it needs --model and --device-memory, and no --stages."
-            )
         if self.lanes is not None and self.stages is None:
             raise ConfigError(
                 f"lanes is {self.lanes}, and stages is not set. Add the stages, as in --stages 4."
@@ -314,16 +303,12 @@ class _Planner:
         runs = self._edges_to_run(batch)
         return self._make(batch, self.config, self.budget_bytes, runs, prompts)
 
-    def longest_prompt(self, responses: list[int]) -> int:
-        """The longest prompt whose plan, with these responses, fits; 0 if none does."""
-        shape, device = self.shape, self.device
-        assert shape is not None and device is not None
-        return longest_prompt(
-            lambda batch: self._make(batch, self.config, self.budget_bytes, run_lengths(batch)),
-            responses,
-            shape.vocab,
-            lambda plan: device.fits(plan.predicted_peak_bytes or 0),
-        )
+    def longest_prompt(self, plan: MadePlan) -> LongestPrompt | None:
+        """The longest prompt that fits; None without a limit, and where other things do not fit."""
+        device = self.device
+        if device is not None and device.left_bytes < (plan.memory_budget_bytes or 0):
+            return None
+        return plan.longest_prompt
 
     def _make(
         self,

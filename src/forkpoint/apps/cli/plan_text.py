@@ -146,14 +146,6 @@ def cost_answers(totals: Totals, config: Config) -> dict[str, str]:
     return found
 
 
-def longest_answer(prompt: int, responses: list[int]) -> str:
-    """The longest prompt that fits, in words."""
-    spread = sorted({min(responses), max(responses)})
-    each = " to ".join(f"{length:,}" for length in spread)
-    below = f"{counted(len(responses), 'response')} of {each}"
-    return f"{prompt:,} tokens of prompt fit, with {below}"
-
-
 def plan_answers(plan: Plan, totals: Totals) -> dict[str, str]:
     """Answers about the choice of a plan by their names; arguments of `answers`."""
     found = {"plan": _plan(plan, totals)}
