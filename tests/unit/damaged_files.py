@@ -140,12 +140,6 @@ def raw(folder: Path, name: str, content: bytes) -> Path:
     return path
 
 
-def legacy(folder: Path, value: Any) -> Path:
-    path = folder / "x.pt"
-    torch.save(value, path, _use_new_zipfile_serialization=False)
-    return path
-
-
 FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
     "torch with a flipped token": (flip_token, ["x.pt is damaged", "checksum"]),
     "torch that runs code": (lambda f: write_torch(f / "x.pt", {"a": Bad(f / "ran")}),

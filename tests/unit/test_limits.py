@@ -117,12 +117,11 @@ def test_a_row_group_is_as_large_as_there_is_room_for(tmp_path: Path) -> None:
     assert len(load_rollouts(path)[0]) == 10**6
 
 
-@pytest.mark.parametrize("archive", [True, False])
-def test_torch_files_take_room(archive: bool, tmp_path: Path) -> None:
+def test_torch_files_take_room(tmp_path: Path) -> None:
     """Their objects, and a tensor that repeats its numbers: many rollouts in a small file."""
     path = tmp_path / "x.pt"
     samples = {"token_ids": [[1, 2]] * 10, "loss_mask": [[0, 1]] * 10, "advantage": [1.0] * 10}
-    torch.save(samples | {"x": list(range(9999))}, path, _use_new_zipfile_serialization=archive)
+    torch.save(samples | {"x": list(range(9999))}, path)
     with pytest.raises(RolloutError, match="the objects of the file takes"):
         load_rollouts(path, memory_limit="100kB")
     ids, mask = torch.ones(1, 2, dtype=torch.int64), torch.tensor([[0, 1]])

@@ -11,7 +11,6 @@ import torch
 from damaged_files import (
     FILES,
     flipped,
-    legacy,
     lines,
     parquet,
     safe,
@@ -75,7 +74,6 @@ def test_an_expanded_tensor_is_no_damage(tmp_path: Path) -> None:
 
 WRITERS: dict[str, Callable[[Path], Path]] = {
     "torch": torch_file,
-    "old torch": lambda f: legacy(f, tensors(VERL(truth()))),
     "safetensors": safe,
     "parquet": parquet,
     "gzip": lambda f: lines(f, ".gz"),

@@ -1,6 +1,6 @@
-"""Files that trainers' own code wrote: kept ones, and new ones where that code is installed.
+"""Files that trainers' own code wrote.
 
-The kept ones were written with verl 0.9.1, OpenRLHF 0.11.2 and prime-rl of 2026-08-21;
+They were written with verl 0.9.1, OpenRLHF 0.11.2 and prime-rl of 2026-08-21;
 make_verl_openrlhf.py and make_prime_rl.py in tests/fixtures say how little has to be installed.
 Those of TRL are in test_readers_trainers.py.
 """
@@ -9,11 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 import dumps
 import forkpoint
-from dumps import same, tensors, truth
+from dumps import same, truth
 from forkpoint import RolloutError, load_rollouts
 from forkpoint.rollouts.traces import open_rollouts
 
@@ -77,36 +76,3 @@ def test_lines_that_prime_rl_exports() -> None:
 def in_order(rollouts: list[forkpoint.Rollout]) -> list[forkpoint.Rollout]:
     """The rollouts by their tokens: prime-rl packs samples in an order of its own."""
     return sorted(rollouts, key=lambda rollout: rollout.token_ids.tolist())
-
-
-def test_what_verl_saves_of_a_batch(tmp_path: Path) -> None:
-    """DataProto.save_to_disk: left-padded prompts, shuffled rows, tool tokens out of the mask."""
-    verl = pytest.importorskip("verl", reason="verl is not installed", exc_type=ImportError)
-    rollouts = [truth()[n] for n in ORDER]
-    table = tensors(dumps.verl(rollouts))
-    own = {name: x for name, x in table.items() if isinstance(x, torch.Tensor)}
-    other = {name: np.array(x, object) for name, x in table.items() if name not in own}
-    data = verl.DataProto.from_dict(tensors=own, non_tensors=other, meta_info={"temperature": 0.7})
-    data.save_to_disk(tmp_path / "batch.pkl")
-    data = verl.DataProto.load_from_disk(tmp_path / "batch.pkl")
-    columns = {k: v.clone() for k, v in data.batch.items()}
-    lists = {k: v.tolist() for k, v in data.non_tensor_batch.items()}
-    torch.save(columns | lists | data.meta_info, tmp_path / "batch.pt")
-    file = open_rollouts(tmp_path / "batch.pt")
-    found = file.read()
-    assert file.format == "verl"
-    same(found, rollouts)
-    assert [r.group_id for r in found] == [r.group_id for r in rollouts]
-    assert {r.temperature for r in found} == {0.7}
-
-
-def test_what_openrlhf_has_of_a_batch(tmp_path: Path) -> None:
-    written = pytest.importorskip(
-        "openrlhf.trainer.ppo_utils.experience",
-        reason="OpenRLHF is not installed",
-        exc_type=ImportError,
-    )
-    experience = written.Experience(**tensors(dumps.openrlhf(truth())))
-    path = tmp_path / "experience.pt"
-    torch.save(vars(experience), path)
-    same(load_rollouts(path), truth())

@@ -24,8 +24,6 @@ from forkpoint.rollouts.formats.tensors import (
 Part = tuple[str, Mapping[str, Any] | RecordError]
 """Where something stands, and what it is, or why it cannot be read."""
 _PICKLE_MAGICS = tuple(bytes([0x80, protocol]) for protocol in range(2, 6))
-_TORCH_MAGIC = b"l\xfc\x9cF\xf9 j\xa8P\x19"
-"""Bytes that files of torch before 1.6 hold near their beginning."""
 _MOST_LISTS = 8
 """How deeply samples or batches may lie in lists of lists."""
 
@@ -56,7 +54,7 @@ def container_of(path: Path) -> str:
         return "safetensors"
     if head.startswith(parquet.MAGIC):
         return "parquet"
-    if head.startswith(ZIP_MAGIC) or (head.startswith(_PICKLE_MAGICS) and _TORCH_MAGIC in head):
+    if head.startswith(ZIP_MAGIC):
         return "torch"
     if head.startswith(_PICKLE_MAGICS) or path.suffix in (".pkl", ".pickle"):
         raise refuse_pickle(path)

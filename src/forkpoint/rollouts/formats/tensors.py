@@ -38,7 +38,7 @@ def refuse_pickle(path: Path) -> RolloutError:
 def read_torch(path: Path, memory: MemoryLimit) -> Any:
     """The value that torch.save wrote: dicts, lists, numbers, text, and numpy arrays for tensors.
 
-    Arrays are views of the mapped file if it is an archive, as torch.save has written it since 1.6.
+    Arrays are views of the mapped file.
 
     Raises RolloutError, naming the file, if it is damaged, holds values that
     `torch.load(weights_only=True)` does not build, or has objects that take more memory than is
@@ -46,13 +46,10 @@ def read_torch(path: Path, memory: MemoryLimit) -> Any:
     """
     import torch
 
-    with path.open("rb") as file:
-        is_archive = file.read(len(ZIP_MAGIC)) == ZIP_MAGIC
     try:
-        parsed_bytes = _check_archive(path) if is_archive else path.stat().st_size
-        memory.check(TIMES_FILE * parsed_bytes, "the objects of the file")
+        memory.check(TIMES_FILE * _check_archive(path), "the objects of the file")
         with warnings.catch_warnings(action="ignore"):  # of protocols, and of nested tensors
-            value = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
+            value = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             return _plain(value, str(path), {}, 0)
     except (RolloutError, MemoryError):
         raise
