@@ -24,6 +24,7 @@ from forkpoint.ops.attention import (
     CacheSlice,
     shared_attention,
 )
+from forkpoint.ops.choice import Asked
 from forkpoint.ops.dtypes import accumulate_dtype
 
 RECORDS = {kernel.name: kernel for kernel in KERNELS}
@@ -204,15 +205,11 @@ class Case:
         """Why the kernel's record refuses this attention, or None."""
         if self.kernel == "auto":
             return None
-        return RECORDS[self.kernel].refusal(
-            torch.device(self.device),
-            self.dtype,
-            *self.dims,
-            softcap=self.softcap,
-            window=self.window,
-            deterministic=deterministic,
-            grouped=self.heads[0] != self.heads[1],
+        asked = Asked(
+            *(torch.device(self.device), self.dtype, *self.dims, self.softcap, self.window),
+            *(deterministic, self.heads[0] != self.heads[1]),
         )
+        return RECORDS[self.kernel].refusal(asked)
 
     def inputs(self) -> Inputs:
         """Normal inputs; free places of the cache are NaN."""

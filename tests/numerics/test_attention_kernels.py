@@ -144,8 +144,8 @@ def test_records_of_the_cuda_kernels(
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91_100)
     monkeypatch.setattr(fa4, "find_spec", lambda package: package)
     monkeypatch.setattr(fa4, "_version", lambda: fa4.OLDEST)
-    asked = {"softcap": 0.0, "window": 0, "deterministic": False, "dtype": torch.bfloat16} | changes
-    found = RECORDS[name].refusal(CUDA, head_dim=dims[0], value_dim=dims[1], **asked)
+    asked = Asked(CUDA, torch.bfloat16, *dims)._replace(**changes)
+    found = RECORDS[name].refusal(asked)
     assert found is None if reason is None else reason in (found or "")
 
 
@@ -203,8 +203,8 @@ def test_what_a_record_does_not_claim_is_refused() -> None:
         ({"refuses_device": lambda device: f"not for {device}"}, {}, "not for cpu"),
         ({}, {}, None),
     ):
-        asked = {"softcap": 0.0, "window": 0, "deterministic": False} | changes
-        found = limited(**claims).refusal(CPU, torch.float32, 8, 8, **asked)
+        asked = Asked(CPU, torch.float32, 8, 8)._replace(**changes)
+        found = limited(**claims).refusal(asked)
         assert found is None if reason is None else reason in (found or "")
 
 

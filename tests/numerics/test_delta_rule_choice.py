@@ -9,16 +9,17 @@ import pytest
 import torch
 
 from forkpoint import UnsupportedError
+from forkpoint.ops.choice import Asked
 from forkpoint.ops.delta_rule import fla, select_delta_kernel
 
 
 def test_the_default_on_a_cpu() -> None:
-    asked = (torch.device("cpu"), torch.float64, 6, 5, False)
-    assert select_delta_kernel("auto", *asked).name == "chunked"
+    asked = Asked(torch.device("cpu"), torch.float64, 6, 5)
+    assert select_delta_kernel("auto", asked).name == "chunked"
     with pytest.raises(UnsupportedError, match=r"no delta-rule kernel 'quick'; .*'fla', 'chunked'"):
-        select_delta_kernel("quick", *asked)
+        select_delta_kernel("quick", asked)
     with pytest.raises(UnsupportedError, match="'fla' cannot serve: it runs on cuda, not on cpu"):
-        select_delta_kernel("fla", *asked)
+        select_delta_kernel("fla", asked)
 
 
 class Machine:
@@ -116,17 +117,17 @@ def test_a_package_that_says_nothing_of_nvcc_needs_none(monkeypatch: pytest.Monk
 def test_fla_is_refused_where_it_cannot_serve(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = (torch.device("cuda"), torch.bfloat16, 128, 128, False)
-    refused(fla.KERNEL.refusal(*asked[:2], 512, 128, False), "not 512")
-    refused(fla.KERNEL.refusal(*asked[:4], True), "not deterministic")
+    asked = Asked(torch.device("cuda"), torch.bfloat16, 128, 128)
+    refused(fla.KERNEL.refusal(asked._replace(head_dim=512)), "not 512")
+    refused(fla.KERNEL.refusal(asked._replace(deterministic=True)), "not deterministic")
     machine.packages.add("flash_qla")
     refused(machine.refusal(), "FLA_FLASH_QLA=0")
     monkeypatch.setenv("FLA_FLASH_QLA", "0")
     refused(machine.refusal(), None)
     machine.distributions["fla-core"] = "0.5.1"
-    refused(fla.KERNEL.refusal(*asked), "0.5.1 has not been shown exact")
+    refused(fla.KERNEL.refusal(asked), "0.5.1 has not been shown exact")
     machine.packages.clear()
-    refused(fla.KERNEL.refusal(*asked), "pip install 'forkpoint[fla]'")
+    refused(fla.KERNEL.refusal(asked), "pip install 'forkpoint[fla]'")
 
 
 @pytest.mark.parametrize(
@@ -150,16 +151,16 @@ def test_versions_are_those_of_whatever_holds_the_kernels(
 
 
 def test_a_slower_kernel_is_told_of(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
-    asked = (torch.device("cuda"), torch.bfloat16, 128, 128, False)
-    assert select_delta_kernel("auto", *asked).name == "fla" and not caplog.records
+    asked = Asked(torch.device("cuda"), torch.bfloat16, 128, 128)
+    assert select_delta_kernel("auto", asked).name == "fla" and not caplog.records
     machine.nvcc = False
     select_delta_kernel.cache_clear()
     for _ in range(2):
-        assert select_delta_kernel("auto", *asked).name == "chunked"
+        assert select_delta_kernel("auto", asked).name == "chunked"
     [record] = caplog.records
     assert record.levelname == "WARNING" and record.name == "forkpoint"
     assert "'chunked' serves and not the faster 'fla', because Triton 3.6.0" in record.message
     caplog.clear()
-    select_delta_kernel("chunked", *asked)
-    select_delta_kernel("auto", torch.device("cpu"), *asked[1:])
+    select_delta_kernel("chunked", asked)
+    select_delta_kernel("auto", asked._replace(device=torch.device("cpu")))
     assert not caplog.records, "who names it, and who has no CUDA device, knows"

@@ -17,6 +17,7 @@ from torch import Tensor
 from benchmarks.shapes import checkpoint, make_group, make_model
 from forkpoint import Config, wrap
 from forkpoint.losses import GRPO
+from forkpoint.ops.choice import Asked
 from forkpoint.ops.delta_rule import DELTA_KERNELS, chunked, fla
 from forkpoint.ops.recurrence import Sequences, StateTable, over_levels
 from forkpoint.tree import Level, StateLayout
@@ -38,7 +39,7 @@ NAMES = ("o", "dq", "dk", "dv", "dg", "dbeta")
 
 @pytest.fixture
 def with_fla() -> None:
-    refusal = fla.KERNEL.refusal(torch.device("cuda"), torch.bfloat16, 128, 128, False)
+    refusal = fla.KERNEL.refusal(Asked(torch.device("cuda"), torch.bfloat16, 128, 128))
     if refusal is not None:
         pytest.skip(f"fla: {refusal}")
 
@@ -209,7 +210,7 @@ def test_a_tree_is_as_exact_as_its_paths(name: str, forgets: float) -> None:
 def test_a_model_of_real_proportions(kernel: str, boundary: Any) -> None:
     """Four layers of Qwen3.5-4B in bfloat16: no further from float32 than dense training is."""
     record = next(k for k in DELTA_KERNELS if k.name == kernel)
-    refusal = record.refusal(torch.device("cuda"), torch.bfloat16, 128, 128, False)
+    refusal = record.refusal(Asked(torch.device("cuda"), torch.bfloat16, 128, 128))
     if refusal is not None:
         pytest.skip(f"{kernel}: {refusal}")
     model = make_model("qwen3.5-4b", "cuda", layers=4, vocab_size=8192)

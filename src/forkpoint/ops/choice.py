@@ -1,26 +1,29 @@
 """The choice among the kernels of an operator: by name, or the fastest that can serve."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import torch
 
 from forkpoint.errors import UnsupportedError
 
 AUTO = "auto"
 
 
-class Candidate(Protocol):
-    """A kernel by name that says what it cannot serve."""
+class Asked(NamedTuple):
+    """Request to a kernel, but for its launches."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def refusal(self) -> Callable[..., str | None]:
-        """Why it cannot serve what it is asked for, worded to follow its name; None if it can."""
-        ...
-
-
-Kernel = TypeVar("Kernel", bound=Candidate)
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    """Of keys."""
+    value_dim: int
+    softcap: float = 0.0
+    window: int = 0
+    deterministic: bool = False
+    grouped: bool = False
+    """Whether query heads share key-value heads."""
 
 
 def no_refusal(*_: object) -> str | None:
@@ -28,22 +31,48 @@ def no_refusal(*_: object) -> str | None:
     return None
 
 
-def choose_kernel(
-    what: str, kernels: Sequence[Kernel], name: str, asked: tuple[Any, ...]
-) -> Kernel:
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A kernel by name, and what has been shown of it; the rest is refused."""
+
+    name: str
+    device_types: tuple[str, ...] | None
+    """Types of device it runs on; None is any."""
+    dtypes: tuple[torch.dtype, ...]
+    refuses_device: Callable[[torch.device], str | None] = no_refusal
+    """Why a device of the right type cannot be served (package missing, old chip), or None."""
+    refuses: Callable[[Asked], str | None] = no_refusal
+    """Why it cannot serve, beyond the other fields ("it needs ..."), or None."""
+    deterministic: bool = False
+    """Its backward gives the same bits each time, if that is asked for."""
+
+    def refusal(self, asked: Asked) -> str | None:
+        """Why it cannot serve, worded to follow its name; None if it can."""
+        device = asked.device
+        if self.device_types is not None and device.type not in self.device_types:
+            return f"it runs on {', '.join(self.device_types)}, not on {device.type}"
+        if asked.dtype not in self.dtypes:
+            return f"it takes {', '.join(map(str, self.dtypes))}, not {asked.dtype}"
+        if asked.deterministic and not self.deterministic:
+            return "its backward is not deterministic"
+        return self.refuses_device(device) or self.refuses(asked)
+
+
+Kernel = TypeVar("Kernel", bound=Candidate)
+
+
+def choose_kernel(what: str, kernels: Sequence[Kernel], name: str, asked: Asked) -> Kernel:
     """The kernel of that name, or for "auto" the first that can serve.
 
     Args:
         what: the operator, as messages name it: "attention".
         kernels: the operator's kernels, fastest first.
-        asked: the arguments of their `refusal`, first device, dtype, head dim and value dim.
 
     Raises:
         UnsupportedError: there is no such kernel, the named one cannot serve, or none can. The
             message has the reason and the kernels that can serve instead.
     """
-    device, dtype, head_dim, value_dim, *_ = asked
-    refusals = {kernel.name: kernel.refusal(*asked) for kernel in kernels}
+    refusals = {kernel.name: kernel.refusal(asked) for kernel in kernels}
     able = [kernel for kernel in kernels if refusals[kernel.name] is None]
     for kernel in able:
         if name in (AUTO, kernel.name):
@@ -51,8 +80,8 @@ def choose_kernel(
     if name == AUTO:
         reasons = "; ".join(f"{kernel}: {why}" for kernel, why in refusals.items())
         raise UnsupportedError(
-            f"No {what} kernel can serve {dtype} on {device} with head dims {head_dim} and "
-            f"{value_dim}. {reasons}. Use another dtype or device."
+            f"No {what} kernel can serve {asked.dtype} on {asked.device} with head dims "
+            f"{asked.head_dim} and {asked.value_dim}. {reasons}. Use another dtype or device."
         )
     can_serve = ", ".join(repr(kernel.name) for kernel in able) or "none"
     if name not in refusals:

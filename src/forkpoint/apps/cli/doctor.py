@@ -45,7 +45,7 @@ class Doctor:
             found["families"] = {n: family.model_class for n, family in families.items()}
             names = [entry["device"] for entry in found["devices"]]
             kernels = {
-                "kernels": list_kernels(KERNELS, names, softcap=0.0, window=0),
+                "kernels": list_kernels(KERNELS, names),
                 "delta_rule_kernels": list_kernels(DELTA_KERNELS, names),
             }
         out.show(
@@ -77,18 +77,18 @@ class Doctor:
         return 0 if passed else 1
 
 
-def list_kernels(
-    kernels: Sequence[Any], devices: Iterable[str], **asked: Any
-) -> list[dict[str, Any]]:
+def list_kernels(kernels: Sequence[Any], devices: Iterable[str]) -> list[dict[str, Any]]:
     """List all kernels by device and dtype: whether auto takes them, or why they cannot serve."""
     import torch
 
+    from forkpoint.ops.choice import Asked
+
     found: list[dict[str, Any]] = []
     for device, dtype in product(devices, DTYPES):
-        where = torch.device(device), getattr(torch, dtype), HEAD_DIM, HEAD_DIM
+        asked = Asked(torch.device(device), getattr(torch, dtype), HEAD_DIM, HEAD_DIM)
         taken = False
         for kernel in kernels:
-            refusal = kernel.refusal(*where, deterministic=False, **asked)
+            refusal = kernel.refusal(asked)
             row = {"device": device, "dtype": dtype, "kernel": kernel.name, "refusal": refusal}
             found.append({**row, "auto": refusal is None and not taken})
             taken = taken or refusal is None

@@ -47,7 +47,7 @@ def launch_kernel(name: str, launch: Launch, asked: Asked) -> Kernel:
 
 @lru_cache(maxsize=1024)
 def _able(asked: Asked) -> tuple[Kernel, ...]:
-    return tuple(kernel for kernel in KERNELS if kernel.refusal(*asked) is None)
+    return tuple(kernel for kernel in KERNELS if kernel.refusal(asked) is None)
 
 
 @lru_cache(maxsize=1024)

@@ -33,6 +33,7 @@ from packaging.version import InvalidVersion, Version
 from torch import Tensor
 from torch.nn import functional as F
 
+from forkpoint.ops.choice import Asked
 from forkpoint.ops.delta_rule import fla_levels
 from forkpoint.ops.delta_rule.fla_tuning import share_choices
 from forkpoint.ops.delta_rule.kernel import DeltaKernel
@@ -117,8 +118,9 @@ def _two_single_tokens(device: torch.device) -> Sequences:
     return Sequences(np.asarray([1, 1]), device)
 
 
-def _refuses_head_dims(key_dim: int, value_dim: int) -> str | None:
-    return None if key_dim <= 256 else f"it needs key dims of at most 256, not {key_dim}"
+def _refuses(asked: Asked) -> str | None:
+    dim = asked.head_dim
+    return None if dim <= 256 else f"it needs key dims of at most 256, not {dim}"
 
 
 def _refuses_device(device: torch.device) -> str | None:
@@ -223,6 +225,6 @@ KERNEL = DeltaKernel(
     scan_levels=scan_levels,
     device_types=("cuda",),
     dtypes=(torch.bfloat16, torch.float16),
-    refuses_head_dims=_refuses_head_dims,
     refuses_device=_refuses_device,
+    refuses=_refuses,
 )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from forkpoint.ops.choice import no_refusal
+from forkpoint.ops.choice import Candidate
 from forkpoint.ops.recurrence import Sequences
 
 NORM_EPS = 1e-6
@@ -27,39 +27,12 @@ sequence if `final`, [S, G, D, E] in float32 (float64 for float64), which is als
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeltaKernel:
-    """A kernel by name, its function, and what has been shown of it; the rest is refused."""
+class DeltaKernel(Candidate):
+    """A kernel's function, and what has been shown of it; the rest is refused."""
 
-    name: str
     scan: DeltaScan
-    device_types: tuple[str, ...] | None
-    """Types of device it runs on; None is any."""
-    dtypes: tuple[torch.dtype, ...]
     scan_levels: Callable[..., tuple[Tensor, Tensor | None]] | None = None
     """(inputs, table, initial) -> what `over_levels` gives with `scan`, in fewer launches."""
-    refuses_head_dims: Callable[[int, int], str | None] = no_refusal
-    """Why a key dim D with value dim E cannot be served ("it needs ..."), or None."""
-    refuses_device: Callable[[torch.device], str | None] = no_refusal
-    """Why a device of the right type cannot be served (package missing, old chip), or None."""
-    deterministic: bool = False
-    """Its backward gives the same bits each time."""
-
-    def refusal(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        key_dim: int,
-        value_dim: int,
-        deterministic: bool,
-    ) -> str | None:
-        """Why it cannot serve, worded to follow its name; None if it can."""
-        if self.device_types is not None and device.type not in self.device_types:
-            return f"it runs on {', '.join(self.device_types)}, not on {device.type}"
-        if dtype not in self.dtypes:
-            return f"it takes {', '.join(map(str, self.dtypes))}, not {dtype}"
-        if deterministic and not self.deterministic:
-            return "its backward is not deterministic"
-        return self.refuses_head_dims(key_dim, value_dim) or self.refuses_device(device)
 
 
 def normalized(x_THD: Tensor) -> Tensor:

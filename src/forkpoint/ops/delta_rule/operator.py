@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from forkpoint.ops.choice import AUTO, choose_kernel
+from forkpoint.ops.choice import AUTO, Asked, choose_kernel
 from forkpoint.ops.delta_rule import chunked, fla
 from forkpoint.ops.delta_rule.kernel import DeltaKernel
 from forkpoint.ops.dtypes import accumulate_dtype, without_autocast
@@ -20,32 +20,24 @@ _log = logging.getLogger("forkpoint")
 
 
 @lru_cache(maxsize=1024)
-def select_delta_kernel(
-    name: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    key_dim: int,
-    value_dim: int,
-    deterministic: bool,
-) -> DeltaKernel:
+def select_delta_kernel(name: str, asked: Asked) -> DeltaKernel:
     """The kernel of that name, or for "auto" the first of DELTA_KERNELS that can serve.
 
     Raises UnsupportedError for a name that is none and for a named kernel that cannot serve; the
     message has the reason and what can serve instead.
     """
-    asked = (device, dtype, key_dim, value_dim, deterministic)
     chosen = choose_kernel("delta-rule", DELTA_KERNELS, name, asked)
-    if name == AUTO and device.type == "cuda" and dtype in fla.KERNEL.dtypes:
-        fastest = DELTA_KERNELS[0]
-        if chosen is not fastest:
-            # Its package, or what that needs, may merely be missing. Choices are kept, so that this
-            # is said once for each kind of call.
-            _log.warning(
-                "gated delta rule: %r serves and not the faster %r, because %s.",
-                chosen.name,
-                fastest.name,
-                fastest.refusal(*asked),
-            )
+    fastest = DELTA_KERNELS[0]
+    is_slower = chosen is not fastest and asked.dtype in fastest.dtypes
+    if name == AUTO and asked.device.type == "cuda" and is_slower:
+        # Its package, or what that needs, may merely be missing. Choices are kept, so that this is
+        # said once for each kind of call.
+        _log.warning(
+            "gated delta rule: %r serves and not the faster %r, because %s.",
+            chosen.name,
+            fastest.name,
+            fastest.refusal(asked),
+        )
     return chosen
 
 
@@ -80,14 +72,11 @@ def gated_delta_rule(
     assert q_THD.shape == k_THD.shape and v_TGE.shape[:2] == g_TG.shape == beta_TG.shape
     assert v_TGE.shape[1] % q_THD.shape[1] == 0 and q_THD.dtype == v_TGE.dtype
     assert initial_SGDE is None or initial_SGDE.dtype == accumulate_dtype(v_TGE.dtype)
-    chosen = select_delta_kernel(
-        kernel,
-        v_TGE.device,
-        v_TGE.dtype,
-        q_THD.shape[2],
-        v_TGE.shape[2],
-        torch.are_deterministic_algorithms_enabled(),
+    asked = Asked(
+        *(v_TGE.device, v_TGE.dtype, q_THD.shape[2], v_TGE.shape[2]),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
     )
+    chosen = select_delta_kernel(kernel, asked)
     inputs = (q_THD, k_THD, v_TGE, g_TG, beta_TG)
     with without_autocast(v_TGE):
         if chosen.scan_levels is not None and len(table.levels) > 1:
