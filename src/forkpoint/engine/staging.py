@@ -122,6 +122,10 @@ class StreamTransfers(PlainTransfers):
         self._out.wait_event(torch.cuda.current_stream(self.device).record_event())
         with torch.cuda.stream(self._out):
             host.copy_(source, non_blocking=True)
+        if not host.is_pinned():
+            # CUDA may read a file's memory as soon as a copy back is asked for, whatever its stream
+            # waits for. So the bytes must be there.
+            self._out.synchronize()
         # The allocator reuses its memory once this stream has got past the copy.
         source.record_stream(self._out)
         return self._out.record_event()
