@@ -12,7 +12,7 @@ from commands import Shell, made_up_rollouts, write_config
 
 import forkpoint
 from forkpoint import ConfigError, RolloutBatch, wrap
-from forkpoint.apps.replay.batches import StepInput, TraceBatches
+from forkpoint.apps.replay.batches import TraceBatches
 from forkpoint.apps.replay.folder import ROWS
 from forkpoint.apps.replay.loop import replay
 from forkpoint.losses import GRPO, Denominators, LogLikelihood
@@ -86,16 +86,13 @@ def test_the_command_asks_for_the_loss_of_a_trace(shell: Shell, tmp_path: Path) 
         ({"kl_weights": np.ones(3)}, "loss inputs kl_weights"),
         ({"scale": "half"}, "batch 2: scale is 'half'; it takes a number"),
         ({"scale": 1e300}, "batch 2: scale is 1e[+]300; it takes a number from"),
-        ({"scale": True}, "batch 2: scale is True"),
-        ({"scale": np.ones(3)}, "batch 2: scale is array"),
         ({"denominators": {"tokens": 1}}, "batch 2: denominators.rollouts is missing"),
-        ({"denominators": [1, 2, 3]}, "batch 2: denominators is .*; it takes an object"),
         (
             {"denominators": {"tokens": -1, "rollouts": 1, "groups": 1}},
             "denominators.tokens is -1; it takes a finite number of at least 0",
         ),
     ],
-    ids=["unknown", "text", "large", "flag", "array", "missing", "list", "negative"],
+    ids=["unknown", "text", "large", "missing", "negative"],
 )
 def test_what_cannot_be_given_is_refused_before_the_first_step(
     inputs: dict[str, Any], said: str, tmp_path: Path
@@ -136,11 +133,3 @@ def test_options_that_have_no_meaning_are_refused(
     config = write_config(tmp_path / "config.json")
     done = shell("replay", tmp_path / "trace", "--model", config, option, 2)
     assert done.code == 2 and option.strip("-").replace("-", "_") in done.err
-
-
-def test_steps_are_given_as_they_were_recorded(tmp_path: Path) -> None:
-    made = TraceBatches(record(tmp_path / "trace"), 99)
-    assert made.count == 3
-    again: StepInput = made.at(4)
-    assert again.denominators == GIVEN[1]["denominators"] and again.scale == 0.5
-    assert np.array_equal(again.batch.token_ids, batches()[1].token_ids)

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,12 +13,8 @@ from forkpoint.losses import Denominators
 from forkpoint.rollouts.batch import RolloutBatch, short
 from forkpoint.rollouts.schema import SchemaError, is_number, read
 from forkpoint.rollouts.traces import Trace
+from forkpoint.rollouts.traces.batch_file import encode
 
-_DIGESTED = (
-    *("token_ids", "offsets", "loss_mask", "advantages", "old_logprobs", "reference_logprobs"),
-    *("weights", "returns", "old_values", "temperatures", "group_index", "routed_experts"),
-)
-"""All of a batch that a step's result depends on."""
 MOST_NUMBER = 1e30
 """Of a step's scale: torch makes float32 of it, which holds 3e38."""
 
@@ -71,15 +67,9 @@ class GroupBatches:
         yield self.batch
 
     def describe(self) -> dict[str, Any]:
-        digest = hashlib.blake2b(digest_size=16)
-        for name in _DIGESTED:
-            value = getattr(self.batch, name)
-            digest.update(name.encode())
-            if value is not None:
-                content = np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value
-                digest.update(content.tobytes())
-        if self.batch.media:
-            digest.update(self.batch.content(0, self.batch.logical_tokens))
+        # Extras have no effect on a step, and JSON may not hold them.
+        plain = RolloutBatch(replace(rollout, extras=None) for rollout in self.batch)
+        digest = hashlib.blake2b(encode(plain, {}, {}), digest_size=16)
         return {
             "rollouts": len(self.batch),
             "groups": len(self.groups),
