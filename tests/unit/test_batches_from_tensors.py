@@ -233,22 +233,6 @@ def test_a_batch_that_trl_wrote() -> None:
     assert torch.equal(old, table["old_per_token_logps"] * table["completion_mask"])
 
 
-def test_truncated_completions_of_trl_are_not_trained() -> None:
-    """mask_truncated_completions sets completion_mask of the whole row to 0."""
-    batch = RolloutBatch.from_completions(
-        prompt_ids=[[0, 7], [6, 7]],
-        prompt_mask=[[0, 1], [1, 1]],
-        completion_ids=[[4, 5], [8, 9]],
-        completion_mask=[[1, 1], [0, 0]],
-        advantages=[1, math.nan],
-    )
-    assert [r.token_ids.tolist() for r in batch] == [[7, 4, 5], [6, 7]]
-    assert batch.loss_mask.tolist() == [False, True, True, False, False]
-    assert batch[1].advantage == 0.0
-    assert batch.to_completions([1, 2, 3, 4, 5]).tolist() == [[2, 3], [0, 0]]
-    assert batch.to_padded([1, 2, 3, 4, 5], fill=-1).tolist() == [[-1, 1, 2, 3], [4, 5, -1, -1]]
-
-
 def test_groups_are_those_of_given_prompts(tmp_path: Path) -> None:
     """Completions that begin with a tool's tokens, one prompt, two others that are prefixes."""
     batch = RolloutBatch.from_completions(

@@ -18,7 +18,6 @@ from forkpoint import (
     record,
 )
 from forkpoint.rollouts.traces import FORMATS, open_rollouts
-from forkpoint.tree.forest import sort_rollouts
 
 RAGGED = ("forkpoint", "prime-rl", "prime-rl, two parts", "slime")
 CONTAINERS = ("torch", "parquet", "json", "rows", "safetensors")
@@ -54,17 +53,6 @@ def test_formats_in_containers(name: str, container: str, tmp_path: Path) -> Non
     assert found.container == ("JSON lines" if container in ("json", "rows") else container)
     assert not found.skipped.count
     assert load_rollouts(path, format=found.format) == rollouts
-
-
-def test_equal_prompts_share_from_the_first_token(tmp_path: Path) -> None:
-    """Left padding is gone: as much is shared as in the rollouts that were dumped."""
-    wanted = RolloutBatch(truth())
-    path = write_torch(tmp_path / "x", tensors(dumps.verl(list(wanted))))
-    found = RolloutBatch(load_rollouts(path))
-    for batch in (wanted, found):
-        order = sort_rollouts(batch.token_ids, batch.offsets, batch.group_index)
-        assert order.shared_edges.sum() > 20
-    assert found.token_ids.tolist() == wanted.token_ids.tolist()
 
 
 def test_verl_takes_what_there_is(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from lanes import slow_besides
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 GOOD = '{"token_ids":[1,2,3],"loss_mask":[0,1,1],"advantage":0.5,"rollout_id":"a"}'
-DATA = Path(__file__).parents[2].parent / "shared" / "data"
 
 
 def refusal(*parts: str) -> str:
@@ -168,23 +167,6 @@ def test_equal_rollouts_make_equal_files(tmp_path, suffix):
     save_rollouts(tmp_path / f"a{suffix}", many(2))
     save_rollouts(tmp_path / f"b{suffix}", many(2))
     assert (tmp_path / f"a{suffix}").read_bytes() == (tmp_path / f"b{suffix}").read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("name", "rollouts", "groups", "tokens"),
-    [("airline.jsonl", 100, 25, 378_424), ("rag.jsonl", 96, 12, 705_578)],
-)
-@pytest.mark.slow
-def test_real_files(tmp_path, name, rollouts, groups, tokens):
-    if not (DATA / name).exists():
-        pytest.skip(f"{DATA / name} is not here")
-    loaded = load_rollouts(DATA / name)
-    batch = RolloutBatch(loaded)
-    assert (len(batch), len(batch.groups()), batch.logical_tokens) == (rollouts, groups, tokens)
-    assert all(set(extras or ()) == {"reward"} for extras in batch.extras)
-    batch.check_vocabulary(8192)
-    save_rollouts(tmp_path / "copy.jsonl.zst", batch)
-    assert load_rollouts(tmp_path / "copy.jsonl.zst") == loaded
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
