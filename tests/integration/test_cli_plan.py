@@ -31,7 +31,7 @@ from media_scenes import scene
 from multimodal_models import tiny_multimodal
 
 PLAN_FIELDS = {
-    *("command", "file", "model", "format", "skipped", "batches", "rollouts", "groups"),
+    *("command", "file", "model", "dtype", "format", "skipped", "batches", "rollouts", "groups"),
     *("logical_tokens", "group_tokens", "unique_tokens", "computed_tokens", "trained_tokens"),
     *("left_out", "microbatches", "max_microbatch_tokens", "bound", "bound_unit", "plans"),
     *("predicted_peak_bytes", "predicted_ms", "predicted_speedup", "device_memory", "ranks"),
@@ -251,11 +251,14 @@ def test_a_device_is_planned_for(shell: Shell, rollouts: Path) -> None:
     assert not facts["fits"]
     ranks = facts["fits_from_ranks"]
     assert f"next          fits from {ranks} ranks on (--ranks {ranks} " in too_much.out
-    sharded = shell(*plan, "--dtype", "float32", "--ranks", ranks).result["device_memory"]
+    sharded = shell(*plan, "--dtype", "float32", "--ranks", ranks)
+    assert f"each rank     1/{ranks} of all and, in a step, " in sharded.out
+    sharded = sharded.result["device_memory"]
     assert sharded["fits"] and sharded["weights_bytes"] < facts["weights_bytes"] / 2
     ddp = shell(*plan, "--dtype", "float32", "--ranks", ranks, "--shard", "none")
     assert ddp.result["device_memory"]["weights_bytes"] == facts["weights_bytes"]
-    assert all(len(line) <= 100 for line in too_much.out.splitlines())
+    assert "each rank     all weights" in ddp.out and "each rank" not in too_much.out
+    assert all(len(line) <= 100 for line in (ddp.out + too_much.out).splitlines())
 
 
 def test_the_longest_prompt_is_said(shell: Shell, rollouts: Path) -> None:
@@ -281,14 +284,19 @@ def test_the_longest_prompt_is_said(shell: Shell, rollouts: Path) -> None:
 def test_the_dtype_is_that_of_the_configuration(
     shell: Shell, rollouts: Path, tmp_path: Path
 ) -> None:
+    texts: list[str] = []
+
     def weights(**named: object) -> object:
         config = write_config(tmp_path / "config.json", **named)
         done = shell("plan", rollouts, "--model", config, "--device-memory", "80GB")
+        texts.append("".join(line for line in done.out.splitlines() if line.startswith("dtype")))
         return done.result["device_memory"]["weights_bytes"] if done.code == 0 else done.err
 
     whole = weights()
     assert isinstance(whole, int)
+    assert texts[0].split(":")[0].split() == ["dtype", "float32"] and "--dtype" in texts[0]
     assert weights(dtype="bfloat16") == weights(torch_dtype="float16") == whole // 2
+    assert texts[1] == "dtype         bfloat16, of the model's configuration"
     assert "names the dtype 'int8'" in str(weights(dtype="int8"))
 
 
@@ -351,8 +359,12 @@ def test_options_without_an_effect_are_named(shell: Shell, rollouts: Path, confi
     plan = (*plan, "--prefix-cache", "host")
     options = "--activations recompute and --prefix-cache host"
     assert f"no effect     {options}: no microbatch reads another\n" in shell(*plan).out
-    across = shell(*plan, "--boundary", "across", "--max-microbatch-tokens", 64)
-    assert across.code == 0 and "no effect" not in across.out
+    across = (*plan, "--boundary", "across", "--max-microbatch-tokens", 64)
+    assert "no effect" not in shell(*across).out
+    logits = ("--head-logits", "recompute")
+    said = "no effect     --head-logits recompute: logits are kept only if --memory-budget is set\n"
+    assert said in shell(*across, *logits).out
+    assert "no effect" not in shell(*across, *logits, "--memory-budget", "1GiB").out
 
 
 def test_prompts_that_part_are_named(shell: Shell, tmp_path: Path, config: Path) -> None:

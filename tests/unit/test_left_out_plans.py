@@ -43,14 +43,14 @@ def test_what_runs_of_each_rollout() -> None:
     assert run_lengths(batch, whole=True, last_tokens=True).tolist() == [4, 4, 1, 2, 4]
     assert run_lengths(RolloutBatch([])).tolist() == []
     found = LeftOut.of(batch, run_lengths(batch, zero))
-    assert found == LeftOut(rollouts=3, groups=0, rollout_tokens=3 + 3 + 1, tail_tokens=0)
-    assert found + LeftOut(1, 2, 3, 4) == LeftOut(4, 2, 10, 4)
+    assert found == LeftOut(rollouts=3, groups=0, rollout_tokens=4 + 4 + 2, tail_tokens=0)
+    assert found + LeftOut(1, 2, 3, 4) == LeftOut(4, 2, 13, 4)
 
 
 def test_groups_without_gradient() -> None:
     zero = HALF.advantages[HALF.offsets[:-1]] == 0
     plan = make_plan(HALF, config=Config(sharing="tree"), runs=run_lengths(HALF, zero))
-    assert plan.left_out == LeftOut(4, 1, 4 * 29, 4 * 3)
+    assert plan.left_out == LeftOut(4, 1, 4 * 30, 4 * 3)
     # The prompt is run for the one rollout that is left of those that have it.
     assert plan.computed_tokens == 29 + 19 + 4 * 10
     assert plan.dense.tokens == 5 * 29 and plan.logical_tokens == 9 * 30 + 12
@@ -122,10 +122,10 @@ def test_the_command_line_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert main(["plan", file, "--sharing", "group", *options]) == 0
         return capsys.readouterr().out
 
-    assert "left out      128 of 282 tokens: 4 rollouts (1 of 3 groups) without" in shown()
+    assert "left out      132 of 282 tokens: 4 rollouts (1 of 3 groups) without" in shown()
     result = json.loads(shown("--json"))
     assert result["left_out"] == {
-        "rollouts": 4, "groups": 1, "rollout_tokens": 116, "tail_tokens": 12,
+        "rollouts": 4, "groups": 1, "rollout_tokens": 120, "tail_tokens": 12,
     }  # fmt: skip
     assert result["modes"]["none"]["tokens"] == 145 and result["bound"] == 145 / 88
     for options in (("--all-logprobs",), ("--loss", "sft")):

@@ -16,14 +16,17 @@ from forkpoint.tree.forest import IntArray, SortedRollouts, sort_rollouts
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Parts of a batch that a plan does not run. Tokens are edges, as those that run are."""
+    """Parts of a batch that a plan does not run.
+
+    A plan without sharing runs the other tokens, except one of each rollout: its last label.
+    """
 
     rollouts: int = 0
     """Rollouts of two or more tokens that do not run: they give no gradient."""
     groups: int = 0
     """Groups all of whose rollouts of two or more tokens do not run, and that have one."""
     rollout_tokens: int = 0
-    """Tokens of these rollouts."""
+    """Tokens of these rollouts, the last ones included."""
     tail_tokens: int = 0
     """Tokens of other rollouts after their last trained token."""
 
@@ -51,7 +54,7 @@ class LeftOut:
         return cls(
             rollouts=int(still.sum()),
             groups=int(((running == 0) & (able > 0)).sum()),
-            rollout_tokens=int(edges[still].sum()),
+            rollout_tokens=int(batch.lengths[still].sum()),
             # Where last tokens run, more edges do than have labels.
             tail_tokens=int(np.maximum(edges - runs, 0)[~still].sum()),
         )

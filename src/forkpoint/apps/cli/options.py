@@ -97,7 +97,8 @@ class Memory:
     """Options that decide how much memory the model takes.
 
     Attributes:
-        dtype: Dtype of the parameters. auto takes the dtype of the model's configuration.
+        dtype: Dtype of the parameters and activations. auto takes the dtype of the model's
+            configuration, or float32 if it names none.
         gradient_checkpointing: Checkpoint the model itself, as transformers'
             gradient_checkpointing_enable does, for a model that is trained so. The planner then
             cannot choose. Otherwise use --checkpointing.
@@ -121,13 +122,24 @@ class Memory:
 
     def dtype_of(self, model: Path) -> str:
         """A name of DTYPE_BYTES. Raises ConfigError where the configuration names another."""
-        found = dtype_of_model(model) if self.dtype == "auto" else self.dtype
+        # from_config builds such a model in float32. from_pretrained takes the dtype of the
+        # weights, which are not read here.
+        found = (dtype_of_model(model) or "float32") if self.dtype == "auto" else self.dtype
         if found not in DTYPE_BYTES:
             raise ConfigError(
                 f"the configuration of {model} names the dtype {found!r}; allowed are "
                 f"{', '.join(DTYPE_BYTES)}. Give the one that it is trained in (--dtype)."
             )
         return found
+
+    def dtype_text(self, model: Path) -> str:
+        """The dtype and its source, such as "bfloat16, of the model's configuration"."""
+        name = self.dtype_of(model)
+        if self.dtype != "auto":
+            return f"{name} (--dtype)"
+        if dtype_of_model(model) is None:
+            return f"{name}: the model's configuration names none; change it with --dtype bfloat16"
+        return f"{name}, of the model's configuration"
 
 
 @dataclass(frozen=True, kw_only=True)

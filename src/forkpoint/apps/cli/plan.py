@@ -167,6 +167,7 @@ class Plan:
         of_rank = totals if ranks is None else ranks
         peak = of_rank.predicted_peak_bytes if pipeline is None else pipeline.peak
         shown = answers(first, totals, partings)
+        shown |= {} if model is None else {"dtype": self.memory.dtype_text(model)}
         shown |= memory_answers(peak, of_rank.checkpointing, device)
         shown |= cost_answers(totals, self.config)
         shown |= {} if longest is None else {"longest": str(longest)}
@@ -181,7 +182,7 @@ class Plan:
             out.show(first.explain(width=out.width), mode_table(totals, Path(self.file).name))
             out.show(*([parting_table(partings.of_first)] if partings.of_first else []))
         out.result(
-            self._result(first, totals)
+            self._result(first, totals, model)
             | {"device_memory": device and _device_facts(device, peak or 0)}
             | {"longest_prompt_tokens": longest and longest.tokens}
             | {"prompts_part": partings.needless and asdict(partings.needless)}
@@ -213,11 +214,12 @@ class Plan:
             return recorded_batches(source)
         return batches_of(source, self.batch_rollouts)
 
-    def _result(self, plan: MadePlan, totals: Totals) -> dict[str, Any]:
+    def _result(self, plan: MadePlan, totals: Totals, model: Path | None) -> dict[str, Any]:
         return {
             "command": "plan",
             "file": self.file,
             "model": self.model,
+            "dtype": None if model is None else self.memory.dtype_of(model),
             "batches": totals.batches,
             "rollouts": totals.rollouts,
             "groups": totals.groups,

@@ -122,10 +122,19 @@ def memory_answers(
         "CUDA and margin": device.besides_bytes - device.fixed_bytes,
     }
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
-    return {
+    found = {
         "memory": f"{verdict}: {fixed} fixed + {peak} ({how}) in {total}",
         "fixed": listed,
     }
+    return found | ({} if device.ranks == 1 else {"each rank": _of_each_rank(device)})
+
+
+def _of_each_rank(device: DeviceMemory) -> str:
+    """Parts of the fixed memory that one of several ranks holds."""
+    if not device.sharded:
+        return "all weights and optimizer states, and gradients twice (in buckets too)"
+    part, gathered = f"1/{device.ranks}", format_bytes(device.gathered_bytes)
+    return f"{part} of all and, in a step, {gathered} of gathered weights and all gradients"
 
 
 def cost_answers(totals: Totals, config: Config) -> dict[str, str]:
@@ -141,9 +150,12 @@ def cost_answers(totals: Totals, config: Config) -> dict[str, str]:
         "--prefix-cache host": config.prefix_cache == "host",
     }
     options = " and ".join(option for option, is_set in idle.items() if is_set)
+    none = []
     if options and not totals.forking:
-        found["no effect"] = f"{options}: no microbatch reads another"
-    return found
+        none.append(f"{options}: no microbatch reads another")
+    if config.head_logits == "recompute" and config.memory_budget_bytes is None:
+        none.append("--head-logits recompute: logits are kept only if --memory-budget is set")
+    return found | ({"no effect": "; ".join(none)} if none else {})
 
 
 def plan_answers(plan: Plan, totals: Totals) -> dict[str, str]:
@@ -274,6 +286,7 @@ def mode_table(totals: Totals, name: str) -> Table:
     unit = "tokens" if totals.shape is None else "FLOPs"
     columns = ("who shares", "tokens run", "of dense", "FLOPs", "speed-up")
     caption = f"forward and backward; at most that speed-up, counted in {unit}"
-    if dense < totals.logical_tokens - totals.rollouts:
-        caption += "; tokens without gradient are run by none of them"
+    caption += "; none of them runs the last token of a rollout"
+    if totals.left_out.tokens:
+        caption += " or tokens without gradient"
     return table(f"what sharing saves on {name}", rows, columns, caption)

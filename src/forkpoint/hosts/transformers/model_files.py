@@ -211,8 +211,8 @@ def _encoder(path: Path, *, checkpointed: bool) -> tuple[EncoderShape | None, in
         ) from error
 
 
-def dtype_of_model(model: Path) -> str:
-    """The dtype that a model's configuration names, such as "bfloat16"; without one "float32".
+def dtype_of_model(model: Path) -> str | None:
+    """The dtype that a model's configuration names, such as "bfloat16"; None if it names none.
 
     Raises as `read_config`, and ConfigError where the dtype is not text.
     """
@@ -223,7 +223,9 @@ def dtype_of_model(model: Path) -> str:
     parts = (config, text) if isinstance(text, dict) else (config,)
     names = ("dtype", "torch_dtype")
     given = (part[name] for part in parts for name in names if part.get(name) is not None)
-    found = next(given, "float32")
+    found = next(given, None)
+    if found is None:
+        return None
     if not isinstance(found, str):
         raise ConfigError(f"{path}: dtype is {found!r}; it takes the name of a dtype.")
     return found.removeprefix("torch.")

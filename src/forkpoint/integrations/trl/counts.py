@@ -20,7 +20,7 @@ class Counts:
         self._alone = 0
         """Steps in a row in which nothing was shared."""
 
-    def add(self, plan: Plan, rollouts: int, step_ms: float) -> None:
+    def add(self, plan: Plan, step_ms: float) -> None:
         """Count a step that has run."""
         found = {
             "computed_tokens": float(plan.computed_tokens),
@@ -32,9 +32,7 @@ class Counts:
             found["planned_ms"] = plan.predicted_ms
         for name, value in found.items():
             self._values.setdefault(name, []).append(value)
-        # A rollout's last token is not run, nor what gives no gradient.
-        given = plan.logical_tokens - plan.left_out.tokens
-        alone = plan.computed_tokens >= given - rollouts
+        alone = plan.computed_tokens >= plan.dense.tokens
         self._alone = self._alone + 1 if alone else 0
         if self._alone == PATIENCE_STEPS:
             _log.warning("%s", warning(plan, self._config))

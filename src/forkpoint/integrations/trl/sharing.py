@@ -366,7 +366,7 @@ class Sharing:
 
     def _count(self, stats: StepStats, packed: PackedRows, begin: float) -> None:
         self.last_plan = stats.plan
-        self.counts.add(stats.plan, len(packed.batch), (time.perf_counter() - begin) * 1e3)
+        self.counts.add(stats.plan, (time.perf_counter() - begin) * 1e3)
 
     def _captured(
         self, compute: ComputeLoss, model: nn.Module, inputs: Any, num_items: Any

@@ -33,8 +33,7 @@ class RankPart:
     def of(cls, batch: RolloutBatch, plan: Plan) -> "RankPart":
         """The part with these rollouts and their plan."""
         prompts = frozenset(int(x) for x in group_digests(batch))
-        given = plan.logical_tokens - plan.left_out.tokens - len(batch)
-        return cls(prompts, given, plan.computed_tokens, plan.split == "exchange")
+        return cls(prompts, plan.dense.tokens, plan.computed_tokens, plan.split == "exchange")
 
 
 def sharing_message(parts: Sequence[RankPart]) -> str | None:
