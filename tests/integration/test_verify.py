@@ -526,7 +526,7 @@ def test_runs_that_save_memory_are_as_exact(
 
 def test_memory_that_runs_out_is_met_with_a_smaller_way(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[Any] = []
-    real = single_runs._Run._train
+    real = SingleRuns._train
 
     def failing(work: Any, model: Any, routed: Any, way: Any) -> Any:
         tried.append(way)
@@ -534,7 +534,7 @@ def test_memory_that_runs_out_is_met_with_a_smaller_way(monkeypatch: pytest.Monk
             raise torch.OutOfMemoryError("injected")
         return real(work, model, routed, way)
 
-    monkeypatch.setattr(single_runs._Run, "_train", failing)
+    monkeypatch.setattr(SingleRuns, "_train", failing)
     model = tiny_model("llama", dtype=torch.float32)
     before = set(vars(model))
     assert wrap(model, ACROSS).verify(forked_batch(), LOSS).plans

@@ -24,9 +24,6 @@ from forkpoint.verify.memory import PLAIN, SMALL, STREAMED, MemoryStrategy, has_
 from forkpoint.verify.ranks import RankComm
 from forkpoint.verify.routes import HeldRoutes
 
-Copy = tuple[nn.Module, Sequence[nn.Module]]
-"""A copy of the model, and its blocks."""
-
 
 @dataclass(frozen=True, eq=False)
 class SingleRuns:
@@ -49,97 +46,80 @@ class SingleRuns:
     ) -> tuple[DenseRun, ForcedRoutes | None]:
         """Run the model densely in `dtype`. Gradients of the reference are in the host's memory.
 
-        Where memory runs out, the run is repeated in ways that take less.
+        Where memory runs out, the run is repeated in ways that take less. Collective where ranks
+        hold parts of the model: all copy it together, and before anything can fail on one.
         """
-        run = _Run(self, dtype, is_reference)
-        found, routes = self.comm.run(partial(run_in_memory, run.strategies, run.attempt, run.undo))
-        run.end()
-        found = self.comm.total(found, self.host.model, dtype)
+        host, mark, whole = self.host, self.changes.mark, self.comm.whole
+        is_wider = dtype != host.compute_dtype
+        strategies = self._strategies(dtype, copies=is_reference and (is_wider or not whole))
+
+        def copied(streamed: bool) -> tuple[nn.Module, Sequence[nn.Module]]:
+            return whole_copy(
+                host.model,
+                host.blocks,
+                dtype,
+                streamed=streamed,
+                splits=host.group.splits,
+                links=host.links,
+            )
+
+        joined = [] if whole else [copied(strategies[0].streamed)]
+
+        def attempt(strategy: MemoryStrategy) -> tuple[DenseRun, ForcedRoutes | None]:
+            model, blocks = host.model, host.blocks
+            if joined:
+                model, blocks = joined[0]
+            elif is_wider:
+                model, blocks = copied(strategy.streamed)
+            if is_reference and model is not host.model:
+                stock_of(model).compute_in(dtype, self.changes)
+            strategy.apply(blocks, host.device, self.changes)
+            autocast = torch.autocast(host.device.type, enabled=False)
+            with autocast if is_reference else nullcontext():
+                routes = self.held.run(model, record=is_reference)
+                return self._train(model, routes, strategy), routes
+
+        def undo() -> None:
+            self.changes.undo(mark)
+            forget_lists()  # which would keep the copy alive until the end
+
+        found, routes = self.comm.run(partial(run_in_memory, strategies, attempt, undo))
+        joined.clear()
+        undo()
+        found = self.comm.total(found, host.model, dtype)
         if is_reference:
             for name, gradient in found.gradients.items():
                 if gradient is not None:
                     found.gradients[name] = gradient.cpu()
-            if self.host.device.type == "cuda":
+            if host.device.type == "cuda":
                 gc.collect()  # the copy, whose modules refer to one another
                 torch.cuda.empty_cache()
         return found, routes
 
-
-class _Run:
-    """One run, which may be repeated in less memory."""
-
-    def __init__(self, runs: SingleRuns, dtype: torch.dtype, is_reference: bool) -> None:
-        """Collective where ranks hold parts of the model: all copy it together, and before anything
-        can fail on one."""
-        self._runs, self._dtype, self._is_reference = runs, dtype, is_reference
-        self._mark = runs.changes.mark
-        self._is_wider = dtype != runs.host.compute_dtype
-        self.strategies: tuple[MemoryStrategy, ...] = self._choose_strategies()
-        self._copy = None if runs.comm.whole else self._copied(self.strategies[0].streamed)
-
-    def _choose_strategies(self) -> tuple[MemoryStrategy, ...]:
-        """Ways to run that take less and less memory."""
-        host, routed, whole = self._runs.host, self._runs.routed, self._runs.comm.whole
-        copies = self._is_reference and (self._is_wider or not whole)
-        found = (PLAIN, SMALL, STREAMED) if copies and whole else (PLAIN, SMALL)
-        if copies and not has_room(host.model, self._dtype, host.device):
+    def _strategies(self, dtype: torch.dtype, *, copies: bool) -> tuple[MemoryStrategy, ...]:
+        """Ways to run that take less and less memory. `copies`: whether the model is copied."""
+        found = (PLAIN, SMALL, STREAMED) if copies and self.comm.whole else (PLAIN, SMALL)
+        if copies and not has_room(self.host.model, dtype, self.host.device):
             found = (STREAMED,)
         # Ranks exchange counts of experts once in a run.
-        return found[-1:] if routed is not None and routed.on_ranks else found
-
-    def attempt(self, strategy: MemoryStrategy) -> tuple[DenseRun, ForcedRoutes | None]:
-        """Run all rollouts of this rank."""
-        host, changes = self._runs.host, self._runs.changes
-        model, blocks = host.model, host.blocks
-        if self._copy is not None:
-            model, blocks = self._copy
-        elif self._is_wider:
-            model, blocks = self._copied(strategy.streamed)
-        if self._is_reference and model is not host.model:
-            stock_of(model).compute_in(self._dtype, changes)
-        strategy.apply(blocks, host.device, changes)
-        autocast = torch.autocast(host.device.type, enabled=False)
-        with autocast if self._is_reference else nullcontext():
-            routes = self._runs.held.run(model, record=self._is_reference)
-            return self._train(model, routes, strategy), routes
-
-    def undo(self) -> None:
-        """Put the model back after an attempt."""
-        self._runs.changes.undo(self._mark)
-        forget_lists()  # which would keep the copy alive until the end
-
-    def end(self) -> None:
-        """Put the model back after the last attempt, and drop its copy."""
-        self._copy = None
-        self.undo()
-
-    def _copied(self, streamed: bool) -> Copy:
-        host = self._runs.host
-        return whole_copy(
-            host.model,
-            host.blocks,
-            self._dtype,
-            streamed=streamed,
-            splits=host.group.splits,
-            links=host.links,
-        )
+        return found[-1:] if self.routed is not None and self.routed.on_ranks else found
 
     def _train(
         self, model: nn.Module, routes: ForcedRoutes | None, strategy: MemoryStrategy
     ) -> DenseRun:
         """Run rollouts one at a time, without forkpoint's code."""
-        runs, host, routed, routers = self._runs, self._runs.host, self._runs.routed, None
+        host, routed, routers = self.host, self.routed, None
         if routed is not None:
             found = host.routers.found
             routers = DenseRouters(
-                routers_of(model) if runs.comm.staged else routers_of_copy(found, model),
+                routers_of(model) if self.comm.staged else routers_of_copy(found, model),
                 routed.terms,
-                runs.changes,
-                last_token=runs.last_tokens,
+                self.changes,
+                last_token=self.last_tokens,
                 joins=routed.joins,
-                gather=runs.comm.gather if routed.on_ranks else None,
+                gather=self.comm.gather if routed.on_ranks else None,
             )
-        if not len(runs.batch):
+        if not len(self.batch):
             nothing = torch.zeros(0, dtype=host.loss_dtype, device=host.device)
             if routers is not None:
                 routers.counted()
@@ -150,9 +130,9 @@ class _Run:
                 twins(model, [p for p in model.parameters() if p.requires_grad], changes)
             return dense_run(
                 model,
-                runs.batch,
-                runs.loss,
-                runs.denominators,
+                self.batch,
+                self.loss,
+                self.denominators,
                 None if routes is None else routes.at,
                 head_tokens=strategy.head_tokens,
                 routers=routers,
