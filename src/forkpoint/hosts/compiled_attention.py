@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.prefix_cache import Capture, add_captured, write_prefix
 from forkpoint.hosts.calls import CallContext, chunk_of
+from forkpoint.hosts.operators import differentiable, operator
 from forkpoint.ops.attention.kernel import Options
 from forkpoint.ops.attention.operator import Reading, attend, attend_backward
 from forkpoint.ops.dtypes import accumulate_dtype
@@ -137,8 +138,7 @@ def call_of(handle: Tensor) -> LayerCall:
     return _calls[int(handle)]
 
 
-@torch.library.custom_op("forkpoint::layer_attention", mutates_args=())
-def layer_attention(
+def _run(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -148,14 +148,19 @@ def layer_attention(
     softcap: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of a module of the block that runs: o [T, H, E], lse [H, T], and its handle."""
     call, handle = begin_call(k, v, index, scale, softcap, window)
     o_THE, lse_HT = attend(q, k, v, sinks, call.reading)
     return o_THE, lse_HT, handle
 
 
-@torch.library.custom_op("forkpoint::layer_attention_backward", mutates_args=())
-def layer_attention_backward(
+def _fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, ...]:
+    tokens, heads, _dim = q.shape
+    o_THE = q.new_empty(tokens, heads, v.shape[2])
+    lse_HT = q.new_empty(heads, tokens, dtype=accumulate_dtype(q.dtype))
+    return o_THE, lse_HT, torch.empty((), dtype=torch.int64, device="cpu")
+
+
+def _run_backward(
     do: Tensor,
     q: Tensor,
     k: Tensor,
@@ -166,20 +171,10 @@ def layer_attention_backward(
     handle: Tensor,
     wants: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Its gradients by q, k, v and sinks, each empty unless wanted."""
     return call_of(handle).backward(do, q, k, v, o, lse, sinks, wants)
 
 
-@layer_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, heads, _dim = q.shape
-    o_THE = q.new_empty(tokens, heads, v.shape[2])
-    lse_HT = q.new_empty(heads, tokens, dtype=accumulate_dtype(q.dtype))
-    return o_THE, lse_HT, torch.empty((), dtype=torch.int64, device="cpu")
-
-
-@layer_attention_backward.register_fake
-def _(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _fake_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     sinks, wants = rest[2], rest[-1]
     return tuple(
         x.new_empty(x.shape) if wanted else q.new_empty(0)
@@ -187,18 +182,26 @@ def _(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, 
     )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, sinks = inputs[:4]
-    o_THE, lse_HT, handle = output
-    ctx.mark_non_differentiable(lse_HT, handle)
-    ctx.save_for_backward(q, k, v, o_THE, lse_HT, sinks, handle)
+layer_attention_forward = operator("attention_forward", _run, _fake)
+layer_attention_backward = operator("attention_backward", _run_backward, _fake_backward)
 
 
-def _backward(ctx: Any, do_THE: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    wants = [bool(wanted) for wanted in ctx.needs_input_grad[:4]]
-    found = layer_attention_backward(do_THE, *ctx.saved_tensors, wants)
-    gradients = (x if wanted else None for x, wanted in zip(found, wants, strict=True))
-    return *gradients, *([None] * 4)  # index, scale, softcap, window
+class _LayerAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        o_THE, lse_HT, handle = layer_attention_forward(*inputs)
+        q, k, v, sinks = inputs[:4]
+        ctx.mark_non_differentiable(lse_HT, handle)
+        ctx.save_for_backward(q, k, v, o_THE, lse_HT, sinks, handle)
+        return o_THE, lse_HT, handle
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        wants = [bool(wanted) for wanted in ctx.needs_input_grad[:4]]
+        found = layer_attention_backward(grad_outputs[0], *ctx.saved_tensors, wants)
+        gradients = (x if wanted else None for x, wanted in zip(found, wants, strict=True))
+        return *gradients, *([None] * 4)  # index, scale, softcap, window
 
 
-layer_attention.register_autograd(_backward, setup_context=_setup_context)
+layer_attention = differentiable("attention", _run, _LayerAttention)
+"""Attention of a module of the block that runs: o [T, H, E], lse [H, T], and its handle."""

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from forkpoint.hosts.compiled_attention import begin_call, call_of, current_call
+from forkpoint.hosts.operators import differentiable, operator
 from forkpoint.hosts.torch_dist.context_parallel import DealtPlaces, WholeSegments
 from forkpoint.ops.attention.operator import attend
 from forkpoint.ops.dtypes import accumulate_dtype
 from forkpoint.parallel.topology import Places
 
 
-@torch.library.custom_op("forkpoint::context_attention", mutates_args=())
-def context_attention(
+def _run(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -29,13 +29,6 @@ def context_attention(
     window: int,
     ranks: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Attention of a module of the block that runs, at this rank's places.
-
-    q, k, v: [t, H, D] of so many heads that the ranks divide them. sinks: [H].
-    Returns o [t, H, E]; q, k, v, o and lse [h, T] of the heads here at all places; and the handle.
-    Where segments are dealt out whole, these are of all heads at the places here, viewed in the
-    same shapes.
-    """
     places, tokens = _places(current_call().places), current_call().inputs.part.tokens
     rows = len(q) * ranks
     own_sinks = None if sinks is None else places.own_heads(sinks)
@@ -50,8 +43,7 @@ def context_attention(
     return own_o_tHE, q, k, v, o_THE, lse_HT.contiguous().view(-1, rows), handle
 
 
-@torch.library.custom_op("forkpoint::context_attention_backward", mutates_args=())
-def context_attention_backward(
+def _run_backward(
     do: Tensor,
     q: Tensor,
     k: Tensor,
@@ -94,8 +86,7 @@ def _places(places: Places) -> DealtPlaces | WholeSegments:
     return places
 
 
-@context_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     ranks: int = rest[-1]
     rows = q.shape[0] * ranks
     q_ThD, k_TKD, v_TKE = (x.new_empty(rows, x.shape[1] // ranks, x.shape[2]) for x in (q, k, v))
@@ -105,25 +96,41 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return q.new_empty(*q.shape[:2], v.shape[2]), q_ThD, k_TKD, v_TKE, o_THE, lse_HT, handle
 
 
-@context_attention_backward.register_fake
-def _(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _fake_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     sinks, wants = rest[2], rest[-1]
     ranks = do.shape[1] // q.shape[1]
     gradients = (x.new_empty(do.shape[0], x.shape[1] * ranks, x.shape[2]) for x in (q, k, v))
     return *gradients, sinks.new_empty(sinks.shape) if wants[3] else q.new_empty(0)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.mark_non_differentiable(*output[1:])
-    *kept, handle = output[1:]
-    ctx.save_for_backward(*kept, inputs[3], handle)
+context_attention_forward = operator("attention_over_ranks_forward", _run, _fake)
+context_attention_backward = operator(
+    "attention_over_ranks_backward", _run_backward, _fake_backward
+)
 
 
-def _backward(ctx: Any, do_THE: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    wants = [bool(wanted) for wanted in ctx.needs_input_grad[:4]]
-    found = context_attention_backward(do_THE, *ctx.saved_tensors, wants)
-    gradients = (x if wanted else None for x, wanted in zip(found, wants, strict=True))
-    return *gradients, *([None] * 5)  # index, scale, softcap, window, ranks
+class _ContextAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        outputs = context_attention_forward(*inputs)
+        ctx.mark_non_differentiable(*outputs[1:])
+        *kept, handle = outputs[1:]
+        ctx.save_for_backward(*kept, inputs[3], handle)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        wants = [bool(wanted) for wanted in ctx.needs_input_grad[:4]]
+        found = context_attention_backward(grad_outputs[0], *ctx.saved_tensors, wants)
+        gradients = (x if wanted else None for x, wanted in zip(found, wants, strict=True))
+        return *gradients, *([None] * 5)  # index, scale, softcap, window, ranks
 
 
-context_attention.register_autograd(_backward, setup_context=_setup_context)
+context_attention = differentiable("attention_over_ranks", _run, _ContextAttention)
+"""Attention of a module of the block that runs, at this rank's places.
+
+q, k, v: [t, H, D] of so many heads that the ranks divide them. sinks: [H].
+Returns o [t, H, E]; q, k, v, o and lse [h, T] of the heads here at all places; and the handle.
+Where segments are dealt out whole, these are of all heads at the places here, viewed in the
+same shapes.
+"""
