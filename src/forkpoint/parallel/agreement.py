@@ -92,8 +92,6 @@ class Agreement:
     """How weights are held; None where they are not sharded."""
     counts: Denominators
     """Of all ranks' rollouts as one batch."""
-    split_groups: int
-    """Groups that have rollouts on several ranks."""
     trains: bool
     """Whether any rank's plan trains on any token."""
     sample: RolloutBatch | None
@@ -183,17 +181,15 @@ def agreed(
         schedule = exchanging or schedule
     _check_coupling(proposals)
     digests = [p.groups for p in proposals if p.groups is not None and len(p.groups)]
-    every = np.concatenate(digests) if digests else np.zeros(0, np.uint64)
-    distinct = len(np.unique(every))
+    groups = len(np.unique(np.concatenate(digests))) if digests else 0
     return Agreement(
         program=schedule.programs[index],
         gathering=schedule.gathering,
         counts=Denominators(
             tokens=float(sum(proposal.trained_tokens for proposal in proposals)),
             rollouts=float(sum(proposal.rollouts for proposal in proposals)),
-            groups=float(distinct),
+            groups=float(groups),
         ),
-        split_groups=len(every) - distinct,
         trains=any(proposal.trains for proposal in proposals),
         sample=sample,
         parts=tuple(p.gathered for p in proposals if p.gathered is not None),
