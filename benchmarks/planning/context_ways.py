@@ -191,7 +191,7 @@ class Step:
             Config(checkpointing="auto", **options),
             calibration=self.calibration,
             capabilities=capabilities,
-            measured_budget_bytes=int(self.options.memory_gib * GIB),
+            budget_bytes=int(self.options.memory_gib * GIB),
         )
 
     @cached_property

@@ -178,7 +178,7 @@ def _shared(
     """Plans of the sizes that a step on so many stages chooses from."""
 
     def make(config: Config, budget_bytes: int | None) -> Plan:
-        return make_plan(batch, shape, config, measured_budget_bytes=budget_bytes)
+        return make_plan(batch, shape, config, budget_bytes=budget_bytes)
 
     config = Config(sharing=sharing, boundary="across")
     return plans_of_sizes(config, budget_bytes, count, make)

@@ -153,7 +153,7 @@ def test_leaves_that_do_not_fit_run_by_heads() -> None:
     least = make_plan(batch, TWO, config, calibration=calibration, capabilities=BY_HEADS)
     assert least.predicted_peak_bytes is not None
     room = (least.predicted_peak_bytes + free.predicted_peak_bytes) // 2
-    plan = make_plan(batch, TWO, config, calibration=calibration, measured_budget_bytes=room)
+    plan = make_plan(batch, TWO, config, calibration=calibration, budget_bytes=room)
     assert plan.fits and not any(m.parts for m in plan.microbatches)
     assert plan.dealing.endswith("they do not fit the memory budget")
 

@@ -126,9 +126,7 @@ def test_beyond_host_memory_there_is_a_folder() -> None:
     options: dict[str, Any] = {"checkpointing": "full", "activations": "keep"}
     with pytest.raises(PlanError, match="memory_budget"):
         planned(**options, memory_budget=1, host_memory=1)
-    measured = make_plan(
-        BATCH, SHAPE, replace(ACROSS, **options, **folder), measured_budget_bytes=GIB
-    )
+    measured = make_plan(BATCH, SHAPE, replace(ACROSS, **options, **folder), budget_bytes=GIB)
     assert measured.host_layers == LAYERS
     config = replace(ACROSS, max_microbatch_tokens=1000)
     calibration = made_up(out_bytes_per_ms=1e9, back_bytes_per_ms=1e9)
@@ -146,7 +144,7 @@ def test_beyond_host_memory_there_is_a_folder() -> None:
 
 def test_where_nothing_fits_a_measured_budget_moves_all() -> None:
     config = replace(ACROSS, checkpointing="full", activations="keep")
-    plan = make_plan(BATCH, SHAPE, config, measured_budget_bytes=GIB)
+    plan = make_plan(BATCH, SHAPE, config, budget_bytes=GIB)
     assert not plan.fits and plan.host_layers == LAYERS
 
 

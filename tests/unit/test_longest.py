@@ -70,7 +70,7 @@ def test_the_planner_finds_a_plan_up_to_it(name: str) -> None:
     def plan(prompt: int) -> Plan | None:
         batch = one_group(prompt, responses)
         try:
-            return make_plan(batch, DEEP, config, measured_budget_bytes=budget)
+            return make_plan(batch, DEEP, config, budget_bytes=budget)
         except PlanError:
             return None
 

@@ -42,7 +42,7 @@ BATCH = batch_of(3000, 2000, 8)
 
 def planned(budget_gib: float | None, config: Config | None = None, **given: Any) -> Plan:
     budget = None if budget_gib is None else int(budget_gib * GIB)
-    return make_plan(BATCH, SHAPE, config or Config(), measured_budget_bytes=budget, **given)
+    return make_plan(BATCH, SHAPE, config or Config(), budget_bytes=budget, **given)
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def test_no_batch_is_too_long_for_a_chain() -> None:
     long = batch_of(100, 60_000, 1)
     free = make_plan(long, SHAPE, Config(boundary="within"))
     assert peak_of(free) > 200 * GIB
-    assert make_plan(long, SHAPE, Config(), measured_budget_bytes=30 * GIB).fits
+    assert make_plan(long, SHAPE, Config(), budget_bytes=30 * GIB).fits
 
 
 @pytest.mark.slow
@@ -182,7 +182,7 @@ def test_microbatches_of_a_long_batch_are_not_tried_at_every_length(
     monkeypatch.setattr(Builder, "_plan_of", counted)
     long = batch_of(120_000, 500, 2)
     for budget in (3 * GIB, 20 * GIB):
-        make_plan(long, SHAPE, Config(checkpointing="auto"), measured_budget_bytes=budget)
+        make_plan(long, SHAPE, Config(checkpointing="auto"), budget_bytes=budget)
     assert max(counts) <= len(long) * (MOST_MICROBATCHES + 1) and len(counts) < 400
 
 

@@ -140,7 +140,7 @@ def test_a_largest_length_is_kept_to_and_shortened_if_memory_is_short(*, measure
     def within(budget: int, **options: Any) -> Plan:
         limited = dataclasses.replace(config, **options)
         if measured:
-            return make_plan(batch, SHAPE, limited, measured_budget_bytes=budget)
+            return make_plan(batch, SHAPE, limited, budget_bytes=budget)
         return make_plan(batch, SHAPE, dataclasses.replace(limited, memory_budget=budget))
 
     enough = within(peak)

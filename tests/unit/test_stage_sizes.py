@@ -33,9 +33,7 @@ def plans(
 ) -> tuple[Plan, ...]:
     def make(config: Config, budget_bytes: int | None) -> Plan:
         coupling = GSPO().coupling(batch) if config.all_logprobs else None
-        return make_plan(
-            batch, SHAPE, config, coupling=coupling, measured_budget_bytes=budget_bytes
-        )
+        return make_plan(batch, SHAPE, config, coupling=coupling, budget_bytes=budget_bytes)
 
     return plans_of_sizes(config, budget_bytes, stages, make)
 

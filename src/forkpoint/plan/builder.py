@@ -108,7 +108,7 @@ class Builder:
     coupling: IntArray | None = None
     calibration: Calibration | None = None
     capabilities: Capabilities = field(default_factory=Capabilities)
-    measured_budget_bytes: int | None = None
+    budget_bytes: int | None = None
     uses_temperature: bool = True
     routers: RouterDemand | None = None
     prompts: tuple[PlannedPrompt, ...] | None = None
@@ -140,9 +140,8 @@ class Builder:
             )
         self.soft: bool = self.config.memory_budget == AUTO
         """Whether plans beyond the budget are made where nothing fits."""
-        self.budget: int | None = given
-        if self.soft and self.shape is not None:
-            self.budget = self.measured_budget_bytes
+        if self.budget_bytes is None or self.shape is None:
+            self.budget_bytes = given
         self.last_tokens: bool = self.routers is not None and self.routers.last_tokens
         if self.runs is None:
             self.runs = run_lengths(self.batch, whole=True, last_tokens=self.last_tokens)
@@ -217,7 +216,7 @@ class Builder:
         given = config.max_microbatch_tokens
         tokens = given or max(DEFAULT_MICROBATCH_TOKENS, self.longest)
         policies = policies_to_try(config, self.shape, self.capabilities)
-        if self.budget is None:
+        if self.budget_bytes is None:
             return self._priced_ways(sharing, boundary, tokens, policies[0], moves=False)[0]
         # As long as memory allows: what the host does for a microbatch, and adding to all
         # gradients, are paid once.
@@ -236,7 +235,7 @@ class Builder:
                 shortest = least if policy == policies[-1] else filling
                 ways = list(self._ways(sharing, boundary, policy, tokens, shortest, moves=moves))
                 tried += ways
-                fitting = [way for way in ways if peak_of(way) <= self.budget]
+                fitting = [way for way in ways if peak_of(way) <= self.budget_bytes]
                 if not fitting:
                     continue
                 # In order of their microbatches' lengths, the longest first.
@@ -257,8 +256,8 @@ class Builder:
         peak = peak_of(plan)
         raise BudgetError(
             f"microbatches of {plan.max_microbatch_tokens} tokens are predicted to need "
-            f"{exactly(peak)} and memory_budget is {exactly(self.budget)}; raise it to at least "
-            f"{peak}, or {self._remedy()}.",
+            f"{exactly(peak)} and memory_budget is {exactly(self.budget_bytes)}; raise it to at "
+            f"least {peak}, or {self._remedy()}.",
             peak,
         )
 
@@ -294,7 +293,7 @@ class Builder:
         """
         if self.shape is None or not (moves or self.config.prefix_cache == "host"):
             return plan
-        return with_host_layers(plan, meter, self.config, self.budget)
+        return with_host_layers(plan, meter, self.config, self.budget_bytes)
 
     def _ways(
         self,
@@ -314,7 +313,7 @@ class Builder:
         of a training run is planned so. With one that was given they go on until shorter ones pay
         for nothing, unless those of the length that was asked for fit.
         """
-        assert self.budget is not None
+        assert self.budget_bytes is not None
         found = False
         shorter = 0
         asked = self.config.max_microbatch_tokens
@@ -325,18 +324,18 @@ class Builder:
             if tokens <= least:
                 return
             if self.soft:
-                if needed <= self.budget:
+                if needed <= self.budget_bytes:
                     return
                 longest = max(microbatch.tokens for microbatch in plan.microbatches)
                 # Were all of it activations of the longest microbatch, this would fit.
-                tokens = max(least, min(tokens * 3 // 4, longest * self.budget // needed))
+                tokens = max(least, min(tokens * 3 // 4, longest * self.budget_bytes // needed))
                 continue
-            found |= needed <= self.budget
+            found |= needed <= self.budget_bytes
             few = len(plan.microbatches) <= FEW_MICROBATCHES
             # Microbatches a little shorter than what fits may divide the work more evenly. Where
             # there are many it makes no difference, and where they are too short to fill a device
             # they do not pay for what they let be kept.
-            if peak_of(plan) <= self.budget:
+            if peak_of(plan) <= self.budget_bytes:
                 shorter += 1
                 if shorter > SHORTER_TRIED or not few or tokens == asked:
                     return
@@ -346,8 +345,8 @@ class Builder:
             # No shorter plan fits before its longest microbatch alone does.
             longest = max(plan.microbatches, key=meter.kept_bytes, default=None)
             kept = 0 if longest is None else meter.kept_bytes(longest)
-            if longest is not None and not found and kept > self.budget:
-                next_tokens = min(next_tokens, int(longest.tokens * self.budget / kept) + 1)
+            if longest is not None and not found and kept > self.budget_bytes:
+                next_tokens = min(next_tokens, int(longest.tokens * self.budget_bytes / kept) + 1)
             tokens = max(least, next_tokens)
 
     def _priced_ways(
@@ -399,12 +398,12 @@ class Builder:
     def _fitted(self, plan: Plan, meter: Meter) -> list[Plan]:
         """The plan as it is and, where activations is auto, with microbatches not kept so that it
         fits."""
-        if self.budget is None or self.config.activations != "auto" or plan.fits:
+        if self.budget_bytes is None or self.config.activations != "auto" or plan.fits:
             return [plan]
         assert self.shape is not None
         # Without a measured bandwidth a copy has no price.
         priced = meter.copy(1, out=True) is not None
-        microbatches = microbatches_to_drop(plan, meter, self.shape, self.budget)
+        microbatches = microbatches_to_drop(plan, meter, self.shape, self.budget_bytes)
         return [
             self._priced(drop_activations(plan, microbatches, way), meter)
             for way in ("recompute", *(["offload"] if priced else []))
@@ -465,15 +464,15 @@ class Builder:
 
     def _priced(self, plan: Plan, meter: Meter) -> Plan:
         """With its price within the budget, and with logits kept as the configuration says."""
-        if self.config.head_logits == "auto" and self.budget is not None and not self.soft:
+        if self.config.head_logits == "auto" and self.budget_bytes is not None and not self.soft:
             assert plan.shape is not None
-            plan = keep_logits(plan, meter, plan.shape, self.budget)
-        return self._with_price(plan, meter, self.budget)
+            plan = keep_logits(plan, meter, plan.shape, self.budget_bytes)
+        return self._with_price(plan, meter, self.budget_bytes)
 
     def _with_price(self, plan: Plan, meter: Meter, budget: int | None = None) -> Plan:
         """With its cost and its peak; the cost is inf if the peak exceeds the budget."""
         peak = None if self.shape is None else peak_bytes(plan, meter, self.shape)
-        beyond = peak is not None and self.budget is not None and peak > self.budget
+        beyond = peak is not None and self.budget_bytes is not None and peak > self.budget_bytes
         if beyond and plan.media and not plan.encodes_again and self.shape is not None:
             plan = replace(plan, encodes_again=self.capabilities.trains_encoder)
             peak = peak_bytes(plan, meter, self.shape)
@@ -545,7 +544,7 @@ class Builder:
             split="" if self.prompts is None else "exchange",
             fingerprint=fingerprint(self.batch),
             capabilities=self.capabilities,
-            memory_budget_bytes=self.budget,
+            memory_budget_bytes=self.budget_bytes,
             shape=self.shape,
         )
         counts_first, scores = self._first_passes(plan)

@@ -38,7 +38,7 @@ def make_plan(
     coupling: IntArray | None = None,
     calibration: Calibration | None = None,
     capabilities: Capabilities | None = None,
-    measured_budget_bytes: int | None = None,
+    budget_bytes: int | None = None,
     uses_temperature: bool = True,
     routers: RouterDemand | None = None,
     prompts: tuple[PlannedPrompt, ...] | None = None,
@@ -58,8 +58,9 @@ def make_plan(
             configuration names, if it names one.
         capabilities: what the host of the model can do (`Host.capabilities`). None: all, but that
             a model whose shape says that it checkpoints itself is not left early.
-        measured_budget_bytes: what a memory_budget of "auto" stands for on the device; None is no
-            limit. Where nothing fits, a plan of about the least predicted peak is made.
+        budget_bytes: the limit of the predicted peak; None: the bytes of the configuration, if it
+            names some. If its memory_budget is "auto" and nothing fits, a plan of about the least
+            predicted peak is made.
         uses_temperature: whether the head's outputs depend on temperatures, as log-probs do and a
             critic's values do not. An edge then has an entry for each temperature at which it is
             trained.
@@ -91,7 +92,7 @@ def make_plan(
         coupling,
         calibration,
         capabilities,
-        measured_budget_bytes,
+        budget_bytes,
         uses_temperature,
         routers,
         prompts,
@@ -122,7 +123,7 @@ def make_plan(
 def _longest_search(builder: Builder) -> LongestSearch | None:
     """The search for the longest prompt; None without a limit, and if nothing is trained."""
     responses = responses_of(builder.batch)
-    if builder.shape is None or builder.budget is None or not responses:
+    if builder.shape is None or builder.budget_bytes is None or not responses:
         return None
     return LongestSearch(
         responses=responses,
@@ -130,7 +131,7 @@ def _longest_search(builder: Builder) -> LongestSearch | None:
         config=builder.config,
         capabilities=builder.capabilities,
         calibration=builder.calibration,
-        budget_bytes=builder.budget,
+        budget_bytes=builder.budget_bytes,
     )
 
 

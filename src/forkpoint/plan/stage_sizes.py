@@ -86,14 +86,9 @@ def plans_of_sizes(
     return tuple(found)
 
 
-def _within(config: Config, budget_bytes: int | None) -> Config:
-    given = config.memory_budget_bytes is not None
-    return replace(config, memory_budget=budget_bytes) if given else config
-
-
 def _planned(make: Planner, config: Config, budget_bytes: int | None) -> Plan | None:
     try:
-        return make(_within(config, budget_bytes), budget_bytes)
+        return make(config, budget_bytes)
     except PlanError:
         return None
 

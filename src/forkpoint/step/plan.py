@@ -201,15 +201,15 @@ def plan_within(
     host, config = policy.host, config or policy.config
     loss = None if loss is None else as_loss(loss)
     coupling = None if loss is None or loss.decomposition == "token" else loss.coupling(batch)
-    given, shape = config.memory_budget_bytes is not None, host.shape
+    shape = host.shape
     return make_plan(
         batch,
         shape,
-        replace(config, memory_budget=budget_bytes) if given else config,
+        config,
         coupling=coupling,
         calibration=policy.model_state.calibration(host, config),
         capabilities=_capabilities(host, shape, batch),
-        measured_budget_bytes=budget_bytes,
+        budget_bytes=budget_bytes,
         uses_temperature=host.head == "logprobs",
         routers=routers,
         prompts=prompts,

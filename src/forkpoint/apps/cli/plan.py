@@ -328,7 +328,7 @@ class _Planner:
             coupling=None if self.loss.decomposition == "token" else self.loss.coupling(batch),
             calibration=self.calibration,
             capabilities=replace(self.capabilities, encoder=encoder),
-            measured_budget_bytes=budget_bytes,
+            budget_bytes=budget_bytes,
             prompts=prompts,
             runs=runs,
         )
