@@ -47,7 +47,7 @@ from forkpoint.apps.cli.options import Count, Flag
 from forkpoint.errors import ConfigError, PlanError
 from forkpoint.losses import GRPO
 from forkpoint.plan import builder
-from forkpoint.plan.longest import longest, one_group
+from forkpoint.plan.longest import longest
 from forkpoint.policy import Policy
 from forkpoint.rollouts.batch import RolloutBatch
 
@@ -310,7 +310,7 @@ class _Measuring:
         return {**ACROSS, "max_microbatch_tokens": max(1, LONGEST_MICROBATCH // self.scale)}
 
     def _longest_batch(self, prompt: int, vocab: int) -> RolloutBatch:
-        return one_group(prompt, [n // self.scale for n in RESPONSES], min(vocab, 8192))
+        return make_group(prompt, [n // self.scale for n in RESPONSES], vocab=min(vocab, 8192))
 
     def _checked(self) -> Iterator[ResultRow]:
         """Gradients of small models, beside those of one rank."""
