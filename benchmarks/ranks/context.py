@@ -306,7 +306,7 @@ class _Measuring:
         return longest(fits, step=LONGEST_STEP // self.scale, most=most)
 
     def _of_longest(self) -> dict[str, Any]:
-        """Changes of the configuration: plans of one length of microbatches are made fast."""
+        """Changes of the configuration: with short microbatches, few lengths are tried."""
         return {**ACROSS, "max_microbatch_tokens": max(1, LONGEST_MICROBATCH // self.scale)}
 
     def _longest_batch(self, prompt: int, vocab: int) -> RolloutBatch:
