@@ -267,7 +267,6 @@ class Activations(Feature):
         stats: OffloadStats | None,
     ) -> None:
         """`staging` and `stats` may be None if the plan offloads no microbatch."""
-        self._layers = host.shape.layers
         # Ranks in lockstep may run one again that is to be offloaded.
         self._offloads = {
             i.microbatch
@@ -277,6 +276,7 @@ class Activations(Feature):
             and not i.idle
             and plan.microbatches[i.microbatch].activations == "offload"
         }
+        self._layers = host.shape.layers if self._offloads else 0
         self._follower: dict[int, int] = {
             one.microbatch: after.microbatch
             for one, after in pairwise(plan.program.training)

@@ -14,7 +14,7 @@ from forkpoint.engine.changes import Changes
 from forkpoint.engine.compiling import WARNING, Compiling
 from forkpoint.hosts.calls import CallContext
 from forkpoint.hosts.compiled_attention import BlockCall, forget_calls, number_modules
-from forkpoint.hosts.modules import HOOKS
+from forkpoint.hosts.modules import HOOKS, every_module
 from forkpoint.hosts.wrappers import set_forward
 from forkpoint.parallel.topology import ALL_PLACES, Places
 
@@ -70,9 +70,10 @@ class CompiledBlocks:
         changes.later(setattr, functorch, lazily, getattr(functorch, lazily))
         setattr(functorch, lazily, True)
         forget_calls(self._handles, changes)
-        for block in blocks:
+        inside = [tuple(module for _, module in every_module(block)) for block in blocks]
+        number_modules(inside, self._places, changes)
+        for block, modules in zip(blocks, inside, strict=True):
             covered = set_forward(block)
-            modules = number_modules(block, self._places, changes)
             own = covered.own if covered else block.forward
             if block not in self._compiled:
                 self._compiled[block] = torch.compile(own, dynamic=True, options=_options())
@@ -117,7 +118,7 @@ def _dynamo_options(blocks: Sequence[nn.Module]) -> dict[str, Any]:
     """
     options: dict[str, Any] = {"specialize_float": True}
     name = "nested_graph_breaks"
-    inside = (vars(module) for block in blocks for module in block.modules())
+    inside = (vars(module) for block in blocks for _, module in every_module(block))
     has_hooks = any(attributes[kind] for attributes in inside for kind in HOOKS)
     if hasattr(torch._dynamo.config, name) and not (LACKS_GLOBALS and has_hooks):
         options[name] = True

@@ -88,16 +88,25 @@ class BlockCall:
         del _thread.block
 
 
-def number_modules(block: nn.Module, places: Places, changes: Changes) -> tuple[nn.Module, ...]:
-    """A block's modules, each with its index and the number of context ranks until the changes are
-    undone.
+def number_modules(blocks: Sequence[Sequence[nn.Module]], places: Places, changes: Changes) -> None:
+    """Give each module of each block its index and the number of context ranks until the changes
+    are undone.
 
     Compiled code has these as constants, which are the same in all blocks of one kind.
     """
-    modules = tuple(block.modules())
-    for index, module in enumerate(modules):
-        changes.set(vars(module), _NUMBERED, (index, places.size))
-    return modules
+    before = [(vars(m), vars(m).get(_NUMBERED)) for modules in blocks for m in modules]
+    changes.later(_restore_numbers, before)
+    for modules in blocks:
+        for index, module in enumerate(modules):
+            vars(module)[_NUMBERED] = index, places.size
+
+
+def _restore_numbers(before: list[tuple[dict[str, Any], Any]]) -> None:
+    for attributes, numbers in before:
+        if numbers is None:
+            attributes.pop(_NUMBERED, None)
+        else:
+            attributes[_NUMBERED] = numbers
 
 
 def numbered(layer: nn.Module) -> tuple[int, int]:

@@ -61,11 +61,40 @@ def _listed(kind: str, model: nn.Module) -> list[tuple[str, Any]]:
     walks = _walks.get()
     if walks is not None and (kind, model) in walks:
         return walks[kind, model]
-    found: list[tuple[str, Any]] = list(
-        model.named_modules() if kind == "modules" else model.named_parameters()
+    found: list[tuple[str, Any]] = (
+        _modules_of(model) if kind == "modules" else _parameters_of(model)
     )
     if walks is not None:
         walks[kind, model] = found
+    return found
+
+
+def _modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """As `named_modules` lists them, without a generator for each level of modules."""
+    found: list[tuple[str, nn.Module]] = []
+    seen: set[int] = set()
+    pending: list[tuple[str, nn.Module | None]] = [("", model)]
+    while pending:
+        name, module = pending.pop()
+        if module is None or id(module) in seen:
+            continue
+        seen.add(id(module))
+        found.append((name, module))
+        before = f"{name}." if name else ""
+        children = reversed(module._modules.items())
+        pending += [(before + child_name, child) for child_name, child in children]
+    return found
+
+
+def _parameters_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """As `named_parameters` lists them."""
+    found: list[tuple[str, nn.Parameter]] = []
+    seen: set[int] = set()
+    for where, module in every_module(model):
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                found.append((f"{where}.{name}".lstrip("."), parameter))
     return found
 
 
