@@ -233,6 +233,7 @@ def pixels(family: str, **inputs: Any) -> Media:
 
 
 ONE, FOUR = image("qwen3_vl"), [IMAGE] * 4
+EYE, GRID = np.eye(16, 96), np.array([[1, 4, 4]])
 TILES = np.zeros((1, 2, 3, 16, 16))
 REFUSED: dict[str, tuple[str, list[Rollout], str]] = {
     "text alone": ("glm4v", trained([3, *FOUR, 4], [ONE], [0, 1, 1, 1, 1, 0]), "text alone"),
@@ -261,8 +262,31 @@ REFUSED: dict[str, tuple[str, list[Rollout], str]] = {
     "cut": (
         "qwen3_vl",
         trained([3, *FOUR[:3], 4], [Media("image", ONE.inputs, 3)], [0, 1, 1, 1, 0]),
+        "whose product is 12: 4 patches",
+    ),
+    "types of other tokens": (
+        "qwen3_vl",
+        trained([3, *FOUR[:2], 7, *FOUR[2:], 4], [ONE], [0, 1, 1, 0, 1, 1, 0]),
         "no positions",
     ),
+    **{
+        name: (family, trained([3, *FOUR, 4], [medium], [0, 1, 1, 1, 1, 0]), message)
+        for name, family, medium, message in (
+            ("floats", "qwen3_vl", pixels("qwen3_vl", image_grid_thw=GRID / 1.0), "takes int64"),
+            ("bytes", "qwen3_vl", pixels("qwen3_vl", image_grid_thw=GRID.astype("u1")), "uint8"),
+            ("flat", "qwen3_vl", pixels("qwen3_vl", image_grid_thw=GRID[0]), r"int64 \[1, 4, 4\]"),
+            ("rows", "qwen3_vl", pixels("qwen3_vl", pixel_values=np.ones((8, 96))), "has 8 rows"),
+            ("no grid", "qwen3_vl", Media("image", {"pixel_values": EYE}, 4), "lacks the input"),
+            ("no pixels", "qwen3_vl", Media("image", {"image_grid_thw": GRID}, 4), "lacks the"),
+            ("columns", "qwen3_vl", pixels("qwen3_vl", pixel_values=EYE[:, :95]), "own code fails"),
+            ("NaN", "internvl", pixels("internvl", pixel_values=EYE * np.nan), "NaN or infinite"),
+            ("infinite", "internvl", pixels("internvl", pixel_values=EYE - np.inf), "infinite"),
+            ("no rows", "internvl", pixels("internvl", pixel_values=np.ones(())), "dimensions"),
+            ("shape", "internvl", pixels("internvl", pixel_values=EYE), r"pixel_values \[16, 96\]"),
+            ("kwargs", "internvl", pixels("internvl", kwargs=np.ones(1)), "input 'kwargs'"),
+            ("one", "mistral3", Media("image", image("mistral3").inputs, 4), "gives 16 features"),
+        )
+    },
     "tiles of zeros, which the model leaves out": (
         "smolvlm",
         trained(
@@ -282,6 +306,30 @@ def test_refused_by_name(case: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         wrap(model).forward_backward(rollouts, GRPO())
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_arrays_that_torch_does_not_take_as_they_are() -> None:
+    """Read-only arrays, other byte orders and negative strides, in a batch of equal media."""
+    inputs = image("qwen3_vl").inputs
+    grid, values = inputs["image_grid_thw"], inputs["pixel_values"]
+    backwards = np.ascontiguousarray(values[::-1])[::-1]
+    values.flags.writeable = False
+    policy = wrap(tiny_multimodal("qwen3_vl"))
+    found = []
+    for given in (values.copy(), values, values.astype(">f8"), backwards):
+        medium = Media("image", {"pixel_values": given, "image_grid_thw": grid}, 4)
+        found.append(policy.score(trained([3, *FOUR, 4], [medium], [0, 1, 1, 1, 1, 0])).logprobs)
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
+def test_samples_of_short_videos() -> None:
+    """A frame of a video of few tokens; its frames are apart in Qwen3-VL."""
+    medium = video("qwen3_vl", frames=2)
+    inputs = dict(medium.inputs, pixel_values_videos=medium.inputs["pixel_values_videos"][:16])
+    inputs["video_grid_thw"] = np.array([[2, 4, 2]])
+    short = Media("video", inputs, 4)
+    batch = [rollout("qwen3_vl", [[3, 4], short, [5]], [[n, 6]], n - 4.5) for n in (4, 5)]
+    assert wrap(tiny_multimodal("qwen3_vl")).verify(batch, GRPO()).passed
 
 
 def test_towers_that_mix_or_draw_are_refused() -> None:

@@ -152,10 +152,9 @@ def test_an_error_leaves_both_files(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     save_rollouts(path, every())
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    for name, value in (("c", np.ones(80, complex)), ("empty", np.ones((0, 3)))):
-        strange = Media("image", {"pixel_values": np.ones((99, 2)), name: value}, 4)
-        with pytest.raises(RolloutError, match=rf"position 1.*'{name}' is an array of"):
-            save_rollouts(path, [rollout(5, image(2)), rollout(5, strange)])
+    strange = Media("image", {"pixel_values": np.ones((99, 2)), "empty": np.ones((0, 3))}, 4)
+    with pytest.raises(RolloutError, match=r"position 1.*'empty' is an array of"):
+        save_rollouts(path, [rollout(5, image(2)), rollout(5, strange)])
     assert before == {file.name: file.read_bytes() for file in tmp_path.iterdir()}
 
 

@@ -1,7 +1,9 @@
 """Images and videos of rollouts, as a model's processor made them. Imports no torch."""
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
@@ -68,11 +70,7 @@ class Media:
                 "as {'pixel_values': ..., 'image_grid_thw': ...}."
             )
         for name, value in inputs.items():
-            if not hasattr(value, "shape") or not hasattr(value, "dtype"):
-                raise RolloutError(
-                    f"A medium's {short(name)} is a {type(value).__name__}; it takes a numpy array "
-                    "or a torch tensor."
-                )
+            _check_input(name, value)
         self.kind: MediaKind = kind
         self.inputs: dict[str, Any] = dict(inputs)
         self.tokens: int = int(tokens)
@@ -106,6 +104,17 @@ class Media:
         array = host_values("A medium", name, self.inputs[name])
         return np.asarray(array, array.dtype.newbyteorder("="))
 
+    @cached_property
+    def is_finite(self) -> bool:
+        """Whether all numbers of its inputs are finite; computed once."""
+        for name, value in self.inputs.items():
+            if "float" not in str(value.dtype) or value.dtype.itemsize < 2 or 0 in value.shape:
+                continue
+            numbers = self.array(name) if isinstance(value, np.ndarray) else value
+            if not math.isfinite(float(numbers.min()) - float(numbers.max())):
+                return False
+        return True
+
     @property
     def sha256(self) -> str:
         """SHA-256 of kind, tokens and inputs, as 64 hexadecimal digits; computed once."""
@@ -134,6 +143,38 @@ class Media:
 
     def __repr__(self) -> str:
         return f"Media({self.kind!r}, {', '.join(self.inputs)}, {self.tokens} tokens)"
+
+
+def _check_input(name: Any, value: Any) -> None:
+    """Refuse an input that the encoder cannot be given."""
+    if not isinstance(name, str):
+        raise RolloutError(f"A medium has an input named {short(name)}; names are text.")
+    if isinstance(value, Absent):
+        return
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        raise RolloutError(
+            f"A medium's {short(name)} is a {type(value).__name__}; it takes a numpy array "
+            "or a torch tensor."
+        )
+    tensor = hasattr(value, "requires_grad")
+    numbers = "complex" not in str(value.dtype)
+    if tensor:
+        numbers &= str(value.layout) == "torch.strided" and not value.is_quantized
+        numbers &= not value.is_meta and not value.is_nested
+    else:
+        dtype = host_values("A medium", name, value).dtype
+        numbers &= dtype.kind in "biuf" and dtype.itemsize <= 8
+    if not numbers:
+        where = f", {value.layout}, on {value.device}" if tensor else ""
+        raise RolloutError(
+            f"A medium's {short(name)} is a {type(value).__name__} of {value.dtype}{where}; it "
+            "takes an ordinary array or tensor of real numbers."
+        )
+    if tensor and value.requires_grad:
+        raise RolloutError(
+            f"A medium's {short(name)} requires a gradient, and inputs of encoders get none. Give "
+            f"{name}.detach()."
+        )
 
 
 def _dtype(value: Any) -> str:

@@ -1,7 +1,8 @@
 """Encoders of images and video of multimodal models, and the positions of tokens beside them."""
 
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from itertools import islice
 from typing import Any
@@ -23,6 +24,7 @@ from forkpoint.hosts.transformers.refusals import TOKENWISE_CODE
 from forkpoint.hosts.wrappers import set_forward
 from forkpoint.plan.pricing.encoders import EncoderShape
 from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.rollouts.fields import host_values, short
 from forkpoint.rollouts.media import KINDS, Media, ShownMedia
 from forkpoint.tree.forest import IntArray
 
@@ -89,13 +91,34 @@ class TransformersEncoder(Encoder):
                     f"{medium!r} was read without its pixels, for planning. Read the rollouts with "
                     "pixels=True."
                 )
-            known = _arguments(self._features(medium.kind))
-            known |= self._position_arguments()
-            strange = sorted(medium.inputs.keys() - known)
+            features = self._features(medium.kind)
+            strange = sorted(medium.inputs.keys() - _arguments(features) - self._of_positions())
             if strange:
                 raise UnsupportedError(
                     f"{medium!r} has the input {strange[0]!r}, which {name} does not take for a "
                     f"{medium.kind}. Leave it out."
+                )
+            needed = _required(features)
+            if family.axes:
+                needed |= {f"{medium.kind}_grid_thw"}
+            missing = sorted(needed - medium.inputs.keys())
+            if missing:
+                raise UnsupportedError(
+                    f"{medium!r} lacks the input {missing[0]!r}, which {name} needs for a "
+                    f"{medium.kind}. Give the inputs as the model's processor makes them."
+                )
+            single = sorted(n for n, x in medium.inputs.items() if not len(x.shape))
+            if single:
+                raise UnsupportedError(
+                    f"{medium!r} has the input {single[0]!r} without dimensions. Give an array of "
+                    "one entry, as the model's processor makes it."
+                )
+            if family.axes:
+                self._check_grid(medium)
+            if not medium.is_finite:
+                raise UnsupportedError(
+                    f"{medium!r} has inputs that are NaN or infinite, which make every gradient "
+                    "NaN. Leave its rollouts out, or process the image again."
                 )
         if family.axes and batch.media_of is not None:
             _check_neighbours(batch, batch.media_of)
@@ -121,7 +144,8 @@ class TransformersEncoder(Encoder):
         if grids:
             lengths = _lengths_on_host(self.core, torch.cat(grids), device)
             given |= {f"{kind}_{name}": x for name, x in lengths.items()}
-        found = encoder(**given, return_dict=True)
+        with _naming(media):
+            found = encoder(**given, return_dict=True)
         # Newer versions of transformers give a tensor for each row of a grid.
         every = (found.pooler_output, *(getattr(found, "deepstack_features", None) or ()))
         counts = [len(_flat(every[0]))]
@@ -221,20 +245,21 @@ class TransformersEncoder(Encoder):
         if not self.family.axes:
             return medium
         size = int(self.core.config.vision_config.spatial_merge_size)
-        patches, tokens = (2 * size) ** 2, 4
-        if medium.tokens <= tokens:
-            return medium
+        height = width = 2 * size
+        if medium.tokens <= 4:  # a frame of it
+            height, width = medium.array(f"{medium.kind}_grid_thw")[0, 1:].tolist()
+        patches = height * width
         inputs: dict[str, Any] = {}
         for name, value in medium.inputs.items():
-            grid = _tensor(value, torch.device("cpu")).new_tensor([[1, 2 * size, 2 * size]])
+            grid = _tensor(value, torch.device("cpu")).new_tensor([[1, height, width]])
             inputs[name] = grid if name.endswith("_grid_thw") else value[:patches]
-        return Media(medium.kind, inputs, tokens)
+        return Media(medium.kind, inputs, patches // size**2)
 
     def stock_arguments(self, shown: ShownMedia, *, encodes: bool) -> dict[str, Tensor]:
         """The arguments of a forward of the model for the media of its rows; those of positions
         alone unless it `encodes`, as the first stage of a pipeline does."""
         names, device = _arguments(type(self.core).forward), next(self.core.parameters()).device
-        of_positions = self._position_arguments()
+        of_positions = self._of_positions()
         found: dict[str, list[Tensor]] = {}
         for row in shown.rows:
             own: dict[str, list[Tensor]] = {}
@@ -252,8 +277,32 @@ class TransformersEncoder(Encoder):
     def _features(self, kind: str) -> Callable[..., Any]:
         return getattr(self.core.base_model, f"get_{kind}_features")
 
-    def _position_arguments(self) -> frozenset[str]:
-        return _arguments(self.core.base_model.get_rope_index) if self.family.axes else frozenset()
+    def _of_positions(self) -> frozenset[str]:
+        """Inputs of media that positions depend on."""
+        if not self.family.axes:
+            return frozenset()
+        return _arguments(self.core.base_model.get_rope_index) - _OF_TOKENS
+
+    def _check_grid(self, medium: Media) -> None:
+        """Refuse a grid of patches that does not fit the patches and tokens of a medium."""
+        size = int(self.core.config.vision_config.spatial_merge_size)
+        name = f"{medium.kind}_grid_thw"
+        grid = medium.array(name)
+        pixels = medium.inputs[min(_required(self._features(medium.kind)))]
+        fits = grid.dtype.name in ("int32", "int64") and grid.ndim == 2 and grid.shape[1] == 3
+        fits = fits and bool((grid > 0).all()) and not (grid[:, 1:] % size).any()
+        patches = sum(t * h * w for t, h, w in grid.tolist()) if fits else 0
+        if not fits or patches != medium.tokens * size**2:
+            raise UnsupportedError(
+                f"{medium!r} has {name} {grid.dtype} {short(grid.tolist())}; it takes int64 "
+                f"[[time, height, width]], height and width multiples of {size}, whose product is "
+                f"{medium.tokens * size**2}: {size**2} patches for each token."
+            )
+        if pixels.shape[0] != patches:
+            raise UnsupportedError(
+                f"{medium!r} has {pixels.shape[0]} rows of pixels, and {name} has {patches} "
+                "patches. Give the inputs of one medium, as the model's processor makes them."
+            )
 
 
 def _flat(features: Tensor | Sequence[Tensor]) -> Tensor:
@@ -313,17 +362,53 @@ def _joined(parts: list[Tensor], dim: int) -> Tensor:
     return torch.cat(padded, dim)
 
 
+_OF_TOKENS = frozenset({"self", "input_ids", "mm_token_type_ids", "attention_mask"})
+"""Arguments of get_rope_index that are not of media."""
+
+
 @cache
-def _of_function(function: Callable[..., Any]) -> frozenset[str]:
-    return frozenset(inspect.signature(function).parameters)
+def _of_function(function: Callable[..., Any]) -> tuple[frozenset[str], frozenset[str]]:
+    """Names of its arguments, and of those without a default; neither has `self` and `kwargs`."""
+    every = inspect.signature(function).parameters.values()
+    named = [p for p in every if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    needed = (p.name for p in named if p.default is p.empty and p.name != "self")
+    return frozenset(p.name for p in named), frozenset(needed)
 
 
 def _arguments(function: Any) -> frozenset[str]:
-    return _of_function(getattr(function, "__func__", function))
+    return _of_function(getattr(function, "__func__", function))[0]
+
+
+def _required(function: Any) -> frozenset[str]:
+    return _of_function(getattr(function, "__func__", function))[1]
 
 
 def _tensor(value: Any, device: torch.device) -> Tensor:
+    if not isinstance(value, Tensor):
+        # torch takes no other byte order and no negative strides, and warns of read-only arrays.
+        value = host_values("A medium", "input", value)
+        value = np.require(value, value.dtype.newbyteorder("="), ["C", "W"])
     return torch.as_tensor(value, device=device)
+
+
+@contextmanager
+def _naming(media: Sequence[Media]) -> Iterator[None]:
+    """Raise UnsupportedError, which names the media, for inputs that the model's code cannot run.
+
+    Errors of memory and of communication are of subclasses of RuntimeError, and stay as they are.
+    """
+    try:
+        yield
+    except Exception as error:
+        if type(error) not in (RuntimeError, ValueError, TypeError, IndexError):
+            raise
+        shapes = ", ".join(f"{n} {list(x.shape)}" for n, x in media[0].inputs.items())
+        others = f" and {len(media) - 1} more" if len(media) > 1 else ""
+        raise UnsupportedError(
+            f"the model's own code fails for {media[0]!r} of shapes {shapes}{others} "
+            f"({type(error).__name__}: {' '.join(str(error)[:300].split())}). Give the inputs of "
+            f"one {media[0].kind} in each, as the model's processor makes them."
+        ) from error
 
 
 def _check_neighbours(batch: RolloutBatch, media_of: IntArray) -> None:
