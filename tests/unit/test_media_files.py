@@ -158,6 +158,19 @@ def test_an_error_leaves_both_files(tmp_path: Path) -> None:
     assert before == {file.name: file.read_bytes() for file in tmp_path.iterdir()}
 
 
+@pytest.mark.parametrize("pixels", [True, False])
+def test_a_digest_of_two_images_is_refused(tmp_path: Path, *, pixels: bool) -> None:
+    """Rollouts would share the features of the first."""
+    path = tmp_path / "r.jsonl"
+    inputs = [{"pixel_values": np.full((99, 2), n)} for n in (1.0, 2.0, 1.0)]
+    media = [Media("image", each, 4, digest="d") for each in inputs]
+    save_rollouts(path, [rollout(5, media[0]), rollout(6, media[2])])
+    assert len(list(open_rollouts(path, pixels=pixels))) == 2
+    save_rollouts(path, [rollout(5, media[0]), rollout(6, media[1])])
+    with pytest.raises(RolloutError, match=r"line 2: media\[0\]\.digest is 'd', as of a medium"):
+        list(open_rollouts(path, pixels=pixels))
+
+
 Change = Callable[[dict[str, Any], dict[str, Any]], object]
 """Damages the first line's entry and the arrays of the pixels."""
 CHANGES: dict[str, tuple[str, Change]] = {

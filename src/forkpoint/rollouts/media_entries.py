@@ -95,6 +95,8 @@ class MediaEntries:
     def __init__(self, array_of: ArrayOf | None, memory: MemoryLimit) -> None:
         self._array_of, self._memory = array_of, memory
         self._known: dict[str, Media] = {}
+        self._sha256: dict[Media, str] = {}
+        """Of the first of equal media, which steps run in the place of all."""
 
     def read(self, entries: Any, field: str) -> tuple[Media, ...]:
         """The media of a list of entries.
@@ -111,7 +113,15 @@ class MediaEntries:
         key = json.dumps(entry, sort_keys=True)
         if key not in self._known:
             self._memory.hold(_ENTRY_BYTES + len(key), "a medium")
-            self._known[key] = self._make(read(_Entry, entry, field), field)
+            medium = self._make(read(_Entry, entry, field), field)
+            first = self._sha256.setdefault(medium, medium.sha256)
+            if first != medium.sha256:
+                raise SchemaError(
+                    f"{field}.digest is {short(medium.given_digest)}, as of a medium with other "
+                    f"inputs: their sha256 are {medium.sha256} and {first}; media that differ take "
+                    "different digests"
+                )
+            self._known[key] = medium
         return self._known[key]
 
     def _make(self, entry: _Entry, field: str) -> Media:
