@@ -7,7 +7,7 @@ also adds what other microbatches left for them, so that no other operator has s
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
@@ -191,8 +191,10 @@ def _fake_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> t
     )
 
 
-layer_attention_forward = operator("attention_forward", _run, _fake)
-layer_attention_backward = operator("attention_backward", _run_backward, _fake_backward)
+layer_attention_forward: Callable[..., Any] = operator("attention_forward", _run, _fake)
+layer_attention_backward: Callable[..., Any] = operator(
+    "attention_backward", _run_backward, _fake_backward
+)
 
 
 class _LayerAttention(torch.autograd.Function):
@@ -212,5 +214,5 @@ class _LayerAttention(torch.autograd.Function):
         return *gradients, *([None] * 4)  # index, scale, softcap, window
 
 
-layer_attention = differentiable("attention", _run, _LayerAttention)
+layer_attention: Callable[..., Any] = differentiable("attention", _run, _LayerAttention)
 """Attention of a module of the block that runs: o [T, H, E], lse [H, T], and its handle."""

@@ -5,6 +5,7 @@ What its backward reads has the rows of all ranks' places, padding included: a m
 that the operator is given, so that compiled code knows the sizes.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -103,8 +104,10 @@ def _fake_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> t
     return *gradients, sinks.new_empty(sinks.shape) if wants[3] else q.new_empty(0)
 
 
-context_attention_forward = operator("attention_over_ranks_forward", _run, _fake)
-context_attention_backward = operator(
+context_attention_forward: Callable[..., Any] = operator(
+    "attention_over_ranks_forward", _run, _fake
+)
+context_attention_backward: Callable[..., Any] = operator(
     "attention_over_ranks_backward", _run_backward, _fake_backward
 )
 
@@ -126,7 +129,9 @@ class _ContextAttention(torch.autograd.Function):
         return *gradients, *([None] * 5)  # index, scale, softcap, window, ranks
 
 
-context_attention = differentiable("attention_over_ranks", _run, _ContextAttention)
+context_attention: Callable[..., Any] = differentiable(
+    "attention_over_ranks", _run, _ContextAttention
+)
 """Attention of a module of the block that runs, at this rank's places.
 
 q, k, v: [t, H, D] of so many heads that the ranks divide them. sinks: [H].

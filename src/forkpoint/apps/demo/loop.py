@@ -85,9 +85,12 @@ class Loop:
         seed: int,
     ) -> None:
         """Sizes are those of one step."""
-        self.model, self.optimizer = model, optimizer
-        self.groups, self.rollouts_per_group = groups, rollouts_per_group
-        self.prompt_tokens, self.response_tokens = prompt_tokens, response_tokens
+        self.model: PreTrainedModel = model
+        self.optimizer: torch.optim.Optimizer = optimizer
+        self.groups: int = groups
+        self.rollouts_per_group: int = rollouts_per_group
+        self.prompt_tokens: int = prompt_tokens
+        self.response_tokens: int = response_tokens
         self.loss: GRPO = GRPO(entropy=ENTROPY_BONUS)
         # Log-probs of all rollouts are compared with the sampler's.
         self.shared: Policy = wrap(model, Config(all_logprobs=True))
