@@ -33,7 +33,7 @@ OPTIONS = {
     },
     "plan": {
         *("--model", "--batch-rollouts", "--details", "--ranks", "--limit", "--json", "--loss"),
-        *("--device-memory", "--trained-share", "--shard", "--stages", "--lanes", "--longest"),
+        *("--device-memory", "--trained-share", "--shard", "--stages", "--lanes"),
         "--frozen-encoder",
         *(*READING, *CONFIG, *MEMORY),
     },
