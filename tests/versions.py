@@ -30,7 +30,7 @@ def skip_without_router_logits(family: str) -> None:
 
 def skip_hidden_biases(family: str) -> None:
     if family == "glm4v_moe" and transformers.__version__.startswith("5.10."):
-        pytest.skip("peft's adapters hide a bias from this version's own forward, which fails")
+        pytest.skip("the forward of this version fails with peft's adapters, which hide a bias")
 
 
 def eager_experts(model: Any) -> Any:

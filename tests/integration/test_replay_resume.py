@@ -32,13 +32,13 @@ def adamw(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def noisy(outputs: Any, batch: Any) -> torch.Tensor:
-    """A loss that draws random numbers, so that generators have to be put back as well."""
+    """A loss that draws random numbers. A resumed replay must restore the generators too."""
     weights = torch.rand(len(outputs.logprobs), dtype=outputs.logprobs.dtype)
     return -(batch.trained(outputs.logprobs) * weights * batch.advantages).sum()
 
 
 def run(folder: Path, *, steps: int = 2, resume: bool = True, **changes: Any) -> None:
-    """The replay of these tests, in whatever process calls it."""
+    """Run the replay of these tests in the calling process."""
     torch.manual_seed(3)
     options: dict[str, Any] = {
         "optimizer": adamw,

@@ -43,7 +43,7 @@ FAIL_IN_TRL = {
     "llama4": "no attribute 'last_hidden_state'",
     "glm4v_moe": "no attribute 'num_experts'",
 }
-"""Families of which TRL's own trainers fail, the latter at its load-balancing loss."""
+"""Families with which TRL's trainers fail, and the error."""
 START, PAD = "<|vision_start|>", "<|image_pad|>"
 TEMPLATE = (
     "{% for message in messages %}{% for part in message['content'] %}"

@@ -43,8 +43,8 @@ FAIL_IN_VERL = {
     "qwen2_5_vl": "'BaseModelOutputWithPooling' object has no attribute 'mean'",
     "glm4v": r"grid_sampler_2d\.default got mixed",
 }
-"""Families of which verl's own engine fails on rows of text: it runs the encoder on an image of
-zeros. With the forwards of transformers the same engine works."""
+"""Families with which verl's engine fails on rows of text, and the error: verl runs the encoder on
+an image of zeros. With the forwards of transformers the same engine works."""
 
 
 def split(rows: dict[str, Any], *sizes: int) -> list[dict[str, Any]]:

@@ -123,8 +123,8 @@ class StreamTransfers(PlainTransfers):
         with torch.cuda.stream(self._out):
             host.copy_(source, non_blocking=True)
         if not host.is_pinned():
-            # CUDA may read a file's memory as soon as a copy back is asked for, whatever its stream
-            # waits for. So the bytes must be there.
+            # CUDA may read pageable memory when a copy back is enqueued, so this copy
+            # must have ended.
             self._out.synchronize()
         # The allocator reuses its memory once this stream has got past the copy.
         source.record_stream(self._out)

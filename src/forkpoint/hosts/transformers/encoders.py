@@ -395,7 +395,7 @@ def _tensor(value: Any, device: torch.device) -> Tensor:
 def _naming(media: Sequence[Media]) -> Iterator[None]:
     """Raise UnsupportedError, which names the media, for inputs that the model's code cannot run.
 
-    Errors of memory and of communication are of subclasses of RuntimeError, and stay as they are.
+    Errors of memory and communication have subclasses of RuntimeError. They are raised unchanged.
     """
     try:
         yield

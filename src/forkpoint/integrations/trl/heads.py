@@ -48,8 +48,8 @@ class HeadChecks:
     ) -> None:
         """Compare a model's head where it has not been compared. Collective on several ranks.
 
-        Llama 4's multimodal class is not compared: its `base_model` is the whole model, of which
-        TRL's head takes hidden states that it does not return.
+        Llama 4's multimodal class is not compared. TRL's head asks its `base_model` for hidden
+        states, and this model returns none.
 
         answered: forkpoint's answer for rows at a temperature.
 
