@@ -113,7 +113,7 @@ def test_a_pipeline_of_two_ranks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     found = {row["metric"]: row["value"] for row in rows}
-    assert 0 < found["predicted bubble"] < 0.5 and len(found) == len(rows) == 7
+    assert 0 < found["predicted bubble"] < 0.5 and len(found) == len(rows) == 8
     assert found["predicted bubble"] <= found["predicted bubble of three barriers"]
     ratio = found["one rank's step"] / found["step"]
     assert found["measured bubble"] == pytest.approx(1 - ratio / 2)
