@@ -22,7 +22,8 @@ from torch.nn.utils import weight_norm
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.neftune import activate_neftune
 
-from forkpoint.testing import PLAIN_ATTENTION, plain_attention, tiny_model
+from forkpoint.testing import tiny_model
+from plain_attention import PLAIN_ATTENTION, plain_attention
 
 Patch = pytest.MonkeyPatch
 Change = Callable[[Any, Patch], Any]

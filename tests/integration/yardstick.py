@@ -16,14 +16,8 @@ from forkpoint import Config, Plan, RolloutBatch, StepStats, wrap
 from forkpoint.losses import Denominators, LogLikelihood, Loss
 from forkpoint.losses.base import as_loss
 from forkpoint.plan.runs import labels_run
-from forkpoint.testing import (
-    PLAIN_ATTENTION,
-    DenseRun,
-    dense_run,
-    force_windows_and_sinks,
-    lifted_upcasts,
-    tiny_model,
-)
+from forkpoint.testing import DenseRun, dense_run, lifted_upcasts, tiny_model
+from plain_attention import PLAIN_ATTENTION, force_windows_and_sinks
 from versions import checkpoint_blocks
 
 BAR = 1e-10

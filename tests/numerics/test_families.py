@@ -23,8 +23,9 @@ from forkpoint.engine.microbatches import CacheView
 from forkpoint.hosts.transformers.families import FAMILIES
 from forkpoint.losses import GRPO, LogLikelihood, Loss, ValueLoss
 from forkpoint.ops.attention.table import AttentionTable
-from forkpoint.testing import PLAIN_ATTENTION, dense_run, lifted_upcasts, tiny_model
+from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
 from lanes import slow_besides
+from plain_attention import PLAIN_ATTENTION
 from versions import checkpoint_blocks, eager_experts
 
 BAR = 1e-10

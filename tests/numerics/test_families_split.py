@@ -17,8 +17,8 @@ from forkpoint.hosts.transformers.families import FAMILIES
 from forkpoint.hosts.transformers.stock import run_plain_recurrences
 from forkpoint.hosts.upcasts import lift_upcasts
 from forkpoint.losses import GRPO
-from forkpoint.testing import PLAIN_ATTENTION
 from parallel.processes import run_ranks
+from plain_attention import PLAIN_ATTENTION
 from versions import needs_splits
 
 pytestmark = [

@@ -22,9 +22,6 @@ KNOWN_HOOKS: tuple[Definition, ...] = (
     # They gather and free parameters.
     ("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState._pre_forward"),
     ("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState._post_forward"),
-    # It adds a window and sinks to the arguments of attention, in microbatches and in ordinary
-    # training.
-    ("forkpoint.testing", "force_windows_and_sinks.<locals>.add"),
 )
 """Hooks that leave a microbatch's values as they are. Libraries have more (`Entry.known_hooks`)."""
 
