@@ -24,7 +24,8 @@ from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
 from forkpoint.errors import UnsupportedError
-from forkpoint.integrations.verl.media import INPUTS, SECONDS, media_of_rows
+from forkpoint.integrations.images import INPUTS, SECONDS
+from forkpoint.integrations.verl.media import media_of_rows
 from forkpoint.rollouts.media import KINDS, MediaKind
 from multimodal_models import tiny_multimodal
 from parallel.processes import RankFailed, run_ranks
@@ -150,7 +151,7 @@ def check_two_images(row: dict[str, Any], ids: torch.Tensor, said: str) -> None:
     [
         ({"pixel_values": torch.ones(32, 96), "image_grid_thw": torch.tensor([[1, 4, 4]] * 2)}, ""),
         ({"image_sizes": torch.ones(1, 2)}, "image_sizes"),
-        ({"image_grid_thw": torch.tensor([[1, 3, 5]])}, "do not fill them"),
+        ({"image_grid_thw": torch.tensor([[1, 4, 4]] * 3)}, "do not fill them"),
     ],
 )
 def test_images_that_do_not_fill_their_tokens(changes: dict[str, Any], said: str) -> None:

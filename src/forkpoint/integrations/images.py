@@ -1,47 +1,67 @@
-"""Images among the arguments of models of transformers, split as trainers have joined them."""
+"""Images and videos among the arguments of models of transformers, split as trainers have joined
+them."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from forkpoint.errors import UnsupportedError
-from forkpoint.rollouts.media import Media
+from forkpoint.rollouts.media import Media, MediaKind
 
-GRID = "image_grid_thw"
+INPUTS: dict[MediaKind, tuple[str, str]] = {
+    "image": ("pixel_values", "image_grid_thw"),
+    "video": ("pixel_values_videos", "video_grid_thw"),
+}
+"""Names of the patches [patches, ...] and of the grids [media, 3], by kind."""
+SECONDS = "second_per_grid_ts"
+"""The seconds between frames of each video, which positions of Qwen2.5-VL depend on."""
+Part = tuple[dict[str, Tensor], int]
+"""The inputs of a medium, or of a tile of an image, and a size that its number of tokens is
+proportional to."""
 
 
-def image_parts(given: dict[str, Any]) -> list[tuple[dict[str, Tensor], int]]:
-    """The inputs of each image, or of each of its tiles, taken out of a call's arguments, and a
-    size that its number of tokens is proportional to."""
-    pixels, grids = given.pop("pixel_values"), given.pop(GRID, None)
+def media_parts(kind: MediaKind, given: dict[str, Any]) -> list[Part]:
+    """The media of one kind, taken out of a call's arguments."""
+    name, grid = INPUTS[kind]
+    if name not in given:
+        return []
+    pixels = given.pop(name)
+    if grid in given:  # Qwen-VL: [patches, ...]
+        by_medium = {grid: given.pop(grid)}
+        if kind == "video" and SECONDS in given:
+            by_medium[SECONDS] = torch.as_tensor(given.pop(SECONDS))
+        ends = by_medium[grid].prod(1).cumsum(0).tolist()
+        return [
+            (
+                {name: pixels[begin:end]} | {k: x[n : n + 1] for k, x in by_medium.items()},
+                end - begin,
+            )
+            for n, (begin, end) in enumerate(pairwise([0, *ends]))
+        ]
     sizes, shown = given.pop("image_sizes", None), given.pop("pixel_attention_mask", None)
-    if grids is not None:  # Qwen-VL: [patches, ...]
-        counts = grids.prod(1).tolist()
-        each = zip(pixels.split(counts), grids.split(1), counts, strict=True)
-        return [({"pixel_values": x, GRID: grid}, count) for x, grid, count in each]
     if sizes is not None:  # Mistral 3: [images, ...], as large as the largest
         each = zip(pixels.split(1), sizes.split(1), sizes.tolist(), strict=True)
-        return [
-            ({"pixel_values": x[..., :h, :w], "image_sizes": n}, h * w) for x, n, (h, w) in each
-        ]
+        return [({name: x[..., :h, :w], "image_sizes": n}, h * w) for x, n, (h, w) in each]
     if pixels.ndim < 5:  # LLaVA, and tiles of InternVL
-        return [({"pixel_values": x}, 1) for x in pixels.split(1)]
+        return [({name: x}, 1) for x in pixels.split(1)]
     there = pixels.flatten(2).any(-1)  # SmolVLM: [B, tiles, ...], filled up with zeros
-    tiles = {"pixel_values": pixels[there]}
+    tiles = {name: pixels[there]}
     if shown is not None:
         tiles["pixel_attention_mask"] = shown[there]
     return [({k: x[n][None, None] for k, x in tiles.items()}, 1) for n in range(int(there.sum()))]
 
 
-def images_of_rows(
-    parts: Sequence[tuple[dict[str, Tensor], int]], types_BW: Tensor
+def media_of_rows(
+    kind: MediaKind, parts: Sequence[Part], places_BW: Tensor
 ) -> tuple[tuple[Media, ...], ...]:
-    """The images of each row, in the order of their tokens.
+    """The media of each row, in the order of their tokens. `places_BW`: bool, where these are.
 
-    Raises UnsupportedError where an image's tokens are not known.
+    Raises UnsupportedError where the number of a medium's tokens is not known.
     """
-    counts_B, left = (types_BW == 1).sum(1).tolist(), list(parts)
+    counts_B, left = places_BW.sum(1).tolist(), list(parts)
     tokens, sizes = sum(counts_B), sum(size for _, size in parts)
     found: list[tuple[Media, ...]] = []
     count = 0
@@ -49,15 +69,15 @@ def images_of_rows(
         row: list[Media] = []
         while count > 0 and left and left[0][1] * tokens % sizes == 0:
             inputs, size = left.pop(0)
-            row.append(Media("image", inputs, size * tokens // sizes))
+            row.append(Media(kind, inputs, size * tokens // sizes))
             count -= row[-1].tokens
         found.append(tuple(row))
         if count:
             break
     if count or left:
         raise UnsupportedError(
-            f"the trainer's rows have {tokens} tokens of images, and {len(parts)} images or tiles "
-            f"of a size of {sizes} in all do not fill them. Leave out options that cut prompts or "
-            "completions with images."
+            f"the trainer's rows have {tokens} tokens of {kind}s, and {len(parts)} {kind}s or "
+            f"tiles of a size of {sizes} in all do not fill them. Leave out options that cut "
+            f"prompts or completions with {kind}s."
         )
     return tuple(found)

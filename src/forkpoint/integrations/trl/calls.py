@@ -17,7 +17,7 @@ from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.topology import unwrapped
 from forkpoint.hosts.transformers.families import MULTIMODAL
 from forkpoint.hosts.transformers.refusals import supported_model
-from forkpoint.integrations.images import GRID, image_parts, images_of_rows
+from forkpoint.integrations.images import INPUTS, media_of_rows, media_parts
 from forkpoint.parallel.topology import Places
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.media import Media
@@ -65,9 +65,10 @@ class Rows:
         types = given.pop("mm_token_type_ids", None)
         media: tuple[tuple[Media, ...], ...] = ()
         if "pixel_values" in given:
-            if types is None or GRID not in given:  # others count tokens around an image as well
+            # Models without grids count tokens around an image as well.
+            if types is None or INPUTS["image"][1] not in given:
                 types = (input_ids == _image_token(model)).long()
-            media = images_of_rows(image_parts(given), types)
+            media = media_of_rows("image", media_parts("image", given), types == 1)
         # TRL's head uses no cache.
         for name in sorted(given.keys() - {"fused_lm_head", "use_cache"}):
             remedy = REMEDIES.get(name, "Leave out what makes the trainer pass it.")

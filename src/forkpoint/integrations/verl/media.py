@@ -1,6 +1,6 @@
 """Images and videos of verl's mini-batches: `multi_modal_inputs`, one dict a row."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,17 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from forkpoint.errors import UnsupportedError
-from forkpoint.integrations.images import GRID, image_parts, images_of_rows
+from forkpoint.integrations import images
 from forkpoint.rollouts.batch import RolloutBatch
-from forkpoint.rollouts.media import KINDS, Media, MediaKind
+from forkpoint.rollouts.media import KINDS, Media
 
-INPUTS: dict[MediaKind, tuple[str, str]] = {
-    "image": ("pixel_values", "image_grid_thw"),
-    "video": ("pixel_values_videos", "video_grid_thw"),
-}
-"""Names of the patches [patches, ...] and of the grids [media, 3], by kind."""
-SECONDS = "second_per_grid_ts"
-"""The seconds between frames of each video, which positions of Qwen2.5-VL depend on."""
 UNREAD = ("images_seqlens", "mm_token_type_ids")
 """Other inputs of verl's rows, which models do not need."""
 
@@ -79,51 +72,15 @@ def media_of_rows(
 
 
 def _media_of_row(row: Mapping[str, Any], types: Tensor, number: int) -> tuple[Media, ...]:
-    if "pixel_values" in row and GRID not in row:
-        given = {name: value.cpu() for name, value in row.items() if name not in UNREAD}
-        parts = image_parts(given)
-        _check_inputs(given, frozenset(), number)
-        return images_of_rows(parts, types[None])[0]
-    known = {name for names in INPUTS.values() for name in names} | {SECONDS, *UNREAD}
-    _check_inputs(row, known, number)
-    patches: dict[MediaKind, list[int]] = {
-        kind: row[grid].prod(1).tolist() for kind, (_, grid) in INPUTS.items() if grid in row
-    }
-    places = int((types > 0).sum())
-    merged, rest = divmod(sum(map(sum, patches.values())), max(1, places))
+    given = {n: torch.as_tensor(x).cpu() for n, x in row.items() if n not in UNREAD}
     found: list[Media] = []
-    for kind, sizes in patches.items():
-        pixels, grids = (row[name].cpu() for name in INPUTS[kind])
-        begin = 0
-        for index, size in enumerate(sizes):
-            if rest or not merged or size % merged:
-                raise UnsupportedError(_unfilled(number, places, patches))
-            names = INPUTS[kind]
-            inputs = {names[0]: pixels[begin : begin + size], names[1]: grids[index : index + 1]}
-            if kind == "video" and SECONDS in row:
-                inputs[SECONDS] = torch.as_tensor(row[SECONDS])[index : index + 1]
-            found.append(Media(kind, inputs, size // merged))
-            begin += size
     for place, kind in enumerate(KINDS, 1):
-        tokens = sum(medium.tokens for medium in found if medium.kind == kind)
-        if tokens != int((types == place).sum()):
-            raise UnsupportedError(_unfilled(number, places, patches))
-    return tuple(found)
-
-
-def _check_inputs(row: Mapping[str, Any], known: Collection[str], number: int) -> None:
-    if strange := sorted(row.keys() - set(known)):
+        (own,) = images.media_of_rows(kind, images.media_parts(kind, given), types[None] == place)
+        found += own
+    if given:
         raise UnsupportedError(
-            f"row {number} of a mini-batch has the input {strange[0]!r} in multi_modal_inputs, "
+            f"row {number} of a mini-batch has the input {min(given)!r} in multi_modal_inputs, "
             "which forkpoint's engine does not know. Train on a dataset without images, or with "
             "verl's own engine."
         )
-
-
-def _unfilled(number: int, places: int, patches: Mapping[MediaKind, list[int]]) -> str:
-    counted = ", ".join(f"{len(sizes)} {kind}s" for kind, sizes in patches.items()) or "no media"
-    return (
-        f"row {number} of a mini-batch has {places} tokens of images and videos, and {counted} of "
-        f"{sum(map(sum, patches.values()))} patches do not fill them. Raise the limits of prompts "
-        "and responses that cut images."
-    )
+    return tuple(found)
