@@ -16,13 +16,7 @@ from forkpoint.hosts.modules import cache_module_walks
 from forkpoint.losses.base import Denominators, Loss, LossFunction, as_loss
 from forkpoint.losses.router import RouterLoss
 from forkpoint.plan import Plan
-from forkpoint.step.plan import (
-    as_batch,
-    check_batch,
-    check_config,
-    finite,
-    plan_batch,
-)
+from forkpoint.step.plan import as_batch, check_batch, check_config, finite, plan_batch
 from forkpoint.step.request import LogprobsRequest, Rollouts, ScoreRequest, TrainRequest
 from forkpoint.step.results import Scores as Scores
 from forkpoint.step.results import StepStats as StepStats

@@ -40,10 +40,7 @@ class CompiledBlocks:
     """
 
     def __init__(
-        self,
-        compiling: Compiling,
-        context_argument: str,
-        places: Places = ALL_PLACES,
+        self, compiling: Compiling, context_argument: str, places: Places = ALL_PLACES
     ) -> None:
         """`context_argument`: as of `Entry`; `places`: which of a microbatch this rank runs."""
         self.compiling = compiling

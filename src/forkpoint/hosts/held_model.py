@@ -19,11 +19,7 @@ from forkpoint.hosts.calls import check_idle
 from forkpoint.hosts.checkpointing import mlp_of
 from forkpoint.hosts.entry import Entry, Library
 from forkpoint.hosts.fingerprint import Computation, Fingerprint
-from forkpoint.hosts.modules import (
-    cache_module_walks,
-    every_module,
-    every_parameter,
-)
+from forkpoint.hosts.modules import cache_module_walks, every_module, every_parameter
 from forkpoint.hosts.routers import ModelRouters
 from forkpoint.hosts.topology import check_meshes, held_by_ranks, unwrapped
 from forkpoint.hosts.torch_dist.stages import StageLinks, StageRanks

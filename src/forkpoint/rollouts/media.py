@@ -39,11 +39,7 @@ class Media:
     """
 
     def __init__(
-        self,
-        kind: MediaKind,
-        inputs: Mapping[str, Any],
-        tokens: int,
-        digest: str | None = None,
+        self, kind: MediaKind, inputs: Mapping[str, Any], tokens: int, digest: str | None = None
     ) -> None:
         """
         Args:

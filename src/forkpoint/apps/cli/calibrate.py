@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 File = DisallowNone[
     Annotated[
-        Path | None,
-        arg(metavar="FILE", help_behavior_hint="(default: where policies look for it)"),
+        Path | None, arg(metavar="FILE", help_behavior_hint="(default: where policies look for it)")
     ]
 ]
 

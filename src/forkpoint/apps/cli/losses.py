@@ -23,17 +23,12 @@ CLASSES = {
 
 LossText = DisallowNone[
     Annotated[
-        str | None,
-        arg(
-            metavar="NAME[,OPTION=VALUE...]",
-            help_behavior_hint="(default: grpo)",
-        ),
+        str | None, arg(metavar="NAME[,OPTION=VALUE...]", help_behavior_hint="(default: grpo)")
     ]
 ]
 RouterText = DisallowNone[
     Annotated[
-        str | None,
-        arg(metavar="SCOPE[,OPTION=VALUE...]", help_behavior_hint="(default: none)"),
+        str | None, arg(metavar="SCOPE[,OPTION=VALUE...]", help_behavior_hint="(default: none)")
     ]
 ]
 

@@ -122,10 +122,7 @@ def memory_answers(
         "CUDA and margin": device.besides_bytes - device.fixed_bytes,
     }
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items())
-    found = {
-        "memory": f"{verdict}: {fixed} fixed + {peak} ({how}) in {total}",
-        "fixed": listed,
-    }
+    found = {"memory": f"{verdict}: {fixed} fixed + {peak} ({how}) in {total}", "fixed": listed}
     return found | ({} if device.ranks == 1 else {"each rank": _of_each_rank(device)})
 
 

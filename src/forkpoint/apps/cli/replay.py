@@ -140,10 +140,7 @@ class Replay:
             batches, loss = self._batches(trace, batch)
             model = load_model(self.model, self.runtime)
         device = next(model.parameters()).device
-        with (
-            out_of_memory_explained(),
-            out.progress("training", training.steps) as advance,
-        ):
+        with out_of_memory_explained(), out.progress("training", training.steps) as advance:
             report = replay(
                 model,
                 batches,

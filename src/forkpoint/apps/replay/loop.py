@@ -19,12 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from forkpoint.apps.replay.batches import Batches, GroupBatches, StepInput
 from forkpoint.apps.replay.folder import ReplayFolder, digest_of
-from forkpoint.apps.replay.records import (
-    ParameterDifference,
-    ReplayReport,
-    ReplayStep,
-    StepRecord,
-)
+from forkpoint.apps.replay.records import ParameterDifference, ReplayReport, ReplayStep, StepRecord
 from forkpoint.config import AUTO, Config
 from forkpoint.engine.memory import measured_budget
 from forkpoint.errors import ConfigError, UnsupportedError
@@ -263,11 +258,7 @@ class _Side:
     """A policy with its own optimizer."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        config: Config,
-        optimizer: MakeOptimizer,
-        router: RouterLoss | None,
+        self, model: nn.Module, config: Config, optimizer: MakeOptimizer, router: RouterLoss | None
     ) -> None:
         self.model = model
         self.router = router

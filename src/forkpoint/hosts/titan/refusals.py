@@ -23,12 +23,7 @@ CHECKPOINT = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 
 def check_model(model: Any, family: Family) -> None:
     """Refuse a model whose modules have not been shown exact."""
-    allowed = (
-        family.package,
-        *family.version.packages,
-        "torch.nn.modules.",
-        f"{CHECKPOINT}.",
-    )
+    allowed = (family.package, *family.version.packages, "torch.nn.modules.", f"{CHECKPOINT}.")
     tied = getattr(sizes_of(model), "enable_weight_tying", False)
     if tied and model.tok_embeddings.weight is not head_of(model).weight:
         raise UnsupportedError(

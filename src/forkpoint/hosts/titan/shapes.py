@@ -57,9 +57,7 @@ def model_shape(model: Any, splits: Sequence[Split], *, checkpointed: bool) -> M
     if hasattr(args, "v_head_dim"):
         sizes["v_head_dim"] = args.v_head_dim
     shape = ModelShape.from_config(
-        sizes,
-        dtype_bytes=next(model.parameters()).element_size(),
-        checkpointed=checkpointed,
+        sizes, dtype_bytes=next(model.parameters()).element_size(), checkpointed=checkpointed
     )
     tensor = next((style.tensor for _, _, style in splits if style.tensor is not None), None)
     if tensor is None:

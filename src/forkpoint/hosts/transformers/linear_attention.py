@@ -229,12 +229,7 @@ def _delta_rule(
 
 @torch.compiler.disable()
 def _selective_scan(
-    module: Any,
-    context: CallContext,
-    x_TGE: Tensor,
-    a_TG: Tensor,
-    b_THD: Tensor,
-    c_THD: Tensor,
+    module: Any, context: CallContext, x_TGE: Tensor, a_TG: Tensor, b_THD: Tensor, c_THD: Tensor
 ) -> Tensor:
     states = context.state.states(module.conv_kernel_size, x_TGE.device)
     o_TGE, ends = selective_scan(

@@ -19,11 +19,7 @@ from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.code_provenance import Definition, describe_function
 from forkpoint.hosts.modules import every_module, plain_class
 from forkpoint.hosts.transformers.calls import configurations
-from forkpoint.hosts.transformers.families import (
-    Family,
-    known_classes,
-    known_family,
-)
+from forkpoint.hosts.transformers.families import Family, known_classes, known_family
 from forkpoint.hosts.transformers.linear_attention import recurrent_modules
 from forkpoint.hosts.transformers.multimodal import decoder_of, idle_modules, within_peft
 from forkpoint.hosts.transformers.routers import adds_load_balancing
@@ -60,10 +56,7 @@ KNOWN_HOOKS: tuple[Definition, ...] = (
         "peft.peft_model",
         "PeftModel._prepare_model_for_gradient_checkpointing.<locals>.make_inputs_require_grad",
     ),
-    (
-        "peft.utils.other",
-        "prepare_model_for_kbit_training.<locals>.make_inputs_require_grad",
-    ),
+    ("peft.utils.other", "prepare_model_for_kbit_training.<locals>.make_inputs_require_grad"),
     # It collects hidden states for a forward that asks for them; microbatches do not.
     (
         "transformers.utils.output_capturing",

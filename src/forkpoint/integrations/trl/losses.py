@@ -198,11 +198,7 @@ class _PartsOfMean(Loss):
 
 
 def additive(
-    policy: Policy,
-    function: LossFunction,
-    router: RouterLoss | None,
-    *,
-    needs_entropy: bool = True,
+    policy: Policy, function: LossFunction, router: RouterLoss | None, *, needs_entropy: bool = True
 ) -> Loss:
     """A function that is a sum over tokens as a loss whose gradients are averaged over ranks."""
     if router is not None and not policy.host.group.ranks.is_alone:

@@ -27,8 +27,7 @@ o in the inputs' dtype or in `accumulate_dtype`, lse in the latter, natural loga
 allocated. Inputs are contiguous in their last dimension and may be strided in others.
 """
 Backward = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Launch, Options],
-    tuple[Tensor, Tensor, Tensor],
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Launch, Options], tuple[Tensor, Tensor, Tensor]
 ]
 """do, q, k, v, o, lse of one launch -> dq, dk, dv, in the inputs' dtype or in `accumulate_dtype`.
 

@@ -1,10 +1,6 @@
 """The gated delta rule over packed microbatches of segments: one operation over several kernels."""
 
 from forkpoint.ops.delta_rule.kernel import DeltaKernel
-from forkpoint.ops.delta_rule.operator import (
-    DELTA_KERNELS,
-    gated_delta_rule,
-    select_delta_kernel,
-)
+from forkpoint.ops.delta_rule.operator import DELTA_KERNELS, gated_delta_rule, select_delta_kernel
 
 __all__ = ["DELTA_KERNELS", "DeltaKernel", "gated_delta_rule", "select_delta_kernel"]

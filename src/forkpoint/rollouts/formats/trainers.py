@@ -76,10 +76,7 @@ def _plain(value: Any) -> Any:
 
 
 @format_of(
-    "verl",
-    "prompts responses response_mask",
-    "prompts responses attention_mask",
-    key="responses",
+    "verl", "prompts responses response_mask", "prompts responses attention_mask", key="responses"
 )
 def _verl(record: Record) -> Rollouts:
     """DataProto: prompts padded on the left, responses on the right, entries of responses."""
@@ -126,11 +123,7 @@ def _verl(record: Record) -> Rollouts:
 
 
 @format_of(
-    "verl-text",
-    "input output score",
-    key="input",
-    text=True,
-    notes=(TEXT_NOTE, NO_TEMPERATURE),
+    "verl-text", "input output score", key="input", text=True, notes=(TEXT_NOTE, NO_TEMPERATURE)
 )
 def _verl_text(record: Record) -> Rollouts:
     """A line of the text that is logged with rollout_data_dir: a tokenizer makes the ids."""
@@ -401,10 +394,7 @@ def _slime(record: Record) -> Rollouts:
 
 
 @format_of(
-    "skyrl",
-    "prompt_token_ids response_ids loss_masks",
-    key="response_ids",
-    notes=(NO_TEMPERATURE,),
+    "skyrl", "prompt_token_ids response_ids loss_masks", key="response_ids", notes=(NO_TEMPERATURE,)
 )
 def _skyrl(record: Record) -> Rollouts:
     """A sample of a GeneratorOutput: entries are of the response."""

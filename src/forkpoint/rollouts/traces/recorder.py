@@ -92,9 +92,7 @@ class Recorder:
         return len(batch_files(self.path))
 
     def add(
-        self,
-        batch: RolloutBatch | Iterable[Rollout],
-        loss_inputs: Mapping[str, Any] | None = None,
+        self, batch: RolloutBatch | Iterable[Rollout], loss_inputs: Mapping[str, Any] | None = None
     ) -> int:
         """Append a batch; when this returns it is on the disk.
 
