@@ -381,13 +381,7 @@ class RolloutBatch:
             own = "advantage" if name == "advantages" else name
             for change, part in zip(changes, self._parts(name, values), strict=True):
                 change[own] = part
-        made = Made(
-            [replace(rollout, **own) for rollout, own in zip(self.rollouts, changes, strict=True)],
-            self.layout,
-            self.completion_layout,
-            self.has_advantages or "advantages" in fields,
-        )
-        return self._of(made)
+        return self._changed(changes, has_advantages=self.has_advantages or "advantages" in fields)
 
     def with_media(
         self, media: Sequence[tuple[Media, ...]], media_types: ArrayLike
@@ -407,18 +401,16 @@ class RolloutBatch:
                 f"media has {len(media)} entries, and the batch has {len(self)} rollouts; it takes "
                 "a tuple for each."
             )
-        made = Made(
-            [
-                replace(rollout, media=own, media_types=types)
-                for rollout, own, types in zip(
-                    self.rollouts, media, self._parts("media_types", media_types), strict=True
-                )
-            ],
-            self.layout,
-            self.completion_layout,
-            self.has_advantages,
-        )
-        return self._of(made)
+        parts = zip(media, self._parts("media_types", media_types), strict=True)
+        changes = [{"media": own, "media_types": types} for own, types in parts]
+        return self._changed(changes, has_advantages=self.has_advantages)
+
+    def _changed(
+        self, changes: Iterable[dict[str, Any]], *, has_advantages: bool
+    ) -> "RolloutBatch":
+        pairs = zip(self.rollouts, changes, strict=True)
+        rollouts = [replace(rollout, **change) for rollout, change in pairs]
+        return self._of(Made(rollouts, self.layout, self.completion_layout, has_advantages))
 
     def _parts(self, name: str, values: ArrayLike | None) -> Sequence[Any]:
         """A field's value for each rollout, N arrays or numbers."""

@@ -189,34 +189,24 @@ class PixelFile:
                 raise SchemaError(
                     f"{self.path} has no array {short(name)}: it belongs to other rollouts"
                 )
-            part = self._file.get_slice(name)
-            found = tuple(part.get_shape()), _NAMES.get(part.get_dtype(), part.get_dtype())
-            if found != (outline.shape, outline.dtype.name):
-                raise SchemaError(
-                    f"{self.path} has {short(name)} of shape {list(found[0])} and dtype "
-                    f"{found[1]}, and the rollout says {list(outline.shape)} and "
-                    f"{outline.dtype.name}"
-                )
             count = int(np.prod(outline.shape, dtype=object)) * outline.dtype.itemsize
             self._memory.hold(count, f"the array {short(name)} of {self.path.name}")
-            return self._file.get_tensor(name)
+            array = self._file.get_tensor(name)
+            if (array.shape, array.dtype) != outline:
+                raise SchemaError(
+                    f"{self.path} has {short(name)} of shape {list(array.shape)} and dtype "
+                    f"{array.dtype}, and the rollout says {list(outline.shape)} and {outline.dtype}"
+                )
+            return array
         except FileNotFoundError:
             raise RolloutError(
                 f"{self.path} does not exist, and rollouts have images or videos whose inputs are "
                 f"there. Keep FILE and FILE{PIXELS} in one folder; only forkpoint plan needs no "
                 "pixels."
             ) from None
-        except (OSError, safetensors.SafetensorError) as error:
+        # The last two are of dtypes that numpy lacks.
+        except (OSError, safetensors.SafetensorError, TypeError, AttributeError) as error:
             raise RolloutError(
                 f"{self.path} cannot be read as safetensors: {short(str(error))}. Copy or write "
                 "the file again."
             ) from None
-
-
-_SIZES = {"i": (1, 2, 4, 8), "u": (1, 2, 4, 8), "f": (2, 4, 8)}
-_NAMES = {"BOOL": "bool"} | {
-    f"{kind.upper()}{8 * size}": np.dtype(f"{kind}{size}").name
-    for kind, sizes in _SIZES.items()
-    for size in sizes
-}
-"""numpy's names of the dtypes of safetensors."""

@@ -5,7 +5,7 @@ Imports no torch. Values are those of any kind of file: numbers, text, lists and
 
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,7 @@ class RecordError(RolloutError):
         self.field = field
 
 
+@dataclass(frozen=True)
 class Record:
     """Values of one sample by the names that its trainer gives them.
 
@@ -48,22 +49,15 @@ class Record:
     media: reads images and videos, for formats that have them.
     """
 
-    def __init__(
-        self,
-        where: str,
-        values: Mapping[str, Any],
-        tokenize: Tokenizer | None = None,
-        media: MediaEntries | None = None,
-    ) -> None:
-        self.where: str = where
-        self.values: Mapping[str, Any] = values
-        self.tokenize: Tokenizer | None = tokenize
-        self.media: MediaEntries | None = media
+    where: str
+    values: Mapping[str, Any]
+    tokenize: Tokenizer | None = None
+    media: MediaEntries | None = None
 
     def with_values(self, values: Mapping[str, Any], where: str = "") -> "Record":
         """The same sample with other values of some names."""
         changed = ChainMap(dict(values), dict(self.values))
-        return Record(self.where + where, changed, self.tokenize, self.media)
+        return replace(self, where=self.where + where, values=changed)
 
     def fail(self, field: str, message: str) -> RecordError:
         return RecordError(f"{self.where}: {message}", field)
