@@ -12,10 +12,11 @@ from forkpoint import Config, Plan, Rollout, RolloutBatch
 from forkpoint.parallel.placement.lockstep import exchange_plans, predict_step
 from forkpoint.plan import MODELS, ModelShape, make_plan
 from forkpoint.plan.align import align
-from forkpoint.plan.gathering import LinkSizes, RankCosts, choose_split, link_cost
+from forkpoint.plan.gathering import RankCosts, choose_split, link_cost
 from forkpoint.plan.program import BACKWARD, FORWARD, RECOMPUTE, RETURN, SCORE, SHARE
 from forkpoint.plan.runs import run_lengths
 from forkpoint.plan.shared_prompts import (
+    SharedPrompt,
     cannot_exchange,
     prompts_of,
     shared_prompts,
@@ -184,11 +185,14 @@ def test_prompts_of_several_groups_are_cheaper_to_exchange() -> None:
 
 def test_the_link_is_priced_by_the_busiest_rank() -> None:
     costs = [RankCosts(forward=(300.0,), tokens=300)] * 3
-    sizes = LinkSizes(token=2, gradient=4, state=100, weights=2048)
-    # Gathering all weights takes 2,048 tokens, of one each: one for each byte.
-    assert link_cost([(10, 0, (0, 1, 2))], sizes, costs) == 2 * (10 * 6 + 100)
-    assert link_cost([(10, 0, (0, 1)), (10, 1, (0, 1))], sizes, costs) == 10 * 6 + 100
-    assert link_cost([], sizes, costs) == 0
+    # Gathering all weights takes 2,048 tokens, of one each.
+    nbytes = 10 * SHAPE.exchanged_token_bytes + SHAPE.state_bytes
+    one = 2048 * nbytes / (2 * SHAPE.linear_parameters)
+    to_two = SharedPrompt("a", 10, 0, (0, 1, 2))
+    both = [SharedPrompt("a", 10, 0, (0, 1)), SharedPrompt("b", 10, 1, (0, 1))]
+    assert link_cost([to_two], SHAPE, costs) == pytest.approx(2 * one)
+    assert link_cost(both, SHAPE, costs) == pytest.approx(one)
+    assert link_cost([], SHAPE, costs) == 0
 
 
 def test_the_cheaper_is_chosen() -> None:

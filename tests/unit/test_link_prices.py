@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from forkpoint.errors import ConfigError
-from forkpoint.plan.gathering import LinkSizes, RankCosts, gathering_cost, link_cost, prices_of
+from forkpoint.plan.gathering import RankCosts, gathering_cost, link_cost, prices_of
 from forkpoint.plan.pricing.calibration import Calibration, LinkPrices
+from forkpoint.plan.shared_prompts import SharedPrompt
 from made_calibrations import LINK, SHAPE, made_up
 
 PRICES = LinkPrices(gathering=8.0, calls=1.0, byte=0.5, transfer=2.0)
@@ -35,10 +36,10 @@ def test_ranks_take_the_dearest_and_none_where_one_knows_none() -> None:
 
 
 def test_sending_takes_rates_and_latencies() -> None:
-    sizes = LinkSizes(token=2, gradient=4, state=100, weights=2048, tensors=3)
-    costs = [replace(COSTS, link=PRICES)] * 2
-    assert link_cost([(10, 0, (0, 1))], sizes, costs) == 0.5 * (10 * 6 + 100) + 2 * 3 * 2.0
-    assert link_cost([], sizes, costs) == 0.0
+    costs, prompt = [replace(COSTS, link=PRICES)] * 2, SharedPrompt("a", 10, 0, (0, 1))
+    nbytes = 10 * SHAPE.exchanged_token_bytes + SHAPE.state_bytes
+    assert link_cost([prompt], SHAPE, costs) == 0.5 * nbytes + 4 * SHAPE.layers * 2.0
+    assert link_cost([], SHAPE, costs) == link_cost([prompt], None, costs) == 0.0
 
 
 def test_a_link_is_written_and_read_back(tmp_path: Path) -> None:

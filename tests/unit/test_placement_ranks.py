@@ -46,14 +46,14 @@ def dense(lengths: Sequence[int]) -> Plan:
 def test_a_step_waits_for_the_slowest() -> None:
     # Microbatches run the longest first; forward and backward are 1 and 2 for each token.
     step = predict_step([dense([600, 400]), dense([500, 500])])
-    assert step.own == (3_000, 3_000) and step.mean == 3_000
+    assert step.mean == 3_000
     assert step.lockstep == 3 * (600 + 500)
     assert step.once == 3_000
 
 
 def test_idle_ranks_and_slots() -> None:
     step = predict_step([dense([600, 600]), dense([600]), None])
-    assert step.own == (3_600, 1_800, 0)
+    assert step.mean == (3_600 + 1_800 + 0) / 3
     assert step.lockstep == step.once == 3_600
     assert predict_step([None, None]).lockstep == 0
     with pytest.raises(PlanError, match="no programs"):

@@ -26,6 +26,7 @@ from forkpoint.plan.gathering import (
 )
 from forkpoint.plan.media import CommonEncoders, PlannedMedium
 from forkpoint.plan.pricing.calibration import Calibration
+from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.program import Program
 from forkpoint.plan.shared_prompts import SharedPrompt
 from forkpoint.plan.stage_sizes import SizedOffer, StagedStep, choose_size
@@ -141,6 +142,7 @@ def agreed(
     batches: Sequence[int] | None = None,
     split: str = "replicate",
     prompts: tuple[SharedPrompt, ...] = (),
+    shape: ModelShape | None = None,
     stages: Sequence[Stage] = (),
     strict: bool = False,
 ) -> Agreement:
@@ -152,6 +154,8 @@ def agreed(
         gather: as in the configuration; "" where weights are not sharded. Gathered for each
             microbatch, programs need one common shape.
         batches: by rank, which batch it has; ranks of one are counted once. None: each its own.
+        prompts: that ranks may exchange.
+        shape: of the model; prices their transfers.
         stages: of a pipeline, where the model is cut into some.
         strict: whether a step on stages beyond the memory budget is refused.
 
@@ -177,7 +181,7 @@ def agreed(
         schedule = replace(schedule, programs=staged.programs)
     splitting = None
     if prompts:
-        exchanging, splitting = _split(proposals, names, gather, split, prompts, schedule)
+        exchanging, splitting = _split(proposals, names, gather, split, prompts, shape, schedule)
         schedule = exchanging or schedule
     _check_coupling(proposals)
     digests = [p.groups for p in proposals if p.groups is not None and len(p.groups)]
@@ -278,6 +282,7 @@ def _split(
     gather: GatherOption,
     asked: str,
     prompts: Sequence[SharedPrompt],
+    shape: ModelShape | None,
     replicated: _Schedule,
 ) -> tuple[_Schedule | None, Choice[Split]]:
     """Treatment of prompts, and the schedule where ranks exchange them.
@@ -295,7 +300,7 @@ def _split(
         return None, Choice("replicate", reason)
     schedule = _schedule(gather, names, offers)
     held = [offer.held for offer in offers]
-    link = link_cost([(t.edges, t.owner, t.ranks) for t in prompts], offers[0].link, held)
+    link = link_cost(prompts, shape, held)
     splitting = choose_split(asked, replicated.cost, schedule.cost + link)
     return (schedule if splitting.taken == "exchange" else None), splitting
 

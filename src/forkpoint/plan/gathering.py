@@ -18,6 +18,7 @@ from forkpoint.plan.pricing.calibration import Calibration, LinkPrices
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.pricing.meters import NOISE, Meter, meter_of
 from forkpoint.plan.program import BACKWARD, HEAD, Instruction, Program
+from forkpoint.plan.shared_prompts import SharedPrompt
 
 T = TypeVar("T")
 GATHER_TOKENS = 2048
@@ -96,16 +97,23 @@ def predicted(aligned: Sequence[Program], costs: Sequence[RankCosts]) -> tuple[f
 
     An idle instruction is free, because there is always a rank that does not idle it.
     """
-    gathering = gathering_cost(costs)
+    gathering, own = gathering_cost(costs), [cost.once or 0.0 for cost in costs]
+    lockstep = lockstep_cost(aligned, costs, gathering)
+    # Weights before the step and gradients after it: what lockstep hides behind computation.
+    return lockstep, apart_cost(costs) + 2 * gathering, sum(own) / len(own)
+
+
+def lockstep_cost(
+    aligned: Sequence[Program], costs: Sequence[RankCosts], gathering: float = 0.0
+) -> float:
+    """Cost of a step whose instructions each wait for the slowest rank, and for `gathering`."""
     slowest = [0.0 if i.exchanges else gathering for i in aligned[0].instructions]
     for program, cost in zip(aligned, costs, strict=True):
         for at, instruction in enumerate(program.instructions):
             if not instruction.idle:
                 by = cost.backward if instruction.operation == BACKWARD else cost.forward
                 slowest[at] = max(slowest[at], by[instruction.microbatch])
-    own = [cost.once or 0.0 for cost in costs]
-    # Weights before the step and gradients after it: what lockstep hides behind computation.
-    return sum(slowest), apart_cost(costs) + 2 * gathering, sum(own) / len(own)
+    return sum(slowest)
 
 
 def apart_cost(costs: Sequence[RankCosts]) -> float:
@@ -212,36 +220,6 @@ def cost_of(plan: Plan, meter: Meter, instruction: Instruction) -> float:
 
 
 @dataclass(frozen=True)
-class LinkSizes:
-    """Bytes of one model that prompts take on the link, and weights that its price is read from."""
-
-    token: int = 0
-    """Prefix cache of one token."""
-    gradient: int = 0
-    """Gradients of it."""
-    state: int = 0
-    """Recurrent states, and the inputs of convolutions before them, with their gradients."""
-    weights: int = 1
-    """Of the blocks' matrix products, in 16 bits."""
-    tensors: int = 0
-    """How many transfers prefix caches take: keys, values and states of each layer have their own.
-    """
-
-    @classmethod
-    def of(cls, shape: ModelShape | None) -> "LinkSizes":
-        """Those of a shape; nothing is known without."""
-        if shape is None:
-            return cls()
-        return cls(
-            shape.boundary_bytes_per_token,
-            shape.boundary_gradient_bytes_per_token,
-            shape.state_bytes,
-            2 * shape.linear_parameters,
-            2 * shape.layers,
-        )
-
-
-@dataclass(frozen=True)
 class Offer:
     """One rank's part of a step with prompts exchanged, or with each rank computing its own."""
 
@@ -250,7 +228,6 @@ class Offer:
     """By microbatch: predicted."""
     held: RankCosts = field(default_factory=RankCosts)
     """Costs of both ways to hold weights."""
-    link: LinkSizes = field(default_factory=LinkSizes)
     media: tuple[PlannedMedium, ...] = ()
 
 
@@ -266,31 +243,29 @@ def step_cost(
 
 
 def link_cost(
-    prompts: Sequence[tuple[int, int, Sequence[int]]],
-    sizes: LinkSizes,
-    costs: Sequence[RankCosts],
+    prompts: Sequence[SharedPrompt], shape: ModelShape | None, costs: Sequence[RankCosts]
 ) -> float:
     """Predicted cost of sending all shared prompts and getting their gradients back.
 
-    Args:
-        prompts: edges, owner and ranks of each.
-        costs: by rank.
-
     As long as it takes on the rank that sends or receives most: at the rate that a calibration has
-    measured, or else at that at which weights are gathered (`GATHER_TOKENS`).
+    measured, or else at that at which weights are gathered (`GATHER_TOKENS`). Nothing is known
+    without a shape. `costs`: by rank.
     """
+    if shape is None:
+        return 0.0
     out, back = [0] * len(costs), [0] * len(costs)
-    for edges, owner, ranks in prompts:
-        nbytes = edges * (sizes.token + sizes.gradient) + sizes.state
-        for rank in ranks:
-            if rank != owner:
-                out[owner] += nbytes
+    for prompt in prompts:
+        nbytes = prompt.edges * shape.exchanged_token_bytes + shape.state_bytes
+        for rank in prompt.ranks:
+            if rank != prompt.owner:
+                out[prompt.owner] += nbytes
                 back[rank] += nbytes
     most = max(*out, *back)
     link = link_prices(costs)
     if link is not None:
-        return most * link.byte + 2 * sizes.tensors * link.transfer * (most > 0)
-    return nominal_gathering_cost(costs) * most / sizes.weights
+        # Keys, values and states of each layer have a transfer each, there and back.
+        return most * link.byte + 4 * shape.layers * link.transfer * (most > 0)
+    return nominal_gathering_cost(costs) * most / (2 * shape.linear_parameters)
 
 
 def choose_split(asked: str, replicated: float, exchanged: float) -> Choice[Split]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from forkpoint.errors import PlanError, UnsupportedError
+from forkpoint.plan.align import nodes_of
 from forkpoint.plan.cache import captured_segments
 from forkpoint.plan.host_cache import LAYERS_HERE, layer_cache_bytes
 from forkpoint.plan.pipeline import Floats, StageSchedule, StageWork, order_stages
@@ -24,7 +25,6 @@ from forkpoint.plan.program import (
     BLOCKS,
     FORWARD,
     HEAD,
-    IDLE,
     RECOMPUTE,
     Instruction,
     Program,
@@ -147,20 +147,12 @@ def nesting(program: Program) -> tuple[int, ...]:
     Raises:
         UnsupportedError: ranks exchange prefix caches in the program.
     """
-    parents: list[int] = []
-    opened: list[int] = []
-    for instruction in program.training:
-        if instruction.exchanges:
-            raise UnsupportedError(
-                "ranks exchange prefix caches of prompts in this step (split='exchange'), which "
-                "has not been shown exact with stages of a pipeline. Take split='replicate'."
-            )
-        if instruction.operation == BACKWARD:
-            opened.pop()
-        elif instruction.slot == len(parents):
-            parents.append(opened[-1] if opened else IDLE)
-            opened.append(instruction.slot)
-    return tuple(parents)
+    if program.exchanges:
+        raise UnsupportedError(
+            "ranks exchange prefix caches of prompts in this step (split='exchange'), which "
+            "has not been shown exact with stages of a pipeline. Take split='replicate'."
+        )
+    return tuple(node.parent for node in nodes_of(program))
 
 
 class PartPrices(NamedTuple):

@@ -25,7 +25,7 @@ from forkpoint.parallel.agreement import (
 from forkpoint.parallel.copies import contents_of
 from forkpoint.parallel.step import RankStep
 from forkpoint.plan import Plan
-from forkpoint.plan.gathering import LinkSizes, Offer, RankCosts, costs_of_rank
+from forkpoint.plan.gathering import Offer, RankCosts, costs_of_rank
 from forkpoint.plan.program import Program
 from forkpoint.plan.shared_prompts import (
     PlannedPrompt,
@@ -116,6 +116,7 @@ def _agree_with_others(policy: StepPolicy, group: Distributed, local: LocalStep)
             batches=ranks.batches if group.topology.shares_batches else None,
             split=policy.config.split,
             prompts=shared,
+            shape=policy.host.shape,
             stages=policy.host.links.stages,
             strict=policy.config.memory_budget_bytes is not None,
         )
@@ -207,7 +208,7 @@ def _proposal(
             _program(plan, request.scores, gathers_any),
             tuple(float(m.tokens) for m in plan.microbatches),
             plans.costs,
-            media=plan.media,
+            plan.media,
         ),
         budget_bytes=policy.model_state.budgets.of(policy.host, policy.config),
         calibration=policy.model_state.to_agree(policy.host, policy.config),
@@ -381,7 +382,6 @@ def _exchanging(
         lockstep.program,
         tuple(float(m.tokens) for m in plan.microbatches),
         found.costs,
-        LinkSizes.of(plan.shape),
         lockstep.media,
     )
     return offer, found

@@ -13,7 +13,7 @@ import numpy as np
 from forkpoint.parallel.placement.items import Priced
 from forkpoint.parallel.placement.paths import Rates
 from forkpoint.parallel.placement.slots import lockstep_cost
-from forkpoint.plan.gathering import GATHER_TOKENS, LinkSizes, prices_of
+from forkpoint.plan.gathering import GATHER_TOKENS, prices_of
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.pricing.cost import LINEAR_BACKWARD, ModelShape
 from forkpoint.tree.forest import IntArray, build_forest
@@ -41,17 +41,14 @@ class ExchangePrices:
         shape, whose bytes are not known."""
         if shape is None:
             return None
-        sizes, link = LinkSizes.of(shape), prices_of(calibration, shape)
+        link = prices_of(calibration, shape)
         if link is None:
             byte, transfer = GATHER_TOKENS * rates.token / (1 + LINEAR_BACKWARD), 0.0
-            byte /= sizes.weights
+            byte /= 2 * shape.linear_parameters
         else:
             byte, transfer = link.byte, link.transfer
-        return cls(
-            byte * (sizes.token + sizes.gradient),
-            byte * sizes.state,
-            2 * sizes.tensors * transfer,
-        )
+        states, step = byte * shape.state_bytes, 4 * shape.layers * transfer
+        return cls(byte * shape.exchanged_token_bytes, states, step)
 
 
 @dataclass(frozen=True, eq=False)

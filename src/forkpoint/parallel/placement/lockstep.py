@@ -11,15 +11,13 @@ from dataclasses import dataclass, replace
 from forkpoint.plan import Plan
 from forkpoint.plan.align import align
 from forkpoint.plan.gathering import (
-    LinkSizes,
     RankCosts,
     apart_cost,
-    cost_of,
     costs_of_rank,
     link_cost,
+    lockstep_cost,
 )
 from forkpoint.plan.pricing.calibration import Calibration
-from forkpoint.plan.pricing.meters import meter_of
 from forkpoint.plan.program import Program
 from forkpoint.plan.shared_prompts import (
     PlannedPrompt,
@@ -40,13 +38,8 @@ class RanksStep:
     """Every instruction waits for the slowest rank: collectives in each forward and backward."""
     once: float
     """Ranks wait for each other at the end alone: weights gathered once a step."""
-    own: tuple[float, ...]
-    """By rank: its own instructions."""
-
-    @property
-    def mean(self) -> float:
-        """Mean of the ranks' own work."""
-        return sum(self.own) / len(self.own)
+    mean: float
+    """Mean of the ranks' own work."""
 
 
 def predict_step(
@@ -68,32 +61,15 @@ def predict_step(
     Raises:
         PlanError: there is no rank.
     """
-    meters = [plan and meter_of(plan, calibration) for plan in plans]
     nothing = exchanging(Program(), (), scores=_scored(plans)) if prompts else Program()
     programs = [plan.program if plan else nothing for plan in plans]
-    costs = [
-        [meter.forward(m) + meter.backward(m) for m in plan.microbatches] if plan and meter else []
-        for plan, meter in zip(plans, meters, strict=True)
-    ]
-    aligned = align(programs, costs)
-    slowest = [0.0] * len(aligned[0].instructions)
-    own = []
-    for plan, meter, program, before in zip(plans, meters, aligned, programs, strict=True):
-        if plan is None or meter is None:
-            own.append(0.0)
-            continue
-        # Alone, a rank goes no further and computes nothing again but what its own plan says.
-        own.append(sum(cost_of(plan, meter, i) for i in before.instructions))
-        for at, instruction in enumerate(program.instructions):
-            if not instruction.idle:
-                slowest[at] = max(slowest[at], cost_of(plan, meter, instruction))
-    shares = [costs_of_rank(plan, plan, calibration) if plan else RankCosts() for plan in plans]
-    link = 0.0
-    if prompts:
-        sizes = LinkSizes.of(next(plan.shape for plan in plans if plan))
-        link = link_cost([(t.edges, t.owner, t.ranks) for t in prompts], sizes, shares)
-    once = apart_cost(shares)
-    return RanksStep(sum(slowest) + link, once + link, tuple(own))
+    costs = [costs_of_rank(plan, plan, calibration) if plan else RankCosts() for plan in plans]
+    both = [[f + b for f, b in zip(c.forward, c.backward, strict=True)] for c in costs]
+    lockstep, once = lockstep_cost(align(programs, both), costs), apart_cost(costs)
+    shape = next((plan.shape for plan in plans if plan), None)
+    link = link_cost(prompts, shape, costs) if prompts else 0.0
+    own = [cost.once or 0.0 for cost in costs]
+    return RanksStep(lockstep + link, once + link, sum(own) / len(own))
 
 
 def exchange_plans(

@@ -55,7 +55,7 @@ class Rates:
             return cls(1.0, {}, 0.0)
         layers = {window: shape.windows.count(window) for window in sorted(set(shape.windows))}
         if calibration is None:
-            none = Work(tokens=0, pairs=dict.fromkeys(layers, 0), num_loss_entries=0)
+            none = Work(pairs=dict.fromkeys(layers, 0))
             pair = {
                 window: replace(none, pairs={**none.pairs, window: 1}).step_flops(shape)
                 for window in layers

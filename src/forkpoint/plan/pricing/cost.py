@@ -203,6 +203,11 @@ class ModelShape:
         return self.attention_layers * self.boundary_elements * max(4, self.dtype_bytes)
 
     @property
+    def exchanged_token_bytes(self) -> int:
+        """Bytes that a token of a prompt takes between ranks: keys and values, and gradients."""
+        return self.boundary_bytes_per_token + self.boundary_gradient_bytes_per_token
+
+    @property
     def state_bytes(self) -> int:
         """Bytes that all recurrent layers keep of the end of one segment, with its gradients."""
         wide = max(4, self.dtype_bytes)
@@ -403,10 +408,10 @@ def _mamba2(config: Mapping[str, Any], dtype_bytes: int) -> dict[str, int]:
 class Work:
     """Tokens, visible pairs and labelled tokens; enough to count FLOPs for any model shape."""
 
-    tokens: int
-    pairs: dict[int, int]
+    tokens: int = 0
+    pairs: dict[int, int] = field(default_factory=dict)
     """For each window in use (0 is none): visible (query, key) pairs of one layer and head."""
-    num_loss_entries: int
+    num_loss_entries: int = 0
 
     def __add__(self, other: "Work") -> "Work":
         """Both, one after the other; their windows must be the same."""
@@ -463,9 +468,7 @@ def visible_pairs(start: IntArray, length: IntArray, window: int) -> int:
 
 def dense_work(edges: IntArray, num_loss_entries: int, windows: tuple[int, ...]) -> Work:
     """Work of running every rollout on its own; `edges` [N] are tokens less one, at least 0."""
-    starts = np.zeros_like(edges)
-    pairs = {window: visible_pairs(starts, edges, window) for window in {0, *windows}}
-    return Work(tokens=int(edges.sum()), pairs=pairs, num_loss_entries=num_loss_entries)
+    return segments_work(np.zeros_like(edges), edges, num_loss_entries, windows)
 
 
 def forest_work(
@@ -473,5 +476,12 @@ def forest_work(
 ) -> Work:
     """Work of running each edge of a forest once, but for segments `received` from other ranks."""
     start, length = np.delete(forest.start, received), np.delete(forest.length, received)
+    return segments_work(start, length, num_loss_entries, windows)
+
+
+def segments_work(
+    start: IntArray, length: IntArray, num_loss_entries: int, windows: tuple[int, ...]
+) -> Work:
+    """Work of running segments, once each; arguments as those of `visible_pairs`."""
     pairs = {window: visible_pairs(start, length, window) for window in {0, *windows}}
     return Work(tokens=int(length.sum()), pairs=pairs, num_loss_entries=num_loss_entries)
