@@ -12,12 +12,11 @@ import numpy as np
 
 from forkpoint.errors import PlanError
 from forkpoint.parallel.placement.paths import Paths
-from forkpoint.plan import ModelShape, Plan, Work
+from forkpoint.plan import ModelShape, Plan
 from forkpoint.plan.builder import DEFAULT_MICROBATCH_TOKENS
 from forkpoint.plan.packing import microbatches_mixed, microbatches_of_whole_paths
 from forkpoint.plan.predict import plan_cost
 from forkpoint.plan.pricing.meters import NOISE, meter_of
-from forkpoint.plan.program import Program
 from forkpoint.tree import Microbatch
 from forkpoint.tree.forest import Forest, IntArray, SortedRollouts, build_forest
 
@@ -73,25 +72,6 @@ def _plan(
         replace(microbatch, num_loss_entries=int(labelled_S[list(microbatch.segments)].sum()))
         for microbatch in microbatches
     ]
-    nothing = Work(tokens=0, pairs={}, num_loss_entries=0)
-    sharing, boundary, tokens = of
-    plan = Plan(
-        sharing=sharing,
-        boundary=boundary,
-        max_microbatch_tokens=tokens,
-        forest=forest,
-        microbatches=tuple(microbatches),
-        program=Program(),
-        cache_tokens=0,
-        cache_states=0,
-        rollouts=len(forest.order),
-        logical_tokens=0,
-        unique_tokens=0,
-        num_loss_entries=int(labelled_S.sum()),
-        dense=nothing,
-        shared=nothing,
-        fingerprint="",
-        shape=shape,
-    ).with_program(scores=False)
+    plan = Plan(*of, forest, tuple(microbatches), shape=shape).with_program(scores=False)
     meter = meter_of(plan)
     return replace(plan, cost=plan_cost(plan, meter), cost_unit=meter.unit)

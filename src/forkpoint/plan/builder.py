@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -30,7 +30,6 @@ from forkpoint.plan.predict import (
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.pricing.cost import ModelShape, Work, dense_work, forest_work
 from forkpoint.plan.pricing.meters import EFFICIENT_TOKENS, NOISE, Meter, meter_of
-from forkpoint.plan.program import Program
 from forkpoint.plan.routing import RouterDemand
 from forkpoint.plan.runs import LeftOut, labels_run, run_lengths, sort_running
 from forkpoint.plan.shared_prompts import PlannedPrompt
@@ -286,15 +285,6 @@ class Builder:
             for plan in found
         )
 
-    def _with_cache(self, plan: Plan, meter: Meter, *, moves: bool) -> Plan:
-        """The plan with its prefix cache where the configuration says.
-
-        `moves`: whether layers may be moved to the host's memory if it is left to the planner.
-        """
-        if self.shape is None or not (moves or self.config.prefix_cache == "host"):
-            return plan
-        return with_host_layers(plan, meter, self.config, self.budget_bytes)
-
     def _ways(
         self,
         sharing: str,
@@ -352,11 +342,16 @@ class Builder:
     def _priced_ways(
         self, sharing: str, boundary: str, tokens: int, policy: str, *, moves: bool
     ) -> tuple[Plan, list[Plan], Meter]:
-        """A plan with its price, those of `_fitted`, and the meter of their microbatches."""
+        """A plan with its price, those of `_fitted`, and the meter of their microbatches.
+
+        `moves`: whether prefix caches may be moved to the host's memory.
+        """
         packing = self._packing(sharing, boundary, tokens)
         meter, asked = packing.meter, (policy, moves)
         if asked not in packing.ways:
-            first = self._with_cache(checkpointed(packing.plan, policy), meter, moves=moves)
+            first = checkpointed(packing.plan, policy)
+            if self.shape is not None and (moves or self.config.prefix_cache == "host"):
+                first = with_host_layers(first, meter, self.config, self.budget_bytes)
             first = self._priced(first, meter)
             packing.ways[asked] = [first, *self._fitted(first, meter)]
         first, *ways = (
@@ -372,7 +367,9 @@ class Builder:
         """
         asked = sharing, boundary, tokens
         if asked not in self._packings:
-            forest, microbatches = self._packed(*asked)
+            order, prompts = self._order(sharing), self.prompts or ()
+            make = partial(self._forest, sharing)
+            forest, microbatches = pack(boundary, order, make, len(self.batch), tokens, prompts)
             packed = tuple((m.parent, m.segments, m.shared_prompt) for m in microbatches)
             key = _key_of_forest(forest), packed
             if key not in self._packings:
@@ -495,18 +492,6 @@ class Builder:
             self._num_loss_entries[key] = found
         return self._num_loss_entries[key]
 
-    def _packed(
-        self, sharing: str, boundary: str, tokens: int
-    ) -> tuple[Forest, Sequence[Microbatch]]:
-        return pack(
-            boundary,
-            self._order(sharing),
-            lambda: self._forest(sharing),
-            len(self.batch),
-            tokens,
-            self.prompts or (),
-        )
-
     def _plan_of(
         self,
         forest: Forest,
@@ -529,9 +514,6 @@ class Builder:
             max_microbatch_tokens=max_microbatch_tokens,
             forest=forest,
             microbatches=tuple(microbatches),
-            program=Program(),
-            cache_tokens=0,
-            cache_states=0,
             rollouts=len(self.batch),
             logical_tokens=int(self.batch.offsets[-1]),
             unique_tokens=self.unique_tokens,

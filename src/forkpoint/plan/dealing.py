@@ -17,7 +17,7 @@ from forkpoint.plan.entries import entries_of
 from forkpoint.plan.packing import breadth_or_depth
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.pricing.calibration import Calibration
-from forkpoint.plan.pricing.cost import ModelShape, Work, visible_pairs
+from forkpoint.plan.pricing.cost import ModelShape, segments_work
 from forkpoint.plan.pricing.meters import meter_of
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.tree import Microbatch
@@ -131,8 +131,6 @@ def _of(leaf: Microbatch, segments: list[int], forest: Forest, entries_S: IntArr
 
 def _cost(segments: list[int], forest: Forest, shape: ModelShape, entries_S: IntArray) -> float:
     """FLOPs of forward and backward."""
-    start, length = forest.start[segments], forest.length[segments]
-    pairs = {window: visible_pairs(start, length, window) for window in {0, *shape.windows}}
     entries = int(entries_S[segments].sum())
-    work = Work(tokens=int(length.sum()), pairs=pairs, num_loss_entries=entries)
-    return work.step_flops(shape)
+    start, length = forest.start[segments], forest.length[segments]
+    return segments_work(start, length, entries, shape.windows).step_flops(shape)

@@ -28,9 +28,8 @@ from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.plan import LongestPrompt, Plan
 from forkpoint.plan.predict import peak_bytes
 from forkpoint.plan.pricing.calibration import Calibration
-from forkpoint.plan.pricing.cost import ModelShape, Work
+from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.pricing.meters import meter_of
-from forkpoint.plan.program import Program
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.tree.forest import SortedRollouts, build_forest
 
@@ -109,23 +108,13 @@ class LongestSearch:
             "recompute" if config.activations == AUTO else config.activations,
             keeps_logits=config.head_logits == "keep",
         )
-        work = Work(tokens=0, pairs={}, num_loss_entries=0)  # of prices, which are not asked for
+        # Without counts of work and tokens, which are for prices.
         plan = Plan(
-            sharing=sharing,
-            boundary=boundary,
-            max_microbatch_tokens=tokens,
-            forest=forest,
-            microbatches=tuple(microbatches),
-            program=Program(),
-            cache_tokens=0,
-            cache_states=0,
-            rollouts=count,
-            logical_tokens=int(order.edges.sum()) + count,
-            unique_tokens=int(order.new_edges.sum()) + 1,
-            num_loss_entries=int(trained_S.sum()),
-            dense=work,
-            shared=work,
-            fingerprint="",
+            sharing,
+            boundary,
+            tokens,
+            forest,
+            tuple(microbatches),
             capabilities=self.capabilities,
             memory_budget_bytes=self.budget_bytes,
             shape=shape,

@@ -100,26 +100,26 @@ class Plan:
     """Segments of the rollouts."""
     microbatches: tuple[Microbatch, ...]
     """Microbatches in depth-first order of the forest."""
-    program: Program
+    program: Program = field(default_factory=Program)
     """Instructions of `forward_backward`. They begin with a pass of scores if the loss couples
     rollouts in several microbatches."""
-    cache_tokens: int
+    cache_tokens: int = 0
     """Largest number of tokens in the prefix cache at a time."""
-    cache_states: int
+    cache_states: int = 0
     """Largest number of states of segments at a time, in layers that carry a state."""
-    rollouts: int
-    logical_tokens: int
+    rollouts: int = 0
+    logical_tokens: int = 0
     """Number of tokens of all rollouts."""
-    unique_tokens: int
+    unique_tokens: int = 0
     """Number of tokens with each shared token counted once."""
-    num_loss_entries: int
+    num_loss_entries: int = 0
     """Number of outputs of the head: one for each trained token and temperature. For a
     critic one for each trained token."""
-    dense: Work
+    dense: Work = field(default_factory=Work)
     """Work without sharing, without the rollouts and tokens that the plan leaves out."""
-    shared: Work
+    shared: Work = field(default_factory=Work)
     """Work of the plan."""
-    fingerprint: str
+    fingerprint: str = ""
     """Digest of the batch that the plan was made for."""
     capabilities: Capabilities = field(default_factory=Capabilities)
     """Capabilities of the host that the plan was made for."""
