@@ -26,11 +26,9 @@ from forkpoint import Config, Rollout, RolloutBatch, UnsupportedError, VerifyRep
 from forkpoint.losses import Denominators
 from forkpoint.step import plan as step_plan
 from forkpoint.testing import DenseRun, dense_run, tiny_model
-from forkpoint.verify import comparison as verify_module
-from forkpoint.verify import single_runs
+from forkpoint.verify import comparison
 from forkpoint.verify.comparison import Comparison
 from forkpoint.verify.memory import PLAIN, SMALL, STREAMED, MemoryStrategy
-from forkpoint.verify.single_runs import SingleRuns
 from lanes import slow_besides_every
 from watched import watched
 
@@ -90,7 +88,7 @@ def remembered_dense(monkeypatch: pytest.MonkeyPatch) -> None:
             DENSE_RUNS[key] = dense_run(model, batch, loss, *args, **options)
         return replace(DENSE_RUNS[key], gradients=dict(DENSE_RUNS[key].gradients))
 
-    monkeypatch.setattr(single_runs, "dense_run", run)
+    monkeypatch.setattr(comparison, "dense_run", run)
 
 
 DENSE_RUNS: dict[Any, DenseRun] = {}
@@ -229,12 +227,12 @@ def test_one_small_parameter_alone_fails_in_bfloat16(tampered: Any) -> None:
 @pytest.mark.usefixtures("remembered_dense")
 def test_the_bars_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """1.1 times dense over all parameters, 1.5 for each of many elements."""
-    errors_of = verify_module.parameter_errors
+    errors_of = comparison.parameter_errors
 
     def scaled_errors(*args: Any) -> list[Any]:
         return [replace(e, shared_error=1.3 * e.dense_error) for e in errors_of(*args)]
 
-    monkeypatch.setattr(verify_module, "parameter_errors", scaled_errors)
+    monkeypatch.setattr(comparison, "parameter_errors", scaled_errors)
     batch = real_batch().select([0, 1, 8])
     report = wrap(real_model("qwen3"), GROUPS_ACROSS).verify(batch, losses.GRPO())
     assert not report.passed, report.table()
@@ -348,7 +346,7 @@ def test_gradients_and_model_are_as_before(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_it_refuses_what_a_step_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SingleRuns, "run", pytest.fail)
+    monkeypatch.setattr(Comparison, "single_runs", pytest.fail)
     model = tiny_model("llama", attention_dropout=0.1).train()
     with pytest.raises(UnsupportedError, match="dropout"):
         wrap(model).verify(forked_batch(), LOSS)
@@ -442,7 +440,7 @@ def test_the_choice_of_not_sharing_is_compared_besides(monkeypatch: pytest.Monke
 def test_nothing_to_verify(
     config: Config, batch: RolloutBatch, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SingleRuns, "run", pytest.fail)
+    monkeypatch.setattr(Comparison, "single_runs", pytest.fail)
     report = wrap(tiny_model("llama"), config).verify(batch, losses.GRPO())
     assert report.verdict == "nothing to verify" and not report.passed
     assert report.reason is not None and reason in report.reason
@@ -513,9 +511,9 @@ def test_runs_that_save_memory_are_as_exact(
 ) -> None:
     """Logits in parts of 2 tokens, checkpointed blocks, blocks that stay in the host's memory."""
     model, plain = model_for_ways(family), plain_report(family)
-    monkeypatch.setattr(single_runs, "has_room", lambda *_: False)
-    monkeypatch.setattr(single_runs, "STREAMED", replace(way, head_tokens=2))
-    monkeypatch.setattr(single_runs, "PLAIN", replace(SMALL, head_tokens=2))
+    monkeypatch.setattr(comparison, "has_room", lambda *_: False)
+    monkeypatch.setattr(comparison, "STREAMED", replace(way, head_tokens=2))
+    monkeypatch.setattr(comparison, "PLAIN", replace(SMALL, head_tokens=2))
     saving = wrap(model, ACROSS).verify(forked_batch(), LOSS)
     norms = {entry.name: entry.norm for entry in plain.nearest.worst}
     for entry in saving.nearest.worst:
@@ -526,7 +524,7 @@ def test_runs_that_save_memory_are_as_exact(
 
 def test_memory_that_runs_out_is_met_with_a_smaller_way(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[Any] = []
-    real = SingleRuns._train
+    real = Comparison._train
 
     def failing(work: Any, model: Any, routed: Any, way: Any) -> Any:
         tried.append(way)
@@ -534,7 +532,7 @@ def test_memory_that_runs_out_is_met_with_a_smaller_way(monkeypatch: pytest.Monk
             raise torch.OutOfMemoryError("injected")
         return real(work, model, routed, way)
 
-    monkeypatch.setattr(SingleRuns, "_train", failing)
+    monkeypatch.setattr(Comparison, "_train", failing)
     model = tiny_model("llama", dtype=torch.float32)
     before = set(vars(model))
     assert wrap(model, ACROSS).verify(forked_batch(), LOSS).plans
@@ -544,7 +542,7 @@ def test_memory_that_runs_out_is_met_with_a_smaller_way(monkeypatch: pytest.Monk
 
 def test_the_copy_is_gone_before_the_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[Any] = []
-    copy_in, runs = single_runs.whole_copy, SingleRuns.run
+    copy_in, runs = comparison.whole_copy, Comparison.single_runs
 
     def copied(*args: Any, **options: Any) -> Any:
         found = copy_in(*args, **options)
@@ -556,8 +554,8 @@ def test_the_copy_is_gone_before_the_model_runs(monkeypatch: pytest.MonkeyPatch)
         assert [copy() for copy in copies] == [None] * (not is_reference)
         return runs(*args, is_reference=is_reference)
 
-    monkeypatch.setattr(single_runs, "whole_copy", copied)
-    monkeypatch.setattr(SingleRuns, "run", checked)
+    monkeypatch.setattr(comparison, "whole_copy", copied)
+    monkeypatch.setattr(Comparison, "single_runs", checked)
     wrap(tiny_model("llama", dtype=torch.float32), ACROSS).verify(forked_batch(), LOSS)
     assert len(copies) == 1
 

@@ -4,20 +4,24 @@ Both are compared with ordinary training in higher precision, the reference. In 
 be no further from the reference than ordinary training is.
 """
 
+import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
+from forkpoint.engine.gradients import twins
 from forkpoint.engine.route_replay import ForcedRoutes, RouteReplay
 from forkpoint.engine.transaction import Transaction
 from forkpoint.hosts.host import ModelHost
-from forkpoint.hosts.libraries import stock_of
+from forkpoint.hosts.libraries import routers_of, stock_of, whole_copy
+from forkpoint.hosts.modules import forget_lists
+from forkpoint.hosts.routers import routers_of_copy
 from forkpoint.hosts.torch_dist.copies import full
 from forkpoint.losses.base import Denominators, Loss, check_denominators
 from forkpoint.losses.router import RouterLoss
@@ -29,15 +33,15 @@ from forkpoint.step.request import ComparedRequest, StepPolicy
 from forkpoint.step.results import StepStats
 from forkpoint.step.router_steps import RouterWork, check_averaged, router_work
 from forkpoint.step.run import finish_training, run
-from forkpoint.verify.dense import DenseRun
-from forkpoint.verify.plans import Choice, Kind, Planning, choose_plans, count_shared
+from forkpoint.verify.dense import DenseRouters, DenseRun, dense_run
+from forkpoint.verify.memory import PLAIN, SMALL, STREAMED, MemoryStrategy, has_room, run_in_memory
+from forkpoint.verify.plans import Choice, Kind, choose_plans, count_shared
 from forkpoint.verify.ranks import RankComm
 from forkpoint.verify.report import FAILED, NOTHING, PASSED
 from forkpoint.verify.report import ParameterError as ParameterError
 from forkpoint.verify.report import PlanFindings as PlanFindings
 from forkpoint.verify.report import VerifyReport as VerifyReport
 from forkpoint.verify.routes import HeldRoutes
-from forkpoint.verify.single_runs import SingleRuns
 
 Gradients = Mapping[str, Tensor | None]
 
@@ -78,14 +82,8 @@ class Reference:
         return math.hypot(*self.dense_errors.values()) / self.norm
 
 
-class Stepping(Planning, StepPolicy, Protocol):
-    """A policy whose steps are compared: see `forkpoint.Policy`."""
-
-    def with_config(self, **changes: object) -> "Stepping": ...
-
-
 def verify(
-    policy: Stepping,
+    policy: StepPolicy,
     batch: RolloutBatch,
     loss: Loss,
     denominators: Denominators | None = None,
@@ -132,10 +130,13 @@ class Comparison:
     """One comparison: its arguments, and what all its runs use."""
 
     held: HeldRoutes
+    routed: RouterWork | None
+    denominators: Denominators
+    """Counts over all ranks that the loss's means are taken over."""
 
     def __init__(
         self,
-        policy: Stepping,
+        policy: StepPolicy,
         batch: RolloutBatch,
         loss: Loss,
         given: Denominators | None,
@@ -143,7 +144,7 @@ class Comparison:
         changes: Changes,
     ) -> None:
         """`given`: denominators, by the caller."""
-        self.policy: Stepping = policy
+        self.policy: StepPolicy = policy
         self.batch: RolloutBatch = batch
         self.loss: Loss = loss
         self.given: Denominators | None = given
@@ -188,25 +189,15 @@ class Comparison:
         begin = partial(_announce, progress, names)
         if self.double:
             stock_of(host.model).compute_in(self.dtype, self.changes)
-        singles = SingleRuns(
-            host,
-            comm,
-            batch,
-            self.loss,
-            self.given or comm.denominators(batch),
-            routed,
-            self.last_tokens,
-            self.held,
-            self.changes,
-        )
+        self.routed, self.denominators = routed, self.given or comm.denominators(batch)
         with torch.enable_grad():
             begin(REFERENCE)
-            run, _ = singles.run(self.reference_dtype, is_reference=True)
+            run, _ = self.single_runs(self.reference_dtype, is_reference=True)
             norms = comm.of_stages({n: norm_of(grad) for n, grad in run.gradients.items()})
             dense, routes, errors = run, None, dict.fromkeys(norms, 0.0)
             if not self.double:
                 begin(DENSE)
-                dense, routes = singles.run(self.dtype, is_reference=False)
+                dense, routes = self.single_runs(self.dtype, is_reference=False)
                 errors = comm.of_stages(distances(dense.gradients, run.gradients))
                 dense = replace(dense, gradients={})
             reference = Reference(run, norms, errors)
@@ -240,6 +231,106 @@ class Comparison:
         if routed is not None:
             check_averaged(host.group, loss)
         return routed, choose_plans(self.policy, batch, loss, self.router)
+
+    # Runs of single rollouts
+    # ------------------------------------------------------------
+
+    def single_runs(
+        self, dtype: torch.dtype, *, is_reference: bool
+    ) -> tuple[DenseRun, ForcedRoutes | None]:
+        """Run rollouts one at a time in `dtype`. Gradients of the reference are in host memory.
+
+        Where memory runs out, the run is repeated in ways that take less. Collective where ranks
+        hold parts of the model: all copy it together, and before anything can fail on one.
+        """
+        host, mark, whole = self.host, self.changes.mark, self.comm.whole
+        is_wider = dtype != host.compute_dtype
+        strategies = self._strategies(dtype, copies=is_reference and (is_wider or not whole))
+
+        def copied(streamed: bool) -> tuple[nn.Module, Sequence[nn.Module]]:
+            return whole_copy(
+                host.model,
+                host.blocks,
+                dtype,
+                streamed=streamed,
+                splits=host.group.splits,
+                links=host.links,
+            )
+
+        joined = [] if whole else [copied(strategies[0].streamed)]
+
+        def attempt(strategy: MemoryStrategy) -> tuple[DenseRun, ForcedRoutes | None]:
+            model, blocks = host.model, host.blocks
+            if joined:
+                model, blocks = joined[0]
+            elif is_wider:
+                model, blocks = copied(strategy.streamed)
+            if is_reference and model is not host.model:
+                stock_of(model).compute_in(dtype, self.changes)
+            strategy.apply(blocks, host.device, self.changes)
+            autocast = torch.autocast(host.device.type, enabled=False)
+            with autocast if is_reference else nullcontext():
+                routes = self.held.run(model, record=is_reference)
+                return self._train(model, routes, strategy), routes
+
+        def undo() -> None:
+            self.changes.undo(mark)
+            forget_lists()  # which would keep the copy alive until the end
+
+        found, routes = self.comm.run(partial(run_in_memory, strategies, attempt, undo))
+        joined.clear()
+        undo()
+        found = self.comm.total(found, host.model, dtype)
+        if is_reference:
+            for name, gradient in found.gradients.items():
+                if gradient is not None:
+                    found.gradients[name] = gradient.cpu()
+            if host.device.type == "cuda":
+                gc.collect()  # the copy, whose modules refer to one another
+                torch.cuda.empty_cache()
+        return found, routes
+
+    def _strategies(self, dtype: torch.dtype, *, copies: bool) -> tuple[MemoryStrategy, ...]:
+        """Ways to run that take less and less memory. `copies`: whether the model is copied."""
+        found = (PLAIN, SMALL, STREAMED) if copies and self.comm.whole else (PLAIN, SMALL)
+        if copies and not has_room(self.host.model, dtype, self.host.device):
+            found = (STREAMED,)
+        # Ranks exchange counts of experts once in a run.
+        return found[-1:] if self.routed is not None and self.routed.on_ranks else found
+
+    def _train(
+        self, model: nn.Module, routes: ForcedRoutes | None, strategy: MemoryStrategy
+    ) -> DenseRun:
+        """Run rollouts one at a time, without forkpoint's code."""
+        host, routed, routers = self.host, self.routed, None
+        if routed is not None:
+            found = host.routers.found
+            routers = DenseRouters(
+                routers_of(model) if self.comm.staged else routers_of_copy(found, model),
+                routed.terms,
+                self.changes,
+                last_token=self.last_tokens,
+                joins=routed.joins,
+                gather=self.comm.gather if routed.on_ranks else None,
+            )
+        if not len(self.batch):
+            nothing = torch.zeros(0, dtype=host.loss_dtype, device=host.device)
+            if routers is not None:
+                routers.counted()
+            none: dict[str, Tensor | None] = {name: None for name, _ in model.named_parameters()}
+            return DenseRun(0.0, {host.head: nothing}, none, routers and routers.value())
+        with Changes() as changes:
+            if model is host.model and host.topology.listens:
+                twins(model, [p for p in model.parameters() if p.requires_grad], changes)
+            return dense_run(
+                model,
+                self.batch,
+                self.loss,
+                self.denominators,
+                None if routes is None else routes.at,
+                head_tokens=strategy.head_tokens,
+                routers=routers,
+            )
 
     # Plans
     # ------------------------------------------------------------

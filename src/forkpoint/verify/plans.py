@@ -5,7 +5,7 @@ several rollouts, and whether other microbatches read them.
 """
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
@@ -16,20 +16,10 @@ from forkpoint.losses.router import RouterLoss
 from forkpoint.losses.zeros import zero_rollouts
 from forkpoint.plan import Plan, make_plan
 from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.step.request import StepPolicy
 
 WITHIN, ACROSS, CHOSEN = "within", "across", "chosen"
 Kind = Literal["within", "across", "chosen"]
-
-
-class Planning(Protocol):
-    """A policy that plans: see `forkpoint.Policy`."""
-
-    @property
-    def config(self) -> Config: ...
-    def plan(
-        self, batch: RolloutBatch, loss: Loss | None = None, *, router: RouterLoss | None = None
-    ) -> Plan: ...
-    def with_config(self, **changes: object) -> "Planning": ...
 
 
 @dataclass(frozen=True)
@@ -139,7 +129,7 @@ class Choice:
 
 
 def choose_plans(
-    policy: Planning, batch: RolloutBatch, loss: Loss, router: RouterLoss | None = None
+    policy: StepPolicy, batch: RolloutBatch, loss: Loss, router: RouterLoss | None = None
 ) -> Choice:
     """Choose the plans to compare, within the options of the policy.
 
@@ -206,7 +196,7 @@ def _most_shared(config: Config) -> Sharing:
 
 def _plan_of(
     kind: Literal["within", "across"],
-    policy: Planning,
+    policy: StepPolicy,
     batch: RolloutBatch,
     loss: Loss,
     router: RouterLoss | None,

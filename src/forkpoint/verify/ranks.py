@@ -25,9 +25,10 @@ from forkpoint.parallel.copies import check_same_batches, contents_of
 from forkpoint.parallel.statistics import joined
 from forkpoint.parallel.step import described
 from forkpoint.rollouts.batch import RolloutBatch
+from forkpoint.step.request import StepPolicy
 from forkpoint.step.router_steps import RouterWork, describe_routers
 from forkpoint.verify.dense import DenseRun
-from forkpoint.verify.plans import ACROSS, CHOSEN, WITHIN, Choice, Kind, Planning, SharedCounts
+from forkpoint.verify.plans import ACROSS, CHOSEN, WITHIN, Choice, Kind, SharedCounts
 
 T = TypeVar("T")
 
@@ -125,7 +126,7 @@ class RankComm:
     def choice(
         self,
         choice: Choice,
-        policy: Planning,
+        policy: StepPolicy,
         batch: RolloutBatch,
         loss: Loss,
         router: RouterLoss | None,
