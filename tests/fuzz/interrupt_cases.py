@@ -1,13 +1,16 @@
 """Small steps that are interrupted, and what must hold of everything afterwards."""
 
+import atexit
 import gc
 import hashlib
 import operator
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -34,6 +37,10 @@ from watched import watched
 ACROSS = Config(sharing="tree", boundary="across", max_microbatch_tokens=8)
 FORWARD_BACKWARD: CodeType = Policy.forward_backward.__code__
 DEVICE = torch.device(os.environ.get("FORKPOINT_INTERRUPTS_DEVICE", "cpu"))
+FOLDER = Path(tempfile.mkdtemp(prefix="interrupts-"))
+atexit.register(FOLDER.rmdir)
+CHUNK_BYTES = 1024
+"""Bytes of host memory taken at a time: tensors of these models take several chunks."""
 Gradients = dict[str, Tensor | None]
 
 
@@ -384,6 +391,21 @@ def checkpointed_model() -> nn.Module:
     return model
 
 
+def frozen_experts() -> nn.Module:
+    """Of two layers with experts the second trains."""
+    model = small_model(
+        "qwen3_moe",
+        num_hidden_layers=2,
+        num_experts=3,
+        num_experts_per_tok=2,
+        moe_intermediate_size=8,
+        experts_implementation="eager",
+    )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.0" not in name and "embed" not in name)
+    return model
+
+
 def small_hybrid(family: str) -> nn.Module:
     return tiny_hybrid(family, kinds=("linear_attention", "full_attention"), dtype=torch.float32)
 
@@ -402,6 +424,16 @@ CASES: dict[str, Callable[[str], Case]] = {
     "offload": lambda n: make_case(n, deeper_model(), activations="offload", case=ACCUMULATED),
     "full": lambda n: make_case(n, deeper_model(), checkpointing="full", activations="offload"),
     "host-cache": lambda n: make_case(n, deeper_model(), prefix_cache="host", case=ACCUMULATED),
+    "files": lambda n: make_case(
+        n,
+        deeper_model(),
+        chunk_bytes=CHUNK_BYTES,
+        activations="offload",
+        prefix_cache="host",
+        host_memory=3 * CHUNK_BYTES,
+        offload_folder=FOLDER,
+    ),
+    "experts": lambda n: make_case(n, frozen_experts(), activations="offload", case=ACCUMULATED),
     "checkpointed": lambda n: make_case(n, checkpointed_model(), case=ACCUMULATED),
     "two-pass": lambda n: make_case(n, loss=losses.base.as_loss(squared), case=ACCUMULATED),
     "autocast": lambda n: make_case(n, case={"around": _autocast}),

@@ -2,10 +2,8 @@
 
 python tests/fuzz/interrupts.py --stride 7 --json interrupts.json
 python tests/fuzz/interrupts.py --case plain
-python tests/fuzz/interrupts.py --seeds 0 500 --json interrupts.json
 
-The last draws a step from each seed, and the moments at which it is interrupted. With
-FORKPOINT_INTERRUPTS_DEVICE=cuda models are on a GPU, in bfloat16.
+With FORKPOINT_INTERRUPTS_DEVICE=cuda models are on a GPU, in bfloat16.
 """
 
 import argparse
@@ -17,7 +15,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -27,10 +24,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from fuzz_cases import stream
-from fuzz_models import between, one_of
-from interrupt_cases import CASES, DEVICE, Case, FailingLoss, Failure, live_tensors
-from interrupt_draws import FOLDER, case_of, draw
+from interrupt_cases import CASES, DEVICE, FOLDER, FailingLoss, Failure, live_tensors
 from interrupt_ways import Bytecodes, Interrupt, Timeout
 
 import forkpoint
@@ -45,12 +39,9 @@ KINDS: tuple[type[BaseException], ...] = (
 """Of the exceptions that arrive, in turn."""
 
 
-def of_forkpoint(code: CodeType) -> bool:
-    return code.co_filename.startswith(SOURCE)
-
-
 def of_control(code: CodeType) -> bool:
-    return of_forkpoint(code) and code.co_filename.removeprefix(SOURCE).startswith(CONTROL)
+    name = code.co_filename
+    return name.startswith(SOURCE) and name.removeprefix(SOURCE).startswith(CONTROL)
 
 
 @dataclass
@@ -59,8 +50,6 @@ class Tally:
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     failures: list[dict[str, Any]] = field(default_factory=list)
-    drawn: Counter[str] = field(default_factory=Counter)
-    """Interrupts by what was drawn for their steps."""
 
     @property
     def interrupts(self) -> int:
@@ -72,17 +61,14 @@ class Tally:
 
     def report(self) -> dict[str, Any]:
         named = {"/".join(key): n for key, n in sorted(self.counts.items())}
-        drawn = {"drawn": dict(sorted(self.drawn.items()))} if self.drawn else {}
-        return {"interrupts": self.interrupts, "counts": named, **drawn, "failures": self.failures}
+        return {"interrupts": self.interrupts, "counts": named, "failures": self.failures}
 
 
 class Interrupter:
     """Interrupts one case again and again, and looks at what it leaves."""
 
-    def __init__(self, name: str, tally: Tally, make: Callable[[], Case] | None = None) -> None:
-        """`make`: makes the case; None: that of CASES with this name."""
+    def __init__(self, name: str, tally: Tally) -> None:
         self.name, self.tally = name, tally
-        self._make = make or partial(CASES[name], name)
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -92,7 +78,7 @@ class Interrupter:
         while torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             torch._C._autograd._pop_saved_tensors_default_hooks()
         torch.set_grad_enabled(True)
-        self.case = case = self._make()
+        self.case = case = CASES[self.name](self.name)
         with case.around():
             self.state = case.state()
         gc.collect()
@@ -169,25 +155,6 @@ class Interrupter:
             self.tally.fail(case=self.name, what=[f"files are open: {files}"])
 
 
-def at_random(seed: int, moments: int, tally: Tally) -> Iterator[None]:
-    """Interrupt the step of a seed at so many moments, each drawn alone."""
-    drawn = draw(seed)
-    shown = ", ".join(f"{name} {value}" for name, value in drawn.items())
-    interrupter = Interrupter(f"seed {seed}: {shown}", tally, partial(case_of, seed, drawn))
-    bytecodes = Bytecodes(of_forkpoint)
-    first, last = interrupter.extent(bytecodes)
-    random = stream(seed, "moments")
-    for _ in range(moments):
-        kind = one_of(random, KINDS)
-        before = tally.interrupts
-        interrupter.at(between(random, first, last), kind, bytecodes)
-        if tally.interrupts > before:
-            tally.drawn.update({f"{name}/{value}": 1 for name, value in drawn.items()})
-            tally.drawn[f"exception/{kind.__name__}"] += 1
-        yield
-    interrupter.look_for_tensors()
-
-
 def write(path: Path | None, tally: Tally) -> None:
     if path is not None:
         path.write_text(json.dumps(tally.report(), indent=2) + "\n")
@@ -197,8 +164,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--stride", type=int, default=1, help="of so many bytecodes one")
-    parser.add_argument("--seeds", nargs=2, type=int, metavar=("FIRST", "END"), help="of steps")
-    parser.add_argument("--moments", type=int, default=40, help="of each seed")
     parser.add_argument("--json", type=Path, help="where counts and failures are written")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -208,10 +173,7 @@ def main() -> int:
     # What arrives in a destructor or a callback of a weak reference is printed and ignored.
     sys.unraisablehook = lambda _: None
     tally = Tally()
-    if given.seeds is None:
-        each = (Interrupter(name, tally).everywhere(stride=given.stride) for name in given.case)
-    else:
-        each = (at_random(seed, given.moments, tally) for seed in range(*given.seeds))
+    each = (Interrupter(name, tally).everywhere(stride=given.stride) for name in given.case)
     runs = (_ for moments in each for _ in moments)
     for turn, _ in enumerate(runs):
         if turn % 500 == 499:
