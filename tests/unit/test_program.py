@@ -1,7 +1,6 @@
 """Programs: what each instruction waits for, other orders, and common shapes for ranks."""
 
 import random
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -16,9 +15,7 @@ from forkpoint.plan.program import (
     BACKWARD,
     FORWARD,
     RECOMPUTE,
-    SCORE,
 )
-from programs import check_program
 from strategies import batches
 
 
@@ -166,58 +163,6 @@ def test_in_any_order_slots_do_not_clash(
         m.cache_begin for m in nested.microbatches
     ]
     assert again.cache_tokens == nested.cache_tokens
-
-
-@settings(max_examples=15, derandomize=True, deadline=None)
-@given(batches(), configs, st.booleans(), st.randoms(use_true_random=False))
-def test_in_any_order_each_microbatch_reads_its_own_ancestors(
-    batch: RolloutBatch, config: Config, coupled: bool, rng: random.Random
-) -> None:
-    """Run the program on paper: places of the cache hold segments, gradients are counted."""
-    coupling = np.zeros(len(batch), np.int64) if coupled else None
-    plan = make_plan(batch, config=config, coupling=coupling)
-    plan = plan.reordered(any_order(plan, rng))
-    check_program(plan)
-    home = {s: m.index for m in plan.microbatches for s in m.segments}
-    for instructions in (*plan.program.passes, plan.score_program.instructions):
-        held: dict[int, int] = {}
-        states: dict[int, int] = {}
-        gradients: Counter[int] = Counter()
-        for i in instructions:
-            microbatch = plan.microbatches[i.microbatch]
-            outside = {
-                ancestor
-                for s in microbatch.segments
-                for ancestor in plan.forest.path(s)
-                if home[ancestor] != microbatch.index
-            }
-            for ancestor in outside:
-                begin = plan.cache_of[ancestor]
-                length = int(plan.forest.length[ancestor])
-                assert all(held[at] == ancestor for at in range(begin, begin + length))
-            for s in microbatch.segments:
-                parent = int(plan.forest.parent[s])
-                if parent >= 0 and home[parent] != microbatch.index and i.operation != BACKWARD:
-                    assert states[plan.state_of[parent]] == parent
-            if i.operation in (SCORE, FORWARD):
-                for s, begin, place in zip(
-                    microbatch.segments, microbatch.cache_begin, microbatch.state_index, strict=True
-                ):
-                    if begin >= 0:
-                        length = int(plan.forest.length[s])
-                        held |= dict.fromkeys(range(begin, begin + length), s)
-                    if place >= 0:
-                        states[place] = s
-            if i.operation == BACKWARD:
-                gradients.update(outside)
-                # All that read its segments have left their gradients.
-                for s in microbatch.segments:
-                    readers = {
-                        home[below]
-                        for below in range(len(plan.forest))
-                        if s in plan.forest.path(below) and home[below] != microbatch.index
-                    }
-                    assert gradients[s] == len(readers)
 
 
 # What a host can do
