@@ -18,7 +18,7 @@ pytest := OMP_NUM_THREADS=1 $(bin)/python -m pytest
 no_gpu := not gpu and not multi_gpu
 
 # Planning, rollouts, losses and whole steps of small models: under 90 seconds on two cores.
-QUICK := tests/unit/test_plan.py tests/unit/test_plan_packing.py tests/unit/test_events.py \
+QUICK := tests/unit/test_plan.py tests/unit/test_plan_packing.py \
   tests/unit/test_forest.py tests/unit/test_rollouts.py tests/unit/test_boundary.py \
   tests/unit/test_house.py tests/unit/test_config.py tests/unit/test_changes.py \
   tests/integration/test_logprobs.py

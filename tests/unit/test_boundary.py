@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from forkpoint.engine.prefix_cache import Capture, PrefixCache, capture_prefix
 from forkpoint.ops.dtypes import accumulate_dtype
@@ -41,37 +40,6 @@ def test_gradients_are_summed_at_least_in_float32(dtype: torch.dtype, wide: torc
     assert state.shape == gradient.shape == (8, 2, 3)
 
 
-def test_capture_fills_its_places_and_no_others() -> None:
-    cache, x = PrefixCache(8, gradients=True), microbatch()
-    state, gradient = buffers_of(cache, x)
-    state.fill_(7)
-    gradient.fill_(7)
-    kept = capture_prefix(x, KEY, Capture(cache, RUNS))
-    assert torch.equal(kept, x)
-    expected, zeroed = torch.full_like(state, 7), torch.full_like(gradient, 7)
-    expected[4:6], expected[1] = x.detach()[1:3], x.detach()[5]
-    zeroed[4:6] = zeroed[1] = 0
-    assert torch.equal(state, expected)
-    assert torch.equal(gradient, zeroed)
-    assert not state.requires_grad and not gradient.requires_grad
-
-
-@pytest.mark.parametrize("runs", [RUNS, [(0, 6, 2)], [(0, 2, 6), (2, 6, 0)]])
-def test_backward_adds_what_others_left(runs: list[tuple[int, int, int]]) -> None:
-    cache, x = PrefixCache(8, gradients=True), microbatch()
-    kept = capture_prefix(x, KEY, Capture(cache, runs))
-    _, gradient = cache.read(KEY)
-    assert gradient is not None
-    left = torch.randn_like(gradient)
-    gradient += left
-    upstream = torch.randn_like(kept)
-    expected = upstream.clone()
-    for begin, end, at in runs:
-        expected[begin:end] += left[at : at + end - begin]
-    (found,) = torch.autograd.grad(kept, x, upstream)
-    assert torch.equal(found, expected)
-
-
 @pytest.mark.parametrize("runs", [[(0, 6, 0)], [(0, 3, 0), (3, 6, 3)]], ids=["whole", "parts"])
 def test_the_sum_is_rounded_once(runs: list[tuple[int, int, int]]) -> None:
     cache, x = PrefixCache(6, gradients=True), microbatch(dtype=torch.bfloat16)
@@ -99,27 +67,6 @@ def test_recomputation_writes_nothing() -> None:
     assert torch.equal(buffers_of(cache, x)[0], state)
     assert bool((buffers_of(cache, x)[1] == 5).all()) and not gradient[4:6].any()
     assert again.grad_fn is not None  # but its gradient is injected: this is the graph that counts
-
-
-def test_checkpointed_microbatches_inject_once() -> None:
-    cache, x = PrefixCache(6, gradients=True), microbatch()
-    capture, calls = Capture(cache, [(0, 6, 0)]), []
-
-    def layer(x: Tensor) -> Tensor:
-        calls.append(1)
-        return capture_prefix(x.sin(), KEY, capture).cos()
-
-    out = checkpoint(layer, x, use_reentrant=False)
-    capture.open = False
-    state, gradient = cache.read(KEY)
-    assert isinstance(out, Tensor) and gradient is not None
-    assert torch.equal(state, x.sin())
-    gradient += 3
-    out.sum().backward()
-    assert len(calls) == 2
-    expected = (3 - x.sin().sin()) * x.cos()
-    assert x.grad is not None
-    torch.testing.assert_close(x.grad, expected.detach(), rtol=0, atol=1e-15)
 
 
 @pytest.mark.parametrize("gradients", [True, False])
