@@ -9,6 +9,8 @@ The gated delta rule, with q and k of length one (Yang et al., Gated Delta Netwo
 and that of Mamba-2 (`forkpoint.ops.selective_scan`).
 """
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -33,7 +35,7 @@ def delta_rule(
     q_TGD, k_TGD = (by_value_head(normalized(x.to(dtype)), heads) for x in (q_THD, k_THD))
     v, g, beta = v_TGE.to(dtype), g_TG.to(dtype), beta_TG.to(dtype)
     outputs, states = [], []
-    for i, (begin, end) in enumerate(sequences.spans()):
+    for i, (begin, end) in enumerate(pairwise(sequences.cu_cpu.tolist())):
         state_GDE = v.new_zeros(heads, key_dim, value_dim)
         if initial_SGDE is not None:
             state_GDE = initial_SGDE[i].to(dtype)
@@ -64,7 +66,7 @@ def mamba2(
         y.to(dtype).repeat_interleave(heads // y.shape[1], dim=1) for y in (b_THD, c_THD)
     )
     outputs, states = [], []
-    for i, (begin, end) in enumerate(sequences.spans()):
+    for i, (begin, end) in enumerate(pairwise(sequences.cu_cpu.tolist())):
         state_GED = x.new_zeros(heads, x.shape[2], b_TGD.shape[2])
         if initial_SGED is not None:
             state_GED = initial_SGED[i].to(dtype)

@@ -39,6 +39,8 @@ class Candidate:
     device_types: tuple[str, ...] | None
     """Types of device it runs on; None is any."""
     dtypes: tuple[torch.dtype, ...]
+    capability: int = 0
+    """The least major compute capability of a GPU."""
     refuses_device: Callable[[torch.device], str | None] = no_refusal
     """Why a device of the right type cannot be served (package missing, old chip), or None."""
     refuses: Callable[[Asked], str | None] = no_refusal
@@ -55,6 +57,10 @@ class Candidate:
             return f"it takes {', '.join(map(str, self.dtypes))}, not {asked.dtype}"
         if asked.deterministic and not self.deterministic:
             return "its backward is not deterministic"
+        major, minor = torch.cuda.get_device_capability(device) if self.capability else (0, 0)
+        if major < self.capability:
+            least = f"a GPU of compute capability {self.capability}.0 or newer"
+            return f"it needs {least}, not {major}.{minor}"
         return self.refuses_device(device) or self.refuses(asked)
 
 

@@ -4,15 +4,10 @@ Blocks take masks of attention and give them to the inner attention, whose class
 "flex" attention it is torch's BlockMask. The microbatch travels in that argument.
 """
 
-from collections.abc import Iterable
-from types import MethodType
-from typing import Any
-
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from forkpoint.engine.changes import Changes
 from forkpoint.hosts.attention import attend
 from forkpoint.hosts.calls import CallContext, refuse_call
 
@@ -27,22 +22,7 @@ class CarriedContext(CallContext, BlockMask):
         vars(self).update(vars(context))
 
 
-def set_attention(blocks: Iterable[Any], changes: Changes) -> None:
-    """Let attention of blocks run microbatches, until the changes are undone."""
-    for block in blocks:
-        inner = block.attention.inner_attention
-        changes.set(vars(block.attention), "attn_type", "flex")
-        changes.replace_forward(inner, MethodType(_attend, inner))
-
-
-def set_inner_attention(blocks: Iterable[Any], changes: Changes) -> None:
-    """Let attention of blocks of torchtitan 0.3 run microbatches, until the changes are undone."""
-    for block in blocks:
-        inner = block.attention.inner_attention
-        changes.replace_forward(inner, MethodType(_attend_BLHD, inner))
-
-
-def _attend_BLHD(
+def attend_BLHD(
     module: nn.Module,
     q_BLHD: Tensor,
     k_BLKD: Tensor,
@@ -65,7 +45,7 @@ def _attend_BLHD(
     return DTensor.from_local(output, q_BLHD.device_mesh, q_BLHD.placements, run_check=False)
 
 
-def _attend(
+def attend_BHLD(
     module: nn.Module,
     q_BHLD: Tensor,
     k_BKLD: Tensor,
@@ -80,4 +60,4 @@ def _attend(
     Under tensor parallelism it runs the heads of this rank; some families give DTensors of these.
     """
     q, k, v = (x.transpose(1, 2) for x in (q_BHLD, k_BKLD, v_BKLE))
-    return _attend_BLHD(module, q, k, v, attention_masks=block_mask, scale=scale).transpose(1, 2)
+    return attend_BLHD(module, q, k, v, attention_masks=block_mask, scale=scale).transpose(1, 2)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -66,7 +66,10 @@ class Version:
 
     def set_attention(self, blocks: Iterable[Any], changes: Changes) -> None:
         """Let attention of blocks run microbatches, until the changes are undone."""
-        calls.set_attention(blocks, changes)
+        for block in blocks:
+            inner = block.attention.inner_attention
+            changes.set(vars(block.attention), "attn_type", "flex")
+            changes.replace_forward(inner, MethodType(calls.attend_BHLD, inner))
 
     def run_blocks(
         self,
@@ -191,7 +194,9 @@ class Version03(Version):
         return trainer.num_pipeline_parallel_microbatches
 
     def set_attention(self, blocks: Iterable[Any], changes: Changes) -> None:
-        calls.set_inner_attention(blocks, changes)
+        for block in blocks:
+            inner = block.attention.inner_attention
+            changes.replace_forward(inner, MethodType(calls.attend_BLHD, inner))
 
     def run_blocks(
         self,

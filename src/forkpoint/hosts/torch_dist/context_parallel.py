@@ -90,11 +90,6 @@ def repeated(x: Tensor, ranks: int, dim: int) -> Tensor:
     return x if times == 1 else x.repeat_interleave(times, dim)
 
 
-def heads_of_rank(x_H: Tensor, rank: int, ranks: int) -> Tensor:
-    """A rank's part of a tensor with an entry for each head."""
-    return repeated(x_H, ranks, 0).chunk(ranks)[rank]
-
-
 class DealtPlaces(Places):
     """Place p of a microbatch lies on rank p mod w of w ranks."""
 
@@ -133,10 +128,8 @@ class DealtPlaces(Places):
         }
 
     def to_heads(self, tensors: Sequence[Tensor], tokens: int) -> Sequence[Tensor]:
-        return _Moved.apply(self.heads_of, self.places_of, tokens, *map(self._repeated, tensors))
-
-    def _repeated(self, x_THD: Tensor) -> Tensor:
-        return repeated(x_THD, self.size, 1)
+        given = [repeated(x_THD, self.size, 1) for x_THD in tensors]
+        return _Moved.apply(self.heads_of, self.places_of, tokens, *given)
 
     def to_places(self, o_THD: Tensor, tokens: int) -> Tensor:
         return _Moved.apply(self.places_of, self.heads_of, tokens, o_THD)[0]
@@ -149,7 +142,7 @@ class DealtPlaces(Places):
         return self._exchange(parts_wThD).sum(0)
 
     def own_heads(self, x_H: Tensor) -> Tensor:
-        return heads_of_rank(x_H, self.rank, self.size)
+        return repeated(x_H, self.size, 0).chunk(self.size)[self.rank]
 
     def heads_here(self, heads: int) -> int:
         return math.lcm(heads, self.size) // self.size

@@ -180,8 +180,8 @@ class StageLinks(Links):
         for work, _ in self._sends:
             work.wait()
         self._sends.clear()
-        for result in results:
-            self.give_to_all(result)
+        for result in results:  # the last stage's
+            dist.broadcast(result, self.ranks.global_ranks[-1], group=self.ranks.down)
 
     def exchange(self, value: T) -> list[T]:
         return self.ranks.exchange(value)
@@ -216,10 +216,6 @@ class StageLinks(Links):
         tensor = tensor.detach().contiguous()
         to = self.ranks.global_ranks[stage]
         self._sends.append((dist.isend(tensor, to, group=group), tensor))
-
-    def give_to_all(self, result: Tensor) -> None:
-        """Replace a tensor by the last stage's."""
-        dist.broadcast(result, self.ranks.global_ranks[-1], group=self.ranks.down)
 
 
 def has_stages(mesh: DeviceMesh | None) -> TypeGuard[DeviceMesh]:

@@ -101,13 +101,8 @@ def _refuses(asked: Asked) -> str | None:
     return None
 
 
-def _refuses_device(device: torch.device) -> str | None:
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        return f"it needs a GPU of compute capability 8.0 or newer, not {major}.{minor}"
-    if not torch.backends.cudnn.is_available():
-        return "this torch has no cuDNN"
-    return None
+def _refuses_device(_: torch.device) -> str | None:
+    return None if torch.backends.cudnn.is_available() else "this torch has no cuDNN"
 
 
 def _refuses_launch(launch: Launch) -> str | None:
@@ -122,6 +117,7 @@ KERNEL = Kernel(
     backward=backward,
     device_types=("cuda",),
     dtypes=(torch.bfloat16, torch.float16),
+    capability=8,
     refuses_device=_refuses_device,
     refuses=_refuses,
     refuses_launch=_refuses_launch,

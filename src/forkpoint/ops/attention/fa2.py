@@ -92,13 +92,6 @@ def _deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
-def _refuses_device(device: torch.device) -> str | None:
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        return f"it needs a GPU of compute capability 8.0 or newer, not {major}.{minor}"
-    return None
-
-
 def _refuses(asked: Asked) -> str | None:
     dim, other = asked.head_dim, asked.value_dim
     if dim != other:
@@ -122,7 +115,7 @@ KERNEL = Kernel(
     backward=backward,
     device_types=("cuda",),
     dtypes=(torch.bfloat16, torch.float16),
-    refuses_device=_refuses_device,
+    capability=8,
     refuses=_refuses,
     window=True,
     causal_offset=True,

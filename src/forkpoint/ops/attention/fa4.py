@@ -22,7 +22,6 @@ these need fewer rounds of all multiprocessors.
 """
 
 import math
-import re
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
@@ -30,6 +29,7 @@ from itertools import pairwise
 from types import ModuleType
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from forkpoint.ops.attention.kernel import Asked, Kernel, Options
@@ -189,13 +189,6 @@ def _version() -> str | None:
         return None
 
 
-def _numbers(version: str) -> tuple[float, ...]:
-    """To be compared: 4.0.0b36 is before 4.0.0b37, and both are before 4.0.0."""
-    release, _, beta = version.partition("+")[0].partition("b")
-    numbers = [float(x) for x in re.findall(r"\d+", release)[:3]]
-    return (*numbers, float(beta) if beta.isdigit() else math.inf)
-
-
 def is_installed() -> bool:
     # flash-attn 2 has a flash_attn.cute too, of another interface: the package's own name tells.
     return _version() is not None and find_spec("flash_attn.cute") is not None
@@ -205,7 +198,7 @@ def _refuses_device(device: torch.device) -> str | None:
     found = _version()
     if found is None or not is_installed():
         return "flash-attn-4 is not installed (pip install 'forkpoint[fa4]')"
-    if _numbers(found) < _numbers(OLDEST):
+    if Version(found) < Version(OLDEST):
         return (
             f"flash-attn-4 {found} has not been shown exact; install {OLDEST} or newer (pip "
             "install -U --pre flash-attn-4)"

@@ -90,13 +90,6 @@ def _refuses(asked: Asked) -> str | None:
     return cudnn.KERNEL.refuses(asked) or fa2.KERNEL.refuses(asked)
 
 
-def _refuses_device(device: torch.device) -> str | None:
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 9:
-        return f"it needs a GPU of compute capability 9.0 or newer, not {major}.{minor}"
-    return cudnn.KERNEL.refuses_device(device)
-
-
 def _refuses_launch(launch: Launch) -> str | None:
     if not launch.parts:
         return f"it needs a causal sequence of {LONG_TOKENS:,} tokens, and a launch has none"
@@ -109,7 +102,8 @@ KERNEL = Kernel(
     backward=backward,
     device_types=("cuda",),
     dtypes=(torch.bfloat16, torch.float16),
-    refuses_device=_refuses_device,
+    capability=9,
+    refuses_device=cudnn.KERNEL.refuses_device,
     refuses=_refuses,
     refuses_launch=_refuses_launch,
     ragged=True,

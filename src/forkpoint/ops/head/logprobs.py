@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -262,8 +263,8 @@ class _TokenLogprobs(torch.autograd.Function):
                     _add_product(grad_hidden_TC, grad_Tv, weight)
                 if grad_weight_VC is not None:
                     _put_product(grad_weight_VC[part], grad_Tv.T, hidden)
-        if options.shard is not None and grad_hidden_TC is not None:
-            options.shard.add_up(grad_hidden_TC)
+        if options.shard is not None and grad_hidden_TC is not None and grad_hidden_TC.numel():
+            dist.all_reduce(grad_hidden_TC, group=options.shard.group)
         return (
             None if grad_hidden_TC is None else grad_hidden_TC.to(hidden_TC.dtype),
             grad_weight_VC,

@@ -67,8 +67,3 @@ class VocabularyShard:
         torch.sub(sums[1], sums[0].log(), out=logprobs_T)
         if entropies_T is not None:
             torch.sub(sums[0].log(), sums[2] / sums[0], out=entropies_T)
-
-    def add_up(self, gradient: Tensor) -> None:
-        """Sum over ranks of what each one's logits give, in place. Collective."""
-        if gradient.numel():
-            dist.all_reduce(gradient, group=self.group)

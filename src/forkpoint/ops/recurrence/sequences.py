@@ -105,10 +105,6 @@ class Sequences:
         self.cu: Tensor = to_device(self.cu_cpu, device)
         self._chunks: dict[int, Chunks] = {}
 
-    def spans(self) -> list[tuple[int, int]]:
-        ends = self.cu_cpu.tolist()
-        return list(pairwise(ends))
-
     def chunks(self, size: int) -> Chunks:
         """Built once and kept, for all layers and passes."""
         if size not in self._chunks:
