@@ -18,15 +18,7 @@ from forkpoint.engine.changes import Changes
 from forkpoint.engine.host import HeadOutputs, RouteHolder, RouterNote
 from forkpoint.engine.microbatches import CacheView, MicrobatchInputs
 from forkpoint.errors import UnsupportedError
-from forkpoint.hosts.calls import (
-    CallContext,
-    EncoderContext,
-    begin_forward,
-    claim,
-    keep_to_this_thread,
-    refuse_call,
-    refuse_calls,
-)
+from forkpoint.hosts import calls
 from forkpoint.hosts.checkpointing import checkpoint_blocks
 from forkpoint.hosts.compiled import CompiledBlocks
 from forkpoint.hosts.early_exit import end_in_last_block
@@ -62,13 +54,13 @@ class ModelHost(HeldModel):
 
     def enter(self, changes: Changes, *, compiled: bool = True) -> None:
         core = self.entry.core
-        claim(core, changes)
+        calls.claim(core, changes)
         covered = set_forward(core)
         changes.set(vars(self), "_autocasts", covered.autocasts if covered else ())
         # Before attention is changed: who calls the model meanwhile is refused here.
         changes.replace_forward(core, self._core_forward)
         if self._wrapper is not self.model:
-            changes.replace_forward(self._wrapper, refuse_call)
+            changes.replace_forward(self._wrapper, calls.refuse_call)
         self._recomputes = self.entry.checkpointed
         if self.device.type == "cuda":
             # Kernels that are not torch's own are launched on the current device.
@@ -79,7 +71,7 @@ class ModelHost(HeldModel):
         if not self.group.ranks.is_alone:
             self.group.enter(changes, self.blocks, ())
             self.entry.head.enter(changes)
-            refuse_calls((self.model, *self.blocks), changes)
+            calls.refuse_calls((self.model, *self.blocks), changes)
         self.entry.attach(changes)
         if compiled and self.compiles:
             self._blocks.enter(self.blocks, changes)
@@ -127,7 +119,7 @@ class ModelHost(HeldModel):
         mark = self._changes.mark
         routers = self._watched if early and instruction.counts_routing else None
         at_router = routers is not None and routers.end_within(block, self._changes)
-        context = CallContext(
+        context = calls.CallContext(
             instruction,
             inputs,
             state,
@@ -141,7 +133,7 @@ class ModelHost(HeldModel):
             end_in_last_block(block, self.entry.final_norms, self._changes)
         if self.links.stages:
             self.entry.stage.set_hidden(hidden, self._changes)
-        begin_forward(context, self._changes)
+        calls.begin_forward(context, self._changes)
         # Through the outermost module: FSDP and adapters work in its hooks and its forward.
         outputs = self.entry.run(inputs.input_ids, inputs.position_ids, context)
         self._changes.undo(mark)
@@ -151,7 +143,7 @@ class ModelHost(HeldModel):
         return HeadOutputs(joined, outputs["roots"])
 
     def encode(self, media: Sequence[Media]) -> tuple[tuple[Tensor, ...], ...]:
-        outputs = self.entry.run(None, None, EncoderContext(media))
+        outputs = self.entry.run(None, None, calls.EncoderContext(media))
         self.group.end_forward()
         return outputs["roots"]
 
@@ -169,10 +161,10 @@ class ModelHost(HeldModel):
         """
         context = kwargs.get(self.entry.context_argument)
         with entered(self._autocasts):
-            if isinstance(context, EncoderContext):
+            if isinstance(context, calls.EncoderContext):
                 return {"per_token": {}, "roots": self.entry.encoder.encode(context.media)}
-            if not isinstance(context, CallContext):
-                refuse_call()
+            if not isinstance(context, calls.CallContext):
+                calls.refuse_call()
             top = self.entry.decode(*args, **kwargs)
             if context.instruction.ends_at in (BOUNDARY, BLOCKS):
                 return {"per_token": {}, "roots": (top,)}
@@ -239,7 +231,7 @@ class ModelHost(HeldModel):
     def allow_stock(self, changes: Changes) -> None:
         """Let `stock` work whatever the model is set to, on this thread alone, until the changes
         are undone."""
-        keep_to_this_thread((self.entry.core, self.entry.decoder), changes)
+        calls.keep_to_this_thread((self.entry.core, self.entry.decoder), changes)
         self.entry.stock.allow(self.rounding_dtype, changes)
 
     def empty_outputs(self) -> Tensor:

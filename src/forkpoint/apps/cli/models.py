@@ -18,7 +18,7 @@ from transformers.utils import logging
 from forkpoint.apps.cli.options import Runtime
 from forkpoint.errors import ConfigError, ForkpointError, UnsupportedError
 from forkpoint.hosts.transformers.families import MULTIMODAL
-from forkpoint.hosts.transformers.model_files import read_config
+from forkpoint.hosts.transformers.model_files import read_by_transformers, read_config
 from forkpoint.hosts.transformers.shallow import enable_checkpointing, shallow_model
 from forkpoint.plan import ModelShape
 
@@ -124,11 +124,7 @@ def shallow_models(
     """
     where, kind = _device(device), getattr(torch, dtype)
     path, config = read_config(model)
-    try:
-        whole = AutoConfig.for_model(**config).to_dict()
-    except Exception as error:
-        reason = str(error).rstrip(".")
-        raise ConfigError(f"transformers cannot read {path}: {reason}. Correct it.") from error
+    whole = read_by_transformers(path, config).to_dict()
 
     def make(layers: int) -> PreTrainedModel:
         return shallow_model(config, layers, device=where, dtype=kind)

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from tyro.conf import DisallowNone, arg
 
+from forkpoint.apps.cli import plan_text as text
 from forkpoint.apps.cli.losses import Objective
 from forkpoint.apps.cli.options import (
     Device,
@@ -22,17 +23,6 @@ from forkpoint.apps.cli.options import (
     whole_number,
 )
 from forkpoint.apps.cli.output import Output
-from forkpoint.apps.cli.plan_text import (
-    answers,
-    cost_answers,
-    further,
-    memory_answers,
-    mode_table,
-    modes,
-    parting_table,
-    plan_answers,
-    smaller_answers,
-)
 from forkpoint.apps.cli.ranks import Ranks
 from forkpoint.apps.cli.stages import Pipeline
 from forkpoint.config import AUTO, MOST, Config
@@ -166,21 +156,21 @@ class Plan:
         show_source(source, out)
         of_rank = totals if ranks is None else ranks
         peak = of_rank.predicted_peak_bytes if pipeline is None else pipeline.peak
-        shown = answers(first, totals, partings)
+        shown = text.answers(first, totals, partings)
         shown |= {} if model is None else {"dtype": self.memory.dtype_text(model)}
-        shown |= memory_answers(peak, of_rank.checkpointing, device)
-        shown |= cost_answers(totals, self.config)
+        shown |= text.memory_answers(peak, of_rank.checkpointing, device)
+        shown |= text.cost_answers(totals, self.config)
         shown |= {} if longest is None else {"longest": str(longest)}
-        shown |= plan_answers(first, totals)
-        shown["next"] = further(totals, partings, self.file, self.model, device, peak)
-        shown |= smaller_answers(device, peak)
+        shown |= text.plan_answers(first, totals)
+        shown["next"] = text.further(totals, partings, self.file, self.model, device, peak)
+        shown |= text.smaller_answers(device, peak)
         shown |= ranks.answers() if ranks else {}
         shown |= pipeline.answers() if pipeline else {}
         out.show(*(f"{name:{LABEL}}{answer}" for name, answer in shown.items()))
         if self.details:
             out.show(*(["the first batch:"] if totals.batches > 1 else []))
-            out.show(first.explain(width=out.width), mode_table(totals, Path(self.file).name))
-            out.show(*([parting_table(partings.of_first)] if partings.of_first else []))
+            out.show(first.explain(width=out.width), text.mode_table(totals, Path(self.file).name))
+            out.show(*([text.parting_table(partings.of_first)] if partings.of_first else []))
         out.result(
             self._result(first, totals, model)
             | {"device_memory": device and _device_facts(device, peak or 0)}
@@ -245,7 +235,7 @@ class Plan:
             "boundary": plan.boundary,
             "reason": plan.reason,
             "candidates": [asdict(candidate) for candidate in plan.candidates],
-            "modes": modes(totals),
+            "modes": text.modes(totals),
         }
 
 

@@ -20,21 +20,7 @@ from forkpoint.config import Gather
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.distributed import Holder, local
 from forkpoint.errors import UnsupportedError
-from forkpoint.hosts.torch_dist.fsdp_versions import (
-    SINCE_2_15,
-    compute_dtype,
-    gradient_dtype,
-    groups_of,
-    has_gradient,
-    holders_in,
-    is_within_backward,
-    left_in,
-    reduce_gradients,
-    reset,
-    set_zeros,
-    takes_any_gradient,
-    trained_of,
-)
+from forkpoint.hosts.torch_dist import fsdp_versions as fsdp
 from forkpoint.hosts.torch_dist.replicated import check_held
 from forkpoint.parallel.topology import Relation
 
@@ -55,7 +41,7 @@ class FullySharded(Holder):
         inside = {module for each in experts for module in each.modules()}
         # torch has no public way to ask a module for its mesh and policies.
         groups = self._groups()
-        wide = (g for g in groups if not any(m in inside for m, _ in holders_in(g)))
+        wide = (g for g in groups if not any(m in inside for m, _ in fsdp.holders_in(g)))
         meshes = {id(g.mesh_info.mesh): g.mesh_info.mesh for g in wide}
         if not meshes:
             raise UnsupportedError(
@@ -104,11 +90,11 @@ class FullySharded(Holder):
 
     def _divisors(self) -> set[float]:
         """The numbers by which parts of the model divide gradients, summed over ranks."""
-        given = [g.gradient_divide_factor for g in self._groups() if trained_of(g)]
+        given = [g.gradient_divide_factor for g in self._groups() if fsdp.trained_of(g)]
         return {float(self._mesh.size() if factor is None else factor) for factor in given}
 
     def check(self, model: nn.Module, *, training: bool) -> None:
-        if is_within_backward(self._context):
+        if fsdp.is_within_backward(self._context):
             raise UnsupportedError(
                 "a stock backward of the model is under way or has failed, so that fully_shard "
                 "cannot run the backwards of a step. After a failure, restart all processes from "
@@ -132,7 +118,7 @@ class FullySharded(Holder):
                 "every sharded module."
             )
         # Of modules: other parameters may have been loaded since.
-        places = chain.from_iterable(map(holders_in, self._groups()))
+        places = chain.from_iterable(map(fsdp.holders_in, self._groups()))
         held = {getattr(module, name) for module, name in places}
         check_held(model, "fully_shard", lambda _, parameter: parameter in held)
 
@@ -145,7 +131,7 @@ class FullySharded(Holder):
         return {
             getattr(module, name): float(group.gradient_divide_factor)
             for group in self._unshared()
-            for module, name in holders_in(group)
+            for module, name in fsdp.holders_in(group)
         }
 
     def _unshared(self) -> list[Any]:
@@ -172,7 +158,7 @@ class FullySharded(Holder):
             changes.set(vars(group), "reduce_grads", False)
             changes.set(vars(group), "all_reduce_grads", False)
         changes.set(vars(self._context), "is_last_backward", False)
-        if SINCE_2_15:  # although the user calls `finalize_backward`
+        if fsdp.SINCE_2_15:  # although the user calls `finalize_backward`
             changes.set(vars(self._context), "manual_backward_finalization", False)
         for module in self._modules():
             # Around the head it would round log-probs, where in ordinary training it meets logits
@@ -227,7 +213,7 @@ class FullySharded(Holder):
 
     def _groups(self) -> list[Any]:
         """Groups of parameters that are gathered together, each once."""
-        found = chain.from_iterable(map(groups_of, self._modules()))
+        found = chain.from_iterable(map(fsdp.groups_of, self._modules()))
         return list({id(group): group for group in found}.values())
 
     @property
@@ -236,7 +222,7 @@ class FullySharded(Holder):
         return cast(Any, self.model)._get_fsdp_state()._state_ctx
 
     def _trained(self) -> list[Any]:
-        return list(chain.from_iterable(map(trained_of, self._groups())))
+        return list(chain.from_iterable(map(fsdp.trained_of, self._groups())))
 
     # Sizes
     # ------------------------------------------------------------
@@ -244,7 +230,7 @@ class FullySharded(Holder):
     def group_bytes(self) -> list[int]:
         """By group: bytes of its whole weights, in the dtype that forwards have them in."""
         return [
-            sum(_elements(p) * compute_dtype(p).itemsize for p in group.fsdp_params)
+            sum(_elements(p) * fsdp.compute_dtype(p).itemsize for p in group.fsdp_params)
             for group in self._groups()
         ]
 
@@ -252,9 +238,9 @@ class FullySharded(Holder):
         """Bytes of the whole gradients that do not exist yet; until the reduction each rank has
         them."""
         return sum(
-            _elements(p) * gradient_dtype(p).itemsize
+            _elements(p) * fsdp.gradient_dtype(p).itemsize
             for p in self._trained()
-            if not has_gradient(p)
+            if not fsdp.has_gradient(p)
         )
 
     def whole_parameters(self) -> Iterable[nn.Parameter]:
@@ -270,7 +256,7 @@ class FullySharded(Holder):
 
     def _set_aside(self, changes: Changes) -> None:
         """Take away what stock backwards have left unreduced, until the changes are undone."""
-        self._aside = list(chain.from_iterable(map(left_in, self._groups())))
+        self._aside = list(chain.from_iterable(map(fsdp.left_in, self._groups())))
         changes.later(self._put_back)
         for place, name, _ in self._aside:
             setattr(place, name, None)
@@ -313,23 +299,23 @@ class FullySharded(Holder):
         adds zeros.
         """
         trained = self._trained()
-        own = [has_gradient(parameter) for parameter in trained]
+        own = [fsdp.has_gradient(parameter) for parameter in trained]
         wanted = [any(column) for column in zip(*self.ranks.exchange(own), strict=True)]
         self.ranks.phase = "settled"
         for parameter, is_here, is_there in zip(trained, own, wanted, strict=True):
             if is_there and not is_here:
-                set_zeros(parameter)
+                fsdp.set_zeros(parameter)
         self.model.set_requires_gradient_sync(True)
         self.model.set_is_last_backward(True)
-        reduce_gradients(self.model)
+        fsdp.reduce_gradients(self.model)
 
     def reduce_earlier(self) -> None:
         """Reduce what backwards without synchronisation have left, where a backward would do so
         now. Collective if there is any, which is the same on all ranks."""
         due = False
         for group in self._groups():
-            partial, trained = group._partial_reduce_output, trained_of(group)
-            whole = any(map(has_gradient, group.fsdp_params))
+            partial, trained = group._partial_reduce_output, fsdp.trained_of(group)
+            whole = any(map(fsdp.has_gradient, group.fsdp_params))
             if (whole and group.reduce_grads) or (partial is not None and group.all_reduce_grads):
                 due = True
             else:
@@ -338,15 +324,15 @@ class FullySharded(Holder):
             sizes = (p.padded_sharded_param_size.numel() for p in trained)
             if not whole and sum(sizes) == partial.numel():
                 for parameter in trained:
-                    set_zeros(parameter)
+                    fsdp.set_zeros(parameter)
         if due:
-            reduce_gradients(self.model)
+            fsdp.reduce_gradients(self.model)
 
     def _forget(self) -> None:
         """Drop gradients that were not reduced and all that a failed pass has left, and shard."""
-        for place, name, _ in chain.from_iterable(map(left_in, self._groups())):
+        for place, name, _ in chain.from_iterable(map(fsdp.left_in, self._groups())):
             setattr(place, name, None)
-        reset(self.model, self._modules())
+        fsdp.reset(self.model, self._modules())
         self._gathered = False
         self.reshard()
 
@@ -413,7 +399,7 @@ def _check_group(group: Any) -> None:
                 f"param_dtype={policy.param_dtype}, so that it rounds outputs to another dtype. "
                 "Leave output_dtype out, or set it to param_dtype."
             )
-    if any(takes_any_gradient(parameter) for parameter in group.fsdp_params):
+    if any(fsdp.takes_any_gradient(parameter) for parameter in group.fsdp_params):
         raise UnsupportedError(
             "a parameter has grad_dtype=None and the model is sharded by fully_shard without a "
             "reduce_dtype, so that ranks may reduce in different dtypes. Give "

@@ -6,6 +6,8 @@ Imports no torch, but where a multimodal configuration is read.
 import difflib
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -144,7 +146,7 @@ def parameters_of_model(model: Path, shape: ModelShape) -> tuple[int, int]:
     if config is None:
         path, config = read_config(model, multimodal=True)
         if config["model_type"] in MULTIMODAL:
-            _, encoder = _encoder(path, checkpointed=False)
+            _, encoder = _encoder(path, config, checkpointed=False)
             config = _language_model(path, config)
     return total_parameters(config, shape) + encoder, embedding_parameters(config, shape)
 
@@ -165,7 +167,7 @@ def encoder_of_model(
     path, config = read_config(model, multimodal=True)
     if config["model_type"] not in MULTIMODAL:
         return None
-    shape, _ = _encoder(path, checkpointed=checkpointed)
+    shape, _ = _encoder(path, config, checkpointed=checkpointed)
     return None if shape is None else replace(shape, dtype_bytes=dtype_bytes)
 
 
@@ -174,7 +176,7 @@ def _language_model(path: Path, config: dict[str, Any]) -> dict[str, Any]:
 
     Raises UnsupportedError for one that has not been shown exact.
     """
-    text = _read_by_transformers(path, config).get_text_config()
+    text = read_by_transformers(path, config).get_text_config()
     kinds = MULTIMODAL[config["model_type"]].decoders or tuple(FAMILIES)
     if text.model_type not in kinds:
         raise UnsupportedError(
@@ -185,30 +187,34 @@ def _language_model(path: Path, config: dict[str, Any]) -> dict[str, Any]:
     return {**text.to_dict(), "tie_word_embeddings": tied}
 
 
-def _read_by_transformers(path: Path, config: dict[str, Any]) -> Any:
+def read_by_transformers(path: Path, config: dict[str, Any]) -> Any:
+    """The configuration of transformers. Raises ConfigError for one that it cannot read."""
     from transformers import AutoConfig
 
-    try:
+    with _explained(f"transformers cannot read {path}"):
         return AutoConfig.for_model(**config)
-    except Exception as error:  # transformers raises many kinds for a wrong configuration
-        reason = str(error).rstrip(".")
-        raise ConfigError(f"transformers cannot read {path}: {reason}. Correct it.") from error
 
 
-def _encoder(path: Path, *, checkpointed: bool) -> tuple[EncoderShape | None, int]:
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Raise ConfigError for the errors of many kinds that transformers raises for a wrong
+    configuration. `what`: the beginning of its message."""
+    try:
+        yield
+    except ForkpointError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{what}: {str(error).rstrip('.')}. Correct it.") from error
+
+
+def _encoder(
+    path: Path, config: dict[str, Any], *, checkpointed: bool
+) -> tuple[EncoderShape | None, int]:
     """Sizes of the encoder of a multimodal configuration, and its parameters."""
     from forkpoint.hosts.transformers.shallow import encoder_sizes
 
-    config = read_config(path, multimodal=True)[1]
-    try:
-        return encoder_sizes(_read_by_transformers(path, config), checkpointed=checkpointed)
-    except ForkpointError:
-        raise
-    except Exception as error:  # as above
-        reason = str(error).rstrip(".")
-        raise ConfigError(
-            f"transformers makes no model of {path}: {reason}. Correct it."
-        ) from error
+    with _explained(f"transformers makes no model of {path}"):
+        return encoder_sizes(read_by_transformers(path, config), checkpointed=checkpointed)
 
 
 def dtype_of_model(model: Path) -> str | None:

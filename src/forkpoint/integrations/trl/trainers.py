@@ -11,17 +11,11 @@ from transformers import TrainerCallback
 
 from forkpoint.config import Config
 from forkpoint.errors import ConfigError, UnsupportedError
+from forkpoint.integrations.trl import options
 from forkpoint.integrations.trl.calls import StandIn
 from forkpoint.integrations.trl.context import as_data_ranks
 from forkpoint.integrations.trl.groups import Grouping
 from forkpoint.integrations.trl.losses import check_routers
-from forkpoint.integrations.trl.options import (
-    check_arguments,
-    check_options,
-    check_reference,
-    check_trainer,
-    check_version,
-)
 from forkpoint.integrations.trl.sharing import Sharing
 from forkpoint.rollouts.batch import short
 
@@ -64,23 +58,23 @@ class _SharedTrainer(Base):
             raise ConfigError(
                 f"keep_groups is {short(keep_groups)}; allowed are True, False, None."
             )
-        check_version(import_module("trl").__version__)
+        options.check_version(import_module("trl").__version__)
         given = (*args, *kwargs.values())
-        check_arguments(type(self), given)
+        options.check_arguments(type(self), given)
         # TRL's metrics read log-probs of all rollouts.
         self.sharing = Sharing(self, replace(config, all_logprobs=True))
         self._grouping = Grouping(keep_groups)
         try:
             super().__init__(*args, **kwargs)
         except OSError as error:
-            check_reference(self, error)
+            options.check_reference(self, error)
             raise
         _ = self.sharing.temperature  # read once, as TRL does
         # TRL changes some of its arguments, and a subclass may have made them.
-        check_options(type(self), self.args)
+        options.check_options(type(self), self.args)
         if not any(self.args is value for value in given):
-            check_arguments(type(self), (self.args,))
-        check_trainer(self)
+            options.check_arguments(type(self), (self.args,))
+        options.check_trainer(self)
         if not self.is_fsdp_enabled:
             # What has not been shown exact is refused here; sharded models are looked at when they
             # have been sharded.

@@ -10,16 +10,10 @@ from typing import Any
 from forkpoint.errors import RolloutError
 from forkpoint.rollouts.batch import short
 from forkpoint.rollouts.disk import PIXELS
-from forkpoint.rollouts.formats import parquet
+from forkpoint.rollouts.formats import parquet, tensors
 from forkpoint.rollouts.formats.json_lines import COMPRESSED, json_lines, parse_object
 from forkpoint.rollouts.formats.limits import MemoryLimit
 from forkpoint.rollouts.formats.record import SHARED, RecordError
-from forkpoint.rollouts.formats.tensors import (
-    ZIP_MAGIC,
-    read_safetensors,
-    read_torch,
-    refuse_pickle,
-)
 
 Part = tuple[str, Mapping[str, Any] | RecordError]
 """Where something stands, and what it is, or why it cannot be read."""
@@ -54,10 +48,10 @@ def container_of(path: Path) -> str:
         return "safetensors"
     if head.startswith(parquet.MAGIC):
         return "parquet"
-    if head.startswith(ZIP_MAGIC):
+    if head.startswith(tensors.ZIP_MAGIC):
         return "torch"
     if head.startswith(_PICKLE_MAGICS) or path.suffix in (".pkl", ".pickle"):
-        raise refuse_pickle(path)
+        raise tensors.refuse_pickle(path)
     known = path.suffix in (".safetensors", ".parquet", ".pt", ".pth")
     if known or (b"\0" in head and not head.startswith(COMPRESSED)):
         raise RolloutError(
@@ -76,9 +70,9 @@ def parts(path: Path, container: str, memory: MemoryLimit) -> Iterator[Part]:
     if container == "parquet":
         yield from parquet.rows(path, memory)
     elif container == "safetensors":
-        yield str(path), read_safetensors(path)
+        yield str(path), tensors.read_safetensors(path)
     elif container == "torch":
-        yield from _tables(read_torch(path, memory), str(path), 0)
+        yield from _tables(tensors.read_torch(path, memory), str(path), 0)
     else:
         for number, line in json_lines(path, memory):
             where = f"{path}, line {number}"
