@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from forkpoint.errors import ConfigError
 from forkpoint.units import MemorySize, size_in_bytes
@@ -15,6 +15,15 @@ Gather = Literal["microbatch", "step"]
 Split = Literal["replicate", "exchange"]
 HEAD_STATISTICS = ("mean_logits", "is_top1", "log_sum_sq_probs")
 AUTO = "auto"
+_TAKES: dict[str, tuple[Any, str]] = {
+    "attention_kernel": (str, "a kernel's name or 'auto'"),
+    "recurrence_kernel": (str, "a kernel's name or 'auto'"),
+    "calibration": (
+        str | Path | None,
+        "the path of a file that forkpoint calibrate wrote, 'auto' or None",
+    ),
+    "offload_folder": (str | Path | None, "the path of a folder, or None"),
+}
 _FLAGS = {bool: (True, False), bool | None: (True, False, None)}
 MOST = 2**63 - 1
 """Largest number of tokens or bytes that int64 holds."""
@@ -140,21 +149,9 @@ class Config:
             if allowed and not any(type(value) is type(v) and value == v for v in allowed):
                 listed = ", ".join(map(repr, allowed))
                 raise ConfigError(f"{field.name} is {value!r}; allowed are {listed}.")
-        for name in ("attention_kernel", "recurrence_kernel"):
-            if not isinstance(getattr(self, name), str):
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)!r}; it takes a kernel's name or 'auto'."
-                )
-        if not isinstance(self.calibration, str | Path | None):
-            raise ConfigError(
-                f"calibration is {self.calibration!r}; it takes the path of a file that forkpoint "
-                "calibrate wrote, 'auto' or None."
-            )
-        if not isinstance(self.offload_folder, str | Path | None):
-            raise ConfigError(
-                f"offload_folder is {self.offload_folder!r}; it takes the path of a folder, or "
-                "None."
-            )
+        for name, (kind, takes) in _TAKES.items():
+            if not isinstance(getattr(self, name), kind):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it takes {takes}.")
         if self.offload_folder is not None and self.host_memory is None:
             raise ConfigError(
                 f"offload_folder is {str(self.offload_folder)!r} and host_memory is None; the "

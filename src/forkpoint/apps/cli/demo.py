@@ -12,7 +12,6 @@ from forkpoint.apps.cli.options import Flag, Positive, Seed, whole_number
 from forkpoint.apps.cli.output import Output, options, plain
 from forkpoint.apps.cli.replay import make_optimizer
 from forkpoint.apps.demo.task import BLIND_REWARD, CONSONANTS, VOWELS, WORDS, spell
-from forkpoint.errors import ConfigError
 from forkpoint.rollouts.batch import Rollout
 
 if TYPE_CHECKING:
@@ -76,7 +75,8 @@ class Demo:
 
             longest = self.prompt_tokens + self.response_tokens
             make = make_optimizer("adamw", self.lr)
-            _check_file(rows)
+            rows.parent.mkdir(parents=True, exist_ok=True)
+            rows.write_bytes(b"")  # an error of the folder comes before the steps
             config = {**MODEL, "max_position_embeddings": longest}
             model = random_model(config, torch.float32, self.seed)
         loop = Loop(
@@ -161,18 +161,6 @@ class Demo:
             "same weights, which goes first alternating; AdamW with the shared one. The loss "
             f"is GRPO's with an entropy bonus of {entropy_bonus}."
         )
-
-
-def _check_file(path: Path) -> None:
-    """Make the folder of a file, empty the file, or raise ConfigError where that cannot be done."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"")
-    except OSError as error:
-        raise ConfigError(
-            f"output is {path.parent}, where nothing can be written ({error.strerror}: "
-            f"{error.filename}). Give --output a folder that can be made or written to."
-        ) from error
 
 
 def _line(step: "Step") -> str:

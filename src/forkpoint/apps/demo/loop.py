@@ -10,7 +10,7 @@ import copy
 import math
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,32 +70,28 @@ class Step:
     dense_flops: float
 
 
+@dataclass(eq=False)
 class Loop:
-    """A policy and its rollouts. Deterministic for a seed except for the times."""
+    """A policy and its rollouts. Deterministic for a seed except for the times.
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        optimizer: torch.optim.Optimizer,
-        *,
-        groups: int,
-        rollouts_per_group: int,
-        prompt_tokens: int,
-        response_tokens: int,
-        seed: int,
-    ) -> None:
-        """Sizes are those of one step."""
-        self.model: PreTrainedModel = model
-        self.optimizer: torch.optim.Optimizer = optimizer
-        self.groups: int = groups
-        self.rollouts_per_group: int = rollouts_per_group
-        self.prompt_tokens: int = prompt_tokens
-        self.response_tokens: int = response_tokens
+    Sizes are those of one step.
+    """
+
+    model: PreTrainedModel
+    optimizer: torch.optim.Optimizer
+    _: KW_ONLY
+    groups: int
+    rollouts_per_group: int
+    prompt_tokens: int
+    response_tokens: int
+    seed: int
+
+    def __post_init__(self) -> None:
         self.loss: GRPO = GRPO(entropy=ENTROPY_BONUS)
         # Log-probs of all rollouts are compared with the sampler's.
-        self.shared: Policy = wrap(model, Config(all_logprobs=True))
-        self.dense: Policy = wrap(model, Config(sharing="none", all_logprobs=True))
-        self._random = np.random.default_rng(seed)
+        self.shared: Policy = wrap(self.model, Config(all_logprobs=True))
+        self.dense: Policy = wrap(self.model, Config(sharing="none", all_logprobs=True))
+        self._random = np.random.default_rng(self.seed)
 
     def rollouts(self) -> Sampled:
         """Sample responses to new prompts from the policy, and reward them.

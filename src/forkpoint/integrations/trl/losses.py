@@ -10,7 +10,7 @@ On several ranks the gradients of TRL's losses are averaged over the ranks. Rank
 parallelism run the sum of their losses, so their steps divide by the number of these ranks.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -326,16 +326,12 @@ def factor_of(
     return found
 
 
-def one_factor(factors: Sequence[Tensor]) -> float:
-    """The factor of every call's load-balancing loss.
-
-    Raises UnsupportedError where they differ: a step takes one mean of all.
-    """
-    found = [float(factor) for factor in factors]
-    if len(set(found)) > 1:
+def one_factor(what: str, factors: Iterable[Tensor], remedy: str) -> float:
+    """The factor of `what` in all micro-batches. Raises UnsupportedError where they differ."""
+    found = sorted({float(factor) for factor in factors})
+    if len(found) > 1:
         raise UnsupportedError(
-            "the loss gives the load-balancing losses of one optimizer step's micro-batches "
-            f"different factors, {', '.join(f'{x:.6g}' for x in sorted(set(found)))}, and a step "
-            "takes one. Give all micro-batches the same weight, or set router_aux_loss_coef=0.0."
+            f"{what} of one optimizer step's micro-batches have different factors, "
+            f"{', '.join(f'{x:.6g}' for x in found)}, and a step takes one. {remedy}"
         )
     return found[0]

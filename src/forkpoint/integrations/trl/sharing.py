@@ -332,16 +332,15 @@ class Sharing:
                 self._finish_calls(model, [one for one in calls if one.model is model])
 
     def _finish_batches(self, window: list[MicroBatch]) -> None:
-        found = [float(g) for one in window for g in one.arrivals.gradients if g is not None]
-        if len(set(found)) > 1:
-            raise UnsupportedError(
-                "the backwards of one optimizer step's micro-batches have multiplied their losses "
-                f"by different factors, {', '.join(f'{x:.6g}' for x in sorted(set(found)))}. Let a "
-                "compute_loss of your own class do it, and train with shared_trainer(YourClass)."
-            )
+        factors = [g for one in window for g in one.arrivals.gradients if g is not None]
+        remedy = (
+            "Let a compute_loss of your own class multiply them, and train with "
+            "shared_trainer(YourClass)."
+        )
+        factor = one_factor("the losses in the backwards", factors, remedy)
         state = LossState(self.trainer)
         try:
-            self._value = self._run(window, found[0], state)
+            self._value = self._run(window, factor, state)
         except BaseException:
             state.restore()
             raise
@@ -357,7 +356,9 @@ class Sharing:
         }
         router = counts = None
         if any(one.rows.routed for one in calls):
-            factor = one_factor([one.weight(ROUTERS) for one in calls])
+            remedy = "Give all the same weight, or set router_aux_loss_coef=0.0."
+            factors = [one.weight(ROUTERS) for one in calls]
+            factor = one_factor("the load-balancing losses", factors, remedy)
             router = router_loss(packed, factor * len(calls))
             counts = torch.cat([x for x in (one.expert_counts for one in calls) if x is not None])
         begin = time.perf_counter()

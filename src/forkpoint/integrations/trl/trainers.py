@@ -1,5 +1,8 @@
 """TRL's trainers, made to compute every shared token once."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
@@ -13,7 +16,6 @@ from forkpoint.config import Config
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.integrations.trl import options
 from forkpoint.integrations.trl.calls import StandIn
-from forkpoint.integrations.trl.context import as_data_ranks
 from forkpoint.integrations.trl.groups import Grouping
 from forkpoint.integrations.trl.losses import check_routers
 from forkpoint.integrations.trl.sharing import Sharing
@@ -21,6 +23,8 @@ from forkpoint.rollouts.batch import short
 
 Base: Any = object
 """Base class of _SharedTrainer, for type checkers. At run time a trainer of TRL follows it."""
+_LAUNCHED = "ACCELERATE_USE_PARALLELISM_CONFIG"
+"""The variable by which accelerate's launcher says that it has a configuration."""
 
 
 class _Finished(TrainerCallback):
@@ -83,7 +87,7 @@ class _SharedTrainer(Base):
 
     def create_accelerator_and_postprocess(self) -> None:
         """An accelerator that sees ranks of context parallelism as data ranks."""
-        with as_data_ranks(self.args) as self.sharing.context_ranks:
+        with _as_data_ranks(self.args) as self.sharing.context_ranks:
             super().create_accelerator_and_postprocess()
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -152,6 +156,37 @@ class _SharedTrainer(Base):
         if self.model.training:
             logs.update(self.sharing.counts.taken())
         super().log(logs, start_time)
+
+
+@contextmanager
+def _as_data_ranks(args: Any) -> Iterator[int]:
+    """Replace context ranks by data ranks in the parallelism configuration, inside the block.
+
+    The configuration is that of the arguments, or of accelerate's launcher. accelerate would give
+    the ranks of one sequence the same rows, and TRL's trainers that generate refuse that. As data
+    ranks each has other rows, and batch sizes, generation, rewards, advantages and metrics are
+    those of training without context parallelism. A step runs the rows of all of these ranks
+    together (`calls.PackedRows`).
+
+    Yields the number of ranks that run one sequence together.
+    """
+    given: Any = args.parallelism_config
+    config = given
+    if config is None and os.environ.get(_LAUNCHED, "").lower() == "true":
+        config = import_module("accelerate").ParallelismConfig()
+    size = 1 if config is None else config.cp_size
+    if config is not None and size > 1:
+        args.parallelism_config = import_module("accelerate").ParallelismConfig(
+            dp_replicate_size=config.dp_replicate_size,
+            dp_shard_size=config.dp_shard_size * size,
+            tp_size=config.tp_size,
+            cp_size=1,
+            sp_size=config.sp_size,
+        )
+    try:
+        yield size
+    finally:
+        args.parallelism_config = given
 
 
 LOSS = ("compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies")
