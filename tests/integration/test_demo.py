@@ -230,13 +230,23 @@ def test_a_wrong_gradient_fails_it(
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("rollouts-per-group", 1), ("lr", "nan"), ("output", "file/below")]
+    ("option", "value", "said"),
+    [
+        ("rollouts-per-group", 1, "rollouts-per-group"),
+        ("lr", "nan", "lr"),
+        ("output", "file/below", "file/below cannot be read or written"),
+    ],
 )
 def test_wrong_options_are_refused_before_anything_runs(
-    option: str, value: object, shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    option: str,
+    value: object,
+    said: str,
+    shell: Shell,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Loop, "rollouts", pytest.fail)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     done = shell("demo", f"--{option}", value)
-    assert (done.code, done.out) == (2, "") and option in done.err
+    assert (done.code, done.out) == (2, "") and said in done.err
