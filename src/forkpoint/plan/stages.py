@@ -7,6 +7,7 @@ Slots of the prefix cache are given for each stage's own order (`Plan.reordered`
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,21 +59,18 @@ class Stage:
         return self.layers / self.all_layers
 
 
-def cut_layers(
-    costs: Sequence[float], stages: int, head: float = 0.0, first: int = 1
-) -> tuple[Stage, ...]:
-    """Cut layers into stages so that the costliest stage costs least.
+def cut_layers(count: int, stages: int, head: float = 0.0, first: int = 1) -> tuple[Stage, ...]:
+    """Cut layers of equal costs into stages so that the costliest stage costs least.
 
     Args:
-        costs: by layer.
+        count: of layers.
         stages: how many; each gets a layer at least.
-        head: cost of the head, on the last stage.
+        head: cost of the head, on the last stage, in that of a layer.
         first: how many layers the first stage gets at least.
 
     Raises:
         PlanError: there are fewer layers than stages need.
     """
-    count = len(costs)
     if 1 < stages <= count < first + stages - 1:
         raise PlanError(
             f"the model has {count} layers, which are to be cut into {stages} stages, and features "
@@ -84,28 +82,21 @@ def cut_layers(
             f"the model has {count} layers, which are to be cut into {stages} stages; each stage "
             f"holds a layer at least. Take 1 to {count} stages."
         )
-    total = [0.0, *np.cumsum(costs).tolist()]
-    # By how many layers the stages so far hold: the best (largest cost, sum of squares), and where
-    # the last of them begins.
-    best: list[tuple[float, float]] = [(0.0, 0.0)] + [(np.inf, np.inf)] * count
-    begins: list[list[int]] = []
-    for stage in range(stages):
-        extra = head if stage == stages - 1 else 0.0
-        found, begin = [(np.inf, np.inf)] * (count + 1), [0] * (count + 1)
-        for end in range(stage + first, count - (stages - stage - 1) + 1):
-            for at in range(stage and stage + first - 1, end):
-                cost = total[end] - total[at] + extra
-                worst, squares = best[at]
-                found[end], begin[end] = min(
-                    (found[end], begin[end]), ((max(worst, cost), squares + cost**2), at)
-                )
-        best = found
-        begins.append(begin)
-    ends = [count]
-    for begin in reversed(begins):
-        ends.append(begin[ends[-1]])
-    ends.reverse()
-    return tuple(Stage(n, stages, ends[n], ends[n + 1] - ends[n], count) for n in range(stages))
+    sizes, least = [count], (np.inf, np.inf)
+    for last in range(1, count - first - stages + 3) if stages > 1 else ():
+        # The others get equally many, the earlier ones less where that is not possible.
+        own, others = max(first, (count - last) // (stages - 1)), stages - 2
+        ends = [(count - last - own) * n // others for n in range(others + 1)] if others else []
+        each = [own, *sorted(b - a for a, b in pairwise(ends)), last]
+        costs = [*each[:-1], last + head]
+        worst = max(costs), sum(cost**2 for cost in costs)
+        if min(each) > 0 and sum(each) == count and worst <= least:
+            sizes, least = each, worst
+    begins = accumulate(sizes, initial=0)
+    return tuple(
+        Stage(n, stages, begin, size, count)
+        for n, (begin, size) in enumerate(zip(begins, sizes, strict=False))
+    )
 
 
 def stages_of_shape(shape: ModelShape, stages: int, first: int = 1) -> tuple[Stage, ...]:
@@ -117,7 +108,7 @@ def stages_of_shape(shape: ModelShape, stages: int, first: int = 1) -> tuple[Sta
     layer = shape.linear_parameters / shape.layers
     # A head computes its logits again in the backward, unless they are kept.
     head = float(shape.hidden * shape.vocab) * 4 / 3
-    return cut_layers([layer] * shape.layers, stages, head, first)
+    return cut_layers(shape.layers, stages, head / layer, first)
 
 
 def stages_of_layers(held: Sequence[range], layers: int) -> tuple[Stage, ...]:
