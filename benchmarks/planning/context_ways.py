@@ -31,7 +31,8 @@ from forkpoint import Config, RolloutBatch
 from forkpoint.errors import ConfigError
 from forkpoint.plan import MODELS, ModelShape, Plan, make_plan
 from forkpoint.plan.capabilities import Capabilities
-from forkpoint.plan.dealing import deal, segment_entries
+from forkpoint.plan.dealing import deal
+from forkpoint.plan.entries import segment_entries
 from forkpoint.plan.predict import peak_bytes, plan_cost
 from forkpoint.plan.pricing.calibration import Calibration, Link
 from forkpoint.plan.pricing.meters import meter_of

@@ -28,7 +28,7 @@ def plan_of_rank(paths: Paths, rollouts: IntArray, shape: ModelShape) -> Plan | 
 
     The combinations are those of `make_plan` but for `across`, which shares no more than `mixed`.
     """
-    order = paths.take(rollouts)
+    order = paths.order.take(np.flatnonzero(np.isin(paths.order.rollouts, rollouts)))
     if not len(order.rollouts):
         return None
     tokens = max(DEFAULT_MICROBATCH_TOKENS, int(order.edges.max()))

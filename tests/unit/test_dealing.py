@@ -10,8 +10,8 @@ from forkpoint import Config, RolloutBatch
 from forkpoint.errors import PlanError
 from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.capabilities import Capabilities
-from forkpoint.plan.context import context_bytes
-from forkpoint.plan.dealing import deal, segment_entries
+from forkpoint.plan.dealing import deal
+from forkpoint.plan.entries import segment_entries
 from forkpoint.plan.predict import cache_bytes
 from forkpoint.plan.pricing.calibration import Calibration, Link
 from forkpoint.plan.pricing.cost import ModelShape
@@ -70,7 +70,6 @@ def test_leaves_of_one_prompt_exchange_trees() -> None:
     entries_S = segment_entries(plan.forest, batch)
     assert tokens_of_parts(deal(plan, entries_S)) == EXCHANGED
     assert tokens_of_parts(deal(plan, entries_S, pooled=False)) == APART
-    assert deal(plan, entries_S, only=()) is plan
 
 
 @pytest.mark.parametrize(
@@ -117,12 +116,11 @@ def test_milliseconds_of_parts_and_of_gathering_by_hand() -> None:
 def test_bytes_that_are_sent_and_held() -> None:
     batch = group(1001, 400, 5)
     plan, other = dealt(batch), by_heads(batch)
-    sent = context_bytes(TWO, plan.microbatches, plan.program)
     numbers = 1000 * SHAPE.layers * SHAPE.kv_heads * 2 * SHAPE.head_dim // 2
     trunk = replace(other, microbatches=other.microbatches[:1])
     alone = tuple(i for i in trunk.program.instructions if i.microbatch == 0)
-    of_trunk = context_bytes(TWO, trunk.microbatches, replace(trunk.program, instructions=alone))
-    assert sent == of_trunk + numbers * (SHAPE.dtype_bytes + 4)
+    of_trunk = replace(trunk, program=replace(trunk.program, instructions=alone)).sent_bytes
+    assert plan.sent_bytes == of_trunk + numbers * (SHAPE.dtype_bytes + 4)
     assert cache_bytes(plan, TWO) == 3 * cache_bytes(other, TWO)  # by heads, and of both ranks
 
 

@@ -145,7 +145,7 @@ def test_pieces_are_those_of_the_ranks_own_forest(
     pieces = Cutter(priced, priced.items(rank, ranks), capacity).pieces(every, every)
     single = Cutter(priced, items, capacity).pieces(of_item, np.arange(len(items)))
     for number in range(ranks):
-        order = paths.take(np.flatnonzero(rank == number))
+        order = paths.order.take(np.flatnonzero(rank[paths.order.rollouts] == number))
         forest = build_forest(order, len(batch))
         size = forest.subtree_edges()
         # Segments of the whole forest are never longer than those of a part of it, so that what

@@ -282,7 +282,8 @@ class Engine:
         if guard.sums is not None:
             parameters, mean = guard.sums.parameters, self.ranks.mean
             guard.sums.reduce(partial(self.holder.reduce, parameters=parameters, mean=mean))
-        guard.add_sums()
+            guard.touched = True
+            guard.sums.add_to_gradients()
         return replace(result, loss=loss)
 
     def _pass(

@@ -125,12 +125,6 @@ class GradientGuard:
         here = self.sums is None or len(self.sums.parameters) < len(self.parameters)
         self.touched = self.touched or (here and not self.holder.gathered)
 
-    def add_sums(self) -> None:
-        """Add all sums to `.grad`, after the last backward."""
-        if self.sums is not None:
-            self.touched = True
-            self.sums.add_to_gradients()
-
     def add_zeros(self, host: Host) -> None:
         """Set `.grad` to zeros where it is None and the model's forward reads the parameter.
 

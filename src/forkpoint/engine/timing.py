@@ -48,8 +48,10 @@ class Timing(Feature):
         self._received[len(self.events) - 1] = self._mark()
 
     def end(self) -> None:
-        """The last instruction has run."""
+        """The last instruction has run. Waits for the device."""
         self._marks.append(self._mark())
+        if self._cuda:
+            torch.cuda.synchronize(self._device)
 
     def _mark(self) -> Any:
         if not self._cuda:
@@ -61,19 +63,12 @@ class Timing(Feature):
     def _ms(self, begin: Any, end: Any) -> float:
         return begin.elapsed_time(end) if self._cuda else (end - begin) * 1e3
 
-    def _wait(self) -> None:
-        if self._cuda and self._marks:
-            torch.cuda.synchronize(self._device)
-
     def each_ms(self) -> tuple[float, ...]:
-        """Milliseconds of each event. Waits for the device."""
-        self._wait()
+        """Milliseconds of each event."""
         return tuple(self._ms(begin, end) for begin, end in pairwise(self._marks))
 
     def waits_ms(self) -> tuple[float, ...]:
-        """Milliseconds of each event until what other stages send had arrived. Waits for the
-        device."""
-        self._wait()
+        """Milliseconds of each event until what other stages send had arrived."""
         received = (self._received.get(at, mark) for at, mark in enumerate(self._marks[:-1]))
         return tuple(self._ms(mark, end) for mark, end in zip(self._marks, received, strict=False))
 

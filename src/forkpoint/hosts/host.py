@@ -112,7 +112,7 @@ class ModelHost(HeldModel):
         # What a repeated forward saves is dropped; there is nothing to checkpoint.
         if instruction.operation == FORWARD and not instruction.keeps_graph:
             policy = "none"
-        early = instruction.ends_at_boundary
+        early = instruction.ends_at == BOUNDARY
         blocks = self.blocks
         last = len(blocks) - 1
         block = blocks[last]

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from forkpoint.config import Gather, Split
 from forkpoint.errors import ConfigError, RankError, UnsupportedError
-from forkpoint.losses.base import Denominators
+from forkpoint.losses.base import Denominators, Loss, is_own
 from forkpoint.parallel.copies import Contents, check_same_batches
 from forkpoint.parallel.ranks import DataRanks, group_leaders
 from forkpoint.parallel.statistics import StatisticsOfRanks, StatisticsShare, joined
@@ -326,11 +326,11 @@ def _check_coupling(proposals: Sequence[Proposal]) -> None:
             )
 
 
-def coupled(coupling: NDArray[np.int64], batch: RolloutBatch) -> Coupling:
-    """Rollouts that a loss with these classes needs together.
-
-    coupling: int64 [N], the class of each rollout; those of one class are coupled.
-    """
+def coupled(loss: Loss | None, batch: RolloutBatch) -> Coupling:
+    """Rollouts that must be on one rank, because a loss needs them together."""
+    if loss is None or is_own(loss) or loss.decomposition != "joint" or loss.across_ranks:
+        return ""
+    coupling = loss.coupling(batch)
     if len(np.unique(coupling)) == len(coupling):
         return ""
     pairs = np.unique(np.stack([coupling, batch.group_index]), axis=1)

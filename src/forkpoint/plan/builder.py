@@ -1,7 +1,7 @@
 """Plans of one combination of sharing and boundary, with microbatches that fit the limits."""
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -10,7 +10,8 @@ import numpy as np
 from forkpoint.config import AUTO, Config
 from forkpoint.errors import PlanError
 from forkpoint.plan.capabilities import Capabilities
-from forkpoint.plan.dealing import deal, segment_entries, worth_dealing
+from forkpoint.plan.dealing import deal
+from forkpoint.plan.entries import segment_entries
 from forkpoint.plan.host_cache import most_host_layers
 from forkpoint.plan.media import planned_media
 from forkpoint.plan.packing import (
@@ -418,11 +419,13 @@ class Builder:
             why_not = "prefix caches are in the host's memory"
         if why_not:
             return replace(plan, dealing=f"{by_heads}: {why_not}")
-        every = self._deal(plan)
-        if every is plan:
+        entries_S = self._entries_of_segments(plan.forest)
+        dealt = deal(plan, entries_S)
+        if self._first_passes(dealt) != self._first_passes(plan):
+            # With exchanged trees it needs other passes.
+            dealt = deal(plan, entries_S, pooled=False)
+        if dealt is plan:
             return replace(plan, dealing=f"{by_heads}: none holds as many trees as there are ranks")
-        worth = worth_dealing(plan, every, self.calibration)
-        dealt = self._deal(plan, only=worth) if worth else every
         dealt = self._with_price(dealt, meter_of(dealt, self.calibration))
         if dealt.cost >= plan.cost * (1 - NOISE):
             ratio = dealt.cost / plan.cost
@@ -439,15 +442,6 @@ class Builder:
             dealt,
             dealing=f"leaves dealt out to ranks whole: predicted {ratio:.2f}x faster than by heads",
         )
-
-    def _deal(self, plan: Plan, only: Collection[int] | None = None) -> Plan:
-        """The plan with leaves dealt out, which have exchanged trees where it needs no other passes
-        for that."""
-        entries_S = self._entries_of_segments(plan.forest)
-        found = deal(plan, entries_S, only=only)
-        if self._first_passes(found) != self._first_passes(plan):
-            found = deal(plan, entries_S, only=only, pooled=False)
-        return found
 
     def _first_passes(self, plan: Plan) -> tuple[bool, bool]:
         """Whether experts must be counted before the loss of routers, and scores come before the

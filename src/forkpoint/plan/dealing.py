@@ -7,32 +7,25 @@ the prefix cache of microbatches above in all heads, which is gathered once and 
 back once. So dealing pays where many leaves read a cache that is short beside them.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from heapq import heapify, heapreplace
 
 import numpy as np
 
-from forkpoint.plan.entries import entries_of
 from forkpoint.plan.packing import breadth_or_depth
 from forkpoint.plan.plan import Plan
-from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.pricing.cost import ModelShape, segments_work
-from forkpoint.plan.pricing.meters import meter_of
-from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.tree import Microbatch
 from forkpoint.tree.forest import Forest, IntArray
 
 
-def deal(
-    plan: Plan, entries_S: IntArray, *, only: Collection[int] | None = None, pooled: bool = True
-) -> Plan:
+def deal(plan: Plan, entries_S: IntArray, *, pooled: bool = True) -> Plan:
     """The plan with leaves dealt out, where these hold as many trees as there are ranks.
 
     Args:
         plan: priced by heads, with a shape; its predictions stay those of before.
         entries_S: int64 [S], entries that the head computes for each segment.
-        only: microbatches, -1 for none, below which leaves are dealt out; None: everywhere.
         pooled: whether leaves below one microbatch may exchange trees, so that all of their parts
             cost about the same.
 
@@ -41,8 +34,7 @@ def deal(
     assert plan.shape is not None
     families: dict[int, list[Microbatch]] = {}
     for microbatch in plan.microbatches:
-        wanted = only is None or microbatch.parent in only
-        if wanted and not microbatch.children and not microbatch.shared_prompt:
+        if not microbatch.children and not microbatch.shared_prompt:
             families.setdefault(microbatch.parent, []).append(microbatch)
     found = list(plan.microbatches)
     for parent, leaves in families.items():
@@ -55,28 +47,6 @@ def deal(
             above = found[above].parent
     deals = any(microbatch.parts for microbatch in found)
     return plan.with_microbatches(found) if deals else plan
-
-
-def worth_dealing(by_heads: Plan, dealt: Plan, calibration: Calibration | None) -> frozenset[int]:
-    """The microbatches, -1 for none, below which leaves take less time dealt out, without the
-    gathering of what they read."""
-    saved: dict[int, float] = {}
-    for plan, sign in ((by_heads, 1), (dealt, -1)):
-        meter = meter_of(plan, calibration)
-        for number, microbatch in enumerate(plan.microbatches):
-            if dealt.microbatches[number].parts:
-                price = sum(meter.alone(microbatch, backward=way) for way in (False, True))
-                saved[microbatch.parent] = saved.get(microbatch.parent, 0.0) + sign * price
-    return frozenset(parent for parent, price in saved.items() if price > 0)
-
-
-def segment_entries(
-    forest: Forest, batch: RolloutBatch, *, uses_temperature: bool = True
-) -> IntArray:
-    """int64 [S]: entries that the head computes for each segment's edges."""
-    edges = forest.token_edges(batch.offsets)
-    found = entries_of(forest.edges, edges, batch, uses_temperature=uses_temperature)
-    return found.of_segments(forest)
 
 
 def _dealt(

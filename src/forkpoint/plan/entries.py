@@ -42,12 +42,6 @@ class Entries:
         entry = np.arange(counts.sum()) + np.repeat(self.first[edges[places]] - before, counts)
         return np.repeat(places, counts), entry
 
-    def of_segments(self, forest: Forest) -> IntArray:
-        """[S] how many entries the edges of each segment have."""
-        before = np.concatenate([[0], np.cumsum(self.count, dtype=np.int64)])
-        begin = forest.edge_offsets
-        return before[begin[1:]] - before[begin[:-1]]
-
 
 def entries_of(
     edges: int, token_edge: IntArray, batch: RolloutBatch, *, uses_temperature: bool = True
@@ -73,3 +67,14 @@ def entries_of(
     has_entry = np.zeros(edges, bool)
     has_entry[trained_edge] = True
     return Entries(edges, trained, trained_edge, has_entry, None)
+
+
+def segment_entries(
+    forest: Forest, batch: RolloutBatch, *, uses_temperature: bool = True
+) -> IntArray:
+    """int64 [S]: entries that the head computes for each segment's edges."""
+    edges = forest.token_edges(batch.offsets)
+    found = entries_of(forest.edges, edges, batch, uses_temperature=uses_temperature)
+    before = np.concatenate([[0], np.cumsum(found.count, dtype=np.int64)])
+    begin = forest.edge_offsets
+    return before[begin[1:]] - before[begin[:-1]]

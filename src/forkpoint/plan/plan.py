@@ -17,16 +17,18 @@ from rich.tree import Tree
 from forkpoint.errors import PlanError
 from forkpoint.plan.cache import allocate_cache
 from forkpoint.plan.capabilities import Capabilities
-from forkpoint.plan.context import context_bytes
 from forkpoint.plan.host_cache import CacheCopies, layer_cache_bytes, outer_ancestors
 from forkpoint.plan.media import CommonEncoders, PlannedMedium, with_encoders
 from forkpoint.plan.pipeline import StageSchedule
 from forkpoint.plan.pricing.cost import ModelShape, Work, bound_of
 from forkpoint.plan.pricing.encoders import EncoderShape
 from forkpoint.plan.program import (
+    BACKWARD,
+    BOUNDARY,
     ENCODE,
     ENCODE_BACKWARD,
     OF_MEDIA,
+    RECOMPUTE,
     Instruction,
     Program,
     check_order,
@@ -241,10 +243,31 @@ class Plan:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that each rank of context parallelism sends in a step, without weights."""
-        if self.shape is None or self.shape.context == 1:
+        """Bytes that each rank of context parallelism sends in a step, without weights.
+
+        In the all-to-alls around attention (`ModelShape.exchanged_bytes`), and of prefix caches
+        that are gathered for leaves dealt out.
+        """
+        shape, nbytes = self.shape, 0
+        if shape is None or shape.context == 1:
             return 0
-        return context_bytes(self.shape, self.microbatches, self.program)
+        ends_early: set[int] = set()
+        for instruction in self.program.instructions:
+            if instruction.idle or instruction.exchanges:
+                continue
+            microbatch = self.microbatches[instruction.microbatch]
+            backward = instruction.operation == BACKWARD
+            if microbatch.gathered and instruction.operation != RECOMPUTE:
+                nbytes += shape.gathered_bytes(microbatch.captured_tokens, backward=backward)
+            if microbatch.parts:
+                continue
+            if instruction.ends_at == BOUNDARY and not backward:
+                ends_early.add(instruction.slot)
+            early = instruction.slot in ends_early
+            sent = shape.exchanged_bytes(microbatch.tokens, ends_early=early)
+            again = backward and (shape.checkpointed or microbatch.checkpointing == "full")
+            nbytes += sent * (2 if again else 1)
+        return nbytes
 
     @property
     def cache_copies(self) -> CacheCopies | None:

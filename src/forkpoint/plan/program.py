@@ -80,10 +80,6 @@ class Instruction(NamedTuple):
         return not self.exchanges and self.operation not in OF_MEDIA
 
     @property
-    def ends_at_boundary(self) -> bool:
-        return self.ends_at == BOUNDARY
-
-    @property
     def counts_routing(self) -> bool:
         """Whether router statistics of this forward are taken. Of two forwards of one microbatch in
         a pass it is the second; the first keeps no activations."""

@@ -10,10 +10,8 @@ from dataclasses import dataclass, replace
 from forkpoint.engine.distributed import Distributed
 from forkpoint.engine.prompt_exchange import PromptExchange
 from forkpoint.errors import ForkpointError, PlanError
-from forkpoint.losses.base import Loss, is_own
 from forkpoint.parallel.agreement import (
     Agreement,
-    Coupling,
     GatherOption,
     Proposal,
     agreed,
@@ -39,7 +37,6 @@ from forkpoint.plan.shared_prompts import (
 )
 from forkpoint.plan.stage_sizes import offers_of
 from forkpoint.plan.stages import stage_plan
-from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.media import MediumOutline
 from forkpoint.step.plan import check_and_plan, plan_within
 from forkpoint.step.request import AgreedStep, LocalStep, StepPolicy
@@ -217,7 +214,7 @@ def _proposal(
         trained_tokens=batch.trained_tokens,
         rollouts=len(batch),
         groups=group_digests(batch),
-        couples=_coupling(loss, batch),
+        couples=coupled(loss, batch),
         gathered=batch if gathers else None,
         statistics=share,
         sample=sample_of(batch, host) if _is_sample_due(policy, local) and len(batch) else None,
@@ -239,13 +236,6 @@ def _is_sample_due(policy: StepPolicy, local: LocalStep) -> bool:
         training=request.training,
         encodes=bool(local.batch.media),
     )
-
-
-def _coupling(loss: Loss | None, batch: RolloutBatch) -> Coupling:
-    """Rollouts that must be on one rank, because the loss needs them together."""
-    if loss is None or is_own(loss) or loss.decomposition != "joint" or loss.across_ranks:
-        return ""
-    return coupled(loss.coupling(batch), batch)
 
 
 def _program(plan: Plan, scores: bool, gathers: bool) -> Program:

@@ -66,8 +66,6 @@ class SampleComparison:
     """Root mean square of the values here less the stock model's."""
     largest: float
     """The largest of these differences."""
-    noise: float
-    """Root mean square of what one rounding of the embeddings does to the stock model's values."""
     repeated: float
     """The same of the stock model run on one sequence at a time, and on all at once."""
     allowed: float
@@ -385,7 +383,6 @@ class StockComparison:
             head=self.host.head,
             difference=rms(difference[there]),
             largest=float(difference.max()),
-            noise=noise,
             repeated=rms((together - stock)[there]),
             allowed=allowed_difference(self.host, noise, rms(stock[there])),
             elsewhere=elsewhere,

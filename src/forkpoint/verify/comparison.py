@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.gradients import twins
-from forkpoint.engine.route_replay import ForcedRoutes, RouteReplay
+from forkpoint.engine.route_replay import ForcedRoutes, RouteReplay, Routes
 from forkpoint.engine.transaction import Transaction
 from forkpoint.hosts.host import ModelHost
 from forkpoint.hosts.libraries import routers_of, stock_of, whole_copy
 from forkpoint.hosts.modules import forget_lists
-from forkpoint.hosts.routers import routers_of_copy
+from forkpoint.hosts.routers import force_routers, routers_of_copy
 from forkpoint.hosts.torch_dist.copies import full
 from forkpoint.losses.base import Denominators, Loss, check_denominators
 from forkpoint.losses.router import RouterLoss
@@ -37,11 +37,10 @@ from forkpoint.verify.dense import DenseRouters, DenseRun, dense_run
 from forkpoint.verify.memory import PLAIN, SMALL, STREAMED, MemoryStrategy, has_room, run_in_memory
 from forkpoint.verify.plans import Choice, Kind, choose_plans, count_shared
 from forkpoint.verify.ranks import RankComm
-from forkpoint.verify.report import FAILED, NOTHING, PASSED
+from forkpoint.verify.report import FAILED, NOTHING, PASSED, RouteCounts, RouteReport
 from forkpoint.verify.report import ParameterError as ParameterError
 from forkpoint.verify.report import PlanFindings as PlanFindings
 from forkpoint.verify.report import VerifyReport as VerifyReport
-from forkpoint.verify.routes import HeldRoutes
 
 Gradients = Mapping[str, Tensor | None]
 
@@ -94,11 +93,6 @@ def verify(
 ) -> VerifyReport:
     """Compare steps that share with ordinary training, and both with higher precision.
 
-    Within the options of the policy, the plans are one that shares within microbatches, one that
-    shares across microbatches, and that of the planner if it is of another kind. If one microbatch
-    would hold the whole batch, the plan across uses shorter microbatches. The verdict covers all
-    plans. For a batch without shared tokens the verdict is "nothing to verify", and nothing runs.
-
     The reference is the stock model without sharing and without forkpoint's code, in float32 for
     16-bit models and float64 for float32 models. It needs a copy of the model. The shared error may
     be 1.1 times that of the dense run over all parameters, and 1.5 times for each parameter (more
@@ -114,9 +108,9 @@ def verify(
     too.
 
     If memory runs out on CUDA, runs of single rollouts are repeated in ways that take less memory
-    (`forkpoint.verify.memory`). `progress` is called with the name of each run when it begins.
+    (`forkpoint.verify.memory`).
 
-    Raises the errors of `Policy.forward_backward`.
+    Arguments and errors are those of `Policy.verify`.
     """
 
     def work(transaction: Transaction) -> VerifyReport:
@@ -129,7 +123,11 @@ def verify(
 class Comparison:
     """One comparison: its arguments, and what all its runs use."""
 
-    held: HeldRoutes
+    routes: Routes | None
+    """Experts that the reference chooses, for other runs to choose the same; None if each run
+    chooses its own."""
+    not_held: str | None
+    """Why a mixture's runs choose their own; None for a model without experts too."""
     routed: RouterWork | None
     denominators: Denominators
     """Counts over all ranks that the loss's means are taken over."""
@@ -182,9 +180,9 @@ class Comparison:
         )
         if choice.reason is not None:
             return nothing
-        self.held = HeldRoutes(
-            host, batch, self.changes, hold=hold_routes, last_tokens=self.last_tokens
-        )
+        self.routes, self.not_held = None, self._why_not_held(hold_routes)
+        if self.not_held is None and not self.double and host.shape.expert_layers:
+            self.routes = Routes.to_record(batch, last_tokens=self.last_tokens)
         names = [REFERENCE, *([] if self.double else [DENSE]), *choice.plans]
         begin = partial(_announce, progress, names)
         if self.double:
@@ -232,6 +230,34 @@ class Comparison:
             check_averaged(host.group, loss)
         return routed, choose_plans(self.policy, batch, loss, self.router)
 
+    # Routes
+    # ------------------------------------------------------------
+
+    def _why_not_held(self, hold_routes: bool) -> str | None:
+        host = self.host
+        if self.double or not host.shape.expert_layers:
+            return None
+        if not host.group.ranks.is_alone:
+            return "several ranks hold the model"
+        if not hold_routes:
+            return "hold_routes is False"
+        if not host.routers.found:
+            return "this transformers version does not record the model's routers"
+        return None
+
+    def _route_report(
+        self, shared: ForcedRoutes | None, dense: ForcedRoutes | None
+    ) -> RouteReport | None:
+        if self.not_held is not None:
+            return RouteReport(held=False, reason=self.not_held, shared=None, dense=None)
+        if shared is None or dense is None:
+            return None
+        counts = (
+            RouteCounts(int(run.routes.decisions_L.sum()), int(run.routes.elsewhere_L.sum()))
+            for run in (shared, dense)
+        )
+        return RouteReport(True, None, *counts)
+
     # Runs of single rollouts
     # ------------------------------------------------------------
 
@@ -270,7 +296,11 @@ class Comparison:
             strategy.apply(blocks, host.device, self.changes)
             autocast = torch.autocast(host.device.type, enabled=False)
             with autocast if is_reference else nullcontext():
-                routes = self.held.run(model, record=is_reference)
+                routes = None
+                if self.routes is not None:
+                    found = host.routers.found
+                    routes = ForcedRoutes(self.routes, len(found), host.device, record=is_reference)
+                    force_routers(routers_of_copy(found, model), routes, self.changes)
                 return self._train(model, routes, strategy), routes
 
         def undo() -> None:
@@ -341,7 +371,10 @@ class Comparison:
         host, comm, wanted = self.host, self.comm, reference.run
         mark = self.changes.mark
         try:
-            routes = self.held.replay(plan)
+            routes = None
+            if self.routes is not None:
+                layers = len(host.routers.found)
+                routes = RouteReplay(self.routes, layers, host.device, plan, self.batch)
             shared, stats = self._shared(plan, routes)
         finally:
             self.changes.undo(mark)
@@ -386,7 +419,7 @@ class Comparison:
             loss_difference=loss_difference,
             router_loss_difference=router_difference,
             logprob_difference=difference,
-            routes=self.held.report(routes, dense_routes),
+            routes=self._route_report(routes, dense_routes),
         )
 
     def _shared(self, plan: Plan, routes: RouteReplay | None) -> tuple[Gradients, StepStats]:

@@ -136,9 +136,3 @@ class Paths:
         """
         begin = self.mask_begin[rollouts]
         return self.trained_before[begin + edges + 1] - self.trained_before[begin]
-
-    def take(self, rollouts: IntArray) -> SortedRollouts:
-        """These rollouts alone, in the order of their tokens."""
-        wanted = np.zeros(len(self), bool)
-        wanted[rollouts] = True
-        return self.order.take(np.flatnonzero(wanted[self.order.rollouts]))
