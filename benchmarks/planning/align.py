@@ -1,10 +1,10 @@
 """The quality and time of aligning ranks' programs.
 
 Quality: slots over the microbatches of the rank that has most, the mean over random sets of shapes.
-Shapes are those of tests/random_forests.py: similar ones, random ones of 32 microbatches, and
-planned ones. Time is that of one core for 64 random programs of 32 microbatches, in milliseconds,
-by kind: of their shapes alone, and of whole programs. A fifth of the prefixes are recomputed, and
-a third of the programs have scores. The bars hold for similar shapes, and for the times of shapes.
+Shapes are those of `random_forests`: similar ones, random ones of 32 microbatches, and planned
+ones. Time is that of one core for 64 random programs of 32 microbatches, in milliseconds, by kind:
+of their shapes alone, and of whole programs. A fifth of the prefixes are recomputed, and a third of
+the programs have scores. The bars hold for similar shapes, and for the times of shapes.
 """
 
 import random
@@ -16,13 +16,13 @@ from typing import ClassVar
 
 import numpy as np
 
+from benchmarks.planning.random_forests import KINDS, WILD, Shape, planned
 from benchmarks.rows import ResultRow, timed_row
 from benchmarks.runner import Benchmark, Deadline
 from benchmarks.timing import time_host
 from forkpoint.plan.align import align, common_forest
 from forkpoint.plan.program import Program, step_program
 from forkpoint.tree import Microbatch
-from tests.random_forests import KINDS, WILD, Shape, planned
 
 NAME = "align"
 RANKS = (2, 8, 32)
