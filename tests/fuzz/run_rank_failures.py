@@ -16,6 +16,7 @@ from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "parallel"))
 

@@ -11,40 +11,28 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from cases_of_ranks import Case, both, error_of, over_all, over_replicas
 from processes import join
-from scenarios_of_ranks import (
-    BAR,
-    DEEP,
-    UNEQUAL,
-    Scenario,
-    distance,
-    gradients,
-    group,
-    model_of,
-    replicated,
-    sharded,
-)
-from split_models import load
-from test_split_stages import Case, error_of, held, meshes_of, of, split_model
+from scenarios_of_ranks import BAR, DEEP, UNEQUAL, group
+from test_stages_of_ranks import of_data, of_split
 
 import forkpoint
 from forkpoint import RolloutBatch
 from forkpoint.losses import GRPO
 from forkpoint.parallel.watch import EXIT_CODE
-from forkpoint.testing import ReadOnlyHook, lifted_upcasts
+from forkpoint.testing import ReadOnlyHook
 
-WRAPS: dict[str, Callable[[Any], Any]] = {"fully_shard": sharded, "DDP": replicated}
+WRAPS = {"fully_shard": over_all, "DDP": over_replicas}
 MESHES: dict[str, Case] = {
-    "PP x CP": Case(cp=2),
-    "PP x TP": Case(tp=2),
-    "PP x FSDP2": Case(of(rollouts=UNEQUAL), dp=2),
+    "PP x CP": of_split(cp=2),
+    "PP x TP": of_split(tp=2),
+    "PP x FSDP2": of_data(),
 }
 """Two stages of a pipeline, each on two ranks."""
 LIMIT_S = 60.0
@@ -72,8 +60,14 @@ class Moment:
     ranks: int = 2
 
     def __post_init__(self) -> None:
+        self.ranks = self.case.size
+
+    @property
+    def case(self) -> Case:
         if self.wrap in MESHES:
-            self.ranks = MESHES[self.wrap].size
+            return MESHES[self.wrap]
+        more = (group(20 + n, 3 + n, 12, 9) for n in range(self.ranks - 2))
+        return Case(hold=WRAPS[self.wrap], rollouts=(*UNEQUAL, *more))
 
     @property
     def victim(self) -> int:
@@ -188,10 +182,6 @@ def _trigger(kind: str, blocks: list[Any], drawn: random.Random) -> tuple[Trigge
     return trigger, False
 
 
-def rollouts_of(ranks: int) -> list[list[Any]]:
-    return [*UNEQUAL, *(group(20 + n, 3 + n, 12, 9) for n in range(ranks - 2))]
-
-
 def _calls(kind: str, policy: forkpoint.Policy, batch: RolloutBatch) -> Callable[[], object]:
     """The call of the policy in which a moment lies."""
     if kind == "score":
@@ -206,62 +196,18 @@ def _calls(kind: str, policy: forkpoint.Policy, batch: RolloutBatch) -> Callable
     return lambda: policy.forward_backward(batch, Triggered())
 
 
-@dataclass
-class Trained:
-    """The models of a trial on this rank: on the ranks, and in one process."""
-
-    model: Any
-    alone: Any
-    wrap: Callable[[], Any]
-    """Holds the model on the ranks."""
-    rollouts: list[list[Any]]
-    """By data rank."""
-    data_rank: int
-    mesh: Any = None
-
-    @classmethod
-    def of(cls, moment: Moment, folder: Path) -> "Trained":
-        case = MESHES.get(moment.wrap)
-        if case is None:
-            model, alone = model_of(Scenario()), model_of(Scenario())
-            rollouts, hold = rollouts_of(moment.ranks), WRAPS[moment.wrap]
-            return cls(model, alone, lambda: hold(model), rollouts, dist.get_rank())
-        meshes = meshes_of(case)
-        model, alone = split_model(folder, case, meshes), load(folder, case.split)
-        index, rollouts = meshes.dense.get_local_rank("dp"), list(case.split.rollouts)
-        hold = partial(held, model, case, meshes)
-        return cls(model, alone, hold, rollouts, index, meshes.dense)
-
-    @property
-    def blocks(self) -> list[Any]:
-        """Those of this rank."""
-        return [block for block in self.model.model.layers if any(True for _ in block.parameters())]
-
-    def error(self) -> float:
-        if self.mesh is not None:
-            return error_of(self.model, self.alone)
-        found, wanted = gradients(self.model), gradients(self.alone)
-        return distance(found, wanted, list(wanted))
-
-
 def _in_rank(moment: Moment, victim: int, place: Path) -> End:
     """This rank's part of a trial."""
     rank, end = dist.get_rank(), End()
     armed = place / f"armed {rank}"
     drawn = random.Random(f"{moment.seed} {rank}")
-    trained = Trained.of(moment, place / MODEL)
-    model, alone = trained.model, trained.alone
-    config = forkpoint.Config(
-        sharing=DEEP.sharing,
-        boundary=DEEP.boundary,
-        max_microbatch_tokens=DEEP.max_microbatch_tokens,
-        restore_grads=bool(moment.seed % 2),
-        self_check=False,
-    )
-    own = RolloutBatch(trained.rollouts[trained.data_rank])
-    with lifted_upcasts(model), lifted_upcasts(alone):
-        policy = forkpoint.wrap(trained.wrap(), config, mesh=trained.mesh)
-        trigger, everywhere = _trigger(moment.kind, trained.blocks, drawn)
+    config = replace(DEEP, restore_grads=bool(moment.seed % 2), self_check=False)
+    case = replace(moment.case, config=config)
+    with both(place / MODEL, case) as (policy, alone, data_rank):
+        model = policy.host.model
+        own = RolloutBatch(case.rollouts[data_rank])
+        blocks = [b for b in model.model.layers if any(True for _ in b.parameters())]
+        trigger, everywhere = _trigger(moment.kind, blocks, drawn)
         call = _calls(moment.kind, policy, own)
         step = lambda: policy.forward_backward(own, Triggered())  # noqa: E731
         step()  # which meets everything for the first time
@@ -302,10 +248,8 @@ def _in_rank(moment: Moment, victim: int, place: Path) -> End:
             end.seconds = time.monotonic() - end.armed
             return end
         end.seconds = time.monotonic() - end.armed
-        other = forkpoint.wrap(alone, config)
-        whole = RolloutBatch([r for part in trained.rollouts for r in part])
-        other.forward_backward(whole, GRPO())
-        end.error = trained.error()
+        alone.forward_backward(RolloutBatch([r for p in case.rollouts for r in p]), GRPO())
+        end.error = error_of(model, alone.host.model)
     return end
 
 
@@ -338,8 +282,7 @@ def tried(moment: Moment) -> Outcome:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as place:
-        if moment.wrap in MESHES:
-            MESHES[moment.wrap].split.save(Path(place, MODEL))
+        moment.case.save(Path(place, MODEL))
         children = []
         for rank in range(moment.ranks):
             child = os.fork()

@@ -82,9 +82,10 @@ HOSTED = replace(
 
 
 def sharded(model: nn.Module, **options: Any) -> nn.Module:
-    """fully_shard of each block, then of the model."""
+    """fully_shard of each block that this rank has, then of the model."""
     for block in model.get_decoder().layers:  # type: ignore[operator]
-        fully_shard(block, **options)
+        if any(True for _ in block.parameters()):
+            fully_shard(block, **options)
     return fully_shard(model, **options)
 
 

@@ -1,31 +1,17 @@
 """Steps whose leaves ranks of context parallelism run whole leave the gradients of one process."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import test_split_stages as stages
-from processes import run_ranks
-from scenarios_of_ranks import BAR, DEEP, group
-from test_context_parallel import (
-    CASES,
-    COMPILED,
-    COMPOSED,
-    FOUR,
-    ROUTERS,
-    Balanced,
-    Composed,
-    Context,
-    balanced,
-    compared,
-    compiled,
-    composed,
-    mesh_of,
-    raised,
-    verified,
-)
+import test_router_ranks as routers
+import test_stages_of_ranks as stages
+from cases_of_ranks import Case, check, compared, named, on_rank, on_ranks_of
+from scenarios_of_ranks import BAR, DEEP, group, said
+from test_context_parallel import CASES, COMPILED, compiled, of
 
 import forkpoint
 from forkpoint import Config, Rollout, RolloutBatch
@@ -33,7 +19,6 @@ from forkpoint.losses import GSPO
 from forkpoint.plan.builder import Builder
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.pricing import meters
-from versions import needs_splits
 
 
 def branching(seed: int, turns: int, *, vocab: int = 60) -> list[Rollout]:
@@ -64,156 +49,84 @@ def always_deal() -> list[int]:
     return counts
 
 
-def compared_dealt(context: Context) -> dict[str, Any]:
+def dealt(folder: Path, case: Case, work: Callable[..., Any] = compared, *more: Any) -> Any:
     counts = always_deal()
-    return {**compared(context), "dealt": max(counts)}
+    return {**work(folder, case, *more), "dealt": max(counts)}
 
 
 WIDE = group(7, 7, 40, 9)
 NAMES = (
-    *("GRPO", "DPO", "key heads that ranks do not divide", "a critic", "log-probs", "a function"),
-    *("temperatures", "accumulated", "replicas", "replicas, log-probs", "recomputed", "offloaded"),
-    *("full checkpoints", "selective checkpoints", "the model's checkpoints", "LoRA"),
-    *("last layer alone", "first layer alone", "tied", "softcaps and windows", "experts"),
-    *("latent attention", "sinks and windows", "replayed experts"),
+    *("key heads that ranks do not divide", "a critic", "log-probs", "temperatures", "replicas"),
+    *("selective checkpoints", "the model's checkpoints", "LoRA", "last layer alone"),
+    *("first layer alone", "tied", "softcaps and windows", "latent attention"),
+    *("sinks and windows", "replayed experts", "data, a function", "data, coupled over ranks"),
+    *("data, a rank without rollouts", "tensor", "experts of several ranks"),
 )
-DEALT = {
+DEALT: dict[str, Case] = {
     **{name: CASES[name] for name in NAMES},
     "GSPO, one key head": replace(CASES["GSPO, one key head"], rollouts=(WIDE,)),
-    "two depths": Context(rollouts=(branching(5, 5),)),
-    "two depths, two passes": Context(rollouts=(branching(5, 5),), loss=GSPO()),
-    "two depths, recomputed": Context(
+    "two depths": of(rollouts=(branching(5, 5),)),
+    "two depths, two passes": of(rollouts=(branching(5, 5),), loss=GSPO()),
+    "two depths, recomputed": of(
         rollouts=(branching(5, 5),), config=replace(DEEP, activations="recompute")
     ),
-    "no prompt": Context(config=Config(sharing="none", boundary="within")),
-    "within microbatches": Context(config=Config(sharing="tree", boundary="within")),
-    "a long chain": Context(rollouts=(group(4, 5, 150, 9),)),
+    "no prompt": of(config=Config(sharing="none", boundary="within")),
+    "within microbatches": of(config=Config(sharing="tree", boundary="within")),
+    "a long chain": of(rollouts=(group(4, 5, 150, 9),)),
+    "four, two key heads": Case(cp=4, rollouts=(WIDE,)),
+    "stages": stages.CASES["context, two passes"],
+    "stages, recomputed": stages.CASES["context, recomputed"],
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", DEALT)
-def test_gradients_are_those_of_one_process(name: str) -> None:
-    for found in run_ranks(2, compared_dealt, DEALT[name]):
-        assert found["error"] < BAR and found["dealt"], found
-        assert found["loss"] < BAR and found["scores"] < BAR, found
-
-
-def compiled_dealt(context: Context) -> dict[str, Any]:
-    counts = always_deal()
-    return {**compiled(context, None), "dealt": max(counts)}
+@named(DEALT)
+def test_gradients_are_those_of_one_process(name: str, tmp_path: Path) -> None:
+    found = check(DEALT[name], tmp_path, dealt)
+    assert any(each["dealt"] for each in found)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    ["GRPO", "one key head, recomputed", "sinks and windows", "latent attention", "short rollouts"],
-)
-def test_compiled_blocks_leave_the_gradients_of_one_process(name: str) -> None:
-    for found in run_ranks(2, compiled_dealt, COMPILED[name], limit_s=480):
+@pytest.mark.parametrize("name", ["one key head, recomputed", "sinks and windows"])
+def test_compiled_blocks_leave_the_gradients_of_one_process(name: str, tmp_path: Path) -> None:
+    for found in on_ranks_of(COMPILED[name], tmp_path, dealt, compiled, None):
         assert found["error"] < BAR and found["scores"] < BAR and found["dealt"], found
         assert found["graphs"] and not found["failed"], found
 
 
-DEALT_TO_FOUR = {**FOUR, "four, two key heads": Context(cp=4, rollouts=(WIDE,))}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", DEALT_TO_FOUR)
-def test_four_ranks_leave_the_gradients_of_one_process(name: str) -> None:
-    found = run_ranks(4, compared_dealt, DEALT_TO_FOUR[name])
-    assert any(each["dealt"] for each in found)
-    for each in found:
-        assert each["error"] < BAR and each["loss"] < BAR and each["scores"] < BAR, each
-
-
-def balanced_dealt(case: Balanced) -> dict[str, float]:
-    counts = always_deal()
-    found = balanced(case)
-    assert max(counts)
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["batch", "rollout, checkpointed", "recomputed", "data"])
-def test_router_losses_are_those_of_one_process(name: str) -> None:
-    for found in run_ranks(ROUTERS[name][0], balanced_dealt, ROUTERS[name][1]):
-        assert max(found.values()) < BAR, found
-
-
-def composed_dealt(folder: Path, case: Composed) -> dict[str, float]:
-    counts = always_deal()
-    found = composed(folder, case)
-    assert max(counts)
-    return found
-
-
-@needs_splits
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["tensor", "experts", "experts of context ranks, data"])
-def test_split_models_and_context_ranks(name: str, tmp_path: Path) -> None:
-    case = COMPOSED[name]
-    size = int(np.prod(list(case.sizes.values())))
-    for found in run_ranks(size, composed_dealt, case.split.save(tmp_path), case):
-        assert max(found.values()) < BAR, found
-
-
-def staged_dealt(folder: Path, case: stages.Case) -> dict[str, float]:
-    counts = always_deal()
-    found = stages.compared(folder, case)
-    assert max(counts)
-    return found
-
-
-@needs_splits
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["context", "context, two passes", "context, recomputed"])
-def test_stages_of_context_ranks(name: str, tmp_path: Path) -> None:
-    case = stages.CASES[name]
-    for found in run_ranks(case.size, staged_dealt, case.split.save(tmp_path), case, limit_s=120):
-        assert max(found.values()) < BAR, found
-
-
-def verified_dealt(context: Context) -> tuple[str, float, str]:
-    always_deal()
-    return verified(context)
-
-
-@pytest.mark.slow
-def test_verify_compares_with_ordinary_training() -> None:
-    for verdict, error, _ in run_ranks(2, verified_dealt, Context(rollouts=(branching(5, 5),))):
-        assert verdict == "passed" and error < BAR
+@pytest.mark.parametrize("name", ["context, rollout, checkpointed", "context, data"])
+def test_router_losses_are_those_of_one_process(name: str, tmp_path: Path) -> None:
+    routed = routers.CASES[name]
+    for found in on_ranks_of(routed.case, tmp_path, dealt, routers.compared, routed):
+        assert max(found["differences"].values()) < BAR and found["dealt"], found
 
 
 # The planner's choice
 # ------------------------------------------------------------
 
-LONG = Context(rollouts=(group(8, 8, 9, 40),), config=replace(DEEP, max_microbatch_tokens=512))
+LONG = of(rollouts=(group(8, 8, 9, 40),), config=replace(DEEP, max_microbatch_tokens=512))
 
 
-def chosen(context: Context, flops: float) -> tuple[dict[str, Any], str]:
+def chosen(folder: Path, case: Case, flops: float) -> tuple[dict[str, Any], str]:
     """A step at this price of a byte, and what its plan says; the plan serves again."""
     meters.EXCHANGE_FLOPS = flops
-    found, dealing = compared(context), ""
-    mesh, model = mesh_of(2), context.model()
-    policy = forkpoint.wrap(context.wrap(model, mesh), context.config, mesh=mesh)
-    batch = RolloutBatch(context.rollouts[0])
-    first = policy.forward_backward(batch, context.loss)
-    again = policy.forward_backward(batch, context.loss, plan=first.plan)
+    found, batch = compared(folder, case), RolloutBatch(case.rollouts[0])
+    policy, _ = on_rank(folder, case)
+    first = policy.forward_backward(batch, case.loss)
+    again = policy.forward_backward(batch, case.loss, plan=first.plan)
     assert again.loss == first.loss and again.plan.dealing == first.plan.dealing
-    alone = forkpoint.wrap(context.model(), context.config)
-    dealing = first.plan.dealing
+    alone = forkpoint.wrap(case.made(), case.config)
     if any(m.parts for m in first.plan.microbatches):
-        refusal = raised(lambda: alone.forward_backward(batch, context.loss, plan=first.plan))
+        refusal = said(lambda: alone.forward_backward(batch, case.loss, plan=first.plan))
         assert "this plan assigns leaves to 2 ranks" in refusal, refusal
-    return found, dealing
+    return found, first.plan.dealing
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "flops, taken", [(1e9, "leaves dealt out to ranks whole"), (0.0, "leaves run by heads")]
 )
-def test_plans_deal_leaves_where_sending_is_dear(flops: float, taken: str) -> None:
-    for found, dealing in run_ranks(2, chosen, LONG, flops):
+def test_plans_deal_leaves_where_sending_is_dear(flops: float, taken: str, tmp_path: Path) -> None:
+    for found, dealing in on_ranks_of(LONG, tmp_path, chosen, flops):
         assert found["error"] < BAR and found["loss"] < BAR and found["scores"] < BAR, found
         assert dealing.startswith(taken), dealing

@@ -2,14 +2,22 @@
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
-import test_context_parallel
+from cases_of_ranks import Case, check, named, over_replicas
 from processes import run_ranks
-from scenarios_of_ranks import BAR, DEEP, Scenario, compared, replicated, sharded
-from test_context_parallel import Context, over_replicas, through_logprobs
-from test_dealt_leaves import compared_dealt
+from scenarios_of_ranks import (
+    BAR,
+    DEEP,
+    Scenario,
+    compared,
+    replicated,
+    sharded,
+    through_logprobs,
+)
+from test_dealt_leaves import dealt
 from test_multimodal_ranks import by_blocks, qwen3_vl
 from torch import nn
 
@@ -94,44 +102,36 @@ def test_gradients_are_those_of_one_process(name: str) -> None:
 
 
 def tower_over_all(model: Any, mesh: Any) -> nn.Module:
-    return by_blocks(model, mesh=mesh["dp", "cp"]._flatten("all"))
+    return by_blocks(model, mesh=mesh._flatten("data"))
 
 
-def dealt(family: str, rollouts: list[Rollout], **options: Any) -> Context:
-    return Context(make=partial(tiny_multimodal, family), rollouts=(rollouts,), **options)
+def in_parts(family: str, *rollouts: list[Rollout], **options: Any) -> Case:
+    return Case(make=partial(tiny_multimodal, family), rollouts=rollouts, cp=2, **options)
 
 
-FAMILIES = "qwen2_5_vl", "qwen3_vl", "qwen3_5", "mistral3", "internvl"
-DEALT = {
-    **{family: dealt(family, tool_tree(family)) for family in FAMILIES},
-    "video": dealt("qwen3_vl", videos("qwen3_vl"), wrap=over_replicas),
-    "equal tokens": dealt("qwen2_5_vl", equal_tokens("qwen2_5_vl"), wrap=over_replicas),
-    "text": dealt("qwen3_vl", TEXT[1]),
-    "log-probs": dealt("qwen3_vl", group("qwen3_vl"), step=through_logprobs),
-    "sharded tower, two passes": dealt(
-        "qwen3_vl", group("qwen3_vl"), wrap=tower_over_all, loss=GSPO(), steps=2
+PARTS = {
+    **{
+        family: in_parts(family, tool_tree(family))
+        for family in ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "mistral3", "internvl")
+    },
+    "video": in_parts("qwen3_vl", videos("qwen3_vl"), hold=over_replicas),
+    "equal tokens": in_parts("qwen2_5_vl", equal_tokens("qwen2_5_vl"), hold=over_replicas),
+    "text": in_parts("qwen3_vl", TEXT[1]),
+    "log-probs": in_parts("qwen3_vl", group("qwen3_vl"), step=through_logprobs),
+    "sharded tower, two passes": in_parts(
+        "qwen3_vl", group("qwen3_vl"), hold=tower_over_all, loss=GSPO(), steps=2
     ),
-    "the tower alone": dealt("qwen3_vl", tool_tree("qwen3_vl"), alone=frozen_text),
+    "the tower alone": in_parts("qwen3_vl", tool_tree("qwen3_vl"), alone=frozen_text),
+    "two batches": in_parts("qwen3_vl", *TEXT, hold=tower_over_all),
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", DEALT)
-def test_dealt_places_leave_the_gradients_of_one_process(name: str) -> None:
-    for found in run_ranks(2, test_context_parallel.compared, DEALT[name]):
-        assert max(found["error"], found["loss"], found["scores"]) < BAR, found
+@named(PARTS)
+def test_dealt_places_leave_the_gradients_of_one_process(name: str, tmp_path: Path) -> None:
+    check(PARTS[name], tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "mistral3"])
-def test_images_in_leaves_that_ranks_run_whole(name: str) -> None:
-    for found in run_ranks(2, compared_dealt, DEALT[name]):
-        assert max(found["error"], found["loss"], found["scores"]) < BAR and found["dealt"], found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("wrap", [tower_over_all, over_replicas])
-def test_dealt_places_of_two_batches(wrap: Any) -> None:
-    context = Context(make=qwen3_vl, rollouts=TEXT, wrap=wrap)
-    for found in run_ranks(4, test_context_parallel.compared, context):
-        assert max(found["error"], found["loss"], found["scores"]) < BAR, found
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "mistral3"])
+def test_images_in_leaves_that_ranks_run_whole(name: str, tmp_path: Path) -> None:
+    assert all(found["dealt"] for found in check(PARTS[name], tmp_path, dealt))

@@ -1,80 +1,178 @@
-"""`policy.verify` where several ranks hold the model."""
+"""`policy.verify` where several ranks hold the model, with and without a router loss."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, get_peft_model
+from cases_of_ranks import (
+    LATENT,
+    MIXTURE,
+    MOE,
+    Case,
+    on_rank,
+    on_ranks_of,
+    over_all,
+    over_both,
+    over_replicas,
+)
 from processes import run_ranks
 from scenarios_of_ranks import (
     EMPTY,
     UNEQUAL,
+    Failing,
     gradients,
     group,
-    hybrid_mesh,
     own_loss,
-    replicated,
     sharded,
 )
+from test_ranks import lora
+from test_router_ranks import COEFFICIENTS, Routed
+from test_split_models import adapted
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import forkpoint
-from forkpoint import Rollout, RolloutBatch
+from forkpoint import Config, Rollout, RolloutBatch
 from forkpoint.apps.replay.loop import replay
 from forkpoint.engine.objective import LossPart, MicrobatchLosses
-from forkpoint.errors import RankError, RolloutError, UnsupportedError
+from forkpoint.engine.routing import Routing
+from forkpoint.errors import ForkpointError, UnsupportedError
+from forkpoint.hosts.routers import WATCHED
 from forkpoint.hosts.torch_dist.copies import copy_in
-from forkpoint.losses import GRPO, GSPO, Loss
+from forkpoint.hosts.torch_dist.stages import StageLinks
+from forkpoint.hosts.transformers.tensor_parallel import TensorSplit
+from forkpoint.losses import GRPO, GSPO, Loss, RouterLoss
 from forkpoint.testing import tiny_model
+from forkpoint.verify.dense import DenseRouters
+from media_scenes import tool_tree
+from multimodal_models import tiny_multimodal
+from versions import needs_splits
 
-SINGLE = (tuple(group(4, 1, 9, 6)), tuple(group(5, 1, 9, 6)))
-"""Nothing that is shared."""
-
-
-def model(dtype: torch.dtype = torch.float64) -> nn.Module:
-    return tiny_model("qwen3", dtype=dtype).train()
-
-
-def adapted() -> nn.Module:
-    found = get_peft_model(model(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    for name, parameter in found.named_parameters():
-        if "lora_B" in name:  # zeros would leave the other factor without gradients
-            torch.nn.init.normal_(parameter, std=0.05)
-    return found
+ANY = Config(compile_blocks=False)
 
 
-def reported(policy: forkpoint.Policy, rollouts: list[Rollout], loss: Any) -> dict[str, Any]:
-    """Compare without changing gradients."""
+def of(*rollouts: list[Rollout], **changes: Any) -> Case:
+    given: dict[str, Any] = {"config": ANY, "loss": GRPO(), "rollouts": rollouts, **changes}
+    return Case(**given)
+
+
+def of_data(**changes: Any) -> Case:
+    return of(*UNEQUAL, **changes)
+
+
+def of_one(**changes: Any) -> Case:
+    return of(UNEQUAL[0], **changes)
+
+
+def half(whole: Any, _: Any) -> nn.Module:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return sharded(whole, mp_policy=policy)
+
+
+def in_hybrid_mesh(whole: Any, _: Any) -> nn.Module:
+    from scenarios_of_ranks import hybrid_mesh
+
+    return over_both(whole, hybrid_mesh())
+
+
+TP2: dict[str, Any] = {"options": {"tp_size": 2}}
+TP2_FSDP2 = {"tp_size": 2, "fsdp_size": 2}
+EXPERTS: dict[str, Any] = {"family": "qwen3_moe", "sizes": MOE}
+MIXED: dict[str, Any] = {"family": "qwen3_moe", "sizes": MIXTURE}
+FOUR_LAYERS = {"num_hidden_layers": 4}
+FEW = ([*group(0, 3, 12, 6), *group(1, 2, 9, 5)], group(2, 2, 9, 5))
+DDP_BATCH = Routed(of_data(hold=over_replicas, **MIXED))
+CASES: dict[str, Case | Routed] = {
+    "fully_shard": of_data(loss=GRPO(clip=0.2)),
+    "DDP": of_data(hold=over_replicas),
+    "a rank without rollouts": of(*EMPTY),
+    "a function under DDP": of_data(hold=over_replicas, loss=own_loss),
+    "two passes": of_data(loss=GSPO()),
+    "LoRA": of_data(make=lora),
+    "mixed precision": of_data(hold=half, dtype=torch.float32),
+    "HSDP": of(*UNEQUAL, *EMPTY, hold=in_hybrid_mesh),
+    "tensor": of_one(**TP2),
+    "tensor, float32": of_one(**TP2, dtype=torch.float32),
+    "tensor, LoRA, two passes": of_one(**TP2, around=adapted, loss=GSPO()),
+    "tensor, latent attention": of_one(**TP2, family="deepseek_v3", sizes=LATENT),
+    "tensor x data, fused": of_data(options=TP2_FSDP2, family="phi3", sizes={"pad_token_id": 0}),
+    "tensor x data x expert": of_data(options={**TP2_FSDP2, "ep_size": 4}, **EXPERTS),
+    "context, data": of_data(cp=2),
+    "context, LoRA, two passes": of_one(cp=2, make=lora, loss=GSPO()),
+    "stages, tied": of_one(pp=2, sizes={**FOUR_LAYERS, "tie_word_embeddings": True}),
+    "stages, tensor": of_one(pp=2, tp=2, sizes=FOUR_LAYERS),
+    "stages, data": of_data(pp=2, sizes=FOUR_LAYERS),
+    "stages, images": of(tool_tree("qwen3_vl"), pp=2, make=lambda: tiny_multimodal("qwen3_vl")),
+    "routers": Routed(of_data(**MIXED, loss=GSPO()), scope="lists"),
+    "routers, DDP": DDP_BATCH,
+    "routers, a rank without, rollout": Routed(of(*EMPTY, **MIXED), scope="rollout"),
+    "routers, gathered once": Routed(of_data(**MIXED, config=replace(ANY, gather="step"))),
+    "routers, tensor and expert": Routed(
+        of(FEW[0], options={"tp_size": 2, "ep_size": 2}, **EXPERTS), scope="lists"
+    ),
+    "routers, data and expert, rollout": Routed(
+        of(*FEW, options={"fsdp_size": 2, "ep_size": 2}, **EXPERTS),
+        scope="rollout",
+        last_token=False,
+    ),
+    "routers, stages of context": Routed(
+        of(FEW[0], pp=2, cp=2, family="qwen3_moe", sizes={**MIXTURE, **FOUR_LAYERS})
+    ),
+}
+
+
+def case_of(value: Case | Routed) -> Case:
+    return value if isinstance(value, Case) else value.case
+
+
+def reported(folder: Path, case: Case, routed: Routed | None = None) -> dict[str, Any]:
+    """Compare, without changing gradients."""
+    policy, place = on_rank(folder, case)
     model = policy.host.model
     for number, parameter in enumerate(model.parameters()):
         if parameter.requires_grad:
             parameter.grad = torch.full_like(parameter, float(number))
     before = {name: g.clone() for name, g in gradients(model).items() if g is not None}
-    report = policy.verify(RolloutBatch(rollouts), loss)
+    router = routed and routed.routers(place)[0]
+    report = policy.verify(RolloutBatch(case.rollouts[place]), case.loss, router=router)
     after = {name: g for name, g in gradients(model).items() if g is not None}
     assert list(after) == list(before)
     assert all(torch.equal(after[name], before[name]) for name in before)
+    assert not [m for m in model.modules() if WATCHED in vars(m)]
+    entries = [entry for plan in report.plans for entry in plan.worst]
     return {
         "verdict": report.verdict,
         "kinds": [plan.kind for plan in report.plans],
         "errors": [plan.shared_error for plan in report.plans],
         "dense": report.dense_error,
-        "norms": [error.norm for plan in report.plans for error in plan.worst],
+        "norms": [entry.norm for entry in entries],
         "counts": [(plan.counts.logical_tokens, plan.counts.shares) for plan in report.plans],
         "given": report.logical_tokens,
+        "router loss": [abs(plan.router_loss_difference or 0.0) for plan in report.plans],
+        "gates": [entry.excess for entry in entries if "mlp.gate.weight" in entry.name],
     }
 
 
-def verified(wrap: Any, make: Any, loss: Any, rollouts: Any) -> dict[str, Any]:
-    torch.manual_seed(0)
-    return reported(forkpoint.wrap(wrap(make())), rollouts[dist.get_rank()], loss)
-
-
-def check(found: list[dict[str, Any]], rollouts: Any) -> None:
-    given = sum(len(r.token_ids) for part in rollouts for r in part)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name,
+            marks=[
+                *([] if name == "fully_shard" else [pytest.mark.slow]),
+                *([needs_splits] if case_of(value).splits else []),
+            ],
+        )
+        for name, value in CASES.items()
+    ],
+)
+def test_ranks_verify_together(name: str, tmp_path: Path) -> None:
+    value, case = CASES[name], case_of(CASES[name])
+    found = on_ranks_of(case, tmp_path, reported, value if isinstance(value, Routed) else None)
+    given = sum(len(r.token_ids) for part in case.rollouts for r in part)
     for each in found:
         assert each["verdict"] == "passed", each
         assert each["kinds"][:2] == ["within", "across"]
@@ -83,75 +181,110 @@ def check(found: list[dict[str, Any]], rollouts: Any) -> None:
         # The planner's choice for so small a model may be dense.
         assert all(shares for _, shares in each["counts"][:2])
         assert max(each["norms"]) > 0
-        for name in ("errors", "dense", "norms"):
-            assert each[name] == pytest.approx(found[0][name], rel=1e-12)
+        if case.pp > 1:  # of all stages
+            whole = len(list(case.made().parameters()))
+            assert len(each["norms"]) == whole * len(each["kinds"])
+        if case.dtype == torch.float64:
+            assert max(*each["errors"], *each["router loss"]) < 1e-10
+        for key in ("errors", "dense", "norms"):
+            assert each[key] == pytest.approx(found[0][key], rel=1e-9, abs=1e-13)
+        if isinstance(value, Routed):
+            assert len(each["gates"]) >= 2 * len(each["kinds"])
+    assert name != "mixed precision" or found[0]["dense"] > 1e-4
 
 
-@pytest.mark.parametrize("wrap", [sharded, pytest.param(replicated, marks=pytest.mark.slow)])
-def test_ranks_verify_together(wrap: Any) -> None:
-    found = run_ranks(2, verified, wrap, model, GRPO(clip=0.2), UNEQUAL)
-    check(found, UNEQUAL)
-    assert max(found[0]["errors"]) < 1e-10
+# What is wrong on one rank fails on all
+# ------------------------------------------------------------
 
 
-def half(whole: nn.Module) -> nn.Module:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return sharded(whole, mp_policy=policy)
+def louder_losses() -> None:
+    """Gradients of losses are a little too large."""
+    own = MicrobatchLosses._differentiated
+
+    def louder(self: MicrobatchLosses, *args: Any, **kwargs: Any) -> LossPart:
+        part = own(self, *args, **kwargs)
+        return replace(part, gradients={n: 1.000001 * g for n, g in part.gradients.items()})
+
+    MicrobatchLosses._differentiated = louder  # type: ignore[method-assign]
 
 
-def on_both(whole: nn.Module) -> nn.Module:
-    return sharded(whole, mesh=hybrid_mesh())
+def louder_routers() -> None:
+    """The gradient of the router loss is, and its value is exact."""
+    own = Routing.root
+    Routing.root = lambda self, instruction, inputs, scale: own(  # type: ignore[method-assign]
+        self, instruction, inputs, 1.00001 * scale
+    )
 
 
-CASES = {
-    "a rank without rollouts": (2, sharded, model, GRPO(), EMPTY),
-    "a function under DDP": (2, replicated, model, own_loss, UNEQUAL),
-    "two passes": (2, sharded, model, GSPO(), UNEQUAL),
-    "LoRA": (2, sharded, adapted, GRPO(), UNEQUAL),
-    "mixed precision": (2, half, lambda: model(torch.float32), GRPO(), UNEQUAL),
-    "HSDP": (4, on_both, model, GRPO(), (*UNEQUAL, *EMPTY)),
+def nothing_comes_back() -> None:
+    """Stages get zeros as gradients of what they have sent."""
+    send = StageLinks._send
+
+    def nothing(self: StageLinks, tensor: Tensor, *to: Any) -> None:
+        send(self, tensor * (to[0] > self.stage.index), *to)
+
+    StageLinks._send = nothing  # type: ignore[method-assign]
+
+
+def summed_in_every_backward() -> None:
+    """As transformers sums gradients of replicated norms."""
+    TensorSplit.enter = lambda self, changes, blocks, whole: None  # type: ignore[method-assign]
+    TensorSplit.deferred_params = lambda self, parameters: []  # type: ignore[method-assign]
+
+
+def counted_alone() -> None:
+    """Ordinary training counts this rank's rollouts alone."""
+    DenseRouters.counted = lambda self: None  # type: ignore[method-assign]
+
+
+FAULTS: dict[Any, tuple[Case | Routed, int | None]] = {
+    louder_losses: (CASES["fully_shard"], 1),
+    louder_routers: (DDP_BATCH, 1),
+    nothing_comes_back: (CASES["stages, tied"], None),
+    summed_in_every_backward: (CASES["tensor"], None),
+    counted_alone: (DDP_BATCH, None),
 }
+"""With the rank that has it, or None."""
 
 
+def with_fault(folder: Path, case: Case, routed: Routed | None, fault: Any, on: Any) -> Any:
+    if on is None or dist.get_rank() == on:
+        fault()
+    return reported(folder, case, routed)
+
+
+@needs_splits
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_ranks_verify_in_every_way(case: str) -> None:
-    size, *work, rollouts = CASES[case]
-    found = run_ranks(size, verified, *work, rollouts)
-    check(found, rollouts)
-    if case == "mixed precision":
-        assert found[0]["dense"] > 1e-4
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_fail_on_all_ranks(fault: Any, tmp_path: Path) -> None:
+    value, on = FAULTS[fault]
+    routed = value if isinstance(value, Routed) else None
+    for each in on_ranks_of(case_of(value), tmp_path, with_fault, routed, fault, on):
+        assert each["verdict"] == "failed"
+        if fault is louder_routers:
+            assert max(each["router loss"]) < 1e-10 and min(each["gates"]) > 1e3
+        if fault is counted_alone:
+            assert min(each["router loss"]) > 1e-3
 
 
-def sabotaged(wrap: Any) -> str:
-    """The gradients of one rank's backwards, a little too large."""
-    if dist.get_rank() == 1:
-        own = MicrobatchLosses._differentiated
-
-        def louder(self: MicrobatchLosses, *args: Any, **kwargs: Any) -> LossPart:
-            part = own(self, *args, **kwargs)
-            return replace(part, gradients={n: 1.000001 * g for n, g in part.gradients.items()})
-
-        MicrobatchLosses._differentiated = louder  # type: ignore[method-assign]
-    policy = forkpoint.wrap(wrap(model()))
-    return policy.verify(RolloutBatch(UNEQUAL[dist.get_rank()]), GRPO()).verdict
+SINGLE = of(group(4, 1, 9, 6), group(5, 1, 9, 6))
+"""Nothing that is shared."""
 
 
-@pytest.mark.slow
-def test_an_error_on_one_rank_fails_on_all() -> None:
-    assert run_ranks(2, sabotaged, sharded) == ["failed", "failed"]
-
-
-def nothing() -> tuple[str, str]:
-    policy = forkpoint.wrap(sharded(model()))
-    report = policy.verify(RolloutBatch(SINGLE[dist.get_rank()]), GRPO())
+def nothing(folder: Path, case: Case) -> tuple[str, str]:
+    policy, place = on_rank(folder, case)
+    report = policy.verify(RolloutBatch(case.rollouts[place]), GRPO())
     return report.verdict, report.reason or ""
 
 
-def test_ranks_that_share_nothing_have_nothing_to_verify() -> None:
-    for verdict, reason in run_ranks(2, nothing):
+def test_ranks_that_share_nothing_have_nothing_to_verify(tmp_path: Path) -> None:
+    for verdict, reason in on_ranks_of(SINGLE, tmp_path, nothing):
         assert verdict == "nothing to verify"
         assert "no two rollouts" in reason
+
+
+# What is refused, and ranks that fail
+# ------------------------------------------------------------
 
 
 class OfAll(Loss):
@@ -162,38 +295,107 @@ class OfAll(Loss):
         return batch.trained(outputs.logprobs).sum() ** 2
 
 
-def refused() -> list[str]:
-    rank = dist.get_rank()
-    policy = forkpoint.wrap(sharded(model(torch.float32)))
-    good = UNEQUAL[rank]
-    found = []
+def answer(policy: forkpoint.Policy, rollouts: list[Rollout], loss: Any, **options: Any) -> str:
+    """A verdict, or an error."""
     try:
-        policy.verify(RolloutBatch(good), OfAll())
-    except UnsupportedError as error:
-        found.append(str(error))
+        return policy.verify(RolloutBatch(rollouts), loss, **options).verdict
+    except (ForkpointError, ZeroDivisionError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def refused(folder: Path, case: Case) -> list[str]:
+    (policy, rank), good = on_rank(folder, case), UNEQUAL[dist.get_rank()]
     # Beyond float32, on one rank.
     bad = [replace(rollout, advantage=1e300) for rollout in good] if rank == 1 else good
-    try:
-        policy.verify(RolloutBatch(bad), GRPO())
-    except (RolloutError, RankError) as error:
-        found.append(f"{type(error).__name__}: {error}")
-    found.append(policy.verify(RolloutBatch(good), GRPO()).verdict)
+    given = ((good, OfAll()), (bad, GRPO()), (good, Failing()), (good, GRPO()))
+    return [answer(policy, rollouts, loss) for rollouts, loss in given]
+
+
+@pytest.mark.slow
+def test_what_cannot_be_verified_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    first, second = on_ranks_of(of_data(dtype=torch.float32), tmp_path, refused)
+    for coupled, *_, verdict in (first, second):
+        assert "across_ranks" in coupled and verdict == "passed"
+    assert first[1].startswith("RankError: rank 1 cannot compare") and "1e+300" in first[1]
+    assert second[1].startswith("RolloutError")
+    assert first[2].startswith("RankError: rank 1 cannot compare") and "of the test" in first[2]
+    assert second[2] == "ZeroDivisionError: of the test"
+
+
+def refused_of_one_copy(folder: Path, case: Case) -> list[str]:
+    policy, rank = on_rank(folder, case).policy, dist.get_rank()
+    rollouts = case.rollouts[0]
+    other = [replace(rollouts[0], advantage=9.0), *rollouts[1:]] if rank else rollouts
+    bad = [replace(rollouts[0], token_ids=rollouts[0].token_ids + 10**6 * rank)]
+    return [answer(policy, given, GRPO()) for given in (other, UNEQUAL[rank], bad, rollouts)]
+
+
+@needs_splits
+@pytest.mark.slow
+def test_ranks_of_one_copy_have_one_batch_to_verify(tmp_path: Path) -> None:
+    for rank, found in enumerate(on_ranks_of(of_one(**TP2), tmp_path, refused_of_one_copy)):
+        for text in found[:2]:
+            assert text.startswith("RankError: ranks 0 and 1 hold one copy"), found
+            assert "different batches" in text
+        kind = "RolloutError" if rank else "RankError: rank 1 cannot compare"
+        assert found[2].startswith(kind), found
+        assert found[3] == "passed"
+
+
+def refused_routers(folder: Path, case: Case) -> list[str]:
+    (policy, rank), router = on_rank(folder, case), RouterLoss(**COEFFICIENTS)
+    lists = RouterLoss(scope=[[0]], **COEFFICIENTS)
+    calls = (
+        (GRPO(), router if rank else None),
+        (GRPO(), replace(router, z=0.1 + rank)),
+        (own_loss, router),
+        (GRPO(), lists if rank else replace(router, scope="rollout")),
+        (GRPO(), router),
+    )
+    return [answer(policy, UNEQUAL[rank], loss, router=given) for loss, given in calls]
+
+
+@pytest.mark.slow
+def test_ranks_verify_one_router_loss(tmp_path: Path) -> None:
+    for rank, found in enumerate(on_ranks_of(of_data(**MIXED), tmp_path, refused_routers)):
+        missing, other, own, lists, passed = found
+        for text in (missing, other):
+            assert text.startswith("RankError: the ranks do not verify the same router loss"), found
+        assert "rank 0: no router" in missing
+        assert own.startswith("UnsupportedError: router= was given with a loss that is a function")
+        kind = "ConfigError: scope of RouterLoss" if rank else "RankError: rank 1 cannot compare"
+        assert lists.startswith(kind), found
+        assert passed == "passed"
+
+
+def failing_around_counts(folder: Path, case: Case, moment: str) -> list[str]:
+    """One rank fails before it has given its counts, or after; then a comparison works."""
+    (policy, rank), router = on_rank(folder, case), RouterLoss(**COEFFICIENTS)
+    own = getattr(DenseRouters, moment)
+
+    def fail(self: DenseRouters, *args: Any) -> Any:
+        raise ZeroDivisionError("of the test")
+
+    found = []
+    for method in (fail if rank == 1 else own, own):
+        setattr(DenseRouters, moment, method)
+        found.append(answer(policy, UNEQUAL[rank], GRPO(), router=router))
     return found
 
 
 @pytest.mark.slow
-def test_what_cannot_be_verified_is_refused_on_all_ranks() -> None:
-    first, second = run_ranks(2, refused)
-    for coupled, _, verdict in (first, second):
-        assert "across_ranks" in coupled and verdict == "passed"
-    assert first[1].startswith("RankError: rank 1 cannot compare") and "1e+300" in first[1]
-    assert second[1].startswith("RolloutError")
+@pytest.mark.parametrize("moment", ["count", "term"])
+def test_a_rank_that_fails_around_the_counts_ends_both(moment: str, tmp_path: Path) -> None:
+    first, second = on_ranks_of(DDP_BATCH.case, tmp_path, failing_around_counts, moment)
+    assert first[0].startswith("RankError: rank 1 cannot compare"), first
+    assert "of the test" in first[0] and second[0] == "ZeroDivisionError: of the test"
+    assert first[1] == second[1] == "passed"
 
 
 def copied() -> tuple[list[str], bool]:
-    whole, other = model(), model()
+    whole, other = (tiny_model("qwen3", dtype=torch.float64).train() for _ in range(2))
     handle = whole.model.layers[0].register_forward_hook(lambda *_: None)  # type: ignore[union-attr]
-    parts = sharded(whole)
+    parts = over_all(whole, None)
     twin, blocks = copy_in(parts, parts.model.layers, torch.float64, streamed=False)  # type: ignore[union-attr]
     assert list(blocks) == list(twin.model.layers)  # type: ignore[union-attr]
     handle.remove()

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from cases_of_ranks import MOE, Case
 from processes import run_ranks
 from scenarios_of_ranks import BAR, DEEP, UNEQUAL, Failing, distance, gradients, said
-from split_models import MOE, Split, load
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -20,13 +20,14 @@ from forkpoint.losses import GRPO
 from versions import needs_splits
 
 pytestmark = needs_splits
-SPLIT = Split()
+TP2 = {"tp_size": 2}
+SPLIT = Case(options=TP2)
 
 
 def afterwards(policy: forkpoint.Policy, folder: Path) -> float:
     """Whether the next step works: its distance from one process."""
     policy.forward_backward(RolloutBatch(UNEQUAL[0]), GRPO())
-    alone = forkpoint.wrap(load(folder, SPLIT), DEEP)
+    alone = forkpoint.wrap(SPLIT.model(folder, None), DEEP)
     alone.forward_backward(RolloutBatch(UNEQUAL[0]), GRPO())
     found, wanted = gradients(policy.host.model), gradients(alone.host.model)
     return distance(found, wanted, list(wanted))
@@ -64,7 +65,7 @@ def replaced(rollout: forkpoint.Rollout, **changes: Any) -> forkpoint.Rollout:
 
 
 def refused_calls(folder: Path) -> tuple[dict[str, str], list[str], float]:
-    policy = forkpoint.wrap(load(folder, SPLIT, tp_size=2), DEEP)
+    policy = forkpoint.wrap(SPLIT.model(folder, None, tp_size=2), DEEP)
     found, touched = {}, []
     for name, call in different().items():
         found[name] = said(lambda call=call: call(policy))
@@ -96,8 +97,8 @@ def test_ranks_of_one_copy_have_the_same_batch(tmp_path: Path) -> None:
 def restored(folder: Path) -> tuple[str, str, float]:
     """A step fails after gradients of an earlier one were there."""
     config = replace(DEEP, restore_grads=True)
-    policy = forkpoint.wrap(load(folder, SPLIT, tp_size=2), config)
-    cleared = forkpoint.wrap(load(folder, SPLIT, tp_size=2), DEEP)
+    policy = forkpoint.wrap(SPLIT.model(folder, None, tp_size=2), config)
+    cleared = forkpoint.wrap(SPLIT.model(folder, None, tp_size=2), DEEP)
     batch = RolloutBatch(UNEQUAL[0])
     for each in (policy, cleared):
         each.forward_backward(batch, GRPO())
@@ -122,27 +123,27 @@ def test_a_failed_step_puts_back_all_gradients_or_none(tmp_path: Path) -> None:
 def refused_models(folder: Path) -> dict[str, str]:
     def attempt(**options: Any) -> Callable[[], object]:
         given = {"tp_size": 2, **options}
-        return lambda: forkpoint.wrap(load(folder, SPLIT, **given), DEEP)
+        return lambda: forkpoint.wrap(SPLIT.model(folder, None, **given), DEEP)
 
     def compiled() -> None:
         config = replace(DEEP, compile_blocks=True)
-        forkpoint.wrap(load(folder, SPLIT, tp_size=2), config)
+        forkpoint.wrap(SPLIT.model(folder, None, tp_size=2), config)
 
     def replicas() -> None:
         forkpoint.wrap(
-            DistributedDataParallel(load(folder, SPLIT, tp_size=2), init_sync=False), DEEP
+            DistributedDataParallel(SPLIT.model(folder, None, tp_size=2), init_sync=False), DEEP
         )
 
     def other_mesh() -> None:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("extra",))
-        forkpoint.wrap(load(folder, SPLIT), DEEP, mesh=mesh)
+        forkpoint.wrap(SPLIT.model(folder, None), DEEP, mesh=mesh)
 
     def nameless_mesh() -> None:
         mesh = init_device_mesh("cpu", (2,))
-        forkpoint.wrap(load(folder, SPLIT, tp_size=2), DEEP, mesh=mesh)
+        forkpoint.wrap(SPLIT.model(folder, None, tp_size=2), DEEP, mesh=mesh)
 
     def same_mesh() -> None:
-        model = load(folder, SPLIT, tp_size=2)
+        model = SPLIT.model(folder, None, tp_size=2)
         forkpoint.wrap(model, DEEP, mesh=model._device_mesh)
 
     plan = {"model.norm": "sequence_parallel"}
@@ -170,9 +171,9 @@ def test_what_is_not_exact_is_refused_by_name(tmp_path: Path) -> None:
         assert "SequenceParallel" in found["sequence"]
 
 
-def local_plans(folder: Path, split: Split) -> list[int]:
-    shape = forkpoint.wrap(load(folder, split, tp_size=2), DEEP).host.shape
-    whole = forkpoint.wrap(load(folder, split), DEEP).host.shape
+def local_plans(folder: Path, case: Case) -> list[int]:
+    shape = forkpoint.wrap(case.model(folder, None, tp_size=2), DEEP).host.shape
+    whole = forkpoint.wrap(case.model(folder, None), DEEP).host.shape
     sizes = [(shape.heads, whole.heads), (shape.kv_heads, whole.kv_heads)]
     sizes += [(shape.intermediate, whole.intermediate), (shape.vocab, whole.vocab + 1)]
     sizes.append((shape.boundary_bytes_per_token, whole.boundary_bytes_per_token))
@@ -180,7 +181,9 @@ def local_plans(folder: Path, split: Split) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("split", [Split(), Split(family="qwen3_moe", sizes=MOE)], ids=["", "moe"])
-def test_plans_count_this_rank_s_heads(tmp_path: Path, split: Split) -> None:
-    for found in run_ranks(2, local_plans, split.save(tmp_path), split):
+@pytest.mark.parametrize(
+    "case", [SPLIT, Case(family="qwen3_moe", sizes=MOE, options=TP2)], ids=["", "moe"]
+)
+def test_plans_count_this_rank_s_heads(tmp_path: Path, case: Case) -> None:
+    for found in run_ranks(2, local_plans, case.save(tmp_path), case):
         assert found == [0, 0, 0, 0, 0]

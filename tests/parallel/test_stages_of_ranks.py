@@ -1,96 +1,61 @@
-"""Stages of a pipeline leave the gradients of one process."""
+"""Stages of a pipeline, alone and of data, context, tensor and expert ranks, leave the gradients of
+one process."""
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from cases_of_ranks import MIXTURE, Case, check, named, over_replicas
 from peft import LoraConfig
 from processes import RankFailed, run_ranks
-from scenarios_of_ranks import BAR, DEEP, HOSTED, group, own_loss, through_logprobs, tree
-from test_ranks import checkpointed, frozen_but, pairs
+from scenarios_of_ranks import (
+    DEEP,
+    EMPTY,
+    HOSTED,
+    UNEQUAL,
+    group,
+    own_loss,
+    replicated,
+    said,
+    sharded,
+    through_logprobs,
+    tree,
+)
+from test_ranks import checkpointed, critic, frozen_but, valued
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import forkpoint
-from forkpoint import Config, Rollout, RolloutBatch
-from forkpoint.engine.changes import Changes
-from forkpoint.errors import ForkpointError
-from forkpoint.hosts.torch_dist.stages import StageLinks, StageRanks
-from forkpoint.hosts.transformers.stock import lift_upcasts
-from forkpoint.losses import DPO, GRPO, GSPO, ValueLoss
+from forkpoint import Config, RolloutBatch
+from forkpoint.errors import ConfigError, ForkpointError, UnsupportedError
+from forkpoint.hosts.torch_dist.stages import StageLinks
+from forkpoint.losses import GRPO, GSPO, ValueLoss
 from forkpoint.parallel import watch
-from forkpoint.testing import tiny_model
-from lanes import slow_besides
+from forkpoint.plan import stage_sizes
+from forkpoint.plan.pipeline import order_stages
+from forkpoint.plan.pricing import meters
+from forkpoint.testing import ReadOnlyHook, tiny_model
+from versions import needs_splits
 
 ROLLOUTS = [*tree(3, 4), *group(0, 8, 20, 8), *group(1, 5, 14, 9)]
 
 
-@dataclass(frozen=True)
-class Case:
-    stages: int = 2
-    sizes: dict[str, Any] = field(default_factory=lambda: {"num_hidden_layers": 4})
-    config: Config = DEEP
-    rollouts: list[Rollout] = field(default_factory=lambda: ROLLOUTS)
-    loss: Any = field(default_factory=lambda: GRPO(clip=0.2))
-    critic: bool = False
-    make: Callable[[], Any] | None = None
-    """The model, where it is another than the tiny one of these sizes."""
-    steps: int = 1
-    step: Callable[[forkpoint.Policy, RolloutBatch, Any], float] | None = None
-    alone: Callable[[Any], object] = lambda model: None
+def of(*, layers: int = 4, sizes: Any = None, **changes: Any) -> Case:
+    """Two stages, of a model of four layers, unless others are said."""
+    given: dict[str, Any] = {"pp": 2, "rollouts": (ROLLOUTS,), **changes}
+    return Case(sizes={"num_hidden_layers": layers, **(sizes or {})}, **given)
 
 
-def mesh_of(stages: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (stages,), mesh_dim_names=("pp",))
+def of_data(**changes: Any) -> Case:
+    return of(**{"rollouts": UNEQUAL, **changes})
 
 
-def run(policy: forkpoint.Policy, batch: RolloutBatch, case: Case) -> float:
-    if case.step is not None:
-        return case.step(policy, batch, case.loss)
-    return policy.forward_backward(batch, case.loss).loss
-
-
-def compared(case: Case) -> dict[str, float]:
-    """Run the steps on this stage and in one process; differences of its own parameters."""
-    make = case.make or partial(
-        tiny_model, "qwen3", dtype=torch.float64, critic=case.critic, **case.sizes
-    )
-    models = [make() for _ in range(2)]
-    for model in models:
-        case.alone(model)
-    staged, other = models
-    batch = RolloutBatch(case.rollouts)
-    with Changes() as changes:
-        for model in models:
-            lift_upcasts(model, changes)
-        policy, alone = (
-            forkpoint.wrap(staged, case.config, mesh=mesh_of(case.stages)),
-            forkpoint.wrap(other, case.config),
-        )
-        losses, wanted = (
-            [run(each, batch, case) for _ in range(case.steps)] for each in (policy, alone)
-        )
-        scores = policy.score(batch, entropy=not case.critic).per_token
-        expected = alone.score(batch, entropy=not case.critic).per_token
-    whole = dict(other.named_parameters())
-    worst, own = 0.0, 0
-    for name, parameter in staged.named_parameters():
-        own += 1
-        found, true = parameter.grad, whole[name].grad
-        assert (found is None) == (true is None), name
-        if found is not None and true is not None:
-            worst = max(worst, float((found - true).norm() / max(float(true.norm()), 1e-30)))
-    return {
-        "gradients": worst,
-        "loss": max(abs(a - b) for a, b in zip(losses, wanted, strict=True)),
-        "scores": max(float((x - expected[n]).abs().max()) for n, x in scores.items()),
-        "own": own / len(whole),
-    }
+def of_split(**changes: Any) -> Case:
+    return of(**{"rollouts": UNEQUAL[:1], **changes})
 
 
 def adapted(model: Any) -> None:
@@ -98,56 +63,108 @@ def adapted(model: Any) -> None:
     model.add_adapter(LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
 
 
-def valued(seed: int, count: int) -> list[Rollout]:
-    return [
-        replace(r, returns=np.ones(len(r.token_ids)) * 0.3, old_values=np.zeros(len(r.token_ids)))
-        for r in group(seed, count, 20, 8)
-    ]
-
-
+TIED = {"tie_word_embeddings": True}
+RECOMPUTED = replace(DEEP, activations="recompute")
+EXPERTS: dict[str, Any] = {"family": "qwen3_moe", "sizes": MIXTURE}
 CASES: dict[str, Case] = {
-    "two": Case(),
-    "four": Case(stages=4),
-    "two passes": Case(loss=GSPO()),
-    "tied": Case(sizes={"num_hidden_layers": 4, "tie_word_embeddings": True}),
-    "tied, four": Case(stages=4, sizes={"num_hidden_layers": 4, "tie_word_embeddings": True}),
-    "recomputed": Case(config=replace(DEEP, activations="recompute")),
-    "offloaded": Case(config=replace(DEEP, activations="offload")),
-    "hosted": Case(config=HOSTED),
-    "full checkpoints": Case(config=replace(DEEP, checkpointing="full")),
-    "selective checkpoints": Case(config=replace(DEEP, checkpointing="selective")),
-    "own checkpoints": Case(alone=checkpointed),
-    "accumulated": Case(steps=3),
-    "first frozen": Case(alone=frozen_but(3)),
-    "last frozen": Case(alone=frozen_but(0)),
-    "middle alone": Case(stages=4, alone=frozen_but(1)),
-    "logprobs": Case(step=through_logprobs),
-    "a function": Case(loss=own_loss),
-    "pairs": Case(loss=DPO(), rollouts=pairs(0, 4)),
-    "adapters": Case(alone=adapted),
-    "no sharing": Case(config=Config(sharing="none")),
-    "within": Case(config=Config(sharing="tree", boundary="within")),
-    "mixed": Case(config=replace(DEEP, boundary="mixed")),
-    "float32 sums": Case(config=replace(DEEP, grad_accumulation_dtype="float32")),
-    "values": Case(loss=ValueLoss(), rollouts=valued(0, 9), critic=True),
+    "two passes": of(loss=GSPO()),
+    "four": of(pp=4),
+    "tied, four": of(pp=4, sizes=TIED),
+    "recomputed": of(config=RECOMPUTED),
+    "hosted": of(config=HOSTED),
+    "own checkpoints": of(alone=checkpointed),
+    "accumulated": of(steps=3),
+    "first frozen": of(alone=frozen_but(3)),
+    "last frozen": of(alone=frozen_but(0)),
+    "middle alone": of(pp=4, alone=frozen_but(1)),
+    "logprobs": of(step=through_logprobs),
+    "a function": of(loss=own_loss),
+    "adapters": of(alone=adapted),
+    "no sharing": of(config=Config(sharing="none")),
+    "within": of(config=Config(sharing="tree", boundary="within")),
+    "mixed": of(config=replace(DEEP, boundary="mixed")),
+    "float32 sums": of(config=replace(DEEP, grad_accumulation_dtype="float32")),
+    "values": of(make=critic, loss=ValueLoss(), rollouts=(valued(group(0, 9, 20, 8)),)),
+    "data": of_data(loss=GSPO()),
+    "data, replicated": of_data(hold=over_replicas),
+    "data, a rank without rollouts": of_data(rollouts=EMPTY),
+    "data, replicated, a rank without rollouts": of_data(
+        hold=over_replicas, rollouts=EMPTY, loss=GSPO()
+    ),
+    "data, tied, three stages": of_data(pp=3, sizes=TIED),
+    "data, replicated, tied": of_data(hold=over_replicas, sizes=TIED),
+    "data, hosted": of_data(config=HOSTED),
+    "data, accumulated": of_data(steps=2),
+    "data, a function": of_data(loss=own_loss),
+    "data, replicated, a function": of_data(hold=over_replicas, loss=own_loss),
+    "context": of_split(cp=2),
+    "context, replicated": of_split(cp=2, hold=over_replicas),
+    "context, two passes": of_split(cp=2, loss=GSPO()),
+    "context, tied": of_split(cp=2, sizes=TIED),
+    "context, experts": of_split(cp=2, **EXPERTS),
+    "context, recomputed": of_split(cp=2, config=RECOMPUTED),
+    "tensor, two passes": of_split(tp=2, loss=GSPO()),
+    "tensor, tied": of_split(tp=2, sizes=TIED),
+    "tensor, recomputed": of_split(tp=2, config=RECOMPUTED),
+    "tensor, experts": of_split(tp=2, **EXPERTS),
+    "experts": of_split(tp=2, ep=2, **EXPERTS),
+    "tensor, three stages": of_split(tp=2, pp=3),
+    "loaded in stages": of_split(options={"tp_size": 1, "pp_size": 3}, mesh={"pp": 3}, pp=3),
+    "loaded in stages, tied": of_split(
+        options={"tp_size": 1, "pp_size": 2}, mesh={"pp": 2}, sizes=TIED
+    ),
+    "context and tensor": of_split(cp=2, tp=2),
+    "data and tensor": of_data(tp=2),
+    "data and context": of_data(cp=2),
+    "context and experts": of_split(cp=2, tp=2, ep=2, **EXPERTS),
 }
 
 
-KEPT = ("two passes",)
+@named(CASES, "two passes")
+def test_stages(name: str, tmp_path: Path) -> None:
+    for found in check(CASES[name], tmp_path):
+        assert found["held"] < 0.7  # of the parameters
 
 
-@pytest.mark.parametrize("name", slow_besides(KEPT, CASES))
-def test_stages(name: str) -> None:
-    case = CASES[name]
-    for found in run_ranks(case.stages, compared, case):
-        assert max(found["gradients"], found["loss"], found["scores"]) < BAR, found
-        assert found["own"] < 0.7  # of the parameters
+SIZED = Config(sharing="tree")
+SHORTER: dict[str, Case] = {
+    "four stages": of_split(config=SIZED, pp=4),
+    "two passes": of_split(config=SIZED, loss=GSPO()),
+    "unequal data ranks": of_data(config=SIZED),
+    "a rank without rollouts": of_data(config=SIZED, rollouts=EMPTY),
+    "within a budget": of_data(config=replace(SIZED, memory_budget="250KB")),
+}
+
+
+@named(SHORTER)
+def test_shorter_microbatches_fill_stages(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks agree on microbatches that are shorter than those of one device, where a tiny model
+    costs as much as its tokens."""
+    for nothing in ("HOST_BLOCK_MS", "EFFICIENT_TOKENS", "ROW_TOKENS"):
+        monkeypatch.setattr(meters, nothing, 0)
+    case = SHORTER[name]
+    found = [each["tokens"] for each in check(case, tmp_path)]
+    data = len(case.rollouts)
+    assert all(len({*found[n::data]}) == 1 for n in range(data)), "of one data rank"
+    assert min(found) < 128, found
+
+
+def mesh_of(stages: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (stages,), mesh_dim_names=("pp",))
+
+
+def made() -> Any:
+    return tiny_model("qwen3", dtype=torch.float64, num_hidden_layers=4)
+
+
+def stepped(policy: forkpoint.Policy) -> Any:
+    return policy.forward_backward(RolloutBatch(ROLLOUTS), GRPO())
 
 
 def events() -> tuple[str, ...]:
-    model = tiny_model("qwen3", dtype=torch.float64, num_hidden_layers=4)
-    policy = forkpoint.wrap(model, DEEP, mesh=mesh_of(2))
-    return policy.forward_backward(RolloutBatch(ROLLOUTS), GRPO()).events
+    return stepped(forkpoint.wrap(made(), DEEP, mesh=mesh_of(2))).events
 
 
 def test_each_stage_has_an_order_of_its_own() -> None:
@@ -162,25 +179,9 @@ def test_each_stage_has_an_order_of_its_own() -> None:
 
 
 @pytest.mark.slow
-def test_gradients_that_do_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    send = StageLinks._send
-
-    def nothing(self: StageLinks, tensor: torch.Tensor, *to: Any) -> None:
-        send(self, tensor * (to[0] > self.stage.index), *to)
-
-    monkeypatch.setattr(StageLinks, "_send", nothing)
-    first, second = run_ranks(2, compared, CASES["two"])
-    assert first["gradients"] > 0.1 and second["gradients"] < BAR
-
-
-@pytest.mark.slow
-def test_tied_weights_that_are_not_summed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StageRanks, "deferred_params", lambda self, parameters: [])
-    assert run_ranks(2, compared, CASES["tied"])[0]["gradients"] > 0.1
-
-
-@pytest.mark.slow
-def test_gradients_that_are_taken_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_that_are_taken_in_another_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Messages have no tags, so each is taken for the one that is expected."""
     roots = StageLinks.roots
 
@@ -191,26 +192,33 @@ def test_gradients_that_are_taken_in_another_order(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(StageLinks, "roots", swapped)
     with pytest.raises((AssertionError, RankFailed)):
-        test_stages("two")
+        check(of(), tmp_path)
+
+
+@pytest.mark.slow
+def test_orders_that_differ_between_data_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One data rank runs each backward as soon as it can, and the other the order of one device:
+    fully_shard gathers weights of other blocks than it takes them for."""
+
+    def own(work: Any, budget: Any) -> Any:
+        return order_stages(work, [0.0] * work.stages if dist.get_rank() % 2 else None)
+
+    monkeypatch.setattr(stage_sizes, "schedule_stages", own)
+    flat = tuple(group(seed, 9, 30, 20) for seed in (2, 3))
+    with pytest.raises((AssertionError, RankFailed)):
+        check(of_data(rollouts=flat, config=replace(DEEP, max_microbatch_tokens=32)), tmp_path)
 
 
 def refused(work: Callable[[Any], None]) -> str:
-    model = tiny_model("qwen3", dtype=torch.float64, num_hidden_layers=4)
-    policy = forkpoint.wrap(model, DEEP, mesh=mesh_of(2))
-    try:
-        work(policy)
-    except ForkpointError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def steps(policy: forkpoint.Policy) -> None:
-    policy.forward_backward(RolloutBatch(ROLLOUTS), GRPO())
+    policy = forkpoint.wrap(made(), DEEP, mesh=mesh_of(2))
+    return said(lambda: work(policy))
 
 
 def freezes(policy: forkpoint.Policy) -> None:
     policy.host.model.requires_grad_(False)
-    steps(policy)
+    stepped(policy)
 
 
 def calls(policy: forkpoint.Policy) -> None:
@@ -226,34 +234,30 @@ def test_the_sample_is_compared_through_the_stages(monkeypatch: pytest.MonkeyPat
         return None if hidden is None else hidden * 1.01
 
     monkeypatch.setattr(StageLinks, "receive", scaled)
-    for found in run_ranks(2, refused, steps):
+    for found in run_ranks(2, refused, stepped):
         assert "forkpoint's logprobs differ from the model's" in found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("work", "said"),
+    ("work", "text"),
     [
         (freezes, "no parameter of the model requires a gradient, on any stage"),
         (calls, "the model was called by itself, and this rank holds a stage of it"),
     ],
 )
-def test_what_is_refused(work: Any, said: str) -> None:
+def test_what_is_refused(work: Any, text: str) -> None:
     for found in run_ranks(2, refused, work):
-        assert found.startswith("UnsupportedError") and said in found
+        assert found.startswith("UnsupportedError") and text in found
 
 
 def wrapped_again() -> list[str]:
     """A model that holds a stage is wrapped with the same mesh again, and with others."""
-    model = tiny_model("qwen3", dtype=torch.float64, num_hidden_layers=4)
-    mesh, said = mesh_of(2), list[str]()
-    for options in ({"mesh": mesh}, {"mesh": mesh}, {}):
-        try:
-            steps(forkpoint.wrap(model, DEEP, **options))
-            said.append("")
-        except ForkpointError as error:
-            said.append(str(error))
-    return said
+    model, mesh = made(), mesh_of(2)
+    return [
+        said(lambda options=options: stepped(forkpoint.wrap(model, DEEP, **options)))
+        for options in ({"mesh": mesh}, {"mesh": mesh}, {})
+    ]
 
 
 @pytest.mark.slow
@@ -263,18 +267,59 @@ def test_models_that_hold_a_stage() -> None:
         assert "holds a stage of a pipeline" in alone and "mesh" in alone
 
 
+def held_before(hold: Any) -> list[str]:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "pp"))
+    data = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = hold(made())
+    with pytest.raises(ConfigError, match="no dimension 'pp'"):
+        forkpoint.cut(model, data)
+    return [
+        said(lambda: forkpoint.wrap(model, mesh=mesh)),
+        said(lambda: forkpoint.cut(model, mesh)),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hold", [sharded, replicated])
+def test_models_that_are_held_before_they_are_cut(hold: Any) -> None:
+    for first, second in run_ranks(2, held_before, hold):
+        assert "forkpoint.cut(model, mesh) first" in first
+        assert "Cut the whole model first" in second
+
+
+def loaded_otherwise(folder: Path, case: Case) -> list[str]:
+    """Messages for a model that transformers has cut, with a mesh of other stages or none."""
+    found = list[str]()
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    for mesh in (None, pairs):
+        model = case.model(folder, None, **case.options)
+        with pytest.raises(UnsupportedError) as error:
+            forkpoint.wrap(model, mesh=mesh)
+        found.append(str(error.value))
+    return found
+
+
+@needs_splits
+@pytest.mark.slow
+def test_layouts_that_are_not_those_of_the_mesh(tmp_path: Path) -> None:
+    case = of(options={"tp_size": 1, "pp_size": 4})
+    for rank, found in enumerate(run_ranks(4, loaded_otherwise, case.save(tmp_path), case)):
+        assert "wrap was given no mesh with the dimension 'pp'" in found[0]
+        assert f"and transformers has loaded stage {rank} of 4" in found[1]
+
+
 def fails(rank: int) -> str:
-    model: Any = tiny_model("qwen3", dtype=torch.float64, num_hidden_layers=4)
+    model = made()
     policy = forkpoint.wrap(model, replace(DEEP, self_check=False), mesh=mesh_of(2))
-    steps(policy)
+    stepped(policy)
 
     def hook(*_: Any) -> None:
         if dist.get_rank() == rank:
             raise MemoryError("of the test")
 
-    model.model.layers[3 * rank].register_forward_pre_hook(forkpoint.testing.ReadOnlyHook(hook))
+    model.model.layers[3 * rank].register_forward_pre_hook(ReadOnlyHook(hook))
     try:
-        steps(policy)
+        stepped(policy)
     except (MemoryError, ForkpointError) as error:
         time.sleep(4)  # the other rank ends meanwhile
         return str(error)
@@ -284,10 +329,8 @@ def fails(rank: int) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stage_that_fails_ends_the_others(
-    rank: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    quick: None, rank: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for name, seconds in (("GRACE_S", 1.0), ("DEAD_S", 4.0), ("BEAT_S", 0.5), ("POLL_S", 0.1)):
-        monkeypatch.setattr(watch, name, seconds)
     with pytest.raises(RankFailed) as failed:
         run_ranks(2, fails, rank)
     assert "killed after" not in str(failed.value)
