@@ -99,7 +99,7 @@ class Case:
     """By data rank."""
     steps: int = 1
     step: Callable[[forkpoint.Policy, RolloutBatch, Any], Any] = step
-    """What is called; returns statistics of a step, or a loss."""
+    """The call; returns statistics of a step, or a loss."""
     hold: Callable[[Any, DeviceMesh | None], nn.Module] = over_all
     pp: int = 1
     cp: int = 1
@@ -236,7 +236,9 @@ def compared(folder: Path, case: Case) -> dict[str, Any]:
         if not case.of_each_rank:
             parts, place = [RolloutBatch([r for part in case.rollouts for r in part])], 0
         for _ in range(case.steps):
-            wanted = [loss_of(case.step(alone, part, case.loss)) for part in parts]
+            wanted = [
+                loss_of(case.step(alone, part, case.loss)) if len(part) else 0.0 for part in parts
+            ]
         for parameter in alone.host.model.parameters():
             if parameter.grad is not None:
                 parameter.grad /= len(parts)

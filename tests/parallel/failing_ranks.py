@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases_of_ranks import Case, both, error_of, over_all, over_replicas
+from cases_of_ranks import Case, both, error_of, over_replicas
 from processes import join
 from scenarios_of_ranks import BAR, DEEP, UNEQUAL, group
 from test_stages_of_ranks import of_data, of_split
@@ -28,7 +28,11 @@ from forkpoint.losses import GRPO
 from forkpoint.parallel.watch import EXIT_CODE
 from forkpoint.testing import ReadOnlyHook
 
-WRAPS = {"fully_shard": over_all, "DDP": over_replicas}
+WRAPS: dict[str, Case] = {
+    "fully_shard": Case(),
+    "fully_shard, gathered once": Case(config=replace(DEEP, gather="step")),
+    "DDP": Case(hold=over_replicas),
+}
 MESHES: dict[str, Case] = {
     "PP x CP": of_split(cp=2),
     "PP x TP": of_split(tp=2),
@@ -67,7 +71,7 @@ class Moment:
         if self.wrap in MESHES:
             return MESHES[self.wrap]
         more = (group(20 + n, 3 + n, 12, 9) for n in range(self.ranks - 2))
-        return Case(hold=WRAPS[self.wrap], rollouts=(*UNEQUAL, *more))
+        return replace(WRAPS[self.wrap], rollouts=(*UNEQUAL, *more))
 
     @property
     def victim(self) -> int:
@@ -201,8 +205,9 @@ def _in_rank(moment: Moment, victim: int, place: Path) -> End:
     rank, end = dist.get_rank(), End()
     armed = place / f"armed {rank}"
     drawn = random.Random(f"{moment.seed} {rank}")
-    config = replace(DEEP, restore_grads=bool(moment.seed % 2), self_check=False)
-    case = replace(moment.case, config=config)
+    case = moment.case
+    config = replace(case.config, restore_grads=bool(moment.seed % 2), self_check=False)
+    case = replace(case, config=config)
     with both(place / MODEL, case) as (policy, alone, data_rank):
         model = policy.host.model
         own = RolloutBatch(case.rollouts[data_rank])

@@ -1,7 +1,5 @@
 """Sharded weights gathered once a step: exact, without collectives, chosen alike on all ranks."""
 
-import os
-import signal
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,8 +16,6 @@ from scenarios_of_ranks import (
     UNEQUAL,
     Scenario,
     compared,
-    distance,
-    gradients,
     group,
     hybrid_mesh,
     model_of,
@@ -34,10 +30,9 @@ from torch.distributed.fsdp import FSDPModule
 import forkpoint
 from forkpoint import Config, RolloutBatch
 from forkpoint.engine.memory import MemoryBudgets
-from forkpoint.errors import ConfigError, ForkpointError, RankError
+from forkpoint.errors import ConfigError
 from forkpoint.hosts.torch_dist.fully_sharded import FullySharded
 from forkpoint.losses import GRPO, GSPO
-from forkpoint.parallel import watch
 from forkpoint.plan.pricing import meters
 from lanes import slow_besides
 from watched import watched
@@ -119,69 +114,6 @@ def test_a_step_issues_no_collective_between_its_first_and_its_last() -> None:
     for every, within, groups in run_ranks(2, collectives, "microbatch"):
         assert within["gather"] > groups  # they are counted
         assert every["reduce"] == groups
-
-
-# Failures
-# ------------------------------------------------------------
-
-
-def fails() -> None:
-    raise MemoryError("of the test")
-
-
-def interrupts() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-class Failing(GRPO):
-    """A loss that fails on rank 0, once."""
-
-    failed = False
-
-    def __call__(self, outputs: Any, batch: Any) -> Any:
-        if dist.get_rank() == 0 and not type(self).failed:
-            type(self).failed = True
-            raise ValueError("of the loss")
-        return super().__call__(outputs, batch)
-
-
-def step_after_a_failure(where: str) -> tuple[str, float, bool]:
-    model: Any = model_of(Scenario())
-    failing = [where == "forward" or where == "interrupt"]
-
-    def hook(*_: Any) -> None:
-        if dist.get_rank() == 0 and torch.is_grad_enabled() and failing[0]:
-            interrupts() if where == "interrupt" else fails()
-
-    model.model.layers[1].register_forward_pre_hook(forkpoint.testing.ReadOnlyHook(hook))
-    policy = on_ranks(sharded(model), replace(DEEP, self_check=False), "step")
-    own = RolloutBatch(UNEQUAL[dist.get_rank()])
-    try:
-        policy.forward_backward(own, Failing(clip=0.2) if where == "loss" else GRPO(clip=0.2))
-    except (MemoryError, ValueError, KeyboardInterrupt, ForkpointError, RankError) as error:
-        found = f"{type(error).__name__}: {error}"
-    else:
-        found = ""
-    failing[0] = False
-    untouched = all(p.grad is None for p in model.parameters())
-    policy.forward_backward(own, GRPO(clip=0.2))
-    policy.score(own)
-    alone = forkpoint.wrap(model_of(Scenario()), DEEP)
-    alone.forward_backward(RolloutBatch([r for part in UNEQUAL for r in part]), GRPO(clip=0.2))
-    names = [name for name, _ in alone.host.model.named_parameters()]
-    return found, distance(gradients(model), gradients(alone.host.model), names), untouched
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["loss", "forward", "interrupt"])
-def test_the_next_step_works_after_a_failure(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "POLL_S", 0.1)
-    first, second = run_ranks(2, step_after_a_failure, where)
-    said = {"loss": "ValueError", "forward": "MemoryError", "interrupt": "KeyboardInterrupt"}
-    assert first[0].startswith(said[where])
-    assert "rank 0 failed in this step" in second[0] and said[where] in second[0]
-    for _, error, untouched in (first, second):
-        assert untouched and error < 1e-8  # norms compute in float32
 
 
 # The choice

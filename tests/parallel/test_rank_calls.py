@@ -2,27 +2,29 @@
 
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from cases_of_ranks import Case, check, named, over_all, over_replicas, through_function
 from processes import run_ranks
 from scenarios_of_ranks import (
     BAR,
     DEEP,
     EMPTY,
     UNEQUAL,
-    Failing,
     Scenario,
     distance,
     gradients,
     group,
     model_of,
     on_ranks,
-    own_loss,
     replicated,
+    said,
     sharded,
+    through_logprobs,
 )
 from torch import Tensor
 from torch.distributed.fsdp import (
@@ -34,10 +36,8 @@ from torch.distributed.fsdp import (
 
 import forkpoint
 from forkpoint import Config, Rollout, RolloutBatch
-from forkpoint.errors import ConfigError, RankError, RolloutError, UnsupportedError
 from forkpoint.losses import GRPO, GSPO, Denominators, Loss
 from forkpoint.testing import lifted_upcasts
-from lanes import id_of
 
 WRAPS = {"fully_shard": sharded, "DistributedDataParallel": replicated}
 sharded_first = pytest.mark.parametrize(
@@ -68,91 +68,44 @@ def apart(policy: forkpoint.Policy, alone: forkpoint.Policy) -> float:
     return distance(gradients(policy.host.model), gradients(alone.host.model), names)
 
 
-def mean_over_ranks(policy: forkpoint.Policy, step: Any, rollouts: Any) -> None:
-    """Gradients of the mean over ranks of each rank's own loss, in one process."""
-    for part in rollouts:
-        if part:
-            step(policy, RolloutBatch(part))
-    for parameter in policy.host.model.parameters():
-        if parameter.grad is not None:
-            parameter.grad /= len(rollouts)
-
-
-# Scores and log-probs
+# Scores, log-probs and functions, each rank's own
 # ------------------------------------------------------------
 
-
-def scored(wrap: Any, rollouts: Any) -> float:
-    policy, alone = policies(wrap)
-    batch = RolloutBatch(rollouts[dist.get_rank()])
-    found = policy.score(batch, entropy=True)
-    if not len(batch):
-        return float(len(found.logprobs) + len(found.entropies))
-    wanted = alone.score(batch, entropy=True)
-    return float(
-        (found.logprobs - wanted.logprobs).abs().max()
-        + (found.entropies - wanted.entropies).abs().max()
+CASES = {
+    f"{what}, {name}": Case(rollouts=rollouts, step=call, hold=hold)
+    for name, hold in (("fully_shard", over_all), ("DDP", over_replicas))
+    for what, call, rollouts in (
+        ("a function", through_function, UNEQUAL),
+        ("log-probs", through_logprobs, UNEQUAL),
+        ("log-probs, a rank without", through_logprobs, EMPTY),
     )
+}
 
 
-@sharded_first
-@pytest.mark.parametrize("rollouts", [EMPTY, UNEQUAL])
-@pytest.mark.slow
-def test_scores_are_each_rank_s_own(wrap: Any, rollouts: Any) -> None:
-    assert max(run_ranks(2, scored, wrap, rollouts)) < BAR
+@named(CASES, "a function, fully_shard")
+def test_gradients_are_means_over_ranks(name: str, tmp_path: Path) -> None:
+    check(CASES[name], tmp_path)
 
 
-def through_logprobs(wrap: Any, rollouts: Any) -> float:
-    policy, alone = policies(wrap)
-
-    def step(each: forkpoint.Policy, batch: RolloutBatch) -> None:
-        logprobs, entropies = each.logprobs(batch, entropy=True)
-        weights = torch.as_tensor(batch.advantages * batch.loss_mask)
-        ((weights * logprobs).sum() ** 2 - 0.01 * entropies.sum()).backward()
-
-    step(policy, RolloutBatch(rollouts[dist.get_rank()]))
-    mean_over_ranks(alone, step, rollouts)
-    return apart(policy, alone)
-
-
-@pytest.mark.slow
-@sharded_first
-@pytest.mark.parametrize("rollouts", [UNEQUAL, EMPTY])
-def test_losses_of_logprobs_are_averaged(wrap: Any, rollouts: Any) -> None:
-    assert max(run_ranks(2, through_logprobs, wrap, rollouts)) < BAR
-
-
-def other_losses(wrap: Any) -> dict[str, float]:
-    """How far off a function as a loss, denominators that are given, and a batch of zeros are."""
+def other_losses(wrap: Any) -> tuple[float, float]:
+    """How far off denominators that are given are, and gradients of a batch of zeros."""
     own = RolloutBatch(UNEQUAL[dist.get_rank()])
     policy, alone = policies(wrap)
-    loss = policy.forward_backward(own, own_loss).loss
-    losses: list[float] = []
-    mean_over_ranks(
-        alone,
-        lambda each, batch: losses.append(each.forward_backward(batch, own_loss).loss),
-        UNEQUAL,
-    )
-    found = {"function": apart(policy, alone), "its loss": abs(loss - losses[dist.get_rank()])}
-    for each in (policy.host.model, alone.host.model):
-        each.zero_grad()
     given = Denominators(tokens=1000, rollouts=30, groups=4)
     policy.forward_backward(own, GRPO(), denominators=given, scale=0.5)
     whole = RolloutBatch([r for part in UNEQUAL for r in part])
     alone.forward_backward(whole, GRPO(), denominators=given, scale=0.5)
-    found["denominators"] = apart(policy, alone)
+    off = apart(policy, alone)
     policy.host.model.zero_grad()
     policy.forward_backward(RolloutBatch([Rollout(list(range(9)), [0] * 9, 0.0)]), GRPO())
     zeros = gradients(policy.host.model).values()
-    found["nothing trained"] = sum(1.0 if g is None else float(g.abs().sum()) for g in zeros)
-    return found
+    return off, sum(1.0 if g is None else float(g.abs().sum()) for g in zeros)
 
 
 @sharded_first
-def test_losses_are_each_rank_s_own_or_of_all(wrap: Any) -> None:
-    for found in run_ranks(2, other_losses, wrap):
-        assert max(found.values()) < BAR, found
-        assert found["nothing trained"] == 0
+def test_denominators_that_are_given_and_nothing_trained(wrap: Any) -> None:
+    for off, zeros in run_ranks(2, other_losses, wrap):
+        assert off < BAR and zeros == 0
 
 
 # Mixed precision
@@ -193,20 +146,12 @@ def test_parameters_in_bfloat16_reduced_in_float32(gather: str) -> None:
 # ------------------------------------------------------------
 
 
-def raised(work: Any) -> str:
-    try:
-        work()
-    except (ConfigError, RankError, RolloutError, UnsupportedError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 def bad_rollout(wrap: Any) -> tuple[str, bool, float]:
     policy, alone = policies(wrap)
     rollouts = UNEQUAL[dist.get_rank()]
     if dist.get_rank() == 1:
         rollouts = [Rollout([1, 2, 10**6], [0, 1, 1], 1.0)]
-    found = raised(lambda: policy.forward_backward(RolloutBatch(rollouts), GRPO()))
+    found = said(lambda: policy.forward_backward(RolloutBatch(rollouts), GRPO()))
     clean = all(p.grad is None for p in policy.host.model.parameters())
     policy.forward_backward(RolloutBatch(UNEQUAL[dist.get_rank()]), GRPO())
     alone.forward_backward(RolloutBatch([r for part in UNEQUAL for r in part]), GRPO())
@@ -223,50 +168,12 @@ def test_a_bad_rollout_of_one_rank_is_an_error_on_all(wrap: Any) -> None:
         assert clean and error < BAR
 
 
-class FailingTogether(Failing):
-    decomposition = "rollout"
-
-
-def failing_loss(wrap: Any, loss: Loss, accumulated: bool) -> tuple[str, str, float]:
-    policy, alone = policies(wrap, Config(**{**vars(DEEP), "restore_grads": True}))
-    own = RolloutBatch(UNEQUAL[dist.get_rank()])
-    whole = RolloutBatch([r for part in UNEQUAL for r in part])
-    if accumulated:
-        policy.forward_backward(own, GRPO())
-        alone.forward_backward(whole, GRPO())
-    try:
-        policy.forward_backward(own, loss)
-    except (RankError, ZeroDivisionError) as error:
-        found = f"{type(error).__name__}: {error}"
-    else:
-        found = ""
-    outcome = policy.last_step.gradients  # type: ignore[union-attr]
-    policy.forward_backward(own, GRPO())
-    alone.forward_backward(whole, GRPO())
-    return found, outcome, apart(policy, alone)
-
-
-FAILING = list(product(WRAPS, (Failing, FailingTogether), (False, True)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("wrap", "loss", "accumulated"), FAILING, ids=id_of)
-def test_a_loss_that_fails_on_one_rank_ends_the_step_on_all(
-    wrap: str, loss: type[Loss], accumulated: bool
-) -> None:
-    first, second = run_ranks(2, failing_loss, WRAPS[wrap], loss(), accumulated)
-    assert "rank 1 failed in this step" in first[0] and "of the test" in first[0]
-    assert second[0] == "ZeroDivisionError: of the test"
-    for _, outcome, error in (first, second):
-        assert outcome == "unchanged" and error < BAR
-
-
 def other_calls() -> str:
     policy, _ = policies(sharded)
     own = RolloutBatch(UNEQUAL[dist.get_rank()])
     if dist.get_rank():
-        return raised(lambda: policy.score(own))
-    return raised(lambda: policy.forward_backward(own, GSPO()))
+        return said(lambda: policy.score(own))
+    return said(lambda: policy.forward_backward(own, GSPO()))
 
 
 def test_ranks_that_call_something_else_are_told() -> None:
@@ -296,7 +203,7 @@ class OfAll(OfGroups):
 
 def coupled_over_ranks(loss: Loss, parts: Any) -> str:
     policy, _ = policies(sharded)
-    return raised(lambda: policy.forward_backward(RolloutBatch(parts[dist.get_rank()]), loss))
+    return said(lambda: policy.forward_backward(RolloutBatch(parts[dist.get_rank()]), loss))
 
 
 @pytest.mark.parametrize("of_groups", [True, False])
@@ -329,7 +236,7 @@ def refused() -> list[str]:
         config = Config(grad_accumulation_dtype="float32")
         forkpoint.wrap(sharded(model_of(Scenario())), config)
 
-    return [raised(work) for work in (blocks_alone, rounded, offloaded, first_kind, wide_sums)]
+    return [said(work) for work in (blocks_alone, rounded, offloaded, first_kind, wide_sums)]
 
 
 def test_what_is_not_exact_is_refused_with_a_remedy() -> None:

@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from forkpoint import Config, Rollout
-from forkpoint.losses import DPO, GRPO, GSPO, PPO, SFT, ValueLoss
+from forkpoint.losses import DPO, GRPO, GSPO, SFT, ValueLoss
 from forkpoint.testing import tiny_model
 from hybrids import tiny_hybrid
 from lanes import slow_besides
@@ -115,12 +115,12 @@ def mamba() -> nn.Module:
     return tiny_hybrid("granitemoehybrid", dtype=torch.float64)
 
 
-MIXED = Config(sharing="tree", boundary="mixed", max_microbatch_tokens=64)
+HOSTED_EXPERTS: dict[str, Any] = {"make": with_experts, "config": HOSTED}
 SCENARIOS = {
-    "fully_shard": Scenario(),
     "fully_shard, two passes": Scenario(loss=GSPO()),
-    "fully_shard, PPO": Scenario(loss=PPO(clip=0.2), config=MIXED),
-    "fully_shard, SFT": Scenario(loss=SFT(), config=MIXED),
+    "fully_shard, SFT, forks within": Scenario(
+        loss=SFT(), config=replace(DEEP, boundary="mixed", max_microbatch_tokens=64)
+    ),
     "fully_shard, a rank without rollouts": Scenario(rollouts=EMPTY),
     "fully_shard, the first without": Scenario(rollouts=(EMPTY[1], []), config=Config()),
     "fully_shard, accumulated": Scenario(steps=2),
@@ -128,59 +128,27 @@ SCENARIOS = {
     "fully_shard, norm and head": Scenario(wrap=norm_and_head, make=untied),
     "fully_shard, kept gathered": Scenario(wrap=kept_gathered),
     "fully_shard, checkpointed": Scenario(alone=checkpointed),
-    "fully_shard, checkpointed microbatches": Scenario(
-        config=Config(
-            sharing="tree", boundary="across", max_microbatch_tokens=48, checkpointing="full"
-        )
-    ),
-    "fully_shard, recomputed": Scenario(
-        config=Config(
-            sharing="tree", boundary="across", max_microbatch_tokens=48, activations="recompute"
-        )
-    ),
-    "fully_shard, offloaded": Scenario(
-        config=Config(
-            sharing="tree", boundary="across", max_microbatch_tokens=48, activations="offload"
-        )
-    ),
+    "fully_shard, recomputed": Scenario(config=replace(DEEP, activations="recompute")),
     "fully_shard, LoRA": Scenario(make=lora),
     "fully_shard, hosted": Scenario(config=HOSTED),
     "fully_shard, hosted, a rank without rollouts": Scenario(config=HOSTED, rollouts=EMPTY),
-    "DistributedDataParallel, hosted experts": Scenario(
-        wrap=replicated, make=with_experts, config=HOSTED, loss=GSPO()
-    ),
     "fully_shard, last layer alone": Scenario(alone=frozen_but(-1)),
     "fully_shard, first layer alone": Scenario(alone=frozen_but(0)),
-    "fully_shard, DPO": Scenario(rollouts=(pairs(0, 3), pairs(1, 1)), loss=DPO(), config=DEEP),
     "fully_shard, a critic": Scenario(
         make=critic, loss=ValueLoss(), rollouts=tuple(map(valued, UNEQUAL))
     ),
     "fully_shard, gated linear attention": Scenario(make=gated_linear_attention),
     "fully_shard, Mamba-2": Scenario(make=mamba),
-    "fully_shard, experts": Scenario(make=with_experts),
     "fully_shard, replayed experts": Scenario(
         make=with_experts, rollouts=tuple(map(routed, UNEQUAL))
     ),
-    "DistributedDataParallel, replayed experts": Scenario(
-        wrap=replicated, make=with_experts, rollouts=tuple(map(routed, UNEQUAL)), loss=GSPO()
-    ),
-    "DistributedDataParallel, DPO": Scenario(
-        wrap=replicated, rollouts=(pairs(0, 3), pairs(1, 1)), loss=DPO(), config=DEEP
-    ),
-    "DistributedDataParallel": Scenario(wrap=replicated),
-    "DistributedDataParallel, two passes": Scenario(wrap=replicated, loss=GSPO()),
-    "DistributedDataParallel, a rank without rollouts": Scenario(wrap=replicated, rollouts=EMPTY),
-    "DistributedDataParallel, accumulated": Scenario(wrap=replicated, steps=2),
-    "DistributedDataParallel, LoRA": Scenario(wrap=replicated, make=lora),
-    "DistributedDataParallel, first layer alone": Scenario(wrap=replicated, alone=frozen_but(0)),
-    "DistributedDataParallel, sums in float32": Scenario(
-        wrap=replicated,
-        config=Config(
-            sharing="tree",
-            boundary="across",
-            max_microbatch_tokens=48,
-            grad_accumulation_dtype="float32",
-        ),
+    "DDP, hosted experts": Scenario(wrap=replicated, **HOSTED_EXPERTS, loss=GSPO()),
+    "DDP, DPO": Scenario(wrap=replicated, rollouts=(pairs(0, 3), pairs(1, 1)), loss=DPO()),
+    "DDP, a rank without rollouts": Scenario(wrap=replicated, rollouts=EMPTY),
+    "DDP, LoRA": Scenario(wrap=replicated, make=lora),
+    "DDP, first layer alone": Scenario(wrap=replicated, alone=frozen_but(0)),
+    "DDP, sums in float32": Scenario(
+        wrap=replicated, config=replace(DEEP, grad_accumulation_dtype="float32"), steps=2
     ),
 }
 
