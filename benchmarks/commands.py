@@ -20,7 +20,6 @@ COMMANDS = {
     "context": "ranks.context:Context",
     "pipeline": "ranks.pipeline:Pipeline",
     "compositions": "ranks.compositions:Compositions",
-    "align": "planning.align:Align",
     "placement": "planning.placement:Placement",
     "stages": "planning.stages:Stages",
     "context-ways": "planning.context_ways:ContextWays",
