@@ -34,7 +34,7 @@ def test_a_missing_package_is_named_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     chip, plan = [(8, 0)], plan_of(8460, 40)
-    monkeypatch.setattr(faster_kernels, "_said", False)
+    monkeypatch.setattr(faster_kernels, "_is_settled", False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: chip[0])
     monkeypatch.setattr(fa4, "is_installed", lambda: False)
     with caplog.at_level(logging.INFO, "forkpoint"):
@@ -46,3 +46,16 @@ def test_a_missing_package_is_named_once(
         for _ in range(2):
             faster_kernels.note_faster_kernels(plan, GPU, "auto")
     assert caplog.text.count("pip install 'forkpoint[fa4]'") == 1
+
+
+def test_a_package_that_is_there_is_looked_for_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looks, plan = list[bool](), plan_of(8460, 40)
+    monkeypatch.setattr(faster_kernels, "_is_settled", False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(fa4, "is_installed", lambda: not looks.append(True))
+    with caplog.at_level(logging.INFO, "forkpoint"):
+        for _ in range(3):
+            faster_kernels.note_faster_kernels(plan, GPU, "auto")
+    assert len(looks) == 1 and not caplog.text
