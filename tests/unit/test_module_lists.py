@@ -2,7 +2,13 @@
 
 from torch import nn
 
-from forkpoint.hosts.modules import every_module, every_parameter
+from forkpoint.engine.changes import Changes
+from forkpoint.hosts.modules import (
+    cache_module_walks,
+    every_module,
+    every_parameter,
+    forget_lists,
+)
 
 
 def test_lists_are_those_of_torch() -> None:
@@ -16,3 +22,21 @@ def test_lists_are_those_of_torch() -> None:
     found, expected = every_parameter(model), list(model.named_parameters())
     assert [name for name, _ in found] == [name for name, _ in expected]
     assert all(one is other for (_, one), (_, other) in zip(found, expected, strict=True))
+
+
+def test_lists_of_parts_are_cut_from_the_first_list_of_a_step() -> None:
+    inner = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2)))
+    model = nn.Sequential(inner, nn.ReLU())
+    other = nn.Sequential(nn.ReLU())
+    with Changes() as changes:
+        cache_module_walks(changes)
+        for module in (model, *model.modules(), other):
+            assert every_module(module) == list(module.named_modules())
+        inner.append(nn.ReLU())
+        forget_lists()
+        assert every_module(inner) == list(inner.named_modules())
+        # A module in two places is in the list of the first alone.
+        model.append(nn.Sequential(inner[0]))
+        forget_lists()
+        for module in (model, *model.modules()):
+            assert every_module(module) == list(module.named_modules())

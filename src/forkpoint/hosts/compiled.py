@@ -115,11 +115,14 @@ def _dynamo_options(blocks: Sequence[nn.Module]) -> dict[str, Any]:
     """
     options: dict[str, Any] = {"specialize_float": True}
     name = "nested_graph_breaks"
-    inside = (vars(module) for block in blocks for _, module in every_module(block))
-    has_hooks = any(attributes[kind] for attributes in inside for kind in HOOKS)
-    if hasattr(torch._dynamo.config, name) and not (LACKS_GLOBALS and has_hooks):
+    if hasattr(torch._dynamo.config, name) and not (LACKS_GLOBALS and _has_hooks(blocks)):
         options[name] = True
     return options
+
+
+def _has_hooks(blocks: Sequence[nn.Module]) -> bool:
+    inside = (vars(module) for block in blocks for _, module in every_module(block))
+    return any(attributes[kind] for attributes in inside for kind in HOOKS)
 
 
 def _options() -> dict[str, Any] | None:

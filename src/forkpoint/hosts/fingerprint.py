@@ -22,6 +22,7 @@ CHECKPOINTING = "_gradient_checkpointing_func"
 HANDLES = ("_require_grads_hooks", "_require_grads_hook", "rope_deltas")
 """Attributes that no step reads: handles of hooks by which inputs require gradients, and what
 multimodal models keep of their last forward."""
+SPECIAL = {CHECKPOINTING, *HANDLES}
 MOST_STATES = 64
 """States of a model that are remembered, such as training and evaluation."""
 CONTAINERS = (list, dict, set)
@@ -152,7 +153,7 @@ def _same_setting(one: Any, other: Any) -> bool:
 
 def _values(attributes: Mapping[str, Any]) -> Iterable[Any]:
     """Values that are equal where nothing has changed."""
-    if CHECKPOINTING not in attributes and not any(name in attributes for name in HANDLES):
+    if attributes.keys().isdisjoint(SPECIAL):
         return attributes.values()
     return [_parts(value) for name, value in attributes.items() if name not in HANDLES]
 

@@ -11,11 +11,24 @@ from forkpoint.engine.changes import Changes
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """Attributes of a module that hold its hooks."""
+
+
+class _Lists:
+    """The lists of one step."""
+
+    def __init__(self) -> None:
+        self.modules: dict[nn.Module, list[tuple[str, nn.Module]]] = {}
+        self.parameters: dict[nn.Module, list[tuple[str, nn.Parameter]]] = {}
+        self.whole: _Walk | None = None
+        """The walk of the first model that was listed."""
+
+    def clear(self) -> None:
+        self.modules, self.parameters, self.whole = {}, {}, None
+
+
 # A step looks at every module a dozen times before its first microbatch, and to find them takes
 # longer than to look.
-_walks: ContextVar[dict[tuple[str, nn.Module], list[tuple[str, Any]]] | None] = ContextVar(
-    "walks", default=None
-)
+_walks: ContextVar[_Lists | None] = ContextVar("walks", default=None)
 
 
 def cache_module_walks(changes: Changes) -> None:
@@ -25,24 +38,37 @@ def cache_module_walks(changes: Changes) -> None:
     """
     if _walks.get() is None:
         changes.later(_walks.set, None)
-        _walks.set({})
+        _walks.set(_Lists())
 
 
 def forget_lists() -> None:
     """Make each list once more: what the model consists of has changed."""
-    walks = _walks.get()
-    if walks is not None:
-        walks.clear()
+    lists = _walks.get()
+    if lists is not None:
+        lists.clear()
 
 
 def every_module(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Its modules by name, itself as ""."""
-    return _listed("modules", model)
+    lists = _walks.get()
+    if lists is None:
+        return _Walk(model).found
+    if model not in lists.modules:
+        if lists.whole is None:
+            lists.whole = _Walk(model)
+        part = lists.whole.part(model)
+        lists.modules[model] = _Walk(model).found if part is None else part
+    return lists.modules[model]
 
 
 def every_parameter(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Its parameters by name."""
-    return _listed("parameters", model)
+    lists = _walks.get()
+    if lists is None:
+        return _parameters_of(model)
+    if model not in lists.parameters:
+        lists.parameters[model] = _parameters_of(model)
+    return lists.parameters[model]
 
 
 def plain_class(module: nn.Module) -> type:
@@ -57,33 +83,45 @@ def plain_class(module: nn.Module) -> type:
     return kind
 
 
-def _listed(kind: str, model: nn.Module) -> list[tuple[str, Any]]:
-    walks = _walks.get()
-    if walks is not None and (kind, model) in walks:
-        return walks[kind, model]
-    found: list[tuple[str, Any]] = (
-        _modules_of(model) if kind == "modules" else _parameters_of(model)
-    )
-    if walks is not None:
-        walks[kind, model] = found
-    return found
+class _Walk:
+    """The modules of a model as `named_modules` lists them, without a generator for each level."""
 
+    def __init__(self, model: nn.Module) -> None:
+        self.found: list[tuple[str, nn.Module]] = []
+        self._depths: list[int] = []
+        self._places: dict[nn.Module, int] = {}
+        self._shares = False
+        """Whether a module is in several others, and listed only in the first."""
+        pending: list[tuple[str, nn.Module | None, int]] = [("", model, 0)]
+        while pending:
+            name, module, depth = pending.pop()
+            if module is None:
+                continue
+            if module in self._places:
+                self._shares = True
+                continue
+            self._places[module] = len(self.found)
+            self.found.append((name, module))
+            self._depths.append(depth)
+            before = f"{name}." if name else ""
+            for child_name, child in reversed(module._modules.items()):
+                pending.append((before + child_name, child, depth + 1))
 
-def _modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """As `named_modules` lists them, without a generator for each level of modules."""
-    found: list[tuple[str, nn.Module]] = []
-    seen: set[int] = set()
-    pending: list[tuple[str, nn.Module | None]] = [("", model)]
-    while pending:
-        name, module = pending.pop()
-        if module is None or id(module) in seen:
-            continue
-        seen.add(id(module))
-        found.append((name, module))
-        before = f"{name}." if name else ""
-        children = reversed(module._modules.items())
-        pending += [(before + child_name, child) for child_name, child in children]
-    return found
+    def part(self, module: nn.Module) -> list[tuple[str, nn.Module]] | None:
+        """The same list of a module within the model; None if that needs a walk of its own."""
+        begin = self._places.get(module)
+        if begin == 0:
+            return self.found
+        if begin is None or self._shares:
+            return None
+        found, depth = [("", module)], self._depths[begin]
+        cut = len(self.found[begin][0]) + 1
+        for at in range(begin + 1, len(self.found)):
+            if self._depths[at] <= depth:
+                break
+            name, inner = self.found[at]
+            found.append((name[cut:], inner))
+        return found
 
 
 def _parameters_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -91,10 +129,11 @@ def _parameters_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     found: list[tuple[str, nn.Parameter]] = []
     seen: set[int] = set()
     for where, module in every_module(model):
+        before = f"{where}." if where else ""
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in seen:
                 seen.add(id(parameter))
-                found.append((f"{where}.{name}".lstrip("."), parameter))
+                found.append((before + name, parameter))
     return found
 
 
