@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from forkpoint.engine.prefix_cache import capture_prefix
-from forkpoint.hosts.calls import CallContext, chunk_of
+from forkpoint.hosts.calls import CallContext, has_chunks
 from forkpoint.hosts.compiled_attention import layer_attention, numbered
 from forkpoint.hosts.compiled_context import context_attention
 from forkpoint.hosts.early_exit import EarlyExit
@@ -67,7 +67,7 @@ def attend(
         q_THD,
         k_TKD,
         v_TKE,
-        table=context.state.table(window, q_BLHD.device, chunked=chunk_of(layer) > 0),
+        table=context.state.table(window, q_BLHD.device, chunked=has_chunks(layer)),
         cache=context.state.ancestors(layer),
         sinks=None if sinks is None else places.own_heads(sinks),
         scale=factor,

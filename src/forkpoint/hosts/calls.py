@@ -74,7 +74,13 @@ def set_chunk(layer: nn.Module, tokens: int, changes: Changes) -> None:
 
 def chunk_of(layer: nn.Module) -> int:
     """How many tokens a chunk of the layer has; 0 where it has none."""
+    # By getattr: compiled code checks that an attribute is missing, and of a key it does not.
     return getattr(layer, _CHUNK, 0)
+
+
+def has_chunks(layer: nn.Module) -> bool:
+    """Whether tokens see those of their own chunk alone; for code that is not compiled."""
+    return _CHUNK in vars(layer)
 
 
 def refuse_call(*_: Any, **__: Any) -> NoReturn:

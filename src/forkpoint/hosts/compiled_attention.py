@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.prefix_cache import Capture, add_captured, write_prefix
-from forkpoint.hosts.calls import CallContext, chunk_of
+from forkpoint.hosts.calls import CallContext, has_chunks
 from forkpoint.hosts.operators import differentiable, operator
 from forkpoint.ops.attention.kernel import Options
 from forkpoint.ops.attention.operator import Reading, attend, attend_backward
@@ -38,7 +38,7 @@ class LayerCall:
         self.capture: Capture | None = state.capture
         write_prefix(k_TKD, (layer, "k"), state.capture)
         write_prefix(v_TKE, (layer, "v"), state.capture)
-        table = state.table(options.window, k_TKD.device, chunked=chunk_of(layer) > 0)
+        table = state.table(options.window, k_TKD.device, chunked=has_chunks(layer))
         cache = state.ancestors(layer)
         self.reading: Reading = Reading(table, cache, options, context.config.attention_kernel)
 
@@ -94,19 +94,16 @@ def number_modules(blocks: Sequence[Sequence[nn.Module]], places: Places, change
 
     Compiled code has these as constants, which are the same in all blocks of one kind.
     """
-    before = [(vars(m), vars(m).get(_NUMBERED)) for modules in blocks for m in modules]
-    changes.later(_restore_numbers, before)
+    changes.later(_forget_numbers, blocks)
     for modules in blocks:
         for index, module in enumerate(modules):
             vars(module)[_NUMBERED] = index, places.size
 
 
-def _restore_numbers(before: list[tuple[dict[str, Any], Any]]) -> None:
-    for attributes, numbers in before:
-        if numbers is None:
-            attributes.pop(_NUMBERED, None)
-        else:
-            attributes[_NUMBERED] = numbers
+def _forget_numbers(blocks: Sequence[Sequence[nn.Module]]) -> None:
+    for modules in blocks:
+        for module in modules:
+            vars(module).pop(_NUMBERED, None)
 
 
 def numbered(layer: nn.Module) -> tuple[int, int]:
@@ -140,7 +137,7 @@ def begin_call(
     handle = next(_handles)
     _calls[handle] = call
     block.handles.append(handle)
-    return call, torch.tensor(handle, device="cpu")
+    return call, torch.scalar_tensor(handle, dtype=torch.int64, device="cpu")
 
 
 def call_of(handle: Tensor) -> LayerCall:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from forkpoint.ops.attention.source import dense
 from forkpoint.ops.dtypes import accumulate_dtype
 
 
@@ -24,7 +25,7 @@ def merge(parts: list[Part], sinks_H: Tensor | None, dtype: torch.dtype) -> tupl
     """
     _, first_THE, lse_HT = parts[0]
     if len(parts) == 1 and sinks_H is None:
-        return first_THE.to(dtype).contiguous(), lse_HT.contiguous()
+        return dense(first_THE, dtype), lse_HT.contiguous()
 
     total_HT = lse_HT.clone(memory_format=torch.contiguous_format)
     for begin, _, part_HT in parts[1:]:
@@ -52,4 +53,4 @@ def merge(parts: list[Part], sinks_H: Tensor | None, dtype: torch.dtype) -> tupl
         else:
             out_THE[queries].addcmul_(o_THE.to(out_THE.dtype), weight_TH1)
     assert out_THE is not None
-    return out_THE.to(dtype).contiguous(), total_HT
+    return dense(out_THE, dtype), total_HT

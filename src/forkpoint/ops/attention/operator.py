@@ -17,7 +17,7 @@ from forkpoint.errors import UnsupportedError
 from forkpoint.ops.attention.kernel import Asked, Kernel, Options
 from forkpoint.ops.attention.merge import Part, merge
 from forkpoint.ops.attention.registry import launch_kernel
-from forkpoint.ops.attention.source import RowSum, Source
+from forkpoint.ops.attention.source import RowSum, Source, rows
 from forkpoint.ops.attention.table import Ancestors, AttentionTable, CacheSlice
 from forkpoint.ops.dtypes import without_autocast
 from forkpoint.tree import FROM_CACHE, FROM_GATHER, FROM_OWN
@@ -89,7 +89,7 @@ def attend(
     with without_autocast(q):
         for chosen, launch in zip(kernels, table.calls, strict=True):
             o_THE, lse_HT = chosen.forward(
-                q[launch.q_begin : launch.q_end],
+                rows(q, launch.q_begin, launch.q_end),
                 _dense_last(keys.read(launch)),
                 _dense_last(values.read(launch)),
                 launch,
@@ -149,14 +149,14 @@ def attend_backward(
                 or (launch.source != FROM_OWN and cache is not None and cache.grad_k is not None)
             ):
                 continue
-            queries = slice(launch.q_begin, launch.q_end)
+            queries = launch.q_begin, launch.q_end
             dq, dk, dv = chosen.backward(
-                do[queries],
-                q[queries],
+                rows(do, *queries),
+                rows(q, *queries),
                 _dense_last(keys.read(launch)),
                 _dense_last(values.read(launch)),
-                o[queries],
-                lse[:, queries],
+                rows(o, *queries),
+                lse[:, launch.q_begin : launch.q_end],
                 launch,
                 options,
             )
@@ -223,14 +223,14 @@ def _select(
     """
     shapes = (q.shape, k.shape, v.shape, None if cache is None else len(cache.k))
     key = (reading.kernel, reading.options, q.dtype, shapes)
-    if key not in reading.table.chosen:
+    kernels = reading.table.chosen.get(key)
+    if kernels is None:
         _check(q, k, v, reading, cache)
         grouped = q.shape[1] != v.shape[1]
         asked = Asked(q.device, q.dtype, q.shape[2], v.shape[2], *reading.options[1:], grouped)
-        reading.table.chosen[key] = [
-            launch_kernel(reading.kernel, launch, asked) for launch in reading.table.calls
-        ]
-    return reading.table.chosen[key]
+        kernels = [launch_kernel(reading.kernel, launch, asked) for launch in reading.table.calls]
+        reading.table.chosen[key] = kernels
+    return kernels
 
 
 def _dense_last(x: Tensor) -> Tensor:

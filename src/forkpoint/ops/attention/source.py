@@ -10,6 +10,16 @@ from forkpoint.ops.dtypes import accumulate_dtype
 from forkpoint.tree import FROM_CACHE, FROM_OWN
 
 
+def rows(x_TKD: Tensor, begin: int, end: int) -> Tensor:
+    """Some of a tensor's rows; the tensor itself if these are all, since a view takes host time."""
+    return x_TKD if begin == 0 and end == x_TKD.shape[0] else x_TKD[begin:end]
+
+
+def dense(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor contiguous and in a dtype."""
+    return (x if x.dtype == dtype else x.to(dtype)).contiguous()
+
+
 class RowSum:
     """The gradient of a microbatch's q, k or v: a sum of parts that each cover some of its tokens.
 
@@ -40,7 +50,7 @@ class RowSum:
             begin, first = parts[0]
             assert begin == 0 and len(first) == len(like), "the first launch covers every token"
             if len(parts) == 1:
-                return first.to(like.dtype).contiguous()
+                return dense(first, like.dtype)
             if like.is_cuda and accumulate_dtype(like.dtype) == torch.float32:
                 from forkpoint.ops.attention.triton_sums import sum_parts
 
@@ -52,7 +62,7 @@ class RowSum:
             else:
                 total[begin : begin + len(part)] += part
         assert total is not None
-        return total.to(like.dtype).contiguous()
+        return dense(total, like.dtype)
 
 
 @dataclass(eq=False)
@@ -75,10 +85,10 @@ class Source:
     def read(self, launch: Launch) -> Tensor:
         """Keys or values that the launch reads: a view, or, if it gathers, a copy."""
         if launch.source == FROM_OWN:
-            return self._microbatch[launch.k_begin : launch.k_end]
+            return rows(self._microbatch, launch.k_begin, launch.k_end)
         if launch.source == FROM_CACHE:
             assert self._cache is not None, "a launch reads the cache, but none was given"
-            return self._cache[launch.k_begin : launch.k_end]
+            return rows(self._cache, launch.k_begin, launch.k_end)
         assert self._own_gather is not None, "a launch gathers its keys, but nothing says which"
         gathered_GKD = self._microbatch.new_empty(launch.k_end, *self._microbatch.shape[1:])
         to, places = self._own_gather
