@@ -59,7 +59,6 @@ SHORTER_TRIED = 4
 # parameter and token, on a device of 200 FLOPs a byte).
 FILLING_TOKENS = 4096
 NEAR_THE_LEAST = 1.25
-GRADIENT_TOKENS = 800
 # Longer microbatches are preferred to shorter ones that are predicted to cost so little less: a
 # microbatch costs something besides that no meter sees (benchmarks/results/step-grid-h200.jsonl,
 # 6144/6144 N=4: 2.61 s of two microbatches were 2.75 s of four).
@@ -245,13 +244,13 @@ class Builder:
                 if any(_keeps_all(way) and _fills(way) for way in fitting):
                     break
         if found:
-            return min(found, key=_cost_of_many)
+            return min(found, key=cost_with_preference)
         if self.soft:
             unlimited = [
                 self._with_price(plan, meter_of(plan, self.calibration))
                 for plan in _near_the_least(tried)
             ]
-            return min(unlimited, key=_cost_of_many)
+            return min(unlimited, key=cost_with_preference)
         plan = min(tried, key=lambda plan: (peak_of(plan), plan.max_microbatch_tokens))
         peak = peak_of(plan)
         raise BudgetError(
@@ -624,7 +623,7 @@ def cost_with_preference(plan: Plan) -> float:
 
 def least_memory(plans: Sequence[Plan]) -> Plan:
     """Of plans that do not fit the budget, the cheapest of those that need least."""
-    return min(_near_the_least(plans), key=_cost_of_many)
+    return min(_near_the_least(plans), key=cost_with_preference)
 
 
 def _near_the_least(plans: Sequence[Plan]) -> list[Plan]:
@@ -640,15 +639,6 @@ def _keeps_all(plan: Plan) -> bool:
 def _fills(plan: Plan) -> bool:
     """Whether microbatches are as long as asked for, or long enough to keep a device busy."""
     return plan.max_microbatch_tokens >= min(FILLING_TOKENS, plan.computed_tokens)
-
-
-def _cost_of_many(plan: Plan) -> float:
-    """Its cost, with what counted FLOPs leave out of many microbatches: each reads and writes all
-    gradients."""
-    cost = cost_with_preference(plan)
-    if plan.cost_unit == "ms":
-        return cost
-    return cost * (1 + GRADIENT_TOKENS * len(plan.microbatches) / max(1, 3 * plan.computed_tokens))
 
 
 def peak_of(plan: Plan) -> int:

@@ -4,9 +4,7 @@ The schedule is played with a meter's prices: each forward and backward takes it
 of offloaded microbatches run beside, one at a time in each direction.
 """
 
-from bisect import bisect_left
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush
 
 from forkpoint.plan.host_cache import LAYERS_HERE, layer_cache_bytes
 from forkpoint.plan.plan import Plan
@@ -214,15 +212,14 @@ def microbatches_to_drop(
     """As few microbatches as it takes that are not kept, so that the plan's peak is within the
     budget.
 
-    At each microbatch that would be too much, of the microbatches open around it those go first
-    that are cheapest to have back for each byte. Where even that is not enough the plan would stay
+    At each microbatch that would be too much, of the microbatches open around it the outermost go
+    first, whose tokens attend to fewest others. Where even that is not enough the plan would stay
     above the budget.
     """
     room = budget - standing_bytes(plan, shape)
     holds: list[int] = []
     """Bytes that each microbatch keeps while microbatches below it run."""
     opened: list[int] = []
-    cheapest: list[tuple[float, int]] = []
     held = 0
     moved: set[int] = set()
     for microbatch in plan.microbatches:
@@ -231,23 +228,16 @@ def microbatches_to_drop(
             held -= holds[opened.pop()]
         kept = 0 if microbatch.shared_prompt == "received" else meter.kept_bytes(microbatch)
         over = held + kept + meter.working_bytes(microbatch) - room
-        while over > 0 and cheapest:
-            index = -heappop(cheapest)[1]
-            # Microbatches that have closed meanwhile are left in the heap until they come up.
-            if _is_open(opened, index):
+        for index in opened if over > 0 else ():
+            if over > 0 and holds[index]:
                 moved.add(index)
                 held -= holds[index]
                 over -= holds[index]
                 holds[index] = 0
-        keeps = bool(microbatch.children) and microbatch.activations == "keep"
-        keeps = keeps and microbatch.shared_prompt != "received"
-        holds.append(kept if keeps else 0)
+        holds.append(kept if microbatch.activations == "keep" else 0)
         if microbatch.children:
             opened.append(microbatch.index)
             held += holds[-1]
-        if keeps:
-            price = meter.forward(microbatch, boundary_only=True) / max(1, kept)
-            heappush(cheapest, (price, -microbatch.index))
     return frozenset(moved)
 
 
@@ -280,8 +270,3 @@ def keep_logits(plan: Plan, meter: Meter, shape: ModelShape, budget: int) -> Pla
             microbatch = with_logits if needed <= room else microbatch
         microbatches.append(microbatch)
     return replace(plan, microbatches=tuple(microbatches))
-
-
-def _is_open(opened: list[int], microbatch: int) -> bool:
-    at = bisect_left(opened, microbatch)
-    return at < len(opened) and opened[at] == microbatch
