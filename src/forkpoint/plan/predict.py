@@ -4,17 +4,13 @@ The schedule is played with a meter's prices: each forward and backward takes it
 of offloaded microbatches run beside, one at a time in each direction.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from forkpoint.plan.host_cache import LAYERS_HERE, layer_cache_bytes
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.pricing.cost import LINEAR_BACKWARD, ModelShape
 from forkpoint.plan.pricing.meters import Meter, TokenMeter, meter_of
 from forkpoint.plan.program import BACKWARD, ENCODE, ENCODE_BACKWARD, FORWARD, HEAD
-
-# Layers that a backward holds on to while it runs, and that are fetched ahead of it at least
-# (engine/offload.py).
-LAYERS_AT_WORK = 2
 
 
 def simulate(plan: Plan, meter: Meter) -> float:
@@ -27,13 +23,13 @@ def simulate(plan: Plan, meter: Meter) -> float:
     of, and are over when it ends.
 
     A copy out begins with its microbatch's forward and is over when its bytes are through. A
-    microbatch comes back while the backward before its own runs, as that gives back memory: as much
-    as it had, the rest from the microbatch's own backward on, which ends no earlier than the last
+    microbatch comes back from half of the backward before its own on, as much as that gives back
+    (engine/offload.py), and the rest from its own backward on, which ends no earlier than the last
     layer's share of its work after the last byte.
     """
     layers = plan.shape.layers if plan.shape else 1
     now = issued = out_free = in_free = 0.0
-    before: _Backward | None = None
+    half, given_back = 0.0, 0
     sent: dict[int, float] = {}
     copies = plan.cache_copies
     for instruction in plan.program.instructions:
@@ -43,24 +39,20 @@ def simulate(plan: Plan, meter: Meter) -> float:
         index = microbatch.index
         issued += meter.host(microbatch, backward=instruction.operation == BACKWARD)
         if instruction.operation == BACKWARD:
-            work = meter.backward(microbatch)
-            nbytes = has = meter.kept_bytes(microbatch)
-            alive = LAYERS_AT_WORK * nbytes // layers
+            work, nbytes = meter.backward(microbatch), meter.kept_bytes(microbatch)
             now += work
             if index in sent:
-                ahead = min(nbytes, before.has_bytes if before else 0)
-                start = before.gives(LAYERS_AT_WORK * ahead // layers) if before else begin
-                in_free = max(in_free, sent.pop(index), start) + _copy_back(meter, ahead)
+                ahead = min(nbytes, given_back)
+                in_free = max(in_free, sent.pop(index), half) + _copy_back(meter, ahead)
                 in_free = max(in_free, begin) + _copy_back(meter, nbytes - ahead)
                 now = max(now, in_free + work / layers)
-                has, alive = max(before.has_bytes if before else 0, alive), 0
-            before = _Backward(begin, work, nbytes, has, alive)
+            half, given_back = begin + work / 2, nbytes
         else:
             now += meter.forward(microbatch, boundary_only=instruction.ends_at != HEAD)
             if instruction.operation == FORWARD and microbatch.activations == "offload":
                 out = meter.copy(meter.kept_bytes(microbatch), out=True) or 0.0
                 out_free = sent[index] = max(out_free, begin) + out
-            before = None
+            half, given_back = now, 0
         if copies is not None:
             out, back = copies.of(instruction)
             in_free = max(in_free, begin) + _copy_back(meter, back)
@@ -100,25 +92,6 @@ def encoder_flops(plan: Plan, *, training: bool) -> tuple[list[float], list[floa
             begun = 0.0
     backwards[last] += begun  # no microbatch reads a medium
     return forwards, backwards
-
-
-@dataclass(frozen=True)
-class _Backward:
-    """The backward right before another."""
-
-    begin: float
-    work: float
-    saved_bytes: int
-    has_bytes: int
-    """Bytes that its microbatch has on the device at most: all that it saved, or what is fetched
-    ahead of it."""
-    alive_bytes: int
-    """Of that, what layers at work hold on to."""
-
-    def gives(self, nbytes: int) -> float:
-        """When so many bytes are free, or half of it is over."""
-        asked = self.saved_bytes - self.has_bytes + self.alive_bytes + nbytes
-        return self.begin + self.work * min(0.5, max(0, asked) / max(1, self.saved_bytes))
 
 
 def _copy_back(meter: Meter, nbytes: int) -> float:
