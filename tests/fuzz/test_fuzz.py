@@ -200,24 +200,7 @@ def test_every_shape_of_rollouts_is_drawn() -> None:
 
 
 @pytest.mark.slow
-def test_every_family_and_option_is_drawn() -> None:
+def test_every_family_is_drawn() -> None:
     assert set(SPECIAL) == set(FAMILIES), "say in SPECIAL what a new family can switch"
     drawn = {case.family for case in draws()}
     assert drawn == {name for name in FAMILIES if name in CONFIG_MAPPING}
-    for name, values in {
-        "sharing": {"none", "group", "tree", "auto"},
-        "boundary": {"within", "mixed", "across", "auto"},
-        "activations": {"auto", "keep", "offload", "recompute"},
-        "checkpointing": {"none", "selective", "full"},
-        "prefix_cache": {"auto", "host"},
-    }.items():
-        assert {getattr(case.config, name) for case in draws()} == values
-    losses = {type(case.loss).__name__ for case in draws()}
-    assert {"GRPO", "GSPO", "DPO", "SimPO", "CISPO", "SAPO", "Distillation"} <= losses
-    assert {case.loss.decomposition for case in draws()} == {"token", "rollout", "joint"}
-    for name in ("checkpointed", "training", "accumulates", "frozen", "old", "reference"):
-        assert len({getattr(case, name) for case in draws()}) > 1, name
-    settings = [case.settings for case in draws()]
-    heads = [(s["num_attention_heads"], s["num_key_value_heads"]) for s in settings]
-    assert any(q == k > 1 for q, k in heads) and any(q > k == 1 for q, k in heads)
-    assert {s["num_hidden_layers"] for s in settings} == {1, 2, 3, 4}

@@ -1,4 +1,4 @@
-"""Batches from padded, split and jagged tensors, held against rollouts made in a loop."""
+"""Batches from padded, split and jagged tensors, and values put back into their shapes."""
 
 import copy
 import dataclasses
@@ -16,9 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batch_fields import rows, some, split
 from forkpoint import Rollout, RolloutBatch, load_rollouts, losses, save_rollouts
-from forkpoint.errors import RolloutError
+from forkpoint.errors import ConfigError, RolloutError
 from forkpoint.rollouts.formats.record import group_of
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -28,6 +27,35 @@ OTHERS = {name + "s": name for name in ("temperature", "group_id", "rollout_id")
 OTHERS["extras"] = "extras"
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+
+
+def some(**changes: Any) -> dict[str, Any]:
+    """Tensors of from_padded: rows of 5, 3 and 6 tokens, padded on the right, left, not at all."""
+    fields: dict[str, Any] = {
+        "input_ids": torch.tensor([[5, 6, 7, 8, 9, 0], [0, 0, 0, 5, 6, 7], [5, 6, 1, 2, 3, 4]]),
+        "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0], [0, 0, 0, 1, 1, 1], [1] * 6]),
+        "loss_mask": torch.tensor([[0, 0, 1, 0, 1, 0], [0, 0, 0, 0, 0, 1], [0, 0, 1, 1, 1, 0]]),
+        "advantages": torch.tensor([1.0, -1.0, 0.5]),
+    }
+    return fields | changes
+
+
+def split(**changes: Any) -> dict[str, Any]:
+    """Tensors of from_completions: two prompts of 2 and 1 tokens, completions of 2 and 3."""
+    fields: dict[str, Any] = {
+        "prompt_ids": [[5, 6], [0, 7]],
+        "prompt_mask": [[1, 1], [0, 1]],
+        "completion_ids": [[1, 2, 0], [3, 4, 2]],
+        "completion_mask": [[1, 1, 0], [1, 1, 1]],
+        "advantages": [1.0, 2.0],
+    }
+    return fields | changes
+
+
+def rows(**changes: Any) -> dict[str, Any]:
+    """Rows of from_jagged: rollouts of 3 and 2 tokens."""
+    fields = {"input_ids": [[5, 6, 7], [8, 9]], "loss_mask": [[0, 1, 1], [0, 1]]}
+    return fields | changes
 
 
 # Against rollouts made one by one ---------------------------------------------------------------
@@ -279,6 +307,65 @@ def test_tensors_on_a_device() -> None:
     )
     jagged = RolloutBatch.from_jagged(nested, [[0, 1, 1], [0, 1]], advantages=1.0)
     assert jagged.token_ids.tolist() == [0, 1, 2, 0, 1]
+
+
+# Values of tokens in the shapes that were given ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
+)
+def test_values_keep_dtype_and_order(dtype: torch.dtype) -> None:
+    batch = RolloutBatch.from_padded(**some())
+    values = (torch.arange(14) % 2).to(dtype)
+    back = batch.to_padded(values, fill=1)
+    mask = torch.from_numpy(batch.layout.mask())
+    assert back.dtype == dtype and back.shape == (3, 6)
+    assert torch.equal(back[mask], values) and bool((back[~mask] == 1).all())
+
+
+def test_values_of_more_dimensions_arrays_and_lists() -> None:
+    batch = RolloutBatch.from_completions(**split())
+    mask = np.array([[1, 1, 1, 1, 0], [0, 1, 1, 1, 1]], bool)
+    np.testing.assert_array_equal(batch.layout.mask(), mask)
+    values = np.arange(16, dtype=np.float32).reshape(8, 2)
+    for each in (values, torch.from_numpy(values)):
+        back = batch.to_padded(each)
+        assert back.shape == (2, 5, 2)
+        np.testing.assert_array_equal(np.asarray(back)[mask], values)
+        of_completions = batch.to_completions(each)
+        np.testing.assert_array_equal(np.asarray(of_completions), np.asarray(back)[:, 2:])
+    assert batch.to_padded(list(range(8))).tolist() == [[0, 1, 2, 3, 0], [0, 4, 5, 6, 7]]
+    assert batch.to_padded(np.ones(8, bool), fill=True).all()
+
+
+@pytest.mark.parametrize("method", ["to_padded", "to_completions"])
+def test_gradients_of_padded_values(method: str) -> None:
+    pad = getattr(RolloutBatch.from_completions(**split()), method)
+    values = torch.randn(8, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: pad(x * x, fill=3), [values])
+    assert not pad(values.detach()).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("values", "fill", "error", "problem"),
+    [
+        (torch.zeros(13), 0, RolloutError, r"the shape \(13,\), and the batch has 14 tokens"),
+        (np.array(1.0), 0, RolloutError, r"the shape \(\), and the batch has 14 tokens"),
+        (torch.zeros(14).to_sparse(), 0, RolloutError, "sparse_coo"),
+        (["a"] * 14, 0, RolloutError, "values is "),
+        ([[1], [2, 3]], 0, RolloutError, "values is "),
+        (torch.zeros(14, dtype=torch.int64), 0.5, ConfigError, r"fill is 0\.5; .*int64"),
+        (torch.zeros(14, dtype=torch.int8), 200, ConfigError, "fill is 200; .*int8"),
+        (torch.zeros(14, dtype=torch.int8), math.nan, ConfigError, "fill is nan; .*int8"),
+        (torch.zeros(14, dtype=torch.bool), 2, ConfigError, "fill is 2; .*bool"),
+        (np.zeros(14, np.uint8), -1, ConfigError, "fill is -1; .*uint8"),
+        (np.zeros(14), "0", ConfigError, "fill is '0'"),
+    ],
+)
+def test_values_that_do_not_fit(values: Any, fill: Any, error: type, problem: str) -> None:
+    with pytest.raises(error, match=problem):
+        RolloutBatch.from_padded(**some()).to_padded(values, fill=fill)
 
 
 # The batch as any other -------------------------------------------------------------------------

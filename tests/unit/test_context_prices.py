@@ -8,10 +8,10 @@ import pytest
 from forkpoint import Config
 from forkpoint.plan import make_plan
 from forkpoint.plan.capabilities import Capabilities
-from forkpoint.plan.pricing.calibration import Curve, Link
+from forkpoint.plan.pricing.calibration import Curve
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.pricing.meters import EXCHANGE_FLOPS, CountedMeter, meter_of
-from made_calibrations import SHAPE, flat, group, line, made_up
+from made_calibrations import LINK, SHAPE, flat, group, line, made_up
 
 TWO = replace(SHAPE, context=2)
 
@@ -23,14 +23,7 @@ def numbers_sent(shape: ModelShape, tokens: int) -> int:
 
 
 def test_milliseconds_of_one_rank_by_hand() -> None:
-    link = Link(
-        ranks=2,
-        backend="gloo",
-        gather_bytes_per_ms=1.0,
-        gather_latency_ms=0.0,
-        send_bytes_per_ms=1e3,
-        send_latency_ms=0.5,
-    )
+    link = replace(LINK, send_bytes_per_ms=1e3, send_latency_ms=0.5)
     measured = made_up(
         rest=flat(5.0),
         head=line(1e-2),

@@ -13,10 +13,10 @@ from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.dealing import deal
 from forkpoint.plan.entries import segment_entries
 from forkpoint.plan.predict import cache_bytes
-from forkpoint.plan.pricing.calibration import Calibration, Link
+from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.pricing.meters import meter_of
-from made_calibrations import SHAPE, group, made_up
+from made_calibrations import LINK, SHAPE, group, made_up
 
 TWO = replace(SHAPE, context=2)
 ACROSS = Config(sharing="tree", boundary="across", max_microbatch_tokens=4096)
@@ -33,16 +33,9 @@ def dealt(batch: RolloutBatch, shape: ModelShape = TWO, config: Config = ACROSS)
 
 
 def linked(bytes_per_ms: float, latency_ms: float = 0.0) -> Calibration:
-    return made_up(
-        link=Link(
-            ranks=2,
-            backend="gloo",
-            gather_bytes_per_ms=bytes_per_ms,
-            gather_latency_ms=latency_ms,
-            send_bytes_per_ms=bytes_per_ms,
-            send_latency_ms=latency_ms,
-        )
-    )
+    rates = {f"{way}_bytes_per_ms": bytes_per_ms for way in ("gather", "send")}
+    waits = {f"{way}_latency_ms": latency_ms for way in ("gather", "send")}
+    return made_up(link=replace(LINK, **rates, **waits))
 
 
 def test_each_segment_is_in_one_part_and_parts_are_even() -> None:

@@ -12,13 +12,10 @@ import forkpoint
 from forkpoint import Config, Rollout, RolloutBatch, losses
 from forkpoint.apps.cli import main
 from forkpoint.errors import PlanError
-from forkpoint.plan import ModelShape, Totals, make_plan
+from forkpoint.plan import Totals, make_plan
 from forkpoint.plan.runs import LeftOut, run_lengths
+from plan_shapes import SHAPE
 from strategies import COMBINATIONS, batches, naming
-
-SHAPE = ModelShape(
-    layers=2, hidden=8, heads=2, kv_heads=1, head_dim=4, value_dim=4, intermediate=16, vocab=5
-)
 
 
 def group(name: str, first: int, count: int, advantage: float, tail: int = 0) -> list[Rollout]:

@@ -6,19 +6,8 @@ from hypothesis import given, settings
 from forkpoint import Config, Rollout, RolloutBatch
 from forkpoint.plan import ModelShape, Totals, make_plan
 from forkpoint.rollouts.synthetic import synthetic_rollouts
+from plan_shapes import SHAPE
 from strategies import batches
-
-SHAPE = ModelShape(
-    layers=2,
-    hidden=8,
-    heads=2,
-    kv_heads=1,
-    head_dim=4,
-    value_dim=4,
-    intermediate=16,
-    vocab=5,
-    windows=(3, 0),
-)
 
 
 def summed(*made: RolloutBatch, shape: ModelShape | None = None) -> Totals:
@@ -56,7 +45,7 @@ def test_batches_add_up() -> None:
         assert getattr(together, name) == sum(getattr(one, name) for one in alone)
     for mode, work in together.work.items():
         assert work.tokens == sum(one.work[mode].tokens for one in alone)
-        assert work.pairs[3] == sum(one.work[mode].pairs[3] for one in alone)
+        assert work.pairs[8] == sum(one.work[mode].pairs[8] for one in alone)
     whole = summed(RolloutBatch(rollouts), shape=SHAPE)
     assert whole.work["group"] == together.work["group"], "groups are not cut"
     assert whole.work["tree"].tokens == together.work["tree"].tokens - 2 * 7, "system edges"
