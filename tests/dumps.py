@@ -439,6 +439,17 @@ def write_parquet(path: Path, table: dict[str, Any]) -> Path:
     return path
 
 
+def write(path: Path, container: str, table: dict[str, Any]) -> Path:
+    """A file of a kind: rows or a whole batch of JSON lines, torch, safetensors or parquet."""
+    if container == "torch":
+        return write_torch(path, tensors(table))
+    if container == "safetensors":
+        return write_safetensors(path, table)
+    if container == "parquet":
+        return write_parquet(path, table)
+    return write_json(path, rows_of(table) if container == "rows" else [listed(table)])
+
+
 # What was read ----------------------------------------------------------------------------------
 
 

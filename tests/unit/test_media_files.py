@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,25 +96,8 @@ def test_a_plan_needs_no_pixels(tmp_path: Path) -> None:
         load_rollouts(path)
 
 
-KILLED = """
-import os, sys
-from pathlib import Path
-from forkpoint import load_rollouts, save_rollouts
-
-path, other, left = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-rollouts = load_rollouts(other)
-replace = Path.replace
-
-def replace_or_end(self, target):
-    global left
-    if not left:
-        os._exit(9)
-    left -= 1
-    return replace(self, target)
-
-Path.replace = replace_or_end
-save_rollouts(path, rollouts)
-"""
+class Killed(BaseException):
+    pass
 
 
 @pytest.mark.parametrize(
@@ -128,15 +109,29 @@ save_rollouts(path, rollouts)
     ids=["pixels", "lines", "pixels again", "lines without media"],
 )
 def test_a_killed_process_leaves_rollouts_with_their_pixels(
-    others: list[Rollout], renames: int, new: bool, tmp_path: Path
+    others: list[Rollout],
+    renames: int,
+    new: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is killed before one of the renames."""
+    """It is killed before one of the renames, and removes nothing after that."""
     path, other = tmp_path / "r.jsonl", tmp_path / "other.jsonl"
     old = every()
     save_rollouts(path, old)
     save_rollouts(other, others)
-    command = [sys.executable, "-c", KILLED, str(path), str(other), str(renames)]
-    assert subprocess.run(command, check=False, timeout=60).returncode == 9
+    replace, left = Path.replace, [renames]
+
+    def replace_or_end(self: Path, target: Path) -> Path:
+        if not left[0]:
+            patch.setattr(Path, "unlink", lambda *_, **__: None)
+            raise Killed
+        left[0] -= 1
+        return replace(self, target)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Path, "replace", replace_or_end)
+        save_rollouts(path, others)
     assert load_rollouts(path) == (others if new else old)
     save_rollouts(path, others)
     assert beside(path) == beside(other)

@@ -20,20 +20,12 @@ CRITICS = [dumps.verl_critic, dumps.openrlhf_critic, dumps.nemo_rl_critic, dumps
 
 @pytest.mark.parametrize(
     ("make", "container"),
-    list(zip(CRITICS, ("torch", "safetensors", "parquet", "json"), strict=True)),
+    list(zip(CRITICS, ("torch", "safetensors", "parquet", "rows"), strict=True)),
 )
 def test_what_a_critic_gave(make: Any, container: str, tmp_path: Path) -> None:
     """Values and returns stand at the tokens that they are of; padding is not read."""
-    wanted, path = dumps.with_critic(truth()), tmp_path / "x"
-    if container == "torch":
-        write_torch(path, tensors(make(wanted)))
-    elif container == "safetensors":
-        dumps.write_safetensors(path, make(wanted))
-    elif container == "parquet":
-        dumps.write_parquet(path, make(wanted))
-    else:
-        write_json(path, rows_of(make(wanted)))
-    found = load_rollouts(path)
+    wanted = dumps.with_critic(truth())
+    found = load_rollouts(dumps.write(tmp_path / "x", container, make(wanted)))
     same(found, wanted)
     one, other = RolloutBatch(found), RolloutBatch(wanted)
     assert one.returns is not None and other.returns is not None
