@@ -187,29 +187,6 @@ def test_rows_are_let_go_as_defined(batch, tokens, boundary, share, moved) -> No
     assert [row.activations for row in fitted.microbatches] == as_defined(plan, meter, budget)
 
 
-@settings(max_examples=15, derandomize=True, deadline=None)
-@given(
-    st.integers(2, 300),
-    st.integers(1, 60),
-    st.integers(1, 5),
-    st.tuples(*[st.floats(1e-6, 10.0)] * 4),
-    st.sampled_from((None, 64, 256)),
-)
-def test_auto_is_never_predicted_slower_than_dense(prompt, response, count, prices, tokens) -> None:
-    block, rest, part, rate = prices
-    measured = made_up(
-        block=line(block, floor=16.0), rest=flat(rest), part=flat(part), rectangle=flat(1 / rate)
-    )
-    plan = make_plan(
-        group(prompt, response, count),
-        SHAPE,
-        Config(max_microbatch_tokens=tokens),
-        calibration=measured,
-    )
-    dense = min(c.cost for c in plan.candidates if c.sharing == "none" and c.cost is not None)
-    assert plan.predicted_ms <= dense
-
-
 # Files --------------------------------------------------------------------------------------------
 
 

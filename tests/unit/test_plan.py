@@ -1,6 +1,7 @@
 """Decisions and refusals of the planner, and who may share."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forkpoint import Config, ModelShape, PlanError, Rollout, RolloutBatch
+from forkpoint import Config, PlanError, Rollout, RolloutBatch
 from forkpoint.plan import Plan, make_plan, planner
 from forkpoint.plan.builder import Builder
 from forkpoint.plan.predict import plan_cost
@@ -249,25 +250,6 @@ def test_rollouts_are_split_where_trained_tokens_lie_in_several_microbatches() -
     assert plan.splits(one, np.zeros(3, np.int64))
 
 
-@pytest.mark.parametrize(("prompt", "sharing"), [(16, "none"), (256, "group"), (4096, "group")])
-def test_auto_shares_from_the_length_on_where_it_pays(prompt: int, sharing: str) -> None:
-    """The cost of a further launch of attention outweighs a few tokens that are computed once."""
-    sizes: dict[str, Any] = {
-        "hidden": 4096,
-        "heads": 32,
-        "kv_heads": 8,
-        "head_dim": 128,
-        "value_dim": 128,
-    }
-    shape = ModelShape(layers=32, intermediate=14_336, vocab=128_256, **sizes)
-    batch = RolloutBatch(
-        Rollout([0] * prompt + [1 + n] * 2048, [0] * prompt + [1] * 2048, 0.0, group_id="g")
-        for n in range(8)
-    )
-    plan = make_plan(batch, shape, Config(max_microbatch_tokens=20_000))
-    assert plan.sharing == sharing, plan.explain()
-
-
 @settings(max_examples=15, derandomize=True, deadline=None)
 @given(batch=batches(), boundary=st.sampled_from(("within", "mixed", "across")))
 def test_one_group_is_shared_by_groups_as_by_tree(batch: RolloutBatch, boundary: Any) -> None:
@@ -280,3 +262,52 @@ def test_one_group_is_shared_by_groups_as_by_tree(batch: RolloutBatch, boundary:
     one, other = ([dataclasses.asdict(m) for m in p.microbatches] for p in (plan, apart))
     assert one == other
     assert plan.cost == apart.cost
+
+
+# Rollouts of one path at several temperatures: the body once, the head for each
+
+
+def at_temperatures(*temperatures: float, masks: Sequence[Sequence[int]] = ()) -> RolloutBatch:
+    """One rollout at each temperature, of the same tokens."""
+    every = masks or [[0, 0, 1, 1]] * len(temperatures)
+    return RolloutBatch(
+        Rollout([1, 2, 3, 4], mask, 1.0, temperature=temperature, group_id="g")
+        for temperature, mask in zip(temperatures, every, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("temperatures", "masks", "num_loss_entries"),
+    [
+        ((0.7, float(np.nextafter(0.7, 1))), (), 4),
+        ((1.0, 0.5), ([0, 0, 1, 1], [0, 1, 0, 1]), 4),  # one shares its temperature with nobody
+    ],
+)
+def test_an_edge_has_an_entry_for_each_temperature_that_trains_it(
+    temperatures, masks, num_loss_entries
+) -> None:
+    batch = at_temperatures(*temperatures, masks=masks)
+    plan = make_plan(batch, SHAPE, Config(sharing="tree", boundary="across"))
+    assert (plan.computed_tokens, plan.num_loss_entries) == (3, num_loss_entries)
+    # Of a head whose outputs do not depend on temperatures.
+    critic = make_plan(
+        batch, SHAPE, Config(sharing="tree", boundary="across"), uses_temperature=False
+    )
+    once = int(batch.loss_mask.reshape(len(batch), -1).any(0).sum())
+    assert (critic.computed_tokens, critic.num_loss_entries) == (3, once)
+    assert critic.dense == plan.dense
+
+
+def test_the_bound_counts_the_head_for_each_temperature() -> None:
+    one, two = at_temperatures(1.0, 1.0), at_temperatures(1.0, 0.5)
+    config = Config(sharing="tree", boundary="across")
+    first, second = make_plan(one, SHAPE, config), make_plan(two, SHAPE, config)
+    entry = 3 * 2.0 * SHAPE.hidden * SHAPE.vocab
+    assert first.dense == second.dense
+    assert second.shared.step_flops(SHAPE) - first.shared.step_flops(SHAPE) == 2 * entry
+    assert second.bound < first.bound
+    # By the same, the price; and the bytes of logits that are kept.
+    assert second.cost - first.cost == pytest.approx(2 * entry * 4 / 3)
+    keeping = Config(sharing="tree", boundary="across", head_logits="keep")
+    peaks = [make_plan(batch, SHAPE, keeping).predicted_peak_bytes or 0 for batch in (one, two)]
+    assert peaks[1] - peaks[0] == 2 * SHAPE.vocab * SHAPE.dtype_bytes

@@ -8,8 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from damaged_files import (
+from damaged import (
+    COUNT,
+    EVERY_ROW,
     FILES,
+    RECORDS,
+    ROW,
+    TRL,
+    VERL,
     flipped,
     lines,
     parquet,
@@ -17,7 +23,6 @@ from damaged_files import (
     torch_file,
     truncated,
 )
-from damaged_records import COUNT, EVERY_ROW, RECORDS, ROW, TRL, VERL
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from forkpoint.engine.distributed import Distributed, Holder
-from forkpoint.parallel.topology import Relation, Topology, connected, partition
+from forkpoint.parallel.topology import PaddedPlaces, Relation, Topology, connected, partition
 
 Groups = Mapping[int, Mapping[Relation, tuple[int, ...]]]
 DATA: Groups = {n: {"data": (0, 1)} if n < 2 else {"data": (2, 3)} for n in range(4)}
@@ -103,3 +104,14 @@ def test_holders_compose() -> None:
     ones = [p.detach() * 0 + 1 for p in (first, second)]
     reduced = group.reduce([ones[0], ones[1], None], [first, second, other], mean=False)
     assert [None if g is None else float(g) for g in reduced] == [2.0, 2.0, None]
+
+
+def test_padding_repeats_the_last_place_and_attention_sees_none_of_it() -> None:
+    places = PaddedPlaces(4)
+    assert places.own(5).tolist() == [0, 1, 2, 3, 4, 4, 4, 4] and places.padding(5) == 3
+    assert places.own(8).tolist() == list(range(8)) and places.padding(8) == 0
+    x_THD = torch.arange(16.0).reshape(8, 2, 1)
+    (seen,) = places.to_heads((x_THD,), 5)
+    assert torch.equal(seen, x_THD[:5])
+    back = places.to_places(seen, 5)
+    assert torch.equal(back[:5], seen) and back.shape == x_THD.shape and not back[5:].any()
