@@ -13,34 +13,17 @@ from forkpoint.plan.models import MODELS
 from forkpoint.plan.predict import cache_bytes, peak_bytes
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.pricing.meters import meter_of
-from forkpoint.rollouts.batch import Rollout, RolloutBatch
 from forkpoint.units import GIB
 from made_calibrations import SHAPE as SMALL
-from made_calibrations import group as small_group
-from made_calibrations import made_up
+from made_calibrations import group, made_up
 
 SHAPE = ModelShape.from_config(MODELS["llama3-8b"], dtype_bytes=2)
 LAYERS = SHAPE.attention_layers
 ACROSS = Config(sharing="group", boundary="across", max_microbatch_tokens=4096)
 
 
-def group(prompt: int, response: int, count: int = 2) -> RolloutBatch:
-    ids = list(range(1, prompt + 1))
-    return RolloutBatch(
-        [
-            Rollout(
-                [*ids, *range(50_000 + n, 50_000 + n + response)],
-                [0] * prompt + [1] * response,
-                1.0,
-                group_id="g",
-            )
-            for n in range(count)
-        ]
-    )
-
-
-BATCH = group(30_000, 2000)
-SMALL_BATCH = small_group(3000, 200, 2)
+BATCH = group(30_000, 2000, 2)
+SMALL_BATCH = group(3000, 200, 2)
 
 
 def planned(config: Config = ACROSS, **options: Any) -> Plan:

@@ -21,23 +21,13 @@ from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.rollouts.batch import Rollout, RolloutBatch
 from forkpoint.testing import tiny_model
 from forkpoint.units import GIB
+from made_calibrations import group
 
 SHAPE = ModelShape.from_config(MODELS["qwen3-8b"], dtype_bytes=2)
 TOTAL = 80 * 10**9
 
 
-def batch_of(prompt: int, response: int, count: int) -> RolloutBatch:
-    ids = list(range(1, prompt + 1))
-    mask = [0] * prompt + [1] * response
-    return RolloutBatch(
-        [
-            Rollout([*ids, *range(n * 7, n * 7 + response)], mask, 1.0, group_id="g")
-            for n in range(count)
-        ]
-    )
-
-
-BATCH = batch_of(3000, 2000, 8)
+BATCH = group(3000, 2000, 8)
 
 
 def planned(budget_gib: float | None, config: Config | None = None, **given: Any) -> Plan:
@@ -135,7 +125,7 @@ def test_the_least_budget_is_named() -> None:
     """It fits, and much less does not; a batch of one rollout needs about as much."""
     needed = []
     for prompt, response, count in ((1000, 100, 3), (1000, 100, 1), (20, 10, 1)):
-        batch = batch_of(prompt, response, count)
+        batch = group(prompt, response, count)
         with pytest.raises(PlanError) as refused:
             make_plan(batch, SHAPE, Config(memory_budget=1000))
         message = str(refused.value)
@@ -160,7 +150,7 @@ def test_what_fits_nowhere_is_planned_with_the_least_memory() -> None:
 
 def test_no_batch_is_too_long_for_a_chain() -> None:
     """One rollout of 60,000 tokens: whole, and with all activations, it takes 480 GiB."""
-    long = batch_of(100, 60_000, 1)
+    long = group(100, 60_000, 1)
     free = make_plan(long, SHAPE, Config(boundary="within"))
     assert peak_of(free) > 200 * GIB
     assert make_plan(long, SHAPE, Config(), budget_bytes=30 * GIB).fits
@@ -180,7 +170,7 @@ def test_microbatches_of_a_long_batch_are_not_tried_at_every_length(
         return plan
 
     monkeypatch.setattr(Builder, "_plan_of", counted)
-    long = batch_of(120_000, 500, 2)
+    long = group(120_000, 500, 2)
     for budget in (3 * GIB, 20 * GIB):
         make_plan(long, SHAPE, Config(checkpointing="auto"), budget_bytes=budget)
     assert max(counts) <= len(long) * (MOST_MICROBATCHES + 1) and len(counts) < 400
@@ -334,7 +324,7 @@ def test_a_plan_that_does_not_fit_is_said_once(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    batch = batch_of(30, 20, 2)
+    batch = group(30, 20, 2)
     shape = replace(policy.host.shape, layers=10_000, hidden=2**22, windows=(0,) * 10_000)
     monkeypatch.setattr(type(policy.host), "shape", shape)
     with caplog.at_level(logging.WARNING, "forkpoint"):
