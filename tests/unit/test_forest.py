@@ -1,9 +1,7 @@
-"""The forest of shared segments, against sets of prefixes written out.
+"""The forest of shared segments, and the sorted rollouts that it is built from.
 
 That each rollout is one path, and each edge there once: `test_plan_properties.py`.
 """
-
-from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -14,9 +12,6 @@ from forkpoint.tree.forest import Forest, SortedRollouts, build_forest, sort_rol
 from strategies import token_lists
 
 EXAMPLES = settings(max_examples=60, derandomize=True, deadline=None)
-
-Edge = tuple[int, tuple[int, ...]]
-"""A class of rollouts that may share, and a rollout's tokens up to the edge's label."""
 
 
 @st.composite
@@ -35,15 +30,6 @@ def ragged(lists: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
 def forest_of(lists: list[list[int]], classes: list[int] | None = None) -> Forest:
     order = sort_rollouts(*ragged(lists), np.asarray(classes or [0] * len(lists)))
     return build_forest(order, len(lists))
-
-
-def owners_of_edges(lists: list[list[int]], classes: list[int]) -> dict[Edge, set[int]]:
-    """Every edge there is, with the rollouts through it."""
-    owners: dict[Edge, set[int]] = defaultdict(set)
-    for rollout, (ids, cls) in enumerate(zip(lists, classes, strict=True)):
-        for end in range(2, len(ids) + 1):
-            owners[cls, tuple(ids[:end])].add(rollout)
-    return owners
 
 
 @EXAMPLES
@@ -111,24 +97,6 @@ def test_chains_are_as_few_and_as_equal_as_they_can_be(
         assert max(chain) <= max_tokens
         assert max(chain) - min(chain) <= 1
     assert next(pieces, None) is None
-
-
-@EXAMPLES
-@given(classed_lists())
-def test_neighbours_in_sorted_order_share_what_they_have_in_common(
-    batch: tuple[list[list[int]], list[int]],
-) -> None:
-    lists, classes = batch
-    order = sort_rollouts(*ragged(lists), np.asarray(classes))
-    keys = [(classes[rollout], lists[rollout]) for rollout in order.rollouts.tolist()]
-    assert keys == sorted((c, ids) for ids, c in zip(lists, classes, strict=True) if len(ids) > 1)
-    assert order.edges.tolist() == [len(ids) - 1 for _, ids in keys]
-    owners = owners_of_edges(lists, classes)
-    for entry, rollout in enumerate(order.rollouts.tolist()):
-        before = set() if entry == 0 else {int(order.rollouts[entry - 1])}
-        shared = sum(before | {rollout} <= through for through in owners.values() if before)
-        assert order.shared_edges[entry] == shared
-    assert order.new_edges.sum() == len(owners)
 
 
 @pytest.mark.parametrize("top", [2**31 - 1, 2**32 - 1, 2**40])

@@ -8,7 +8,7 @@ import pytest
 from forkpoint import Config
 from forkpoint.errors import PlanError
 from forkpoint.plan import Plan, builder, make_plan
-from forkpoint.plan.host_cache import LAYERS_HERE, CacheCopies, layer_cache_bytes, outer_ancestors
+from forkpoint.plan.host_cache import LAYERS_HERE, layer_cache_bytes, outer_ancestors
 from forkpoint.plan.models import MODELS
 from forkpoint.plan.predict import cache_bytes, peak_bytes
 from forkpoint.plan.pricing.cost import ModelShape
@@ -102,29 +102,6 @@ def test_host_memory_is_kept_to() -> None:
     assert planned(prefix_cache="host", host_memory=layer - 1).host_layers == 0
 
 
-def test_beyond_host_memory_there_is_a_folder() -> None:
-    """All layers may move there, but none for the sake of speed: its rate is not known."""
-    folder = {"host_memory": 1, "offload_folder": "/scratch"}
-    assert planned(prefix_cache="host", **folder).host_layers == LAYERS
-    options: dict[str, Any] = {"checkpointing": "full", "activations": "keep"}
-    with pytest.raises(PlanError, match="memory_budget"):
-        planned(**options, memory_budget=1, host_memory=1)
-    measured = make_plan(BATCH, SHAPE, replace(ACROSS, **options, **folder), budget_bytes=GIB)
-    assert measured.host_layers == LAYERS
-    config = replace(ACROSS, max_microbatch_tokens=1000)
-    calibration = made_up(out_bytes_per_ms=1e9, back_bytes_per_ms=1e9)
-    whole = make_plan(SMALL_BATCH, SMALL, config, calibration=calibration)
-    config = replace(config, memory_budget=int(0.8 * (whole.predicted_peak_bytes or 0)))
-    layers = [
-        make_plan(SMALL_BATCH, SMALL, asked, calibration=calibration).host_layers
-        for asked in (
-            replace(config, host_memory="1TiB"),
-            replace(config, host_memory="1TiB", offload_folder="/scratch"),
-        )
-    ]
-    assert layers == [SMALL.attention_layers, 0]
-
-
 def test_where_nothing_fits_a_measured_budget_moves_all() -> None:
     config = replace(ACROSS, checkpointing="full", activations="keep")
     plan = make_plan(BATCH, SHAPE, config, budget_bytes=GIB)
@@ -149,24 +126,6 @@ def test_a_step_takes_as_long_as_its_copies() -> None:
     assert plan.cost > 100 * found["fast"].cost
     assert found["fast"].cost == pytest.approx(found["fast, here"].cost, rel=1e-6)
     assert found["slow, here"].cost == pytest.approx(found["fast, here"].cost, rel=1e-6)
-
-
-def test_copies_are_of_what_is_read_and_captured() -> None:
-    plan = planned(prefix_cache="host", activations="recompute")
-    shape = plan.shape
-    assert shape is not None
-    copies = CacheCopies(shape, LAYERS, plan.forest, plan.microbatches)
-    state, total = shape.boundary_bytes_per_token, shape.boundary_gradient_bytes_per_token
-    for instruction in plan.program.instructions:
-        microbatch = plan.microbatches[instruction.microbatch]
-        read = sum(m.tokens for m in plan.microbatches[: microbatch.index] if m.children)
-        own = microbatch.tokens * bool(microbatch.children)
-        expected = {
-            "forward": (own * state, read * state),
-            "recompute": (0, read * state),
-            "backward": (read * total, read * (state + total) + own * total),
-        }
-        assert copies.of(instruction) == expected[instruction.operation]
 
 
 def test_ancestors_outside_of_a_microbatch() -> None:

@@ -292,32 +292,6 @@ def test_nothing_is_repeated_that_may_not_be(policy: Any, failing: list[int]) ->
         assert failing[0] == 0
 
 
-def test_gradients_from_before_are_not_lost(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that fails in its second backward has added to `.grad` already."""
-    policy = policy.with_config(sharing="none", boundary="within", max_microbatch_tokens=3)
-    policy.forward_backward(small(), losses.GRPO())
-    kept = {n: p.grad.clone() for n, p in policy.host.model.named_parameters()}
-    backward, calls = type(policy.host).backward, []
-
-    def fails(self: Any, *args: Any, **kwargs: Any) -> None:
-        calls.append(1)
-        if len(calls) == 2:
-            raise torch.OutOfMemoryError("CUDA out of memory, made up")
-        backward(self, *args, **kwargs)
-
-    monkeypatch.setattr(type(policy.host), "backward", fails)
-    with pytest.raises(torch.OutOfMemoryError):
-        policy.forward_backward(small(), losses.GRPO())
-    assert policy.last_step.gradients == "cleared" and len(calls) == 2
-    calls.clear()
-    for name, parameter in policy.host.model.named_parameters():
-        parameter.grad = kept[name].clone()
-    copying = policy.with_config(restore_grads=True)
-    copying.forward_backward(small(), losses.GRPO())
-    for name, parameter in policy.host.model.named_parameters():
-        torch.testing.assert_close(parameter.grad, 2 * kept[name], rtol=1e-12, atol=1e-14)
-
-
 def test_a_plan_that_does_not_fit_is_said_once(
     policy: Any,
     device: dict[str, int],

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from forkpoint import Config, PlanError, Rollout, RolloutBatch
 from forkpoint.plan import Plan, make_plan, planner
-from forkpoint.plan.builder import Builder
 from forkpoint.plan.plan import fingerprint
 from forkpoint.plan.predict import plan_cost
 from forkpoint.plan.pricing import meters
@@ -250,20 +249,6 @@ def test_rollouts_are_split_where_trained_tokens_lie_in_several_microbatches() -
     plan = make_plan(one, config=Config(sharing="group", boundary="across"))
     assert not plan.splits(one, np.arange(3))
     assert plan.splits(one, np.zeros(3, np.int64))
-
-
-@settings(max_examples=15, derandomize=True, deadline=None)
-@given(batch=batches(), boundary=st.sampled_from(("within", "mixed", "across")))
-def test_one_group_is_shared_by_groups_as_by_tree(batch: RolloutBatch, boundary: Any) -> None:
-    together = RolloutBatch(dataclasses.replace(rollout, group_id="g") for rollout in batch)
-    config = Config(sharing="group", boundary=boundary)
-    # By groups as if there were more than one, which sorts and packs by itself.
-    with mock.patch.object(Builder, "_as", lambda _, sharing: sharing):
-        apart = make_plan(together, SHAPE, config)
-    plan = make_plan(together, SHAPE, config)
-    one, other = ([dataclasses.asdict(m) for m in p.microbatches] for p in (plan, apart))
-    assert one == other
-    assert plan.cost == apart.cost
 
 
 # Rollouts of one path at several temperatures: the body once, the head for each

@@ -62,22 +62,6 @@ def test_a_tree_too_large_for_a_microbatch_is_cut_between_rollouts() -> None:
     )
 
 
-def test_mixed_microbatches_keep_subtrees_that_fit_whole() -> None:
-    # A root of 4 edges over two subtrees of 1 + 2 + 2; microbatches of 10 hold both, but not the
-    # root too.
-    lists = [[9, 9, 9, 9, 9, side, leaf, leaf] for side in (1, 2) for leaf in (3, 4)]
-    plan = plan_of(lists, sharing="tree", boundary="mixed", max_microbatch_tokens=10)
-    assert lengths_of(plan) == [[4], [1, 1, 2, 2, 2, 2]]
-    assert (
-        plan_of(lists, sharing="tree", boundary="mixed", max_microbatch_tokens=14)
-        .microbatches[0]
-        .tokens
-        == 14
-    )
-    apart = plan_of(lists, sharing="tree", boundary="across", max_microbatch_tokens=10)
-    assert lengths_of(apart) == [[4], [1, 1], [2, 2, 2, 2]]
-
-
 def test_a_microbatch_of_one_tree_is_depth_first_and_one_of_several_breadth_first() -> None:
     deep = forest_of([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6, 7], [1, 2, 6, 8]])
     assert deep.parent.tolist() == [-1, 0, 1, 1, 0, 4, 4]

@@ -147,37 +147,6 @@ def groups(seed: int, stages: int, count: int = 5, recomputed: float = 0.5) -> S
     return replace(work, **dict(zip(("held", "working"), by_stage, strict=True)))
 
 
-@pytest.mark.parametrize("stages", [2, 4, 8])
-def test_three_barriers_are_no_faster_in_the_same_memory(stages: int) -> None:
-    for seed, room in itertools.product(range(3), (8.0, 12.0, 20.0)):
-        for recomputed in (0.5, 1.0):
-            work = groups(seed, stages, recomputed=recomputed)
-            found = order_stages(work, [room] * stages)
-            assert found.time <= three_barriers(work, room)
-            assert replayed(work, found) == pytest.approx(found.time)
-            assert max(found.peak_bytes) <= room
-    assert three_barriers(groups(0, stages, recomputed=1.0), 8.0) < np.inf
-
-
-def test_no_order_waits_for_memory_forever() -> None:
-    """Some slots need much memory for their backwards, and memory is just enough for one device.
-    Prefixes leave room for the backward of one of them."""
-    for seed, stages in itertools.product(range(12), (2, 4)):
-        work, rng = drawn(seed, 30, stages), random.Random(seed)
-        needed = [rng.choice([0.0, 1.0, 6.0]) for _ in work.parents]
-        work = replace(work, working=np.tile(needed, (stages, 1)))
-        least = max(order_stages(work, [0.0] * stages).peak_bytes)
-        for room in (0.0, 0.8 * least, least, least + 2):
-            found = order_stages(work, [room] * stages)
-            assert replayed(work, found) == pytest.approx(found.time)
-            assert max(found.peak_bytes) <= max(room, least)
-    # Three prefixes of three bytes fit ten bytes, but no backward of one, which needs five more.
-    work = work_of([-1, 0, 0, -1, 3, 3, -1, 6, 6], 2)
-    held, needed = (np.tile([prefix, leaf, leaf] * 3, (2, 1)) for prefix, leaf in ((3, 1), (5, 0)))
-    found = order_stages(replace(work, held=held, working=needed), [10, 10])
-    assert words(found)[0].startswith("f0 f1 f2 b1 b2 b0 f3") and found.peak_bytes == (8, 8)
-
-
 def test_leaves_take_the_memory_that_a_recomputed_prefix_needs_later() -> None:
     work = work_of([-1, 0, 0, -1, 3, 3], 2)
     needed = np.zeros_like(work.forward)

@@ -34,23 +34,6 @@ def test_counts_are_those_of_plans(batch: RolloutBatch) -> None:
     assert totals.groups == len(batch.groups()) and totals.rollouts == len(batch)
 
 
-def test_batches_add_up() -> None:
-    rollouts = synthetic_rollouts(
-        groups=6, rollouts_per_group=4, prompt_tokens=30, response_tokens=9, system_tokens=8
-    )
-    parts = [RolloutBatch(rollouts[n : n + 8]) for n in range(0, len(rollouts), 8)]
-    together, alone = summed(*parts, shape=SHAPE), [summed(p, shape=SHAPE) for p in parts]
-    assert together.batches == 3 and together.groups == 6
-    for name in ("logical_tokens", "unique_tokens", "group_tokens", "trained_tokens", "rollouts"):
-        assert getattr(together, name) == sum(getattr(one, name) for one in alone)
-    for mode, work in together.work.items():
-        assert work.tokens == sum(one.work[mode].tokens for one in alone)
-        assert work.pairs[8] == sum(one.work[mode].pairs[8] for one in alone)
-    whole = summed(RolloutBatch(rollouts), shape=SHAPE)
-    assert whole.work["group"] == together.work["group"], "groups are not cut"
-    assert whole.work["tree"].tokens == together.work["tree"].tokens - 2 * 7, "system edges"
-
-
 @pytest.mark.parametrize("shape", [SHAPE, None])
 def test_plans_add_up(shape: ModelShape | None) -> None:
     """A batch that shares much and one that shares nothing, each with the plan that fits it."""
