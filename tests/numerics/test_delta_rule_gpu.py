@@ -32,7 +32,6 @@ pytestmark = [
 ]
 BAR = 2e-2
 """Relative, of every output and gradient against float64, in 16 bits."""
-"""Less than tilelang takes to compile its kernel, which is 10 to 15."""
 LENGTHS = [[1], [2], [64], [65], [4097], [65, 1000, 129, 1, 63, 640], [1] * 40]
 NAMES = ("o", "dq", "dk", "dv", "dg", "dbeta")
 

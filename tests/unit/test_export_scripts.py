@@ -46,20 +46,15 @@ def as_written(found: list[Any], wanted: list[Any]) -> None:
 
 
 def test_verl(export: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A class like verl's stands in for it where it is not installed."""
+    """A class like verl's stands in for it."""
     table = tensors(dumps.verl(truth()))
     own = {name: x for name, x in table.items() if isinstance(x, torch.Tensor)}
     other, settings = {"uid": np.array(table["uid"], object)}, {"temperature": 0.7}
     path = tmp_path / "batch.pkl"
-    try:
-        from verl import DataProto
-    except ImportError:
-        kept = SimpleNamespace(batch=own, non_tensor_batch=other, meta_info=settings)
-        path.write_bytes(pickle.dumps(kept))
-        stub = SimpleNamespace(load_from_disk=lambda file: pickle.loads(Path(file).read_bytes()))
-        monkeypatch.setitem(sys.modules, "verl", SimpleNamespace(DataProto=stub))
-    else:
-        DataProto.from_dict(tensors=own, non_tensors=other, meta_info=settings).save_to_disk(path)
+    kept = SimpleNamespace(batch=own, non_tensor_batch=other, meta_info=settings)
+    path.write_bytes(pickle.dumps(kept))
+    stub = SimpleNamespace(load_from_disk=lambda file: pickle.loads(Path(file).read_bytes()))
+    monkeypatch.setitem(sys.modules, "verl", SimpleNamespace(DataProto=stub))
     found = export("verl_lines", path)
     as_written(found, truth())
     assert {r.temperature for r in found} == {0.7}
@@ -67,11 +62,7 @@ def test_verl(export: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 def test_openrlhf(export: Any, tmp_path: Path) -> None:
     tables = [tensors(dumps.openrlhf(part)) for part in (truth()[:4], truth()[4:])]
-    try:
-        from openrlhf.trainer.ppo_utils.experience import Experience as made
-    except ImportError:
-        made = SimpleNamespace
-    experiences = [made(**table) for table in tables]
+    experiences = [SimpleNamespace(**table) for table in tables]
     torch.save(experiences, tmp_path / "list.pt")
     as_written(export("openrlhf_lines", tmp_path / "list.pt"), truth())
     torch.save(experiences[0], tmp_path / "one.pt")
