@@ -148,9 +148,6 @@ def as_defined(plan: Plan, meter: Meter, budget: int) -> list[str]:
     """Activations as `microbatches_to_drop` chooses it, row by row, by its definition."""
     room = budget - cache_bytes(plan, SHAPE)
     kept = [meter.kept_bytes(row) for row in plan.microbatches]
-    price = [
-        meter.forward(r, boundary_only=True) / max(1, kept[r.index]) for r in plan.microbatches
-    ]
     ways = [row.activations for row in plan.microbatches]
     for row in plan.microbatches:
         above, parent = [], row.parent
@@ -158,7 +155,7 @@ def as_defined(plan: Plan, meter: Meter, budget: int) -> list[str]:
             above += [parent] if ways[parent] == "keep" else []
             parent = plan.microbatches[parent].parent
         over = sum(kept[r] for r in above) + kept[row.index] + meter.working_bytes(row) - room
-        for index in sorted(above, key=lambda r: price[r]):
+        for index in reversed(above):
             if over > 0:
                 ways[index] = "recompute"
                 over -= kept[index]
