@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from forkpoint.config import Config
-from forkpoint.engine.distributed import Holder
 from forkpoint.engine.executor import Executor
 from forkpoint.engine.feature import Feature
 from forkpoint.engine.gathered_cache import GatheredCache
@@ -102,10 +101,6 @@ class Engine:
     encoders: CommonEncoders | None = None
     """Runs of ranks in lockstep."""
     _failure: BaseException | None = field(default=None, init=False)
-
-    @property
-    def holder(self) -> Holder:
-        return self.host.group
 
     # Calls
     # ------------------------------------------------------------
@@ -213,7 +208,7 @@ class Engine:
             plan.program.training,
             entropy="entropies" in weights,
             # Each rank's loss is its own here.
-            microbatch_loss=WeightedSum(weights, self.holder.factor(mean=True)),
+            microbatch_loss=WeightedSum(weights, self.host.group.factor(mean=True)),
         )
         with self._deferred_failure():
             look(result.per_token[self.host.head])
@@ -226,12 +221,12 @@ class Engine:
         """Prepare gradients and model for backwards, until the changes are undone."""
         parameters = [p for _, p in self.host.named_parameters() if p.requires_grad]
         fp32 = self.config.grad_accumulation_dtype == "float32"
-        deferred = parameters if fp32 else self.holder.deferred_params(parameters)
+        deferred = parameters if fp32 else self.host.group.deferred_params(parameters)
         guard = transaction.guard = GradientGuard(
             parameters,
             restore=self.config.restore_grads,
             sums=GradientSums(deferred, fp32=fp32) if deferred else None,
-            holder=self.holder,
+            holder=self.host.group,
         )
         if guard.sums is not None:
             changes, leaves = transaction.changes, deferred
@@ -267,21 +262,22 @@ class Engine:
         changes, guard = step.transaction.changes, step.transaction.guard
         assert guard is not None
         # Whole weights come back to the ranks once gradients are reduced.
-        held = self.holder.gathered
+        held = self.host.group.gathered
         if not held:
             changes.undo(mark)
         router = None if self.routing is None else self.routing.ending
         loss = self.ranks.finish(result.loss, self._failure, router=router)
         if held:
             guard.touched = True
-            self.holder.reduce_held()
+            self.host.group.reduce_held()
             changes.undo(mark)
-        self.holder.reduce_earlier()
-        if not self.ranks.trains(any(len(inputs.trained_tokens) for inputs in step.inputs)):
+        self.host.group.reduce_earlier()
+        trains = any(len(inputs.trained_tokens) for inputs in step.inputs)
+        if not (trains or self.ranks.any_trains):
             guard.add_zeros(self.host)
         if guard.sums is not None:
             parameters, mean = guard.sums.parameters, self.ranks.mean
-            guard.sums.reduce(partial(self.holder.reduce, parameters=parameters, mean=mean))
+            guard.sums.reduce(partial(self.host.group.reduce, parameters=parameters, mean=mean))
             guard.touched = True
             guard.sums.add_to_gradients()
         return replace(result, loss=loss)
@@ -347,7 +343,7 @@ class Engine:
             graph=graph,
         )
         transaction.changes.undo(mark)
-        self.holder.reshard()
+        self.host.group.reshard()
         timing.end()
         return PassResult(
             loss=loss,
@@ -394,7 +390,7 @@ class Engine:
         try:
             yield
         except BaseException as error:
-            if not self.ranks.defers_failures:
+            if self.ranks.ranks.is_alone:
                 raise
             self._failure = self._failure or error
 

@@ -19,7 +19,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from forkpoint.config import Config
 from forkpoint.engine.feature import Feature, Root
 from forkpoint.engine.host import HeadOutputs, Host
-from forkpoint.engine.links import Links
 from forkpoint.engine.microbatches import (
     CacheView,
     MicrobatchInputs,
@@ -52,10 +51,6 @@ class Executor:
     _views: dict[int, CacheView] = field(default_factory=dict, init=False)
     """By slot: the prefix cache that its forward has read and written."""
 
-    @property
-    def links(self) -> Links:
-        return self.host.links
-
     def run(
         self,
         instructions: Sequence[Instruction],
@@ -76,7 +71,7 @@ class Executor:
         training = loss is not None
         plan = self.plan
         total = torch.zeros((), dtype=self.host.loss_dtype, device=self.host.device)
-        self.links.begin_pass(plan, instructions)
+        self.host.links.begin_pass(plan, instructions)
         for feature in self.features:
             feature.begin_pass(cache)
         for instruction in instructions:
@@ -97,16 +92,16 @@ class Executor:
             view.begin(backward=False)
             every = (feature.saved_tensor_hooks(instruction) for feature in self.features)
             hooks = next((found for found in every if found is not None), None)
-            ends_here, part = self.links.ends_here and not instruction.idle, None
+            ends_here, part = self.host.links.ends_here and not instruction.idle, None
             with torch.set_grad_enabled(training or graph):
-                hidden = self.links.receive(instruction, inputs)
+                hidden = self.host.links.receive(instruction, inputs)
                 self._received(instruction)
                 with saved_tensors_hooks(*hooks) if hooks else nullcontext():
                     outputs = self.host.forward(
                         instruction, inputs, view, self.config, entropy=entropy, hidden=hidden
                     )
                 view.end_forward()
-                self.links.send(instruction, outputs.roots[0])
+                self.host.links.send(instruction, outputs.roots[0])
                 for feature in self.features:
                     feature.after_forward(instruction, inputs)
                 # If a forward is repeated, the second computes the loss.
@@ -119,13 +114,13 @@ class Executor:
                 total += part.value
             if training and instruction.keeps_graph:
                 more = [root for root in found if root is not None]
-                own = _roots_of(part, outputs) if self.links.ends_here else []
+                own = _roots_of(part, outputs) if self.host.links.ends_here else []
                 self._roots[instruction.slot] = [*own, *more]
                 self._views[instruction.slot] = view
                 del own
                 del more
             del outputs, part, view, found, hidden
-        self.links.end_pass((total, *values.by_name.values()))
+        self.host.links.end_pass((total, *values.by_name.values()))
         for feature in self.features:
             feature.end_pass()
         return total
@@ -133,7 +128,7 @@ class Executor:
     def _backward(self, instruction: Instruction) -> None:
         guard = self.transaction.guard
         assert guard is not None
-        roots = [*self.links.roots(instruction), *self._roots.pop(instruction.slot)]
+        roots = [*self.host.links.roots(instruction), *self._roots.pop(instruction.slot)]
         self._received(instruction)
         tensors, gradients = [x for x, _ in roots], [gradient for _, gradient in roots]
         view = self._views.pop(instruction.slot)
@@ -145,12 +140,12 @@ class Executor:
         self.host.backward(tensors, gradients, last=instruction.last_backward)
         del tensors, gradients
         view.cache.end()
-        self.links.after_backward(instruction)
+        self.host.links.after_backward(instruction)
         for feature in self.features:
             feature.after_backward(instruction)
 
     def _received(self, instruction: Instruction) -> None:
-        if self.links.stages:
+        if self.host.links.stages:
             for feature in self.features:
                 feature.after_receive(instruction)
 

@@ -20,6 +20,7 @@ from forkpoint.engine.host import RouterSet
 from forkpoint.engine.links import Links
 from forkpoint.engine.microbatches import MicrobatchInputs
 from forkpoint.errors import ConfigError, UnsupportedError
+from forkpoint.parallel.ranks import group_leaders
 from forkpoint.parallel.statistics import RouterEnd, StatisticsOfRanks
 from forkpoint.parallel.step import RankStep
 from forkpoint.parallel.topology import ALL_PLACES, Places
@@ -206,7 +207,7 @@ class Routing(Feature):
         if self.of_ranks is None or not self.of_ranks.gathers:
             return
         found = ranks.gather({"counts": self._own_counts().cpu()})
-        leaders = ranks.ranks.group_leaders
+        leaders = group_leaders(ranks.ranks.batches)
         total_PE = torch.stack([found[first]["counts"] for first in leaders]).sum(0)
         self._summed_PE = total_PE.to(self._device)
 
@@ -240,15 +241,11 @@ class Routing(Feature):
         if not self.outputs.open:
             return
         self.outputs.end()
-        if self._is_new(inputs.microbatch.index):
+        if inputs.microbatch.index not in self._counted:
             self._count(inputs)
             self._counted.add(inputs.microbatch.index)
         if instruction.operation == SCORE:
             self.outputs.take()
-
-    def _is_new(self, microbatch: int) -> bool:
-        """Whether its tokens have not been counted by a forward before."""
-        return microbatch not in self._counted
 
     def _count(self, inputs: MicrobatchInputs) -> None:
         segment_T, experts = self._segments(inputs), self._counts_LSE.shape[2]

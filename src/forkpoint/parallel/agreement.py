@@ -176,8 +176,9 @@ def agreed(
         firsts = group_leaders(batches)
         proposals, names = [proposals[n] for n in firsts], [names[n] for n in firsts]
     schedule = _schedule(gather, names, [proposal.offer for proposal in proposals])
-    staged = _staged(proposals, stages, strict)
-    if staged is not None:
+    sizes, staged = [proposal.sizes for proposal in proposals], None
+    if sizes[0]:
+        staged = choose_size(sizes, stages, proposals[0].budget_bytes, strict=strict)
         schedule = replace(schedule, programs=staged.programs)
     splitting = None
     if prompts:
@@ -208,24 +209,13 @@ def agreed(
 def _encoders(schedule: "_Schedule", proposals: Sequence[Proposal]) -> CommonEncoders | None:
     """Encoder runs of all batches; None where no rank waits for those of another batch."""
     outline = next((p.outline for p in proposals if p.outline is not None), None)
-    lockstep = schedule.gathering is not None and schedule.gathering.taken == "microbatch"
-    if outline is None or not lockstep or len(proposals) == 1:
+    if outline is None or not schedule.lockstep or len(proposals) == 1:
         return None
     return CommonEncoders.of(
         schedule.programs,
         schedule.media,
         trains=any(p.trains_encoder for p in proposals),
         idle=outline.medium(),
-    )
-
-
-def _staged(
-    proposals: Sequence[Proposal], stages: Sequence[Stage], strict: bool
-) -> StagedStep | None:
-    """The step on stages; None where the model is not cut into any, or nothing is trained."""
-    sizes = [proposal.sizes for proposal in proposals]
-    return (
-        choose_size(sizes, stages, proposals[0].budget_bytes, strict=strict) if sizes[0] else None
     )
 
 
@@ -261,6 +251,10 @@ class _Schedule:
     """The predicted cost of the step."""
     media: Sequence[tuple[PlannedMedium, ...]]
     """By rank."""
+
+    @property
+    def lockstep(self) -> bool:
+        return self.gathering is not None and self.gathering.taken == "microbatch"
 
 
 def _schedule(gather: GatherOption, names: Sequence[int], offers: Sequence[Offer]) -> _Schedule:

@@ -63,12 +63,6 @@ class DataRanks:
         """Whether no process group connects this process with others."""
         return self.cpu_group is None
 
-    @property
-    def group_leaders(self) -> tuple[int, ...]:
-        """By batch, the first of the ranks that have it: what all ranks of a batch compute alike
-        is counted once."""
-        return group_leaders(self.batches)
-
     def exchange(self, value: T) -> list[T]:
         """The values of all ranks, by index. Collective.
 
@@ -134,10 +128,8 @@ class DataRanks:
 
 
 def group_leaders(batches: Sequence[int]) -> tuple[int, ...]:
-    """By batch, in order, the index of the first rank that has it.
-
-    batches: by rank, which batch it has.
-    """
+    """By batch, in order, the index of the first rank that has it: what all ranks of a batch
+    compute alike is counted once. `batches`: by rank, which batch it has."""
     return tuple(list(batches).index(batch) for batch in sorted(set(batches)))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from forkpoint.errors import RankError
 from forkpoint.parallel.copies import check_same_losses
-from forkpoint.parallel.ranks import DataRanks
+from forkpoint.parallel.ranks import DataRanks, group_leaders
 from forkpoint.parallel.statistics import RouterEnd
 from forkpoint.rollouts.batch import RolloutBatch
 
@@ -49,20 +49,6 @@ class RankStep:
     """By rank, its rollouts, where the loss is computed from those of all ranks."""
     router: RouterEnd | None = None
     """Of all ranks, once the step has ended, where it takes statistics of routers."""
-
-    @property
-    def defers_failures(self) -> bool:
-        """Whether errors of a loss wait until the program has ended: other ranks run it as well."""
-        return not self.ranks.is_alone
-
-    def trains(self, own: bool) -> bool:
-        """Whether any rank trains on any token; `own`: whether this one does."""
-        return own or self.any_trains
-
-    def may_be_missed(self, error: Exception) -> None:
-        """The sample has failed here. Unless it did on all ranks, others may wait in collectives
-        of its forwards."""
-        self.ranks.may_be_missed(error)
 
     def same(self, error: Exception | None) -> None:
         """Raise `error`, or RankError if another rank has one, before the step. Collective."""
@@ -138,7 +124,7 @@ class RankStep:
         except RankError:  # the same on all ranks
             self.ranks.phase = "told"
             raise
-        firsts = self.ranks.group_leaders
+        firsts = group_leaders(self.ranks.batches)
         routers = [end for first in firsts if (end := found[first].router) is not None]
         if routers:
             self.router = reduce(add, routers)

@@ -155,7 +155,6 @@ class Builder:
             self._classes(np.zeros(len(self.batch), np.int64))
         )
         self.longest: int = int(self.tree_order.edges.max(initial=1))
-        # Then sharing within groups is sharing over the batch.
         self.one_group: bool = len(np.unique(self.batch.group_index)) == 1
 
     @cached_property
@@ -175,10 +174,6 @@ class Builder:
         for prompt in self.prompts or ():
             found[list(prompt.rollouts)] = -1 - prompt.number
         return found
-
-    def _as(self, sharing: str) -> str:
-        """The sharing that comes to the same for this batch."""
-        return "tree" if sharing == "group" and self.one_group else sharing
 
     def _order(self, sharing: str) -> SortedRollouts:
         if sharing not in self._orders:
@@ -205,7 +200,8 @@ class Builder:
 
     def build(self, sharing: str, boundary: str) -> Plan:
         """One combination within the limits of the configuration, with its price."""
-        combination = self._as(sharing), boundary
+        # Of a single group, sharing within groups is sharing over the batch.
+        combination = "tree" if sharing == "group" and self.one_group else sharing, boundary
         if combination not in self._built:
             self._built[combination] = self._dealt_if_faster(self._fitting(*combination))
         return replace(self._built[combination], sharing=sharing)

@@ -38,7 +38,7 @@ MOST_TOKENS = 1 << 21
 """Lengths that are tried: multiples of the one, up to the other."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LongestSearch:
     """Search for the longest prompt of one group for which the planner finds a plan."""
 

@@ -104,7 +104,10 @@ def make_plan(
         sharings, boundaries = ("tree" if config.sharing == AUTO else config.sharing,), ("mixed",)
     plans, candidates, errors = _built(builder, product(sharings, boundaries))
     if not plans:
-        c, error = min(zip(candidates, errors, strict=True), key=lambda pair: _needed(pair[1]))
+        # Those that other limits than the budget refuse do not say how much would fit.
+        needed = [e.needed_bytes if isinstance(e, BudgetError) else math.inf for e in errors]
+        best = needed.index(min(needed))
+        c, error = candidates[best], errors[best]
         raise PlanError(f"no plan fits this batch: {c.sharing} + {c.boundary}: {error}")
     fitting = [plan for plan in plans if plan.fits]
     plan = _chosen(fitting) if fitting else least_memory(plans)
@@ -112,26 +115,14 @@ def make_plan(
     candidates = [
         replace(c, refused=c.refused or _passed_over(c.cost, plan.cost)) for c in candidates
     ]
+    budget, responses, find_longest = builder.budget_bytes, responses_of(batch), None
+    if shape is not None and budget is not None and responses:
+        find_longest = LongestSearch(responses, shape, config, capabilities, calibration, budget)
     return replace(
         plan,
         candidates=tuple(candidates),
         reason=_reason(plan, dense, config),
-        find_longest=_longest_search(builder),
-    )
-
-
-def _longest_search(builder: Builder) -> LongestSearch | None:
-    """The search for the longest prompt; None without a limit, and if nothing is trained."""
-    responses = responses_of(builder.batch)
-    if builder.shape is None or builder.budget_bytes is None or not responses:
-        return None
-    return LongestSearch(
-        responses=responses,
-        shape=builder.shape,
-        config=builder.config,
-        capabilities=builder.capabilities,
-        calibration=builder.calibration,
-        budget_bytes=builder.budget_bytes,
+        find_longest=find_longest,
     )
 
 
@@ -160,11 +151,6 @@ def _built(
         candidates.append(Candidate(sharing, boundary, plan.cost, refused))
         plans.append(plan)
     return plans, candidates, errors
-
-
-def _needed(error: PlanError) -> float:
-    """Bytes that would have fitted; inf if other limits than the budget refused."""
-    return error.needed_bytes if isinstance(error, BudgetError) else math.inf
 
 
 def _passed_over(cost: float | None, chosen: float) -> str | None:

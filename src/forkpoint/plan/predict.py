@@ -60,13 +60,9 @@ def simulate(plan: Plan, meter: Meter) -> float:
             # Nothing hides the copy of the first layer that is hosted.
             now = max(now, in_free, out_free) + _copy_back(meter, back // plan.host_layers)
         now = max(now, issued)
-    return now + encoder_cost(plan, meter)
-
-
-def encoder_cost(plan: Plan, meter: Meter) -> float:
-    """Cost of encoders in all passes, which run beside nothing."""
+    # Encoders run beside nothing.
     passes = (encoder_flops(plan, training=training) for training in (False, True))
-    return meter.products(sum(sum(map(sum, each)) for each in passes))
+    return now + meter.products(sum(sum(map(sum, each)) for each in passes))
 
 
 def encoder_flops(plan: Plan, *, training: bool) -> tuple[list[float], list[float]]:

@@ -321,10 +321,8 @@ def stage_plan(
     )
     if stage.is_last:
         return found
-    return replace(found, program=Program(tuple(map(_through_blocks, found.program.instructions))))
-
-
-def _through_blocks(instruction: Instruction) -> Instruction:
-    return (
-        instruction if instruction.operation == BACKWARD else instruction._replace(ends_at=BLOCKS)
+    through = (
+        i if i.operation == BACKWARD else i._replace(ends_at=BLOCKS)
+        for i in found.program.instructions
     )
+    return replace(found, program=Program(tuple(through)))

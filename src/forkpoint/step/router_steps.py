@@ -196,7 +196,7 @@ def _check_has_routers(host: ModelHost, given: str) -> None:
 def check_averaged(group: Distributed, loss: object) -> None:
     """Raises UnsupportedError for a router loss beside a loss whose gradients are averaged over
     ranks with several batches."""
-    if len(group.ranks.group_leaders) > 1 and is_own(loss):
+    if len(set(group.ranks.batches)) > 1 and is_own(loss):
         raise UnsupportedError(
             "router= was given with a loss that is a function, on several ranks. Gradients of a "
             "function are averaged over the ranks, and those of a router loss are of all their "

@@ -197,7 +197,7 @@ def _check_sample(policy: StepPolicy, agreed: AgreedStep, transaction: Transacti
             if holder.lockstep:
                 # It came within the forwards. If it did on this rank alone, the others wait in
                 # collectives of these, and do not come to the exchange below.
-                agreed.ranks.may_be_missed(caught)
+                agreed.ranks.ranks.may_be_missed(caught)
             error = caught
         holder.reshard()
         agreed.ranks.same(error)

@@ -382,7 +382,8 @@ class Comparison:
         elements = comm.of_stages({name: p.numel() for name, p in host.model.named_parameters()})
         errors = parameter_errors(elements, self.dtype, shared_errors, reference)
         del shared
-        _clear_gradients(host.model)
+        for p in host.model.parameters():
+            p.grad = None
         shared_error = math.hypot(*(e.shared_error for e in errors)) / reference.norm
         loss_difference = stats.loss - wanted.loss
         router_difference = _difference(stats.router_loss, wanted.router_loss)
@@ -451,11 +452,6 @@ def _difference(value: float | None, wanted: float | None) -> float | None:
 
 def _largest(values_T: Tensor) -> float:
     return float(values_T.abs().max()) if len(values_T) else 0.0
-
-
-def _clear_gradients(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.grad = None
 
 
 def distances(found: Gradients, wanted: Gradients) -> dict[str, float]:
