@@ -1,7 +1,7 @@
 """The choice of ranks for the rollouts of one step."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -170,91 +170,69 @@ def place_paths(
         max_microbatch_tokens: limit in the plans of the ranks; None is the default of `Config`.
         exchange: prices of exchanging prompts; None if ranks exchange none.
     """
-    priced = Priced.of(paths, forest, rates)
+    priced, groups = Priced.of(paths, forest, rates), paths.groups
+    if ranks == 1 or priced.total == 0:
+        return np.zeros(len(groups), np.int64)
     longest = int(paths.order.edges.max(initial=1))
     capacity = max_microbatch_tokens or max(DEFAULT_MICROBATCH_TOKENS, longest)
-    return _Search(priced, ranks, capacity, whole_groups, exchange).best()
 
+    def cost_of(rank: IntArray) -> int:
+        return lockstep_cost(priced, rank, ranks, capacity)
 
-@dataclass(frozen=True)
-class _Search:
-    """Ways to place, and the cheapest of them."""
-
-    priced: Priced
-    ranks: int
-    capacity: int
-    whole_groups: bool
-    exchange: ExchangePrices | None
-
-    def best(self) -> IntArray:
-        """[N] the rank of each rollout: the first of those that are predicted to cost least."""
-        priced, groups = self.priced, self.priced.paths.groups
-        if self.ranks == 1 or priced.total == 0:
-            return np.zeros(len(groups), np.int64)
-        share = priced.total // self.ranks
-        placed = [greedy(priced.items(groups), self.ranks)]
-        most, mean = int(placed[0].load.max()), int(placed[0].load.sum()) / self.ranks
-        if not self.whole_groups and most > EVEN * mean:
-            halves = greedy(priced.items(priced.split(share // HALVES)), self.ranks)
-            if int(halves.load.max()) < most:
-                placed.append(halves)
-        # Placements that know less, which a good one is no worse than.
-        lengths = np.ones(len(groups), np.int64)
-        lengths[priced.paths.order.rollouts] += priced.paths.order.edges
-        ranks = [in_order(groups, self.ranks, whole_groups=self.whole_groups)]
-        ranks.append(by_tokens(groups, lengths, self.ranks))
-        costs = [self._cost(rank) for rank in ranks]
-        own = [self._cost(way.rank_of_rollouts) for way in placed]
-        if not self.whole_groups and self._is_uneven(costs + own):
-            # Small parts of groups fill the slots of all ranks alike.
-            parts = greedy(priced.items(priced.split(share // PARTS)), self.ranks)
-            if len(parts.items) > len(placed[-1].items):
-                placed.append(parts)
-                own.append(self._cost(parts.rank_of_rollouts))
-        for way, cost in zip(placed, own, strict=True):
-            if cost <= NEAR * min(own):
-                rank = reshaped(priced, way, self.capacity)[way.items.item]
-                ranks, costs = [*ranks, rank], [*costs, self._cost(rank)]
-        # Of equally good ones the first is taken: one that keeps groups whole, if any.
-        ranks = [*(way.rank_of_rollouts for way in placed), *ranks]
-        costs = own + costs
-        exchange = self.exchange if self._may_exchange(costs) else None
-        if exchange is not None:
-            at_risk = RISK * min(costs)
-            for rank in self._with_prompts_apart(share):
-                if (cost := self._cost(rank)) <= at_risk:
-                    ranks, costs = [*ranks, rank], [*costs, cost]
-            pairs = zip(costs, ranks, strict=True)
-            costs = [min(cost, self._exchanged_cost(rank, exchange)) for cost, rank in pairs]
-        return ranks[costs.index(min(costs))]
-
-    def _is_uneven(self, costs: list[int]) -> bool:
+    def is_uneven(costs: list[int]) -> bool:
         """Whether no placement so far is near an equal share."""
-        return min(costs) * self.ranks > UNEVEN * self.priced.total
+        return min(costs) * ranks > UNEVEN * priced.total
 
-    def _may_exchange(self, costs: list[int]) -> bool:
-        groups = self.priced.paths.groups
-        few = len(groups) <= MOST_ROLLOUTS and int(groups.max()) + 1 < FEW * self.ranks
-        return few and not self.whole_groups and self._is_uneven(costs)
+    share = priced.total // ranks
+    placed = [greedy(priced.items(groups), ranks)]
+    most, mean = int(placed[0].load.max()), int(placed[0].load.sum()) / ranks
+    if not whole_groups and most > EVEN * mean:
+        halves = greedy(priced.items(priced.split(share // HALVES)), ranks)
+        if int(halves.load.max()) < most:
+            placed.append(halves)
+    # Placements that know less, which a good one is no worse than.
+    lengths = np.ones(len(groups), np.int64)
+    lengths[paths.order.rollouts] += paths.order.edges
+    found = [in_order(groups, ranks, whole_groups=whole_groups)]
+    found.append(by_tokens(groups, lengths, ranks))
+    costs = [cost_of(rank) for rank in found]
+    own = [cost_of(way.rank_of_rollouts) for way in placed]
+    if not whole_groups and is_uneven(costs + own):
+        # Small parts of groups fill the slots of all ranks alike.
+        parts = greedy(priced.items(priced.split(share // PARTS)), ranks)
+        if len(parts.items) > len(placed[-1].items):
+            placed.append(parts)
+            own.append(cost_of(parts.rank_of_rollouts))
+    for way, cost in zip(placed, own, strict=True):
+        if cost <= NEAR * min(own):
+            found.append(reshaped(priced, way, capacity)[way.items.item])
+            costs.append(cost_of(found[-1]))
+    # Of equally good ones the first is taken: one that keeps groups whole, if any.
+    found = [*(way.rank_of_rollouts for way in placed), *found]
+    costs = own + costs
+    few = len(groups) <= MOST_ROLLOUTS and int(groups.max()) + 1 < FEW * ranks
+    if exchange is not None and few and not whole_groups and is_uneven(costs):
+        at_risk = RISK * min(costs)
+        for rank in _with_prompts_apart(priced, ranks, share):
+            if (cost := cost_of(rank)) <= at_risk:
+                found.append(rank)
+                costs.append(cost)
+        for at, rank in enumerate(found):
+            prompts = Prompts.of(priced, split_groups(groups, rank))
+            costs[at] = min(costs[at], prompts.step_cost(rank, ranks, capacity, exchange))
+    return found[costs.index(min(costs))]
 
-    def _with_prompts_apart(self, share: int) -> Iterator[IntArray]:
-        """Placements [N] that pay little for a prompt on a further rank, of as many groups as there
-        are ranks, or twice as many, the costliest."""
-        whole = self.priced.items(self.priced.paths.groups).whole
-        costliest = np.argsort(-whole, kind="stable")
-        for several in sorted({min(len(whole), self.ranks), min(len(whole), 2 * self.ranks)}):
-            chosen = costliest[:several]
-            priced = Prompts.of(self.priced, chosen, left=1 / LITTLE).priced
-            items = priced.items(self.priced.split(share // PARTS, chosen, shared_price=0))
-            yield greedy(items, self.ranks).rank_of_rollouts
 
-    def _exchanged_cost(self, rank: IntArray, prices: ExchangePrices) -> int:
-        """Predicted cost of a step whose ranks exchange the prompts that several of them have."""
-        prompts = Prompts.of(self.priced, split_groups(self.priced.paths.groups, rank))
-        return prompts.step_cost(rank, self.ranks, self.capacity, prices)
-
-    def _cost(self, rank: IntArray) -> int:
-        return lockstep_cost(self.priced, rank, self.ranks, self.capacity)
+def _with_prompts_apart(priced: Priced, ranks: int, share: int) -> Iterator[IntArray]:
+    """Placements [N] that pay little for a prompt on a further rank, of as many groups as there
+    are ranks, or twice as many, the costliest. `share`: an equal part of all costs."""
+    whole = priced.items(priced.paths.groups).whole
+    costliest = np.argsort(-whole, kind="stable")
+    for several in sorted({min(len(whole), ranks), min(len(whole), 2 * ranks)}):
+        chosen = costliest[:several]
+        apart = Prompts.of(priced, chosen, left=1 / LITTLE).priced
+        items = apart.items(priced.split(share // PARTS, chosen, shared_price=0))
+        yield greedy(items, ranks).rank_of_rollouts
 
 
 def _shape_of(model: Model) -> ModelShape | None:
