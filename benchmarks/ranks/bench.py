@@ -44,7 +44,7 @@ from forkpoint.parallel.placement.lockstep import exchange_plans, predict_step
 from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.rollouts.batch import RolloutBatch
-from forkpoint.step.calibrate.calibrator import Calibrator
+from forkpoint.step.calibrate.calibrator import calibrate
 
 SHAPE = "qwen3-8b"
 SAMPLES = (4, 8)
@@ -237,10 +237,9 @@ class _Measuring:
     def _calibrated(self) -> Iterator[ResultRow]:
         def measured() -> Calibration:
             shape = host_of(self._model(layers=1)).shape
-            calibrator = Calibrator(
-                lambda layers: self._model(layers=layers), compile_blocks=self.compiled
+            return calibrate(
+                lambda layers: self._model(layers=layers), shape, compile_blocks=self.compiled
             )
-            return calibrator.run(shape)
 
         found = torchrun.from_the_first(measured)
         found = replace(found, link=torchrun.measured_link("auto"))

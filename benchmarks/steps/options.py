@@ -14,7 +14,7 @@ from benchmarks.steps.stepper import Stepper
 from forkpoint.apps.cli.options import Flag
 from forkpoint.errors import ConfigError
 from forkpoint.hosts.libraries import host_of
-from forkpoint.step.calibrate.calibrator import Calibrator
+from forkpoint.step.calibrate.calibrator import calibrate
 
 Layers = DisallowNone[
     Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: all of the shape)")]
@@ -89,7 +89,8 @@ class Steps(Benchmark):
         make = partial(make_model, shape, device, dtype=dtype, tiny=self.tiny)
         if self.calibrate:
             measured = self.path.with_suffix(".calibration.json")
-            calibrator = Calibrator(lambda n: make(layers=n), compile_blocks=compiled)
-            calibrator.run(host_of(make(layers=1)).shape).save(measured)
+            shape_of_one = host_of(make(layers=1)).shape
+            found = calibrate(lambda n: make(layers=n), shape_of_one, compile_blocks=compiled)
+            found.save(measured)
         model = make(layers=self.layers)
         return Stepper(model, compile_blocks=compiled, **{"calibration": measured, **options})

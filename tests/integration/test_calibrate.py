@@ -21,7 +21,7 @@ from forkpoint.plan.pricing.calibration import FOLDER_VARIABLE, Calibration
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.synthetic import synthetic_rollouts
 from forkpoint.step.calibrate import automatic
-from forkpoint.step.calibrate.calibrator import QUICK, Calibrator
+from forkpoint.step.calibrate.calibrator import QUICK, calibrate
 from forkpoint.step.calibrate.clock import Clock, Times
 from forkpoint.step.calibrate.microbatches import Rows
 
@@ -139,7 +139,7 @@ def test_a_policy_measures_once_and_leaves_the_model_as_it_was(
     assert wrap(model).plan(forked_batch()).predicted_ms
     assert Calibration.load(path).shape == found.shape
     # A later process reads the file, also for another depth.
-    monkeypatch.setattr(automatic.Calibrator, "run", None)
+    monkeypatch.setattr(automatic, "calibrate", None)
     shallower = random_model({**MODEL, "num_hidden_layers": 2}, torch.float32, 0).train()
     assert wrap(shallower).plan(forked_batch()).predicted_ms
     path.unlink()
@@ -175,10 +175,10 @@ def test_where_nothing_is_measured_prices_are_nominal(
     assert wrap(frozen).plan(forked_batch()).predicted_ms is None
     assert "forkpoint calibrate" not in caplog.text
 
-    def fails(*_: object) -> None:
+    def fails(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("no memory left")
 
-    monkeypatch.setattr(automatic.Calibrator, "run", fails)
+    monkeypatch.setattr(automatic, "calibrate", fails)
     policy = wrap(random_model(MODEL, torch.float32, 0).train())
     for _ in range(2):
         assert policy.plan(forked_batch()).predicted_ms is None
@@ -220,12 +220,12 @@ def test_blocks_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     # As wide as the second of the lengths that are measured.
     model = random_model({**MODEL, "num_hidden_layers": 1}, torch.float32, 0).train()
     assert model.config.hidden_size == QUICK["cpu"].row_tokens[1]
-    calibrator = Calibrator(
+    calibrate(
         lambda layers: random_model({**MODEL, "num_hidden_layers": layers}, torch.float32, 0),
+        wrap(model).host.shape,
         compile_blocks=True,
-        effort=QUICK,
+        efforts=QUICK,
     )
-    calibrator.run(wrap(model).host.shape)
     assert counters["stats"]["unique_graphs"] == 1
 
 
@@ -286,13 +286,14 @@ def test_what_would_be_over_later_is_not_measured(
     monkeypatch.setattr(Rows, "steady_share", share)
     effort = replace(QUICK["cpu"], row_tokens=(4, 8, 16), repeats=1, max_seconds=0.5)
     model = random_model(MODEL, torch.float32, 0).train()
-    calibrator = Calibrator(
-        lambda layers: random_model({**MODEL, "num_hidden_layers": layers}, torch.float32, 0),
-        compile_blocks=False,
-        effort={"cpu": effort},
-    )
+    shape = wrap(model).host.shape
     begin = time.perf_counter()
-    found = calibrator.run(wrap(model).host.shape)
+    found = calibrate(
+        lambda layers: random_model({**MODEL, "num_hidden_layers": layers}, torch.float32, 0),
+        shape,
+        compile_blocks=False,
+        efforts={"cpu": effort},
+    )
     assert len(found.block.at) == sizes and shares == ([16] if sizes == 3 else [])
     assert found.seconds <= time.perf_counter() - begin
     if sizes == 3:  # compilation takes none of its time

@@ -79,11 +79,10 @@ class Calibrate:
 
     def _measured(self) -> "Calibration":
         from forkpoint.apps.cli.models import out_of_memory_explained, shallow_models
-        from forkpoint.step.calibrate.calibrator import THOROUGH, Calibrator
+        from forkpoint.step.calibrate.calibrator import THOROUGH, calibrate
 
         make, shape = shallow_models(self.model, dtype=self.dtype, device=self.device)
         compiled = {"auto": None, "compiled": True, "eager": False}[self.blocks]
-        effort = {k: replace(e, max_seconds=self.max_seconds) for k, e in THOROUGH.items()}
-        calibrator = Calibrator(make, compile_blocks=compiled, effort=effort)
+        efforts = {k: replace(e, max_seconds=self.max_seconds) for k, e in THOROUGH.items()}
         with out_of_memory_explained():
-            return calibrator.run(shape)
+            return calibrate(make, shape, compile_blocks=compiled, efforts=efforts)

@@ -14,7 +14,7 @@ from forkpoint.engine.compiling import one_line
 from forkpoint.errors import ConfigError
 from forkpoint.hosts.host import ModelHost
 from forkpoint.plan.pricing.calibration import Calibration, calibration_path
-from forkpoint.step.calibrate.calibrator import MORE, QUICK, Calibrator
+from forkpoint.step.calibrate.calibrator import MORE, QUICK, calibrate
 
 _log = logging.getLogger("forkpoint")
 
@@ -90,14 +90,14 @@ def _measure(host: ModelHost, kernel: str) -> Calibration | None:
     devices = [host.device] if host.device.type == "cuda" else []
     # A policy may be asked for scores under torch.inference_mode.
     with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
-        calibrator = Calibrator(
+        _log.warning(BEGINS)
+        found = calibrate(
             make,
+            host.shape,
             compile_blocks=host.compiling.asked,
             kernel=kernel,
-            effort=QUICK,
+            efforts=QUICK,
             announces=False,
         )
-        _log.warning(BEGINS)
-        found = calibrator.run(host.shape)
         _log.warning(DONE, found.seconds - found.first_seconds, found.first_seconds)
     return found

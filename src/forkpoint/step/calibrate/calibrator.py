@@ -7,8 +7,8 @@ autograd keeps, which needs no allocator's word and so works on a CPU as well.
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -91,113 +91,106 @@ MakeModel = Callable[[int], nn.Module]
 """Makes a model of the shape in question with so many layers, on the device, in training mode."""
 
 
-@dataclass(eq=False)
-class Calibrator:
-    """One run of the measurements.
+def calibrate(
+    make_model: MakeModel,
+    shape: ModelShape,
+    *,
+    compile_blocks: bool | None = None,
+    kernel: str = "auto",
+    efforts: Mapping[str, Effort] = THOROUGH,
+    announces: bool = True,
+) -> Calibration:
+    """Measure all; sizes for which the time is over are left to extrapolation.
 
-    Attributes:
+    Args:
         make_model: makes the models that run; their vocabulary may be another.
-        compile_blocks: as in Config.
-        kernel: of attention, as in Config.
-        effort: by the device's type.
+        compile_blocks, kernel: as in Config.
+        efforts: by the device's type.
         announces: whether the log says that blocks are compiled.
+
+    Raises:
+        UnsupportedError: some layers carry a state.
     """
-
-    make_model: MakeModel
-    compile_blocks: bool | None = None
-    kernel: str = "auto"
-    effort: dict[str, Effort] = field(default_factory=lambda: THOROUGH)
-    announces: bool = True
-
-    def run(self, shape: ModelShape) -> Calibration:
-        """Measure all; sizes for which the time is over are left to extrapolation.
-
-        Raises:
-            UnsupportedError: some layers carry a state.
-        """
-        if shape.recurrent_layers:
-            raise UnsupportedError(
-                f"{shape.recurrent_layers} of the model's {shape.layers} layers carry a state; "
-                "forkpoint measures models whose layers all attend. Without a calibration plans "
-                "are priced in counted FLOPs."
-            )
-        begin = time.perf_counter()
-        hosts = {n: self._host(n) for n in LAYERS}
-        host = hosts[FEW]
-        effort = self.effort[host.device.type]
-        sizes = effort.row_tokens
-        clock = Clock(host.device, repeats=effort.repeats, busy_products=effort.busy_products)
-        whole = Rows(clock, kernel=self.kernel, vocab=min(host.shape.vocab, 1 << 15))
-        of_parts = Clock(
-            host.device, repeats=effort.repeats, busy_products=effort.busy_products_of_parts
+    if shape.recurrent_layers:
+        raise UnsupportedError(
+            f"{shape.recurrent_layers} of the model's {shape.layers} layers carry a state; "
+            "forkpoint measures models whose layers all attend. Without a calibration plans "
+            "are priced in counted FLOPs."
         )
-        parts = Parts(of_parts, host.shape, kernel=self.kernel)
-        # Memory first: it warms up and compiles all that is timed below. A length that a model's
-        # size may equal would be compiled as a constant, and blocks once more for other lengths.
-        first = sizes[1] - 1
-        none = whole.kept_bytes(hosts, first, "none")
-        counted = shape.activation_bytes("selective") / shape.activation_bytes("none")
-        kept = {
-            "none": none,
-            "selective": (counted * none[0], none[1]),
-            "full": (float(host.shape.hidden * host.shape.dtype_bytes), none[1]),
-        }
-        if effort.memory:
-            kept["full"] = whole.kept_bytes(hosts, first, "full")
-        causal = parts.causal(sizes)
-        part, rectangle, launch = parts.rectangles(sizes, effort.key_tokens)
-        head = parts.head(shape.vocab, sizes)
-        copies = parts.copies(effort.copy_bytes)
+    begin = time.perf_counter()
+    hosts = {n: host_of(make_model(n), compile_blocks=compile_blocks) for n in LAYERS}
+    for each in hosts.values():
+        each.compiling.announced = not announces
+    host = hosts[FEW]
+    effort = efforts[host.device.type]
+    sizes = effort.row_tokens
+    clock = Clock(host.device, repeats=effort.repeats, busy_products=effort.busy_products)
+    whole = Rows(clock, kernel=kernel, vocab=min(host.shape.vocab, 1 << 15))
+    of_parts = Clock(
+        host.device, repeats=effort.repeats, busy_products=effort.busy_products_of_parts
+    )
+    parts = Parts(of_parts, host.shape, kernel=kernel)
+    # Memory first: it warms up and compiles all that is timed below. A length that a model's
+    # size may equal would be compiled as a constant, and blocks once more for other lengths.
+    first = sizes[1] - 1
+    none = whole.kept_bytes(hosts, first, "none")
+    counted = shape.activation_bytes("selective") / shape.activation_bytes("none")
+    kept = {
+        "none": none,
+        "selective": (counted * none[0], none[1]),
+        "full": (float(host.shape.hidden * host.shape.dtype_bytes), none[1]),
+    }
+    if effort.memory:
+        kept["full"] = whole.kept_bytes(hosts, first, "full")
+    causal = parts.causal(sizes)
+    part, rectangle, launch = parts.rectangles(sizes, effort.key_tokens)
+    head = parts.head(shape.vocab, sizes)
+    copies = parts.copies(effort.copy_bytes)
 
-        def left() -> float:
-            return effort.max_seconds - clock.seconds - of_parts.seconds
+    def left() -> float:
+        return effort.max_seconds - clock.seconds - of_parts.seconds
 
-        done, rows = _timed_rows(whole, hosts, effort, left)
-        block, rest = _block(done, rows, causal), _rest(done, rows, head)
-        issued = [_of_block(rows, 0, 2 + way) for way in (0, 1)]
-        issued_rest = [rows[FEW][0][2 + way] - FEW * issued[way] for way in (0, 1)]
-        wide, share = (0.0, 0.0), 1.0
-        if host.device.type == "cuda":
-            # By the kernels that serve long segments. cuDNN takes 1.6 s to build its first plan of
-            # a launch without a mask.
-            wide = causal.rate(sizes[-1], backward=False), causal.rate(sizes[-1], backward=True)
-        if effort.wide_tokens:
-            wide = parts.wide(sizes[0], effort.wide_tokens, part)
-        if left() > 0:
-            share = whole.steady_share(hosts[MORE], done[-1], rows[MORE][-1])
-        # Last, since compiled blocks are compiled once more for it.
-        if effort.memory and left() > 0:
-            kept["selective"] = whole.kept_bytes(hosts, first, "selective")
-        working = whole.working_bytes(host, done) if effort.memory else (0.0, 0.0)
-        seconds = time.perf_counter() - begin
-        return Calibration(
-            device=device_name(clock.device),
-            versions=measured_versions(),
-            compiled=host.compiles,
-            shape=shape,
-            measured_layers=LAYERS,
-            block=block.scaled(share),
-            rest=rest.scaled(share),
-            head=head.scaled(share),
-            causal=causal.scaled(1 / share),
-            rectangle=rectangle.scaled(1 / share),
-            part=part.scaled(share),
-            wide=(wide[0] / share, wide[1] / share),
-            host_launch_ms=launch,
-            out_bytes_per_ms=copies["out_bytes_per_ms"],
-            back_bytes_per_ms=copies["back_bytes_per_ms"],
-            kept_bytes=kept,
-            working_bytes=working,
-            host_block_ms=(max(issued[0], 0.0), max(issued[1], 0.0)),
-            host_rest_ms=(max(issued_rest[0], 0.0), max(issued_rest[1], 0.0)),
-            seconds=seconds,
-            first_seconds=seconds - clock.seconds - of_parts.seconds,
-        )
-
-    def _host(self, layers: int) -> ModelHost:
-        host = host_of(self.make_model(layers), compile_blocks=self.compile_blocks)
-        host.compiling.announced = not self.announces
-        return host
+    done, rows = _timed_rows(whole, hosts, effort, left)
+    block, rest = _block(done, rows, causal), _rest(done, rows, head)
+    issued = [_of_block(rows, 0, 2 + way) for way in (0, 1)]
+    issued_rest = [rows[FEW][0][2 + way] - FEW * issued[way] for way in (0, 1)]
+    wide, share = (0.0, 0.0), 1.0
+    if host.device.type == "cuda":
+        # By the kernels that serve long segments. cuDNN takes 1.6 s to build its first plan of
+        # a launch without a mask.
+        wide = causal.rate(sizes[-1], backward=False), causal.rate(sizes[-1], backward=True)
+    if effort.wide_tokens:
+        wide = parts.wide(sizes[0], effort.wide_tokens, part)
+    if left() > 0:
+        share = whole.steady_share(hosts[MORE], done[-1], rows[MORE][-1])
+    # Last, since compiled blocks are compiled once more for it.
+    if effort.memory and left() > 0:
+        kept["selective"] = whole.kept_bytes(hosts, first, "selective")
+    working = whole.working_bytes(host, done) if effort.memory else (0.0, 0.0)
+    seconds = time.perf_counter() - begin
+    return Calibration(
+        device=device_name(clock.device),
+        versions=measured_versions(),
+        compiled=host.compiles,
+        shape=shape,
+        measured_layers=LAYERS,
+        block=block.scaled(share),
+        rest=rest.scaled(share),
+        head=head.scaled(share),
+        causal=causal.scaled(1 / share),
+        rectangle=rectangle.scaled(1 / share),
+        part=part.scaled(share),
+        wide=(wide[0] / share, wide[1] / share),
+        host_launch_ms=launch,
+        out_bytes_per_ms=copies["out_bytes_per_ms"],
+        back_bytes_per_ms=copies["back_bytes_per_ms"],
+        kept_bytes=kept,
+        working_bytes=working,
+        host_block_ms=(max(issued[0], 0.0), max(issued[1], 0.0)),
+        host_rest_ms=(max(issued_rest[0], 0.0), max(issued_rest[1], 0.0)),
+        seconds=seconds,
+        first_seconds=seconds - clock.seconds - of_parts.seconds,
+    )
 
 
 def _timed_rows(
