@@ -25,7 +25,7 @@ from forkpoint.hosts.topology import check_meshes, held_by_ranks, unwrapped
 from forkpoint.hosts.torch_dist.stages import StageLinks, StageRanks
 from forkpoint.hosts.wrappers import ForwardWrappers, autocasts_of, uncompiled
 from forkpoint.losses.outputs import Head
-from forkpoint.parallel.group import RankGroup
+from forkpoint.parallel.call import RankGroup
 from forkpoint.parallel.topology import Topology
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.pricing.cost import ModelShape

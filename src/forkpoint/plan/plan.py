@@ -5,6 +5,7 @@ import io
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Literal, Self
 from weakref import WeakKeyDictionary
 
@@ -216,22 +217,12 @@ class Plan:
     @cached_property
     def cache_of(self) -> dict[int, int]:
         """First cache slot of every segment whose prefix cache other microbatches read."""
-        return {
-            segment: begin
-            for microbatch in self.microbatches
-            for segment, begin in zip(microbatch.segments, microbatch.cache_begin, strict=True)
-            if begin >= 0
-        }
+        return _taken((m.segments, m.cache_begin) for m in self.microbatches)
 
     @cached_property
     def state_of(self) -> dict[int, int]:
         """State slot of every segment that a segment of another microbatch starts from."""
-        return {
-            segment: place
-            for microbatch in self.microbatches
-            for segment, place in zip(microbatch.segments, microbatch.state_index, strict=True)
-            if place >= 0
-        }
+        return _taken((m.segments, m.state_index) for m in self.microbatches)
 
     def ancestors_of(self, microbatch: Microbatch) -> set[int]:
         """Ancestors of the segments of a microbatch in other microbatches."""
@@ -549,6 +540,12 @@ class Plan:
         `width` is the width in characters.
         """
         return _explained(self, width)
+
+
+def _taken(places: Iterable[tuple[Sequence[int], Sequence[int]]]) -> dict[int, int]:
+    """First slots of segments; -1 is none."""
+    every = chain.from_iterable(zip(*each, strict=True) for each in places)
+    return {segment: begin for segment, begin in every if begin >= 0}
 
 
 def _kind(microbatch: Microbatch) -> str:

@@ -46,7 +46,7 @@ def from_the_first(work: Callable[[], T]) -> T:
 
     Raises its error there; RankError, with its text, in the others.
     """
-    from forkpoint.parallel.group import RankGroup
+    from forkpoint.parallel.call import RankGroup
     from forkpoint.parallel.ranks import DataRanks, ranks_of
 
     ranks = ranks_of(tuple(range(size()))) if size() > 1 else DataRanks()

@@ -25,7 +25,7 @@ from forkpoint.integrations.verl.refusals import check_batch, check_options, che
 from forkpoint.integrations.verl.rows import Rows, jagged
 from forkpoint.integrations.verl.settings import Settings, load_settings
 from forkpoint.losses.base import Decomposition, FunctionLoss
-from forkpoint.parallel.group import RankGroup
+from forkpoint.parallel.call import RankGroup
 from forkpoint.plan import Plan
 from forkpoint.policy import Policy
 from forkpoint.wrapping import wrap

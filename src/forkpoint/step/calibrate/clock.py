@@ -14,6 +14,8 @@ from typing import NamedTuple, TypeVar
 import torch
 
 BUSY_SIZE = 8192
+STEADY = 6
+"""Repeats of which the time counts, after as many others."""
 LEAST_SHARE = 0.7
 """Least that a time within a step is taken to be of one behind matrix products."""
 
@@ -75,29 +77,21 @@ class Clock:
         return Times(self.typical(forwards), self.typical(backwards), *map(min, issued))
 
     def steady_share(
-        self,
-        forward: Callable[[], Result],
-        backward: Callable[[Result], None],
-        alone: Times,
-        *,
-        repeats: int = 12,
+        self, forward: Callable[[], Result], backward: Callable[[Result], None], alone: Times
     ) -> float:
         """Time of both among repeats of themselves over that behind matrix products, at most 1.
 
         Products draw more power than other work, so that a GPU at its limit runs at a lower clock
         behind them than within a step. 1 on a CPU, and where the host takes longer than the device.
-
-        Args:
-            alone: their `times`.
-            repeats: how often they run, one after the other; the second half counts.
+        `alone`: their `times`.
         """
         if self.kind != "cuda" or alone.waits_for_host:
             return 1.0
         begin, marks = time.perf_counter(), [self._mark()]
-        for _ in range(repeats):
+        for _ in range(2 * STEADY):
             backward(forward())
             marks.append(self._mark())
-        steady = self._between(marks[repeats // 2], marks[-1]) / (repeats - repeats // 2)
+        steady = self._between(marks[STEADY], marks[-1]) / STEADY
         self.seconds += time.perf_counter() - begin
         return min(1.0, max(LEAST_SHARE, steady / (alone.forward + alone.backward)))
 
