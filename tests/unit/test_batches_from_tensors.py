@@ -347,6 +347,12 @@ def test_gradients_of_padded_values(method: str) -> None:
     assert not pad(values.detach()).requires_grad
 
 
+def test_rollouts_alone_have_no_completions() -> None:
+    batch = RolloutBatch([Rollout([1, 2, 3], [0, 1, 1], 1.0), Rollout([4], [0], 1.0)])
+    with pytest.raises(RolloutError, match="Use to_padded"):
+        batch.to_completions([1, 2, 3, 4])
+
+
 @pytest.mark.parametrize(
     ("values", "fill", "error", "problem"),
     [

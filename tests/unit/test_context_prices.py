@@ -7,10 +7,9 @@ import pytest
 
 from forkpoint import Config
 from forkpoint.plan import make_plan
-from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.pricing.calibration import Curve
 from forkpoint.plan.pricing.cost import ModelShape
-from forkpoint.plan.pricing.meters import EXCHANGE_FLOPS, CountedMeter, meter_of
+from forkpoint.plan.pricing.meters import CountedMeter, meter_of
 from made_calibrations import LINK, SHAPE, flat, group, line, made_up
 
 TWO = replace(SHAPE, context=2)
@@ -44,18 +43,6 @@ def test_milliseconds_of_one_rank_by_hand() -> None:
     # Of one block at a time.
     full = replace(microbatch, checkpointing="full")
     assert meter.kept_bytes(full) == 50 * (layers * 10 + 100 + outputs // layers)
-
-
-def test_flops_of_one_rank_by_hand() -> None:
-    batch = group(2001, 2000, 1)
-    config = Config(sharing="none", max_microbatch_tokens=4000)
-    plan = make_plan(batch, TWO, config, capabilities=Capabilities(runs_ahead=True))
-    (microbatch,), meter = plan.microbatches, CountedMeter(plan)
-    whole = plan.shared.forward_flops(SHAPE)
-    sent = EXCHANGE_FLOPS * numbers_sent(TWO, 2000) * SHAPE.dtype_bytes
-    head = 2.0 * 1000 * SHAPE.hidden * SHAPE.vocab
-    assert meter.head(microbatch, backward=False) == pytest.approx(head)
-    assert meter.forward(microbatch) == pytest.approx(whole / 2 + sent)
 
 
 def test_kept_logits_are_those_of_a_rank() -> None:

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from forkpoint import Config, ConfigError, ModelShape, Rollout, RolloutBatch
 from forkpoint.plan import MODELS, Work
 from forkpoint.plan.planner import make_plan
-from forkpoint.plan.pricing.cost import dense_work, forest_work, visible_pairs
-from forkpoint.tree.forest import build_forest, sort_rollouts
+from forkpoint.plan.pricing.cost import dense_work, visible_pairs
 
 LLAMA3_8B = {key: value for key, value in MODELS["llama3-8b"].items() if key != "head_dim"}
 
@@ -61,17 +60,6 @@ def test_windowed_layers_are_counted_by_their_own_pairs() -> None:
     work = dense_work(np.array([3, 0, 1]), 0, shape.windows)
     assert work == Work(tokens=4, pairs={0: 6 + 1, 2: 5 + 1}, num_loss_entries=0)
     assert work.forward_flops(shape) == 2 * 4 * 360 + 2 * 2 * (3 + 5) * (7 + 6)
-
-
-def test_a_forest_counts_every_edge_once_at_its_position() -> None:
-    lists = [[1, 2, 3, 4], [1, 2, 3, 5, 6]]
-    offsets = np.cumsum([0, *map(len, lists)])
-    order = sort_rollouts(np.concatenate(lists), offsets, np.zeros(2, np.int64))
-    forest = build_forest(order, 2)
-    # Two shared edges see 1 + 2 positions; the children start at position 2: 3, and 3 + 4.
-    assert forest_work(forest, 1, (0, 3)) == Work(
-        tokens=5, pairs={0: 3 + 3 + 7, 3: 3 + 3 + 6}, num_loss_entries=1
-    )
 
 
 def test_bytes_of_a_shape_counted_by_hand() -> None:

@@ -15,12 +15,9 @@ from forkpoint.units import GIB
 GB = 10**9
 KINDS = {
     "qwen3-0.6b": "qwen3",
-    "qwen3-8b": "qwen3",
-    "llama3.2-1b": "llama",
     "llama3-8b": "llama",
     "qwen2.5-7b": "qwen2",
     "qwen3-30b-a3b": "qwen3_moe",
-    "mistral-7b": "mistral",
     "deepseek-v3": "deepseek_v3",
 }
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import forkpoint
-from forkpoint import Config, Rollout, RolloutBatch, losses
+from forkpoint import Config, Rollout, RolloutBatch
 from forkpoint.apps.cli import main
 from forkpoint.errors import PlanError
 from forkpoint.plan import Totals, make_plan
@@ -92,23 +92,6 @@ def test_a_plan_refuses_calls_that_need_more() -> None:
     with pytest.raises(PlanError, match="leaves out what had no gradient"):
         plan.check_runs(HALF, run_lengths(HALF))
     plan.check_runs(HALF, run_lengths(HALF, zero))
-
-
-def test_ranks_are_balanced_by_what_runs() -> None:
-    """Of two groups of one size the first has no gradient, so that the other is split or alone."""
-    rollouts = [*group("a", 30, 8, 0.0), *group("b", 60, 4, 1.0), *group("c", 90, 4, 1.0)]
-    names = [r.group_id for r in rollouts]
-
-    def load(parts: list[list[int]]) -> list[int]:
-        return sorted(sum(names[n] != "a" for n in part) for part in parts)
-
-    known = forkpoint.place(rollouts, ranks=2, model=None, loss=losses.GRPO(), whole_groups=True)
-    assert sorted(n for part in known for n in part) == list(range(16)) and load(known) == [4, 4]
-    blind = forkpoint.place(rollouts, ranks=2, model=None, whole_groups=True)
-    assert load(blind) == [0, 8]
-    held = losses.GRPO(kl=0.1)
-    kept = forkpoint.place(rollouts, ranks=2, model=None, loss=held, whole_groups=True)
-    assert load(kept) == [0, 8]
 
 
 def test_the_command_line_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

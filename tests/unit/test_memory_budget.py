@@ -279,19 +279,6 @@ def test_a_second_time_it_is_raised(what: str, policy: Any, failing: list[int]) 
     getattr(policy, what)(small(), *arguments)
 
 
-def test_nothing_is_repeated_that_may_not_be(policy: Any, failing: list[int]) -> None:
-    given = policy.plan(small())
-    for other, arguments in (
-        (policy, {"plan": given}),  # the caller's plan
-        (policy.with_config(memory_budget="4GiB"), {}),  # the caller's budget
-        (policy.with_config(memory_budget=None), {}),
-    ):
-        failing[0] = 1
-        with pytest.raises(torch.OutOfMemoryError):
-            other.forward_backward(small(), losses.GRPO(), **arguments)
-        assert failing[0] == 0
-
-
 def test_a_plan_that_does_not_fit_is_said_once(
     policy: Any,
     device: dict[str, int],

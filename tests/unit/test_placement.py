@@ -189,17 +189,6 @@ def test_the_price_of_what_parts_share() -> None:
     assert priced.split(priced.total * 3 // 4, shared_price=0).max() == 3
 
 
-def test_what_shares_much_meets() -> None:
-    """Four topics of 500 tokens, each with eight groups, on four ranks: a topic a rank."""
-    rollouts = [
-        rollout([*[topic + 1] * 500, *[100 + number] * 30], topic * 8 + number, 500)
-        for number in range(8)
-        for topic in range(4)
-    ]
-    found = forkpoint.place(rollouts, ranks=4, model=None)
-    assert sorted({i % 4 for i in own}.__len__() for own in found) == [1, 1, 1, 1]
-
-
 def test_rollouts_of_one_token_and_more_ranks_than_rollouts() -> None:
     rollouts = [Rollout([5], [0], 0.0), Rollout([5], [0], 0.0), rollout([5, 6, 7])]
     found = forkpoint.place(rollouts, ranks=5, model=SHAPE)

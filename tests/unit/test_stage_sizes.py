@@ -84,20 +84,6 @@ def test_short_microbatches_are_planned_where_there_are_few(
     assert lengths == [p.max_microbatch_tokens for p in few if p.max_microbatch_tokens >= 3000]
 
 
-def test_a_budget_that_holds_activations_on_many_stages() -> None:
-    """On few stages activations are computed again; on many each stage keeps those of its part."""
-    batch, budget, again = batch_of(4), 16 * GIB, {}
-    for stages in (2, 16):
-        every = plans(batch, stages, budget)
-        found = choose_size([offers_of(every)], stages_of_shape(SHAPE, stages), budget)
-        assert found.fits and found.peak_bytes <= budget
-        plan = every[found.size]
-        again[stages] = any(
-            m.checkpointing != "none" or m.activations != "keep" for m in plan.microbatches
-        )
-    assert again == {2: True, 16: False}
-
-
 def test_data_ranks_choose_together() -> None:
     """Of ranks with unequal batches, one of which has a single plan."""
     stages = stages_of_shape(SHAPE, 4)

@@ -159,19 +159,6 @@ def test_leaves_take_the_memory_that_a_recomputed_prefix_needs_later() -> None:
     assert every.time > found.time and max(every.peak_bytes) <= 5
 
 
-def test_backwards_in_a_row_do_not_keep_the_next_stage_waiting() -> None:
-    """With room for three, the first stage runs a forward before the next of two backwards."""
-    work = work_of([-1] * 8, 2, [1.0, 2.0] * 4)
-    found = order_stages(work, [3, 3])
-    assert words(found)[0] == "f1 f3 f5 b1 f7 b3 f0 b5 f2 b7 f4 b0 f6 b2 b4 b6"
-    assert found.time == 40 and lower_bound(work) == 39
-    # One forward ahead of the second stage would take 51.
-    assert order_stages(work_of([-1] * 7, 3, [2.0, 1, 1, 2, 3, 2, 1]), [4, 4, 4]).time == 48
-    # Two forwards ahead would take memory that leaves of other lengths need.
-    work = groups(0, 2, count=8, recomputed=1.0)
-    assert order_stages(work, [4, 4]).time <= 1.15 * lower_bound(work)
-
-
 def test_bound_and_1f1b_of_equal_microbatches() -> None:
     """M microbatches on S stages take (M + S - 1) slots of a forward and a backward, at best."""
     work = work_of([-1] * 8, 4)
