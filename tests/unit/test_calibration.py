@@ -285,17 +285,9 @@ def test_calibrations_are_found_by_device_and_shape(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    assert find_calibration("none", SHAPE, compiled=False) is None
-    measured = made_up()
-    path = calibration_path("none", SHAPE, compiled=False)
-    assert path.parent == tmp_path
-    measured.save(path)
+    made_up().save(calibration_path("none", SHAPE, compiled=False))
     deeper = replace(SHAPE, layers=9, windows=(0,) * 9)
-    assert find_calibration("none", deeper, compiled=False) == measured
-    assert find_calibration("none", SHAPE, compiled=True) is None
-    assert find_calibration("another", SHAPE, compiled=False) is None
-    assert find_calibration("none", replace(SHAPE, hidden=128), compiled=False) is None
-    monkeypatch.delenv(FOLDER_VARIABLE)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    folder = calibration_path("none", SHAPE, compiled=False).parent
-    assert folder == tmp_path / "cache" / "forkpoint" / "calibrations"
+    assert find_calibration("none", deeper, compiled=False) == made_up()
+    wider = replace(SHAPE, hidden=128)
+    for given in (("none", SHAPE, True), ("another", SHAPE, False), ("none", wider, False)):
+        assert find_calibration(*given[:2], compiled=given[2]) is None

@@ -5,17 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import forkpoint
 from forkpoint import Config, Rollout, RolloutBatch
 from forkpoint.apps.cli import main
 from forkpoint.errors import PlanError
-from forkpoint.plan import Totals, make_plan
+from forkpoint.plan import make_plan
 from forkpoint.plan.runs import LeftOut, run_lengths
 from plan_shapes import SHAPE
-from strategies import COMBINATIONS, batches, naming
 
 
 def group(name: str, first: int, count: int, advantage: float, tail: int = 0) -> list[Rollout]:
@@ -55,35 +52,6 @@ def test_groups_without_gradient() -> None:
     assert plan.unique_tokens == make_plan(HALF).unique_tokens
     without = make_plan(HALF, config=Config(sharing="none"), runs=run_lengths(HALF, zero))
     assert without.computed_tokens == without.dense.tokens == 5 * 29 and without.bound == 1
-
-
-@given(batch=batches(max_rollouts=8, max_tokens=20), data=st.data())
-@settings(max_examples=25, deadline=None)
-def test_edges_are_those_of_what_runs(batch: RolloutBatch, data: st.DataObject) -> None:
-    """Each is in one segment."""
-    zero = np.array(data.draw(st.lists(st.booleans(), min_size=len(batch), max_size=len(batch))))
-    runs = run_lengths(batch, zero)
-    ids = [rollout.token_ids.tolist() for rollout in batch]
-    classes = {"none": range(len(batch)), "group": batch.group_index.tolist(), "tree": [0] * 99}
-    trained = sum(int(r.loss_mask.sum()) for r, z in zip(batch, zero, strict=True) if not z)
-    combination = data.draw(st.sampled_from(COMBINATIONS))
-    sharing, boundary = combination
-    config = Config(sharing=sharing, boundary=boundary)  # type: ignore
-    with naming(config):
-        plan = make_plan(batch, SHAPE, config, runs=runs)
-        paths = {
-            (classes[sharing][n], *ids[n][: end + 1])
-            for n, edges in enumerate(runs.tolist())
-            for end in range(1, edges + 1)
-        }
-        assert plan.computed_tokens == len(paths)
-        assert np.array_equal(plan.run_lengths, runs)
-        assert (plan.dense.tokens, plan.dense.num_loss_entries) == (runs.sum(), trained)
-        totals = Totals()
-        totals.add(batch, plan)
-        assert totals.work["none"] == plan.dense and totals.left_out == plan.left_out
-        assert totals.bound(sharing) == plan.bound
-        assert totals.work[sharing].tokens == plan.shared.tokens
 
 
 def test_a_plan_refuses_calls_that_need_more() -> None:

@@ -10,7 +10,6 @@ from forkpoint import Config, Rollout, RolloutBatch
 from forkpoint.plan.parting import (
     GroupParting,
     Parting,
-    Partings,
     where_groups_part,
     where_prompts_part,
 )
@@ -67,23 +66,6 @@ def test_where_groups_part() -> None:
     assert where_groups_part(RolloutBatch(ends)) == [GroupParting("g", 0, 2, 2, 2, 3, False)]
     longer = group("g", ([1, 2, 9, 9], 3), ([1, 2, 8], 1))  # within the prompt of one of them
     assert where_groups_part(RolloutBatch(longer)) == [GroupParting("g", 0, 2, 2, 3, 4, True)]
-
-
-def test_groups_of_all_batches_are_summarized() -> None:
-    partings = Partings()
-    assert not str(partings)
-    partings.add(RolloutBatch(AFTER), little=True)
-    assert str(partings) == "1 group at token 3, after the prompt; rollouts of 4 to 5 tokens"
-    partings.add(RolloutBatch([*ONE, *WITHIN]), little=True)
-    assert str(partings) == (
-        "2 groups at token 1 to 3, 1 of them within the prompt; rollouts of 4 to 6 tokens"
-    )
-    assert [one.group for one in partings.of_first or ()] == ["after"]
-    stamped = batch([1, *REST], [2, *REST], group="stamped")
-    partings.add(stamped, little=False)
-    assert partings.needless is None and str(partings).startswith("3 groups at token 0 to 3, 2 of")
-    partings.add(stamped, little=True)
-    assert str(partings) == ("prompts of group stamped part at token 0, 40 equal tokens follow")
 
 
 @pytest.mark.parametrize("sharing", ["auto", "none"])

@@ -14,7 +14,6 @@ from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.program import (
     BACKWARD,
     FORWARD,
-    RECOMPUTE,
 )
 from strategies import batches
 
@@ -61,21 +60,6 @@ def test_dependencies_by_hand() -> None:
         *((0,), (5,), (6,), (5, 7), (0, 4, 8)),
     )
     assert plan.with_program(scores=True).waits_for() == plan.waits_for()
-
-
-def test_a_recompute_and_its_backward_are_one_unit() -> None:
-    plan = three_levels(activations="recompute").with_program(scores=False)
-    kept = three_levels().with_program(scores=False)
-    assert plan.waits_for() == kept.waits_for()
-    operations = [[i.operation for i in unit] for unit in plan.program.units]
-    assert operations == [
-        *([FORWARD], [FORWARD], [FORWARD], [BACKWARD], [RECOMPUTE, BACKWARD]),
-        *([FORWARD], [FORWARD], [BACKWARD], [RECOMPUTE, BACKWARD], [RECOMPUTE, BACKWARD]),
-    ]
-    other = plan.reordered([0, 5, 1, 6, 2, 7, 3, 8, 4, 9])
-    assert other.program.units == tuple(
-        plan.program.units[at] for at in (0, 5, 1, 6, 2, 7, 3, 8, 4, 9)
-    )
 
 
 def test_an_order_that_breaks_a_dependency_is_refused() -> None:

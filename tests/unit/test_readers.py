@@ -87,21 +87,6 @@ def test_verl_before_there_was_a_response_mask(mask: str, tmp_path: Path) -> Non
         assert one.loss_mask.tolist() == other.loss_mask.tolist()
 
 
-def test_advantages_per_token_stay_so(tmp_path: Path) -> None:
-    table = dumps.verl(truth())
-    random = np.random.default_rng(0).normal(size=table["advantages"].shape).astype(np.float32)
-    table["advantages"] = random
-    found = load_rollouts(write_torch(tmp_path / "x.pt", tensors(table)))
-    several = 0
-    for n, rollout in enumerate(found):
-        own = rollout.loss_mask
-        values = np.broadcast_to(rollout.advantage, len(rollout))[own]
-        begin = prompt_of(truth()[n])
-        assert (values == random[n][: len(rollout) - begin][own[begin:]]).all()
-        several += np.ndim(rollout.advantage)
-    assert several
-
-
 def test_verl_text_needs_a_tokenizer(tmp_path: Path) -> None:
     lines = [
         {"input": "ab" * (1 + n % 2), "output": "cd", "score": float(n), "step": 3}

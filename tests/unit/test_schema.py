@@ -74,20 +74,3 @@ def test_objects_become_dataclasses() -> None:
 
 def test_numbers_that_json_lacks() -> None:
     assert finite({"a": [math.nan, 1.5, (math.inf,)]}) == {"a": [None, 1.5, [None]]}
-
-
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        (None, "where is None; it takes an object"),
-        ({"y": 1}, "where.x is missing"),
-        ({"x": 1, "y": -1}, "where.y is -1; it takes a whole number from 0 to"),
-        ({"x": 1, "y": 2, "name": 3}, "where.name is 3; it takes text"),
-        ({"x": 1, "y": 2, "\x1b[2J<b>": 3}, r"where.'\x1b[2J<b>' is no field of this schema"),
-        ({"x": 1, "y": 2, "a" * 5_000: 3}, "where.'aaaaaaaaaa"),
-    ],
-)
-def test_messages_name_the_field(value: Any, said: str) -> None:
-    with pytest.raises(SchemaError) as caught:
-        read(Point, value, "where")
-    assert str(caught.value).startswith(said) and len(str(caught.value)) < 400

@@ -6,11 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor
 
-from forkpoint.engine.staging import ALIGNMENT_BYTES, Frame, OffloadStats, PlainTransfers, Staging
+from forkpoint.engine.staging import ALIGNMENT_BYTES, OffloadStats, PlainTransfers, Staging
 from forkpoint.errors import ConfigError
 from open_files import open_files
 
@@ -78,38 +75,3 @@ def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match=r"file of 2\.0 KiB cannot be made there, beside 0 bytes"):
         staging(1, tmp_path).begin().take(CHUNK)
     assert not open_files(tmp_path)
-
-
-@settings(max_examples=40, derandomize=True, deadline=None)
-@given(
-    st.lists(
-        st.one_of(
-            st.integers(1, 3 * CHUNK), st.just("begin"), st.tuples(st.just("end"), st.integers(0))
-        )
-    ),
-    st.none() | st.integers(1, 8 * CHUNK),
-)
-def test_what_is_alive_keeps_its_bytes(
-    steps: list[int | str | tuple[str, int]], limit: int | None
-) -> None:
-    """Microbatches end in any order."""
-    memory = staging(limit)
-    open_: list[tuple[Frame, list[tuple[Tensor, int]]]] = [(memory.begin(), [])]
-    for number, step in enumerate(steps):
-        if isinstance(step, tuple):
-            frame, _ = open_.pop(step[1] % len(open_))
-            memory.end(frame)
-        if not isinstance(step, int):
-            open_.append((memory.begin(), []))
-            continue
-        frame, taken = open_[-1]
-        found = frame.take(step)
-        assert found is not None or limit is not None
-        if found is not None:
-            assert len(found) == step
-            taken.append((found.fill_(number % 251), number % 251))
-        assert limit is None or memory.held_bytes <= limit
-        for _, taken in open_:
-            assert all(bool((buffer == value).all()) for buffer, value in taken)
-    memory.finish(OffloadStats())
-    assert memory.used_bytes == 0
