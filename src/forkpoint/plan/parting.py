@@ -1,6 +1,5 @@
 """Where rollouts of a group part, and whether prompts part needlessly. Imports no torch."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -140,7 +139,11 @@ def where_prompts_part(batch: RolloutBatch) -> Parting | None:
     """
     grouped = len(np.unique(batch.group_index)) < len(batch)
     found: Parting | None = None
-    for n, one, other in _neighbours(batch, grouped):
+    last: dict[int, IntArray] = {}
+    offsets = batch.offsets.tolist()
+    for n, group in enumerate(batch.group_index.tolist() if grouped else [0] * len(batch)):
+        other = _prompt(batch, slice(offsets[n], offsets[n + 1]))
+        one, last[group] = last.get(group, other), other
         least = min(len(one), len(other))
         token = _equal(one[:least], other[:least])
         if token == len(one) == len(other):
@@ -150,17 +153,6 @@ def where_prompts_part(batch: RolloutBatch) -> Parting | None:
         if following >= WORTH_MOVING and (found is None or following > found.following):
             found = Parting(grouped, batch.group_ids[n], token, following)
     return found
-
-
-def _neighbours(batch: RolloutBatch, grouped: bool) -> Iterator[tuple[int, IntArray, IntArray]]:
-    """Pairs of prompts in the order of the batch, after the position of the second rollout."""
-    last: dict[int, IntArray] = {}
-    offsets = batch.offsets.tolist()
-    for n, group in enumerate(batch.group_index.tolist() if grouped else [0] * len(batch)):
-        prompt = _prompt(batch, slice(offsets[n], offsets[n + 1]))
-        if group in last:
-            yield n, last[group], prompt
-        last[group] = prompt
 
 
 def _range(ends: tuple[int, int]) -> str:

@@ -232,8 +232,9 @@ class _Simulation:
             slot = self.sequence[self.next[s]]
             if self._forward_fits(s, slot):
                 found = max(free, self.arrival[s][slot]), True, slot, s
-                if found[0] == free and self._is_short(s):
-                    return found
+                last = s + 1 == self.work.stages
+                if found[0] == free and not last and self.next[s] - self.next[s + 1] < self.ahead:
+                    return found  # the next stage has few forwards to run
         for _, slot in now:
             if self._backward_fits(s, slot):
                 return free, False, slot, s
@@ -241,10 +242,6 @@ class _Simulation:
             if self._backward_fits(s, slot):
                 return min(found, (ready, False, slot, s))
         return found
-
-    def _is_short(self, s: int) -> bool:
-        """Whether the next stage has few forwards to run."""
-        return s + 1 < self.work.stages and self.next[s] - self.next[s + 1] < self.ahead
 
     def _forward_fits(self, s: int, slot: int) -> bool:
         if self.open[s] == self.depth[slot]:
@@ -272,7 +269,11 @@ class _Simulation:
         self.held[s] += held
         self.inner_held[s] += held * self.inner[slot]
         if is_backward:
-            self._taken(s, slot)
+            ready = (self.tails[s][slot], slot)
+            if ready in self.now[s]:
+                self.now[s].remove(ready)
+            else:
+                self.later[s].remove((self.ready_at[s][slot], slot))
             if s:
                 self._release(s - 1, slot, end)
             if self.work.parents[slot] != IDLE:
@@ -283,14 +284,6 @@ class _Simulation:
             self.arrival[s + 1][slot] = end
         else:
             self._release(s, slot, end)
-
-    def _taken(self, s: int, slot: int) -> None:
-        """A backward has begun."""
-        ready = (self.tails[s][slot], slot)
-        if ready in self.now[s]:
-            self.now[s].remove(ready)
-        else:
-            self.later[s].remove((self.ready_at[s][slot], slot))
 
     def _release(self, s: int, slot: int, end: float) -> None:
         """One of those that a backward waits for has ended."""
