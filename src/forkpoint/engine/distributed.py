@@ -124,8 +124,7 @@ class Holder:
         Collective if weights are gathered for the step. Gradients that stock backwards have left
         on the ranks are set aside meanwhile.
 
-        Args:
-            whole: `whole_parameters` of all holders.
+        whole: `whole_parameters` of all holders.
         """
         for part in self.parts:
             part.enter(changes, blocks, [*whole, *self.whole_parameters()])

@@ -239,8 +239,7 @@ def waits_for(
     recompute, waits for the forward and for the backwards of the microbatches that read its prefix
     cache. Scores come before all units.
 
-    Args:
-        parents: by microbatch, the microbatches that hold parents of its segments.
+    parents: by microbatch, the microbatches that hold parents of its segments.
     """
     units = [unit[-1] for unit in program.units]
     forward_in = {i.slot: at for at, i in enumerate(units) if i.operation == FORWARD}
@@ -272,8 +271,7 @@ def waits_for(
 def check_order(waits: Sequence[Iterable[int]], order: Sequence[int]) -> None:
     """Refuse an order in which a unit runs before one that it waits for.
 
-    Args:
-        order: positions of units, in the order in which they are to run.
+    order: positions of units, in the order in which they are to run.
 
     Raises:
         PlanError: a unit runs too early, twice or never.

@@ -83,8 +83,7 @@ def prompts_of(batch: RolloutBatch, runs: IntArray) -> dict[str, PromptOfBatch]:
 
     Groups that share the same belong together. Rollouts that do not run are left out.
 
-    Args:
-        runs: int64 [N], how many edges of each run; none run beyond the last trained token.
+    runs: int64 [N], how many edges of each run; none run beyond the last trained token.
     """
     found: dict[str, PromptOfBatch] = {}
     mask = np.asarray(batch.loss_mask) != 0

@@ -26,8 +26,7 @@ SAID = (
 def note_faster_kernels(plan: Plan, device: torch.device, kernel: str) -> None:
     """Log that FlashAttention-4 is missing, where it could serve this GPU.
 
-    Args:
-        kernel: as asked for in Config.
+    kernel: as asked for in Config.
     """
     global _is_settled
     shape = plan.shape

@@ -265,8 +265,7 @@ class _Exchanges:
     def _exchange(self, pairs: IntArray) -> list[bool]:
         """Make the best exchange between two ranks, if any is better than none, for each pair.
 
-        Args:
-            pairs: [K, 2] ranks, each in one pair.
+        pairs: [K, 2] ranks, each in one pair.
         """
         pair, moves = self._able(pairs)
         done = [False] * len(pairs)

@@ -43,8 +43,7 @@ def measured(host: ModelHost, kernel: str, *, compiled: bool) -> Calibration | N
     None where nothing is measured: on a CPU, for layers that carry a state, are frozen or split
     over ranks, where memory does not suffice for a few layers more, and where measuring fails.
 
-    Args:
-        compiled: whether blocks are compiled.
+    compiled: whether blocks are compiled.
     """
     shape, device = host.shape, host.device
     if device.type not in MEASURED or shape.recurrent_layers:

@@ -43,8 +43,7 @@ class Rows:
 
         The row has twice as many tokens where the host is slow and memory suffices.
 
-        Args:
-            alone: times of a row of so many tokens.
+        alone: times of a row of so many tokens.
         """
         with suppress(torch.OutOfMemoryError):
             if alone.waits_for_host:
