@@ -289,5 +289,5 @@ def test_calibrations_are_found_by_device_and_shape(
     deeper = replace(SHAPE, layers=9, windows=(0,) * 9)
     assert find_calibration("none", deeper, compiled=False) == made_up()
     wider = replace(SHAPE, hidden=128)
-    for given in (("none", SHAPE, True), ("another", SHAPE, False), ("none", wider, False)):
-        assert find_calibration(*given[:2], compiled=given[2]) is None
+    for asked in (("none", SHAPE, True), ("another", SHAPE, False), ("none", wider, False)):
+        assert find_calibration(*asked[:2], compiled=asked[2]) is None
