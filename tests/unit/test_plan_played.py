@@ -1,5 +1,7 @@
 """Cost of a schedule in which copies run beside the computation, by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from forkpoint import Config, Plan
@@ -42,6 +44,29 @@ def played(plan: Plan, back_bytes_per_ms: float) -> tuple[float, list[tuple[floa
         for microbatch in plan.microbatches
     ]
     return simulate(plan, meter), microbatches
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_fetching_into_what_is_given_back_by_hand(checkpointing: str) -> None:
+    """A parent of 1,000 tokens and a wave of 600, which keeps all of its activations or few."""
+    config = Config(sharing="group", boundary="across", activations="offload")
+    plan = make_plan(group(1001, 300, 2), SHAPE, config, calibration=made_up())
+    parent, child = plan.microbatches
+    plan = replace(plan, microbatches=(parent, replace(child, checkpointing=checkpointing)))
+    _, [(first, last, nbytes), (forward, wave, given_back)] = played(plan, 1.0)
+    # Blocks' inputs, a tenth of all, and one block.
+    assert given_back == (0.6 if checkpointing == "none" else 0.21) * nbytes
+    # Two of four layers of the wave stay alive, so that the copy begins at half. It is so fast that
+    # what the wave gives back is there when it ends, and the rest takes longer than the backward.
+    speed = nbytes / (2 * last)
+    cost, _ = played(plan, speed)
+    early = given_back / speed
+    assert checkpointing == "none" or early < wave / 2
+    begins = max(first + forward + wave / 2 + early, first + forward + wave)
+    assert cost == pytest.approx(begins + (nbytes - given_back) / speed + last / 4)
+    # And where copies take no time nothing is waited for.
+    cost, _ = played(plan, 1e15)
+    assert cost == pytest.approx(first + forward + wave + last)
 
 
 def test_what_a_wave_gave_back_serves_one_offloaded_microbatch_after_the_other() -> None:
