@@ -414,11 +414,7 @@ class Builder:
             why_not = "prefix caches are in the host's memory"
         if why_not:
             return replace(plan, dealing=f"{by_heads}: {why_not}")
-        entries_S = self._entries_of_segments(plan.forest)
-        dealt = deal(plan, entries_S)
-        if self._first_passes(dealt) != self._first_passes(plan):
-            # With exchanged trees it needs other passes.
-            dealt = deal(plan, entries_S, pooled=False)
+        dealt = self._deal(plan)
         if dealt is plan:
             return replace(plan, dealing=f"{by_heads}: none holds as many trees as there are ranks")
         dealt = self._with_price(dealt, meter_of(dealt, self.calibration))
@@ -437,6 +433,15 @@ class Builder:
             dealt,
             dealing=f"leaves dealt out to ranks whole: predicted {ratio:.2f}x faster than by heads",
         )
+
+    def _deal(self, plan: Plan) -> Plan:
+        """The plan with leaves dealt out, which have exchanged trees where it needs no other passes
+        for that."""
+        entries_S = self._entries_of_segments(plan.forest)
+        found = deal(plan, entries_S)
+        if self._first_passes(found) != self._first_passes(plan):
+            found = deal(plan, entries_S, pooled=False)
+        return found
 
     def _first_passes(self, plan: Plan) -> tuple[bool, bool]:
         """Whether experts must be counted before the loss of routers, and scores come before the
