@@ -8,7 +8,7 @@ import pytest
 from forkpoint import Config
 from forkpoint.errors import PlanError
 from forkpoint.plan import Plan, builder, make_plan
-from forkpoint.plan.host_cache import LAYERS_HERE, layer_cache_bytes, outer_ancestors
+from forkpoint.plan.host_cache import LAYERS_HERE, CacheCopies, layer_cache_bytes, outer_ancestors
 from forkpoint.plan.models import MODELS
 from forkpoint.plan.predict import cache_bytes, peak_bytes
 from forkpoint.plan.pricing.cost import ModelShape
@@ -126,6 +126,24 @@ def test_a_step_takes_as_long_as_its_copies() -> None:
     assert plan.cost > 100 * found["fast"].cost
     assert found["fast"].cost == pytest.approx(found["fast, here"].cost, rel=1e-6)
     assert found["slow, here"].cost == pytest.approx(found["fast, here"].cost, rel=1e-6)
+
+
+def test_copies_are_of_what_is_read_and_captured() -> None:
+    plan = planned(prefix_cache="host", activations="recompute")
+    shape = plan.shape
+    assert shape is not None
+    copies = CacheCopies(shape, LAYERS, plan.forest, plan.microbatches)
+    state, total = shape.boundary_bytes_per_token, shape.boundary_gradient_bytes_per_token
+    for instruction in plan.program.instructions:
+        microbatch = plan.microbatches[instruction.microbatch]
+        read = sum(m.tokens for m in plan.microbatches[: microbatch.index] if m.children)
+        own = microbatch.tokens * bool(microbatch.children)
+        expected = {
+            "forward": (own * state, read * state),
+            "recompute": (0, read * state),
+            "backward": (read * total, read * (state + total) + own * total),
+        }
+        assert copies.of(instruction) == expected[instruction.operation]
 
 
 def test_ancestors_outside_of_a_microbatch() -> None:

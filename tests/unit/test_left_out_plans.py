@@ -10,7 +10,7 @@ import forkpoint
 from forkpoint import Config, Rollout, RolloutBatch
 from forkpoint.apps.cli import main
 from forkpoint.errors import PlanError
-from forkpoint.plan import make_plan
+from forkpoint.plan import Totals, make_plan
 from forkpoint.plan.runs import LeftOut, run_lengths
 from plan_shapes import SHAPE
 
@@ -50,6 +50,10 @@ def test_groups_without_gradient() -> None:
     assert plan.dense.tokens == 5 * 29 and plan.logical_tokens == 9 * 30 + 12
     assert plan.bound == 5 * 29 / (29 + 59)
     assert plan.unique_tokens == make_plan(HALF).unique_tokens
+    totals = Totals()
+    totals.add(HALF, plan)
+    assert totals.work["none"] == plan.dense and totals.left_out == plan.left_out
+    assert totals.bound("tree") == plan.bound
     without = make_plan(HALF, config=Config(sharing="none"), runs=run_lengths(HALF, zero))
     assert without.computed_tokens == without.dense.tokens == 5 * 29 and without.bound == 1
 

@@ -97,6 +97,24 @@ def test_the_owner_sends_a_prompt_to_each_other_rank(ranks: int) -> None:
     assert paid - free == pytest.approx((ranks - 1) * (3 * 99 + 5) + 7)
 
 
+def test_what_groups_share_with_others_is_run_with_each_prompt() -> None:
+    """Rollouts of a prompt that is exchanged share nothing else, as in the plans of a step."""
+    first = [7] * 50
+    rollouts = [
+        Rollout([*first, g, g + 10, g, n, n], [0] * 53 + [1] * 2, 1.0, group_id=str(g))
+        for g in range(3)
+        for n in (1, 2)
+    ]
+    paths = Paths.of_batch(RolloutBatch(rollouts))
+    priced = Priced.of(paths, paths.forest(), Rates.of(None))
+    found = Prompts.of(priced, np.asarray([1]))
+    assert found.edges.tolist() == [52]
+    # The others have 49 edges in common and five of a kind after them, of which three are shared by
+    # two rollouts; of this group two edges a rollout are left.
+    assert int(found.priced.forest.length.sum()) == 49 + 2 * (3 + 2 * 2) + 2 * 2
+    assert int(priced.forest.length.sum()) == 49 + 3 * (3 + 2 * 2)
+
+
 def test_prices_of_sending_are_measured_ones_where_there_are_any() -> None:
     assert ExchangePrices.of(None, Rates.of(None)) is None
     calibration = made_up(link=LINK)

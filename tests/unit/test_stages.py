@@ -147,6 +147,14 @@ def groups(seed: int, stages: int, count: int = 5, recomputed: float = 0.5) -> S
     return replace(work, **dict(zip(("held", "working"), by_stage, strict=True)))
 
 
+def test_prefixes_leave_room_for_the_backward_of_one_of_them() -> None:
+    """Three prefixes of three bytes fit ten bytes, but no backward of one, which needs five."""
+    work = work_of([-1, 0, 0, -1, 3, 3, -1, 6, 6], 2)
+    held, needed = (np.tile([prefix, leaf, leaf] * 3, (2, 1)) for prefix, leaf in ((3, 1), (5, 0)))
+    found = order_stages(replace(work, held=held, working=needed), [10, 10])
+    assert words(found)[0].startswith("f0 f1 f2 b1 b2 b0 f3") and found.peak_bytes == (8, 8)
+
+
 def test_leaves_take_the_memory_that_a_recomputed_prefix_needs_later() -> None:
     work = work_of([-1, 0, 0, -1, 3, 3], 2)
     needed = np.zeros_like(work.forward)

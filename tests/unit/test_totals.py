@@ -51,6 +51,7 @@ def test_plans_add_up(shape: ModelShape | None) -> None:
     assert totals.kinds == {"group + within": 1, "none + within": 1}
     for name in ("computed_tokens", "logical_tokens", "unique_tokens"):
         assert getattr(totals, name) == sum(getattr(plan, name) for plan in plans)
+    assert totals.group_tokens == totals.unique_tokens, "groups have nothing in common"
     assert totals.microbatches == sum(len(plan.microbatches) for plan in plans)
     peaks = [plan.predicted_peak_bytes for plan in plans]
     assert totals.predicted_peak_bytes == (max(filter(None, peaks)) if shape else None)
