@@ -279,6 +279,45 @@ def test_a_second_time_it_is_raised(what: str, policy: Any, failing: list[int]) 
     getattr(policy, what)(small(), *arguments)
 
 
+def test_nothing_is_repeated_that_may_not_be(policy: Any, failing: list[int]) -> None:
+    given = policy.plan(small())
+    for other, arguments in (
+        (policy, {"plan": given}),  # the caller's plan
+        (policy.with_config(memory_budget="4GiB"), {}),  # the caller's budget
+        (policy.with_config(memory_budget=None), {}),
+    ):
+        failing[0] = 1
+        with pytest.raises(torch.OutOfMemoryError):
+            other.forward_backward(small(), losses.GRPO(), **arguments)
+        assert failing[0] == 0
+
+
+def test_gradients_from_before_are_not_lost(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that fails in its second backward has added to `.grad` already."""
+    policy = policy.with_config(sharing="none", boundary="within", max_microbatch_tokens=3)
+    policy.forward_backward(small(), losses.GRPO())
+    kept = {n: p.grad.clone() for n, p in policy.host.model.named_parameters()}
+    backward, calls = type(policy.host).backward, []
+
+    def fails(self: Any, *args: Any, **kwargs: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory, made up")
+        backward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(policy.host), "backward", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        policy.forward_backward(small(), losses.GRPO())
+    assert policy.last_step.gradients == "cleared" and len(calls) == 2
+    calls.clear()
+    for name, parameter in policy.host.model.named_parameters():
+        parameter.grad = kept[name].clone()
+    copying = policy.with_config(restore_grads=True)
+    copying.forward_backward(small(), losses.GRPO())
+    for name, parameter in policy.host.model.named_parameters():
+        torch.testing.assert_close(parameter.grad, 2 * kept[name], rtol=1e-12, atol=1e-14)
+
+
 def test_a_plan_that_does_not_fit_is_said_once(
     policy: Any,
     device: dict[str, int],
