@@ -73,6 +73,7 @@ def test_policies_find_it_and_predict(folder: Path, monkeypatch: pytest.MonkeyPa
         groups=1, rollouts_per_group=4, prompt_tokens=128, response_tokens=64, vocab_size=512
     )
     batch = RolloutBatch(rollouts)
+    monkeypatch.setenv(FOLDER_VARIABLE, str(folder / "missing"))
     counted = wrap(model).plan(batch)
     assert counted.predicted_ms is None
     monkeypatch.setenv(FOLDER_VARIABLE, str(folder / "found"))
