@@ -48,23 +48,14 @@ SIZES = (1024, 2048, 4096, 8192)
 def three_barriers(work: StageWork, budget_bytes: float = np.inf) -> float:
     """Time with barriers between prefixes' forwards, leaves, and prefixes' backwards; infinite if
     it does not fit the budget of each stage."""
-    prefixes, zeros = _shared_slots(work), np.zeros_like(work.forward)
-    rooms = budget_bytes - (work.held * prefixes).sum(1)
+    prefixes, zeros = np.array(work.shared, bool), np.zeros_like(work.forward)
+    rooms = budget_bytes - work.shared_bytes
     leaves = order_stages(_part(work, ~prefixes, work.forward, work.backward), rooms.tolist())
     needed = work.working[:, prefixes].max(1, initial=0.0)
     if (np.maximum(needed, leaves.peak_bytes) > rooms).any():
         return np.inf
     phases = (work.forward, zeros), (zeros, work.backward)
     return leaves.time + sum(order_stages(_part(work, prefixes, *costs)).time for costs in phases)
-
-
-def _shared_slots(work: StageWork) -> np.ndarray:
-    """bool [N]: whether a slot, or one inside of it, has several slots directly inside of it."""
-    found = np.array([len(inside) > 1 for inside in work.children], bool)
-    for slot in reversed(range(work.slots)):
-        if found[slot] and work.parents[slot] >= 0:
-            found[work.parents[slot]] = True
-    return found
 
 
 def _part(

@@ -160,11 +160,33 @@ def test_leaves_take_the_memory_that_a_recomputed_prefix_needs_later() -> None:
     needed = np.zeros_like(work.forward)
     needed[:, [0, 3]] = 3
     found = order_stages(replace(work, working=needed), [5, 5])
-    assert words(found)[0] == "f0 f1 f2 f3 f4 b1 f5 b2 b4 b5 b0 b3"
-    assert found.peak_bytes == (5, 4)
+    assert words(found)[0] == "f0 f3 f1 f2 f4 b1 f5 b2 b4 b5 b0 b3"
+    assert found.peak_bytes == (5, 5) and found.time == order_stages(work, [6, 6]).time
     # If backwards of leaves need as much, one is open at a time.
     every = order_stages(replace(work, working=np.full_like(needed, 3)), [5, 5])
     assert every.time > found.time and max(every.peak_bytes) <= 5
+
+
+def test_backwards_in_a_row_do_not_keep_the_next_stage_waiting() -> None:
+    """With room for three, the first stage runs a forward before the next of two backwards."""
+    work = work_of([-1] * 8, 2, [1.0, 2.0] * 4)
+    found = order_stages(work, [3, 3])
+    assert words(found)[0] == "f1 f3 f5 b1 f7 b3 f0 b5 f2 b7 f4 b0 f6 b2 b4 b6"
+    assert found.time == 40 and lower_bound(work) == 39
+    # One forward ahead of the second stage would take 51.
+    assert order_stages(work_of([-1] * 7, 3, [2.0, 1, 1, 2, 3, 2, 1]), [4, 4, 4]).time == 48
+    # Two forwards ahead would take memory that leaves of other lengths need.
+    work = groups(0, 2, count=8, recomputed=1.0)
+    assert order_stages(work, [4, 4]).time <= 1.15 * lower_bound(work)
+
+
+def test_shared_slots_are_open_at_once_where_that_is_faster() -> None:
+    work = groups(1, 4, count=8, recomputed=1.0)
+    prefixes = [slot for slot, shared in enumerate(work.shared) if shared]
+    for room, at_once in ((8.0, True), (4.0, False)):
+        order = order_stages(work, [room] * 4).orders[0]
+        first = sorted(slot for slot, _ in order[: len(prefixes)])
+        assert (first == prefixes) == at_once
 
 
 def test_bound_and_1f1b_of_equal_microbatches() -> None:

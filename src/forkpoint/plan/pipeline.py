@@ -19,15 +19,19 @@ slots before it have run their forwards. Backwards of leaves among them always h
 have run, prefixes above them have room for their backwards. In the end only ancestors of the first
 slot are open, and its forward runs.
 
-`order_stages` makes up to two orders, whose stages keep one or two forwards ahead, and takes the
-fastest that fits.
+`order_stages` makes up to four orders and takes the fastest that fits. Stages keep one or two
+forwards ahead. Slots that others share are open one after another or all at once. All at once,
+their forwards come before all others, the longest of all others come first, and their backwards
+come after all forwards. This needs memory for all of them, and neighbours in the order have similar
+lengths.
 """
 
 from bisect import insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, product
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,6 +79,29 @@ class StageWork:
         return tuple(map(tuple, found))
 
     @cached_property
+    def shared(self) -> tuple[bool, ...]:
+        """[N]: whether a slot, or one inside of it, has several slots directly inside of it."""
+        found = [len(inside) > 1 for inside in self.children]
+        for slot in reversed(range(self.slots)):
+            if found[slot] and self.parents[slot] != IDLE:
+                found[self.parents[slot]] = True
+        return tuple(found)
+
+    @cached_property
+    def apart(self) -> Self:
+        """The same slots; those that are not shared lie outside of shared ones."""
+        parents = (
+            IDLE if parent != IDLE and self.shared[parent] and not self.shared[slot] else parent
+            for slot, parent in enumerate(self.parents)
+        )
+        return replace(self, parents=tuple(parents))
+
+    @cached_property
+    def shared_bytes(self) -> Floats:
+        """[S]: bytes of all slots that are shared."""
+        return _sums(self.held * self.shared)
+
+    @cached_property
     def least_time(self) -> float:
         """A time that no order is below: the most, over stages, of the time until a forward
         arrives, all work of the stage, and the time from its last backward to the end."""
@@ -90,21 +117,7 @@ class StageWork:
     @cached_property
     def tails(self) -> tuple[Floats, Floats]:
         """[S, N] of forwards and backwards: the longest way from the end of each to the end."""
-        forward, backward = np.zeros_like(self.forward), np.zeros_like(self.backward)
-        for s in range(self.stages):
-            for slot, parent in enumerate(self.parents):
-                after = self.backward[s - 1, slot] + backward[s - 1, slot] if s else 0.0
-                above = self.backward[s, parent] + backward[s, parent] if parent != IDLE else 0.0
-                backward[s, slot] = max(after, above)
-        for s in reversed(range(self.stages)):
-            for slot in reversed(range(self.slots)):
-                if s == self.stages - 1:
-                    after = self.backward[s, slot] + backward[s, slot]
-                else:
-                    after = self.forward[s + 1, slot] + forward[s + 1, slot]
-                below = (self.forward[s, c] + forward[s, c] for c in self.children[slot])
-                forward[s, slot] = max(chain((after,), below))
-        return forward, backward
+        return longest_tails(self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,9 +150,10 @@ def order_stages(work: StageWork, budgets: Sequence[float] | None = None) -> Sta
     `budgets`: by stage, bytes for what is held and for a backward; None is no limit.
     """
     limits = np.full(work.stages, np.inf) if budgets is None else np.array(budgets, float)
+    can_hold = any(work.shared) and bool((work.shared_bytes <= limits).all())
     best, least = None, (np.inf, np.inf)
-    for ahead in AHEAD:
-        found = _Simulation(work, limits.tolist(), ahead).run()
+    for at_once, ahead in product((False, True) if can_hold else (False,), AHEAD):
+        found = _Simulation(work, limits.tolist(), ahead, at_once=at_once).run()
         over = float((found.peak_bytes - limits).max().clip(0))
         if (over, found.time) < least:
             best, least = found, (over, found.time)
@@ -165,10 +179,15 @@ class _Simulation:
     Args:
         limits: by stage, bytes.
         ahead: how many forwards a stage keeps waiting at the next one.
+        at_once: whether all shared slots are open at once.
     """
 
-    def __init__(self, work: StageWork, limits: Sequence[float], ahead: int) -> None:
+    def __init__(
+        self, work: StageWork, limits: Sequence[float], ahead: int, *, at_once: bool
+    ) -> None:
         self.work, self.limits, self.ahead = work, limits, ahead
+        lasting = self.lasting = work.shared if at_once else (False,) * work.slots
+        """[N]: slots that are open from the first forward to the last."""
         stages, slots = work.stages, work.slots
         self.forward, self.backward = work.forward.tolist(), work.backward.tolist()
         self.held_of, self.working = work.held.tolist(), work.working.tolist()
@@ -177,17 +196,19 @@ class _Simulation:
         self.leaf_working, self.inner_working = (
             work.working[:, chosen].max(1, initial=0.0).tolist() for chosen in (~inner, inner)
         )
+        ordered = work.apart if at_once else work
         self.depth: list[int] = []
-        for parent in work.parents:
+        for parent in ordered.parents:
             self.depth.append(self.depth[parent] + 1 if parent != IDLE else 0)
-        forwards, backwards = work.tails
+        forwards, backwards = ordered.tails
         self.tails = (-backwards).tolist()
-        self.sequence = _longest_first(work, work.forward[0] + forwards[0])
+        nested = _longest_first(ordered, work.forward[0] + forwards[0])
+        self.sequence = sorted(nested, key=lambda slot: not lasting[slot])
         """Slots in the order of their forwards."""
         self.position: list[int] = np.argsort(self.sequence).tolist()
         self.free, self.held, self.inner_held, self.peak = np.zeros((4, stages)).tolist()
         self.open = [0] * stages
-        """By stage: slots between their forward and their backward."""
+        """By stage: slots between their forward and their backward, without those that last."""
         self.next = [0] * stages
         """By stage: the position of the slot whose forward comes next."""
         self.arrival = [[0.0] * slots, *([np.inf] * slots for _ in range(stages - 1))]
@@ -244,7 +265,7 @@ class _Simulation:
         return found
 
     def _forward_fits(self, s: int, slot: int) -> bool:
-        if self.open[s] == self.depth[slot]:
+        if self.lasting[slot] or self.open[s] == self.depth[slot]:
             return True
         held, limit = self.held_of[s][slot], self.limits[s]
         if self.inner[slot] and self.inner_held[s] + held + self.inner_working[s] > limit:
@@ -252,8 +273,11 @@ class _Simulation:
         return self.held[s] + held + self.leaf_working[s] <= limit
 
     def _backward_fits(self, s: int, slot: int) -> bool:
+        lasting = self.lasting[slot]
+        if lasting and self.next[s] < self.work.slots:
+            return False
         fits = self.held[s] + self.working[s][slot] <= self.limits[s]
-        return fits or self.open[s] == self.depth[slot] + 1
+        return fits or self.open[s] == (0 if lasting else self.depth[slot] + 1)
 
     def _run(self, s: int, slot: int, begin: float) -> None:
         is_backward = self.next[s] > self.position[slot]
@@ -262,7 +286,7 @@ class _Simulation:
         self.begins[s].append(begin)
         self.ends[s].append(end)
         sign = -1 if is_backward else 1
-        self.open[s] += sign
+        self.open[s] += sign * (not self.lasting[slot])
         if is_backward:
             self.peak[s] = max(self.peak[s], self.held[s] + self.working[s][slot])
         held = sign * self.held_of[s][slot]
@@ -311,3 +335,23 @@ def _longest_first(work: StageWork, ways: Floats) -> list[int]:
         found.append(slot)
         todo += sorted(children[slot], key=lambda slot: (ways[slot], -slot))
     return found
+
+
+def longest_tails(work: StageWork) -> tuple[Floats, Floats]:
+    """[S, N] of forwards and backwards: the longest way from the end of each to the end."""
+    forward, backward = np.zeros_like(work.forward), np.zeros_like(work.backward)
+    children, stages = work.children, work.stages
+    for s in range(stages):
+        for slot, parent in enumerate(work.parents):
+            after = work.backward[s - 1, slot] + backward[s - 1, slot] if s else 0.0
+            above = work.backward[s, parent] + backward[s, parent] if parent != IDLE else 0.0
+            backward[s, slot] = max(after, above)
+    for s in reversed(range(stages)):
+        for slot in reversed(range(work.slots)):
+            if s == stages - 1:
+                after = work.backward[s, slot] + backward[s, slot]
+            else:
+                after = work.forward[s + 1, slot] + forward[s + 1, slot]
+            below = (work.forward[s, c] + forward[s, c] for c in children[slot])
+            forward[s, slot] = max(chain((after,), below))
+    return forward, backward
