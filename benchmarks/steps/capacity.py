@@ -107,8 +107,9 @@ class Capacity(Steps):
                 except PlanError:
                     return None
 
-            # Compiles, so that this is in no time.
-            stepper.step(policy, make_group(1024, [512] * self.responses, vocab=stepper.vocab))
+            # Compiles, so that this is in no time. A small budget may not fit this group.
+            warmup = stepper.configured(**self._options(way))
+            stepper.step(warmup, make_group(1024, [512] * self.responses, vocab=stepper.vocab))
             ran: dict[int, Timed] = {}
 
             def runs(tokens: int, policy: Any = policy, ran: Any = ran, way: Way = way) -> bool:
