@@ -10,7 +10,7 @@ from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tyro.conf import DisallowNone, arg
 
 from benchmarks.rows import ResultRow
@@ -27,7 +27,8 @@ from forkpoint.units import size_in_bytes
 
 Way = Literal["dense", "device", "host"]
 Size = DisallowNone[Annotated[str | None, arg(metavar="SIZE", help_behavior_hint="(default: all)")]]
-CHECKED_LAYERS = 2
+CHECKED_LAYERS = 4
+"""Layers whose gradients are compared: hybrids have one of attention among four."""
 LIKE_DENSE = 1e-4
 """The most that gradients in float32 may differ from dense's, relative to their norm."""
 
@@ -37,7 +38,8 @@ class Capacity(Steps):
     """Find the largest total length, of a prompt and one response, whose step fits.
 
     The planner's prediction is tried first, and shorter lengths where that runs out of memory.
-    Blocks are checkpointed, dense and shared alike.
+    Dense and shared steps have the same checkpointing. Gradients are compared first, with few
+    layers: in float32 with dense's, and in bfloat16, dense's too, with dense's in float32.
 
     Attributes:
         shape: The published model with these sizes; weights are random.
@@ -47,6 +49,8 @@ class Capacity(Steps):
         device_memory: Use no more of the device than this, such as 80GiB.
         reserve: What plans leave of it, for what predictions leave out.
         host_memory: The most memory of the host for prefix caches.
+        checkpointing: What blocks run again in their backward, dense and shared alike.
+        checked_prompt: Tokens of the prompt for which gradients are compared.
         step_tokens: Lengths are multiples of this many tokens.
         most_tokens: The largest total length that is tried.
         second: Time a second step at the largest length too, whose memory of the host is there.
@@ -61,6 +65,8 @@ class Capacity(Steps):
     device_memory: Size = None
     reserve: str = "4GiB"
     host_memory: Size = None
+    checkpointing: Literal["none", "selective", "full"] = "full"
+    checked_prompt: Count = 64
     step_tokens: Count = 2048
     most_tokens: Count = 1 << 20
     second: Flag = False
@@ -81,7 +87,7 @@ class Capacity(Steps):
             _, total = torch.cuda.mem_get_info()
             cap = min(cap or total, total)
             torch.cuda.set_per_process_memory_fraction(cap / total)
-        stepper = self.stepper(self.shape, checkpointing="full")
+        stepper = self.stepper(self.shape, checkpointing=self.checkpointing)
         assert cap is not None
         budget = cap - stepper.fixed_bytes - (size_in_bytes(self.reserve, "reserve") or 0)
         if budget <= 0:
@@ -151,7 +157,10 @@ class Capacity(Steps):
     def _options(self, way: Way) -> dict[str, Any]:
         if way == "dense":
             return dict(DENSE)
-        return {**GROUP, "prefix_cache": way, "host_memory": self.host_memory}
+        shared = {**GROUP, "prefix_cache": way, "host_memory": self.host_memory}
+        if self.checkpointing == "none":
+            shared["activations"] = "offload"  # those of prompts do not run again either
+        return shared
 
     def _batch(self, total: int, vocab: int, way: Way) -> RolloutBatch:
         """One rollout for dense, which runs one at a time: all take the same time and memory."""
@@ -160,30 +169,48 @@ class Capacity(Steps):
         return make_group(total - response, [response] * count, vocab=vocab)
 
     def _compared(self, device: torch.device, label: str) -> Iterator[ResultRow]:
-        """Gradients of each way beside dense's, in float32 at few layers and a short length."""
+        """Gradients of each way beside dense's in float32, for few layers."""
         model = make_model(
             self.shape, device, dtype=torch.float32, layers=CHECKED_LAYERS, tiny=self.tiny
         )
-        stepper = Stepper(model, compile_blocks=self.blocks == "compiled", checkpointing="full")
-        batch = make_group(64, [48] * self.responses, vocab=stepper.vocab)
-        found: dict[Way, list[Tensor]] = {}
-        ways: list[Way] = ["dense", *(way for way in self.ways if way != "dense")]
-        for way in ways:
-            policy = stepper.configured(**self._options(way), max_microbatch_tokens=128)
-            stepper.step(policy, batch)
-            found[way] = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-            if way == "dense":
-                continue
-            pairs = list(zip(found[way], found["dense"], strict=True))
-            square = sum(float((x - y).square().sum()) for x, y in pairs)
-            norm = sum(float(y.square().sum()) for _, y in pairs)
-            case = f"{label}: {way}, {CHECKED_LAYERS} layers in float32"
-            value = (square / norm) ** 0.5
-            yield cell_row(self.NAME, case, "gradient over dense's", value, "1", bar=LIKE_DENSE)
-        del model, stepper, found
+        _cast(model, torch.bfloat16)
+        _cast(model, torch.float32)  # so that both dtypes have the same weights
+        reference = self._grads(model, "dense")
+        shared: list[Way] = [way for way in self.ways if way != "dense"]
+        bfloat16: list[Way] = ["dense", *shared]
+        for dtype, ways in ((torch.float32, shared), (torch.bfloat16, bfloat16)):
+            _cast(model, dtype)
+            name = str(dtype).removeprefix("torch.")
+            for way in ways:
+                pairs = list(zip(self._grads(model, way), reference, strict=True))
+                square = sum(float((x - y).square().sum()) for x, y in pairs)
+                norm = sum(float(y.square().sum()) for _, y in pairs)
+                yield cell_row(
+                    self.NAME,
+                    f"{label}: {way}, {CHECKED_LAYERS} layers in {name}",
+                    "gradient over dense's in float32",
+                    (square / norm) ** 0.5,
+                    "1",
+                    bar=LIKE_DENSE if dtype == torch.float32 else None,
+                )
+        del model, reference
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _grads(self, model: nn.Module, way: Way) -> list[Tensor]:
+        """Gradients in float32 of the prompt of `checked_prompt` tokens and short responses."""
+        stepper = Stepper(
+            model,
+            compile_blocks=self.blocks == "compiled",
+            checkpointing=self.checkpointing,
+            max_microbatch_tokens=self.checked_prompt + 64,
+        )
+        batch = make_group(self.checked_prompt, [48] * self.responses, vocab=stepper.vocab)
+        stepper.step(stepper.configured(**self._options(way)), batch)
+        grads = [p.grad.float() for p in model.parameters() if p.grad is not None]
+        model.zero_grad(set_to_none=True)
+        return grads
 
     def _figures(self, row: Any, timed: Timed) -> Iterator[ResultRow]:
         """Figures of the step at the largest length."""
@@ -205,6 +232,11 @@ class Capacity(Steps):
             yield row("bytes copied", moved, "bytes")
             waited = stats.offload.on_demand
             yield row("layers fetched when asked for", waited, "1")
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def _lengths(batch: RolloutBatch | None) -> str | None:
