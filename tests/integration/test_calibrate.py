@@ -1,11 +1,13 @@
 """`forkpoint calibrate` on the CPU: it measures, policies find what it wrote, and it predicts."""
 
+import gc
 import itertools
 import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from weakref import ref
 
 import pytest
 import torch
@@ -15,15 +17,17 @@ from torch._dynamo.utils import counters
 from forkpoint import Config, ConfigError, losses, save_rollouts, wrap
 from forkpoint.apps.cli import main
 from forkpoint.apps.cli.models import random_model
+from forkpoint.engine.changes import Changes
 from forkpoint.hosts.host import ModelHost
 from forkpoint.hosts.libraries import host_of
+from forkpoint.hosts.modules import cache_module_walks
 from forkpoint.plan.pricing.calibration import FOLDER_VARIABLE, Calibration
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.synthetic import synthetic_rollouts
-from forkpoint.step.calibrate import automatic
+from forkpoint.step.calibrate import automatic, calibrator
 from forkpoint.step.calibrate.calibrator import QUICK, calibrate
 from forkpoint.step.calibrate.clock import Clock, Times
-from forkpoint.step.calibrate.microbatches import Rows
+from forkpoint.step.calibrate.microbatches import Rows, StepTimes
 
 MODEL = {
     "model_type": "qwen3",
@@ -60,6 +64,7 @@ def test_what_is_measured_makes_sense(folder: Path) -> None:
         assert min((*curve.forward, *curve.backward)) > 0
         assert list(curve.at) == sorted(curve.at)
     assert found.out_bytes_per_ms > 1e4 and found.back_bytes_per_ms > 1e4
+    assert 0.01 < found.host_step_ms[0] < 1e3 and 0 <= found.host_step_ms[1] < 1e2
     none, selective, full = (found.kept_bytes[p] for p in ("none", "selective", "full"))
     # A checkpointed block keeps its input; the MLP of a whole one what has its inner width.
     assert full[0] == pytest.approx(64 * 4, rel=0.01)
@@ -205,6 +210,8 @@ def test_a_gpu_is_measured_in_seconds(tmp_path: Path, monkeypatch: pytest.Monkey
     found = Calibration.load(path)
     assert plan.predicted_ms and found.seconds < 8
     assert min(found.host_block_ms) > 0.05 and max(found.host_block_ms) < 20
+    assert 0.5 < found.host_step_ms[0] + 28 * found.host_step_ms[1] < 100
+    assert max(*found.host_write_ms, *found.host_read_ms) < 5
     assert torch.equal(torch.cuda.get_rng_state(), random)
     assert torch.cuda.memory_allocated() - before < 1 << 26
     assert all(p.grad is None for p in model.parameters())
@@ -241,6 +248,48 @@ def test_a_steady_time_is_a_share_of_that_behind_products(
     for whole, issued, share in cases:
         alone = Times(whole / 2, whole / 2, issued)
         assert clock.steady_share(int, abs, alone) == pytest.approx(share)
+
+
+def test_a_short_step_is_timed_by_its_microbatches_and_what_is_outside_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = random_model(MODEL, torch.float32, 0).train()
+    host, alive = host_of(model), ref(model)
+    rows = Rows(Clock(host.device, repeats=1, busy_products=0), kernel="auto", vocab=64)
+    with Changes() as changes:
+        cache_module_walks(changes)  # as within a step that measures at its first plan
+        whole = rows.step_ms(host, 16)
+        monkeypatch.setattr(host, "check", lambda *_, **__: time.sleep(0.05))
+        slow = rows.step_ms(host, 16)
+        assert slow.outside > 50 and whole.outside > 0
+        assert min(*whole.prompt, *whole.reader) > 0
+        assert all(p.grad is not None for p in model.parameters())
+        del model, host, changes
+        monkeypatch.undo()
+        gc.collect()
+        assert alive() is None, "lists of the step around it hold no model that was measured"
+
+
+def test_times_of_the_host_are_those_of_more_layers() -> None:
+    def times(layers: int) -> list[Times]:
+        return [Times(0.0, 0.0, 1.0 + 2 * layers, 2.0 + 3 * layers)]
+
+    def step(layers: int) -> StepTimes:
+        read, read_back = 4.0 + 3.5 * layers, 5.0 + 5.25 * layers
+        prompt = (1.0 + 2.25 * layers, 2.0 + 2.5 * layers)
+        return StepTimes(prompt, (read, read_back), 6.0 + 0.5 * layers)
+
+    rows, steps = ({n: made(n) for n in calibrator.LAYERS} for made in (times, step))
+    found = calibrator._host_times(rows, steps, (1.0, 2.0), apart=True)
+    assert found == {
+        "block": (2.0, 3.0),
+        "rest": (4.0, 5.0),
+        "write": (0.25, 0.0),  # noise makes no price negative
+        "read": (0.5, 0.25),
+    }
+    found = calibrator._host_times(rows, steps, (1.0, 2.0), apart=False)
+    assert set(found.values()) == {(0.0, 0.0)}
+    assert calibrator._host_step(steps) == (6.0, 0.5)
 
 
 @pytest.mark.parametrize("issued", [0.0, 2.0])

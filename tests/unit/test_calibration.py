@@ -91,6 +91,32 @@ def test_each_further_launch_takes_the_host_as_long() -> None:
     assert host == 4 * 1 + 2 * (launches - 1) * 2 + 7
 
 
+def test_the_host_prepares_a_step_and_writes_and_reads_prefix_caches() -> None:
+    issued = {"host_block_ms": (10.0, 20.0), "host_rest_ms": (7.0, 8.0)}
+    batch, config = group(51, 50, 1), Config(sharing="none")
+    free = make_plan(batch, SHAPE, config, calibration=made_up(**issued))
+    measured = made_up(**issued, host_step_ms=(5.0, 0.5))
+    plan = make_plan(batch, SHAPE, config, calibration=measured)
+    assert free.predicted_ms == 4 * 30 + 15
+    assert plan.predicted_ms == free.predicted_ms + 5 + 4 * 0.5
+    # Where the device decides, it waits as long.
+    slow = {"block": line(10.0)}
+    plans = (
+        make_plan(batch, SHAPE, config, calibration=replace(each, **slow))
+        for each in (made_up(**issued), measured)
+    )
+    without, with_it = (each.predicted_ms for each in plans)
+    assert without and with_it == pytest.approx(without + 7)
+
+    measured = made_up(**issued, host_write_ms=(1.0, 2.0), host_read_ms=(3.0, 4.0))
+    config = Config(sharing="group", boundary="across")
+    plan = make_plan(group(51, 50, 3), SHAPE, config, calibration=measured)
+    prompt, leaf = plan.microbatches
+    meter = meter_of(plan, measured)
+    found = [meter.host(row, backward=way) for row in (prompt, leaf) for way in (False, True)]
+    assert found == [47 + 4 * 1, 88 + 4 * 2, 47 + 4 * 3, 88 + 4 * 4]
+
+
 def test_a_row_without_labels_ends_in_its_last_layer() -> None:
     measured = made_up(causal=flat(1e4))
     plan = make_plan(

@@ -16,8 +16,8 @@ from forkpoint.plan.program import BACKWARD, ENCODE, ENCODE_BACKWARD, FORWARD, H
 def simulate(plan: Plan, meter: Meter) -> float:
     """Cost of a step: computation in order, and waiting for copies that are not done by then.
 
-    The host issues the work of all microbatches one after the other, and none of it ends before it
-    has been issued.
+    The host prepares the step first. Then it issues the work of all microbatches one after the
+    other, and none of it ends before it has been issued.
 
     Copies of prefix caches to the host's memory and back run beside the instruction that they are
     of, and are over when it ends.
@@ -28,7 +28,7 @@ def simulate(plan: Plan, meter: Meter) -> float:
     layer's share of its work after the last byte.
     """
     layers = plan.shape.layers if plan.shape else 1
-    now = issued = out_free = in_free = 0.0
+    now = issued = out_free = in_free = meter.step()
     half, given_back = 0.0, 0
     sent: dict[int, float] = {}
     copies = plan.cache_copies

@@ -172,6 +172,13 @@ class Calibration:
     host_launch_ms: tuple[float, float] = (0.0, 0.0)
     """Time of the host for each further launch of a block's attention; zeros where that was not
     measured."""
+    host_write_ms: tuple[float, float] = (0.0, 0.0)
+    """Time of the host besides, for each block of a microbatch that others read."""
+    host_read_ms: tuple[float, float] = (0.0, 0.0)
+    """The same for each block of a microbatch that reads another, besides its further launch."""
+    host_step_ms: tuple[float, float] = (0.0, 0.0)
+    """Time in which the host checks the model, prepares a step and ends it, while the device has
+    no work: of a step, and for each of its layers besides."""
     wide: tuple[float, float] = (0.0, 0.0)
     """Pairs a ms of attention to an ancestor by launches of at least WIDE_PAIRS, forward and
     backward; zeros where that was not measured."""

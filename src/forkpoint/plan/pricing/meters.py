@@ -74,6 +74,10 @@ class Meter(ABC):
         """Time of the host to issue the work of one way; 0 where the price of it has that."""
         return 0.0
 
+    def step(self) -> float:
+        """Time of a step besides its microbatches, in which the device has no work."""
+        return 0.0
+
     def alone(
         self, microbatch: Microbatch, *, backward: bool, boundary_only: bool = False
     ) -> float:
@@ -288,7 +292,13 @@ class MeasuredMeter(Meter):
         launch = found.host_launch_ms[way]
         if full and launch:
             time += full * launch * len(self._launches_of(microbatch, 0).parts)
-        return time
+        layers = self.shape.attention_layers
+        time += layers * found.host_write_ms[way] * bool(microbatch.children)
+        return time + layers * found.host_read_ms[way] * (microbatch.parent >= 0)
+
+    def step(self) -> float:
+        fixed, layer = self.calibration.host_step_ms
+        return fixed + self.shape.layers * layer
 
     def head(self, microbatch: Microbatch, *, backward: bool) -> float:
         entries = self.shape.part(microbatch.num_loss_entries)
@@ -445,6 +455,9 @@ class DealtMeter(Meter):
 
     def host(self, microbatch: Microbatch, *, backward: bool) -> float:
         return self._most(microbatch, lambda m, x: m.host(x, backward=backward))
+
+    def step(self) -> float:
+        return self._heads.step()
 
     def filled_tokens(self, microbatch: Microbatch) -> float:
         return self._heads.filled_tokens(microbatch)

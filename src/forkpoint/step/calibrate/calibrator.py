@@ -19,7 +19,7 @@ from forkpoint.hosts.libraries import host_of
 from forkpoint.plan import ModelShape
 from forkpoint.plan.pricing.calibration import Calibration, Curve
 from forkpoint.step.calibrate.clock import Clock, Times
-from forkpoint.step.calibrate.microbatches import Rows
+from forkpoint.step.calibrate.microbatches import Rows, StepTimes
 from forkpoint.step.calibrate.parts import Parts, curve
 
 LAYERS = FEW, MORE = (1, 3)
@@ -152,8 +152,6 @@ def calibrate(
 
     done, rows = _timed_rows(whole, hosts, effort, left)
     block, rest = _block(done, rows, causal), _rest(done, rows, head)
-    issued = [_of_block(rows, 0, 2 + way) for way in (0, 1)]
-    issued_rest = [rows[FEW][0][2 + way] - FEW * issued[way] for way in (0, 1)]
     wide, share = (0.0, 0.0), 1.0
     if host.device.type == "cuda":
         # By the kernels that serve long segments. cuDNN takes 1.6 s to build its first plan of
@@ -163,6 +161,8 @@ def calibrate(
         wide = parts.wide(sizes[0], effort.wide_tokens, part)
     if left() > 0:
         share = whole.steady_share(hosts[MORE], done[-1], rows[MORE][-1])
+    steps = {n: whole.step_ms(host, sizes[0]) for n, host in hosts.items()}
+    of_host = _host_times(rows, steps, launch, apart=host.device.type == "cuda")
     # Last, since compiled blocks are compiled once more for it.
     if effort.memory and left() > 0:
         kept["selective"] = whole.kept_bytes(hosts, first, "selective")
@@ -181,13 +181,16 @@ def calibrate(
         rectangle=rectangle.scaled(1 / share),
         part=part.scaled(share),
         wide=(wide[0] / share, wide[1] / share),
-        host_launch_ms=launch,
         out_bytes_per_ms=copies["out_bytes_per_ms"],
         back_bytes_per_ms=copies["back_bytes_per_ms"],
         kept_bytes=kept,
         working_bytes=working,
-        host_block_ms=(max(issued[0], 0.0), max(issued[1], 0.0)),
-        host_rest_ms=(max(issued_rest[0], 0.0), max(issued_rest[1], 0.0)),
+        host_step_ms=_host_step(steps),
+        host_block_ms=of_host["block"],
+        host_rest_ms=of_host["rest"],
+        host_write_ms=of_host["write"],
+        host_read_ms=of_host["read"],
+        host_launch_ms=launch,
         seconds=seconds,
         first_seconds=seconds - clock.seconds - of_parts.seconds,
     )
@@ -233,3 +236,38 @@ def _rest(sizes: list[int], rows: dict[int, list[Times]], head: Curve) -> Curve:
         return max(rows[FEW][index][way] - blocks - head.time(1, backward=backward), 0.0)
 
     return curve(sizes, at)
+
+
+def _host_step(steps: Mapping[int, StepTimes]) -> tuple[float, float]:
+    """Time of a step besides its microbatches: of a step, and for each layer besides."""
+    few, more = steps[FEW].outside, steps[MORE].outside
+    layer = max((more - few) / (MORE - FEW), 0.0)
+    return max(few - FEW * layer, 0.0), layer
+
+
+def _host_times(
+    rows: dict[int, list[Times]],
+    steps: Mapping[int, StepTimes],
+    launch: tuple[float, float],
+    *,
+    apart: bool,
+) -> dict[str, tuple[float, float]]:
+    """The host's times of microbatches, forward and backward, by what a calibration calls them.
+
+    `apart`: whether the device works behind the host; else the host's times are in the device's.
+    """
+    found: dict[str, list[float]] = {name: [] for name in ("block", "rest", "write", "read")}
+    for way in (0, 1):
+        block = _of_block(rows, 0, 2 + way)
+        prompt, reader = (
+            (getattr(steps[MORE], part)[way] - getattr(steps[FEW], part)[way]) / (MORE - FEW)
+            for part in ("prompt", "reader")
+        )
+        found["block"].append(block)
+        found["rest"].append(steps[FEW].reader[way] - FEW * reader)
+        found["write"].append(prompt - block)
+        found["read"].append(reader - block - launch[way])
+    return {
+        name: (max(forward, 0.0) * apart, max(backward, 0.0) * apart)
+        for name, (forward, backward) in found.items()
+    }

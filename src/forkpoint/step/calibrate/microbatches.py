@@ -1,14 +1,17 @@
-"""Whole rows through a model of few layers: their times, and the bytes that they keep and need."""
+"""Rows and steps of a model of few layers: their times, and the bytes that rows keep and need."""
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from forkpoint.config import Config
+from forkpoint.engine.engine import Engine, PassResult
 from forkpoint.engine.microbatches import (
     CacheView,
     MicrobatchInputs,
@@ -16,12 +19,27 @@ from forkpoint.engine.microbatches import (
 )
 from forkpoint.engine.offload import storage_id
 from forkpoint.engine.prefix_cache import PrefixCache
+from forkpoint.engine.transaction import Transaction
 from forkpoint.hosts.host import ModelHost
+from forkpoint.hosts.modules import forget_lists
+from forkpoint.losses import GRPO
+from forkpoint.losses.views import batch_denominators
 from forkpoint.plan import make_plan
 from forkpoint.rollouts.batch import Rollout, RolloutBatch
 from forkpoint.step.calibrate.clock import Clock, Times
 
 HEAD_TOKENS = 1024
+
+
+class StepTimes(NamedTuple):
+    """Milliseconds of a step that is so short that the host decides them: of each microbatch,
+    forward and backward, and of what is done before and after its microbatches."""
+
+    prompt: tuple[float, float]
+    """A microbatch that another one reads."""
+    reader: tuple[float, float]
+    """A microbatch that reads it."""
+    outside: float
 
 
 @dataclass
@@ -37,6 +55,40 @@ class Rows:
         inputs, run = self._row(host, tokens, num_loss_entries=1)
         with host.entered():
             return self.clock.times(lambda: run(inputs), lambda logprobs: logprobs.sum().backward())
+
+    def step_ms(self, host: ModelHost, tokens: int) -> StepTimes:
+        """A step of two microbatches: a prompt of so many tokens, and two responses to it."""
+        ids = np.random.default_rng(0).integers(0, self.vocab, (2, 2 * tokens))
+        ids[:, :tokens], ids[:, tokens] = ids[0, :tokens], [0, 1]
+        mask = np.arange(2 * tokens) >= tokens
+        batch = RolloutBatch([Rollout(row, mask, 1.0, group_id="g") for row in ids])
+        config = Config(
+            sharing="group", boundary="across", checkpointing="none", attention_kernel=self.kernel
+        )
+        plan, counts = make_plan(batch, host.shape, config), batch_denominators(batch)
+
+        def work(transaction: Transaction) -> PassResult:
+            host.prepare(transaction.changes)
+            host.check(batch, training=True)
+            engine = Engine(host, config)
+            return engine.forward_backward(transaction, plan, batch, GRPO(), counts, 1.0)
+
+        found: list[list[float]] = []
+        for repeat in range(1 + 2 * self.clock.repeats):
+            forget_lists()  # a step makes them, unless it runs within another one
+            begin = time.perf_counter()
+            result = Transaction(host.device).run(work)
+            float(result.loss)  # waits for the device
+            whole_ms = (time.perf_counter() - begin) * 1e3
+            if repeat:
+                self.clock.seconds += whole_ms / 1e3
+                found.append([*result.event_ms, whole_ms - sum(result.event_ms)])
+        forget_lists()  # which would keep the model alive until the end of that step
+        *events, outside = (list(each) for each in zip(*found, strict=True))
+        # What else the host does can only add to its time.
+        prompt, reader, reader_back, prompt_back = map(min, events)
+        outside_ms = self.clock.typical(outside)
+        return StepTimes((prompt, prompt_back), (reader, reader_back), outside_ms)
 
     def steady_share(self, host: ModelHost, tokens: int, alone: Times) -> float:
         """Time of a row within a step, over that behind matrix products: `Clock.steady_share`.
