@@ -49,20 +49,16 @@ class Grouping:
         # Pixels are joined over rows: they are cut into those of each row, and joined again.
         pixels = import_module("trl.trainer.utils")
         rows = [pixels.split_pixel_values_by_grid(batch) for batch in batches]
-        rows = reordered(rows, kept_order(_prompts(batches)))
+        prompts = [torch.cat([b["prompt_ids"], b["prompt_mask"]], 1) for b in batches]
+        numbers = torch.unique(torch.cat(prompts), dim=0, return_inverse=True)[1].tolist()
+        rows = reordered(rows, kept_order(numbers))
         trainer._buffered_inputs = list(map(pixels.unsplit_pixel_values_by_grid, rows))
         return trainer._buffered_inputs[trainer._step % trainer.args.steps_per_generation]
 
 
-def _prompts(batches: list[Any]) -> list[int]:
-    """For each row of the micro-batches a number, the same for the same prompt."""
-    rows = torch.cat([torch.cat([b["prompt_ids"], b["prompt_mask"]], 1) for b in batches])
-    return torch.unique(rows, dim=0, return_inverse=True)[1].tolist()
-
-
 def kept_order(prompts: list[int]) -> list[int]:
     """Rows with those of one prompt together, prompts in the order of their first rows, so that a
-    shuffle of rows shuffles groups."""
+    shuffle of rows shuffles groups. `prompts`: for each row a number, equal for equal prompts."""
     first: dict[int, int] = {}
     for row, prompt in enumerate(prompts):
         first.setdefault(prompt, row)

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from forkpoint.config import HEAD_STATISTICS, Config
+from forkpoint.engine.changes import Changes
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts import refusals
 from forkpoint.integrations.trl.arrivals import Arrivals
@@ -387,7 +388,7 @@ class Sharing:
         model = window[-1].model
         policy = self._reading(model)
         packed = self._packed(policy, [one.rows for one in window])
-        references = self._references(packed.calls)
+        references = self._references(packed.calls, self.trainer.ref_model) if self._asks else None
         begin = time.perf_counter()
         routed, device = window[0].rows.routed, packed.cells.device
         unknown = torch.zeros((), device=device) if routed else None
@@ -471,34 +472,22 @@ class Sharing:
         answers: Sequence[HeadAnswer],
         references: Sequence[HeadAnswer] | None,
     ) -> Tensor:
-        values = []
+        values, gradients = [], self.trainer.accelerator.gradient_state
         for index, (one, answer) in enumerate(zip(window, answers, strict=True)):
             reference = None
             if references is not None:
                 reference = Answer(None, one.rows, references[index])
             model = Answer(one.model, one.rows, answer)
-            with self._as_in(one, reference):
+            with Changes() as changes:
+                # As it was when this micro-batch came.
+                changes.later(gradients._set_sync_gradients, gradients.sync_gradients)
+                gradients._set_sync_gradients(one.syncs)
+                if reference is not None:
+                    changes.set(vars(self.trainer), "ref_model", reference)
                 values.append(
                     one.compute(model, copy(one.inputs), num_items_in_batch=one.num_items)
                 )
         return torch.stack(values).sum()
-
-    @contextmanager
-    def _as_in(self, one: MicroBatch, reference: Answer | None) -> Iterator[None]:
-        """Within it accelerate is as it was when this micro-batch came, and the trainer's reference
-        model answers with what has been computed."""
-        trainer = self.trainer
-        gradients = trainer.accelerator.gradient_state
-        syncs, model = gradients.sync_gradients, getattr(trainer, "ref_model", None)
-        try:
-            gradients._set_sync_gradients(one.syncs)
-            if reference is not None:
-                trainer.ref_model = reference
-            yield
-        finally:
-            gradients._set_sync_gradients(syncs)
-            if reference is not None:
-                trainer.ref_model = model
 
     # Calls of a model -----------------------------------------------------------------------------
 
@@ -538,11 +527,9 @@ class Sharing:
 
         return Scorer(model, score)
 
-    def _references(self, calls: Sequence[Rows]) -> list[HeadAnswer] | None:
-        if not self._asks:
-            return None
-        trainer = self.trainer
-        model, adapters = trainer.ref_model, nullcontext()
+    def _references(self, calls: Sequence[Rows], model: Any) -> list[HeadAnswer]:
+        """Answers of the trainer's reference model: `model`, or the policy without its adapter."""
+        trainer, adapters = self.trainer, nullcontext()
         if model is None:
             model = trainer.accelerator.unwrap_model(trainer.model)
             name = "ref" if "ref" in model.peft_config else None
@@ -557,24 +544,9 @@ class Sharing:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Replace the reference model by a stand-in that scores rows, inside the block."""
-        trainer = self.trainer
-        if not self._asks:
+        with Changes() as changes:
+            if self._asks:
+                before = self.trainer.ref_model
+                stand_in = Scorer(before, lambda rows: self._references([rows], before)[0])
+                changes.set(vars(self.trainer), "ref_model", stand_in)
             yield
-            return
-        before = trainer.ref_model
-
-        def score(rows: Rows) -> HeadAnswer:
-            trainer.ref_model = before
-            try:
-                found = self._references([rows])
-            finally:
-                trainer.ref_model = stand_in
-            assert found is not None
-            return found[0]
-
-        stand_in = Scorer(before, score)
-        trainer.ref_model = stand_in
-        try:
-            yield
-        finally:
-            trainer.ref_model = before
