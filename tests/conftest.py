@@ -81,7 +81,7 @@ def without_lists(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def without_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     """No sample runs before a step, for tests that count what runs."""
-    monkeypatch.setattr("forkpoint.step.self_check.SampleChecks.run", lambda *_, **__: None)
+    monkeypatch.setattr("forkpoint.step.self_check.SampleChecks.is_due", lambda *_: False)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[None]:
         found.append(None)
         return compare(*args, **options)
 
-    monkeypatch.setattr(checks, "self_check", counting)
+    monkeypatch.setattr("forkpoint.step.run.self_check", counting)
     return found
 
 

@@ -137,7 +137,7 @@ class Counted:
             self.count += 1
             return stock(*args, **kwargs)
 
-        patch.setattr("forkpoint.step.self_check.self_check", counted)
+        patch.setattr("forkpoint.step.run.self_check", counted)
 
 
 def test_when_a_sample_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,13 +62,15 @@ def test_the_host_never_waits_in_a_step(name: str, loss: Any, compiled: bool) ->
     policy = wrap(model, Config(**options))
     plan = policy.plan(batch, loss)
     policy.forward_backward(batch, loss, plan=plan)
-    engine, counts = Engine(policy.host, policy.config), batch_denominators(batch)
+    host, config, counts = policy.host, policy.config, batch_denominators(batch)
+
+    def step(transaction: Transaction) -> None:
+        Engine(host, config, transaction, plan, batch).forward_backward(loss, counts, 1.0)
+
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        Transaction(policy.host.device).run(
-            lambda transaction: engine.forward_backward(transaction, plan, batch, loss, counts, 1.0)
-        )
+        Transaction(host.device).run(step)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

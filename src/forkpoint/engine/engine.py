@@ -6,7 +6,7 @@ The executor (engine/executor.py) runs each pass.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -74,22 +74,16 @@ class PassResult:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class _Prepared:
-    """A plan of a batch, with the inputs of its microbatches."""
-
-    transaction: Transaction
-    plan: Plan
-    batch: RolloutBatch
-    inputs: list[MicrobatchInputs]
-
-
 @dataclass(eq=False)
 class Engine:
-    """Runs plans on a host."""
+    """Runs a plan of a batch on a host."""
 
     host: Host
     config: Config
+    transaction: Transaction
+    """The one whose `run` calls this."""
+    plan: Plan
+    batch: RolloutBatch
     staging: Staging | None = None
     """Host memory for plans that have something there."""
     _: KW_ONLY
@@ -107,9 +101,6 @@ class Engine:
 
     def score(
         self,
-        transaction: Transaction,
-        plan: Plan,
-        batch: RolloutBatch,
         *,
         entropy: bool,
         graph: bool = False,
@@ -118,42 +109,30 @@ class Engine:
     ) -> PassResult:
         """Outputs of the head for every trained token, and entropies if asked for.
 
-        `transaction`: the one whose `run` calls this. `graph`: whether forwards record a graph, as
-        in a step with backwards; it is dropped. `program`: the one that ranks have agreed on; by
-        default the plan's.
+        `graph`: whether forwards record a graph, as in a step with backwards; it is dropped.
+        `program`: the one that ranks have agreed on; by default the plan's.
         """
-        self._enter(transaction, compiled=compiled)
+        self._enter(compiled=compiled)
+        scores = (program or self.plan.score_program).scores
         with torch.set_grad_enabled(graph):
-            step = self._prepare(transaction, plan, batch)
-            scores = (program or plan.score_program).scores
-            return self._pass(step, scores, entropy=entropy, graph=graph)
+            return self._pass(scores, entropy=entropy, graph=graph)
 
-    def forward_backward(
-        self,
-        transaction: Transaction,
-        plan: Plan,
-        batch: RolloutBatch,
-        loss: Loss,
-        denominators: Denominators,
-        scale: float,
-    ) -> PassResult:
+    def forward_backward(self, loss: Loss, denominators: Denominators, scale: float) -> PassResult:
         """Add the gradients of the batch's loss, times `scale`, to `.grad`.
 
         If the program has a pass of scores, log-probs (a critic's values) come first, without a
         graph, then the loss's gradients by them, then the plan with these as weights. Otherwise the
         loss is computed microbatch by microbatch, which `Plan.check_coupling` has shown possible.
         """
-        views = LossViews(batch, denominators, self.host.device, self.host.loss_dtype)
-        mark = transaction.changes.mark
-        self._begin(transaction)
+        plan = self.plan
+        views = LossViews(self.batch, denominators, self.host.device, self.host.loss_dtype)
+        mark = self._begin()
         losses = MicrobatchLosses(self.host, self.config, loss, views, self.ranks, scale)
-        step = self._prepare(transaction, plan, batch)
         whole = plan.program.has_scores or bool(self.ranks.parts)
         scored = None
         if whole or plan.program.scores:
             with torch.no_grad():
-                entropy = whole and loss.needs_entropy
-                scored = self._pass(step, plan.program.scores, entropy=entropy)
+                scored = self._pass(plan.program.scores, entropy=whole and loss.needs_entropy)
         if self.routing is not None:
             self.routing.gather(self.ranks)
         value = torch.zeros((), dtype=self.host.loss_dtype, device=self.host.device)
@@ -170,26 +149,20 @@ class Engine:
         elif loss.decomposition == "token":
             microbatch_loss = losses.of_tokens
         else:
-            microbatch_loss = CoupledLosses(losses, plan, step.inputs)
+            microbatch_loss = CoupledLosses(losses, plan, self.inputs)
             with self._deferred_failure():
                 value = microbatch_loss.of_untrained()
         result = self._pass(
-            step,
             plan.program.training,
             entropy=loss.needs_entropy,
             microbatch_loss=microbatch_loss,
             scale=losses.factor,
         )
         result = replace(result, loss=value if whole else result.loss + value)
-        return self._ended(step, mark, result if scored is None else result.after(scored))
+        return self._ended(mark, result if scored is None else result.after(scored))
 
     def backward(
-        self,
-        transaction: Transaction,
-        plan: Plan,
-        batch: RolloutBatch,
-        weights: Mapping[str, Tensor | None],
-        look: Callable[[Tensor], None],
+        self, weights: Mapping[str, Tensor | None], look: Callable[[Tensor], None]
     ) -> PassResult:
         """Add the gradients of sum(weight * value) over the batch's trained tokens to `.grad`.
 
@@ -200,66 +173,67 @@ class Engine:
             of tokens that are not trained are not read.
         look: called with the head's values [T] before the step ends; its errors end the step.
         """
-        mark = transaction.changes.mark
-        self._begin(transaction)
-        step = self._prepare(transaction, plan, batch)
+        mark = self._begin()
         result = self._pass(
-            step,
-            plan.program.training,
+            self.plan.program.training,
             entropy="entropies" in weights,
             # Each rank's loss is its own here.
             microbatch_loss=WeightedSum(weights, self.host.group.factor(mean=True)),
         )
         with self._deferred_failure():
             look(result.per_token[self.host.head])
-        return self._ended(step, mark, result)
+        return self._ended(mark, result)
 
     # Begin and end
     # ------------------------------------------------------------
 
-    def _begin(self, transaction: Transaction) -> None:
-        """Prepare gradients and model for backwards, until the changes are undone."""
+    def _begin(self) -> int:
+        """Prepare gradients and model for backwards, until changes from the mark that is returned
+        are undone."""
+        changes, mark = self.transaction.changes, self.transaction.changes.mark
         parameters = [p for _, p in self.host.named_parameters() if p.requires_grad]
         fp32 = self.config.grad_accumulation_dtype == "float32"
         deferred = parameters if fp32 else self.host.group.deferred_params(parameters)
-        guard = transaction.guard = GradientGuard(
+        guard = self.transaction.guard = GradientGuard(
             parameters,
             restore=self.config.restore_grads,
             sums=GradientSums(deferred, fp32=fp32) if deferred else None,
             holder=self.host.group,
         )
         if guard.sums is not None:
-            changes, leaves = transaction.changes, deferred
+            leaves = deferred
             if self.host.topology.listens:
                 leaves = twins(self.host.model, deferred, changes)
             guard.sums.collect(changes, leaves)
-        self._enter(transaction)
+        self._enter()
+        return mark
 
-    def _enter(self, transaction: Transaction, *, compiled: bool = True) -> None:
-        self.host.enter(transaction.changes, compiled=compiled)
+    def _enter(self, *, compiled: bool = True) -> None:
+        changes = self.transaction.changes
+        self.host.enter(changes, compiled=compiled)
         if self.routing is not None or self.replay is not None:
             note = None if self.routing is None else self.routing.outputs.note
-            self.host.watch_routers(note, transaction.changes, self.replay)
+            self.host.watch_routers(note, changes, self.replay)
 
-    def _prepare(self, transaction: Transaction, plan: Plan, batch: RolloutBatch) -> _Prepared:
-        uses_temperature = self.host.head == "logprobs"
-        inputs = prepare_microbatches(
-            plan,
-            batch,
+    @cached_property
+    def inputs(self) -> list[MicrobatchInputs]:
+        """Inputs of the plan's microbatches."""
+        return prepare_microbatches(
+            self.plan,
+            self.batch,
             self.host.device,
-            uses_temperature=uses_temperature,
+            uses_temperature=self.host.head == "logprobs",
             split=self.host.topology.places,
-            axes_AT=self.host.positions(batch) if batch.media else None,
+            axes_AT=self.host.positions(self.batch) if self.batch.media else None,
         )
-        return _Prepared(transaction, plan, batch, inputs)
 
-    def _ended(self, step: _Prepared, mark: int, result: PassResult) -> PassResult:
+    def _ended(self, mark: int, result: PassResult) -> PassResult:
         """The result, with the loss of all ranks, once each has come to the end of its program.
 
         The model is put back, `.grad` is completed, and gradients are reduced if the backwards
         have not done so.
         """
-        changes, guard = step.transaction.changes, step.transaction.guard
+        changes, guard = self.transaction.changes, self.transaction.guard
         assert guard is not None
         # Whole weights come back to the ranks once gradients are reduced.
         held = self.host.group.gathered
@@ -272,7 +246,7 @@ class Engine:
             self.host.group.reduce_held()
             changes.undo(mark)
         self.host.group.reduce_earlier()
-        trains = any(len(inputs.trained_tokens) for inputs in step.inputs)
+        trains = any(len(inputs.trained_tokens) for inputs in self.inputs)
         if not (trains or self.ranks.any_trains):
             guard.add_zeros(self.host)
         if guard.sums is not None:
@@ -284,7 +258,6 @@ class Engine:
 
     def _pass(
         self,
-        step: _Prepared,
         instructions: Sequence[Instruction],
         *,
         entropy: bool,
@@ -296,44 +269,30 @@ class Engine:
 
         `scale`: a factor on other losses' gradients, such as the routers'.
         """
-        host, config, plan, transaction = self.host, self.config, step.plan, step.transaction
-        mark = transaction.changes.mark
+        host, config, plan, changes = self.host, self.config, self.plan, self.transaction.changes
+        mark, training = changes.mark, microbatch_loss is not None
         timing = Timing(plan, host.device)
-        activations = None
         traffic = None if self.staging is None else OffloadStats()
-        if microbatch_loss is not None:
-            activations = Activations(plan, step.inputs, host, self.staging, traffic)
-            transaction.changes.later(activations.close)
-        hosted = None
+        activations = hosted = gathered = None
+        if training:
+            activations = Activations(plan, self.inputs, host, self.staging, traffic)
+            changes.later(activations.close)
         if plan.host_layers:
             assert self.staging is not None and traffic is not None and plan.shape is not None
             layers = plan.shape.attention_layers
             hosted = HostCache(self.staging, traffic, hosted=plan.host_layers, layers=layers)
-            transaction.changes.later(hosted.finish)
+            changes.later(hosted.finish)
         cache = PrefixCache(
-            plan.cache_tokens,
-            gradients=microbatch_loss is not None,
-            cache_states=plan.cache_states,
-            host=hosted,
+            plan.cache_tokens, gradients=training, cache_states=plan.cache_states, host=hosted
         )
-        training = microbatch_loss is not None
-        encoding, instructions = self._encoding(step, instructions, training=training)
-        gathered = None
+        encoding, instructions = self._encoding(instructions, training=training)
         if any(microbatch.gathered for microbatch in plan.microbatches):
             gathered = GatheredCache(plan, host.topology.places)
-        features: list[Feature | None] = [
-            timing,
-            encoding,
-            self.exchange,
-            gathered,
-            self.replay,
-            activations,
-            self.routing,
-        ]
+        features = (timing, encoding, self.exchange, gathered, self.replay, activations)
         names = names_of(host.head, config, entropy)
-        values = TokenValues(names, plan, step.batch, host.loss_dtype, host.device)
-        used = [feature for feature in features if feature is not None]
-        loss = Executor(transaction, host, plan, step.inputs, config, used).run(
+        values = TokenValues(names, plan, self.batch, host.loss_dtype, host.device)
+        used: list[Feature] = [each for each in (*features, self.routing) if each is not None]
+        loss = Executor(self.transaction, host, plan, self.inputs, config, used).run(
             instructions,
             values,
             cache,
@@ -342,8 +301,8 @@ class Engine:
             scale=scale,
             graph=graph,
         )
-        transaction.changes.undo(mark)
-        self.host.group.reshard()
+        changes.undo(mark)
+        host.group.reshard()
         timing.end()
         return PassResult(
             loss=loss,
@@ -356,22 +315,22 @@ class Engine:
         )
 
     def _encoding(
-        self, step: _Prepared, instructions: Sequence[Instruction], *, training: bool
+        self, instructions: Sequence[Instruction], *, training: bool
     ) -> tuple[Encoding | None, Sequence[Instruction]]:
         """The encoder's runs, and the instructions of a pass with these runs among them.
 
         If this rank encodes no medium: None, and the same instructions.
         """
         host, common = self.host, self.encoders
-        if not (host.links.begins_here and (step.batch.media or common is not None)):
+        if not (host.links.begins_here and (self.batch.media or common is not None)):
             return None, instructions
         # Stages plan for an encoder that trains.
-        plan = step.plan.with_encoder(host.encoder_shape())
+        plan = self.plan.with_encoder(host.encoder_shape())
         trains = plan.capabilities.trains_encoder if common is None else common.trains
         encoding = Encoding(
             host,
-            step.batch.media,
-            step.transaction,
+            self.batch.media,
+            self.transaction,
             trains=training and trains,
             idle=None if common is None else common.idle,
         )

@@ -228,14 +228,7 @@ def _proposal(
 
 def _is_sample_due(policy: StepPolicy, local: LocalStep) -> bool:
     """Whether the model is to be compared with its stock forward before this step."""
-    request = local.request
-    return request.sampled and policy.model_state.checks.is_due(
-        policy.host,
-        policy.config,
-        local.fingerprint,
-        training=request.training,
-        encodes=bool(local.batch.media),
-    )
+    return local.checked is not None and policy.model_state.checks.is_due(local.checked)
 
 
 def _program(plan: Plan, scores: bool, gathers: bool) -> Program:

@@ -95,7 +95,13 @@ def check_and_plan(policy: StepPolicy, request: Request) -> LocalStep:
         batch=batch,
         plans=_plans(policy, request, batch, loss, work),
         call=_describe(request, loss) + describe_routers(router, counts, expert_counts=counted),
-        fingerprint=fingerprint,
+        checked=policy.model_state.checks.model(
+            host,
+            policy.config,
+            fingerprint,
+            training=request.training,
+            encodes=bool(batch.media),
+        ),
         loss=loss,
         scale=scale,
         routers=work,
@@ -107,14 +113,13 @@ def check_and_plan(policy: StepPolicy, request: Request) -> LocalStep:
 def _check_backward(policy: StepPolicy, request: BackwardRequest) -> LocalStep:
     host, first, weights = policy.host, request.first, request.weights
     first.check_unchanged(host.settings())
-    fingerprint = host.check(first.batch, training=True)
+    host.check(first.batch, training=True)
     first.done = True
     return LocalStep(
         request=request,
         batch=first.batch,
         plans=(first.plan,),
         call=f"backward of logprobs, entropies {'entropies' in weights}",
-        fingerprint=fingerprint,
         factors=tuple(0.0 if w is None else float(w.double().norm()) for w in weights.values()),
     )
 

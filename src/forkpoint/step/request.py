@@ -23,6 +23,7 @@ from forkpoint.plan.routing import RouterDemand
 from forkpoint.rollouts.batch import Rollout, RolloutBatch
 from forkpoint.step.differentiable import FirstHalf
 from forkpoint.step.router_steps import RouterWork
+from forkpoint.step.self_check import CheckedModel
 from forkpoint.step.state import ModelState
 
 Rollouts = RolloutBatch | Sequence[Rollout]
@@ -54,8 +55,6 @@ class Request:
     """Whether forwards record a graph."""
     scores: ClassVar[bool] = False
     """Whether forwards alone run."""
-    sampled: ClassVar[bool] = True
-    """Whether the model is compared with its stock forward on a sample, if that is due."""
     announced: ClassVar[bool] = True
     """Whether `Policy.last_step` and notes on exceptions tell what became of the gradients."""
 
@@ -117,8 +116,6 @@ class LogprobsRequest(ScoreRequest):
 class BackwardRequest(Request):
     """The backward of a call of `logprobs`, with its batch and plan."""
 
-    sampled: ClassVar[bool] = False
-
     first: FirstHalf
     weights: Mapping[str, Tensor | None]
     """Gradients by name of the values, [T] each."""
@@ -134,8 +131,8 @@ class LocalStep:
     """One plan. On stages of a pipeline one for each size, from which ranks choose."""
     call: str
     """The call, with the options that must be the same on every rank."""
-    fingerprint: int
-    """Of the model in its present state."""
+    checked: CheckedModel | None = None
+    """The model in its present state, if it may be compared with its stock forward."""
     loss: Loss | None = None
     scale: float = 1.0
     routers: RouterWork | None = None

@@ -45,6 +45,7 @@ from forkpoint.step.request import (
 )
 from forkpoint.step.results import Scores, StepStats
 from forkpoint.step.router_steps import route_replay
+from forkpoint.step.self_check import self_check
 from forkpoint.step.weight_changes import Weights
 
 T = TypeVar("T")
@@ -114,27 +115,21 @@ def perform(policy: StepPolicy, request: Request, finish: Finish[T], transaction
 def execute(policy: StepPolicy, agreed: AgreedStep, transaction: Transaction) -> Executed:
     """Compare the model on a sample, if that is due, and run the passes of the step."""
     _check_sample(policy, agreed, transaction)
-    local, plan, batch, request = (
-        agreed.local,
-        agreed.plan,
-        agreed.local.batch,
-        agreed.local.request,
-    )
-    engine = _engine(policy, agreed)
+    local, request = agreed.local, agreed.local.request
+    engine = _engine(policy, agreed, transaction)
     if isinstance(request, ScoreRequest):
-        return _score(engine, agreed, request, transaction)
-    note_faster_kernels(plan, policy.host.device, policy.config.attention_kernel)
+        return _score(engine, agreed, request)
+    note_faster_kernels(agreed.plan, policy.host.device, policy.config.attention_kernel)
     if isinstance(request, BackwardRequest):
-        look = request.first.check_values
-        result = engine.backward(transaction, plan, batch, request.weights, look)
+        result = engine.backward(request.weights, request.first.check_values)
     else:
         assert isinstance(request, TrainRequest) and local.loss is not None
-        counts = request.denominators or agreed.denominators or batch_denominators(batch)
-        result = engine.forward_backward(transaction, plan, batch, local.loss, counts, local.scale)
+        counts = request.denominators or agreed.denominators or batch_denominators(local.batch)
+        result = engine.forward_backward(local.loss, counts, local.scale)
     return Executed(result, engine.routing, engine.replay)
 
 
-def _engine(policy: StepPolicy, agreed: AgreedStep) -> Engine:
+def _engine(policy: StepPolicy, agreed: AgreedStep, transaction: Transaction) -> Engine:
     """The engine of a step, with the features that its request and its ranks need."""
     host, local, plan = policy.host, agreed.local, agreed.plan
     request, work = local.request, local.routers
@@ -142,6 +137,9 @@ def _engine(policy: StepPolicy, agreed: AgreedStep) -> Engine:
     return Engine(
         host,
         policy.config,
+        transaction,
+        plan,
+        local.batch,
         policy.model_state.staging_of(plan, host, policy.config, training=not request.scores),
         ranks=agreed.ranks,
         routing=None if work is None else work.routing(plan, host, agreed.statistics),
@@ -151,21 +149,13 @@ def _engine(policy: StepPolicy, agreed: AgreedStep) -> Engine:
     )
 
 
-def _score(
-    engine: Engine, agreed: AgreedStep, request: ScoreRequest, transaction: Transaction
-) -> Executed:
+def _score(engine: Engine, agreed: AgreedStep, request: ScoreRequest) -> Executed:
     """Run forwards alone, and end them on all ranks."""
     routing, own = engine.routing, None
     sums = routing is not None and request.router is not None
     if routing is not None:
         routing.sums = sums
-    result = engine.score(
-        transaction,
-        agreed.plan,
-        agreed.local.batch,
-        entropy=request.entropy,
-        program=agreed.program,
-    )
+    result = engine.score(entropy=request.entropy, program=agreed.program)
     if routing is not None and sums:
         routing.gather(agreed.ranks)
         own = float(routing.value())
@@ -179,18 +169,15 @@ def _check_sample(policy: StepPolicy, agreed: AgreedStep, transaction: Transacti
 
     Afterwards weights are held as was agreed.
     """
-    holder, local = policy.host.group, agreed.local
-    if agreed.sample is not None:
+    host, holder, local, sample = policy.host, policy.host.group, agreed.local, agreed.sample
+    if sample is not None:
         error: ForkpointError | None = None
+        training = local.request.training
         try:
-            error = policy.model_state.checks.run(
-                transaction,
-                policy.host,
-                policy.config,
-                agreed.sample,
-                local.fingerprint,
-                training=local.request.training,
-            )
+            error = self_check(transaction, host, policy.config, sample, training=training).fault()
+            if error is None and local.checked is not None:
+                checked = local.checked._replace(encodes=bool(sample.media))
+                policy.model_state.checks.passed(checked)
         except RankError:  # of another rank, of which all know
             raise
         except ForkpointError as caught:

@@ -11,7 +11,7 @@ import random
 import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -103,6 +103,15 @@ class SampleComparison:
         return None
 
 
+class CheckedModel(NamedTuple):
+    """A model in one state, with one version of its weights."""
+
+    state: Hashable
+    encodes: bool
+    """Whether it is run with media."""
+    version: tuple[int, int]
+
+
 class SampleChecks:
     """Self-checks of one model: before its first step, its second, and the first after a change.
 
@@ -114,48 +123,27 @@ class SampleChecks:
         """By state of the model: at which versions of its weights its sample has agreed."""
         self._steps: OptimizerSteps | None = None
 
-    def run(
-        self,
-        transaction: Transaction,
-        host: ModelHost,
-        config: Config,
-        batch: RolloutBatch,
-        fingerprint: int,
-        *,
-        training: bool,
-    ) -> UnsupportedError | None:
-        """Compare the model on a sample of a batch; returns the fault, or remembers that there is
-        none.
+    def is_due(self, model: CheckedModel) -> bool:
+        """Whether the model is to be compared on this rank."""
+        versions = self._agreed.get(model[:2], [])
+        return len(versions) < 2 and model.version not in versions
 
-        Raises as `self_check`, with the same arguments.
-        """
-        encodes = bool(batch.media)
-        state, version = self._state(host, config, fingerprint, training=training, encodes=encodes)
-        fault = self_check(transaction, host, config, batch, training=training).fault()
-        if fault is None:
-            self._agreed[state] = [*self._agreed.get(state, []), version]
-            while len(self._agreed) > MOST_STATES:
-                self._agreed.pop(next(iter(self._agreed)))
-        return fault
+    def passed(self, model: CheckedModel) -> None:
+        """Remember that a sample of the model has agreed."""
+        self._agreed.setdefault(model[:2], []).append(model.version)
+        while len(self._agreed) > MOST_STATES:
+            self._agreed.pop(next(iter(self._agreed)))
 
-    def is_due(
+    def model(
         self, host: ModelHost, config: Config, fingerprint: int, *, training: bool, encodes: bool
-    ) -> bool:
-        """Whether the model is to be compared on this rank. `encodes`: with media."""
+    ) -> CheckedModel | None:
+        """A model in its present state; None if it is never compared."""
         if not config.self_check:
-            return False
-        state, version = self._state(host, config, fingerprint, training=training, encodes=encodes)
-        versions = self._agreed.get(state, [])
-        return len(versions) < 2 and version not in versions
-
-    def _state(
-        self, host: ModelHost, config: Config, fingerprint: int, *, training: bool, encodes: bool
-    ) -> tuple[Hashable, tuple[int, int]]:
+            return None
         kind = host.device.type
         state = (
             fingerprint,
             training,
-            encodes,
             torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
             config.attention_kernel,
             config.recurrence_kernel,
@@ -163,7 +151,8 @@ class SampleChecks:
         weights = [p for _, p in host.named_parameters() if not p.is_inference()]
         if self._steps is None:
             self._steps = OptimizerSteps(weights)
-        return state, (sum(p._version for p in weights), self._steps.count)
+        version = sum(p._version for p in weights), self._steps.count
+        return CheckedModel(state, encodes, version)
 
 
 def self_check(
@@ -311,17 +300,12 @@ class StockComparison:
         """Values by forkpoint."""
         mark = self.changes.mark
         run = self.routed(record=True)
-        engine = Engine(self.host, self.config, replay=run)
+        engine = Engine(
+            self.host, self.config, self.transaction, self.plan, self.sample, replay=run
+        )
         try:
-            result = engine.score(
-                self.transaction,
-                self.plan,
-                self.sample,
-                entropy=False,
-                graph=self.training,
-                # Routers that are forced would be compiled anew, layer by layer, for the sample.
-                compiled=run is None,
-            )
+            # Routers that are forced would be compiled anew, layer by layer, for the sample.
+            result = engine.score(entropy=False, graph=self.training, compiled=run is None)
         except (ForkpointError, torch.OutOfMemoryError):
             raise
         except Exception as error:
