@@ -70,8 +70,8 @@ class Rows:
         def work(transaction: Transaction) -> PassResult:
             host.prepare(transaction.changes)
             host.check(batch, training=True)
-            engine = Engine(host, config)
-            return engine.forward_backward(transaction, plan, batch, GRPO(), counts, 1.0)
+            engine = Engine(host, config, transaction, plan, batch)
+            return engine.forward_backward(GRPO(), counts, 1.0)
 
         found: list[list[float]] = []
         for repeat in range(1 + 2 * self.clock.repeats):
