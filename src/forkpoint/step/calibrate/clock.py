@@ -23,8 +23,8 @@ Result = TypeVar("Result")
 
 
 class Times(NamedTuple):
-    """Typical milliseconds of the device, and the least of the host to issue the work; those are 0
-    on a CPU, which does both."""
+    """Typical milliseconds of the device, and of the host to issue the work; those are 0 on a CPU,
+    which does both."""
 
     forward: float
     backward: float
@@ -72,9 +72,7 @@ class Clock:
             host = [(issued[n + 1] - issued[n]) * 1e3 * (self.kind == "cuda") for n in (0, 1)]
             self.seconds += (time.perf_counter() - begin) * bool(samples)
             samples.append(Times(*device, *host))
-        forwards, backwards, *issued = (list(each) for each in zip(*samples[1:], strict=True))
-        # What else the host does can only add to its time.
-        return Times(self.typical(forwards), self.typical(backwards), *map(min, issued))
+        return Times(*(self.typical(list(each)) for each in zip(*samples[1:], strict=True)))
 
     def steady_share(
         self, forward: Callable[[], Result], backward: Callable[[Result], None], alone: Times

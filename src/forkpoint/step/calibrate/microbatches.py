@@ -84,11 +84,9 @@ class Rows:
                 self.clock.seconds += whole_ms / 1e3
                 found.append([*result.event_ms, whole_ms - sum(result.event_ms)])
         forget_lists()  # which would keep the model alive until the end of that step
-        *events, outside = (list(each) for each in zip(*found, strict=True))
-        # What else the host does can only add to its time.
-        prompt, reader, reader_back, prompt_back = map(min, events)
-        outside_ms = self.clock.typical(outside)
-        return StepTimes((prompt, prompt_back), (reader, reader_back), outside_ms)
+        typical = (self.clock.typical(list(each)) for each in zip(*found, strict=True))
+        prompt, reader, reader_back, prompt_back, outside = typical
+        return StepTimes((prompt, prompt_back), (reader, reader_back), outside)
 
     def steady_share(self, host: ModelHost, tokens: int, alone: Times) -> float:
         """Time of a row within a step, over that behind matrix products: `Clock.steady_share`.
