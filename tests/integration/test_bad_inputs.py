@@ -66,7 +66,7 @@ def test_the_command_line_refuses(
 
 
 def test_every_class_of_errors_is_met() -> None:
-    assert len(KINDS) == sum(map(len, TOPICS.values())), "two kinds have one name"
+    assert len(KINDS) == sum(map(len, TOPICS.values())), "two messages begin alike"
     classes = {e for e in vars(errors).values() if isinstance(e, type)} - {errors.ForkpointError}
     # Traces are those of test_traces.py.
     assert {kind.error for kind in KINDS.values()} == classes - {errors.TraceError}

@@ -4,7 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from bad_inputs.states import STATES, StateKind
+from bad_inputs.states import (
+    STATES,
+    StateKind,
+    attention_dropout,
+    dropout_module,
+    reentrant_checkpointing,
+)
 from steps import ACROSS, forked_batch, model_state, step_error
 from torch import nn
 
@@ -18,6 +24,7 @@ from forkpoint import (
 )
 from forkpoint.hosts.transformers.calls import ATTENTION_NAME
 from forkpoint.testing import tiny_model
+from lanes import id_of
 
 BATCH = forked_batch()
 
@@ -37,12 +44,11 @@ def model() -> nn.Module:
 # States in which nothing runs --------------------------------------------------------------------
 
 
-IN_STATES = {kind.name: kind for kind in STATES if isinstance(kind, StateKind)}
+IN_STATES = [kind for kind in STATES if isinstance(kind, StateKind)]
 
 
-@pytest.mark.parametrize("name", IN_STATES)
-def test_states_in_which_nothing_runs(model: nn.Module, name: str) -> None:
-    kind = IN_STATES[name]
+@pytest.mark.parametrize("kind", IN_STATES, ids=[kind.name for kind in IN_STATES])
+def test_states_in_which_nothing_runs(model: nn.Module, kind: StateKind) -> None:
     kind.change(model)
     policy, state = wrap(model, ACROSS), model_state(model)
     with pytest.raises(UnsupportedError) as caught:
@@ -59,10 +65,10 @@ def test_states_in_which_nothing_runs(model: nn.Module, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["Attention dropout", "Dropout in a module", "Reentrant checkpointing"]
+    "change", [attention_dropout, dropout_module, reentrant_checkpointing], ids=id_of
 )
-def test_what_only_training_mode_does_is_fine_in_eval_mode(model: nn.Module, name: str) -> None:
-    IN_STATES[name].change(model)
+def test_what_only_training_mode_does_is_fine_in_eval_mode(model: nn.Module, change: Any) -> None:
+    change(model)
     assert step_error(model.eval(), BATCH, losses.GRPO()) < 1e-10
 
 

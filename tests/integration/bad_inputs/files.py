@@ -13,11 +13,10 @@ from forkpoint.rollouts.formats.tensors import RECIPE
 ROLLOUT = Rollout([1, 2], [0, 1], 1.0, rollout_id="b")
 
 
-def read(name: str, content: str | bytes, message: str, file: str = "bad.jsonl") -> Kind:
+def read(content: str | bytes, message: str, file: str = "bad.jsonl") -> Kind:
     """A file that neither `load_rollouts` nor `forkpoint plan` takes."""
     data = content.encode() if isinstance(content, str) else content
     return Kind(
-        name=name,
         error=RolloutError,
         message=message,
         prepare=lambda _: Path(file).write_bytes(data),
@@ -27,7 +26,6 @@ def read(name: str, content: str | bytes, message: str, file: str = "bad.jsonl")
 
 
 def option(
-    name: str,
     message: str,
     *argv: str,
     file: str = "ok.jsonl",
@@ -37,7 +35,6 @@ def option(
 ) -> Kind:
     """An argument of `load_rollouts`, and an option of `forkpoint plan`."""
     return Kind(
-        name=name,
         error=error,
         message=message,
         prepare=lambda _: prepare(),
@@ -46,9 +43,8 @@ def option(
     )
 
 
-def saved(name: str, message: str, path: str, rollouts: list[Rollout]) -> Kind:
+def saved(message: str, path: str, rollouts: list[Rollout]) -> Kind:
     return Kind(
-        name=name,
         error=RolloutError,
         message=message,
         call=lambda: save_rollouts(path, rollouts),
@@ -61,43 +57,36 @@ ONE_OBJECT = (
 )
 FILES = (
     option(
-        "A file that does not exist",
         "none.jsonl does not exist. Give the path of a file of rollouts, or the folder of a trace.",
         file="none.jsonl",
         error=RolloutError,
     ),
     option(
-        "A folder in place of a file",
         "folder is a directory. Give the path of a file of rollouts, or the folder of a trace.",
         file="folder",
         error=RolloutError,
         prepare=lambda: Path("folder").mkdir(),
     ),
     read(
-        "An empty file",
         "\n  \r\n",
         "bad.jsonl holds no rollouts: it is empty or has only blank lines. Look at what wrote it.",
     ),
     read(
-        "A line that is not JSON",
         f"{GOOD}\n{GOOD[:30]}",
         "bad.jsonl, line 2 is not JSON (Unterminated string starting at: line 1 column 22 "
         f"(char 21)). {ONE_OBJECT}",
     ),
     read(
-        "A key twice in one object",
         GOOD.replace('"advantage"', '"loss_mask"'),
         f"bad.jsonl, line 1 is an object that has the key 'loss_mask' twice. {ONE_OBJECT}",
     ),
     read(
-        "Keys that a rollout needs and the line has not",
         GOOD.replace("loss_mask", "mask").replace("advantage", "reward"),
         "bad.jsonl, line 1: has no loss_mask, advantage; its keys are ['token_ids', 'mask', "
         "'reward', 'rollout_id']. A rollout needs token_ids, loss_mask, advantage; rename the keys "
         "or add them.",
     ),
     read(
-        "A file of another kind",
         b"\x93NUMPY\x01\x00v\x00{'descr': '<i8'}",
         "bad.npy is of no kind that is read, or is cut short: it begins with "
         "b'\\x93NUMPY\\x01\\x00'. Give JSON lines (plain, gzip or zstd), parquet, safetensors or a "
@@ -105,24 +94,20 @@ FILES = (
         "bad.npy",
     ),
     read(
-        "A pickle",
         pickle.dumps([1]),
         f"bad.pkl is a pickle, which can run code when it is loaded, and is not read. {RECIPE}",
         "bad.pkl",
     ),
     read(
-        "A rollout_id twice in a file",
         f"{GOOD}\n\n{GOOD}\n",
         "bad.jsonl: rollout_id 'a' is on line 1 and again on line 3; ids must differ. Rename one, "
         "or leave rollout_id out.",
     ),
     read(
-        "A key both on the line and in extras",
         with_field("extras", '{"reward":2},"reward":1'),
         "bad.jsonl, line 1: 'reward' is a key of the line and of its extras",
     ),
     option(
-        "A format that the file is not of",
         "bad.jsonl, line 1: there is no prompts",
         *("--format", "verl"),
         file="bad.jsonl",
@@ -131,39 +116,21 @@ FILES = (
         format="verl",
     ),
     option(
-        "A limit of no rollouts",
         "limit is 0; it takes a whole number of at least 1. Leave it out to read all rollouts.",
         *("--limit", "0"),
         limit=0,
     ),
-    option(
-        "A memory limit that is no size",
-        "memory_limit is '8 gigs'",
-        *("--memory-limit", "8 gigs"),
-        memory_limit="8 gigs",
-    ),
+    option("memory_limit is '8 gigs'", *("--memory-limit", "8 gigs"), memory_limit="8 gigs"),
     saved(
-        "Another suffix when saving",
         "rollouts.txt ends in '.txt'; allowed are .jsonl, .gz, .zst. Rename the file.",
         "rollouts.txt",
         [ROLLOUT],
     ),
     saved(
-        "A folder that does not exist when saving",
-        "The folder none does not exist. Create it before saving.",
-        "none/rollouts.jsonl",
-        [ROLLOUT],
+        "The folder none does not exist. Create it before saving.", "none/rollouts.jsonl", [ROLLOUT]
     ),
     saved(
-        "A folder in place of a file when saving",
-        "folder.jsonl is a directory. Give the path of a file to write.",
-        "folder.jsonl",
-        [ROLLOUT],
+        "folder.jsonl is a directory. Give the path of a file to write.", "folder.jsonl", [ROLLOUT]
     ),
-    saved(
-        "No rollouts to save",
-        "There are no rollouts; a file takes at least one.",
-        "rollouts.jsonl",
-        [],
-    ),
+    saved("There are no rollouts; a file takes at least one.", "rollouts.jsonl", []),
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from commands import write_config, write_rollouts
 
-from forkpoint.errors import ForkpointError
+from forkpoint.errors import ForkpointError, UnsupportedError
 
 Prepare = Callable[[pytest.MonkeyPatch], object]
 
@@ -20,17 +20,20 @@ class Kind:
     configuration of a tiny model in ok.json.
     """
 
-    name: str
-    """The fault in a few words."""
-    error: type[ForkpointError]
     message: str
     """Part that names the fault; the whole message where docs/reference/errors.md quotes it."""
+    error: type[ForkpointError] = UnsupportedError
     call: Callable[[], object] | None = None
     """Call that raises it in the library."""
     argv: tuple[str, ...] = ()
     """The command that meets it."""
     prepare: Prepare | None = None
     """Writes the files that it names, or makes the machine another one."""
+
+    @property
+    def name(self) -> str:
+        """The beginning of the message."""
+        return self.message[:60]
 
 
 def stock_files() -> None:

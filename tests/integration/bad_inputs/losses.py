@@ -19,14 +19,13 @@ BATCH = forked_batch()
 
 
 def loss_kind(
-    name: str,
     call: Callable[[], object],
     argv: tuple[str, ...] = (),
     *,
     message: str,
     error: type[ForkpointError] = ConfigError,
 ) -> Kind:
-    return Kind(name=name, error=error, message=message, call=call, argv=argv)
+    return Kind(error=error, message=message, call=call, argv=argv)
 
 
 def trained(loss: Any, batch: RolloutBatch = BATCH) -> Callable[[], object]:
@@ -50,34 +49,27 @@ def detached(outputs: Any, batch: Any) -> Any:
 
 LOSSES = (
     loss_kind(
-        "A class in place of a loss",
-        trained(losses.GRPO),
-        message="The loss is the class GRPO; pass an instance, GRPO().",
+        trained(losses.GRPO), message="The loss is the class GRPO; pass an instance, GRPO()."
     ),
     loss_kind(
-        "A name in place of a loss",
         trained("grpo"),
         message="The loss is 'grpo' of type str; it takes a forkpoint.losses.Loss or a function",
     ),
     loss_kind(
-        "A loss that does not say how it decomposes",
         trained(Undeclared()),
         message="decomposition is None; allowed are 'token', 'rollout', 'joint'.",
     ),
     loss_kind(
-        "A loss that needs what rollouts do not have",
         trained(Needy()),
         message="needs is 'rewards'; allowed are 'old_logprobs', 'reference_logprobs', 'weights',",
     ),
     loss_kind(
-        "A loss without a graph",
         trained(detached),
         message="the loss detached returned a scalar without a graph, so that nothing would be "
         "trained; it must be computed from outputs.logprobs, without detach(), item() or "
         "torch.no_grad().",
     ),
     loss_kind(
-        "Reference log-probs that are missing",
         trained(losses.GRPO(kl=0.1), RolloutBatch([Rollout([1, 2], [0, 1], 1.0)])),
         message="GRPO(kl=0.1, kl_estimator='k3', entropy=0.0, normalize='token', clip=0.2, "
         "clip_high=None, dual_clip=None) needs reference_logprobs, but the rollouts have "

@@ -12,7 +12,6 @@ from forkpoint.testing import tiny_model
 
 
 def config_kind(
-    name: str,
     *,
     message: str,
     command: str = "plan",
@@ -21,7 +20,6 @@ def config_kind(
 ) -> Kind:
     """A configuration that differs from a good one in some keys."""
     return Kind(
-        name=name,
         error=error,
         message=message,
         argv=(command, "ok.jsonl", "--model", "bad.json"),
@@ -30,7 +28,6 @@ def config_kind(
 
 
 def path_kind(
-    name: str,
     *,
     message: str,
     content: str | None = None,
@@ -38,7 +35,6 @@ def path_kind(
 ) -> Kind:
     """A path at which there is no model."""
     return Kind(
-        name=name,
         error=ConfigError,
         message=message,
         argv=(command, "ok.jsonl", "--model", "bad.json" if content else "model"),
@@ -59,70 +55,52 @@ def without_some_weights() -> None:
 
 
 MODEL_FILES = (
-    path_kind(
-        "A model that does not exist",
-        message="the model model does not exist, as a folder or a config.json;",
-    ),
+    path_kind(message="the model model does not exist, as a folder or a config.json;"),
     Kind(
-        name="A model's name where one is to run",
         error=ConfigError,
         message="the model qwen3-8b does not exist, as a folder or a config.json;",
         argv=("replay", "ok.jsonl", "--model", "qwen3-8b"),
     ),
     Kind(
-        name="A folder without a model",
         error=ConfigError,
         message="the folder model has no config.json. Give the folder that a model's",
         argv=("plan", "ok.jsonl", "--model", "model"),
         prepare=lambda _: Path("model").mkdir(),
     ),
     path_kind(
-        "A configuration that is not JSON",
         content="{",
         message="bad.json is not JSON (Expecting property name enclosed in double quotes:",
     ),
-    path_kind(
-        "A configuration that names no family",
-        content="[]",
-        message="bad.json is no model configuration: it has no model_type.",
-    ),
+    path_kind(content="[]", message="bad.json is no model configuration: it has no model_type."),
     config_kind(
-        "A quantized model",
         command="replay",
         quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True},
         error=UnsupportedError,
         message="bad.json has a quantization_config; quantized parameters have not been shown",
     ),
     config_kind(
-        "A size whose default is not known",
-        head_dim=None,
-        message="bad.json has no head_dim, whose default depends on the model.",
+        head_dim=None, message="bad.json has no head_dim, whose default depends on the model."
     ),
     config_kind(
-        "Key-value heads that do not divide the query heads",
         num_key_value_heads=3,
         message="bad.json: the model has 4 query heads and 3 key-value heads;",
     ),
     config_kind(
-        "A kind of layer that is not known",
         layer_types=["full_attention", "linear_attention"],
         message="bad.json: layer_types has 'linear_attention';",
     ),
     config_kind(
-        "Values that transformers refuses",
         command="replay",
         hidden_act="sploosh",
         message="transformers cannot make and run a model of bad.json (KeyError:",
     ),
     Kind(
-        name="A folder without weights",
         error=ConfigError,
         message="transformers cannot make and run a model of model (OSError:",
         argv=("replay", "ok.jsonl", "--model", "model"),
         prepare=lambda _: without_weights(),
     ),
     Kind(
-        name="A checkpoint that is not complete",
         error=ConfigError,
         message="the weights in model lack 1 of the model's parameters, among them",
         argv=("replay", "ok.jsonl", "--model", "model"),

@@ -21,7 +21,7 @@ from transformers import (
 
 from bad_inputs.kind import Kind
 from forkpoint import wrap
-from forkpoint.errors import RankError, UnsupportedError
+from forkpoint.errors import RankError
 from forkpoint.parallel.agreement import Proposal, agreed
 from forkpoint.testing import ReadOnlyHook, tiny_model
 
@@ -29,7 +29,6 @@ Change = Callable[[Any], Any]
 
 
 def model_kind(
-    name: str,
     change: Change,
     *,
     message: str,
@@ -42,12 +41,7 @@ def model_kind(
         finally:
             assert state is None or model_state(changed) == state, "a refusal changed the model"
 
-    return Kind(
-        name=name,
-        error=UnsupportedError,
-        message=message,
-        call=call,
-    )
+    return Kind(message=message, call=call)
 
 
 def lora(model: nn.Module, **options: Any) -> nn.Module:
@@ -140,36 +134,28 @@ CAUSAL: Any = {"task_type": TaskType.CAUSAL_LM}
 
 MODELS: tuple[Kind, ...] = (
     model_kind(
-        "No model at all",
         lambda _: "Qwen/Qwen3-8B",
         message="'Qwen/Qwen3-8B' of type str is no model; wrap takes one in memory, as",
     ),
     model_kind(
-        "Text that sees what follows it",
         lambda _: tiny_model("gemma3_text", use_bidirectional_attention=True),
         message="the configuration has use_bidirectional_attention=True: tokens see those that",
     ),
     model_kind(
-        "A module that is no transformers model",
         lambda _: nn.Linear(2, 2),
         message="torch.nn.modules.linear.Linear is not a transformers model;",
     ),
     Kind(
-        name="Sharded parameters",
-        error=UnsupportedError,
         message="parameter model.layers.1.mlp.up_proj.weight is a DTensor;",
         call=in_process_group(one_sharded_weight),
     ),
     Kind(
-        name="Sharded blocks in a model that is not",
-        error=UnsupportedError,
         message="model.layers.0 is sharded by fully_shard and the model around it is not, so that "
         "gradients of the rest would not be reduced over ranks. Call fully_shard(model) as well, "
         "after its blocks.",
         call=in_process_group(first_block_sharded),
     ),
     Kind(
-        name="Ranks that call different methods",
         error=RankError,
         message="the ranks do not call the same: rank 1: score; rank 0: forward_backward of SFT(). "
         "Every rank must make the same calls of its policy in the same order, with the same "
@@ -179,42 +165,33 @@ MODELS: tuple[Kind, ...] = (
         ),
     ),
     model_kind(
-        "A subclass of a family's model",
         lambda m: MyLlama(m.config),
         message="bad_inputs.models.MyLlama (model_type 'llama') has not been shown exact;",
     ),
     model_kind(
-        "A module of other code",
         replaced("model.layers.1.mlp", MyMLP()),
         message="model.layers.1.mlp is a bad_inputs.models.MyMLP, which has not been shown exact.",
     ),
     model_kind(
-        "A hook on a compiled module",
-        hooked_compiled,
-        message="model.layers.1 is the result of torch.compile, and has a hook.",
+        hooked_compiled, message="model.layers.1 is the result of torch.compile, and has a hook."
     ),
     model_kind(
-        "Quantized parameters",
         weight(Params4bit(torch.zeros(48, 32), requires_grad=False)),
         message="parameter model.layers.1.mlp.up_proj.weight is a Params4bit;",
     ),
     model_kind(
-        "Prompt tuning",
         adapter(PromptTuningConfig(**CAUSAL, num_virtual_tokens=2)),
         message="prompt_encoder.default is a peft.tuners.prompt_tuning.model.PromptEmbedding,",
     ),
     model_kind(
-        "A LoRA variant that looks at tokens",
         lambda m: lora(m, alora_invocation_tokens=[1, 2], target_modules=["q_proj"]),
         message="adapter 'default' of base_model.model.model.layers.0.self_attn.q_proj is the",
     ),
     model_kind(
-        "An adapter on the head",
         lambda m: lora(m, target_modules=["lm_head"]),
         message="the output head is a peft.tuners.lora.layer.Linear;",
     ),
     model_kind(
-        "A model on several devices",
         partly_on_meta,
         message="the model's parameters are on several devices, or on the meta device "
         "(model.embed_tokens.weight on cpu, lm_head.weight on meta). Load them, all on one device, "

@@ -23,9 +23,9 @@ def policy() -> Policy:
 
 
 def option_kind(
-    name: str, message: str, call: Callable[[], object] | None = None, *argv: str, **others: Any
+    message: str, call: Callable[[], object] | None = None, *argv: str, **others: Any
 ) -> Kind:
-    return Kind(name=name, error=ConfigError, message=message, call=call, argv=argv, **others)
+    return Kind(error=ConfigError, message=message, call=call, argv=argv, **others)
 
 
 def out_of_memory(*_: object, **__: object) -> None:
@@ -38,83 +38,67 @@ def even_rollouts() -> None:
 
 OPTIONS = (
     option_kind(
-        "No ranks",
         "ranks is 0; it takes a whole number of at least 1: how many",
         lambda: forkpoint.place(forked_batch(), ranks=0, model=None),
         *("plan", "ok.jsonl", "--ranks", "0"),
     ),
     option_kind(
-        "A model that is none",
         "model is 7 of type int",
         lambda: forkpoint.place(forked_batch(), ranks=2, model=7),  # pyright: ignore[reportArgumentType]
     ),
     option_kind(
-        "A way to split groups that there is not",
         "split is 'exchange'; it takes 'auto' or 'replicate'.",
         lambda: forkpoint.place(forked_batch(), ranks=2, model=None, split="exchange"),  # pyright: ignore[reportArgumentType]
     ),
     option_kind(
-        "sharing that there is none of",
         "sharing is 'groups'; allowed are 'auto', 'none', 'group', 'tree'.",
         lambda: Config(sharing="groups"),  # type: ignore[arg-type]
     ),
     option_kind(
-        "max_microbatch_tokens below 1",
         "max_microbatch_tokens is 0; it takes a whole number of at least 1.",
         lambda: Config(max_microbatch_tokens=0),
     ),
     option_kind(
-        "attention_kernel that is no name",
         "attention_kernel is 5; it takes a kernel's name or 'auto'.",
         lambda: Config(attention_kernel=5),  # type: ignore[arg-type]
     ),
     option_kind(
-        "restore_grads that is no truth value",
         "restore_grads is 'no'; allowed are True, False.",
         lambda: Config(restore_grads="no"),  # type: ignore[arg-type]
     ),
     option_kind(
-        "A configuration that is no Config",
         "config is {'sharing': 'tree'} of type dict",
         lambda: wrap(tiny_model("llama"), {"sharing": "tree"}),  # type: ignore[arg-type]
     ),
     option_kind(
-        "compile_blocks changed after wrap",
         "the model was wrapped with compile_blocks=None, and with_config",
         lambda: policy().with_config(compile_blocks=True),
     ),
     option_kind(
-        "gather on a rank that has all weights",
         "gather is 'step', and this rank has all of the model's weights",
         lambda: policy().with_config(gather="step"),
     ),
     option_kind(
-        "Prompts exchanged on a rank that is alone",
         "split is 'exchange', and this rank trains its model alone",
         lambda: policy().with_config(split="exchange"),
     ),
     option_kind(
-        "Prompts that ranks exchange, in the host's memory",
         "split is 'exchange' and prefix_cache is 'host'",
         lambda: Config(split="exchange", prefix_cache="host"),
     ),
     option_kind(
-        "A folder beyond host memory without a limit",
         "offload_folder is '/scratch' and host_memory is None; the folder is for data beyond",
         lambda: Config(offload_folder="/scratch"),
     ),
     option_kind(
-        "A folder that is no path",
         "offload_folder is 5; it takes the path of a folder, or None.",
         lambda: Config(offload_folder=5, host_memory=1),  # type: ignore[arg-type]
     ),
     option_kind(
-        "Prompts exchanged with forks within microbatches",
         "split is 'exchange' and boundary is 'within'",
         lambda: Config(split="exchange", boundary="within"),
     ),
     option_kind(
-        "Denominators that are none",
         "denominators is {'tokens': 8.0} of type dict",
         lambda: policy().forward_backward(
             forked_batch(),
@@ -123,50 +107,36 @@ OPTIONS = (
         ),
     ),
     option_kind(
-        "A negative denominator",
         "denominators.tokens is -1; it takes a finite number of at least 0.",
         lambda: Denominators(tokens=-1, rollouts=1, groups=1),
     ),
+    option_kind("loss is 'reinforce'", None, *("plan", "ok.jsonl", "--loss", "reinforce")),
     option_kind(
-        "A loss without a name",
-        "loss is 'reinforce'",
-        None,
-        *("plan", "ok.jsonl", "--loss", "reinforce"),
-    ),
-    option_kind(
-        "An option that a loss needs",
         "the loss dr_grpo needs max_tokens, which has no default",
         None,
         *(*REPLAY, "--loss", "dr_grpo,clip=0.1"),
     ),
     option_kind(
-        "An option that a loss does not have",
         "the loss dpo has no option bata; it takes beta, variant, label_smoothing, "
         "length_normalized.",
         None,
         *(*REPLAY, "--loss", "dpo,bata=0.2"),
     ),
     option_kind(
-        "An option of a loss without a value",
-        "loss has 'kl', which is no option or comes twice",
-        None,
-        *(*REPLAY, "--loss", "grpo,kl"),
+        "loss has 'kl', which is no option or comes twice", None, *(*REPLAY, "--loss", "grpo,kl")
     ),
     option_kind(
-        "More groups a step than there are",
         "groups_per_step is 4, and the rollouts have 3 groups",
         None,
         *(*REPLAY, "--groups-per-step", "4"),
     ),
     option_kind(
-        "A GPU that is not there",
         "device is 'cuda', but torch finds no CUDA device",
         None,
         *(*REPLAY, "--device", "cuda"),
         prepare=lambda patch: patch.setattr(torch.cuda, "is_available", lambda: False),
     ),
     option_kind(
-        "Memory that does not suffice",
         "out of device memory: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
         "Lower --max-microbatch-tokens, or add --gradient-checkpointing.",
         None,
@@ -174,7 +144,6 @@ OPTIONS = (
         prepare=lambda patch: patch.setattr(Policy, "forward_backward", out_of_memory),
     ),
     option_kind(
-        "Groups that give no gradient",
         "no group of even.jsonl gives grpo a gradient, so there is nothing",
         None,
         *("verify", "even.jsonl", "--model", "ok.json"),

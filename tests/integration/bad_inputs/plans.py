@@ -22,14 +22,13 @@ OTHER = RolloutBatch(BATCH[n] for n in range(3))
 
 
 def plan_kind(
-    name: str,
     call: Callable[[], object] | None = None,
     argv: tuple[str, ...] = (),
     *,
     message: str,
     error: type[ForkpointError] = PlanError,
 ) -> Kind:
-    return Kind(name=name, error=error, message=message, call=call, argv=argv)
+    return Kind(error=error, message=message, call=call, argv=argv)
 
 
 def scored_with(family: str = "llama", **options: Any) -> Callable[[], object]:
@@ -43,7 +42,6 @@ def asked(name: str = "auto", **changes: Any) -> Callable[[], object]:
 
 PLANS = (
     plan_kind(
-        "Rows too short for any plan",
         argv=(
             *("plan", "ok.jsonl", "--sharing", "group", "--boundary", "within"),
             *("--max-microbatch-tokens", "8"),
@@ -53,7 +51,6 @@ PLANS = (
         "max_microbatch_tokens to 41, or use boundary='across'.",
     ),
     plan_kind(
-        "A budget that nothing fits",
         lambda: make_plan(
             BATCH,
             policy().host.shape,
@@ -64,19 +61,16 @@ PLANS = (
         "668160, or checkpoint activations.",
     ),
     plan_kind(
-        "A plan of another batch",
         lambda: policy().score(BATCH, plan=policy().plan(OTHER)),
         message="this plan was made for a batch with fingerprint cad55e9bf914d5e1, and this batch "
         "has 4d3d4605bf8f23af: their tokens, masks, groups or temperatures differ. Make a "
         "plan for this batch.",
     ),
     plan_kind(
-        "Something else in place of a plan",
         lambda: policy().forward_backward(BATCH, losses.GRPO(), plan="tree"),  # type: ignore
         message="the plan is 'tree' of type str; give one that policy.plan(batch) made, or None.",
     ),
     plan_kind(
-        "The plan of a step in which ranks exchanged prompts",
         lambda: policy().forward_backward(BATCH, losses.GRPO(), plan=make_plan(BATCH, prompts=())),
         message="this plan is of a step in which ranks exchanged prefix caches, and it lacks the",
     ),
@@ -84,13 +78,11 @@ PLANS = (
 
 KERNELS = (
     plan_kind(
-        "A kernel that there is none of",
         scored_with(attention_kernel="flashy"),
         message="There is no attention kernel 'flashy'; there are 'auto', 'fa4', 'padded',",
         error=UnsupportedError,
     ),
     plan_kind(
-        "A dtype that no kernel takes",
         asked(dtype=torch.int8),
         message="No attention kernel can serve torch.int8 on cpu with head dims 32 and 32.",
         error=UnsupportedError,

@@ -27,13 +27,12 @@ def mixture(family: str = "qwen3_moe") -> Policy:
 
 
 def router_kind(
-    name: str,
     call: Callable[[], object],
     *,
     message: str,
     error: type[ForkpointError] = ConfigError,
 ) -> Kind:
-    return Kind(name=name, error=error, message=message, call=call)
+    return Kind(error=error, message=message, call=call)
 
 
 def trained(
@@ -66,7 +65,6 @@ def with_plan(planned: RouterLoss | None, router: RouterLoss) -> Callable[[], ob
 
 ROUTERS = (
     router_kind(
-        "A load-balancing loss that the step has not",
         with_setting(output_router_logits=True),
         message="the configuration has output_router_logits=True, so that ordinary training adds a "
         "load-balancing loss, and the step has none. Give "
@@ -74,32 +72,26 @@ ROUTERS = (
         error=UnsupportedError,
     ),
     router_kind(
-        "A router loss of another type",
         trained(0.01),
         message="router is 0.01 of type float; it takes a forkpoint.losses.RouterLoss, or None.",
     ),
     router_kind(
-        "A coefficient of a router loss that is no number",
         lambda: RouterLoss(load_balancing=float("nan")),
         message="load_balancing of RouterLoss is nan; it takes a finite number, or None.",
     ),
     router_kind(
-        "A scope that there is none of",
         lambda: RouterLoss(scope="group"),  # type: ignore[arg-type]
         message='scope of RouterLoss is \'group\'; it takes "rollout", "batch", or a list of lists',
     ),
     router_kind(
-        "Last tokens that neither count nor do not",
         lambda: RouterLoss(last_token=1),  # type: ignore[arg-type]
         message="last_token of RouterLoss is 1; it takes True or False.",
     ),
     router_kind(
-        "A scope that lacks rollouts",
         trained(RouterLoss(0.1, scope=[[0], [1, 1]])),
         message="scope of RouterLoss has 2 lists of 3 rollout indices in all, and the batch has",
     ),
     router_kind(
-        "A statistic of no tokens",
         trained(
             RouterLoss(0.1, scope="rollout", last_token=False),
             RolloutBatch([*BATCH, Rollout([1], [0], 1.0, group_id=1)]),
@@ -108,47 +100,39 @@ ROUTERS = (
         error=RolloutError,
     ),
     router_kind(
-        "A router loss of a dense model",
         lambda: policy().forward_backward(BATCH, GRPO(), router=RouterLoss(0.1)),
         message="router= or expert_counts= were given, and the model has no routers whose",
         error=UnsupportedError,
     ),
     router_kind(
-        "A router loss of a family that has none",
         trained(RouterLoss(0.1), family="deepseek_v3"),
         message="the router loss has load_balancing=0.1 and z=0.0, and transformers defines no",
         error=UnsupportedError,
     ),
     router_kind(
-        "Counts without a router loss",
         trained(None, router_counts=torch.zeros(2, 8, dtype=torch.int64)),
         message="router_counts are given, and there is no router loss;",
     ),
     router_kind(
-        "Counts of another shape",
         trained(RouterLoss(0.1, scope="rollout"), router_counts=torch.ones(2, 8).long()),
         message="router_counts are torch.int64 of shape (2, 8), and the model and the scope take",
     ),
     router_kind(
-        "A plan without last tokens",
         with_plan(None, RouterLoss(0.1)),
         message="this plan does not run rollouts' last tokens, and last_token of the router loss",
         error=PlanError,
     ),
     router_kind(
-        "A plan without a pass for counts",
         with_plan(RouterLoss(0.0, z=0.1), RouterLoss(0.1)),
         message="this plan has one pass, and the router loss takes its counts over rollouts of",
         error=PlanError,
     ),
     router_kind(
-        "Biases of routers that have none",
         lambda: mixture().update_router_biases(torch.ones(2, 8), rate=0.001),
         message="the model's routers have no bias that balances their load, as those of",
         error=UnsupportedError,
     ),
     router_kind(
-        "Counts of other experts",
         lambda: mixture("deepseek_v3").update_router_biases(torch.ones(2, 8), rate=0.001),
         message="expert_counts are (2, 8); the model takes a tensor of shape (1, 8), as",
     ),

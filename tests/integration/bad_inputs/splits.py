@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from bad_inputs.kind import Kind
 from bad_inputs.models import in_process_group
 from forkpoint import Config, wrap
-from forkpoint.errors import ConfigError, RankError, UnsupportedError
+from forkpoint.errors import ConfigError, RankError
 from forkpoint.parallel.copies import Contents, check_same_batches, check_same_losses
 from forkpoint.plan.stages import Stage
 from forkpoint.testing import tiny_model
@@ -75,56 +75,41 @@ NO_STEP = "so no rank runs this step, and gradients are as they were. "
 
 SPLITS: tuple[Kind, ...] = (
     Kind(
-        name="Ranks of one copy with different batches",
         error=RankError,
         message=f"{WHO}have different batches, {NO_STEP}Give both the same rollouts, with the same "
         "advantages, log-probs and extras.",
         call=differ(contents("c", "b", 1.0)),
     ),
     Kind(
-        name="Ranks of one copy with different losses",
         error=RankError,
         message="ranks 0 and 1 hold one copy of the model, and came to different losses",
         call=lambda: check_same_losses([0.5, 0.75], [0, 1], [0, 0]),
     ),
     Kind(
-        name="DistributedDataParallel around a split model",
-        error=UnsupportedError,
         message="DistributedDataParallel holds a model whose modules are split over ranks, which",
         call=in_process_group(within_replicas),
     ),
     Kind(
-        name="Sequence parallelism",
-        error=UnsupportedError,
         message="model.norm is split over ranks by SequenceParallel",
         call=in_process_group(lambda model, mesh: split(model, mesh, "sequence_parallel")),
     ),
     Kind(
-        name="Pipeline stages",
-        error=UnsupportedError,
         message="transformers has cut the model into pipeline stages (pp_size), and wrap was",
         call=in_process_group(in_stages),
     ),
     Kind(
-        name="Compiled blocks of a split model",
-        error=UnsupportedError,
         message="Config(compile_blocks=True) asks for compiled decoder blocks, which have not",
         call=in_process_group(compiled),
     ),
     Kind(
-        name="Stages of a family that is not divided",
-        error=UnsupportedError,
         message="Llama4ForCausalLM is divided over ranks by stages of a pipeline, which has not",
         call=lambda: llama4().entry.stage.hold(Stage(0, 2, 0, 1, 3)),
     ),
     Kind(
-        name="Context parallelism of a family that is not divided",
-        error=UnsupportedError,
         message="Llama4ForCausalLM is divided over ranks by context parallelism, which has not",
         call=lambda: llama4().entry.check_context_parallel(2),
     ),
     Kind(
-        name="A mesh without names",
         error=ConfigError,
         message="mesh is a DeviceMesh without names of its dimensions;",
         call=in_process_group(with_nameless_mesh),

@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 from bad_inputs.kind import Kind
 from forkpoint import Policy, losses, wrap
-from forkpoint.errors import UnsupportedError
 from forkpoint.testing import ReadOnlyHook, tiny_model
 from versions import checkpoint_blocks
 
@@ -31,21 +30,8 @@ def step(policy: Policy) -> None:
     policy.forward_backward(BATCH, losses.GRPO())
 
 
-def state_kind(
-    name: str,
-    change: Callable[[Any], Any],
-    *,
-    message: str,
-    training_only: bool = False,
-) -> StateKind:
-    error = UnsupportedError
-    return StateKind(
-        name=name, error=error, message=message, change=change, training_only=training_only
-    )
-
-
-def call_kind(name: str, call: Callable[[], object], *, message: str) -> Kind:
-    return Kind(name=name, error=UnsupportedError, message=message, call=call)
+def reentrant_checkpointing(model: nn.Module) -> None:
+    checkpoint_blocks(model.train(), use_reentrant=True)
 
 
 def unknown_checkpointing(model: nn.Module) -> None:
@@ -92,67 +78,55 @@ def inference_mode() -> None:
 
 
 STATES: tuple[Kind, ...] = (
-    state_kind(
-        "Reentrant checkpointing",
-        lambda m: checkpoint_blocks(m.train(), use_reentrant=True),
+    StateKind(
+        change=reentrant_checkpointing,
         message="model is checkpointed by a partial of torch.utils.checkpoint.checkpoint, and not",
         training_only=True,
     ),
-    state_kind(
-        "Checkpointing by other code",
-        unknown_checkpointing,
+    StateKind(
+        change=unknown_checkpointing,
         message="model.layers.1 is checkpointed by torch.utils.checkpoint.checkpoint, and not with "
         "use_reentrant=False, so that gradients of shared tokens may be lost. Enable "
         'checkpointing with gradient_checkpointing_kwargs={"use_reentrant": False}.',
         training_only=True,
     ),
-    state_kind(
-        "Attention dropout",
-        attention_dropout,
+    StateKind(
+        change=attention_dropout,
         message="model.layers.2.self_attn has dropout 0.1 in training mode: dense training would "
         "draw new numbers for every copy of a shared token. Set it to 0, or call "
         "model.eval().",
     ),
-    state_kind(
-        "Dropout in a module",
-        dropout_module,
+    StateKind(
+        change=dropout_module,
         message="model.layers.0.mlp.act_fn.1 has dropout 0.25 in training mode:",
     ),
-    state_kind(
-        "A rope_type that is not known",
-        unknown_rope,
+    StateKind(
+        change=unknown_rope,
         message="rope_type is 'spiral', and it is not known whether its frequencies depend on the",
     ),
-    state_kind(
-        "A model that is frozen",
-        lambda m: m.requires_grad_(False),
+    StateKind(
+        change=lambda m: m.requires_grad_(False),
         message="no parameter of the model requires a gradient;",
         training_only=True,
     ),
-    state_kind(
-        "An optimizer that steps in the backward",
-        optimizer_in_backward,
+    StateKind(
+        change=optimizer_in_backward,
         message="parameter model.norm.weight has a hook on its gradient (builtins.print).",
         training_only=True,
     ),
-    state_kind(
-        "Router noise of a mixture of experts",
-        router_noise,
-        message="model.layers.1.mlp has router jitter 0.1 in training mode:",
+    StateKind(
+        change=router_noise, message="model.layers.1.mlp has router jitter 0.1 in training mode:"
     ),
-    state_kind(
-        "A mask for attention",
-        argument_of_attention("attention_mask", torch.zeros(1)),
+    StateKind(
+        change=argument_of_attention("attention_mask", torch.zeros(1)),
         message="LlamaAttention asks for a mask in attention; forkpoint knows causal attention",
     ),
-    state_kind(
-        "An argument of attention that is not known",
-        argument_of_attention("attn_bias", torch.zeros(1)),
+    StateKind(
+        change=argument_of_attention("attn_bias", torch.zeros(1)),
         message="LlamaAttention passes attn_bias to its attention function, and what that changes",
     ),
-    call_kind(
-        "A step in inference mode",
-        inference_mode,
+    Kind(
+        call=inference_mode,
         message="forward_backward was called under torch.inference_mode, where nothing has "
         "gradients; leave it, or use policy.score for log-probs alone.",
     ),

@@ -22,13 +22,11 @@ def padded(**changes: Any) -> RolloutBatch:
 
 TENSORS: tuple[Kind, ...] = (
     value_kind(
-        "Padding between the tokens of a row",
         lambda: padded(attention_mask=torch.tensor([[1, 0, 1, 1], [1, 1, 1, 0]])),
         "The batch: attention_mask[0, 1] is 0 between tokens. Put padding before or after the "
         "tokens of a row. Set loss_mask to 0 for tokens that are not trained.",
     ),
     value_kind(
-        "Log-probs of completions for whole rows",
         lambda: padded(old_logprobs=torch.tensor([[-1.0, -1.0], [-1.0, 0.0]])),
         "The batch: old_logprobs has 2 entries in row 0, but input_ids has 4. Give one entry per "
         "token. For fields of responses only, use from_completions, or from_jagged with "

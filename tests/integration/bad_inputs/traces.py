@@ -13,34 +13,23 @@ BATCH = forked_batch()
 
 
 def folder_kind(
-    name: str,
     *argv: str,
     message: str,
     prepare: Callable[[pytest.MonkeyPatch], object] | None = None,
 ) -> Kind:
-    return Kind(
-        name=name,
-        error=ConfigError,
-        message=message,
-        argv=(*REPLAY, *argv),
-        prepare=prepare,
-    )
+    return Kind(error=ConfigError, message=message, argv=(*REPLAY, *argv), prepare=prepare)
 
 
 TRACES = (
     folder_kind(
-        "A file in place of a folder for a replay",
         *("--output", "ok.jsonl"),
         message="ok.jsonl is a file; a replay is a folder. Give another path.",
     ),
     folder_kind(
-        "A schedule shorter than its warm-up",
         *("--schedule", "linear", "--warmup-steps", "5"),
         message="steps is 1 and warmup_steps 5; the schedule 'linear' needs more steps than the",
     ),
     folder_kind(
-        "A gradient norm of 0",
-        *("--max-grad-norm", "0"),
-        message="max_grad_norm is 0.0; it takes a finite number above 0.",
+        *("--max-grad-norm", "0"), message="max_grad_norm is 0.0; it takes a finite number above 0."
     ),
 )

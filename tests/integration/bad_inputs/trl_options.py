@@ -11,7 +11,7 @@ from torch import nn
 
 from bad_inputs.kind import Kind
 from forkpoint import wrap
-from forkpoint.errors import ConfigError, UnsupportedError
+from forkpoint.errors import ConfigError
 from forkpoint.integrations.trl import heads, shared_trainer
 from forkpoint.integrations.trl.arrivals import Arrivals
 from forkpoint.integrations.trl.calls import CaptureProxy, HeadAnswer, PackedRows, Rows
@@ -107,70 +107,46 @@ def trainers_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 TRL = (
     Kind(
-        name="An option of TRL that forkpoint's trainers do not take",
-        error=UnsupportedError,
         call=checked(activation_offloading=True),
         message="GRPOConfig has activation_offloading=True, which forkpoint's GRPOTrainer does",
     ),
     Kind(
-        name="Images of another family in TRL",
-        error=UnsupportedError,
         call=with_images_for_text,
         message="the trainer gives images to a Qwen3ForCausalLM; forkpoint's trainers take those",
     ),
     Kind(
-        name="A cut image in TRL",
-        error=UnsupportedError,
         call=with_a_cut_image,
         message="the trainer's rows have 5 tokens of images, and 2 images or tiles of a size of 32",
     ),
     Kind(
-        name="A TRL whose log-probs are others",
-        error=UnsupportedError,
         prepare=newer_trl,
         call=other_head,
         message="TRL's log_probs differ from forkpoint's by 1 (rms), and rounding explains",
     ),
     Kind(
-        name="A backward of a loss in TRL with a graph",
-        error=UnsupportedError,
         call=arrived(lambda _, loss, __: loss.backward(create_graph=True)),
         message="the backward of this loss was asked for a graph of its own (create_graph), and",
     ),
     Kind(
-        name="Weights that change within an optimizer step of TRL",
-        error=UnsupportedError,
         call=arrived(changed),
         message="weights have changed between compute_loss and the last backward of its optimizer",
     ),
     Kind(
-        name="A trainer of TRL that does not share",
-        error=UnsupportedError,
         prepare=trainers_of_trl,
         call=lambda: shared_trainer(type("KTOTrainer", (), {})),
         message="KTOTrainer is no GRPOTrainer, RLOOTrainer or DPOTrainer of TRL and no subclass",
     ),
     Kind(
-        name="Options of forkpoint that are no Config",
         error=ConfigError,
         call=lambda: _SharedTrainer(forkpoint={"sharing": "tree"}),  # type: ignore[arg-type]
         message="forkpoint is {'sharing': 'tree'} of type dict;",
     ),
     Kind(
-        name="A loss in TRL of other tokens than the model's",
-        error=UnsupportedError,
         call=called(labels=torch.tensor([[5, 8, 9]])),
         message="the trainer's labels are other tokens than its input_ids;",
     ),
+    Kind(call=packed, message="a row has a trained token and no token before it:"),
     Kind(
-        name="An empty prompt in TRL",
-        error=UnsupportedError,
-        call=packed,
-        message="a row has a trained token and no token before it:",
-    ),
-    Kind(
-        name="A loss in TRL that calls its model for something else",
-        error=UnsupportedError,
         call=lambda: CaptureProxy(None)(input_ids=torch.tensor([[5, 7]])),
         message="the trainer's loss calls its model for something else than log-probs (arguments",
     ),

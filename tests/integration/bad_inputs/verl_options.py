@@ -3,7 +3,6 @@
 from typing import Any
 
 from bad_inputs.kind import Kind
-from forkpoint.errors import UnsupportedError
 from forkpoint.integrations.verl.refusals import check_options, check_strategy
 from forkpoint.integrations.verl.settings import VARIABLE, load_settings
 
@@ -25,14 +24,10 @@ def loaded() -> object:
 
 VERL = (
     Kind(
-        name="A strategy of verl that forkpoint has no engine for",
-        error=UnsupportedError,
         call=lambda: check_strategy("fsdp", "language_model"),
         message="actor_rollout_ref.actor.strategy (or actor_rollout_ref.ref.strategy) is 'fsdp';",
     ),
     Kind(
-        name="An option of verl's engine that has not been shown exact",
-        error=UnsupportedError,
         call=lambda: checked(qat=Options(enable=True)),
         message="actor_rollout_ref.actor.fsdp_config.qat.enable is true;",
     ),
