@@ -13,6 +13,7 @@ rounds alike.
 """
 
 from bisect import insort
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -170,19 +171,12 @@ A_SLOT = 0.1
 spread over many ranks, and a last slot for it remains."""
 SQUARINGS = 3
 """The norm's exponent is 2 to the power of this."""
-MANY_PIECES, MOST_PIECES = 48, 400
-"""Ranks with more pieces than the first have many microbatches, most of them full, which leaves
-little to gain: fewer pairs are tried. With more than the second, none."""
+MOST_PIECES = 48
+"""Ranks with more pieces have many microbatches, most of them full, which leaves little to gain."""
 MOST_ITEMS = 6
 """Items of a rank that are tried, from the smallest to the largest."""
-TRIES_A_RANK = 4
-LEAST_TRIES, MOST_TRIES = 512, 1280
-"""Pairs of ranks that are tried: so many times the number of ranks, within these bounds."""
-FEW_TRIES = 64
-"""Of ranks with many pieces."""
-APART, MOST_AT_ONCE = 40, 12
-"""One pair of so many ranks is tried at once, and no more pairs: what is known of others is old
-after an exchange, but the numbers of one pair are too few to fill a vector."""
+TRIES = 640
+"""Pairs of ranks that are tried."""
 PATIENCE = 30
 """Ranks that one tries to exchange with before it is left as it is."""
 WORTH = 0.01
@@ -194,17 +188,13 @@ SLACK = 200
 def reshaped(priced: Priced, placement: Placement, capacity: int) -> IntArray:
     """[I] the rank of each item after exchanges that make ranks' microbatches more alike."""
     items, ranks = placement.items, len(placement.load)
-    if ranks == 1:
-        return placement.rank
     cutter = Cutter(priced, items, capacity)
     pieces = cutter.pieces(placement.rank, np.arange(len(items)))
-    most = np.bincount(pieces.row, minlength=1).max(initial=0)
-    if most > MOST_PIECES:
+    if ranks == 1 or np.bincount(pieces.row, minlength=1).max() > MOST_PIECES:
         return placement.rank
-    tries = min(max(TRIES_A_RANK * ranks, LEAST_TRIES), MOST_TRIES)
     search = _Exchanges(placement, cutter)
     if search.gains:
-        search.run(tries if most <= MANY_PIECES else FEW_TRIES)
+        search.run()
     return search.rank
 
 
@@ -214,11 +204,11 @@ class _Exchanges:
     def __init__(self, placement: Placement, cutter: Cutter) -> None:
         items, self.ranks = placement.items, len(placement.load)
         self.capacity, self.cutter = cutter.capacity, cutter
-        self.own = np.append(items.own, 0)
+        self.own: list[int] = [*items.own.tolist(), 0]
         """[I + 1] and of no item, the last."""
         self.none = len(items)
-        self.rank, self.load = placement.rank.copy(), placement.load.copy()
-        self.most = int(self.load.max() + self.load.max() // SLACK)
+        self.rank, self.load = placement.rank.copy(), placement.load.tolist()
+        self.most: int = max(self.load) + max(self.load) // SLACK
         by_size = np.lexsort((items.own, self.rank))
         bounds = np.searchsorted(self.rank[by_size], np.arange(1, self.ranks))
         self.of_rank = [found.tolist() for found in np.split(by_size, bounds)]
@@ -232,103 +222,71 @@ class _Exchanges:
         self.powers = self._powers(table[:, : self.bins])
         self.norms: FloatArray = self.powers.sum(axis=0)
 
-    def run(self, tries: int) -> None:
-        """Exchange items of the ranks that cost most, until none finds an exchange that helps."""
-        failed, turn = np.zeros(self.ranks, np.int64), 0
-        at_once = min(max(1, self.ranks // APART), MOST_AT_ONCE)
-        while turn < tries:
+    def run(self) -> None:
+        """Exchange items of the rank that costs most, until none finds an exchange that helps."""
+        failed = np.zeros(self.ranks, np.int64)
+        for turn in range(TRIES):
             # The part of the measure's slope that is each rank's.
             slope = _root(self.norms) / np.maximum(self.norms, 1e-300)
             share = np.where(failed < PATIENCE, (self.powers * slope).sum(axis=1), 0.0)
-            pairs: list[tuple[int, int]] = []
-            used: set[int] = set()
-            for worst in np.argsort(-share, kind="stable")[:at_once].tolist():
-                if share[worst] <= 0 or worst in used or len(used) + 2 > self.ranks:
-                    continue
-                used.add(worst)
-                # Partners in an order of no meaning: what matters is how sizes happen to fit.
-                other = (worst + 1 + (turn * 7919) % (self.ranks - 1)) % self.ranks
-                while other in used:
-                    other = (other + 1) % self.ranks
-                used.add(other)
-                pairs.append((worst, other))
-                turn += 1
-            if not pairs:
+            worst = int(share.argmax())
+            if share[worst] <= 0:
                 return
-            done = self._exchange(np.asarray(pairs))
-            for (worst, other), made in zip(pairs, done, strict=True):
-                if made:
-                    failed[worst] = failed[other] = 0
-                else:
-                    failed[worst] += 1
+            # Partners in an order of no meaning: what matters is how sizes happen to fit.
+            pair = [worst, (worst + 1 + (turn * 7919) % (self.ranks - 1)) % self.ranks]
+            if self._exchange(pair):
+                failed[pair] = 0
+            else:
+                failed[worst] += 1
 
-    def _exchange(self, pairs: IntArray) -> list[bool]:
-        """Make the best exchange between two ranks, if any is better than none, for each pair.
-
-        pairs: [K, 2] ranks, each in one pair.
-        """
-        pair, moves = self._able(pairs)
-        done = [False] * len(pairs)
-        if not len(pair):
-            return done
-        powers = self._after(pairs[pair], moves)
-        rest = self.norms - self.powers[pairs].sum(axis=1)
-        score = _root(np.maximum(rest[pair] + powers.sum(axis=1), 0.0)).sum(axis=1)
-        order = np.lexsort((score, pair))
-        for at, best in zip(
-            *(x.tolist() for x in np.unique(pair[order], return_index=True)), strict=True
-        ):
-            best = order[best]
-            ranks = pairs[at]
-            # An exchange of an earlier pair has changed the norms.
-            change = powers[best].sum(axis=0) - self.powers[ranks].sum(axis=0)
-            norms = np.maximum(self.norms + change, 0.0)
-            if _root(norms).sum() < float(_root(self.norms).sum()) * (1 - 1e-6):
-                self._move(moves[best].tolist(), ranks.tolist())
-                self.powers[ranks] = powers[best]
-                self.norms = self.powers.sum(axis=0)
-                done[at] = True
-        return done
-
-    def _move(self, moves: list[int], ranks: list[int]) -> None:
-        for item, source, target in zip(moves, ranks, ranks[::-1], strict=True):
+    def _exchange(self, pair: list[int]) -> bool:
+        """Make the best exchange between two ranks, if any is better than none."""
+        moves = self._able(pair)
+        if not moves:
+            return False
+        rows: list[int] = []
+        items: list[int] = []
+        sides = [
+            side for give, take in moves for side in ((pair[0], give, take), (pair[1], take, give))
+        ]
+        for row, (rank, gone, new) in enumerate(sides):
+            left = [item for item in (*self.of_rank[rank], new) if item not in (gone, self.none)]
+            items += left
+            rows += [row] * len(left)
+        table = self._packed(np.asarray(rows), np.asarray(items), len(sides), self.bins)
+        powers = self._powers(table).reshape(len(moves), 2, -1)
+        rest = self.norms - self.powers[pair].sum(axis=0)
+        norms = np.maximum(rest + powers.sum(axis=1), 0.0)
+        score = _root(norms).sum(axis=1)
+        best = int(score.argmin())
+        if score[best] >= float(_root(self.norms).sum()) * (1 - 1e-6):
+            return False
+        for item, source, target in zip(moves[best], pair, pair[::-1], strict=True):
             if item != self.none:
                 self.rank[item] = target
                 self.load[source] -= self.own[item]
                 self.load[target] += self.own[item]
                 self.of_rank[source].remove(item)
                 insort(self.of_rank[target], item, key=self.own.__getitem__)
+        self.powers[pair] = powers[best]
+        self.norms = self.powers.sum(axis=0)
+        return True
 
-    def _able(self, pairs: IntArray) -> tuple[IntArray, IntArray]:
-        """Exchanges that fill no rank too much: [n] the pair, and [n, 2] items given and taken."""
-        some = np.full((*pairs.shape, MOST_ITEMS + 1), -1)
-        for at, rank in np.ndenumerate(pairs):
-            items = self.of_rank[rank]
+    def _able(self, pair: list[int]) -> list[tuple[int, int]]:
+        """Exchanges that fill neither rank too much: items given and taken."""
+        some: list[list[int]] = []
+        for items in (self.of_rank[rank] for rank in pair):
             if len(items) > MOST_ITEMS:
                 # Spread over their sizes.
                 last = len(items) - 1
                 items = [items[place * last // (MOST_ITEMS - 1)] for place in range(MOST_ITEMS)]
-            some[at][: len(items) + 1] = [*items, self.none]
-        give, take = np.broadcast_arrays(some[:, 0, :, None], some[:, 1, None, :])
-        moved = self.own[give] - self.own[take]
-        able = (give >= 0) & (take >= 0) & ((give != self.none) | (take != self.none))
-        loads = self.load[pairs][:, :, None, None]
-        able &= (loads[:, 1] + moved <= self.most) & (loads[:, 0] - moved <= self.most)
-        return np.nonzero(able)[0], np.stack([give[able], take[able]], axis=1)
-
-    def _after(self, pairs: IntArray, moves: IntArray) -> FloatArray:
-        """[K, 2, bins] terms of both ranks of pairs after an exchange of an item each."""
-        rows: list[int] = []
-        items: list[int] = []
-        changes = moves.ravel().tolist(), moves[:, ::-1].ravel().tolist()
-        for row, (rank, gone, new) in enumerate(zip(pairs.ravel().tolist(), *changes, strict=True)):
-            left = [item for item in self.of_rank[rank] if item != gone]
-            if new != self.none:
-                left.append(new)
-            items += left
-            rows += [row] * len(left)
-        table = self._packed(np.asarray(rows), np.asarray(items), pairs.size, self.bins)
-        return self._powers(table).reshape(*pairs.shape, -1)
+            some.append([*items, self.none])
+        room = [self.most - self.load[rank] for rank in pair]
+        return [
+            (give, take)
+            for give, take in product(*some)
+            if give != take and -room[0] <= self.own[give] - self.own[take] <= room[1]
+        ]
 
     def _packed(self, row: IntArray, item: IntArray, rows: int, bins: int | None) -> IntArray:
         """[rows, bins] cost of the microbatches of ranks with these items."""
