@@ -180,7 +180,9 @@ class ModelHost(HeldModel):
         if last:
             self.group.last()
         if tensors:
-            torch.autograd.backward(tensors, gradients)
+            # In this thread: a second one waits for the interpreter at each node in Python.
+            with torch.autograd.set_multithreading_enabled(False):
+                torch.autograd.backward(tensors, gradients)
 
     # Routers
     # ------------------------------------------------------------
