@@ -158,7 +158,7 @@ def forced(
     """Within it the stock model is forced to the routes, or records them."""
     with Changes() as changes:
         run = ForcedRoutes(routes, len(routers), torch.device("cpu"), record=record)
-        force_routers(routers_of_copy(routers, model), run, changes)
+        force_routers(routers_of_copy(routers, model), run.choose, changes)
         yield run
 
 

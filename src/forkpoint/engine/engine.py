@@ -213,7 +213,8 @@ class Engine:
         self.host.enter(changes, compiled=compiled)
         if self.routing is not None or self.replay is not None:
             note = None if self.routing is None else self.routing.outputs.note
-            self.host.watch_routers(note, changes, self.replay)
+            choose = None if self.replay is None else self.replay.choose
+            self.host.watch_routers(note, changes, choose)
 
     @cached_property
     def inputs(self) -> list[MicrobatchInputs]:

@@ -52,31 +52,25 @@ class FoundRouter:
     """Of the scores [..., E] that it chooses by."""
 
 
-class RouteHolder(Protocol):
-    """Experts that routers are forced to choose."""
-
-    def choose(
-        self, layer: int, name: str, scores_TE: Tensor, values_Tk: Tensor, own_Tk: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Values and indices [T, k] that replace those that the router `name`, the one with this
-        number among `Host.routers`, has chosen among its scores."""
-        ...
+ChooseExperts = Callable[[int, str, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Called with the number of a router among those of the model, its name, its scores [T, E], and the
+values and indices [T, k] of the experts that it has chosen; gives those that replace them."""
 
 
-class RouterSet(Protocol):
-    """The routers of a mixture of experts, in the order of its layers."""
+class RouterSet:
+    """The routers of a model in the order of its layers; by default there are none."""
 
-    layers: int
-    """How many layers have one, on all stages; 0 of a model that is no mixture."""
-    found: Sequence[FoundRouter]
+    found: Sequence[FoundRouter] = ()
     """Those of this rank's layers."""
-    first: int
-    """The number of the first of them among all."""
+    layers: int = 0
+    """How many layers have one, on all stages; 0 of a model that is no mixture."""
+    first: int = 0
+    """The number of the first found among all."""
 
     @property
     def experts(self) -> int:
         """How many experts each chooses among."""
-        ...
+        return 0
 
 
 # The model
@@ -171,10 +165,10 @@ class Host(Protocol):
         ...
 
     def watch_routers(
-        self, note: RouterNote | None, changes: Changes, holder: RouteHolder | None = None
+        self, note: RouterNote | None, changes: Changes, choose: ChooseExperts | None = None
     ) -> None:
-        """Give outputs of routers to `note`, until the changes are undone, and let them choose the
-        experts of `holder`.
+        """Give outputs of routers to `note`, until the changes are undone, and let `choose` replace
+        their choices.
 
         With `note`, forwards that count routing (`Instruction.counts_routing`) and end in the last
         block end in its router, if it has one.

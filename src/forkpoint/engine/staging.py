@@ -75,7 +75,8 @@ class PlainTransfers:
 
     def back(self, host: Tensor, after: Any) -> tuple[Tensor, Any]:
         """Start copying into new device memory; returns it and an event for its reader."""
-        return torch.empty(len(host), dtype=torch.uint8, device=self.device).copy_(host), None
+        found = torch.empty(len(host), dtype=torch.uint8, device=self.device)
+        return found, self.bring([(host, found)], after)
 
     def bring(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Any) -> Any:
         """Start copying from host memory (first) into device memory that the computation has made
@@ -129,10 +130,6 @@ class StreamTransfers(PlainTransfers):
         # The allocator reuses its memory once this stream has got past the copy.
         source.record_stream(self._out)
         return self._out.record_event()
-
-    def back(self, host: Tensor, after: torch.Event) -> tuple[Tensor, torch.Event]:
-        found = torch.empty(len(host), dtype=torch.uint8, device=self.device)
-        return found, self.bring([(host, found)], after)
 
     def bring(
         self, pairs: Sequence[tuple[Tensor, Tensor]], after: torch.Event | None

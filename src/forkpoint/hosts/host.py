@@ -15,7 +15,7 @@ from torch import Tensor
 
 from forkpoint.config import Config
 from forkpoint.engine.changes import Changes
-from forkpoint.engine.host import HeadOutputs, RouteHolder, RouterNote
+from forkpoint.engine.host import ChooseExperts, HeadOutputs, RouterNote
 from forkpoint.engine.microbatches import CacheView, MicrobatchInputs
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts import calls
@@ -188,12 +188,12 @@ class ModelHost(HeldModel):
     # ------------------------------------------------------------
 
     def watch_routers(
-        self, note: RouterNote | None, changes: Changes, holder: RouteHolder | None = None
+        self, note: RouterNote | None, changes: Changes, choose: ChooseExperts | None = None
     ) -> None:
         routers = self.routers
         if note is not None:
             changes.set(vars(self), "_watched", routers)
-        routers.enter(note, changes, holder)
+        routers.enter(note, changes, choose)
 
     def add_counts(self, logical_LE: Tensor) -> None:
         """Add a step's counts of experts, int64 [layers, experts], to the model's buffers. The

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 
 from forkpoint.engine.changes import Changes
-from forkpoint.engine.host import FoundRouter, RouteHolder, RouterNote
+from forkpoint.engine.host import ChooseExperts, FoundRouter, RouterNote, RouterSet
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.calls import in_forward
 from forkpoint.hosts.early_exit import EarlyExit
@@ -57,21 +57,15 @@ def record_routers(
         _watch(router, changes, note=partial(note, layer), chosen=chosen)
 
 
-def force_routers(routers: Iterable[FoundRouter], holder: RouteHolder, changes: Changes) -> None:
-    """Let routers choose what `holder` says, until the changes are undone."""
+def force_routers(routers: Iterable[FoundRouter], choose: ChooseExperts, changes: Changes) -> None:
+    """Let routers choose what `choose` gives, until the changes are undone."""
     for layer, router in enumerate(routers):
-        _watch(router, changes, choose=partial(holder.choose, layer, router.name))
+        _watch(router, changes, choose=partial(choose, layer, router.name))
 
 
-class ModelRouters:
-    """The routers of a model in the order of its layers; by default there are none."""
+class ModelRouters(RouterSet):
+    """The routers of a model; what is done with them."""
 
-    found: Sequence[FoundRouter] = ()
-    """Those of this rank's layers."""
-    layers: int = 0
-    """How many layers have one, on all stages; 0 of a model that is no mixture."""
-    first: int = 0
-    """The number of the first found among all."""
     defines_loss: bool = False
     """Whether the family's own code has a load-balancing loss."""
     coefficient: float = 0.0
@@ -88,7 +82,6 @@ class ModelRouters:
 
     @property
     def experts(self) -> int:
-        """How many experts each chooses among."""
         return self.elsewhere_experts
 
     @property
@@ -98,14 +91,14 @@ class ModelRouters:
         return []
 
     def enter(
-        self, note: RouterNote | None, changes: Changes, holder: RouteHolder | None = None
+        self, note: RouterNote | None, changes: Changes, choose: ChooseExperts | None = None
     ) -> None:
-        """Give what each router computes to `note`, and let it choose what `holder` says, until
+        """Give what each router computes to `note`, and let `choose` replace its choices, until
         the changes are undone."""
         if note is not None:
             record_routers(self.found, note, changes, chosen=self.chosen_output)
-        if holder is not None:
-            force_routers(self.found, holder, changes)
+        if choose is not None:
+            force_routers(self.found, choose, changes)
 
     def place(self, every: Sequence[tuple[int, int]], stage: int) -> None:
         """Number them among those of all stages.

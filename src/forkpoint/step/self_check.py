@@ -293,7 +293,7 @@ class StockComparison:
             record=record,
         )
         if not record:
-            force_routers(self.routers, self.run, self.changes)
+            force_routers(self.routers, self.run.choose, self.changes)
         return self.run
 
     def shared(self) -> Tensor:

@@ -300,7 +300,7 @@ class Comparison:
                 if self.routes is not None:
                     found = host.routers.found
                     routes = ForcedRoutes(self.routes, len(found), host.device, record=is_reference)
-                    force_routers(routers_of_copy(found, model), routes, self.changes)
+                    force_routers(routers_of_copy(found, model), routes.choose, self.changes)
                 return self._train(model, routes, strategy), routes
 
         def undo() -> None:

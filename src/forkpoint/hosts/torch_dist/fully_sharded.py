@@ -360,20 +360,14 @@ class FullySharded(Holder):
         not prefetched.
         """
         sharded = [block for block in blocks if isinstance(block, FSDPModule)]
-        for one, next_ in pairwise(sharded):
-            _prefetch(one, "_states_to_forward_prefetch", next_, changes)
-            _prefetch(next_, "_states_to_backward_prefetch", one, changes)
-
-
-def _prefetch(module: FSDPModule, name: str, other: FSDPModule, changes: Changes) -> None:
-    state = cast(Any, module)._get_fsdp_state()
-    if getattr(state, name):
-        return
-    changes.set(vars(state), name, [])
-    if name == "_states_to_forward_prefetch":
-        module.set_modules_to_forward_prefetch([other])
-    else:
-        module.set_modules_to_backward_prefetch([other])
+        states = [vars(cast(Any, block)._get_fsdp_state()) for block in sharded]
+        for (block, of_block), (later, of_later) in pairwise(zip(sharded, states, strict=True)):
+            if not of_block["_states_to_forward_prefetch"]:
+                changes.set(of_block, "_states_to_forward_prefetch", [])
+                block.set_modules_to_forward_prefetch([later])
+            if not of_later["_states_to_backward_prefetch"]:
+                changes.set(of_later, "_states_to_backward_prefetch", [])
+                later.set_modules_to_backward_prefetch([block])
 
 
 def _elements(parameter: Any) -> int:

@@ -47,43 +47,37 @@ Result = dict[str, Any]
 """A micro-batch's loss, its metrics and the outputs that they are of, by verl's names."""
 
 
+@dataclass(eq=False)
 class MiniBatchLoss:
     """verl's loss of a mini-batch: the sum over verl's micro-batches of what its function gives."""
 
-    def __init__(
-        self,
-        function: VerlLoss,
-        micro_batches: Sequence[MicroBatch],
-        rows: Rows,
-        *,
-        names: dict[str, str],
-        dp_group: Any,
-        device: torch.device,
-    ) -> None:
-        """`names`: verl's names of outputs, by forkpoint's names. `dp_group`: for the function."""
-        self._function = function
-        self._micro_batches = micro_batches
-        self._rows = rows
-        self._names = names
-        self._group = dp_group
-        self._device = device
-        count = int(rows.offsets[-1])
-        self._fill = {name: torch.zeros(count, device=device) for name in names}
-        self._home = torch.zeros(len(rows.batch), dtype=torch.int64)
-        for number, micro_batch in enumerate(micro_batches):
+    function: VerlLoss
+    micro_batches: Sequence[MicroBatch]
+    rows: Rows
+    names: dict[str, str]
+    """verl's names of outputs, by forkpoint's names."""
+    dp_group: Any
+    """An argument of the function."""
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        count = int(self.rows.offsets[-1])
+        self._fill = {name: torch.zeros(count, device=self.device) for name in self.names}
+        self._home = torch.zeros(len(self.rows.batch), dtype=torch.int64)
+        for number, micro_batch in enumerate(self.micro_batches):
             self._home[list(micro_batch.rows)] = number
-        self._used = {name: torch.zeros(count, device=device) for name in names}
+        self._used = {name: torch.zeros(count, device=self.device) for name in self.names}
         """Gradients that a step has used, by token."""
         self.whole: list[Result] | None = None
         """Results of the last call, where it was of the whole mini-batch."""
 
     def fill(self, name: str, values_T: Tensor) -> None:
         """Set the values of an output at tokens that a call does not show, [T]."""
-        self._fill[name] = values_T.to(self._device)
+        self._fill[name] = values_T.to(self.device)
 
     def __call__(self, outputs: LossOutputs, view: LossBatch) -> Tensor:
         """The loss of a view, with gradients by the view's own outputs alone."""
-        shown = {name: outputs.per_token[name] for name in self._names}
+        shown = {name: outputs.per_token[name] for name in self.names}
         touched = self._home[view.rollout_index.cpu()].unique().tolist()
         leaves = {name: x.detach().requires_grad_() for name, x in shown.items()}
         with torch.enable_grad():
@@ -91,9 +85,9 @@ class MiniBatchLoss:
                 name: self._fill[name].to(x.dtype).index_put((view.token_index,), x)
                 for name, x in leaves.items()
             }
-            called = [self._of(self._micro_batches[n], whole) for n in touched]
+            called = [self._of(self.micro_batches[n], whole) for n in touched]
             total = torch.stack([loss for loss, _, _ in called]).sum()
-        if len(view.token_index) == int(self._rows.offsets[-1]):
+        if len(view.token_index) == int(self.rows.offsets[-1]):
             self.whole = [_result(*one) for one in called]
         if not torch.is_grad_enabled():
             return total.detach()
@@ -112,11 +106,11 @@ class MiniBatchLoss:
 
         per_token: outputs [T] by our names.
         """
-        leaves = {name: per_token[name].detach() for name in self._names}
+        leaves = {name: per_token[name].detach() for name in self.names}
         found = []
         square, off = 0.0, 0.0
         slopes = {name: torch.zeros_like(x) for name, x in leaves.items()}
-        for micro_batch in self._micro_batches:
+        for micro_batch in self.micro_batches:
             inputs = {n: x.clone().requires_grad_(gradients) for n, x in leaves.items()}
             with torch.set_grad_enabled(gradients):
                 loss, metrics, outputs = self._of(micro_batch, inputs)
@@ -143,7 +137,7 @@ class MiniBatchLoss:
         at unchanged tokens.
         """
         generator = torch.Generator().manual_seed(0)
-        counts = self._rows.offsets.diff()
+        counts = self.rows.offsets.diff()
         by_token = torch.rand(int(counts.sum()), generator=generator) < 0.5
         rollouts = torch.randperm(len(counts), generator=generator) % 2 == 0
         by_rollout = rollouts.repeat_interleave(counts)
@@ -156,7 +150,7 @@ class MiniBatchLoss:
             for level, moves in enumerate((by_token, by_rollout)):
                 if found > level:
                     continue
-                at = moves.to(self._device)
+                at = moves.to(self.device)
                 mixed = {name: torch.where(at, moved[name], x) for name, x in before.items()}
                 apart = (self._gradients(mixed) - base)[:, ~at].norm()
                 if not bool(apart <= TOLERANCE * base[:, ~at].norm()):
@@ -171,8 +165,8 @@ class MiniBatchLoss:
 
     def _gradients(self, per_token: dict[str, Tensor]) -> Tensor:
         """Gradients of the whole loss, [outputs, T]."""
-        total = torch.zeros(len(self._names), int(self._rows.offsets[-1]), device=self._device)
-        for micro_batch in self._micro_batches:
+        total = torch.zeros(len(self.names), int(self.rows.offsets[-1]), device=self.device)
+        for micro_batch in self.micro_batches:
             leaves = {name: x.detach().clone().requires_grad_() for name, x in per_token.items()}
             with torch.enable_grad():
                 loss = self._of(micro_batch, leaves)[0]
@@ -183,11 +177,11 @@ class MiniBatchLoss:
         self, micro_batch: MicroBatch, per_token: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Any], dict[str, Tensor]]:
         outputs = {
-            self._names[name]: jagged(x, micro_batch.after, micro_batch.offsets)
+            self.names[name]: jagged(x, micro_batch.after, micro_batch.offsets)
             for name, x in per_token.items()
         }
-        loss, metrics = self._function(
-            model_output=dict(outputs), data=micro_batch.data, dp_group=self._group
+        loss, metrics = self.function(
+            model_output=dict(outputs), data=micro_batch.data, dp_group=self.dp_group
         )
         return loss, metrics, outputs
 
