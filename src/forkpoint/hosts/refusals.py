@@ -15,7 +15,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.code_provenance import Definition, describe_function, is_defined_as
-from forkpoint.hosts.modules import HOOKS, every_module, every_parameter
+from forkpoint.hosts.modules import HOOKS, every_module, every_parameter, plain_class
+from forkpoint.hosts.wrappers import set_forward
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 KNOWN_HOOKS: tuple[Definition, ...] = (
@@ -40,6 +41,35 @@ class ReadOnlyHook:
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         self.function(*args, **kwargs)
+
+
+def check_code(
+    name: str,
+    module: nn.Module,
+    allowed: tuple[str, ...],
+    remedy: str,
+    known: Callable[[str, nn.Module], object] = lambda *_: None,
+) -> None:
+    """Refuse a module whose class or forward has not been shown exact.
+
+    Args:
+        allowed: beginnings of the names of files that define known classes.
+        remedy: what to do about others.
+        known: whether the library has set a module's forward, which lies in no wrapper.
+    """
+    where, kind = name or "the model", plain_class(module)
+    if not f"{kind.__module__}.".startswith(allowed):
+        raise UnsupportedError(
+            f"{where} is a {kind.__module__}.{kind.__qualname__}, which has not been shown exact. "
+            f"{remedy}"
+        )
+    forward = vars(module).get("forward")
+    if forward is not None and set_forward(module) is None and not known(where, module):
+        raise UnsupportedError(
+            f"{where} has a custom forward ({describe_function(forward)}), whose effect is not "
+            "known. Wrap the model before it is set, or remove it: del module.forward, or for a "
+            "hook of accelerate accelerate.hooks.remove_hook_from_module(model, recurse=True)."
+        )
 
 
 def check_hooks(model: nn.Module, known: tuple[Definition, ...] = ()) -> None:
@@ -139,10 +169,14 @@ def check_random(model: nn.Module, idle: Collection[nn.Module] = ()) -> None:
         if not module.training or module in idle:
             continue
         # Some families call dropout as a function, with a rate that the module keeps.
-        kept = (v for k, v in vars(module).items() if "dropout" in k and isinstance(v, float))
-        rate = module.p if isinstance(module, _DropoutNd) else max(kept, default=0)
+        rates = {k: v for k, v in vars(module).items() if "drop" in k and isinstance(v, float)}
+        if isinstance(module, _DropoutNd):
+            rates["dropout"] = module.p
         jitter = vars(module).get("jitter_noise")
-        found = f"dropout {rate}" if rate else f"router jitter {jitter}" if jitter else ""
+        found = f"router jitter {jitter}" if jitter else ""
+        if any(rates.values()):
+            key = max(rates, key=lambda key: rates[key])
+            found = f"{'dropout' if 'dropout' in key else key} {rates[key]}"
         if isinstance(module, nn.RReLU) and module.lower != module.upper:
             found = "random slopes (RReLU)"
         if found:

@@ -10,11 +10,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 from forkpoint.errors import UnsupportedError
-from forkpoint.hosts.code_provenance import describe_function
 from forkpoint.hosts.modules import every_module, plain_class
+from forkpoint.hosts.refusals import check_code
 from forkpoint.hosts.titan.families import Family, blocks_of, family_of, head_of, sizes_of
 from forkpoint.hosts.titan.splits import Split, redistributes, splits_hidden
-from forkpoint.hosts.wrappers import set_forward
 
 INNER = "attention.inner_attention"
 """The name that inner attention has in blocks."""
@@ -36,22 +35,12 @@ def check_model(model: Any, family: Family) -> None:
         refused = family.version.refused(module)
         if refused is not None:
             raise UnsupportedError(f"{where} {refused}")
-        if not f"{kind.__module__}.".startswith(allowed):
-            raise UnsupportedError(
-                f"{where} is a {kind.__module__}.{kind.__qualname__}, which has not been shown "
-                "exact. Use torchtitan's model without converters (model.converters = [])."
-            )
+        remedy = "Use torchtitan's model without converters (model.converters = [])."
+        check_code(name, module, allowed, remedy, lambda _, module: redistributes(module))
         if vars(module).get("_debug_force_load_balance"):
             raise UnsupportedError(
                 f"{where} sends tokens to experts by their positions in a batch, and a shared "
                 "token has several positions. Set debug.moe_force_load_balance to false."
-            )
-        known = "forward" not in vars(module) or set_forward(module) or redistributes(module)
-        if not known:
-            found = describe_function(vars(module)["forward"])
-            raise UnsupportedError(
-                f"{where} has a custom forward ({found}), whose effect is not known. Wrap the "
-                "model before it is set, or remove it: del module.forward."
             )
         module_of_inner, inner = family.version.inner
         if kind.__module__ == module_of_inner and name.endswith(INNER) and kind.__name__ != inner:

@@ -18,10 +18,10 @@ from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.calls import CallContext
 from forkpoint.hosts.entry import Encoder
 from forkpoint.hosts.modules import every_module, plain_class
+from forkpoint.hosts.refusals import check_code
 from forkpoint.hosts.transformers.families import Family, family_of
 from forkpoint.hosts.transformers.multimodal import deep_layers, idle_modules
 from forkpoint.hosts.transformers.refusals import TOKENWISE_CODE
-from forkpoint.hosts.wrappers import set_forward
 from forkpoint.plan.pricing.encoders import EncoderShape
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.fields import host_values, short
@@ -50,27 +50,11 @@ class TransformersEncoder(Encoder):
         for name, module in every_module(self.core):
             if module not in encoder:
                 continue
-            kind, attributes = plain_class(module), vars(module)
-            if not kind.__module__.startswith(allowed):
-                raise UnsupportedError(
-                    f"{name} is a {kind.__module__}.{kind.__qualname__}, which has not been shown "
-                    "exact in an encoder. Use transformers' modules without changes."
-                )
-            if "forward" in attributes and set_forward(module) is None:
-                raise UnsupportedError(
-                    f"{name} has a custom forward, whose effect is not known. Remove it."
-                )
+            check_code(name, module, allowed, "Use transformers' modules without changes.")
             if module.training and isinstance(module, _BatchNorm):
                 raise UnsupportedError(
                     f"{name} is a {type(module).__name__} in training mode, which mixes the images "
                     f"of a call. Call {name}.eval()."
-                )
-            drops = (k for k, v in attributes.items() if "drop" in k and isinstance(v, float) and v)
-            if module.training and (found := next(drops, None)):
-                raise UnsupportedError(
-                    f"{name} has {found} {attributes[found]} in training mode: dense training "
-                    "would draw new numbers for every copy of an image. Set it to 0, or call "
-                    "model.eval()."
                 )
 
     def check_batch(self, batch: RolloutBatch) -> None:

@@ -18,13 +18,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.code_provenance import Definition, describe_function
 from forkpoint.hosts.modules import every_module, plain_class
+from forkpoint.hosts.refusals import check_code
 from forkpoint.hosts.transformers.calls import configurations
 from forkpoint.hosts.transformers.families import Family, known_classes, known_family
 from forkpoint.hosts.transformers.linear_attention import recurrent_modules
 from forkpoint.hosts.transformers.multimodal import decoder_of, idle_modules, within_peft
 from forkpoint.hosts.transformers.routers import adds_load_balancing
 from forkpoint.hosts.transformers.tensor_parallel import parallel_forward
-from forkpoint.hosts.wrappers import set_forward
 from forkpoint.rollouts.batch import RolloutBatch, short
 
 TOKENWISE_CODE = (
@@ -80,30 +80,18 @@ def check_modules(
     """
     own = [f"transformers.models.{package}" for package in packages]
     allowed = (*(f"{package}." for package in own), *TOKENWISE_CODE)
+    remedy = (
+        f"Use the modules of {' and '.join(own)} as they are: wrap the model before it is "
+        "quantized or patched."
+    )
     for name, module in every_module(model):
         if module in idle:
             continue
-        where, kind, attributes = name or "the model", plain_class(module), vars(module)
-        if not kind.__module__.startswith(allowed):
-            raise UnsupportedError(
-                f"{where} is a {kind.__module__}.{kind.__qualname__}, which has not been shown "
-                f"exact. Use the modules of {' and '.join(own)} as they are: wrap the model before "
-                "it is quantized or patched."
-            )
-        if (
-            "forward" in attributes
-            and set_forward(module) is None
-            and parallel_forward(where, module) is None
-        ):
-            raise UnsupportedError(
-                f"{where} has a custom forward ({describe_function(attributes['forward'])}), whose "
-                "effect is not known. Remove it: del module.forward, or for a hook of accelerate "
-                "accelerate.hooks.remove_hook_from_module(model, recurse=True)."
-            )
-        for adapter, variant in attributes.get("lora_variant", {}).items():
+        check_code(name, module, allowed, remedy, parallel_forward)
+        for adapter, variant in vars(module).get("lora_variant", {}).items():
             if not type(variant).__name__.startswith("Dora"):
                 raise UnsupportedError(
-                    f"adapter {adapter!r} of {where} is the LoRA variant {type(variant).__name__}; "
+                    f"adapter {adapter!r} of {name} is the LoRA variant {type(variant).__name__}; "
                     "plain LoRA and DoRA have been shown exact, so use one of these."
                 )
 
