@@ -6,6 +6,7 @@ backward, the encoder's backward starts from the sums.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -70,25 +71,21 @@ class MediaFeatures:
         return self._outputs.pop(number), self._sums.pop(number)
 
 
+@dataclass(eq=False)
 class Encoding(Feature):
     """Runs a model's encoder on the media of a batch."""
 
-    def __init__(
-        self,
-        host: Host,
-        media: Sequence[Media],
-        transaction: Transaction,
-        *,
-        trains: bool,
-        idle: Media | None = None,
-    ) -> None:
-        """`trains`: whether the pass gives the encoder gradients; the transaction then has a
-        guard. `idle`: the medium that this rank encodes with others that have more of them."""
-        self._host = host
-        self._media = media
-        self._transaction = transaction
-        self._features = MediaFeatures(trains=trains)
-        self._idle = idle
+    host: Host
+    media: Sequence[Media]
+    transaction: Transaction
+    """With a guard if the encoder is trained."""
+    trains: bool
+    """Whether the pass gives the encoder gradients."""
+    idle: Media | None = None
+    """The medium that this rank encodes with others that have more of them."""
+
+    def __post_init__(self) -> None:
+        self._features = MediaFeatures(trains=self.trains)
 
     def begin_pass(self, cache: PrefixCache) -> None:
         cache.media = self._features
@@ -118,18 +115,18 @@ class Encoding(Feature):
             roots = [(x, g.to(x.dtype)) for x, g in pairs if x.requires_grad and g is not None]
             del outputs, sums, pairs
             if roots:
-                guard = self._transaction.guard
+                guard = self.transaction.guard
                 assert guard is not None
                 guard.begin()
             tensors, gradients = [x for x, _ in roots], [gradient for _, gradient in roots]
             del roots
-            self._host.backward(tensors, gradients, last=instruction.last_backward)
+            self.host.backward(tensors, gradients, last=instruction.last_backward)
 
     def _encoded(self, numbers: Sequence[int]) -> tuple[tuple[Tensor, ...], ...]:
         if numbers:
-            return self._host.encode([self._media[number] for number in numbers])
-        assert self._idle is not None
-        return self._host.encode([self._idle])
+            return self.host.encode([self.media[number] for number in numbers])
+        assert self.idle is not None
+        return self.host.encode([self.idle])
 
 
 def _read(table_RC: Tensor, total_RC: Tensor | None, index: Tensor) -> Tensor:

@@ -91,8 +91,7 @@ class CacheView:
         self.cache = cache
         self.capture: Capture | None = None
         if microbatch.keeps_boundary:
-            self.capture = Capture(cache, _capture_runs(plan, microbatch))
-            self.capture.open = captures
+            self.capture = Capture(cache, _capture_runs(plan, microbatch), open=captures)
         self._plan = plan
         self._microbatch = microbatch
         self._tables: dict[tuple[int, bool], AttentionTable] = {}
@@ -155,26 +154,26 @@ class CacheView:
         self.cache.end()
 
 
+@dataclass(eq=False)
 class LayerAncestors:
     """K and V of the microbatches around one, in one attention module.
 
     They may be in host memory until they are opened.
     """
 
-    def __init__(self, cache: PrefixCache, module: Hashable) -> None:
-        self._cache = cache
-        self._module = module
+    cache: PrefixCache
+    module: Hashable
 
     def open(self) -> CacheSlice:
         """K and V, and the sums of their gradients, until the next module is opened."""
-        k, grad_k = self._cache.read((self._module, "k"))
-        v, grad_v = self._cache.read((self._module, "v"))
+        k, grad_k = self.cache.read((self.module, "k"))
+        v, grad_v = self.cache.read((self.module, "v"))
         return CacheSlice(k, v, grad_k, grad_v)
 
     def close(self) -> None:
         """The backward has added to the sums."""
-        if self._cache.host is not None:
-            self._cache.host.close(self._module)
+        if self.cache.host is not None:
+            self.cache.host.close(self.module)
 
 
 def cache_run(plan: Plan, segment: int) -> tuple[int, int]:

@@ -7,6 +7,7 @@ refused: no gradient would reach them.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -173,25 +174,22 @@ def evaluate_loss(loss: Loss, outputs: LossOutputs, view: LossBatch, head: str) 
     return value
 
 
+@dataclass(eq=False)
 class MicrobatchLosses:
     """One step's loss, for the views of the batch that a plan shows to it."""
 
-    def __init__(
-        self,
-        host: Host,
-        config: Config,
-        loss: Loss,
-        views: LossViews,
-        ranks: RankStep,
-        scale: float,
-    ) -> None:
-        """`scale`: the caller's factor on every gradient."""
-        self.host = host
-        self.config = config
-        self.loss = loss
-        self.views = views
-        self.factor: float = scale * host.group.factor(mean=ranks.mean)
-        """On every gradient of the step."""
+    host: Host
+    config: Config
+    loss: Loss
+    views: LossViews
+    ranks: RankStep
+    scale: float
+    """The caller's factor on every gradient."""
+
+    @cached_property
+    def factor(self) -> float:
+        """The factor on every gradient of the step."""
+        return self.scale * self.host.group.factor(mean=self.ranks.mean)
 
     def of_tokens(self, inputs: MicrobatchInputs, outputs: HeadOutputs) -> LossPart | None:
         """The part of a microbatch's trained tokens, once for every rollout through them, of a loss

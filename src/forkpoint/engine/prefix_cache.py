@@ -12,6 +12,7 @@ added at the layer's output (`RecurrentStates.keep`).
 """
 
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -154,17 +155,17 @@ def joined(runs: Iterable[Run]) -> list[Run]:
     return found
 
 
+@dataclass(eq=False)
 class Capture:
     """Which tokens of a microbatch are prefix cache, and where they go in the cache."""
 
-    def __init__(self, cache: PrefixCache, runs: list[tuple[int, int, int]]) -> None:
-        """`runs` are (first position, one past the last, first entry of the cache)."""
-        self.cache = cache
-        self.runs = runs
-        self.open = True
-        """False after the microbatch's forward: a recomputation must not write what children have
-        read."""
-        self._taken: set[Key] = set()
+    cache: PrefixCache
+    runs: list[tuple[int, int, int]]
+    """(first position, one past the last, first entry of the cache)."""
+    open: bool = True
+    """False after the microbatch's forward: a recomputation must not write what children have
+    read."""
+    _taken: set[Key] = field(default_factory=set, init=False)
 
     def takes(self, key: Key) -> bool:
         """Whether a tensor is to be captured now: in the microbatch's forward, once for each key.
@@ -240,20 +241,14 @@ class _Inject(torch.autograd.Function):
 # ------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class RecurrentStates:
     """A microbatch's tables for layers that carry a state, and the cache around it."""
 
-    def __init__(
-        self,
-        cache: PrefixCache,
-        capture: Capture | None,
-        table: StateTable,
-        windows: ConvolutionTable,
-    ) -> None:
-        self.cache: PrefixCache = cache
-        self.capture: Capture | None = capture
-        self.table: StateTable = table
-        self.windows: ConvolutionTable = windows
+    cache: PrefixCache
+    capture: Capture | None
+    table: StateTable
+    windows: ConvolutionTable
 
     def initial(self, key: Key, *made_with: Tensor) -> Tensor | None:
         """[S, ...] states that segments of the first level start from; None if all are zero.

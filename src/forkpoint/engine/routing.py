@@ -16,14 +16,14 @@ from torch import Tensor
 
 from forkpoint.device import on_device
 from forkpoint.engine.feature import Feature, Root
-from forkpoint.engine.host import RouterSet
+from forkpoint.engine.host import Host, RouterSet
 from forkpoint.engine.links import Links
 from forkpoint.engine.microbatches import MicrobatchInputs
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.parallel.ranks import group_leaders
 from forkpoint.parallel.statistics import RouterEnd, StatisticsOfRanks
 from forkpoint.parallel.step import RankStep
-from forkpoint.parallel.topology import ALL_PLACES, Places
+from forkpoint.parallel.topology import Places
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.program import BACKWARD, SCORE, Instruction
 from forkpoint.plan.routing import paths
@@ -139,31 +139,27 @@ class Routing(Feature):
     def __init__(
         self,
         plan: Plan,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
+        host: Host,
         routers: RouterSet,
         terms: RouterTerms,
         of_ranks: StatisticsOfRanks | None = None,
-        places: Places = ALL_PLACES,
-        links: Links | None = None,
     ) -> None:
-        """`dtype`: of the loss. `of_ranks`: None if this rank is alone. `links`: with ranks that
-        have other layers."""
+        """`routers`: of the host. `of_ranks`: None if this rank is alone."""
         self.plan = plan
-        self.places = places
-        self.links: Links = links or Links()
-        """Counts are of all places, and after the first pass of all layers; sums of probabilities
-        and the loss are parts, until they are asked for."""
+        # Counts are of all places, and after the first pass of all layers; sums of probabilities
+        # and the loss are parts, until they are asked for.
+        self.places: Places = host.topology.places
+        self.links: Links = host.links
         self.terms = terms
         self.of_ranks = of_ranks
         self.outputs: RouterOutputs = RouterOutputs(len(routers.found))
         self.sums: bool = False
         """Whether passes without backwards compute the loss."""
-        self.loss: Tensor = torch.zeros((), dtype=dtype, device=device)
+        device, self._dtype = host.device, host.loss_dtype
+        self._device = device
+        self.loss: Tensor = torch.zeros((), dtype=self._dtype, device=device)
         """Of the backwards that have begun."""
         self._layers, self._first, experts = routers.layers, routers.first, routers.experts
-        self._device, self._dtype = device, dtype
         segments = len(plan.forest)
         self._counts_LSE: Tensor = torch.zeros(
             (self._layers, segments, experts), dtype=torch.int64, device=device

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -43,33 +44,24 @@ class ModelHead(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class LogprobHead:
     """A causal language model's, computed in chunks instead of as logits of a whole microbatch."""
 
+    linear: Callable[[], nn.Linear]
+    """Gives the layer of the model in its present state, or refuses what it finds."""
+    options: Callable[[], dict[str, float | None]]
+    """Gives `logit_scale` and `softcap`."""
+    split: Collection[nn.Module]
     gives: Head = "logprobs"
-
-    def __init__(
-        self,
-        linear: Callable[[], nn.Linear],
-        options: Callable[[], dict[str, float | None]],
-        split: Collection[nn.Module],
-    ) -> None:
-        """
-        Args:
-            linear: gives the layer of the model in its present state, or refuses what it finds.
-            options: gives `logit_scale` and `softcap`.
-        """
-        self.linear: Callable[[], nn.Linear] = linear
-        self.options: Callable[[], dict[str, float | None]] = options
-        self._split = split
-        self._called: bool = False
-        """Whether the module's own call computes log-probs."""
-        self._in_float32: bool = False
-        """Where it does, whether its product is in float32."""
+    _called: bool = field(default=False, init=False)
+    """Whether the module's own call computes log-probs."""
+    _in_float32: bool = field(default=False, init=False)
+    """Where it does, whether its product is in float32."""
 
     def check(self) -> None:
         head = self.linear()
-        if head in self._split:
+        if head in self.split:
             check_local_head(head)
 
     def width(self) -> int:

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from forkpoint.engine.distributed import Distributed
 from forkpoint.engine.route_replay import RouteReplay, Routes
-from forkpoint.engine.routing import RouterTerms, Routing
+from forkpoint.engine.routing import RouterTerms
 from forkpoint.errors import ConfigError, PlanError, RolloutError, UnsupportedError
 from forkpoint.hosts.host import ModelHost
 from forkpoint.losses.base import is_own
 from forkpoint.losses.router import RouterLoss
-from forkpoint.parallel.statistics import StatisticsOfRanks, StatisticsShare
+from forkpoint.parallel.statistics import StatisticsShare
 from forkpoint.plan import Plan
 from forkpoint.plan.routing import RouterDemand
 from forkpoint.rollouts.batch import RolloutBatch, short
@@ -83,24 +83,6 @@ class RouterWork:
                 "several microbatches, so that it needs a pass of scores first. Make the plan for "
                 "it: policy.plan(batch, loss, router=...), or give router_counts."
             )
-
-    def routing(
-        self, plan: Plan, host: ModelHost, of_ranks: StatisticsOfRanks | None = None
-    ) -> Routing:
-        """Counts of experts, and the loss, of the plan that is to run.
-
-        `of_ranks`: the statistics of all ranks; None if this one is alone.
-        """
-        return Routing(
-            plan,
-            host.device,
-            host.loss_dtype,
-            routers=host.routers,
-            terms=self.terms,
-            of_ranks=of_ranks,
-            places=host.topology.places,
-            links=host.links,
-        )
 
 
 def _digest(values: NDArray[Any]) -> str:

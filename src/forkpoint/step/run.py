@@ -134,6 +134,9 @@ def _engine(policy: StepPolicy, agreed: AgreedStep, transaction: Transaction) ->
     host, local, plan = policy.host, agreed.local, agreed.plan
     request, work = local.request, local.routers
     forced = request.replay if isinstance(request, ComparedRequest) else None
+    routing = None
+    if work is not None:
+        routing = Routing(plan, host, host.routers, work.terms, agreed.statistics)
     return Engine(
         host,
         policy.config,
@@ -142,7 +145,7 @@ def _engine(policy: StepPolicy, agreed: AgreedStep, transaction: Transaction) ->
         local.batch,
         policy.model_state.staging_of(plan, host, policy.config, training=not request.scores),
         ranks=agreed.ranks,
-        routing=None if work is None else work.routing(plan, host, agreed.statistics),
+        routing=routing,
         replay=forced or route_replay(host, plan, local.batch),
         exchange=agreed.exchange,
         encoders=agreed.encoders,
