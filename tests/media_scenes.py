@@ -36,10 +36,7 @@ def image(family: str, seed: int = 0, *, rows: int = 4, columns: int = 4) -> Med
 def video(family: str, seed: int = 0, *, frames: int = 2) -> Media:
     """A video of the Qwen families, of 4 x 4 patches."""
     pixels = np.random.default_rng(100 + seed).normal(size=(frames * 16, 96))
-    inputs = {
-        "pixel_values_videos": pixels,
-        "video_grid_thw": np.array([[frames, 4, 4]]),
-    }
+    inputs = {"pixel_values_videos": pixels, "video_grid_thw": np.array([[frames, 4, 4]])}
     if family == "qwen2_5_vl":  # how many seconds a frame stands for
         inputs["second_per_grid_ts"] = np.array([2.0])
     return Media("video", inputs, frames * 4)

@@ -24,13 +24,7 @@ SIZES = {
     "tie_word_embeddings": False,
     "pad_token_id": 0,
 }
-MROPE = {
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 1e4,
-        "mrope_section": [1, 1, 2],
-    }
-}
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 DELTA = {
     **hybrids.DELTA,
@@ -59,12 +53,7 @@ VISION: dict[str, dict[str, Any]] = {
     "qwen3_5": {**QWEN3_VISION, "num_position_embeddings": 16},
     "qwen3_5_moe": {**QWEN3_VISION, "num_position_embeddings": 16},
     "gemma3": SIGLIP,
-    "gemma4": {
-        **SIGLIP,
-        "head_dim": 8,
-        "pooling_kernel_size": 1,
-        "position_embedding_size": 16,
-    },
+    "gemma4": {**SIGLIP, "head_dim": 8, "pooling_kernel_size": 1, "position_embedding_size": 16},
     "llama4": {
         **SIGLIP,
         "intermediate_size": 64,

@@ -3,15 +3,7 @@
 from collections import Counter
 
 from forkpoint import Plan
-from forkpoint.plan.program import (
-    BACKWARD,
-    BOUNDARY,
-    FORWARD,
-    HEAD,
-    RECOMPUTE,
-    SCORE,
-    check_order,
-)
+from forkpoint.plan.program import BACKWARD, BOUNDARY, FORWARD, HEAD, RECOMPUTE, SCORE, check_order
 
 
 def check_program(plan: Plan) -> None:

@@ -27,12 +27,7 @@ from transformers import CONFIG_MAPPING
 from forkpoint.hosts.transformers.families import FAMILIES
 from forkpoint.losses.zeros import zero_rollouts
 from forkpoint.testing import dense_run, lifted_upcasts
-from integration.sabotage import (
-    ACROSS_MICROBATCHES,
-    WITHIN,
-    Sabotage,
-    one_owner_counts,
-)
+from integration.sabotage import ACROSS_MICROBATCHES, WITHIN, Sabotage, one_owner_counts
 from lanes import slow_besides
 
 SHARDS = 16

@@ -7,14 +7,7 @@ from typing import Any
 import pytest
 import torch
 from scenarios import CHAIN, LOSSES, TIGHT
-from steps import (
-    ACROSS,
-    clear_gradients,
-    forked_batch,
-    relative_distance,
-    step_error,
-    with_options,
-)
+from steps import ACROSS, clear_gradients, forked_batch, relative_distance, step_error, with_options
 from steps import gradients as gradients_of
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef

@@ -237,9 +237,7 @@ def test_blocks_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def test_a_steady_time_is_a_share_of_that_behind_products(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_steady_time_is_a_share_of_that_behind_products(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(torch.device("cpu"), repeats=1, busy_products=0)
     assert clock.steady_share(int, abs, Times(1, 1)) == 1.0, "a CPU has no clock to tell apart"
     clock.kind, marks = "cuda", itertools.count()

@@ -112,10 +112,7 @@ WHERE = ("a loss", "each event", "each event, checkpointed")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize(
     ("kind", "where"),
-    slow_besides(
-        [("qwen3", "each event")],
-        [(kind, where) for kind in MODELS for where in WHERE],
-    ),
+    slow_besides([("qwen3", "each event")], [(kind, where) for kind in MODELS for where in WHERE]),
 )
 def test_calls_are_refused_and_the_step_goes_on(kind: str, where: str) -> None:
     model = MODELS[kind]().eval()

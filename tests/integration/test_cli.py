@@ -49,7 +49,7 @@ OPTIONS = {
         *(*READING, *CONFIG, *RUNTIME),
     },
     "calibrate": {
-        *("--model", "--output", "--dtype", "--device", "--blocks", "--max-seconds", "--json"),
+        *("--model", "--output", "--dtype", "--device", "--blocks", "--max-seconds", "--json")
     },
     "doctor": {"--quick", "--json"},
 }

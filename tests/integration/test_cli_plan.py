@@ -53,10 +53,7 @@ def test_plan_counts_tokens(shell: Shell, rollouts: Path) -> None:
     result = done.result
     assert set(result) == PLAN_FIELDS
     counts = len(paths), len(set(paths)), len({path for _, path in paths})
-    assert counts == (
-        *(result["logical_tokens"], result["group_tokens"]),
-        result["unique_tokens"],
-    )
+    assert counts == (*(result["logical_tokens"], result["group_tokens"]), result["unique_tokens"])
     assert counts[0] > counts[1] > counts[2], "the rollouts show no difference"
     assert (result["rollouts"], result["groups"], result["bound_unit"]) == (9, 3, "tokens")
     assert result["trained_tokens"] == batch.trained_tokens

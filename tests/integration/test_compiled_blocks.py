@@ -47,8 +47,7 @@ def check_same(model: Any, config: Config, batch: RolloutBatch) -> None:
 @pytest.mark.usefixtures("graphs_alone")
 @pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns
 @pytest.mark.parametrize(
-    ("family", "name"),
-    list(product(("gemma3_text", "gpt_oss"), ("chains", "within"))),
+    ("family", "name"), list(product(("gemma3_text", "gpt_oss"), ("chains", "within")))
 )
 def test_a_block_is_one_graph_and_exact(
     family: str, name: str, caplog: pytest.LogCaptureFixture

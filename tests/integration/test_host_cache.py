@@ -11,14 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from scenarios import CHAIN
-from steps import (
-    ACROSS,
-    clear_gradients,
-    forked_batch,
-    relative_distance,
-    small_model,
-    step_error,
-)
+from steps import ACROSS, clear_gradients, forked_batch, relative_distance, small_model, step_error
 from steps import gradients as gradients_of
 from torch import Tensor, nn
 

@@ -5,16 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from host_models import (
-    BARS,
-    BATCH,
-    CONFIGS,
-    FAMILIES,
-    LOSS,
-    TREE_IN_ROW,
-    lora,
-    quiet_peft,
-)
+from host_models import BARS, BATCH, CONFIGS, FAMILIES, LOSS, TREE_IN_ROW, lora, quiet_peft
 from peft import LoraConfig, TrainableTokensConfig, get_peft_model
 from steps import ACROSS, clear_gradients, small_model, step_error
 

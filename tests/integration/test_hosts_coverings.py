@@ -152,8 +152,7 @@ def test_mixed_precision_is_that_of_ordinary_training() -> None:
     stats = policy.forward_backward(BATCH, LOSS)
     assert torch.equal(stats.logprobs, wanted.logprobs)
     assert not torch.equal(
-        stats.logprobs,
-        wrap(tiny_model("llama", dtype=torch.float32), ACROSS).score(BATCH).logprobs,
+        stats.logprobs, wrap(tiny_model("llama", dtype=torch.float32), ACROSS).score(BATCH).logprobs
     )
     for ours, theirs in zip(changed.parameters(), plain.parameters(), strict=True):
         assert (ours.grad is None) == (theirs.grad is None)

@@ -85,11 +85,7 @@ STATES: list[Callable[[nn.Module], nn.Module]] = [
 ROWS = (("llama", torch.float64, ACROSS), ("qwen3", torch.float32, TREE_IN_ROW))
 
 
-@pytest.mark.parametrize(
-    ("state", "row"),
-    slow_besides_every(4, product(STATES, ROWS)),
-    ids=id_of,
-)
+@pytest.mark.parametrize(("state", "row"), slow_besides_every(4, product(STATES, ROWS)), ids=id_of)
 def test_states_of_a_model(state: Callable[[nn.Module], nn.Module], row: Any) -> None:
     family, dtype, config = row
     model = state(tiny_model(family, dtype=dtype))

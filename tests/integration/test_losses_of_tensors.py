@@ -21,12 +21,7 @@ UNTRAINED = RolloutBatch([replace(r, loss_mask=[False] * len(r.token_ids)) for r
 
 
 @pytest.mark.parametrize(
-    ("decomposition", "batch"),
-    [
-        ("token", TRAINED),
-        ("rollout", TRAINED),
-        ("rollout", UNTRAINED),
-    ],
+    ("decomposition", "batch"), [("token", TRAINED), ("rollout", TRAINED), ("rollout", UNTRAINED)]
 )
 @pytest.mark.parametrize("read", ["parameter", "coefficient"])
 def test_a_step_and_verify_refuse_other_tensors(

@@ -14,14 +14,7 @@ from bad_inputs.states import (
 from steps import ACROSS, forked_batch, model_state, step_error
 from torch import nn
 
-from forkpoint import (
-    ConfigError,
-    Rollout,
-    RolloutBatch,
-    UnsupportedError,
-    losses,
-    wrap,
-)
+from forkpoint import ConfigError, Rollout, RolloutBatch, UnsupportedError, losses, wrap
 from forkpoint.hosts.transformers.calls import ATTENTION_NAME
 from forkpoint.testing import tiny_model
 from lanes import id_of

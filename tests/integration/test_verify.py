@@ -100,10 +100,7 @@ DENSE_RUNS: dict[Any, DenseRun] = {}
 @pytest.mark.usefixtures("remembered_dense")
 @pytest.mark.parametrize(
     ("family", "dtype", "config"),
-    [
-        ("llama", torch.float64, TREE_IN_ROW),
-        ("qwen3", torch.float32, Config()),
-    ],
+    [("llama", torch.float64, TREE_IN_ROW), ("qwen3", torch.float32, Config())],
 )
 def test_an_untouched_model_passes(family: str, dtype: torch.dtype, config: Config) -> None:
     """In float32 one rounding can decide over so few tokens, and each CPU has its own: of several
@@ -501,9 +498,7 @@ def plain_report(family: str) -> VerifyReport:
 
 
 @pytest.mark.parametrize(
-    ("family", "way"),
-    [("gemma2", SMALL), ("qwen3", STREAMED)],
-    ids=["parts", "streamed"],
+    ("family", "way"), [("gemma2", SMALL), ("qwen3", STREAMED)], ids=["parts", "streamed"]
 )
 @pytest.mark.slow
 def test_runs_that_save_memory_are_as_exact(

@@ -28,14 +28,7 @@ from forkpoint.losses import (
 from forkpoint.losses.views import LossViews, batch_denominators
 from forkpoint.rollouts.batch import Rollout, RolloutBatch
 
-PER_TOKEN = (
-    "advantages",
-    "old_logprobs",
-    "reference_logprobs",
-    "weights",
-    "returns",
-    "old_values",
-)
+PER_TOKEN = ("advantages", "old_logprobs", "reference_logprobs", "weights", "returns", "old_values")
 PAIRS = (DPO, SimPO)
 
 

@@ -208,9 +208,7 @@ def test_what_a_record_does_not_claim_is_refused() -> None:
         assert found is None if reason is None else reason in (found or "")
 
 
-def test_launches_that_a_record_does_not_claim_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_launches_that_a_record_does_not_claim_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ragged, offset = one_launch([(2, 3), (3, 3)], False), one_launch([(2, 3)], True)
     equal, square = one_launch([(2, 3), (2, 3)], False), one_launch([(3, 3)], True)
     able = limited(ragged=True, causal_offset=True)

@@ -12,11 +12,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from forkpoint import Config, RolloutBatch
-from forkpoint.ops.delta_rule import (
-    chunked,
-    fla,
-    gated_delta_rule,
-)
+from forkpoint.ops.delta_rule import chunked, fla, gated_delta_rule
 from forkpoint.ops.recurrence import (
     ConvolutionTable,
     Sequences,
@@ -25,13 +21,7 @@ from forkpoint.ops.recurrence import (
     short_convolution,
 )
 from forkpoint.plan import make_plan
-from forkpoint.tree import (
-    ConvolutionLayout,
-    Level,
-    StateLayout,
-    convolution_layout,
-    state_layout,
-)
+from forkpoint.tree import ConvolutionLayout, Level, StateLayout, convolution_layout, state_layout
 from strategies import batches
 
 NAMES = ("q", "k", "v", "g", "beta", "initial")
@@ -254,10 +244,7 @@ def test_gradients_of_inputs_that_are_read_often_are_rounded_once() -> None:
 @pytest.mark.filterwarnings("ignore")  # torch's compiler looks at what warns
 @pytest.mark.parametrize(
     ("dtype", "biased"),
-    [
-        (torch.bfloat16, True),
-        pytest.param(torch.float64, False, marks=pytest.mark.slow),
-    ],
+    [(torch.bfloat16, True), pytest.param(torch.float64, False, marks=pytest.mark.slow)],
 )
 @pytest.mark.slow
 def test_the_compiled_convolution_is_the_eager_one(dtype: torch.dtype, biased: bool) -> None:

@@ -21,11 +21,7 @@ from parallel.processes import run_ranks
 from plain_attention import PLAIN_ATTENTION
 from versions import needs_splits
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.ranks,
-    needs_splits,
-]
+pytestmark = [pytest.mark.slow, pytest.mark.ranks, needs_splits]
 TOGETHER = 6
 """Families that a pair of processes tries, one after the other."""
 NAMES = [n for n, f in FAMILIES.items() if n in CONFIG_MAPPING and not f.undivided]

@@ -4,21 +4,9 @@ import math
 
 import pytest
 import torch
-from losses_by_loops import (
-    assert_equal,
-    evaluate,
-    make_view,
-)
+from losses_by_loops import assert_equal, evaluate, make_view
 
-from forkpoint.losses import (
-    CISPO,
-    GMPO,
-    GRPO,
-    GSPO,
-    SAPO,
-    Distillation,
-    LossOutputs,
-)
+from forkpoint.losses import CISPO, GMPO, GRPO, GSPO, SAPO, Distillation, LossOutputs
 from forkpoint.losses.policy_loss import kl_terms
 from forkpoint.rollouts.batch import Rollout, RolloutBatch
 

@@ -148,10 +148,7 @@ def test_activations_is_what_costs_less_within_the_budget(
 ) -> None:
     measured = made_up(out_bytes_per_ms=bandwidth, back_bytes_per_ms=bandwidth)
     config = Config(
-        sharing="group",
-        boundary="across",
-        max_microbatch_tokens=2000,
-        memory_budget=budget,
+        sharing="group", boundary="across", max_microbatch_tokens=2000, memory_budget=budget
     )
     plan = make_plan(group(2001, 1000, 4), SHAPE, config, calibration=measured)
     assert [row.activations for row in plan.microbatches if row.children] == [activations]

@@ -24,10 +24,7 @@ def numbers_sent(shape: ModelShape, tokens: int) -> int:
 def test_milliseconds_of_one_rank_by_hand() -> None:
     link = replace(LINK, send_bytes_per_ms=1e3, send_latency_ms=0.5)
     measured = made_up(
-        rest=flat(5.0),
-        head=line(1e-2),
-        causal=Curve((1.0, 2.0), (1e4, 1e4), (4e3, 4e3)),
-        link=link,
+        rest=flat(5.0), head=line(1e-2), causal=Curve((1.0, 2.0), (1e4, 1e4), (4e3, 4e3)), link=link
     )
     batch = group(51, 50, 1)  # 100 tokens run, 50 of them with a label
     plan = make_plan(batch, TWO, Config(sharing="none"), calibration=measured)

@@ -13,22 +13,12 @@ from forkpoint.plan.pricing.cost import dense_work, visible_pairs
 LLAMA3_8B = {key: value for key, value in MODELS["llama3-8b"].items() if key != "head_dim"}
 
 TINY = ModelShape(
-    layers=2,
-    hidden=4,
-    heads=2,
-    kv_heads=1,
-    head_dim=3,
-    value_dim=5,
-    intermediate=7,
-    vocab=11,
+    layers=2, hidden=4, heads=2, kv_heads=1, head_dim=3, value_dim=5, intermediate=7, vocab=11
 )
 
 
 @settings(max_examples=40, derandomize=True, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=6),
-    st.integers(0, 40),
-)
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=6), st.integers(0, 40))
 def test_visible_pairs_are_those_that_brute_force_counts(
     runs: list[tuple[int, int]], window: int
 ) -> None:
@@ -96,11 +86,7 @@ def test_what_a_checkpointed_backward_runs_again() -> None:
 
 @pytest.mark.parametrize(
     ("prefix", "suffix", "count", "bound"),
-    [
-        (10_240, 2_048, 32, 4.37),
-        (6_144, 6_144, 16, 1.69),
-        (2_048, 10_240, 8, 1.13),
-    ],
+    [(10_240, 2_048, 32, 4.37), (6_144, 6_144, 16, 1.69), (2_048, 10_240, 8, 1.13)],
 )
 def test_the_bound_of_published_workloads(prefix, suffix, count, bound: float) -> None:
     """Llama3-8B shapes, one group, the head on the responses alone."""

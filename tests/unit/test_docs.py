@@ -29,17 +29,10 @@ def name(path: Path) -> str:
 
 # peft asks newer transformers for a name that is to go.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize(
-    "path",
-    [path for path in DOCUMENTS if path != README],
-    ids=name,
-)
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if path != README], ids=name)
 @pytest.mark.examples
 def test_examples_run(
-    path: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")

@@ -289,10 +289,7 @@ except SystemExit as end:
 
 @pytest.mark.parametrize(
     "code",
-    [
-        PLAN,
-        COMMAND.replace("ARGUMENTS", '"plan", "--help"'),
-    ],
+    [PLAN, COMMAND.replace("ARGUMENTS", '"plan", "--help"')],
     ids=["make_plan", "plan --help"],
 )
 def test_runs_without_torch(code: str, tmp_path: Path) -> None:

@@ -35,10 +35,7 @@ def made(activations: Literal["keep", "recompute"] = "recompute") -> Lanes:
         groups=2, rollouts_per_group=3, prompt_tokens=900, response_tokens=300
     )
     config = Config(
-        sharing="group",
-        boundary="across",
-        max_microbatch_tokens=512,
-        activations=activations,
+        sharing="group", boundary="across", max_microbatch_tokens=512, activations=activations
     )
     plan = make_plan(RolloutBatch(rollouts), SHAPE, config)
     staged = choose_size([offers_of([plan])], STAGES)

@@ -86,11 +86,7 @@ def test_every_query_sees_its_path_and_nothing_else(
     longest = int(batch.lengths.max())
     for sharing, boundary in COMBINATIONS:
         most = max(microbatch_tokens, longest) if boundary == "within" else microbatch_tokens
-        config = Config(
-            sharing=sharing,
-            boundary=boundary,
-            max_microbatch_tokens=most,
-        )
+        config = Config(sharing=sharing, boundary=boundary, max_microbatch_tokens=most)
         with naming(config):
             check_tables(make_plan(batch, config=config), window)
 
@@ -156,10 +152,7 @@ def test_keys_of_the_microbatch_do_not_run_on_from_those_of_the_arena() -> None:
     forest = plan.forest
     assert forest.length.tolist() == [3, 2, 1, 1, 3]
     microbatch = replace(
-        plan.microbatches[1],
-        segments=(4, 1, 2, 3),
-        segment_begin=(0, 3, 5, 6),
-        tokens=7,
+        plan.microbatches[1], segments=(4, 1, 2, 3), segment_begin=(0, 3, 5, 6), tokens=7
     )
     reach = VisibleKeys(forest, microbatch, {0: 0})
     assert reach.above(1) == reach.above(4) == ((FROM_CACHE, 0, 3),)

@@ -109,11 +109,7 @@ class Killed(BaseException):
     ids=["pixels", "lines", "pixels again", "lines without media"],
 )
 def test_a_killed_process_leaves_rollouts_with_their_pixels(
-    others: list[Rollout],
-    renames: int,
-    new: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    others: list[Rollout], renames: int, new: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is killed before one of the renames, and removes nothing after that."""
     path, other = tmp_path / "r.jsonl", tmp_path / "other.jsonl"
@@ -210,10 +206,7 @@ CHANGES: dict[str, tuple[str, Change]] = {
     ),
     "no inputs": ("inputs are {}", lambda entry, _: entry.update(inputs={})),
     "an empty digest": ("digest is ''", lambda entry, _: entry.update(digest="")),
-    "other tokens": (
-        "sha256 is .*, and its inputs have",
-        lambda entry, _: entry.update(tokens=3),
-    ),
+    "other tokens": ("sha256 is .*, and its inputs have", lambda entry, _: entry.update(tokens=3)),
     "a kind of none": ("kind is 'sound'", lambda entry, _: entry.update(kind="sound")),
     "a field too many": ("path is no field", lambda entry, _: entry.update(path="/etc/passwd")),
     "a field too few": ("sha256 is missing", lambda entry, _: entry.pop("sha256")),

@@ -3,12 +3,7 @@
 from torch import nn
 
 from forkpoint.engine.changes import Changes
-from forkpoint.hosts.modules import (
-    cache_module_walks,
-    every_module,
-    every_parameter,
-    forget_lists,
-)
+from forkpoint.hosts.modules import cache_module_walks, every_module, every_parameter, forget_lists
 
 
 def test_lists_are_those_of_torch() -> None:

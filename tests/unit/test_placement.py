@@ -224,9 +224,7 @@ def ten_thousand() -> Paths:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tokens", "parts"),
-    [(None, False), (2_000, True)],
-    ids=["one microbatch", "several"],
+    ("tokens", "parts"), [(None, False), (2_000, True)], ids=["one microbatch", "several"]
 )
 def test_ten_thousand_rollouts_on_512_ranks(
     ten_thousand: Paths, tokens: int | None, parts: bool

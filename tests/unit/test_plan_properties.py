@@ -27,9 +27,7 @@ Prefix = tuple[int, ...]
 def test_plans(batch: RolloutBatch, max_microbatch_tokens: int) -> None:
     for sharing, boundary in COMBINATIONS:
         config = Config(
-            sharing=sharing,
-            boundary=boundary,
-            max_microbatch_tokens=max_microbatch_tokens,
+            sharing=sharing, boundary=boundary, max_microbatch_tokens=max_microbatch_tokens
         )
         with naming(config):
             check_plan(batch, config, max_microbatch_tokens)
@@ -78,11 +76,9 @@ def sharing_classes(plan: Plan, batch: RolloutBatch) -> list[Hashable]:
     microbatch_of = microbatches_of_segments(plan)
     classes: list[Hashable] = []
     for rollout in range(len(batch)):
-        shares = {
-            "none": rollout,
-            "group": int(batch.group_index[rollout]),
-            "tree": 0,
-        }[plan.sharing]
+        shares = {"none": rollout, "group": int(batch.group_index[rollout]), "tree": 0}[
+            plan.sharing
+        ]
         leaf = int(plan.forest.leaf[rollout])
         microbatch = microbatch_of.get(leaf) if plan.boundary == "within" else None
         classes.append((shares, microbatch))

@@ -11,10 +11,7 @@ from forkpoint import Config, Rollout, RolloutBatch
 from forkpoint.errors import PlanError
 from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.capabilities import Capabilities
-from forkpoint.plan.program import (
-    BACKWARD,
-    FORWARD,
-)
+from forkpoint.plan.program import BACKWARD, FORWARD
 from strategies import batches
 
 

@@ -10,13 +10,7 @@ import torch
 
 import dumps
 from dumps import TABLES, prompt_of, rows_of, same, tensors, truth, write_json, write_torch
-from forkpoint import (
-    ConfigError,
-    RolloutBatch,
-    RolloutError,
-    load_rollouts,
-    record,
-)
+from forkpoint import ConfigError, RolloutBatch, RolloutError, load_rollouts, record
 from forkpoint.rollouts.traces import FORMATS, open_rollouts
 
 RAGGED = ("forkpoint", "prime-rl", "prime-rl, two parts", "slime")

@@ -202,10 +202,7 @@ def test_plans_of_stages(activations: Literal["keep", "recompute"]) -> None:
         groups=3, rollouts_per_group=5, prompt_tokens=900, response_tokens=300, system_tokens=300
     )
     config = Config(
-        sharing="tree",
-        boundary="across",
-        max_microbatch_tokens=512,
-        activations=activations,
+        sharing="tree", boundary="across", max_microbatch_tokens=512, activations=activations
     )
     plan = make_plan(RolloutBatch(made), SHAPE, config)
     plan = plan.with_program(scores=True)

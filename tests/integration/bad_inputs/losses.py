@@ -8,11 +8,7 @@ from steps import forked_batch
 from bad_inputs.kind import Kind
 from bad_inputs.rollouts import policy
 from forkpoint import Rollout, RolloutBatch, losses
-from forkpoint.errors import (
-    ConfigError,
-    ForkpointError,
-    RolloutError,
-)
+from forkpoint.errors import ConfigError, ForkpointError, RolloutError
 from forkpoint.losses import Loss
 
 BATCH = forked_batch()

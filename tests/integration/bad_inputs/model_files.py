@@ -27,12 +27,7 @@ def config_kind(
     )
 
 
-def path_kind(
-    *,
-    message: str,
-    content: str | None = None,
-    command: str = "plan",
-) -> Kind:
+def path_kind(*, message: str, content: str | None = None, command: str = "plan") -> Kind:
     """A path at which there is no model."""
     return Kind(
         error=ConfigError,

@@ -5,19 +5,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from peft import (
-    LoraConfig,
-    PromptTuningConfig,
-    TaskType,
-    get_peft_model,
-)
+from peft import LoraConfig, PromptTuningConfig, TaskType, get_peft_model
 from steps import model_state
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DeviceMesh, distribute_tensor
-from transformers import (
-    LlamaForCausalLM,
-)
+from transformers import LlamaForCausalLM
 
 from bad_inputs.kind import Kind
 from forkpoint import wrap
@@ -28,11 +21,7 @@ from forkpoint.testing import ReadOnlyHook, tiny_model
 Change = Callable[[Any], Any]
 
 
-def model_kind(
-    change: Change,
-    *,
-    message: str,
-) -> Kind:
+def model_kind(change: Change, *, message: str) -> Kind:
     def call() -> None:
         changed = change(tiny_model("llama"))
         state = model_state(changed) if isinstance(changed, nn.Module) else None

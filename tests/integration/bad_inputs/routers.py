@@ -27,10 +27,7 @@ def mixture(family: str = "qwen3_moe") -> Policy:
 
 
 def router_kind(
-    call: Callable[[], object],
-    *,
-    message: str,
-    error: type[ForkpointError] = ConfigError,
+    call: Callable[[], object], *, message: str, error: type[ForkpointError] = ConfigError
 ) -> Kind:
     return Kind(error=error, message=message, call=call)
 

@@ -13,9 +13,7 @@ BATCH = forked_batch()
 
 
 def folder_kind(
-    *argv: str,
-    message: str,
-    prepare: Callable[[pytest.MonkeyPatch], object] | None = None,
+    *argv: str, message: str, prepare: Callable[[pytest.MonkeyPatch], object] | None = None
 ) -> Kind:
     return Kind(error=ConfigError, message=message, argv=(*REPLAY, *argv), prepare=prepare)
 
