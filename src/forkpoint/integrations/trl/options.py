@@ -35,7 +35,10 @@ def _drops(trainer: Any) -> bool:
 
 
 _REENTRANT = "non-reentrant checkpointing is exact: set use_reentrant to False."
-_COMPILED = "blocks are compiled by forkpoint itself: pass forkpoint=Config(compile_blocks=True)."
+_COMPILED = (
+    "leave it out, because forkpoint compiles decoder blocks on CUDA by default. On other devices "
+    "and with context parallelism, pass forkpoint=Config(compile_blocks=True)."
+)
 _NOISE = "differ between copies of a token, and a shared token is computed once"
 REFUSED: dict[str, str] = {
     "activation_checkpointing_kwargs": _REENTRANT,
