@@ -273,7 +273,7 @@ class _Planner:
         return self.pipeline.plan(
             self.config,
             self.budget_bytes,
-            lambda config, size: self._make(batch, config, size, self._edges_to_run(batch)),
+            lambda config, size: self.make(batch, config=config, budget_bytes=size),
         )
 
     def unlimited(self, batch: RolloutBatch) -> MadePlan | None:
@@ -286,14 +286,30 @@ class _Planner:
         if self.shape is None or self.pipeline is not None or not limited:
             return None
         kept = replace(self.config, **(_MEMORY | {"head_logits": "keep"}))
-        return self._make(batch, kept, MOST, self._edges_to_run(batch))
+        return self.make(batch, config=kept, budget_bytes=MOST)
 
     def make(
-        self, batch: RolloutBatch, prompts: tuple[PlannedPrompt, ...] | None = None
+        self,
+        batch: RolloutBatch,
+        prompts: tuple[PlannedPrompt, ...] | None = None,
+        *,
+        config: Config | None = None,
+        budget_bytes: int | None = None,
     ) -> MadePlan:
-        """The plan of some rollouts of the file on one device."""
-        runs = self._edges_to_run(batch)
-        return self._make(batch, self.config, self.budget_bytes, runs, prompts)
+        """The plan of some rollouts of the file on one device. `config` and `budget_bytes`: others
+        than the command's."""
+        encoder = self._encoder() if batch.media else None
+        return make_plan(
+            batch,
+            self.shape,
+            config or self.config,
+            coupling=None if self.loss.decomposition == "token" else self.loss.coupling(batch),
+            calibration=self.calibration,
+            capabilities=replace(self.capabilities, encoder=encoder),
+            budget_bytes=budget_bytes or self.budget_bytes,
+            prompts=prompts,
+            runs=self._edges_to_run(batch),
+        )
 
     def longest_prompt(self, plan: MadePlan) -> LongestPrompt | None:
         """The longest prompt that fits; None without a limit, and where other things do not fit."""
@@ -301,27 +317,6 @@ class _Planner:
         if device is not None and device.left_bytes < (plan.memory_budget_bytes or 0):
             return None
         return plan.longest_prompt
-
-    def _make(
-        self,
-        batch: RolloutBatch,
-        config: Config,
-        budget_bytes: int | None,
-        runs: IntArray,
-        prompts: tuple[PlannedPrompt, ...] | None = None,
-    ) -> MadePlan:
-        encoder = self._encoder() if batch.media else None
-        return make_plan(
-            batch,
-            self.shape,
-            config,
-            coupling=None if self.loss.decomposition == "token" else self.loss.coupling(batch),
-            calibration=self.calibration,
-            capabilities=replace(self.capabilities, encoder=encoder),
-            budget_bytes=budget_bytes,
-            prompts=prompts,
-            runs=runs,
-        )
 
     def _encoder(self) -> EncoderShape | None:
         if self.model is None or self.shape is None:

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,22 +28,6 @@ class StepInput:
     scale: float = 1.0
 
 
-class Batches(Protocol):
-    """Frozen batches that a replay takes in turn, again from the first after the last."""
-
-    def at(self, step: int) -> StepInput:
-        """The batch of a step, counted from 0, and what its loss is given."""
-        ...
-
-    def every(self) -> Iterator[RolloutBatch]:
-        """All rollouts, to be checked before the first step."""
-        ...
-
-    def describe(self) -> dict[str, Any]:
-        """Sizes and a digest, ready for JSON: equal only if every step's batch is."""
-        ...
-
-
 class GroupBatches:
     """The groups of one batch of rollouts, so many a step, cycling."""
 
@@ -58,15 +42,18 @@ class GroupBatches:
             )
 
     def at(self, step: int) -> StepInput:
+        """The batch of a step, counted from 0, and what its loss is given."""
         first = step * self.groups_per_step
         chosen = [self.groups[(first + n) % len(self.groups)] for n in range(self.groups_per_step)]
         wanted = (int(index) for members in chosen for index in members)
         return StepInput(batch=self.batch.select(wanted))
 
     def every(self) -> Iterator[RolloutBatch]:
+        """All rollouts, to be checked before the first step."""
         yield self.batch
 
     def describe(self) -> dict[str, Any]:
+        """Sizes and a digest, ready for JSON: equal only if every step's batch is."""
         # Extras have no effect on a step, and JSON may not hold them.
         plain = RolloutBatch(replace(rollout, extras=None) for rollout in self.batch)
         digest = hashlib.blake2b(encode(plain, {}, {}), digest_size=16)
@@ -123,3 +110,6 @@ class TraceBatches:
 
     def describe(self) -> dict[str, Any]:
         return {"batches": self.count, "digest": self.trace.digest(self.count)}
+
+
+Batches = GroupBatches | TraceBatches
