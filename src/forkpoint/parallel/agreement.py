@@ -338,16 +338,14 @@ def group_digests(batch: RolloutBatch) -> NDArray[np.uint64]:
     batch (`RolloutBatch.group_index`).
     """
     _, firsts = np.unique(batch.group_index, return_index=True)
-    found = np.zeros(len(firsts), np.uint64)
+    found, prompts = np.zeros(len(firsts), np.uint64), batch.prompt_lengths
     for number, first in enumerate(firsts):
         name = batch.group_ids[first]
         if name is not None:
             content = b"id " + name.encode()
         else:
-            begin, end = batch.offsets[first], batch.offsets[first + 1]
-            trained = np.flatnonzero(batch.loss_mask[begin:end])
-            stop = begin + trained[0] if len(trained) else end
-            content = b"prompt " + batch.content(int(begin), int(stop))
+            begin = int(batch.offsets[first])
+            content = b"prompt " + batch.content(begin, begin + int(prompts[first]))
         digest = hashlib.blake2b(content, digest_size=8).digest()
         found[number] = np.frombuffer(digest, np.uint64)[0]
     return found

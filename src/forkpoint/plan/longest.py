@@ -148,7 +148,5 @@ def responses_of(batch: RolloutBatch) -> tuple[int, ...]:
         return ()
     group = batch.group_index[int(batch.lengths.argmax())]
     members = np.flatnonzero(batch.group_index == group)
-    trained = np.flatnonzero(batch.loss_mask)
-    ends = batch.offsets[members + 1]
-    first = np.append(trained, ends.max())[np.searchsorted(trained, batch.offsets[members])]
-    return tuple((ends - first)[first < ends].tolist())
+    lengths = (batch.lengths - batch.prompt_lengths)[members]
+    return tuple(lengths[lengths > 0].tolist())

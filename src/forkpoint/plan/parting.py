@@ -102,6 +102,7 @@ def where_groups_part(batch: RolloutBatch) -> list[GroupParting]:
     """Where each group of several rollouts parts, in the order of the batch."""
     found: list[GroupParting] = []
     starts, ends = batch.offsets[:-1].tolist(), batch.offsets[1:].tolist()
+    prompts = batch.prompt_lengths
     for members in batch.groups():
         if len(members) < 2:
             continue
@@ -113,7 +114,6 @@ def where_groups_part(batch: RolloutBatch) -> list[GroupParting]:
             token = _equal(first[:token], batch.token_ids[row][:token])
         if token == max(lengths):
             continue  # equal rollouts
-        prompts = [len(_prompt(batch, row)) for row in rows]
         where = int(members[0])
         found.append(
             GroupParting(
@@ -123,7 +123,7 @@ def where_groups_part(batch: RolloutBatch) -> list[GroupParting]:
                 token=token,
                 shortest=min(lengths),
                 longest=max(lengths),
-                in_prompt=token < max(prompts),
+                in_prompt=token < int(prompts[members].max()),
             )
         )
     return found
@@ -140,9 +140,9 @@ def where_prompts_part(batch: RolloutBatch) -> Parting | None:
     grouped = len(np.unique(batch.group_index)) < len(batch)
     found: Parting | None = None
     last: dict[int, IntArray] = {}
-    offsets = batch.offsets.tolist()
+    begins, prompts = batch.offsets.tolist(), batch.prompt_lengths.tolist()
     for n, group in enumerate(batch.group_index.tolist() if grouped else [0] * len(batch)):
-        other = _prompt(batch, slice(offsets[n], offsets[n + 1]))
+        other = batch.token_ids[begins[n] : begins[n] + prompts[n]]
         one, last[group] = last.get(group, other), other
         least = min(len(one), len(other))
         token = _equal(one[:least], other[:least])
@@ -157,12 +157,6 @@ def where_prompts_part(batch: RolloutBatch) -> Parting | None:
 
 def _range(ends: tuple[int, int]) -> str:
     return " to ".join(f"{end:,}" for end in sorted(set(ends)))
-
-
-def _prompt(batch: RolloutBatch, row: slice) -> IntArray:
-    """The tokens before the first trained one of a rollout."""
-    ids, mask = batch.token_ids[row], batch.loss_mask[row]
-    return ids[: int(mask.argmax()) if mask.any() else len(ids)]
 
 
 def _equal(one: IntArray, other: IntArray) -> int:

@@ -334,6 +334,11 @@ class RolloutBatch:
         return np.diff(self.offsets)
 
     @property
+    def prompt_lengths(self) -> NDArray[np.int64]:
+        """Number of tokens before the first trained one of each rollout, or of all: int64 [N]."""
+        return prompt_lengths(self.loss_mask, self.offsets)
+
+    @property
     def logical_tokens(self) -> int:
         """Number of tokens of all rollouts: T."""
         return len(self.token_ids)

@@ -41,12 +41,9 @@ def prompt_lengths(loss_mask: NDArray[np.bool_], offsets: NDArray[np.int64]) -> 
 
     It is the length of a rollout without trained tokens.
     """
-    lengths = np.diff(offsets)
-    for n, (begin, length) in enumerate(zip(offsets.tolist(), lengths.tolist(), strict=False)):
-        first = int(loss_mask[begin : begin + length].argmax())
-        if loss_mask[begin + first]:
-            lengths[n] = first
-    return lengths
+    trained = np.append(np.flatnonzero(loss_mask), len(loss_mask))
+    first = trained[np.searchsorted(trained, offsets[:-1])]
+    return np.minimum(first, offsets[1:]) - offsets[:-1]
 
 
 def group_index(
