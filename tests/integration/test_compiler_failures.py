@@ -16,9 +16,9 @@ from torch._inductor import config as inductor_config
 from torch._inductor.exc import InductorError
 
 from forkpoint import Policy, losses, wrap
-from forkpoint.engine.compiling import Compiling
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts import compiled
+from forkpoint.hosts.compiled import Compiling
 from forkpoint.testing import ReadOnlyHook, dense_run, lifted_upcasts, tiny_model
 
 BATCH = forked_batch()

@@ -26,8 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from forkpoint import wrap
 from forkpoint.engine.changes import Changes
-from forkpoint.engine.compiling import Compiling
-from forkpoint.hosts.compiled import CompiledBlocks
+from forkpoint.hosts.compiled import CompiledBlocks, Compiling
 from forkpoint.testing import lifted_upcasts
 from lanes import slow_besides
 

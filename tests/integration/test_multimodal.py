@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from forkpoint import Config, Rollout, RolloutBatch, UnsupportedError, wrap
-from forkpoint.hosts.transformers import llama4
+from forkpoint.hosts.transformers import calls
 from forkpoint.hosts.transformers.families import MULTIMODAL
 from forkpoint.losses import GRPO, GSPO, RouterLoss
 from forkpoint.losses.base import as_loss
@@ -70,7 +70,7 @@ def test_every_family_is_tested() -> None:
 
 
 def without_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama4, "set_chunk", lambda *_: None)
+    monkeypatch.setattr(calls, "set_chunk", lambda *_: None)
 
 
 def leaving_early(monkeypatch: pytest.MonkeyPatch) -> None:

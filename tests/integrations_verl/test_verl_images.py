@@ -25,7 +25,7 @@ from torch import Tensor
 
 from forkpoint.errors import UnsupportedError
 from forkpoint.integrations.images import INPUTS, SECONDS
-from forkpoint.integrations.verl.media import media_of_rows
+from forkpoint.integrations.verl.rows import media_of_rows
 from forkpoint.rollouts.media import KINDS, MediaKind
 from multimodal_models import tiny_multimodal
 from parallel.processes import RankFailed, run_ranks

@@ -56,7 +56,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import forkpoint
 from forkpoint import Config, Rollout, RolloutBatch
-from forkpoint.engine.compiling import Compiling
+from forkpoint.hosts.compiled import Compiling
 from forkpoint.hosts.torch_dist.context_parallel import DealtPlaces
 from forkpoint.losses import DPO, GRPO, GSPO, ValueLoss
 from forkpoint.testing import tiny_model

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from forkpoint.engine.changes import Changes
-from forkpoint.engine.compiling import Compiling
 from forkpoint.engine.distributed import Distributed
 from forkpoint.engine.links import Links
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts import refusals
 from forkpoint.hosts.calls import check_idle
 from forkpoint.hosts.checkpointing import mlp_of
+from forkpoint.hosts.compiled import Compiling
 from forkpoint.hosts.entry import Entry, Library
 from forkpoint.hosts.fingerprint import Computation, Fingerprint
 from forkpoint.hosts.modules import cache_module_walks, every_module, every_parameter

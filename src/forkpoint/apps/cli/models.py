@@ -19,7 +19,7 @@ from forkpoint.apps.cli.options import Runtime
 from forkpoint.errors import ConfigError, ForkpointError, UnsupportedError
 from forkpoint.hosts.transformers.families import MULTIMODAL
 from forkpoint.hosts.transformers.model_files import read_by_transformers, read_config
-from forkpoint.hosts.transformers.shallow import enable_checkpointing, shallow_model
+from forkpoint.hosts.transformers.shapes import enable_checkpointing, shallow_model
 from forkpoint.plan import ModelShape
 
 

@@ -17,9 +17,16 @@ from forkpoint.hosts.code_provenance import Definition
 from forkpoint.hosts.entry import Entry, ExpertCounts, HeldStage, Stock
 from forkpoint.hosts.heads import LogprobHead, ModelHead
 from forkpoint.hosts.titan import calls, refusals
-from forkpoint.hosts.titan.families import Family, blocks_of, family_of, is_checkpointed, sizes_of
+from forkpoint.hosts.titan.families import (
+    Family,
+    blocks_of,
+    family_of,
+    is_checkpointed,
+    model_shape,
+    shallow_model,
+    sizes_of,
+)
 from forkpoint.hosts.titan.routers import Routers, TitanCounts
-from forkpoint.hosts.titan.shapes import model_shape, shallow_model
 from forkpoint.hosts.titan.splits import (
     CONTEXT_HOOKS,
     SPLIT_HOOKS,

@@ -12,8 +12,7 @@ from forkpoint.engine.host import FoundRouter
 from forkpoint.hosts.entry import ExpertCounts
 from forkpoint.hosts.modules import every_module
 from forkpoint.hosts.routers import ModelRouters
-from forkpoint.hosts.titan.families import blocks_of, is_checkpointed, sizes_of
-from forkpoint.hosts.titan.shapes import first_mixture
+from forkpoint.hosts.titan.families import blocks_of, first_mixture, is_checkpointed, sizes_of
 from forkpoint.hosts.titan.versions import Version
 from forkpoint.hosts.torch_dist.copies import full
 

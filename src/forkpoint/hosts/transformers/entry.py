@@ -18,15 +18,14 @@ from forkpoint.hosts.code_provenance import Definition
 from forkpoint.hosts.entry import Encoder, Entry, HeldStage, Stock
 from forkpoint.hosts.heads import ModelHead
 from forkpoint.hosts.transformers import calls, refusals
+from forkpoint.hosts.transformers.calls import place_queries
 from forkpoint.hosts.transformers.encoders import TransformersEncoder
 from forkpoint.hosts.transformers.families import Family, family_of
 from forkpoint.hosts.transformers.heads import head_of
 from forkpoint.hosts.transformers.linear_attention import run_recurrences
-from forkpoint.hosts.transformers.llama4 import place_queries
 from forkpoint.hosts.transformers.multimodal import check_language_model, decoder_of, packages_of
 from forkpoint.hosts.transformers.routers import Routers
-from forkpoint.hosts.transformers.shallow import shallow_model
-from forkpoint.hosts.transformers.shapes import model_shape
+from forkpoint.hosts.transformers.shapes import model_shape, shallow_model
 from forkpoint.hosts.transformers.stages import TransformersStage, final_norms, held_layers
 from forkpoint.hosts.transformers.stock import TransformersStock
 from forkpoint.hosts.transformers.tensor_parallel import SUMMED_HOOK

@@ -211,7 +211,7 @@ def _encoder(
     path: Path, config: dict[str, Any], *, checkpointed: bool
 ) -> tuple[EncoderShape | None, int]:
     """Sizes of the encoder of a multimodal configuration, and its parameters."""
-    from forkpoint.hosts.transformers.shallow import encoder_sizes
+    from forkpoint.hosts.transformers.shapes import encoder_sizes
 
     with _explained(f"transformers makes no model of {path}"):
         return encoder_sizes(read_by_transformers(path, config), checkpointed=checkpointed)

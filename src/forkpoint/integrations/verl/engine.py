@@ -19,10 +19,9 @@ from forkpoint.engine.changes import Changes
 from forkpoint.errors import ConfigError
 from forkpoint.integrations.verl.groups import LOOKED_AT, RankPart, sharing_message
 from forkpoint.integrations.verl.losses import ORDER, TOLERANCE, MicroBatch, MiniBatchLoss
-from forkpoint.integrations.verl.media import ModelOfRows
 from forkpoint.integrations.verl.patches import check_forwards, keep_forwards
 from forkpoint.integrations.verl.refusals import check_batch, check_options, check_strategy
-from forkpoint.integrations.verl.rows import Rows, jagged
+from forkpoint.integrations.verl.rows import ModelOfRows, Rows, jagged
 from forkpoint.integrations.verl.settings import Settings, load_settings
 from forkpoint.losses.base import Decomposition, FunctionLoss
 from forkpoint.parallel.call import RankGroup

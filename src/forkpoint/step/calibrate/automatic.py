@@ -10,8 +10,8 @@ import logging
 import torch
 
 from forkpoint.device import device_name, measured_versions
-from forkpoint.engine.compiling import one_line
 from forkpoint.errors import ConfigError
+from forkpoint.hosts.compiled import one_line
 from forkpoint.hosts.host import ModelHost
 from forkpoint.plan.pricing.calibration import Calibration, calibration_path
 from forkpoint.step.calibrate.calibrator import MORE, QUICK, calibrate
