@@ -28,6 +28,7 @@ from forkpoint.step.calibrate import automatic, calibrator
 from forkpoint.step.calibrate.calibrator import QUICK, calibrate
 from forkpoint.step.calibrate.clock import Clock, Times
 from forkpoint.step.calibrate.microbatches import Rows, StepTimes
+from forkpoint.step.calibrate.parts import Parts
 
 MODEL = {
     "model_type": "qwen3",
@@ -248,6 +249,28 @@ def test_a_steady_time_is_a_share_of_that_behind_products(monkeypatch: pytest.Mo
         assert clock.steady_share(int, abs, alone) == pytest.approx(share)
 
 
+def test_launches_that_fill_the_device_tell_queries_from_pairs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Made-up times: 1e-3 ms a query, 1e6 pairs a ms, and a walk of 1e-3 ms a key or a query."""
+    host = host_of(random_model(MODEL, torch.float32, 0).train())
+    parts = Parts(Clock(host.device, repeats=1, busy_products=0), host.shape, kernel="auto")
+
+    def added(length: int, queries: int, keys: int) -> Times:
+        pairs = queries * keys / 1e6
+        forward, backward = max(pairs, 1e-3 * keys), max(pairs, 1e-3 * queries)
+        return Times(1e-3 * queries + forward, 1e-3 * queries + backward, 5.0, 6.0)
+
+    monkeypatch.setattr(parts, "_added", added)
+    found = parts.rectangles((256, 2048, 8192), (1024, 8192))
+    assert found.part.at == (256, 8192) and found.issued == (5.0, 6.0)
+    assert [found.part.time(8192, backward=way) for way in (False, True)] == pytest.approx(
+        [8.192] * 2
+    )
+    assert [*found.pairs.forward, *found.pairs.backward] == pytest.approx([1e6] * 4, rel=0.01)
+    assert found.walk_ms == pytest.approx((1e-3, 1e-3), rel=0.01)
+
+
 def test_a_short_step_is_timed_by_its_microbatches_and_what_is_outside_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -256,9 +279,9 @@ def test_a_short_step_is_timed_by_its_microbatches_and_what_is_outside_of_them(
     rows = Rows(Clock(host.device, repeats=1, busy_products=0), kernel="auto", vocab=64)
     with Changes() as changes:
         cache_module_walks(changes)  # as within a step that measures at its first plan
-        whole = rows.step_ms(host, 16)
+        whole = rows.step_ms(host, 16, 16)
         monkeypatch.setattr(host, "check", lambda *_, **__: time.sleep(0.05))
-        slow = rows.step_ms(host, 16)
+        slow = rows.step_ms(host, 16, 16)
         assert slow.outside > 50 and whole.outside > 0
         assert min(*whole.prompt, *whole.reader) > 0
         assert all(p.grad is not None for p in model.parameters())
@@ -277,16 +300,21 @@ def test_times_of_the_host_are_those_of_more_layers() -> None:
         prompt = (1.0 + 2.25 * layers, 2.0 + 2.5 * layers)
         return StepTimes(prompt, (read, read_back), 6.0 + 0.5 * layers)
 
-    rows, steps = ({n: made(n) for n in calibrator.LAYERS} for made in (times, step))
-    found = calibrator._host_times(rows, steps, (1.0, 2.0), apart=True)
+    def long_step(layers: int) -> StepTimes:
+        prompt = (1.0 + 2.75 * layers, 2.0 + 4.0 * layers)
+        return StepTimes(prompt, (0.0, 0.0), 0.0)
+
+    rows, steps, long = (
+        {n: made(n) for n in calibrator.LAYERS} for made in (times, step, long_step)
+    )
+    found = calibrator._host_times(rows, steps, long, (1.0, 2.0))
     assert found == {
         "block": (2.0, 3.0),
         "rest": (4.0, 5.0),
         "write": (0.25, 0.0),  # noise makes no price negative
         "read": (0.5, 0.25),
+        "long": (0.5, 1.0),
     }
-    found = calibrator._host_times(rows, steps, (1.0, 2.0), apart=False)
-    assert set(found.values()) == {(0.0, 0.0)}
     assert calibrator._host_step(steps) == (6.0, 0.5)
 
 

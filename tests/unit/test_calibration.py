@@ -117,6 +117,40 @@ def test_the_host_prepares_a_step_and_writes_and_reads_prefix_caches() -> None:
     assert found == [47 + 4 * 1, 88 + 4 * 2, 47 + 4 * 3, 88 + 4 * 4]
 
 
+def test_few_queries_or_keys_take_as_long_as_the_others_are_many() -> None:
+    """Blocks of queries walk all keys forward, and blocks of keys all queries backward."""
+    config = Config(sharing="group", boundary="within")
+    batch = group(101, 30, 2)
+    plain = made_up(rectangle=flat(1e4), part=flat(2.0))
+    walked = replace(plain, walk_ms=(0.01, 0.05))
+    (row,) = make_plan(batch, SHAPE, config, calibration=plain).microbatches
+    plan = make_plan(batch, SHAPE, config, calibration=walked)
+    queries, keys = 30, 100  # the first response lies in the prompt's causal sequence
+    for measured, expected in (
+        (plain, [2 + queries * keys / 1e4] * 2),
+        (walked, [2 + keys * 0.01, 2 + queries * 0.05]),
+        (replace(walked, walk_ms=(1e-5, 1e-5)), [2 + queries * keys / 1e4] * 2),
+    ):
+        meter = meter_of(plan, measured)
+        assert isinstance(meter, MeasuredMeter)
+        for way in (0, 1):
+            assert meter._layer_ms(row, 0, bool(way)) == pytest.approx(expected[way])
+
+
+def test_the_host_issues_long_sequences_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    from forkpoint.ops.attention import table
+
+    assert meters.LONG_TOKENS == table.LONG_TOKENS
+    monkeypatch.setattr(meters, "LONG_TOKENS", 50)
+    measured = made_up(host_long_ms=(2.0, 3.0))
+    plan = make_plan(group(51, 50, 3), SHAPE, Config(sharing="none"), calibration=measured)
+    (row,) = plan.microbatches
+    meter = meter_of(plan, measured)
+    assert [meter.host(row, backward=way) for way in (False, True)] == [4 * 3 * 2, 4 * 3 * 3]
+    monkeypatch.setattr(meters, "LONG_TOKENS", 101)
+    assert meter_of(plan, measured).host(row, backward=True) == 0
+
+
 def test_a_row_without_labels_ends_in_its_last_layer() -> None:
     measured = made_up(causal=flat(1e4))
     plan = make_plan(

@@ -131,6 +131,9 @@ WIDE_PAIRS = 1 << 26
 """Pairs (query, key) of a launch without a mask from which other kernels may serve it: torch's
 cuDNN where FlashAttention-4 is missing."""
 
+LONG_TOKENS = 2048
+"""Least length of a causal sequence that may have a call of its own (ops/attention/padded.py)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
@@ -172,10 +175,15 @@ class Calibration:
     host_launch_ms: tuple[float, float] = (0.0, 0.0)
     """Time of the host for each further launch of a block's attention; zeros where that was not
     measured."""
+    walk_ms: tuple[float, float] = (0.0, 0.0)
+    """Least time of a further launch in one layer: forward for each key of its longest sequence,
+    which blocks of queries walk one after the other, and backward for each query."""
     host_write_ms: tuple[float, float] = (0.0, 0.0)
     """Time of the host besides, for each block of a microbatch that others read."""
     host_read_ms: tuple[float, float] = (0.0, 0.0)
     """The same for each block of a microbatch that reads another, besides its further launch."""
+    host_long_ms: tuple[float, float] = (0.0, 0.0)
+    """The same for each causal sequence of at least LONG_TOKENS, in each block."""
     host_step_ms: tuple[float, float] = (0.0, 0.0)
     """Time in which the host checks the model, prepares a step and ends it, while the device has
     no work: of a step, and for each of its layers besides."""

@@ -3,12 +3,13 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from forkpoint.plan.plan import Plan
-from forkpoint.plan.pricing.calibration import WIDE_PAIRS, Calibration
+from forkpoint.plan.pricing.calibration import LONG_TOKENS, WIDE_PAIRS, Calibration
 from forkpoint.plan.pricing.cost import (
     ATTENTION_BACKWARD,
     LINEAR_BACKWARD,
@@ -228,14 +229,18 @@ Kind = Literal["causal", "rectangle", "wide"]
 """Of attention: within a segment, to an ancestor, and that by at least WIDE_PAIRS in one launch."""
 
 
-class _Launches(NamedTuple):
-    """A microbatch's attention in one layer."""
+class _Launch(NamedTuple):
+    """A launch of a microbatch's attention in one layer."""
 
     pairs: dict[tuple[Kind, float], int]
     """Visible pairs of its sequences, by their kind and by the length that says how fast they
     are."""
-    parts: list[int]
-    """Tokens of each launch besides the first, or keys that are gathered."""
+    further: int = 0
+    """Its tokens where it is not the first, or keys that are gathered."""
+    longest: tuple[int, int] = (0, 0)
+    """Keys and queries of its longest sequences, where it is not the first."""
+    long_sequences: int = 0
+    """Causal ones of at least LONG_TOKENS."""
 
 
 class MeasuredMeter(Meter):
@@ -259,7 +264,7 @@ class MeasuredMeter(Meter):
         # Queries, keys and values: about what a block does before its attention is called.
         self._before_attention = 0.75 * attention * self.shape.layers / self.shape.linear_parameters
         self._attention: dict[tuple[int, bool], float] = {}
-        self._launches: dict[tuple[int, int], _Launches] = {}
+        self._launches: dict[tuple[int, int], list[_Launch]] = {}
 
     def forward(self, microbatch: Microbatch, *, boundary_only: bool = False) -> float:
         num_loss_entries = 0 if boundary_only else microbatch.num_loss_entries
@@ -289,9 +294,10 @@ class MeasuredMeter(Meter):
         found, full = self.calibration, self.shape.windows.count(0)
         block = found.host_block_ms[way] + again * found.host_block_ms[0]
         time = self.shape.layers * block + found.host_rest_ms[way]
-        launch = found.host_launch_ms[way]
-        if full and launch:
-            time += full * launch * len(self._launches_of(microbatch, 0).parts)
+        if full and (found.host_launch_ms[way] or found.host_long_ms[way]):
+            first, *further = self._launches_of(microbatch, 0)
+            time += full * found.host_launch_ms[way] * len(further)
+            time += full * found.host_long_ms[way] * first.long_sequences
         layers = self.shape.attention_layers
         time += layers * found.host_write_ms[way] * bool(microbatch.children)
         return time + layers * found.host_read_ms[way] * (microbatch.parent >= 0)
@@ -371,33 +377,37 @@ class MeasuredMeter(Meter):
         return self._attention[microbatch.index, backward]
 
     def _layer_ms(self, microbatch: Microbatch, window: int, backward: bool) -> float:
-        launches, found = self._launches_of(microbatch, window), self.calibration
+        found, way = self.calibration, int(backward)
         ranks = self.shape.context  # each has its part of the heads
-        time = sum(found.part.time(tokens / ranks, backward=backward) for tokens in launches.parts)
-        for (kind, length), pairs in launches.pairs.items():
-            curve = found.causal if kind == "causal" else found.rectangle
-            rate = found.wide[int(backward)] if kind == "wide" else 0.0
-            time += pairs / ranks / (rate or curve.rate(length, backward=backward))
+        time = 0.0
+        for launch in self._launches_of(microbatch, window):
+            work = 0.0
+            for (kind, length), pairs in launch.pairs.items():
+                curve = found.causal if kind == "causal" else found.rectangle
+                rate = found.wide[way] if kind == "wide" else 0.0
+                work += pairs / ranks / (rate or curve.rate(length, backward=backward))
+            time += found.part.time(launch.further / ranks, backward=backward)
+            time += max(work, found.walk_ms[way] * launch.longest[way])
         return time
 
-    def _launches_of(self, microbatch: Microbatch, window: int) -> _Launches:
+    def _launches_of(self, microbatch: Microbatch, window: int) -> list[_Launch]:
         if (microbatch.index, window) not in self._launches:
             made = self._windowed(microbatch, window) if window else self._full(microbatch)
             self._launches[microbatch.index, window] = made
         return self._launches[microbatch.index, window]
 
-    def _windowed(self, microbatch: Microbatch, window: int) -> _Launches:
+    def _windowed(self, microbatch: Microbatch, window: int) -> list[_Launch]:
         forest, segments = self.plan.forest, list(microbatch.segments)
         pairs = visible_pairs(forest.start[segments], forest.length[segments], window)
         table = windowed_table(forest, microbatch, self.plan.cache_of, window)
         length = min(window, microbatch.tokens / len(segments))
         copied = len(table.key_index) if table.key_index is not None else 0
-        return _Launches({("causal", length): pairs}, [copied])
+        return [_Launch({("causal", length): pairs}, copied)]
 
-    def _full(self, microbatch: Microbatch) -> _Launches:
+    def _full(self, microbatch: Microbatch) -> list[_Launch]:
         table = full_table(self.plan.forest, microbatch, self.plan.cache_of)
         cu = table.cu.tolist()
-        found = _Launches({}, [])
+        found: list[_Launch] = []
         for number, values in enumerate(table.launches.tolist()):
             launch: dict[str, int] = dict(zip(LAUNCH_COLUMNS, values, strict=True))
             causal, count = bool(launch["causal"]), launch["count"]
@@ -406,13 +416,17 @@ class MeasuredMeter(Meter):
             wide = equal and q[-1] * launch["max_k"] >= WIDE_PAIRS
             kind: Kind = "causal" if causal else "wide" if wide else "rectangle"
             # The rate of each sequence by its own length: one may be a whole path, others short.
+            every: dict[tuple[Kind, float], int] = {}
             for at in range(count):
                 queries, keys = q[at + 1] - q[at], k[at + 1] - k[at]
                 length = queries if causal else keys
                 pairs = queries * (queries + 1) // 2 if causal else queries * keys
-                found.pairs[kind, length] = found.pairs.get((kind, length), 0) + pairs
-            if number:
-                found.parts.append(launch["q_end"] - launch["q_begin"])
+                every[kind, length] = every.get((kind, length), 0) + pairs
+            further = launch["q_end"] - launch["q_begin"]
+            longest = (launch["max_k"], launch["max_q"])
+            long = sum(b - a >= LONG_TOKENS for a, b in pairwise(q)) if causal else 0
+            first = _Launch(every, long_sequences=long)
+            found.append(_Launch(every, further, longest) if number else first)
         return found
 
 

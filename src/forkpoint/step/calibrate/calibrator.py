@@ -9,6 +9,7 @@ autograd keeps, which needs no allocator's word and so works on a CPU as well.
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from statistics import fmean
 
 from torch import nn
 
@@ -17,7 +18,7 @@ from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.host import ModelHost
 from forkpoint.hosts.libraries import host_of
 from forkpoint.plan import ModelShape
-from forkpoint.plan.pricing.calibration import Calibration, Curve
+from forkpoint.plan.pricing.calibration import LONG_TOKENS, Calibration, Curve
 from forkpoint.step.calibrate.clock import Clock, Times
 from forkpoint.step.calibrate.microbatches import Rows, StepTimes
 from forkpoint.step.calibrate.parts import Parts, curve
@@ -51,7 +52,7 @@ THOROUGH = {
     "cuda": Effort(
         wide_tokens=8192,
         row_tokens=(128, 512, 2048, 8192, 16384),
-        key_tokens=(256, 2048, 8192),
+        key_tokens=(1024, 2048, 8192),
         repeats=5,
         busy_products=24,
         busy_products_of_parts=24,
@@ -69,7 +70,7 @@ THOROUGH = {
 QUICK = {
     "cuda": Effort(
         row_tokens=(256, 2048, 8192),
-        key_tokens=(256, 8192),
+        key_tokens=(1024, 8192),
         repeats=3,
         busy_products=16,
         busy_products_of_parts=5,
@@ -79,7 +80,7 @@ QUICK = {
     ),
     "cpu": Effort(
         row_tokens=(16, 64),
-        key_tokens=(32,),
+        key_tokens=(16, 64),
         repeats=1,
         copy_bytes=1 << 20,
         memory=False,
@@ -143,7 +144,7 @@ def calibrate(
     if effort.memory:
         kept["full"] = whole.kept_bytes(hosts, first, "full")
     causal = parts.causal(sizes)
-    part, rectangle, launch = parts.rectangles(sizes, effort.key_tokens)
+    rectangles = parts.rectangles(sizes, effort.key_tokens)
     head = parts.head(shape.vocab, sizes)
     copies = parts.copies(effort.copy_bytes)
 
@@ -158,11 +159,15 @@ def calibrate(
         # a launch without a mask.
         wide = causal.rate(sizes[-1], backward=False), causal.rate(sizes[-1], backward=True)
     if effort.wide_tokens:
-        wide = parts.wide(sizes[0], effort.wide_tokens, part)
+        wide = parts.wide(sizes[0], effort.wide_tokens, rectangles.part)
     if left() > 0:
         share = whole.steady_share(hosts[MORE], done[-1], rows[MORE][-1])
-    steps = {n: whole.step_ms(host, sizes[0]) for n, host in hosts.items()}
-    of_host = _host_times(rows, steps, launch, apart=host.device.type == "cuda")
+    steps = {n: whole.step_ms(each, sizes[0], sizes[0]) for n, each in hosts.items()}
+    of_host = dict.fromkeys(("block", "rest", "write", "read", "long"), (0.0, 0.0))
+    if host.device.type == "cuda":
+        # The prompt's sequence ends before its last token.
+        long = {n: whole.step_ms(each, LONG_TOKENS + 1, sizes[0]) for n, each in hosts.items()}
+        of_host = _host_times(rows, steps, long, rectangles.issued)
     # Last, since compiled blocks are compiled once more for it.
     if effort.memory and left() > 0:
         kept["selective"] = whole.kept_bytes(hosts, first, "selective")
@@ -178,9 +183,10 @@ def calibrate(
         rest=rest.scaled(share),
         head=head.scaled(share),
         causal=causal.scaled(1 / share),
-        rectangle=rectangle.scaled(1 / share),
-        part=part.scaled(share),
+        rectangle=rectangles.pairs.scaled(1 / share),
+        part=rectangles.part.scaled(share),
         wide=(wide[0] / share, wide[1] / share),
+        walk_ms=(rectangles.walk_ms[0] * share, rectangles.walk_ms[1] * share),
         out_bytes_per_ms=copies["out_bytes_per_ms"],
         back_bytes_per_ms=copies["back_bytes_per_ms"],
         kept_bytes=kept,
@@ -190,7 +196,8 @@ def calibrate(
         host_rest_ms=of_host["rest"],
         host_write_ms=of_host["write"],
         host_read_ms=of_host["read"],
-        host_launch_ms=launch,
+        host_long_ms=of_host["long"],
+        host_launch_ms=rectangles.issued,
         seconds=seconds,
         first_seconds=seconds - clock.seconds - of_parts.seconds,
     )
@@ -215,7 +222,7 @@ def _timed_rows(
     return done, rows
 
 
-def _of_block(rows: dict[int, list[Times]], index: int, figure: int) -> float:
+def _of_block(rows: Mapping[int, list[Times]], index: int, figure: int) -> float:
     return (rows[MORE][index][figure] - rows[FEW][index][figure]) / (MORE - FEW)
 
 
@@ -246,28 +253,30 @@ def _host_step(steps: Mapping[int, StepTimes]) -> tuple[float, float]:
 
 
 def _host_times(
-    rows: dict[int, list[Times]],
+    rows: Mapping[int, list[Times]],
     steps: Mapping[int, StepTimes],
+    long: Mapping[int, StepTimes],
     launch: tuple[float, float],
-    *,
-    apart: bool,
 ) -> dict[str, tuple[float, float]]:
     """The host's times of microbatches, forward and backward, by what a calibration calls them.
 
-    `apart`: whether the device works behind the host; else the host's times are in the device's.
+    `long`: of steps with a prompt of LONG_TOKENS.
     """
-    found: dict[str, list[float]] = {name: [] for name in ("block", "rest", "write", "read")}
+    found: dict[str, list[float]] = {}
     for way in (0, 1):
-        block = _of_block(rows, 0, 2 + way)
-        prompt, reader = (
-            (getattr(steps[MORE], part)[way] - getattr(steps[FEW], part)[way]) / (MORE - FEW)
-            for part in ("prompt", "reader")
+        # The host's speed differs from one moment to the next.
+        block = fmean(_of_block(rows, index, 2 + way) for index in range(len(rows[FEW])))
+        prompt, reader, long_prompt = (
+            (getattr(which[MORE], part)[way] - getattr(which[FEW], part)[way]) / (MORE - FEW)
+            for which, part in ((steps, "prompt"), (steps, "reader"), (long, "prompt"))
         )
-        found["block"].append(block)
-        found["rest"].append(steps[FEW].reader[way] - FEW * reader)
-        found["write"].append(prompt - block)
-        found["read"].append(reader - block - launch[way])
-    return {
-        name: (max(forward, 0.0) * apart, max(backward, 0.0) * apart)
-        for name, (forward, backward) in found.items()
-    }
+        each = {
+            "block": block,
+            "rest": steps[FEW].reader[way] - FEW * reader,
+            "write": prompt - block,
+            "read": reader - block - launch[way],
+            "long": long_prompt - max(prompt, block),
+        }
+        for name, ms in each.items():
+            found.setdefault(name, []).append(max(ms, 0.0))
+    return {name: (forward, backward) for name, (forward, backward) in found.items()}

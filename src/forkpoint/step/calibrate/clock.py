@@ -15,7 +15,9 @@ import torch
 
 BUSY_SIZE = 8192
 STEADY = 6
-"""Repeats of which the time counts, after as many others."""
+"""Least repeats of which the time counts, after as many others."""
+STEADY_MS = 300.0
+"""Least time of both halves: a clock falls for some time under a load."""
 LEAST_SHARE = 0.7
 """Least that a time within a step is taken to be of one behind matrix products."""
 
@@ -85,13 +87,15 @@ class Clock:
         """
         if self.kind != "cuda" or alone.waits_for_host:
             return 1.0
+        whole = alone.forward + alone.backward
+        half = max(STEADY, round(STEADY_MS / whole))
         begin, marks = time.perf_counter(), [self._mark()]
-        for _ in range(2 * STEADY):
+        for _ in range(2 * half):
             backward(forward())
             marks.append(self._mark())
-        steady = self._between(marks[STEADY], marks[-1]) / STEADY
+        steady = self._between(marks[half], marks[-1]) / half
         self.seconds += time.perf_counter() - begin
-        return min(1.0, max(LEAST_SHARE, steady / (alone.forward + alone.backward)))
+        return min(1.0, max(LEAST_SHARE, steady / whole))
 
     def _keep_busy(self) -> None:
         if self.kind != "cuda":

@@ -56,11 +56,11 @@ class Rows:
         with host.entered():
             return self.clock.times(lambda: run(inputs), lambda logprobs: logprobs.sum().backward())
 
-    def step_ms(self, host: ModelHost, tokens: int) -> StepTimes:
+    def step_ms(self, host: ModelHost, prompt: int, response: int) -> StepTimes:
         """A step of two microbatches: a prompt of so many tokens, and two responses to it."""
-        ids = np.random.default_rng(0).integers(0, self.vocab, (2, 2 * tokens))
-        ids[:, :tokens], ids[:, tokens] = ids[0, :tokens], [0, 1]
-        mask = np.arange(2 * tokens) >= tokens
+        ids = np.random.default_rng(0).integers(0, self.vocab, (2, prompt + response))
+        ids[:, :prompt], ids[:, prompt] = ids[0, :prompt], [0, 1]
+        mask = np.arange(prompt + response) >= prompt
         batch = RolloutBatch([Rollout(row, mask, 1.0, group_id="g") for row in ids])
         config = Config(
             sharing="group", boundary="across", checkpointing="none", attention_kernel=self.kernel
@@ -85,8 +85,8 @@ class Rows:
                 found.append([*result.event_ms, whole_ms - sum(result.event_ms)])
         forget_lists()  # which would keep the model alive until the end of that step
         typical = (self.clock.typical(list(each)) for each in zip(*found, strict=True))
-        prompt, reader, reader_back, prompt_back, outside = typical
-        return StepTimes((prompt, prompt_back), (reader, reader_back), outside)
+        forward, reader, reader_back, backward, outside = typical
+        return StepTimes((forward, backward), (reader, reader_back), outside)
 
     def steady_share(self, host: ModelHost, tokens: int, alone: Times) -> float:
         """Time of a row within a step, over that behind matrix products: `Clock.steady_share`.

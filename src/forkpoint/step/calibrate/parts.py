@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +17,19 @@ from forkpoint.step.calibrate.clock import Clock, Times
 
 TINY_KEYS = 16
 FILLED_TOKENS = 8192
+
+
+class Rectangles(NamedTuple):
+    """Costs of attention to ancestors."""
+
+    part: Curve
+    """Of a further launch, by its queries."""
+    pairs: Curve
+    """Pairs a ms by the length of its keys."""
+    walk_ms: tuple[float, float]
+    """Least time for each key of a sequence forward, and for each query backward."""
+    issued: tuple[float, float]
+    """The host's time of a launch."""
 
 
 class Parts:
@@ -42,28 +56,40 @@ class Parts:
 
         return curve(sizes, at)
 
-    def rectangles(
-        self, sizes: tuple[int, ...], keys: tuple[int, ...]
-    ) -> tuple[Curve, Curve, tuple[float, float]]:
-        """Costs of a further launch by its queries, pairs a ms by the length of its keys, and the
-        host's time of a launch.
+    def rectangles(self, sizes: tuple[int, ...], keys: tuple[int, ...]) -> Rectangles:
+        """Costs of attention to ancestors.
 
-        Queries are as many as a microbatch has: few would not fill the device.
+        Queries are as many as a microbatch has: few would not fill the device. Two launches that
+        fill it tell the time of a query from that of a pair. One with few keys has a backward that
+        no other block of keys runs beside, and one with few queries such a forward.
         """
-        fill = _fill(sizes)
-        parts = {q: self._added(sizes[0], q, TINY_KEYS) for q in (sizes[0], fill)}
-        part = curve(list(parts), lambda i, backward: list(parts.values())[i][int(backward)])
+        fill, short = _fill(sizes), sizes[0]
         # Launches of WIDE_PAIRS may run on another kernel.
         queries = [min(fill, WIDE_PAIRS // (2 * k)) for k in keys]
-        whole = [self._added(sizes[0], q, k) for q, k in zip(queries, keys, strict=True)]
+        whole = [self._added(short, q, k) for q, k in zip(queries, keys, strict=True)]
+        call = self._added(short, short, TINY_KEYS)
+        few_keys = self._added(short, fill, TINY_KEYS)
+        few_queries = self._added(short, short, keys[-1])
+
+        def filled(backward: bool) -> float:
+            """Time of as many queries as fill the device, without their pairs."""
+            (q, p), (other_q, other_p) = ((queries[i], queries[i] * keys[i]) for i in (0, -1))
+            first, last = whole[0][int(backward)], whole[-1][int(backward)]
+            each = (first * other_p - last * p) / (q * other_p - other_q * p)
+            return max(fill * each, call[int(backward)])
+
+        part = curve([short, fill], lambda i, backward: filled(backward) if i else call[backward])
 
         def at(index: int, backward: bool) -> float:
             time_ms = whole[index][int(backward)]
             less = part.time(queries[index], backward=backward)
             return queries[index] * keys[index] / max(time_ms - less, 0.1 * time_ms)
 
-        *_, forward, backward = parts[sizes[0]]
-        return part, curve(keys, at), (forward, backward)
+        walk = (
+            max(few_queries.forward - call.forward, 0.0) / keys[-1],
+            max(few_keys.backward - filled(True), 0.0) / fill,
+        )
+        return Rectangles(part, curve(keys, at), walk, (call[2], call[3]))
 
     def wide(self, length: int, tokens: int, part: Curve) -> tuple[float, float]:
         """Pairs a ms of as many queries, in segments of `length`, as keys of an ancestor."""
@@ -125,7 +151,7 @@ class Parts:
         shape = (vocab, self.shape.hidden)
         weight = torch.randn(shape, device=self.clock.device, dtype=self._dtype)
         weight.mul_(0.02).requires_grad_()
-        counts = sorted({1, min(256, sizes[-1]), min(2048, sizes[-1])})
+        counts = sorted({1, *(min(count, sizes[-1]) for count in (256, 2048, 4096))})
 
         def measured(count: int) -> Times:
             hidden = torch.randn(
