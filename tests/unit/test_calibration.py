@@ -99,6 +99,9 @@ def test_the_host_prepares_a_step_and_writes_and_reads_prefix_caches() -> None:
     plan = make_plan(batch, SHAPE, config, calibration=measured)
     assert free.predicted_ms == 4 * 30 + 15
     assert plan.predicted_ms == free.predicted_ms + 5 + 4 * 0.5
+    by_token = replace(measured, host_token_ms=0.25)
+    found = make_plan(batch, SHAPE, config, calibration=by_token)
+    assert found.predicted_ms == plan.predicted_ms + 0.25 * plan.logical_tokens
     # Where the device decides, it waits as long.
     slow = {"block": line(10.0)}
     plans = (

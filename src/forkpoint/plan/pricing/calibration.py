@@ -187,6 +187,8 @@ class Calibration:
     host_step_ms: tuple[float, float] = (0.0, 0.0)
     """Time in which the host checks the model, prepares a step and ends it, while the device has
     no work: of a step, and for each of its layers besides."""
+    host_token_ms: float = 0.0
+    """The same for each token of all rollouts, whose tensors it makes."""
     wide: tuple[float, float] = (0.0, 0.0)
     """Pairs a ms of attention to an ancestor by launches of at least WIDE_PAIRS, forward and
     backward; zeros where that was not measured."""

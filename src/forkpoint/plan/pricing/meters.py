@@ -304,7 +304,8 @@ class MeasuredMeter(Meter):
 
     def step(self) -> float:
         fixed, layer = self.calibration.host_step_ms
-        return fixed + self.shape.layers * layer
+        tokens = self.plan.logical_tokens * self.calibration.host_token_ms
+        return fixed + self.shape.layers * layer + tokens
 
     def head(self, microbatch: Microbatch, *, backward: bool) -> float:
         entries = self.shape.part(microbatch.num_loss_entries)

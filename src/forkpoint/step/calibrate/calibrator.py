@@ -163,11 +163,15 @@ def calibrate(
     if left() > 0:
         share = whole.steady_share(hosts[MORE], done[-1], rows[MORE][-1])
     steps = {n: whole.step_ms(each, sizes[0], sizes[0]) for n, each in hosts.items()}
+    token_ms = 0.0
     of_host = dict.fromkeys(("block", "rest", "write", "read", "long"), (0.0, 0.0))
     if host.device.type == "cuda":
-        # The prompt's sequence ends before its last token.
-        long = {n: whole.step_ms(each, LONG_TOKENS + 1, sizes[0]) for n, each in hosts.items()}
+        # The prompt's sequence ends before its last token. Many rollouts of short responses have
+        # more tokens than the device runs.
+        long = {n: whole.step_ms(each, LONG_TOKENS + 1, 16, 16) for n, each in hosts.items()}
         of_host = _host_times(rows, steps, long, rectangles.issued)
+        more_ms = fmean(long[n].outside - steps[n].outside for n in LAYERS)
+        token_ms = max(more_ms / (long[FEW].tokens - steps[FEW].tokens), 0.0)
     # Last, since compiled blocks are compiled once more for it.
     if effort.memory and left() > 0:
         kept["selective"] = whole.kept_bytes(hosts, first, "selective")
@@ -192,6 +196,7 @@ def calibrate(
         kept_bytes=kept,
         working_bytes=working,
         host_step_ms=_host_step(steps),
+        host_token_ms=token_ms,
         host_block_ms=of_host["block"],
         host_rest_ms=of_host["rest"],
         host_write_ms=of_host["write"],

@@ -40,6 +40,8 @@ class StepTimes(NamedTuple):
     reader: tuple[float, float]
     """A microbatch that reads it."""
     outside: float
+    tokens: int = 0
+    """Of all rollouts."""
 
 
 @dataclass
@@ -56,10 +58,10 @@ class Rows:
         with host.entered():
             return self.clock.times(lambda: run(inputs), lambda logprobs: logprobs.sum().backward())
 
-    def step_ms(self, host: ModelHost, prompt: int, response: int) -> StepTimes:
-        """A step of two microbatches: a prompt of so many tokens, and two responses to it."""
-        ids = np.random.default_rng(0).integers(0, self.vocab, (2, prompt + response))
-        ids[:, :prompt], ids[:, prompt] = ids[0, :prompt], [0, 1]
+    def step_ms(self, host: ModelHost, prompt: int, response: int, count: int = 2) -> StepTimes:
+        """A step of two microbatches: a prompt of so many tokens, and `count` responses to it."""
+        ids = np.random.default_rng(0).integers(0, self.vocab, (count, prompt + response))
+        ids[:, :prompt], ids[:, prompt] = ids[0, :prompt], np.arange(count)
         mask = np.arange(prompt + response) >= prompt
         batch = RolloutBatch([Rollout(row, mask, 1.0, group_id="g") for row in ids])
         config = Config(
@@ -86,7 +88,7 @@ class Rows:
         forget_lists()  # which would keep the model alive until the end of that step
         typical = (self.clock.typical(list(each)) for each in zip(*found, strict=True))
         forward, reader, reader_back, backward, outside = typical
-        return StepTimes((forward, backward), (reader, reader_back), outside)
+        return StepTimes((forward, backward), (reader, reader_back), outside, plan.logical_tokens)
 
     def steady_share(self, host: ModelHost, tokens: int, alone: Times) -> float:
         """Time of a row within a step, over that behind matrix products: `Clock.steady_share`.
