@@ -171,12 +171,13 @@ A_SLOT = 0.1
 spread over many ranks, and a last slot for it remains."""
 SQUARINGS = 3
 """The norm's exponent is 2 to the power of this."""
-MOST_PIECES = 48
-"""Ranks with more pieces have many microbatches, most of them full, which leaves little to gain."""
+MANY_PIECES, MOST_PIECES = 48, 400
+"""Ranks with more pieces than the first have many microbatches, most of them full, which leaves
+little to gain: fewer pairs are tried. With more than the second, none."""
 MOST_ITEMS = 6
 """Items of a rank that are tried, from the smallest to the largest."""
-TRIES = 640
-"""Pairs of ranks that are tried."""
+TRIES, FEW_TRIES = 640, 64
+"""Pairs of ranks that are tried, and of ranks with many pieces."""
 PATIENCE = 30
 """Ranks that one tries to exchange with before it is left as it is."""
 WORTH = 0.01
@@ -190,11 +191,12 @@ def reshaped(priced: Priced, placement: Placement, capacity: int) -> IntArray:
     items, ranks = placement.items, len(placement.load)
     cutter = Cutter(priced, items, capacity)
     pieces = cutter.pieces(placement.rank, np.arange(len(items)))
-    if ranks == 1 or np.bincount(pieces.row, minlength=1).max() > MOST_PIECES:
+    most = int(np.bincount(pieces.row, minlength=1).max())
+    if ranks == 1 or most > MOST_PIECES:
         return placement.rank
     search = _Exchanges(placement, cutter)
     if search.gains:
-        search.run()
+        search.run(TRIES if most <= MANY_PIECES else FEW_TRIES)
     return search.rank
 
 
@@ -222,10 +224,10 @@ class _Exchanges:
         self.powers = self._powers(table[:, : self.bins])
         self.norms: FloatArray = self.powers.sum(axis=0)
 
-    def run(self) -> None:
+    def run(self, tries: int) -> None:
         """Exchange items of the rank that costs most, until none finds an exchange that helps."""
         failed = np.zeros(self.ranks, np.int64)
-        for turn in range(TRIES):
+        for turn in range(tries):
             # The part of the measure's slope that is each rank's.
             slope = _root(self.norms) / np.maximum(self.norms, 1e-300)
             share = np.where(failed < PATIENCE, (self.powers * slope).sum(axis=1), 0.0)
