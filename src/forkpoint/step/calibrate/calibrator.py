@@ -8,6 +8,7 @@ autograd keeps, which needs no allocator's word and so works on a CPU as well.
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -167,11 +168,13 @@ def calibrate(
     of_host = dict.fromkeys(("block", "rest", "write", "read", "long"), (0.0, 0.0))
     if host.device.type == "cuda":
         # The prompt's sequence ends before its last token. Many rollouts of short responses have
-        # more tokens than the device runs.
-        long = {n: whole.step_ms(each, LONG_TOKENS + 1, 16, 16) for n, each in hosts.items()}
+        # more tokens than the device runs. Rotary frequencies may not allow such a length.
+        long = steps
+        with suppress(UnsupportedError):
+            long = {n: whole.step_ms(each, LONG_TOKENS + 1, 16, 16) for n, each in hosts.items()}
         of_host = _host_times(rows, steps, long, rectangles.issued)
         more_ms = fmean(long[n].outside - steps[n].outside for n in LAYERS)
-        token_ms = max(more_ms / (long[FEW].tokens - steps[FEW].tokens), 0.0)
+        token_ms = max(more_ms / max(long[FEW].tokens - steps[FEW].tokens, 1), 0.0)
     # Last, since compiled blocks are compiled once more for it.
     if effort.memory and left() > 0:
         kept["selective"] = whole.kept_bytes(hosts, first, "selective")
