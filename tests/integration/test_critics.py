@@ -24,10 +24,9 @@ from forkpoint import (
     UnsupportedError,
     wrap,
 )
-from forkpoint.apps.replay.loop import replay
 from forkpoint.losses import GRPO, Loss, LossBatch, LossOutputs, ValueLoss
 from forkpoint.losses.base import as_loss
-from forkpoint.testing import ReadOnlyHook, dense_run, lifted_upcasts, tiny_model
+from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
 from forkpoint.verify.dense import DenseRun
 from lanes import slow_besides_every
 from versions import checkpoint_blocks
@@ -235,46 +234,6 @@ def test_sabotage_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     report = wrap(model, ACROSS).verify(batch, ValueLoss())
     assert not report.passed and report.nearest.shared_error > 1e-3, report.table()
     assert "values within" in report.table(width=200)
-
-
-@pytest.mark.usefixtures("without_sample")
-def test_a_microbatch_that_trains_nothing_ends_before_the_last_block_s_mlp() -> None:
-    model, calls = critic(), []
-    model.get_submodule("model.layers.1.mlp").register_forward_pre_hook(
-        ReadOnlyHook(lambda module, args: calls.append(args[0].shape))
-    )
-    batch = estimated(model)
-    untrained = RolloutBatch(
-        replace(rollout, loss_mask=np.arange(len(rollout)) > 12) for rollout in batch
-    )
-    calls.clear()
-    policy = wrap(model, Config(sharing="group", boundary="across", max_microbatch_tokens=CHAIN))
-    stats = policy.forward_backward(untrained, ValueLoss())
-    edges = stats.plan.forest.token_edges(untrained.offsets)
-    offsets = stats.plan.forest.edge_offsets
-    trained = set(edges[untrained.loss_mask].tolist())
-    trains = [
-        any(set(range(offsets[s], offsets[s + 1])) & trained for s in microbatch.segments)
-        for microbatch in stats.plan.microbatches
-    ]
-    assert len(calls) == sum(trains) < len(trains)
-
-
-def test_replay_trains_a_critic_as_dense_training_does() -> None:
-    model = critic()
-    batch = estimated(model)
-    report = replay(
-        model,
-        batch,
-        ValueLoss(),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
-        steps=2,
-        groups_per_step=2,
-    )
-    values = report.to_dict()
-    assert values["max_loss_difference"] < 1e-4 * values["dense_losses"][0]
-    with pytest.raises(ConfigError, match=r"GRPO.* but the model is a critic"):
-        replay(model, batch, GRPO(), optimizer=torch.optim.SGD, steps=1)
 
 
 # What is refused ---------------------------------------------------------------------------------

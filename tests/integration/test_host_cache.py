@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from forkpoint import Policy, losses, wrap
 from forkpoint.engine.host_cache import HostCache, Rows
-from forkpoint.engine.staging import PlainTransfers, Staging
+from forkpoint.engine.staging import OffloadStats, PlainTransfers, Staging
 from forkpoint.losses import LossBatch, LossOutputs
 from forkpoint.testing import tiny_model
 from hybrids import MIXED, tiny_hybrid
@@ -27,7 +27,7 @@ from open_files import open_files
 pytestmark = pytest.mark.usefixtures("poisoned_memory", "without_sample", "without_lists")
 
 HOSTED = replace(ACROSS, prefix_cache="host")
-WAYS = (("keep", "none"), ("offload", "full"))
+WAYS = (("keep", "none"), ("recompute", "selective"), ("offload", "full"))
 SMALL_CHUNK = 4096
 """Bytes of host memory: a layer's tensors take several blocks."""
 
@@ -246,7 +246,7 @@ def test_sums_of_others_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_entries_lie_in_blocks() -> None:
     """Runs that cross blocks, and others beside them, come back as they were sent."""
     transfers = PlainTransfers(torch.device("cpu"), chunk_bytes=1024)
-    cache = HostCache(Staging(transfers), _stats(), hosted=1, layers=1)
+    cache = HostCache(Staging(transfers), OffloadStats(), hosted=1, layers=1)
     x_T = torch.arange(60.0, dtype=torch.float64).view(20, 3)
     assert cache.takes("layer", "k", x_T, 50, True)
     cache.write("layer", "k", x_T, [(0, 13, 30), (13, 20, 2)])
@@ -267,15 +267,9 @@ def test_entries_lie_in_blocks() -> None:
     cache.finish()
 
 
-def _stats() -> Any:
-    from forkpoint.engine.staging import OffloadStats
-
-    return OffloadStats()
-
-
 def test_hosted_layers_are_spread() -> None:
     staging = Staging(PlainTransfers(torch.device("cpu"), chunk_bytes=SMALL_CHUNK))
-    cache = HostCache(staging, _stats(), hosted=3, layers=8)
+    cache = HostCache(staging, OffloadStats(), hosted=3, layers=8)
     like = torch.zeros(1, 2)
     hosted = [cache.takes(layer, "k", like, 4, False) for layer in range(8)]
     assert sum(hosted) == 3 and np.diff(np.flatnonzero(hosted)).tolist() == [3, 2]

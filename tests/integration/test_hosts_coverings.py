@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from host_models import BATCH, LOSS, checkpointing, lora, quiet_peft
+from host_models import BATCH, LOSS, lora, quiet_peft
 from steps import ACROSS, clear_gradients, gradients, model_state, relative_distance, small_model
-from torch import Tensor
 
 from forkpoint import Policy, wrap
-from forkpoint.losses.base import LossBatch, LossOutputs
 from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
 from lanes import slow_besides
 
@@ -126,21 +124,6 @@ def test_steps_are_exact_and_leave_it(name: str, later: bool) -> None:
     assert model_state(changed) == state
 
 
-@pytest.mark.parametrize("name", slow_besides(list(CHANGES)[::3], CHANGES))
-def test_it_is_put_back_after_an_exception(name: str) -> None:
-    changed = CHANGES[name](small_model("llama"))
-    # What a sample leaves is seen where steps are exact.
-    policy, state = wrap(changed, replace(ACROSS, self_check=False)), model_state(changed)
-
-    def loss(outputs: LossOutputs, batch: LossBatch) -> Tensor:
-        raise KeyboardInterrupt("mine")
-
-    with pytest.raises(KeyboardInterrupt, match="mine"):
-        policy.forward_backward(BATCH, loss)
-    assert model_state(changed) == state
-    assert all(p.grad is None for p in changed.parameters())
-
-
 @pytest.mark.slow
 def test_mixed_precision_is_that_of_ordinary_training() -> None:
     """The same bits as the plain model's under autocast, and within the bars of verify."""
@@ -180,11 +163,3 @@ def test_blocks_of_a_compiled_model_are_compiled_by_forkpoint() -> None:
     state = model_state(model)
     assert error_of(model, policy) < 1e-10
     assert model_state(model) == state and policy.host.compiles
-
-
-def test_with_checkpointing() -> None:
-    model = compile_model(small_model("llama"))
-    checkpointing(model, use_reentrant=False)
-    assert error_of(model, wrap(model, ACROSS)) < 1e-10
-    plain = autocast_block(compile_model(small_model("llama")))
-    assert error_of(plain, wrap(plain, replace(ACROSS, checkpointing="full"))) < 1e-10

@@ -3,7 +3,6 @@
 import copy
 import gc
 import pickle
-import types
 import weakref
 from pathlib import Path
 from typing import Any
@@ -13,21 +12,17 @@ import torch
 from host_models import (
     BATCH,
     LOSS,
-    TREE_IN_ROW,
     checkpointing,
     frozen_below,
     lora,
     quiet_peft,
     resized,
 )
-from steps import ACROSS, clear_gradients, gradients, model_state, small_model, step_error
+from steps import ACROSS, clear_gradients, model_state, small_model, step_error
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from forkpoint import wrap
-from forkpoint.engine.changes import Changes
-from forkpoint.hosts.compiled import CompiledBlocks, Compiling
-from forkpoint.testing import lifted_upcasts
 from lanes import slow_besides
 
 pytestmark = quiet_peft
@@ -94,23 +89,6 @@ def test_saving_copying_and_pickling(tmp_path: Path) -> None:
         assert step_error(twin, BATCH, LOSS) < 2e-5
 
 
-def test_two_policies_on_one_model() -> None:
-    model = small_model("qwen3")
-    first, second = wrap(model, ACROSS), wrap(model, TREE_IN_ROW)
-    state = model_state(model)
-    with lifted_upcasts(model):
-        first.forward_backward(BATCH, LOSS)
-        once = gradients(model)
-        second.forward_backward(BATCH, LOSS)
-    for name, parameter in model.named_parameters():
-        expected = once[name]
-        assert expected is not None and parameter.grad is not None
-        torch.testing.assert_close(parameter.grad, 2 * expected, rtol=1e-10, atol=1e-12)
-    assert model_state(model) == state
-    del first
-    assert step_error(model, BATCH, LOSS, policy=second) < 1e-10
-
-
 @pytest.mark.slow
 def test_the_model_may_change_between_steps() -> None:
     """Nothing of it is remembered that a step depends on."""
@@ -127,18 +105,3 @@ def test_the_model_may_change_between_steps() -> None:
     assert step_error(model, BATCH, LOSS, policy=policy) < 1e-10
     frozen_below(model)
     assert step_error(model, BATCH, LOSS, policy=policy) < 1e-10
-
-
-def test_compiled_blocks_get_their_own_forwards_back() -> None:
-    """One set on an instance, as unwrapping leaves them, too; and whatever ended the step."""
-    blocks = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
-    own = types.MethodType(nn.Linear.forward, blocks[0])
-    blocks[0].forward = own
-    compiled = CompiledBlocks(Compiling(True), lambda _: None)
-    for _ in range(2):
-        with pytest.raises(KeyError), Changes() as changes:
-            compiled.enter(list(blocks), changes)
-            assert all(vars(block)["forward"] is not own for block in blocks)
-            raise KeyError
-        assert vars(blocks[0])["forward"] is own
-        assert "forward" not in vars(blocks[1])

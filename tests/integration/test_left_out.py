@@ -372,20 +372,6 @@ def test_experts_that_only_others_choose_and_adapters(kind: str) -> None:
         assert not faults(made, list(rollouts), TREE)
 
 
-def test_gradients_from_before_are_added_to() -> None:
-    made = small_model("qwen3")
-    policy = wrap(made, TREE)
-    with lifted_upcasts(made):
-        policy.forward_backward(ADVANTAGES, GRPO())
-        before = {name: p.grad.clone() for name, p in made.named_parameters()}  # type: ignore
-        policy.forward_backward(RolloutBatch(NOTHING), GRPO())
-        assert all(torch.equal(before[n], p.grad) for n, p in made.named_parameters())  # type: ignore
-        policy.forward_backward(ADVANTAGES, GRPO(), scale=2.0)
-    for name, parameter in made.named_parameters():
-        assert parameter.grad is not None
-        assert torch.allclose(parameter.grad, 3 * before[name], rtol=1e-9, atol=1e-13)
-
-
 # What needs all rollouts -------------------------------------------------------------------------
 
 

@@ -10,7 +10,6 @@ import math
 import weakref
 from dataclasses import replace
 from functools import cache
-from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from forkpoint import Config, Rollout, RolloutBatch, UnsupportedError, VerifyReport, losses, wrap
 from forkpoint.losses import Denominators
 from forkpoint.step import plan as step_plan
-from forkpoint.testing import DenseRun, dense_run, tiny_model
+from forkpoint.testing import tiny_model
 from forkpoint.verify import comparison
 from forkpoint.verify.comparison import Comparison
 from forkpoint.verify.memory import PLAIN, SMALL, STREAMED, MemoryStrategy
@@ -73,31 +72,9 @@ def real_batch(seed: int = 1) -> RolloutBatch:
     return RolloutBatch(rollouts)
 
 
-@pytest.fixture
-def remembered_dense(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dense runs, which have nothing of what is wrong with shared ones, are done once."""
-
-    def run(
-        model: PreTrainedModel, batch: RolloutBatch, loss: losses.Loss, *args: Any, **options: Any
-    ) -> DenseRun:
-        digest = sha256(batch.token_ids.tobytes())
-        for parameter in model.parameters():
-            digest.update(parameter.detach().view(torch.uint8).numpy().tobytes())
-        key = (model.config.model_type, model.dtype, digest.hexdigest(), repr(loss))
-        if key not in DENSE_RUNS:
-            DENSE_RUNS[key] = dense_run(model, batch, loss, *args, **options)
-        return replace(DENSE_RUNS[key], gradients=dict(DENSE_RUNS[key].gradients))
-
-    monkeypatch.setattr(comparison, "dense_run", run)
-
-
-DENSE_RUNS: dict[Any, DenseRun] = {}
-
-
 # What is exact passes ----------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("remembered_dense")
 @pytest.mark.parametrize(
     ("family", "dtype", "config"),
     [("llama", torch.float64, TREE_IN_ROW), ("qwen3", torch.float32, Config())],
@@ -124,7 +101,6 @@ def test_an_untouched_model_passes(family: str, dtype: torch.dtype, config: Conf
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("remembered_dense")
 def test_an_untouched_bfloat16_model_passes() -> None:
     report = wrap(real_model("llama"), GROUPS_ACROSS).verify(real_batch(), losses.GRPO())
     assert report.passed, report.table()
@@ -163,7 +139,6 @@ def test_denominators_of_the_caller() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("remembered_dense")
 def test_sabotage_is_caught_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     ACROSS_MICROBATCHES[2](monkeypatch)
     report = wrap(real_model("llama"), GROUPS_ACROSS).verify(real_batch(), losses.GRPO())
@@ -192,7 +167,6 @@ def scaled(factor: float, only: str = "") -> Any:
     return change
 
 
-@pytest.mark.usefixtures("remembered_dense")
 @pytest.mark.parametrize(
     ("dtype", "off", "passes"),
     [
@@ -208,7 +182,6 @@ def test_the_bars(tampered: Any, dtype: torch.dtype, off: float, passes: bool) -
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("remembered_dense")
 def test_one_small_parameter_alone_fails_in_bfloat16(tampered: Any) -> None:
     """A norm inside attention has the smallest gradient there is, and few elements."""
     tampered(scaled(1.05, only="layers.1.self_attn.q_norm"))
@@ -221,7 +194,6 @@ def test_one_small_parameter_alone_fails_in_bfloat16(tampered: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("remembered_dense")
 def test_the_bars_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """1.1 times dense over all parameters, 1.5 for each of many elements."""
     errors_of = comparison.parameter_errors
@@ -236,7 +208,6 @@ def test_the_bars_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(e.excess for e in report.nearest.worst if "proj" in e.name) <= 1
 
 
-@pytest.mark.usefixtures("remembered_dense")
 @pytest.mark.parametrize("name", ["loss", "per_token"])
 def test_float64_compares_losses_and_logprobs(tampered: Any, name: str) -> None:
     def off(value: Any) -> Any:
@@ -248,7 +219,6 @@ def test_float64_compares_losses_and_logprobs(tampered: Any, name: str) -> None:
     assert all(entry.excess < 1 for entry in report.nearest.worst)
 
 
-@pytest.mark.usefixtures("remembered_dense")
 @pytest.mark.parametrize("value", [None, math.nan])
 def test_a_gradient_that_is_missing_or_no_number_fails(tampered: Any, value: float | None) -> None:
     spoilt = "model.layers.1.mlp.up_proj.weight"
