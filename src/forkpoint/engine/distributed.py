@@ -176,6 +176,26 @@ class Holder:
             part.reset(lost=lost)
 
 
+class SplitHolder(Holder):
+    """A library's tensor and expert parallelism."""
+
+    lockstep = True
+
+    def __init__(self, splits: Sequence[tuple[str, nn.Module, Any]]) -> None:
+        """`splits`: modules by name, and how they are split: over the meshes `tensor` and `expert`,
+        None if over none."""
+        self.splits: Sequence[tuple[str, nn.Module, Any]] = tuple(splits)
+        self.experts: Collection[nn.Module] = {m for _, m, how in splits if how.expert is not None}
+        self.tensor: DeviceMesh | None = one_mesh("tensor", [how.tensor for _, _, how in splits])
+        self.expert: DeviceMesh | None = one_mesh("expert", [how.expert for _, _, how in splits])
+        relations: dict[Relation, tuple[int, ...]] = {}
+        if self.tensor is not None:
+            relations["tensor"] = ranks_of(self.tensor)
+        if self.expert is not None:
+            relations["expert"] = ranks_of(self.expert)
+        self.relations: Mapping[Relation, tuple[int, ...]] = relations
+
+
 class Distributed(Holder):
     """All holders of one model, and the topology that was read from them.
 
@@ -193,10 +213,6 @@ class Distributed(Holder):
         self.topology: Topology = topology
         self.ranks = ranks
         self.relations: Mapping[Relation, tuple[int, ...]] = topology.relations
-        self.lockstep: bool = topology.lockstep
-        self.gathers: bool = topology.gathers
-        self.reduces: bool = topology.reduces
-        self.listens: bool = topology.listens
         self.splits: Sequence[tuple[str, nn.Module, Any]] = [x for h in holders for x in h.splits]
         self.param_dtypes: frozenset[torch.dtype] = frozenset().union(
             *(holder.param_dtypes for holder in holders)

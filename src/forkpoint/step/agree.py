@@ -78,7 +78,9 @@ def agree(policy: StepPolicy, local: LocalStep) -> AgreedStep:
 
 def _agree_with_others(policy: StepPolicy, group: Distributed, local: LocalStep) -> AgreedStep:
     ranks, budgets = group.ranks, policy.model_state.budgets
-    gather = policy.config.gather if group.gathers else "microbatch" if group.lockstep else ""
+    gather: GatherOption = ""
+    if group.topology.lockstep:
+        gather = policy.config.gather if group.topology.gathers else "microbatch"
     while True:
         own = _prompts_of_rank(policy, local)
         plans = _priced(policy, local, local.plan, *_plan_once(policy, local, local.plan))
@@ -139,7 +141,7 @@ def _agreed_step(
     plan, program, staged = plans.lockstep, agreement.program, agreement.staged
     if staged is not None:
         plan = local.plans[min(staged.size, len(local.plans) - 1)]
-    if gathering is not None and group.gathers:
+    if gathering is not None and group.topology.gathers:
         if gathering.taken == "step":
             plan = plans.once or plan
             program = plan.program

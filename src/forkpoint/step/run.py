@@ -83,7 +83,7 @@ def run(policy: StepPolicy, request: Request, finish: Finish[T]) -> T:
             return run_on_ranks(
                 group.ranks,
                 partial(transaction.run, work),
-                lockstep=group.lockstep,
+                lockstep=group.topology.lockstep,
                 succeeded=transaction.is_committed,
             )
         except torch.OutOfMemoryError:
@@ -184,7 +184,7 @@ def _check_sample(policy: StepPolicy, agreed: AgreedStep, transaction: Transacti
         except RankError:  # of another rank, of which all know
             raise
         except ForkpointError as caught:
-            if holder.lockstep:
+            if holder.topology.lockstep:
                 # It came within the forwards. If it did on this rank alone, the others wait in
                 # collectives of these, and do not come to the exchange below.
                 agreed.ranks.ranks.may_be_missed(caught)

@@ -59,7 +59,7 @@ class RankComm:
         self.links: Links = links
         self.staged: bool = "stage" in group.relations
         """Whether this rank has some of the blocks."""
-        parts = group.reduces or group.topology.splits_modules
+        parts = group.topology.reduces or group.topology.splits_modules
         self.whole: bool = not (parts or self.staged)
         """Whether the model is whole on this rank, so that it can run by itself."""
         self._told = False

@@ -8,7 +8,7 @@ close over the style of the split and the mesh, and from no configuration, which
 since.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -20,12 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from forkpoint.engine.changes import Changes
-from forkpoint.engine.distributed import Holder, one_mesh, ranks_of
+from forkpoint.engine.distributed import SplitHolder
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.code_provenance import Definition, describe_function, is_defined_as
 from forkpoint.hosts.modules import HOOKS, every_module, every_parameter, plain_class
 from forkpoint.hosts.wrappers import closed_over
-from forkpoint.parallel.topology import Relation
 
 STYLE = "torch.distributed.tensor.parallel.style"
 SPLIT_HOOKS: tuple[Definition, ...] = (
@@ -222,26 +221,16 @@ def split_holder(model: nn.Module) -> "TitanSplit | None":
     return TitanSplit(model, splits) if splits else None
 
 
-class TitanSplit(Holder):
+class TitanSplit(SplitHolder):
     """torchtitan's tensor parallelism with sequence parallelism, and its expert parallelism."""
-
-    lockstep = True
 
     def __init__(self, model: nn.Module, splits: Sequence[Split]) -> None:
         """Raises UnsupportedError where a part of the model is not split with the rest."""
-        self.splits: Sequence[tuple[str, nn.Module, Any]] = tuple(splits)
-        self.experts: Collection[nn.Module] = {m for _, m, s in splits if s.expert is not None}
-        tensor = one_mesh("tensor", [style.tensor for _, _, style in splits])
-        expert = one_mesh("expert", [style.expert for _, _, style in splits])
-        relations: dict[Relation, tuple[int, ...]] = {}
-        if expert is not None:
-            relations["expert"] = ranks_of(expert)
-        if tensor is not None:
-            relations["tensor"] = ranks_of(tensor)
-            self._check_all_split(model, relations["tensor"])
-        self.relations: Mapping[Relation, tuple[int, ...]] = relations
-        self.meshes: Sequence[DeviceMesh] = [m for m in (tensor, expert) if m is not None]
-        self.length_multiple: int = 1 if tensor is None else tensor.size()
+        super().__init__(splits)
+        self.meshes: Sequence[DeviceMesh] = [m for m in (self.tensor, self.expert) if m is not None]
+        if self.tensor is not None:
+            self.length_multiple: int = self.tensor.size()
+            self._check_all_split(model, self.relations["tensor"])
 
     def _check_all_split(self, model: nn.Module, ranks: tuple[int, ...]) -> None:
         dealt = {p for module in self.experts for p in module.parameters()}

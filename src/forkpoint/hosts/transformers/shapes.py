@@ -67,7 +67,7 @@ def _local_shape(shape: ModelShape, core: Any, splits: Sequence[Split]) -> Model
     )
     return divided(
         shape,
-        next(how.tensor_mesh.size() for _, _, how in splits),
+        next(how.tensor.size() for _, _, how in splits),
         "Choose a tp_size that divides both numbers of heads, or leave the rules of attention out "
         "of tp_plan.",
         heads=heads,

@@ -13,7 +13,7 @@ configuration, which may have changed since.
 """
 
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,13 +24,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from forkpoint.engine.changes import Changes
-from forkpoint.engine.distributed import Holder, local, one_mesh, ranks_of
+from forkpoint.engine.distributed import SplitHolder, local
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.code_provenance import Definition, is_defined_as
 from forkpoint.hosts.modules import every_module, plain_class
 from forkpoint.hosts.torch_dist.replicated import all_reduce_in_buckets
 from forkpoint.hosts.wrappers import closed_over
-from forkpoint.parallel.topology import Relation
 
 TENSOR = "transformers.distributed.tensor_parallel"
 EXPERT = "transformers.distributed.expert_parallel"
@@ -63,9 +62,9 @@ class ParallelForward:
 
     style: str
     """The class of the split."""
-    tensor_mesh: DeviceMesh
+    tensor: DeviceMesh
     """The ranks that hold the same batch."""
-    expert_mesh: DeviceMesh | None
+    expert: DeviceMesh | None
     """The ranks that have the experts together; None where the module has none, or parts of all."""
     gives_part: bool
     """Whether each rank's output has channels of its own, and no rank has all of them."""
@@ -155,24 +154,15 @@ LEAST_VERSION = (5, 23)
 Split = tuple[str, nn.Module, ParallelForward]
 
 
-class TensorSplit(Holder):
+class TensorSplit(SplitHolder):
     """transformers' tensor and expert parallelism."""
-
-    lockstep = True
 
     def __init__(self, splits: Sequence[Split]) -> None:
         """Raises UnsupportedError for splits that have not been shown exact."""
-        self.splits: Sequence[tuple[str, nn.Module, Any]] = tuple(splits)
-        self.experts: Collection[nn.Module] = {m for _, m, f in splits if f.expert_mesh is not None}
-        tensor = one_mesh("tensor", [forward.tensor_mesh for _, _, forward in splits])
-        expert = one_mesh("expert", [forward.expert_mesh for _, _, forward in splits])
-        assert tensor is not None
-        relations: dict[Relation, tuple[int, ...]] = {"tensor": ranks_of(tensor)}
-        if expert is not None:
-            relations["expert"] = ranks_of(expert)
-        self.relations: Mapping[Relation, tuple[int, ...]] = relations
-        self.meshes: Sequence[DeviceMesh] = (tensor,)
-        self._group: dist.ProcessGroup = tensor.get_group()
+        super().__init__(splits)
+        assert self.tensor is not None
+        self.meshes: Sequence[DeviceMesh] = (self.tensor,)
+        self._group: dist.ProcessGroup = self.tensor.get_group()
 
     def _summed(self) -> set[nn.Parameter]:
         """Parameters whose gradients are parts on each rank of the tensor-parallel group."""
@@ -214,7 +204,7 @@ def unsplit(copy: nn.Module, splits: Sequence[Split]) -> None:
     """Let a whole copy of a model whose modules are split compute all of their experts."""
     for name, _, forward in splits:
         if forward.style == DISPATCHED:
-            assert forward.expert_mesh is not None
+            assert forward.expert is not None
             own: dict[str, Any] = vars(copy.get_submodule(name))
-            own["num_experts"] *= forward.expert_mesh.size()
+            own["num_experts"] *= forward.expert.size()
             own["_is_expert_parallel"] = False

@@ -268,7 +268,15 @@ class Sharing:
         refusals.check_trainable(policy.host.model)
         state = LossState(trainer)
         try:
-            rows = self._captured(compute, model, inputs, num_items)
+            compute(CaptureProxy(model), copy(inputs), num_items_in_batch=num_items)
+        except Captured as captured:
+            rows = captured.rows
+        else:
+            raise UnsupportedError(
+                f"the loss of {type(trainer).__name__} does not call its model with "
+                "fused_lm_head=True, which forkpoint needs to find the rows. Call the model as "
+                "TRL's GRPO, RLOO and DPO do, or use the trainer of TRL."
+            )
         finally:
             state.restore()
         self._check_head(model, rows)
@@ -369,19 +377,6 @@ class Sharing:
     def _count(self, stats: StepStats, packed: PackedRows, begin: float) -> None:
         self.last_plan = stats.plan
         self.counts.add(stats.plan, (time.perf_counter() - begin) * 1e3)
-
-    def _captured(
-        self, compute: ComputeLoss, model: nn.Module, inputs: Any, num_items: Any
-    ) -> Rows:
-        try:
-            compute(CaptureProxy(model), copy(inputs), num_items_in_batch=num_items)
-        except Captured as captured:
-            return captured.rows
-        raise UnsupportedError(
-            f"the loss of {type(self.trainer).__name__} does not call its model with "
-            "fused_lm_head=True, which forkpoint needs to find the rows. Call the model as TRL's "
-            "GRPO, RLOO and DPO do, or use the trainer of TRL."
-        )
 
     def _run(self, window: list[MicroBatch], scale: float, state: LossState) -> Tensor:
         """Run a window, its gradients times `scale`; the losses of all its micro-batches."""

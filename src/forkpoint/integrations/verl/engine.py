@@ -181,9 +181,9 @@ class SharedEngine:
             if forward_only:
                 found, metrics = self._score(rows, loss, outputs, micro_batches, squares), {}
             else:
-                assert loss is not None and loss_function is not None
+                assert loss is not None
                 self._fill(loss, rows, data)
-                found, metrics = self._train(rows, loss, loss_function, entropy)
+                found, metrics = self._train(rows, loss, entropy)
         keeps = forward_only or names.get_non_tensor_data(
             data=data, key="return_model_output", default=False
         )
@@ -225,10 +225,10 @@ class SharedEngine:
         ]
 
     def _train(
-        self, rows: Rows, loss: MiniBatchLoss, function: Callable[..., Any], entropy: bool
+        self, rows: Rows, loss: MiniBatchLoss, entropy: bool
     ) -> tuple[list[dict[str, Any]], dict[str, list[float]]]:
         """Leave gradients; outputs and losses, and metrics of forkpoint's own."""
-        decomposition = self._decomposition(loss, function, entropy)
+        decomposition = self._decomposition(loss, entropy)
         stats = self.policy.forward_backward(
             rows.batch, FunctionLoss(loss, decomposition, needs_entropy=entropy)
         )
@@ -266,23 +266,21 @@ class SharedEngine:
         if message is not None and self.rank == 0:
             _log.warning("%s", message)
 
-    def _decomposition(
-        self, loss: MiniBatchLoss, function: Callable[..., Any], entropy: bool
-    ) -> Decomposition:
+    def _decomposition(self, loss: MiniBatchLoss, entropy: bool) -> Decomposition:
         """Parts that the loss is a sum over, the same on all ranks.
 
         Found at the first step of a loss.
         """
         if self.settings.decomposition == "joint":
             return "joint"
-        if self._decided is not None and self._decided[:2] == (function, entropy):
+        if self._decided is not None and self._decided[:2] == (loss.function, entropy):
             return self._decided[2]
         votes = self._ranks.exchange(self._together(loss.decomposition))
         known = [vote for vote in votes if vote is not None]
         if not known:
             return "joint"  # the next step may tell
         found = max(known, key=ORDER.index)
-        self._decided = (function, entropy, found)
+        self._decided = (loss.function, entropy, found)
         return found
 
     def _fill(self, loss: MiniBatchLoss, rows: Rows, data: Any) -> None:
