@@ -18,7 +18,7 @@ a backward makes do not count: a memory budget leaves room for them.
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any, NoReturn
@@ -78,6 +78,7 @@ class _Saved:
     """Offset, size and stride."""
 
 
+@dataclass(eq=False)
 class SavedTensors:
     """Tensors that a microbatch's forward saves: moved to host memory or left on the device.
 
@@ -87,29 +88,19 @@ class SavedTensors:
     counts once, by the first tensor of it that is saved, which the backward asks for last.
     """
 
-    def __init__(
-        self,
-        stays: Stays,
-        layers: int,
-        *,
-        staging: Staging | None = None,
-        stats: OffloadStats | None = None,
-        then: Callable[[int], None] | None = None,
-    ) -> None:
-        """
-        Args:
-            stays: tells tensors that are not moved, and not freed by the backward.
-            layers: of the model; a storage is fetched at least two of them ahead of its use.
-            staging: host memory; None leaves tensors where they are.
-            then: is told of bytes that are free.
-        """
-        self.stays: Stays = stays
-        self.layers: int = layers
-        self.staging: Staging | None = staging
-        self.stats: OffloadStats = stats or OffloadStats()
-        self.saved_bytes: int = 0
-        self.asked_bytes: int = 0
-        self._then = then
+    stays: Stays
+    """Tells tensors that are not moved, and not freed by the backward."""
+    layers: int
+    """Of the model; a storage is fetched at least two of them ahead of its use."""
+    staging: Staging | None = None
+    """Host memory; None leaves tensors where they are."""
+    stats: OffloadStats = field(default_factory=OffloadStats)
+    then: Callable[[int], None] | None = None
+    """Is told of bytes that are free."""
+    saved_bytes: int = field(default=0, init=False)
+    asked_bytes: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
         self._told: int | None = None
         # By storage. A weak reference keeps the address of a dead storage from being used again.
         self._known: dict[int, tuple[StorageWeakRef, weakref.ref[_Stored] | None]] = {}
@@ -122,9 +113,9 @@ class SavedTensors:
         """The storage to fetch next; those behind it are on their way, or nobody needs them."""
         self._ahead_bytes = 0
         """How far ahead storages are fetched, once the forward is over."""
-        self._frame = None if staging is None else staging.begin()
-        if staging is not None:
-            staging.transfers.begin_microbatch()
+        self._frame = None if self.staging is None else self.staging.begin()
+        if self.staging is not None:
+            self.staging.transfers.begin_microbatch()
 
     def end_forward(self) -> None:
         """The microbatch's forward is over: what it has saved last is fetched first."""
@@ -205,7 +196,7 @@ class SavedTensors:
         return found.set_(stored.device.untyped_storage(), *saved.view)
 
     def _asked(self, saved: _Saved) -> None:
-        if self._then is None or not saved.nbytes:  # a node may ask several times
+        if self.then is None or not saved.nbytes:  # a node may ask several times
             return
         self.asked_bytes += saved.nbytes
         saved.nbytes = 0
@@ -218,7 +209,7 @@ class SavedTensors:
         # Looking for room takes the host some time: not at each of a layer's tensors.
         if self._told is None or free >= self._told + layer // 4:
             self._told = free
-            self._then(free)
+            self.then(free)
 
     def _fetch(self, stored: _Stored) -> None:
         assert self.staging is not None
@@ -325,7 +316,7 @@ class Activations(Feature):
             self._stays,
             self._layers,
             staging=self._staging if offloads else None,
-            stats=self.stats,
+            stats=self.stats or OffloadStats(),
             then=None if follower is None else partial(self._prefetch, follower),
         )
         return saved.pack, saved.unpack

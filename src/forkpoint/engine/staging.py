@@ -9,7 +9,7 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -175,23 +175,17 @@ class Buffer:
         return len(self.data)
 
 
+@dataclass(eq=False)
 class Staging:
     """Host memory in buffers that are kept from step to step, because pinning memory is slow."""
 
-    def __init__(
-        self,
-        transfers: PlainTransfers,
-        *,
-        limit_bytes: int | None = None,
-        folder: Path | None = None,
-    ) -> None:
-        """`folder`: for files beyond the limit; None: there are none."""
-        self.transfers = transfers
-        self.limit_bytes = limit_bytes
-        self.folder = folder
-        self._allocation_ms = 0.0
-        self._free: list[Buffer] = []
-        self._frames: list[Frame] = []
+    transfers: PlainTransfers
+    limit_bytes: int | None = None
+    folder: Path | None = None
+    """For files beyond the limit; None: there are none."""
+    _allocation_ms: float = field(default=0.0, init=False)
+    _free: list[Buffer] = field(default_factory=list, init=False)
+    _frames: "list[Frame]" = field(default_factory=list, init=False)
 
     @property
     def held_bytes(self) -> int:

@@ -89,37 +89,30 @@ class FirstHalf:
             )
 
 
+@dataclass(eq=False)
 class Pending:
     """A backward that is to come, and whether it may still run.
 
     It holds the batch, the plan and the policy, and no activations.
     """
 
-    def __init__(
-        self,
-        names: tuple[str, ...],
-        first: FirstHalf,
-        run: Callable[[GivenWeights], None],
-        *,
-        listens: bool = False,
-    ) -> None:
-        """
-        Args:
-            names: of the values that gradients arrive at.
-            run: adds the gradients of the weighted sum to `.grad`, once it has checked that nothing
-                has changed since.
-            listens: whether DistributedDataParallel takes any backward that reaches a parameter,
-                though without a gradient, for that of its last stock forward.
-        """
-        self.names = names
-        parameters = [p for _, p in first.weights.parameters if p.requires_grad]
+    names: tuple[str, ...]
+    """Of the values that gradients arrive at."""
+    first: FirstHalf
+    run: Callable[[GivenWeights], None]
+    """Adds the gradients of the weighted sum to `.grad`, once it has checked that nothing has
+    changed since."""
+    listens: bool = False
+    """Whether DistributedDataParallel takes any backward that reaches a parameter, though without a
+    gradient, for that of its last stock forward."""
+
+    def __post_init__(self) -> None:
+        parameters = [p for _, p in self.first.weights.parameters if p.requires_grad]
         # These let the values require a gradient. By the parameters themselves a backward that was
         # asked for gradients of some comes here as well, and is refused.
         self.leaves: list[Tensor] = (
-            [torch.zeros((), requires_grad=True)] if listens else list(parameters)
+            [torch.zeros((), requires_grad=True)] if self.listens else list(parameters)
         )
-        self._first = first
-        self._run = run
         self._autocast = autocast_as_now(parameters[0].device)
 
     def receive(self, gradients: Sequence[Tensor | None]) -> None:
@@ -128,7 +121,7 @@ class Pending:
         Raises UnsupportedError for a backward that `check_backward` refuses, or for weights that
         have changed.
         """
-        check_backward(self.leaves, "policy.logprobs", done=self._first.done)
+        check_backward(self.leaves, "policy.logprobs", done=self.first.done)
         self._put_off(dict(zip(self.names, gradients, strict=True)), PUT_OFF)
 
     def _put_off(self, given: GivenWeights, times: int) -> None:
@@ -137,11 +130,11 @@ class Pending:
         after_this_backward(again if times else partial(self._run_last, given))
 
     def _run_last(self, given: GivenWeights) -> None:
-        _check_unused("policy.logprobs", done=self._first.done)
+        _check_unused("policy.logprobs", done=self.first.done)
         try:
             # Backwards run outside of the caller's autocast, on CUDA in another thread.
             with torch.no_grad(), self._autocast():
-                self._run(given)
+                self.run(given)
         except BaseException as error:
             error.add_note(BESIDE)
             raise

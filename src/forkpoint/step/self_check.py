@@ -238,23 +238,19 @@ def sample_of(batch: RolloutBatch, host: ModelHost) -> RolloutBatch:
 # ------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class StockComparison:
     """Runs of one sample: n sequences of W tokens, values [n, W] with zeros first."""
 
-    def __init__(
-        self,
-        transaction: Transaction,
-        host: ModelHost,
-        config: Config,
-        sample: RolloutBatch,
-        training: bool,
-    ) -> None:
-        self.transaction = transaction
-        self.changes: Changes = transaction.changes
-        self.host = host
-        self.config = config
-        self.sample = sample
-        self.training = training
+    transaction: Transaction
+    host: ModelHost
+    config: Config
+    sample: RolloutBatch
+    training: bool
+
+    def __post_init__(self) -> None:
+        host, sample = self.host, self.sample
+        self.changes: Changes = self.transaction.changes
         ids = sample.token_ids.reshape(len(sample), -1)
         self.ids_NW: Tensor = torch.as_tensor(ids.copy(), device=host.device)
         self.trained_NW: Tensor = torch.as_tensor(
