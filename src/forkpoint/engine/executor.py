@@ -4,7 +4,7 @@ A forward reads the prefix cache of the microbatches above and captures its own 
 backward starts from the microbatch's loss, and adds to the gradients of the prefix cache that its
 forward read. Features do the rest, such as offloading between the two (engine/feature.py).
 
-Stages of a pipeline receive and send around the two calls of the host (engine/links.py).
+Stages of a pipeline receive and send around the two calls of the host (engine/feature.py).
 """
 
 from collections.abc import Sequence

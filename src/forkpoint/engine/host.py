@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from forkpoint.config import Config
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.distributed import Distributed
-from forkpoint.engine.links import Links
+from forkpoint.engine.feature import Links
 from forkpoint.engine.microbatches import CacheView, MicrobatchInputs
 from forkpoint.losses.outputs import Head
 from forkpoint.parallel.topology import Topology

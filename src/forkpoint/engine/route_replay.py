@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from forkpoint.device import on_device
-from forkpoint.engine.feature import Feature
+from forkpoint.engine.feature import Feature, Links
 from forkpoint.engine.host import RouterSet
-from forkpoint.engine.links import Links
 from forkpoint.engine.microbatches import MicrobatchInputs, microbatch_tokens
 from forkpoint.errors import UnsupportedError
 from forkpoint.parallel.topology import Places

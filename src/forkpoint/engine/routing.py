@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from forkpoint.device import on_device
-from forkpoint.engine.feature import Feature, Root
+from forkpoint.engine.feature import Feature, Links, Root
 from forkpoint.engine.host import Host, RouterSet
-from forkpoint.engine.links import Links
 from forkpoint.engine.microbatches import MicrobatchInputs
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.parallel.ranks import group_leaders

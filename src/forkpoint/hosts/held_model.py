@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from forkpoint.engine.changes import Changes
 from forkpoint.engine.distributed import Distributed
-from forkpoint.engine.links import Links
+from forkpoint.engine.feature import Links
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts import refusals
 from forkpoint.hosts.calls import check_idle

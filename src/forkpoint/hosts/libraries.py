@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from forkpoint.engine.feature import Links
 from forkpoint.engine.host import FoundRouter
-from forkpoint.engine.links import Links
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.hosts.entry import Library, Stock
 from forkpoint.hosts.host import ModelHost

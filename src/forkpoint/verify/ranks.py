@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from forkpoint.engine.distributed import Distributed
-from forkpoint.engine.links import Links
+from forkpoint.engine.feature import Links
 from forkpoint.errors import RankError, UnsupportedError
 from forkpoint.hosts.torch_dist.copies import full
 from forkpoint.losses.base import Denominators, Loss, is_own

@@ -16,7 +16,7 @@ from forkpoint.hosts.calls import CallContext
 from forkpoint.hosts.code_provenance import Definition
 from forkpoint.hosts.entry import Entry, ExpertCounts, HeldStage, Stock
 from forkpoint.hosts.heads import LogprobHead, ModelHead
-from forkpoint.hosts.titan import calls, refusals
+from forkpoint.hosts.titan import refusals
 from forkpoint.hosts.titan.families import (
     Family,
     blocks_of,
@@ -36,6 +36,7 @@ from forkpoint.hosts.titan.splits import (
 )
 from forkpoint.hosts.titan.stages import TitanStage
 from forkpoint.hosts.titan.stock import TitanStock
+from forkpoint.hosts.titan.versions import MASKS, CarriedContext
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.program import BLOCKS, BOUNDARY
 from forkpoint.rollouts.batch import RolloutBatch
@@ -44,7 +45,7 @@ from forkpoint.rollouts.batch import RolloutBatch
 class TitanEntry(Entry):
     """A language model of torchtitan."""
 
-    context_argument: str = calls.MASKS
+    context_argument: str = MASKS
     known_hooks: tuple[Definition, ...] = (*SPLIT_HOOKS, *CONTEXT_HOOKS)
 
     def __init__(self, model: nn.Module, splits: Sequence[Any] = ()) -> None:
@@ -115,7 +116,7 @@ class TitanEntry(Entry):
         without_hooks(self._stage.head(), SPLIT_HOOKS, changes)
 
     def run(self, ids_1T: Tensor | None, positions_1T: Tensor | None, context: Any) -> Any:
-        given = {calls.MASKS: calls.CarriedContext(context)}
+        given = {MASKS: CarriedContext(context)}
         return self.core(ids_1T, positions=positions_1T, **given)
 
     def decode(self, ids_1T: Tensor, *, attention_masks: CallContext, positions: Tensor) -> Tensor:

@@ -1,4 +1,8 @@
-"""Differences between models of torchtitan 0.2 and 0.3."""
+"""Differences between models of torchtitan 0.2 and 0.3, and calls of their inner attention.
+
+Blocks take masks of attention and give them to the inner attention, whose class they look at: of
+"flex" attention it is torch's BlockMask. The microbatch travels in that argument.
+"""
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -9,11 +13,65 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from forkpoint.engine.changes import Changes
+from forkpoint.hosts.attention import attend
+from forkpoint.hosts.calls import CallContext, refuse_call
 from forkpoint.hosts.code_provenance import Definition
 from forkpoint.hosts.modules import plain_class
-from forkpoint.hosts.titan import calls
+
+MASKS = "attention_masks"
+"""The argument that layers pass on."""
+
+
+class CarriedContext(CallContext, BlockMask):
+    """A microbatch that torchtitan takes for a mask. It reads nothing of it."""
+
+    def __init__(self, context: CallContext) -> None:
+        vars(self).update(vars(context))
+
+
+def attend_BLHD(
+    module: nn.Module,
+    q_BLHD: Tensor,
+    k_BLKD: Tensor,
+    v_BLKE: Tensor,
+    *,
+    attention_masks: object = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Forward of the inner attention in microbatches: [B, L, H, E].
+
+    Under tensor parallelism it runs the heads of this rank, of DTensors.
+    """
+    if not isinstance(attention_masks, CallContext):
+        refuse_call()
+    q, k, v = (x.to_local() if isinstance(x, DTensor) else x for x in (q_BLHD, k_BLKD, v_BLKE))
+    output = attend(attention_masks, module, q, k, v, scale=scale)
+    if not isinstance(q_BLHD, DTensor):
+        return output
+    return DTensor.from_local(output, q_BLHD.device_mesh, q_BLHD.placements, run_check=False)
+
+
+def attend_BHLD(
+    module: nn.Module,
+    q_BHLD: Tensor,
+    k_BKLD: Tensor,
+    v_BKLE: Tensor,
+    *,
+    block_mask: object = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Forward of the inner attention in microbatches: [B, H, L, E].
+
+    Under tensor parallelism it runs the heads of this rank; some families give DTensors of these.
+    """
+    q, k, v = (x.transpose(1, 2) for x in (q_BHLD, k_BKLD, v_BKLE))
+    return attend_BLHD(module, q, k, v, attention_masks=block_mask, scale=scale).transpose(1, 2)
 
 
 class Version:
@@ -69,7 +127,7 @@ class Version:
         for block in blocks:
             inner = block.attention.inner_attention
             changes.set(vars(block.attention), "attn_type", "flex")
-            changes.replace_forward(inner, MethodType(calls.attend_BHLD, inner))
+            changes.replace_forward(inner, MethodType(attend_BHLD, inner))
 
     def run_blocks(
         self,
@@ -196,7 +254,7 @@ class Version03(Version):
     def set_attention(self, blocks: Iterable[Any], changes: Changes) -> None:
         for block in blocks:
             inner = block.attention.inner_attention
-            changes.replace_forward(inner, MethodType(calls.attend_BLHD, inner))
+            changes.replace_forward(inner, MethodType(attend_BLHD, inner))
 
     def run_blocks(
         self,

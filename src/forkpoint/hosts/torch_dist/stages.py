@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from forkpoint.engine.distributed import Holder, local
-from forkpoint.engine.feature import Root
-from forkpoint.engine.links import Links
+from forkpoint.engine.feature import Links, Root
 from forkpoint.engine.microbatches import MicrobatchInputs
 from forkpoint.errors import UnsupportedError
 from forkpoint.parallel.process_groups import process_group
