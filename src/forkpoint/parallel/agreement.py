@@ -262,7 +262,7 @@ def _schedule(gather: GatherOption, names: Sequence[int], offers: Sequence[Offer
     programs, held = [offer.program for offer in offers], [offer.held for offer in offers]
     aligned: Sequence[Program] = ()
     if gather and gather != "step":
-        aligned = align(programs, [offer.costs for offer in offers])
+        aligned = align(programs, [offer.tokens for offer in offers])
     gathering = choose_gathering(gather, aligned, held, names) if gather else None
     cost = step_cost(gathering, aligned, held)
     lockstep = gathering is not None and gathering.taken == "microbatch"

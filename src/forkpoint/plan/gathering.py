@@ -224,8 +224,8 @@ class Offer:
     """One rank's part of a step with prompts exchanged, or with each rank computing its own."""
 
     program: Program = field(default_factory=Program)
-    costs: tuple[float, ...] = ()
-    """By microbatch: predicted."""
+    tokens: tuple[float, ...] = ()
+    """By microbatch."""
     held: RankCosts = field(default_factory=RankCosts)
     """Costs of both ways to hold weights."""
     media: tuple[PlannedMedium, ...] = ()

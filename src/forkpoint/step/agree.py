@@ -321,7 +321,7 @@ def _common_prompts(policy: StepPolicy, proposals: Sequence[Proposal]) -> tuple[
     the same call, which is refused."""
     if any(p.error is not None for p in proposals) or len({p.call for p in proposals}) > 1:
         return ()
-    tokens = [sum(proposal.offer.costs) for proposal in proposals]
+    tokens = [sum(proposal.offer.tokens) for proposal in proposals]
     found = shared_prompts([proposal.prompts for proposal in proposals], tokens)
     asked = policy.config.split == "exchange"
     return found if asked or worth_pricing(found, tokens) else ()
