@@ -50,7 +50,7 @@ class Capacity(Steps):
         reserve: What plans leave of it, for what predictions leave out.
         host_memory: The most memory of the host for prefix caches.
         checkpointing: What blocks run again in their backward, dense and shared alike.
-        checked_prompt: Tokens of the prompt for which gradients are compared.
+        checked_prompt: Tokens of the prompt for which gradients are compared; 0 compares none.
         step_tokens: Lengths are multiples of this many tokens.
         most_tokens: The largest total length that is tried.
         second: Time a second step at the largest length too, whose memory of the host is there.
@@ -97,7 +97,8 @@ class Capacity(Steps):
             )
         label = f"{self.shape} {stepper.mode}, {self.responses} responses"
         label += f" of {self.response}" if self.response else ""
-        yield from self._compared(stepper.device, label)
+        if self.checked_prompt:
+            yield from self._compared(stepper.device, label)
         totals: dict[Way, int] = {}
         times: dict[Way, float] = {}
         for way in self.ways:
