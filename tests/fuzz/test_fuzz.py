@@ -27,7 +27,7 @@ from transformers import CONFIG_MAPPING
 from forkpoint.hosts.transformers.families import FAMILIES
 from forkpoint.losses.zeros import zero_rollouts
 from forkpoint.testing import dense_run, lifted_upcasts
-from integration.sabotage import ACROSS_MICROBATCHES, WITHIN, Sabotage, one_owner_counts
+from integration.sabotage import ACROSS_MICROBATCHES, WITHIN, Sabotage
 from lanes import slow_besides
 
 SHARDS = 16
@@ -73,49 +73,22 @@ def test_seeds(shard: int) -> None:
 
 # The fuzzer can fail -----------------------------------------------------------------------------
 
-
-def telling_seeds(boundary: str, count: int) -> tuple[int, ...]:
-    """The first seeds whose cases share tokens, in one way, and are exact.
-
-    Across microbatches they have microbatches two below others, so that microbatches have several
-    children; and all layers attend, which is where the bugs are put in.
-    """
-    found = FOUND_SEEDS[boundary]
-    seed = found[-1] + 1 if found else 0
-    while len(found) < count:
-        case = draw_case(seed)
-        shares = case.config.sharing in ("group", "tree") and case.config.boundary == boundary
-        if shares and not case.settings.keys() & {"linear_num_key_heads", "mamba_n_heads"}:
-            outcome = check(case)
-            across = boundary == "within" or outcome.depth > 1
-            if outcome.telling and across and outcome.saved_tokens > 0:
-                assert str(outcome) == "exact"
-                found.append(seed)
-        seed += 1
-    return tuple(found[:count])
-
-
-FOUND_SEEDS: dict[str, list[int]] = {"across": [], "within": []}
-
-
-BUGS = [("across", bug) for bug in (*ACROSS_MICROBATCHES, one_owner_counts)]
-BUGS += [("within", bug) for bug in WITHIN]
+STEADY = 2
+"""A seed whose model multiplies no rounding."""
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_sample")
-@pytest.mark.parametrize(("boundary", "bug"), BUGS, ids=lambda x: getattr(x, "__name__", x))
-def test_bugs_are_found(boundary: str, bug: Sabotage, monkeypatch: pytest.MonkeyPatch) -> None:
-    seeds = telling_seeds(boundary, 3)
+@pytest.mark.parametrize("bug", [*ACROSS_MICROBATCHES, *WITHIN], ids=lambda bug: bug.__name__)
+def test_bugs_are_found(bug: Sabotage, monkeypatch: pytest.MonkeyPatch) -> None:
     bug(monkeypatch)
-    missed = [seed for seed in seeds if not check(draw_case(seed)).faults]
-    assert len(missed) < len(seeds) / 2, f"{missed} of {seeds} are exact in spite of it"
+    assert any(check(draw_case(seed)).faults for seed in range(20))
 
 
 @pytest.mark.slow
 def test_a_model_that_multiplies_rounding_has_a_bar_too(monkeypatch: pytest.MonkeyPatch) -> None:
     case = draw_case(913039, "qwen3_5_moe_text")
-    steady = draw_case(telling_seeds("within", 1)[0])
+    steady = draw_case(STEADY)
     assert 1e-13 < fuzz_check.wobble(case) < 1e-11
     assert fuzz_check.WOBBLES * fuzz_check.wobble(steady) < fuzz_check.BAR
     assert str(check(case)) == "exact"
@@ -137,7 +110,7 @@ def test_a_model_that_multiplies_rounding_has_a_bar_too(monkeypatch: pytest.Monk
 
 
 def test_what_raises_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    case, tally = draw_case(telling_seeds("within", 1)[0]), Tally()
+    case, tally = draw_case(STEADY), Tally()
 
     def broken(*_: object, **__: object) -> None:
         raise ValueError("no refusal by name")

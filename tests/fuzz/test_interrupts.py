@@ -17,7 +17,6 @@ from torch.autograd.graph import saved_tensors_hooks as hooks
 from torch.utils import checkpoint as checkpoints
 
 from forkpoint.engine import transaction
-from forkpoint.engine.changes import Changes
 from forkpoint.engine.executor import Executor
 from forkpoint.engine.gradients import GradientGuard, GradientSums
 from forkpoint.engine.staging import Staging
@@ -90,12 +89,6 @@ def test_there_is_one_moment_at_which_a_step_happens(name: str) -> None:
 # Wrong is found ----------------------------------------------------------------------------------
 
 
-def leaves_a_half(guard: GradientGuard) -> str:
-    for parameter in guard.parameters[::2]:
-        parameter.grad = None
-    return "cleared"
-
-
 def says_unchanged(guard: GradientGuard) -> str:
     for parameter in guard.parameters:
         parameter.grad = None
@@ -106,36 +99,15 @@ def does_nothing(*_: object) -> None:
     pass
 
 
-def with_one_level(step: Transaction, work: Callable[[Transaction], object]) -> object:
-    try:
-        result = work(step)
-        step._commit()
-        return result
-    except BaseException as error:
-        step._roll_back(error)
-        raise
-
-
-def records_last(changes: Changes, attributes: dict, name: str, value: object) -> None:
-    undo: tuple = (attributes.pop, name, None)
-    if name in attributes:
-        undo = (attributes.__setitem__, name, attributes[name])
-    attributes[name] = value
-    changes.later(*undo)
-
-
 # The function that holds the generator; torch 2.15 has it apart.
 CHECKPOINT = getattr(checkpoints, "_checkpoint_impl", checkpoints.checkpoint)
 BUGS: dict[str, tuple[Any, str, Callable, str, Callable, int]] = {
     # What is replaced by what; in which case and function, and at which of the function's
     # bytecodes, interrupts arrive: one of so many.
     "host memory": (Staging, "finish", does_nothing, "host-cache", Executor.run, 99),
-    "a half": (GradientGuard, "take_back", leaves_a_half, "accumulated", Executor.run, 99),
     "a lie": (GradientGuard, "take_back", says_unchanged, "accumulated", Executor.run, 99),
     "hooks": (GradientSums, "_leave", does_nothing, "sums", Executor.run, 99),
     "no note": (Transaction, "_note", does_nothing, "plain", Executor.run, 99),
-    "one level": (Transaction, "run", with_one_level, "failing", Transaction._roll_back, 1),
-    "a late record": (Changes, "set", records_last, "plain", records_last, 1),
     "a lost state": (ThreadState, "restore", does_nothing, "offload", hooks.__enter__, 1),
     "a generator": (transaction, "close_generators", does_nothing, "hooks", CHECKPOINT, 7),
 }
