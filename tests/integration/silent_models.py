@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_hook
+from torch.nn.modules import module as torch_module
 from torch.nn.utils import weight_norm
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.neftune import activate_neftune
@@ -57,33 +57,16 @@ def hook_of_the_causal_model(model: Any, _: Patch) -> None:
     model.register_forward_hook(scale)
 
 
-def global_hook(kind: str) -> Change:
-    def change(model: Any, patch: Patch) -> None:
-        def after(module: nn.Module, args: Any, output: Any) -> Any:
-            return output * 1.1 if module is model.lm_head else None
+def global_forward_hook(model: Any, patch: Patch) -> None:
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        return output * 1.1 if module is model.lm_head else None
 
-        def backward(module: nn.Module, grad_in: Any, grad_out: Any) -> None:
-            return None
-
-        handle = {
-            "forward": lambda: register_module_forward_hook(after),
-            "backward": lambda: register_module_full_backward_hook(backward),
-        }[kind]()
-        undone(patch, handle.remove)
-
-    return change
+    patch.setitem(torch_module._global_forward_hooks, 0, after)
 
 
-def undone(patch: Patch, undo: Callable[[], object]) -> None:
-    """Have `undo` called at the end of the test."""
-
-    class Undo(dict):
-        def __setitem__(self, key: str, value: object) -> None:
-            if key == "undo" and value is not now:
-                undo()
-
-    now = object()
-    patch.setitem(Undo(undo=None), "undo", now)
+def global_backward_hook(_: Any, patch: Patch) -> None:
+    patch.setitem(torch_module._global_backward_hooks, 0, lambda *_: None)
+    patch.setattr(torch_module, "_global_is_full_backward_hook", True)
 
 
 def backward_hook(model: Any, _: Patch) -> None:
@@ -199,8 +182,7 @@ def biased_attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **
 
 
 def custom_attention(model: Any, patch: Patch) -> None:
-    AttentionInterface.register("biased", biased_attention)
-    undone(patch, lambda: AttentionInterface._global_mapping.pop("biased"))
+    patch.setitem(AttentionInterface._global_mapping, "biased", biased_attention)
     model.config._attn_implementation = "biased"
 
 
@@ -279,7 +261,7 @@ def own_attention_of_a_test(model: Any, _: Patch) -> None:
 
 FORWARD: dict[str, Change] = {
     "hook on the causal model": hook_of_the_causal_model,
-    "global forward hook": global_hook("forward"),
+    "global forward hook": global_forward_hook,
     "hook that mixes tokens": forward_hook(MLP, mixed),
     "hook that depends on the length": forward_hook(MLP, lambda x: x / (1 + x.shape[1] / 8)),
     "hook that draws numbers": forward_hook(MLP, lambda x: x + 0.1 * torch.randn_like(x)),
@@ -308,7 +290,7 @@ NAMED = (
 REFUSED: dict[str, Change] = {
     **{name: FORWARD[name] for name in NAMED},
     "backward hook": backward_hook,
-    "global backward hook": global_hook("backward"),
+    "global backward hook": global_backward_hook,
     "tensor hook on a parameter": tensor_hook,
     "post-accumulate hook on a parameter": post_accumulate_hook,
     "scale_grad_by_freq": embedding(scale_grad_by_freq=True),

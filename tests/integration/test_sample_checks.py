@@ -1,17 +1,19 @@
 """When a model is compared with its stock forward: not again where nothing has changed."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from steps import forked_batch
+from torch import nn
 
 from forkpoint import Config, wrap
 from forkpoint.losses import GRPO
 from forkpoint.step import self_check as checks
 from forkpoint.step.weight_changes import OptimizerSteps
-from forkpoint.testing import tiny_model
+from forkpoint.testing import ReadOnlyHook, tiny_model
 from versions import checkpoint_blocks
 
 
@@ -41,6 +43,51 @@ def test_before_the_first_and_the_second_step(counted: list[None], fused: bool) 
         optimizer.step()
         optimizer.zero_grad()
     assert seen == [1, 2, 2, 2]
+
+
+def test_other_weights_and_models_are_compared(counted: list[None]) -> None:
+    """Before the first step, at the next one with other weights, and when the model changed."""
+    model = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2)
+    config = Config(sharing="tree", boundary="across", max_microbatch_tokens=48)
+    policy, batch = wrap(model, config), forked_batch().select(range(2))
+
+    def step() -> int:
+        before = len(counted)
+        policy.forward_backward(batch, GRPO())
+        return len(counted) - before
+
+    def moved() -> None:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(1e-3)
+
+    assert [step(), step()] == [1, 0]
+    moved()
+    assert [step(), step()] == [1, 0]
+    moved()
+    assert [step(), step()] == [0, 0]
+    model.eval()
+    assert [step(), step()] == [1, 0]
+    model.train()
+    assert [step(), step()] == [0, 0], "both modes are remembered"
+    handle = model.get_submodule("model.norm").register_forward_hook(ReadOnlyHook(lambda *_: None))
+    assert step() == 1
+    handle.remove()
+    assert step() == 0
+    model.get_submodule("model.layers.1.mlp").act_fn = nn.SiLU()
+    assert step() == 1
+    model.config.rms_norm_eps = 1e-5
+    assert step() == 1
+    with torch.autocast("cpu", torch.bfloat16):
+        assert [step(), step()] == [1, 0]
+    before = len(counted)
+    policy.score(batch)
+    policy.score(batch)
+    assert len(counted) == before + 1
+    assert policy.with_config(sharing="none").forward_backward(batch, GRPO()) and step() == 0
+    before = len(counted)
+    wrap(model, replace(config, self_check=False)).forward_backward(batch, GRPO())
+    assert len(counted) == before, "it can be turned off"
 
 
 def test_checkpointing_that_is_enabled_again_and_again(counted: list[None]) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from silent_models import EXACT, FORWARD, NAMED, REFUSED, model_of
 from steps import ACROSS, forked_batch, step_error
-from torch import Tensor, nn
+from torch import Tensor
 
 from forkpoint import Config, Policy, Rollout, RolloutBatch, UnsupportedError, losses, wrap
 from forkpoint.engine.transaction import Transaction
@@ -124,65 +124,6 @@ def checked(policy: Policy, batch: RolloutBatch, *, training: bool) -> selfcheck
     return Transaction(host.device).run(
         lambda step: selfcheck.self_check(step, host, config, batch, training=training)
     )
-
-
-class Counted:
-    """Counts samples."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.count = 0
-        stock = selfcheck.self_check
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.count += 1
-            return stock(*args, **kwargs)
-
-        patch.setattr("forkpoint.step.run.self_check", counted)
-
-
-def test_when_a_sample_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the first step, at the next one with other weights, and when the model changed."""
-    counted = Counted(monkeypatch)
-    model = tiny_model("llama", dtype=torch.float32, num_hidden_layers=2)
-    policy, batch = wrap(model, CHECKED), BATCH.select(range(2))
-
-    def step() -> int:
-        before = counted.count
-        policy.forward_backward(batch, LOSS)
-        return counted.count - before
-
-    def moved() -> None:
-        with torch.no_grad():
-            for p in model.parameters():
-                p.add_(1e-3)
-
-    assert [step(), step()] == [1, 0]
-    moved()
-    assert [step(), step()] == [1, 0]
-    moved()
-    assert [step(), step()] == [0, 0]
-    model.eval()
-    assert [step(), step()] == [1, 0]
-    model.train()
-    assert [step(), step()] == [0, 0], "both modes are remembered"
-    handle = model.get_submodule("model.norm").register_forward_hook(ReadOnlyHook(lambda *_: None))
-    assert step() == 1
-    handle.remove()
-    assert step() == 0
-    model.get_submodule("model.layers.1.mlp").act_fn = nn.SiLU()
-    assert step() == 1
-    model.config.rms_norm_eps = 1e-5
-    assert step() == 1
-    with torch.autocast("cpu", torch.bfloat16):
-        assert [step(), step()] == [1, 0]
-    scores = counted.count
-    policy.score(batch)
-    policy.score(batch)
-    assert counted.count == scores + 1
-    assert policy.with_config(sharing="none").forward_backward(batch, LOSS) and step() == 0
-    before = counted.count
-    wrap(model, UNCHECKED).forward_backward(batch, LOSS)
-    assert counted.count == before, "it can be turned off"
 
 
 @pytest.mark.parametrize("lengths", [[1], [3, 1], [8], [400, 3]])

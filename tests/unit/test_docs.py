@@ -1,6 +1,5 @@
 """The documentation: its examples run, its links lead somewhere, its make targets exist."""
 
-import ast
 import re
 import subprocess
 import tomllib
@@ -50,26 +49,6 @@ def test_readme_runs_by_itself(
     printed = capsys.readouterr().out
     assert shown and all(line in printed for line in shown), printed
     assert text.count("\n") <= 150
-
-
-def test_first_page_runs_the_public_surface() -> None:
-    """The calls that the design promises are on the page of a loop, in blocks that run."""
-    text = LOOP.read_text(encoding="utf-8")
-    code = "\n".join(
-        code for language, _, code, runs in blocks(text) if language == "python" and runs
-    )
-    called = {ast.unparse(n.func) for n in ast.walk(ast.parse(code)) if isinstance(n, ast.Call)}
-    assert called >= {
-        "forkpoint.load_rollouts",
-        "forkpoint.RolloutBatch",
-        "forkpoint.wrap",
-        "policy.plan",
-        "policy.plan(batch).explain",
-        "policy.forward_backward",
-        "forkpoint.losses.GRPO",
-        "policy.score",
-        "policy.verify",
-    }
 
 
 def test_before_and_after_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
