@@ -6,7 +6,7 @@ backward, the encoder's backward starts from the sums.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,27 +23,29 @@ from forkpoint.plan.program import ENCODE, ENCODE_BACKWARD, RELEASE, Instruction
 from forkpoint.rollouts.media import Media
 
 
-class MediaFeatures:
-    """Features of the media that are encoded at one time.
+@dataclass(eq=False)
+class Encoding(Feature):
+    """Runs a model's encoder on the media of a batch, and keeps their features while they are read.
 
-    Of each medium a tensor [R, C] of R tokens for the embeddings, and one for each layer after
-    which some models add features (deepstack).
+    Of each medium these are a tensor [R, C] of R tokens for the embeddings, and one for each layer
+    after which some models add features (deepstack).
     """
 
-    def __init__(self, *, trains: bool) -> None:
-        """`trains`: whether the pass gives the encoder gradients."""
-        self.trains: bool = trains
-        self._outputs: dict[int, tuple[Tensor, ...]] = {}
-        """As the encoder gave them, with its graph if there is one."""
-        self._sums: dict[int, tuple[Tensor | None, ...]] = {}
+    host: Host
+    media: Sequence[Media]
+    transaction: Transaction
+    """With a guard if the encoder is trained."""
+    trains: bool
+    """Whether the pass gives the encoder gradients."""
+    idle: Media | None = None
+    """The medium that this rank encodes with others that have more of them."""
+    _outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict, init=False)
+    """By medium: features as the encoder gave them, with its graph if there is one."""
+    _sums: dict[int, tuple[Tensor | None, ...]] = field(default_factory=dict, init=False)
+    """By medium: sums of their gradients; None if the encoder gets none."""
 
-    def add(self, number: int, outputs: Sequence[Tensor]) -> None:
-        """A medium has been encoded."""
-        self._outputs[number] = tuple(outputs)
-        self._sums[number] = tuple(
-            torch.zeros_like(x, dtype=accumulate_dtype(x.dtype)) if self.trains else None
-            for x in outputs
-        )
+    # As microbatches read features
+    # ------------------------------------------------------------
 
     def read(self, rows: MediaRows) -> list[Tensor]:
         """Features [m, C] of the places of a microbatch, in their order."""
@@ -66,46 +68,29 @@ class MediaFeatures:
             return embeds
         return embeds.detach().requires_grad_()
 
-    def take(self, number: int) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
-        """Drop a medium; returns the encoder's outputs and the sums of their gradients."""
-        return self._outputs.pop(number), self._sums.pop(number)
-
-
-@dataclass(eq=False)
-class Encoding(Feature):
-    """Runs a model's encoder on the media of a batch."""
-
-    host: Host
-    media: Sequence[Media]
-    transaction: Transaction
-    """With a guard if the encoder is trained."""
-    trains: bool
-    """Whether the pass gives the encoder gradients."""
-    idle: Media | None = None
-    """The medium that this rank encodes with others that have more of them."""
-
-    def __post_init__(self) -> None:
-        self._features = MediaFeatures(trains=self.trains)
+    # As a feature of a pass
+    # ------------------------------------------------------------
 
     def begin_pass(self, cache: PrefixCache) -> None:
-        cache.media = self._features
+        cache.media = self
 
     def before(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
         numbers = instruction.media
         if instruction.operation == ENCODE:
             with torch.set_grad_enabled(instruction.keeps_graph):
                 encoded = self._encoded(numbers)
-            if numbers:
-                for number, outputs in zip(numbers, encoded, strict=True):
-                    self._features.add(number, outputs)
+            for number, outputs in zip(numbers, encoded if numbers else (), strict=True):
+                self._outputs[number] = tuple(outputs)
+                self._sums[number] = tuple(
+                    torch.zeros_like(x, dtype=accumulate_dtype(x.dtype)) if self.trains else None
+                    for x in outputs
+                )
         elif instruction.operation == RELEASE:
             for number in numbers:
-                self._features.take(number)
+                del self._outputs[number], self._sums[number]
         elif instruction.operation == ENCODE_BACKWARD:
-            taken = [self._features.take(number) for number in numbers]
-            outputs = [x for each, _ in taken for x in each]
-            sums = [x for _, each in taken for x in each]
-            del taken
+            outputs = [x for number in numbers for x in self._outputs.pop(number)]
+            sums = [x for number in numbers for x in self._sums.pop(number)]
             if not any(x.requires_grad for x in outputs):  # no activations were kept
                 with torch.enable_grad():
                     outputs = [x for each in self._encoded(numbers) for x in each]

@@ -116,14 +116,9 @@ class TransformersEncoder(Encoder):
         kind, device = media[0].kind, next(self.core.parameters()).device
         encoder = self._features(kind)
         names = _arguments(encoder)
-        parts: dict[str, list[Tensor]] = {}
-        grids: list[Tensor] = []
-        for medium in media:
-            for name, value in medium.inputs.items():
-                if name in names:
-                    parts.setdefault(name, []).append(_tensor(value, device))
-                if name.endswith("_grid_thw"):
-                    grids.append(torch.as_tensor(value).cpu())
+        parts = _inputs_of(media, names, device)
+        every_input = (item for medium in media for item in medium.inputs.items())
+        grids = [torch.as_tensor(x).cpu() for n, x in every_input if n.endswith("_grid_thw")]
         given = {n: x[0] if len(x) == 1 else torch.cat(x) for n, x in parts.items()}
         if grids:
             lengths = _lengths_on_host(self.core, torch.cat(grids), device)
@@ -246,12 +241,7 @@ class TransformersEncoder(Encoder):
         of_positions = self._of_positions()
         found: dict[str, list[Tensor]] = {}
         for row in shown.rows:
-            own: dict[str, list[Tensor]] = {}
-            for medium in row:
-                for name, value in medium.inputs.items():
-                    if encodes or name in of_positions:
-                        own.setdefault(name, []).append(_tensor(value, device))
-            for name, parts in own.items():
+            for name, parts in _inputs_of(row, None if encodes else of_positions, device).items():
                 found.setdefault(name, []).append(_joined(parts, self.family.joined))
         given = {name: _joined(parts, 0) for name, parts in found.items()}
         if "mm_token_type_ids" in names:
@@ -315,12 +305,7 @@ def _rope_index(core: Any, batch: RolloutBatch, index: int) -> IntArray:
     rollout = batch[index]
     assert rollout.media_types is not None
     find = core.base_model.get_rope_index
-    names = _arguments(find)
-    parts: dict[str, list[Tensor]] = {}
-    for medium in rollout.media:
-        for name, value in medium.inputs.items():
-            if name in names:
-                parts.setdefault(name, []).append(_tensor(value, torch.device("cpu")))
+    parts = _inputs_of(rollout.media, _arguments(find), torch.device("cpu"))
     given = {name: torch.cat(each) for name, each in parts.items()}
     ids = torch.as_tensor(rollout.token_ids.astype(np.int64))[None]
     types = torch.as_tensor(rollout.media_types.astype(np.int64))[None]
@@ -332,6 +317,18 @@ def _rope_index(core: Any, batch: RolloutBatch, index: int) -> IntArray:
             f"get_rope_index finds no positions ({type(error).__name__}: {error}). Give each "
             "medium's grid, and its tokens as the model's processor places them."
         ) from error
+
+
+def _inputs_of(
+    media: Sequence[Media], names: frozenset[str] | None, device: torch.device
+) -> dict[str, list[Tensor]]:
+    """Inputs of media by name, those of `names` alone if these are given."""
+    found: dict[str, list[Tensor]] = {}
+    for medium in media:
+        for name, value in medium.inputs.items():
+            if names is None or name in names:
+                found.setdefault(name, []).append(_tensor(value, device))
+    return found
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:
