@@ -14,7 +14,7 @@ from forkpoint import wrap
 from forkpoint.errors import ConfigError
 from forkpoint.integrations.trl import heads, shared_trainer
 from forkpoint.integrations.trl.arrivals import Arrivals
-from forkpoint.integrations.trl.calls import CaptureProxy, HeadAnswer, PackedRows, Rows
+from forkpoint.integrations.trl.calls import HeadAnswer, PackedRows, Rows, capturing
 from forkpoint.integrations.trl.options import check_options
 from forkpoint.integrations.trl.trainers import _SharedTrainer
 from forkpoint.parallel.topology import ALL_PLACES
@@ -46,7 +46,7 @@ def checked(**options: Any) -> Callable[[], object]:
 def with_images_for_text() -> object:
     ids = torch.ones(1, 4, dtype=torch.int64)
     given = {"input_ids": ids, "labels": ids, "pixel_values": torch.zeros(1, 3, 4, 4)}
-    return CaptureProxy(tiny_model("qwen3"))(**given, fused_lm_head=True)
+    return capturing(tiny_model("qwen3"))(**given, fused_lm_head=True)
 
 
 def with_a_cut_image() -> object:
@@ -54,7 +54,7 @@ def with_a_cut_image() -> object:
     images = {"pixel_values": torch.zeros(32, 8), "image_grid_thw": torch.tensor([[1, 4, 4]] * 2)}
     types = torch.tensor([[0, 1, 1, 1, 1, 1]])
     given = {"input_ids": ids, "labels": ids, "mm_token_type_ids": types, **images}
-    return CaptureProxy(nn.Identity())(**given, fused_lm_head=True)
+    return capturing(nn.Identity())(**given, fused_lm_head=True)
 
 
 def arrived(then: Callable[[Arrivals, torch.Tensor, nn.Parameter], object]) -> Callable[[], object]:
@@ -147,7 +147,7 @@ TRL = (
     ),
     Kind(call=packed, message="a row has a trained token and no token before it:"),
     Kind(
-        call=lambda: CaptureProxy(None)(input_ids=torch.tensor([[5, 7]])),
+        call=lambda: capturing(None)(input_ids=torch.tensor([[5, 7]])),
         message="the trainer's loss calls its model for something else than log-probs (arguments",
     ),
 )

@@ -1,8 +1,8 @@
 """Calls of a model by TRL's losses: their rows, and the objects that answer them.
 
 TRL's losses ask the model for log-probs by `model(..., labels=labels, fused_lm_head=True)`. A
-CaptureProxy learns in this way which rows a loss wants, an Answer gives it what forkpoint has
-computed, and a Scorer computes it at once.
+StandIn learns in this way which rows a loss wants, gives it what forkpoint has computed, or
+computes it at once.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -243,10 +243,19 @@ class Captured(BaseException):
 
 
 class StandIn:
-    """Reads attributes from the model, and answers calls with `fused_lm_head=True` itself."""
+    """Reads attributes from a model, and answers calls with `fused_lm_head=True` itself."""
 
-    def __init__(self, model: nn.Module | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module | None,
+        answer: Callable[[dict[str, Any]], HeadAnswer],
+        *,
+        passes_on: bool = False,
+    ) -> None:
+        """`answer`: gives that of a call, from its arguments. `passes_on`: whether other calls go
+        to the model where gradients are not enabled; else they are refused."""
         self.model: nn.Module | None = model
+        self._answer, self._passes_on = answer, passes_on
 
     def __getattr__(self, name: str) -> Any:
         if name == "model":  # not set yet
@@ -255,14 +264,9 @@ class StandIn:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not args and kwargs.get("fused_lm_head"):
-            return self.answered(kwargs)
-        return self.other_call(*args, **kwargs)
-
-    def answered(self, arguments: dict[str, Any]) -> HeadAnswer:
-        raise NotImplementedError
-
-    def other_call(self, *args: Any, **kwargs: Any) -> Any:
-        """A call for something else than the fused head's outputs."""
+            return self._answer(kwargs)
+        if self._passes_on and self.model is not None and not torch.is_grad_enabled():
+            return self.model(*args, **kwargs)
         raise UnsupportedError(
             "the trainer's loss calls its model for something else than log-probs (arguments "
             f"{', '.join([*map(repr, map(type, args)), *kwargs]) or 'none'}). Use a loss of "
@@ -270,44 +274,31 @@ class StandIn:
         )
 
 
-class CaptureProxy(StandIn):
-    """Ends the loss at its first call, by raising Captured."""
+def capturing(model: nn.Module | None) -> StandIn:
+    """A stand-in that ends the loss at its first call, by raising Captured."""
 
-    def answered(self, arguments: dict[str, Any]) -> HeadAnswer:
-        raise Captured(Rows.of_call(arguments, self.model))
+    def answer(arguments: dict[str, Any]) -> HeadAnswer:
+        raise Captured(Rows.of_call(arguments, model))
+
+    return StandIn(model, answer)
 
 
-class Answer(StandIn):
-    """Gives what has been computed for the rows that were captured."""
+def answering(model: nn.Module | None, rows: Rows, found: HeadAnswer) -> StandIn:
+    """A stand-in that gives what has been computed for the rows that were captured."""
 
-    def __init__(self, model: nn.Module | None, rows: Rows, answer: HeadAnswer) -> None:
-        super().__init__(model)
-        self.rows: Rows = rows
-        self.answer: HeadAnswer = answer
-
-    def answered(self, arguments: dict[str, Any]) -> HeadAnswer:
-        asked, known = arguments["input_ids"], self.rows.input_ids
+    def answer(arguments: dict[str, Any]) -> HeadAnswer:
+        asked, known = arguments["input_ids"], rows.input_ids
         if asked.shape != known.shape:
             raise UnsupportedError(
                 f"the trainer's loss calls its model with rows of shape {tuple(asked.shape)} after "
                 f"rows of shape {tuple(known.shape)}; all calls of a loss must have the same rows. "
                 "Use a loss with one call, or the trainer of TRL."
             )
-        return self.answer
+        return found
+
+    return StandIn(model, answer)
 
 
-class Scorer(StandIn):
-    """Computes the rows at once; other calls go to the model where gradients are not enabled."""
-
-    def __init__(self, model: nn.Module | None, score: Callable[[Rows], HeadAnswer]) -> None:
-        super().__init__(model)
-        self._score = score
-
-    def answered(self, arguments: dict[str, Any]) -> HeadAnswer:
-        return self._score(Rows.of_call(arguments, self.model))
-
-    def other_call(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            return super().other_call(*args, **kwargs)
-        assert self.model is not None
-        return self.model(*args, **kwargs)
+def scoring(model: nn.Module | None, score: Callable[[Rows], HeadAnswer]) -> StandIn:
+    """A stand-in that computes the rows at once."""
+    return StandIn(model, lambda given: score(Rows.of_call(given, model)), passes_on=True)

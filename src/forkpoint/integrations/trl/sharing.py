@@ -28,13 +28,14 @@ from forkpoint.errors import UnsupportedError
 from forkpoint.hosts import refusals
 from forkpoint.integrations.trl.arrivals import Arrivals
 from forkpoint.integrations.trl.calls import (
-    Answer,
     Captured,
-    CaptureProxy,
     HeadAnswer,
     PackedRows,
     Rows,
-    Scorer,
+    StandIn,
+    answering,
+    capturing,
+    scoring,
 )
 from forkpoint.integrations.trl.counts import Counts
 from forkpoint.integrations.trl.heads import HeadChecks
@@ -268,7 +269,7 @@ class Sharing:
         refusals.check_trainable(policy.host.model)
         state = LossState(trainer)
         try:
-            compute(CaptureProxy(model), copy(inputs), num_items_in_batch=num_items)
+            compute(capturing(model), copy(inputs), num_items_in_batch=num_items)
         except Captured as captured:
             rows = captured.rows
         else:
@@ -471,8 +472,8 @@ class Sharing:
         for index, (one, answer) in enumerate(zip(window, answers, strict=True)):
             reference = None
             if references is not None:
-                reference = Answer(None, one.rows, references[index])
-            model = Answer(one.model, one.rows, answer)
+                reference = answering(None, one.rows, references[index])
+            model = answering(one.model, one.rows, answer)
             with Changes() as changes:
                 # As it was when this micro-batch came.
                 changes.later(gradients._set_sync_gradients, gradients.sync_gradients)
@@ -486,7 +487,7 @@ class Sharing:
 
     # Calls of a model -----------------------------------------------------------------------------
 
-    def scorer(self, model: nn.Module, *, entropy: bool) -> Scorer:
+    def scorer(self, model: nn.Module, *, entropy: bool) -> StandIn:
         """A stand-in for a model that computes log-probs.
 
         They have no graph of the model. If gradients are enabled, a backward of the log-probs runs
@@ -520,7 +521,7 @@ class Sharing:
                 routers = values.pop(ROUTERS, None)
             return self._answers(packed, values, routers)[0]
 
-        return Scorer(model, score)
+        return scoring(model, score)
 
     def _references(self, calls: Sequence[Rows], model: Any) -> list[HeadAnswer]:
         """Answers of the trainer's reference model: `model`, or the policy without its adapter."""
@@ -542,6 +543,6 @@ class Sharing:
         with Changes() as changes:
             if self._asks:
                 before = self.trainer.ref_model
-                stand_in = Scorer(before, lambda rows: self._references([rows], before)[0])
+                stand_in = scoring(before, lambda rows: self._references([rows], before)[0])
                 changes.set(vars(self.trainer), "ref_model", stand_in)
             yield
