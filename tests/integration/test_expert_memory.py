@@ -3,16 +3,14 @@
 from itertools import product
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from experts import FAMILIES, expert_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from forkpoint import Config, ModelShape, Rollout, RolloutBatch, wrap
+from forkpoint import Config, ModelShape, wrap
 from forkpoint.hosts.checkpointing import MLP_NAMES
-from forkpoint.losses import GRPO
 from forkpoint.plan import MODELS
 from lanes import slow_besides
 
@@ -103,31 +101,6 @@ def test_a_layer_of_experts_keeps_what_is_predicted(
     shape = host.shape
     predicted = (4 * width + shape.expert_activations) * shape.dtype_bytes + shape.router_bytes
     assert predicted == pytest.approx(saved.per_token, rel=0.05)
-
-
-def layers_keep(family: str, implementation: str, config: Config) -> tuple[float, float]:
-    """Bytes of two layers for one token, saved and predicted: by steps of models of two and of four
-    layers, so that embeddings and head cancel."""
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(0, 256, TOKENS + 1).tolist()
-    batch = RolloutBatch([Rollout(tokens, [0] * (TOKENS - 7) + [1] * 8, 1.0)])
-    saved, predicted = [], []
-    for layers in (2, 4):
-        model = mixture(family, implementation, torch.bfloat16, layers)
-        policy = wrap(model, config)
-        with Saved(model) as found:
-            policy.forward_backward(batch, GRPO())
-        assert policy.host.compiles is bool(config.compile_blocks)
-        saved.append(found.per_token)
-        predicted.append(policy.host.shape.activation_bytes("none"))
-    return saved[1] - saved[0], predicted[1] - predicted[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("implementation", ["grouped_mm", "eager"])
-def test_whole_layers_keep_what_is_predicted(implementation: str) -> None:
-    saved, predicted = layers_keep("mixtral", implementation, PLAIN)
-    assert predicted == pytest.approx(saved, rel=0.1)
 
 
 def test_the_shape_of_a_large_mixture() -> None:

@@ -56,22 +56,11 @@ def ppo_clip(lp: Tensor, _: Tensor) -> Tensor:
     return -torch.minimum(ratio * ADVANTAGE, ratio.clamp(0.8, 1.2) * ADVANTAGE).mean()
 
 
-def dpo(lp: Tensor, _: Tensor) -> Tensor:
-    margin = sums(lp) - sums(REFERENCE)
-    return -F.logsigmoid(0.1 * (margin[::2] - margin[1::2])).mean()
-
-
 def kto(lp: Tensor, _: Tensor) -> Tensor:
     reward = sums(lp) - sums(REFERENCE)
     anchor = reward.mean().clamp(min=0).detach()
     sign = torch.where(torch.arange(len(BATCH)) % 2 == 0, 1.0, -1.0)
     return (1 - torch.sigmoid(0.1 * sign * (reward - anchor))).mean()
-
-
-def gspo(lp: Tensor, _: Tensor) -> Tensor:
-    ratio = (means(lp) - means(OLD)).exp()
-    weight = torch.zeros(len(BATCH), dtype=lp.dtype).index_add(0, OWNER[MASK], ADVANTAGE)
-    return -torch.minimum(ratio * weight, ratio.clamp(0.9, 1.1) * weight).mean()
 
 
 def entropy_bonus(lp: Tensor, entropies: Tensor) -> Tensor:
@@ -83,7 +72,7 @@ def listwise(lp: Tensor, entropies: Tensor) -> Tensor:
     return -means(lp).log_softmax(0)[0] + means(entropies).square().sum()
 
 
-LOSSES = [ppo_clip, dpo, kto, gspo, entropy_bonus, listwise]
+LOSSES = [ppo_clip, kto, entropy_bonus, listwise]
 
 
 def stock_values(model: nn.Module, batch: RolloutBatch) -> tuple[Tensor, Tensor]:
@@ -101,8 +90,8 @@ def stock_values(model: nn.Module, batch: RolloutBatch) -> tuple[Tensor, Tensor]
 
 HALVES = [(loss, half) for loss in LOSSES for half in (0, 1)]
 """Each loss with every second mode."""
-IN_CORE = [(loss, n % 2) for n, loss in enumerate(LOSSES)][::2] + HALVES[-1:]
-"""Every second loss, and every mode with one of them."""
+IN_CORE = [*HALVES[:-2:2], HALVES[-1]]
+"""Every loss, and every mode with one of them."""
 
 
 @pytest.mark.parametrize(

@@ -245,13 +245,6 @@ def test_autocast_is_that_of_a_linear_layer():
         assert error <= 2 * bar, name
 
 
-def test_autocast_leaves_float64_alone():
-    leaves, rest = make()
-    expected = run(token_logprobs, leaves, rest)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert_close(run(token_logprobs, leaves, rest), expected)
-
-
 def test_a_backward_under_autocast_is_that_of_the_forward():
     leaves, rest = make(dtype=torch.float32)
     grads = []
