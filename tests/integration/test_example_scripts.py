@@ -80,7 +80,11 @@ def test_ranks_train_as_one_does(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(ranks), str(EXAMPLES / "fsdp2.py")]
         command += ["--lr", "1e-3", "--save", str(saved)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+        for _ in range(3):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+            # A thread of gloo that frees a tensor while the interpreter ends aborts the process.
+            if "terminate called without an active exception" not in done.stderr:
+                break
         assert done.returncode == 0, done.stderr[-3000:]
         assert (saved / ".metadata").is_file()
         found.append([float(x) for pair in NORM.findall(done.stdout) for x in pair])
