@@ -7,12 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchtitan.config import (
-    TORCH_DTYPE_MAP,
-    CompileConfig,
-    ParallelismConfig,
-    TrainingConfig,
-)
+from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.distributed.utils import set_spmd_backend

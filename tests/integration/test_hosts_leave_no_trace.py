@@ -9,15 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from host_models import (
-    BATCH,
-    LOSS,
-    checkpointing,
-    frozen_below,
-    lora,
-    quiet_peft,
-    resized,
-)
+from host_models import BATCH, LOSS, checkpointing, frozen_below, lora, quiet_peft, resized
 from steps import ACROSS, clear_gradients, model_state, small_model, step_error
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel

@@ -67,11 +67,7 @@ DPO: dict[str, dict[str, Any]] = {
     "references beforehand": {"precompute_ref_log_probs": True},
     "forward KL": {"f_divergence_type": "forward_kl", "max_steps": 1},
     "alpha divergence": {"f_divergence_type": "alpha_divergence", "gradient_checkpointing": True},
-    "short last window": {
-        "max_steps": -1,
-        "num_train_epochs": 1,
-        "gradient_accumulation_steps": 3,
-    },
+    "short last window": {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 3},
 }
 
 

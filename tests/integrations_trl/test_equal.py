@@ -106,10 +106,7 @@ def test_dpo(name: str, tmp_path: Path) -> None:
     assert computed < 0.8 * given
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [("grpo", {"beta": 0.1}), ("dpo", {})],
-)
+@pytest.mark.parametrize(("kind", "options"), [("grpo", {"beta": 0.1}), ("dpo", {})])
 def test_lora(kind: str, options: dict[str, Any], tmp_path: Path) -> None:
     """References are the model's own with its adapter off."""
     pair = Pair(kind, tmp_path, made={"peft_config": LORA}, max_steps=3, **options)

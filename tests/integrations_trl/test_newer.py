@@ -23,13 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 BOTH = r"at one token TRL has -\d.*, and forkpoint -\d.* at temperature (0\.9|1\.0)\."
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("grpo", {"bf16": True}),
-        ("rloo", {"beta": 0.1}),
-    ],
-)
+@pytest.mark.parametrize(("kind", "options"), [("grpo", {"bf16": True}), ("rloo", {"beta": 0.1})])
 def test_a_head_that_does_not_divide_by_the_temperature(
     kind: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

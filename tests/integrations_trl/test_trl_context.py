@@ -189,10 +189,7 @@ def _of_first(self: PackedRows, values_t: Tensor) -> Tensor:
 _joined = PackedRows.joined
 
 
-ONE_PROCESS: dict[str, dict[str, Any]] = {
-    "tokens": {"beta": 0.1},
-    "sequences": SEQUENCES,
-}
+ONE_PROCESS: dict[str, dict[str, Any]] = {"tokens": {"beta": 0.1}, "sequences": SEQUENCES}
 
 
 @pytest.mark.parametrize("name", ONE_PROCESS)

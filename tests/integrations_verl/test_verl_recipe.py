@@ -58,11 +58,7 @@ def test_several_nodes_are_told_the_variables(folder: Path) -> None:
     more = several_nodes()
     assert len(more) == 3
     told = read(folder, *more).ray_kwargs.ray_init.runtime_env.env_vars
-    assert set(told) == {
-        "VERL_ENGINE_VENDOR",
-        "VERL_USE_EXTERNAL_MODULES",
-        "FORKPOINT_VERL_CONFIG",
-    }
+    assert set(told) == {"VERL_ENGINE_VENDOR", "VERL_USE_EXTERNAL_MODULES", "FORKPOINT_VERL_CONFIG"}
 
 
 def test_the_engines_take_the_recipe(folder: Path) -> None:

@@ -8,15 +8,7 @@ from typing import Any
 import pytest
 from cases_of_ranks import Case, check, named, over_replicas
 from processes import run_ranks
-from scenarios_of_ranks import (
-    BAR,
-    DEEP,
-    Scenario,
-    compared,
-    replicated,
-    sharded,
-    through_logprobs,
-)
+from scenarios_of_ranks import BAR, DEEP, Scenario, compared, replicated, sharded, through_logprobs
 from test_dealt_leaves import dealt
 from test_multimodal_ranks import by_blocks, qwen3_vl
 from torch import nn

@@ -61,11 +61,7 @@ def bucket_views(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
-FEW = (
-    "sum",
-    "forward function backward",
-    "logprobs stock function stock",
-)
+FEW = ("sum", "forward function backward", "logprobs stock function stock")
 FEW_UNSYNCED = ("unsynced stock score fails synced sum", "unsynced stock synced function")
 WAYS = ("microbatch", "step")
 CASES = {

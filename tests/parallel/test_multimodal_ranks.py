@@ -6,14 +6,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from processes import run_ranks
-from scenarios_of_ranks import (
-    BAR,
-    EMPTY,
-    UNEQUAL,
-    Scenario,
-    compared,
-    replicated,
-)
+from scenarios_of_ranks import BAR, EMPTY, UNEQUAL, Scenario, compared, replicated
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 

@@ -57,10 +57,7 @@ SPLIT = (group(2, 5, 30, 12)[:2], group(2, 5, 30, 12)[2:])
 def policies(wrap: Any, config: Config = DEEP) -> tuple[forkpoint.Policy, forkpoint.Policy]:
     """A policy on ranks, and one of the same model alone."""
     scenario = Scenario()
-    return (
-        on_ranks(wrap(model_of(scenario)), config),
-        forkpoint.wrap(model_of(scenario), config),
-    )
+    return (on_ranks(wrap(model_of(scenario)), config), forkpoint.wrap(model_of(scenario), config))
 
 
 def apart(policy: forkpoint.Policy, alone: forkpoint.Policy) -> float:

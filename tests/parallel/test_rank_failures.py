@@ -11,15 +11,7 @@ import torch
 import torch.distributed as dist
 from failing_ranks import CAUSES, MESHES, Moment, tried
 from processes import RankFailed, run_ranks
-from scenarios_of_ranks import (
-    DEEP,
-    UNEQUAL,
-    Scenario,
-    model_of,
-    on_ranks,
-    replicated,
-    sharded,
-)
+from scenarios_of_ranks import DEEP, UNEQUAL, Scenario, model_of, on_ranks, replicated, sharded
 
 import forkpoint
 from forkpoint import RolloutBatch

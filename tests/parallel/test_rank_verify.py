@@ -19,15 +19,7 @@ from cases_of_ranks import (
     over_replicas,
 )
 from processes import run_ranks
-from scenarios_of_ranks import (
-    EMPTY,
-    UNEQUAL,
-    Failing,
-    gradients,
-    group,
-    own_loss,
-    sharded,
-)
+from scenarios_of_ranks import EMPTY, UNEQUAL, Failing, gradients, group, own_loss, sharded
 from test_ranks import lora
 from test_router_ranks import COEFFICIENTS, Routed
 from test_split_models import adapted
