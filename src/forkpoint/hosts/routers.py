@@ -105,8 +105,8 @@ class ModelRouters(RouterSet):
 
         every: by stage, how many routers it has, and among how many experts these choose.
         """
-        self.first = sum(count for count, _ in every[:stage])
-        self.layers = sum(count for count, _ in every)
+        self.first: int = sum(count for count, _ in every[:stage])
+        self.layers: int = sum(count for count, _ in every)
         self.elsewhere_experts = max(experts for _, experts in every)
 
     def end_within(self, block: nn.Module, changes: Changes) -> bool:

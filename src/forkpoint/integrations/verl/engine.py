@@ -21,7 +21,7 @@ from forkpoint.integrations.verl.groups import LOOKED_AT, RankPart, sharing_mess
 from forkpoint.integrations.verl.losses import ORDER, TOLERANCE, MicroBatch, MiniBatchLoss
 from forkpoint.integrations.verl.patches import check_forwards, keep_forwards
 from forkpoint.integrations.verl.refusals import check_batch, check_options, check_strategy
-from forkpoint.integrations.verl.rows import ModelOfRows, Rows, jagged
+from forkpoint.integrations.verl.rows import Rows, jagged, placeholders_of
 from forkpoint.integrations.verl.settings import Settings, load_settings
 from forkpoint.losses.base import Decomposition, FunctionLoss
 from forkpoint.parallel.call import RankGroup
@@ -166,8 +166,9 @@ class SharedEngine:
         parts, indices = engines.prepare_micro_batches(
             data=data, dp_group=group, same_micro_num_in_dp=True
         )
-        host = ModelOfRows.of(self.module.config, self.policy.host.positions)
-        rows = self._together(lambda: Rows.of(data, host, values=self.gives == "values"))
+        placeholders, positions = placeholders_of(self.module.config), self.policy.host.positions
+        read = partial(Rows.of, data, placeholders, positions, values=self.gives == "values")
+        rows = self._together(read)
         micro_batches = _micro_batches(rows, parts, indices, device)
         outputs = {"logprobs" if self.gives == "log_probs" else "values": self.gives}
         if entropy:

@@ -22,22 +22,10 @@ UNREAD = ("images_seqlens", "mm_token_type_ids")
 """Other inputs of verl's rows, which models do not need."""
 
 
-@dataclass(frozen=True)
-class ModelOfRows:
-    """Facts about the model that rows are read for.
-
-    placeholders: the ids of tokens that stand for images and for videos, -1 where there is none.
-    positions: `Host.positions`.
-    """
-
-    placeholders: tuple[int, ...]
-    positions: Callable[[RolloutBatch], NDArray[np.int64] | None]
-
-    @classmethod
-    def of(cls, config: Any, positions: Any) -> "ModelOfRows":
-        """Read the facts from a configuration of transformers."""
-        ids = tuple(getattr(config, f"{kind}_token_id", None) for kind in KINDS)
-        return cls(tuple(-1 if id is None else id for id in ids), positions)
+def placeholders_of(config: Any) -> tuple[int, ...]:
+    """The ids of tokens that stand for images and for videos of a model, -1 where there is none."""
+    ids = (getattr(config, f"{kind}_token_id", None) for kind in KINDS)
+    return tuple(-1 if id is None else id for id in ids)
 
 
 def media_of_rows(
@@ -48,7 +36,7 @@ def media_of_rows(
     Args:
         ids_T: int64 [T], the tokens of all rows.
         offsets: int64 [N + 1], the starts of the rows, and T.
-        placeholders: as in `ModelOfRows`.
+        placeholders: as of `placeholders_of`.
 
     Returns the media, and int64 [T]: 0 for text, k for a token of one of `KINDS[k - 1]`.
 
@@ -106,12 +94,20 @@ class Rows:
     responses: Tensor | None
 
     @classmethod
-    def of(cls, data: Any, host: ModelOfRows, *, values: bool) -> "Rows":
+    def of(
+        cls,
+        data: Any,
+        placeholders: tuple[int, ...],
+        positions_of: Callable[[RolloutBatch], NDArray[np.int64] | None],
+        *,
+        values: bool,
+    ) -> "Rows":
         """The rows of a TensorDict without padding, as verl gives its engines.
 
         Args:
             data: verl's mini-batch.
-            host: ids of images and video of the model, and its positions.
+            placeholders: as of `placeholders_of`.
+            positions_of: `Host.positions`.
             values: whether the model is a critic, which uses no temperature.
 
         Raises:
@@ -122,7 +118,7 @@ class Rows:
         offsets = input_ids.offsets().cpu().long()
         ids = input_ids.values().cpu()
         lengths = offsets.diff()
-        media, types = media_of_rows(data, ids, offsets, host.placeholders)
+        media, types = media_of_rows(data, ids, offsets, placeholders)
         responses = None
         if "responses" in data.keys():  # noqa: SIM118 - a TensorDict's `in` looks at its values
             counts = response_lengths(data).cpu().long()
@@ -147,7 +143,7 @@ class Rows:
         )
         if media is not None:
             batch = batch.with_media(media, types)
-        positions = None if media is None else host.positions(batch)
+        positions = None if media is None else positions_of(batch)
         _check_positions(data["position_ids"], offsets, positions)
         return cls(batch, offsets, responses)
 
