@@ -454,9 +454,9 @@ because it compiles nothing and computes the head on all tokens. Ratios to it ca
 the bound. TRL's trainer runs 8 rows at a time with gradient checkpointing and sdpa. It is also
 slower than forkpoint without sharing in the same trainer. The two rows of TRL's trainer time the
 update only, without generation. They have no memory limit. The other rows stay below 80 GB. The
-last two columns give peak memory. For rollouts of up to 2,048 tokens, forkpoint can need more
-memory than the loop, because it packs several rollouts into one forward: up to 23% more in full
-training, and 61% more with LoRA (`benchmarks/results/plain-loop-h200.jsonl`).
+last two columns give peak memory. forkpoint can need more memory than the loop, mainly for
+rollouts of up to 2,048 tokens, because it packs several rollouts into one forward: up to 23% more
+in full training, and 61% more with LoRA (`benchmarks/results/plain-loop-h200.jsonl`).
 
 {headlines}
 
