@@ -1,6 +1,7 @@
 """A line of the log, once in a process, that names a package whose kernels are faster."""
 
 import logging
+from dataclasses import replace
 
 import torch
 
@@ -12,25 +13,45 @@ _log = logging.getLogger("forkpoint")
 _is_settled = False
 """Whether this process has said it, or has the package, which takes 0.5 ms to look for."""
 
+TFLOPS = {"products": 620.0, "fa2": 261.0, "padded": 464.0, "fa4": 560.0}
+"""Rates of an H100 in bfloat16, forward and backward: matrix products, and causal attention of
+8,506 tokens with 16 query heads and 8 key-value heads of 128, by each kernel."""
+LEAST_GAIN = 1.02
 SAID = (
-    "attention runs on torch's kernels, and FlashAttention-4 is faster on this GPU for segments as "
-    "long as this step's (%d tokens): pip install 'forkpoint[fa4]'. This is said once."
+    "attention runs on torch's kernels. With FlashAttention-4 this step is predicted to be %.2f "
+    "times as fast, by rates of an H100: pip install 'forkpoint[fa4]'. This is said once."
 )
 
 
 def note_faster_kernels(plan: Plan, device: torch.device, kernel: str) -> None:
-    """Log that FlashAttention-4 is missing, where it could serve this GPU and long segments.
+    """Log that FlashAttention-4 is missing, where it could serve this GPU.
 
     kernel: as asked for in Config.
     """
     global _is_settled
+    shape = plan.shape
     if _is_settled or device.type != "cuda" or kernel != "auto":
         return
-    longest = int(plan.forest.length.max(initial=0))
-    if not plan.shape or plan.shape.dtype_bytes != 2 or longest < LONG_TOKENS:
+    if not shape or shape.dtype_bytes != 2:
         return
     major, _ = torch.cuda.get_device_capability(device)
-    if major in fa4.CAPABILITIES:
+    gain = predicted_gain(plan)
+    if major in fa4.CAPABILITIES and gain >= LEAST_GAIN:
         _is_settled = True
         if not fa4.is_installed():
-            _log.warning(SAID, longest)
+            _log.warning(SAID, gain)
+
+
+def predicted_gain(plan: Plan) -> float:
+    """The time of a step's products and attention with torch's kernels over that with
+    FlashAttention-4."""
+    shape, work = plan.shape, plan.shared
+    assert shape is not None, "a plan of a model"
+    whole = work.step_flops(shape)
+    products = replace(work, pairs=dict.fromkeys(work.pairs, 0)).step_flops(shape)
+    attention = whole - products
+    lengths = plan.forest.length[plan.forest.length >= LONG_TOKENS].astype(float)
+    padded = attention * min(1.0, (lengths * (lengths + 1) / 2).sum() / max(1, work.pairs[0]))
+    before = padded / TFLOPS["padded"] + (attention - padded) / TFLOPS["fa2"]
+    both, after = products / TFLOPS["products"], attention / TFLOPS["fa4"]
+    return float((both + before) / (both + after)) if whole else 1.0
