@@ -21,8 +21,9 @@ class RolloutSteps:
     """Trains on rollouts: `class MyTrainer(RolloutSteps, torchtitan.train.Trainer)`.
 
     The model, the optimizer, clipping and checkpoints stay torchtitan's. forkpoint runs the forward
-    and the backward, including context parallelism and the order of pipeline microbatches. Each
-    step of the trainer is one step of forkpoint, which plans microbatches.
+    and the backward, including the order of pipeline microbatches and, with torchtitan 0.2.2,
+    context parallelism. Each step of the trainer is one step of forkpoint, which plans
+    microbatches.
 
     Subclasses define `rollouts`, and set `loss` and perhaps `forkpoint_config`.
     """

@@ -1,1 +1,1 @@
-"""TorchTitan's own models, entered at their inner attention. Nothing of torchtitan is imported."""
+"""torchtitan's models, entered at their inner attention. Nothing of torchtitan is imported."""

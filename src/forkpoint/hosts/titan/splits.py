@@ -125,8 +125,8 @@ def _redistribution(where: str, module: nn.Module) -> TitanStyle:
     if dims.cp_enabled:
         raise UnsupportedError(
             f"{where} is under torchtitan's context parallelism, which has not been shown exact in "
-            "torchtitan 0.3. Set context_parallel_degree to 1, multiply "
-            "data_parallel_shard_degree by it, and give forkpoint.wrap a mesh with 'cp'."
+            "torchtitan 0.3. Set context_parallel_degree to 1 and multiply "
+            "data_parallel_shard_degree by it. In your own loop, pass wrap a mesh with 'cp'."
         )
     if isinstance(own, partial):  # of local_map, which converts tensors
         own = own.args[0]
