@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from steps import forked_batch
 
 from forkpoint import Rollout, RolloutBatch, UnsupportedError, losses, wrap
@@ -31,6 +32,9 @@ def test_media_tokens_of_released_models_are_known() -> None:
     assert media and all(getattr(whole, name) == value for name, value in media)
 
 
+@pytest.mark.skipif(
+    transformers.__version__.startswith("5.10."), reason="it computes SiLU at all times"
+)
 def test_a_sample_finds_another_activation_of_the_convolution() -> None:
     model = tiny_hybrid("qwen3_5_text", hidden_act="gelu")
     with pytest.raises(UnsupportedError, match="differ from the model's"):

@@ -30,6 +30,7 @@ from forkpoint.engine.route_replay import ReplayedRoutes, Routes
 from forkpoint.hosts import routers as routers_module
 from forkpoint.testing import DenseRun, dense_run, lifted_upcasts, tiny_model
 from lanes import slow_besides
+from versions import skip_without_router_logits
 
 ACROSS = Config(sharing="group", boundary="across", max_microbatch_tokens=200)
 WITHIN_CONFIG = Config(sharing="group", boundary="within")
@@ -94,6 +95,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 def test_shared_and_dense_agree_on_routes_of_another_model(
     family: str, changes: dict[str, Any]
 ) -> None:
+    skip_without_router_logits(family)
     batch, run = foreign_batch(), held_run(family)
     assert run.routes.elsewhere > 0.5
     dense, free = run.held, run.free
@@ -125,6 +127,7 @@ def test_shared_and_dense_agree_on_routes_of_another_model(
 
 @pytest.mark.parametrize("family", slow_besides(["deepseek_v3"], FAMILIES))
 def test_experts_are_those_of_the_routes(family: str) -> None:
+    skip_without_router_logits(family)
     batch, model = foreign_batch(), expert_model(family)
     routers, routes = found_routers(model), foreign_routes(family)
     with chosen_experts(model) as found, forced(model, routers, routes) as run, torch.no_grad():
@@ -168,6 +171,7 @@ def report_of(family: str, config: Config = ACROSS) -> VerifyReport:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_passes_with_routes_held(family: str) -> None:
+    skip_without_router_logits(family)
     report = report_of(family, (ACROSS, WITHIN_CONFIG)[list(FAMILIES).index(family) % 2])
     assert report.passed, report.table()
     assert report.nearest.routes is not None and report.nearest.routes.held
