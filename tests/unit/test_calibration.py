@@ -128,7 +128,7 @@ def test_few_queries_or_keys_take_as_long_as_the_others_are_many() -> None:
     walked = replace(plain, walk_ms=(0.01, 0.05))
     (row,) = make_plan(batch, SHAPE, config, calibration=plain).microbatches
     plan = make_plan(batch, SHAPE, config, calibration=walked)
-    queries, keys = 30, 100  # the first response lies in the prompt's causal sequence
+    queries, keys = 30, 100  # the prompt and the first response are one causal sequence
     for measured, expected in (
         (plain, [2 + queries * keys / 1e4] * 2),
         (walked, [2 + keys * 0.01, 2 + queries * 0.05]),

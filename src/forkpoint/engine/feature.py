@@ -1,4 +1,4 @@
-"""Interfaces of what a pass does besides forwards and backwards: features, and links of stages.
+"""Interfaces that the executor calls: features of a pass, and links between stages.
 
 The executor calls all features of a step (such as offloading or counting of experts) at the same
 moments and knows none of them by name. It calls links of a rank's blocks with those of other ranks

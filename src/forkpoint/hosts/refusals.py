@@ -55,7 +55,7 @@ def check_code(
     Args:
         allowed: beginnings of the names of files that define known classes.
         remedy: what to do about others.
-        known: whether the library has set a module's forward, which lies in no wrapper.
+        known: whether the library itself has replaced the module's forward.
     """
     where, kind = name or "the model", plain_class(module)
     if not f"{kind.__module__}.".startswith(allowed):

@@ -1,1 +1,1 @@
-"""torchtitan's models, entered at their inner attention. Nothing of torchtitan is imported."""
+"""Support for models of torchtitan. It does not import torchtitan."""

@@ -27,7 +27,7 @@ MASKS = "attention_masks"
 
 
 class CarriedContext(CallContext, BlockMask):
-    """A microbatch that torchtitan takes for a mask. It reads nothing of it."""
+    """Context of a call, passed as the attention mask. torchtitan passes it on unread."""
 
     def __init__(self, context: CallContext) -> None:
         vars(self).update(vars(context))

@@ -81,8 +81,8 @@ def check_modules(
     own = [f"transformers.models.{package}" for package in packages]
     allowed = (*(f"{package}." for package in own), *TOKENWISE_CODE)
     remedy = (
-        f"Use the modules of {' and '.join(own)} as they are: wrap the model before it is "
-        "quantized or patched."
+        f"Use unmodified modules of {' and '.join(own)}: wrap the model before it is quantized "
+        "or patched."
     )
     for name, module in every_module(model):
         if module in idle:

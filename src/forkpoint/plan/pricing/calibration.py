@@ -177,18 +177,20 @@ class Calibration:
     measured."""
     walk_ms: tuple[float, float] = (0.0, 0.0)
     """Least time of a further launch in one layer: forward for each key of its longest sequence,
-    which blocks of queries walk one after the other, and backward for each query."""
+    and backward for each query. A block of queries reads all keys in turn."""
     host_write_ms: tuple[float, float] = (0.0, 0.0)
-    """Time of the host besides, for each block of a microbatch that others read."""
+    """Additional time of the host for each block of a microbatch that others read."""
     host_read_ms: tuple[float, float] = (0.0, 0.0)
-    """The same for each block of a microbatch that reads another, besides its further launch."""
+    """Additional time of the host for each block of a microbatch that reads another, without the
+    time of its further launch."""
     host_long_ms: tuple[float, float] = (0.0, 0.0)
-    """The same for each causal sequence of at least LONG_TOKENS, in each block."""
+    """Additional time of the host in each block for each causal sequence of at least
+    LONG_TOKENS."""
     host_step_ms: tuple[float, float] = (0.0, 0.0)
-    """Time in which the host checks the model, prepares a step and ends it, while the device has
-    no work: of a step, and for each of its layers besides."""
+    """Time of the host to check the model, to prepare a step and to end it, while the device is
+    idle: for a step, and for each layer."""
     host_token_ms: float = 0.0
-    """The same for each token of all rollouts, whose tensors it makes."""
+    """Time of the host to prepare a token of the rollouts, while the device is idle."""
     wide: tuple[float, float] = (0.0, 0.0)
     """Pairs a ms of attention to an ancestor by launches of at least WIDE_PAIRS, forward and
     backward; zeros where that was not measured."""

@@ -76,7 +76,7 @@ class Meter(ABC):
         return 0.0
 
     def step(self) -> float:
-        """Time of a step besides its microbatches, in which the device has no work."""
+        """Time of a step outside of its microbatches, while the device is idle."""
         return 0.0
 
     def alone(

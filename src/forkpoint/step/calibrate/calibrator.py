@@ -254,7 +254,7 @@ def _rest(sizes: list[int], rows: dict[int, list[Times]], head: Curve) -> Curve:
 
 
 def _host_step(steps: Mapping[int, StepTimes]) -> tuple[float, float]:
-    """Time of a step besides its microbatches: of a step, and for each layer besides."""
+    """Time of a step outside of its microbatches: for a step, and for each layer."""
     few, more = steps[FEW].outside, steps[MORE].outside
     layer = max((more - few) / (MORE - FEW), 0.0)
     return max(few - FEW * layer, 0.0), layer

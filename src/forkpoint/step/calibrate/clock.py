@@ -15,9 +15,9 @@ import torch
 
 BUSY_SIZE = 8192
 STEADY = 6
-"""Least repeats of which the time counts, after as many others."""
+"""Least number of timed repeats. As many run before them untimed."""
 STEADY_MS = 300.0
-"""Least time of both halves: a clock falls for some time under a load."""
+"""Least time of each of both halves. The device lowers its clock after some time under load."""
 LEAST_SHARE = 0.7
 """Least that a time within a step is taken to be of one behind matrix products."""
 

@@ -32,14 +32,14 @@ HEAD_TOKENS = 1024
 
 
 class StepTimes(NamedTuple):
-    """Milliseconds of a step that is so short that the host decides them: of each microbatch,
-    forward and backward, and of what is done before and after its microbatches."""
+    """Milliseconds of a short step of two microbatches, which wait for the host."""
 
     prompt: tuple[float, float]
-    """A microbatch that another one reads."""
+    """Forward and backward of the microbatch that the other one reads."""
     reader: tuple[float, float]
-    """A microbatch that reads it."""
+    """Forward and backward of the other one."""
     outside: float
+    """Before and after the microbatches."""
     tokens: int = 0
     """Of all rollouts."""
 

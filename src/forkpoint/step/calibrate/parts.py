@@ -60,8 +60,9 @@ class Parts:
         """Costs of attention to ancestors.
 
         Queries are as many as a microbatch has: few would not fill the device. Two launches that
-        fill it tell the time of a query from that of a pair. One with few keys has a backward that
-        no other block of keys runs beside, and one with few queries such a forward.
+        fill it separate the time of a query from that of a pair. A launch with few keys measures
+        the backward of one block of keys. One with few queries measures the forward of one block
+        of queries.
         """
         fill, short = _fill(sizes), sizes[0]
         # Launches of WIDE_PAIRS may run on another kernel.
