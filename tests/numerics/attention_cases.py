@@ -207,7 +207,7 @@ class Case:
             return None
         asked = Asked(
             *(torch.device(self.device), self.dtype, *self.dims, self.softcap, self.window),
-            *(deterministic, self.heads[0] != self.heads[1]),
+            *(deterministic, *self.heads),
         )
         return RECORDS[self.kernel].refusal(asked)
 

@@ -27,7 +27,13 @@ from attention_cases import (
 from torch import Tensor
 
 from forkpoint.errors import UnsupportedError
-from forkpoint.ops.attention import fa4, registry
+from forkpoint.ops.attention import (
+    AttentionTable,
+    CacheSlice,
+    fa4,
+    registry,
+    shared_attention,
+)
 
 BF16, FP16 = torch.bfloat16, torch.float16
 GPU = [
@@ -213,6 +219,47 @@ def test_random_forests(device: str, kernel: str, seed: int) -> None:
 def test_long_sequences(device: str, kernel: str, lengths: list[int]) -> None:
     for fused in (False, True):
         check(make_case(device, kernel, make_forest([-1] * len(lengths), lengths), fused=fused))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_more_elements_than_an_index_of_32_bits() -> None:
+    """cuDNN's backward is wrong for them: the whole is beside its two halves."""
+    count, length, keys, heads, dim = 132, 4096, 256, (16, 4), 256
+    needed = 24 * count * length * heads[0] * dim
+    if torch.cuda.mem_get_info()[0] < needed:
+        pytest.skip(f"the device has less than {needed >> 30} GiB free")
+    torch.manual_seed(0)
+    q, k, v, do = (
+        torch.randn(count * length, h, dim, dtype=BF16, device="cuda") for h in (16, 4, 4, 16)
+    )
+    prefix = torch.randn(2, keys, heads[1], dim, dtype=BF16, device="cuda")
+
+    def attended(begin: int, end: int) -> list[Tensor]:
+        """Output, and gradients of queries, keys and the prefix's keys."""
+        own, cache_grads = slice(begin * length, end * length), torch.zeros(prefix.shape).cuda()
+        inputs = [x[own].detach().requires_grad_() for x in (q, k, v)]
+        tokens, cu = (end - begin) * length, [length * n for n in range(end - begin + 1)]
+        rows = [[0, 1, 0, tokens, 0, tokens, length, length, 0, 0, end - begin]]
+        rows += [[1, 0, 0, tokens, 0, keys, tokens, keys, len(cu), len(cu) + 2, 1]]
+        table = AttentionTable.from_numpy(
+            np.array(rows), np.array([*cu, 0, tokens, 0, keys]), device="cuda"
+        )
+        cache = CacheSlice(*prefix, *cache_grads)
+        o, _ = shared_attention(*inputs, table=table, cache=cache, scale=dim**-0.5)
+        o.backward(do[own])
+        return [o.detach(), *(x.grad for x in inputs[:2]), cache_grads]
+
+    half = count // 2
+    whole = attended(0, count)
+    for begin in (0, half):
+        found = attended(begin, begin + half)
+        for x, y in zip(whole[:3], found[:3], strict=True):
+            part = x[begin * length : (begin + half) * length]
+            for got, expected in zip(part.split(65_536), y.split(65_536), strict=True):
+                assert (got.float() - expected).norm() < 1e-2 * expected.float().norm()
+        whole[3] = whole[3] - found[3]
+    assert whole[3].norm() < 1e-2 * found[3].norm()
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from forkpoint.ops.attention import (
     select_kernel,
     shared_attention,
 )
+from forkpoint.ops.attention import kernel as kernels
 from forkpoint.ops.attention.kernel import Asked, Options
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
@@ -109,9 +110,9 @@ def test_auto_leaves_small_launches_to_the_next_kernel(monkeypatch: pytest.Monke
         ("fa4", (9, 0), (64, 64), {"dtype": torch.float32}, "not torch.float32"),
         ("fa4", (9, 0), (264, 64), {}, "not 264 and 64"),
         ("fa4", (12, 0), (64, 64), {}, "not 12.0"),
-        ("fa4", (9, 0), (256, 256), {"grouped": True, "window": 9}, None),
-        ("fa4", (9, 0), (192, 128), {"grouped": True}, "not 192 and 128"),
-        ("fa4", (10, 0), (64, 64), {"softcap": 30.0, "window": 9, "grouped": True}, None),
+        ("fa4", (9, 0), (256, 256), {"heads": 2, "window": 9}, None),
+        ("fa4", (9, 0), (192, 128), {"heads": 2}, "not 192 and 128"),
+        ("fa4", (10, 0), (64, 64), {"softcap": 30.0, "window": 9, "heads": 2}, None),
         ("fa4", (10, 0), (192, 192), {}, "not 192 and 192"),
         ("fa4", (10, 0), (256, 256), {"softcap": 30.0}, "no softcap"),
         ("fa4", (11, 0), (256, 256), {"window": 9}, "no sliding window"),
@@ -211,12 +212,23 @@ def test_what_a_record_does_not_claim_is_refused() -> None:
 def test_launches_that_a_record_does_not_claim_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ragged, offset = one_launch([(2, 3), (3, 3)], False), one_launch([(2, 3)], True)
     equal, square = one_launch([(2, 3), (2, 3)], False), one_launch([(3, 3)], True)
-    able = limited(ragged=True, causal_offset=True)
+    able, asked = limited(ragged=True, causal_offset=True), Asked(CPU, torch.float32, 8, 8)
     for none in (limited(), RECORDS["cudnn"]):
-        assert "equal length" in (none.launch_refusal(ragged) or "")
-        assert "more keys than queries" in (none.launch_refusal(offset) or "")
-        assert none.launch_refusal(equal) is none.launch_refusal(square) is None
-    assert able.launch_refusal(ragged) is able.launch_refusal(offset) is None
+        assert "equal length" in (none.launch_refusal(ragged, asked) or "")
+        assert "more keys than queries" in (none.launch_refusal(offset, asked) or "")
+        assert none.launch_refusal(equal, asked) is none.launch_refusal(square, asked) is None
+    assert able.launch_refusal(ragged, asked) is able.launch_refusal(offset, asked) is None
+    # Elements are of queries and of keys, by their heads and the larger head dim.
+    monkeypatch.setattr(kernels, "MOST_ELEMENTS", 97)
+    for changes, refused in (
+        ({"heads": 4}, False),
+        ({"heads": 5}, True),
+        ({"kv_heads": 5}, True),
+        ({"heads": 4, "value_dim": 9}, True),
+    ):
+        for name in ("cudnn", "fa4"):
+            why = RECORDS[name].launch_refusal(square, asked._replace(**changes)) or ""
+            assert ("fewer than 97 elements, and a launch has" in why) == refused
     # And the operator asks.
     with only(monkeypatch, dataclasses.replace(RECORDS["reference"], ragged=False)):
         x = torch.ones(5, 1, 4)
@@ -248,5 +260,5 @@ def test_the_operator_says_all_that_it_asks_for(name: str, monkeypatch: pytest.M
             q, k, v = torch.ones(5, 2, 4), torch.ones(5, heads, 4), torch.ones(5, heads, 3)
             options: dict[str, Any] = {"scale": 1.0, "softcap": 7.0, "kernel": name}
             shared_attention(q, k, v, table=table, deterministic=True, **options)
-    expected = Asked(CPU, torch.float32, 4, 3, 7.0, 0, True, grouped=True)
-    assert asked == [expected, expected._replace(grouped=False)]
+    expected = Asked(CPU, torch.float32, 4, 3, 7.0, 0, True, heads=2, kv_heads=1)
+    assert asked == [expected, expected._replace(kv_heads=2)]

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from forkpoint.ops.attention import AttentionTable, Launch, cudnn, fa2, fa4, padded
 from forkpoint.ops.attention import table as tables
-from forkpoint.ops.attention.kernel import Options
+from forkpoint.ops.attention.kernel import Asked, Options
 
 RAGGED = [(5, 9), (1, 4), (7, 7)]
 EQUAL = [(5, 5), (5, 5)]
 WIDE = [(5, 9), (5, 9)]
+ASKED = Asked(torch.device("cpu"), torch.bfloat16, 256, 256, heads=16, kv_heads=4)
 
 
 def packed_launch(q: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool) -> Launch:
@@ -272,8 +273,21 @@ def test_launches_without_a_long_causal_sequence_are_not_padded() -> None:
             [source, causal, 0, last, 0, last, last, last, 0, 0, 1],
         ]
         launch = AttentionTable.from_numpy(np.array(rows), np.array([0, last])).calls[1]
-        why = kernel.launch_refusal(launch)
+        why = kernel.launch_refusal(launch, ASKED)
         assert why is None if long else "2,048 tokens, and a launch has none" in (why or "")
+
+
+def test_elements_of_padded_sequences_are_those_that_cudnn_is_given() -> None:
+    most = (1 << 31) // (ASKED.heads * ASKED.head_dim)
+    step = most // 32
+    for lengths, refused in (
+        ([most - step], False), ([most - step + 1], True), ([most // 2] * 3, False),
+    ):  # fmt: skip
+        cu, total = np.cumsum([0, *lengths]), sum(lengths)
+        rows = [[0, 1, 0, total, 0, total, lengths[0], lengths[0], 0, 0, len(lengths)]]
+        launch = AttentionTable.from_numpy(np.array(rows), cu).calls[0]
+        why = RECORDS["padded"].launch_refusal(launch, ASKED) or ""
+        assert ("elements" in why) == refused
 
 
 def test_padded_lengths_are_few() -> None:

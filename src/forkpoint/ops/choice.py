@@ -22,8 +22,9 @@ class Asked(NamedTuple):
     softcap: float = 0.0
     window: int = 0
     deterministic: bool = False
-    grouped: bool = False
-    """Whether query heads share key-value heads."""
+    heads: int = 1
+    """Of queries."""
+    kv_heads: int = 1
 
 
 def no_refusal(*_: object) -> str | None:

@@ -11,6 +11,8 @@ Source: `aten::_scaled_dot_product_cudnn_attention` and its backward, found by e
   window.
 - A plan is built for each new shape (tens of milliseconds) and kept. torch's variable-length entry
   builds it at every call, which is why there is none here.
+- With 2^31 elements of queries or more its backward is wrong, without an error: dq was off by 0.4
+  of its norm for 600,000 queries of 16 x 256 that see 4,096 keys (cuDNN 9.19, H200).
 - A sequence of one query and one key is an error of its own.
 - The backward takes the optional tensors that its schema declares required: None is passed.
 """
@@ -20,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forkpoint.ops.attention.kernel import Asked, Kernel, Options
+from forkpoint.ops.attention.kernel import Asked, Kernel, Options, refuses_elements
 from forkpoint.ops.attention.table import Launch
 
 _LATENT_ON_BLACKWELL = 91_100
@@ -105,10 +107,10 @@ def _refuses_device(_: torch.device) -> str | None:
     return None if torch.backends.cudnn.is_available() else "this torch has no cuDNN"
 
 
-def _refuses_launch(launch: Launch) -> str | None:
+def _refuses_launch(launch: Launch, asked: Asked) -> str | None:
     if launch.max_q == launch.max_k == 1:
         return "it needs more than one query or more than one key a sequence, and a launch has one"
-    return None
+    return refuses_elements(launch.max_q * launch.count, launch.max_k * launch.count, asked)
 
 
 KERNEL = Kernel(

@@ -32,7 +32,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from forkpoint.ops.attention.kernel import Asked, Kernel, Options
+from forkpoint.ops.attention.kernel import Asked, Kernel, Options, refuses_elements
 from forkpoint.ops.attention.table import Launch
 
 CAPABILITIES = (9, 10, 11)
@@ -214,7 +214,7 @@ def _refuses(asked: Asked) -> str | None:
     two = f"{dims[0]} and {dims[1]}"
     if not all(8 <= dim <= 256 and dim % 8 == 0 for dim in dims):
         return f"it needs head dims of 8 to 256 in steps of 8, not {two}"
-    if asked.grouped and dims[0] != dims[1]:
+    if asked.heads != asked.kv_heads and dims[0] != dims[1]:
         return (
             f"it needs equal head dims of keys and values where query heads share them, not {two}"
         )
@@ -233,6 +233,12 @@ def _refuses(asked: Asked) -> str | None:
     return None
 
 
+def _refuses_launch(launch: Launch, asked: Asked) -> str | None:
+    # More than its indices' 32 bits has not been shown exact.
+    queries, keys = launch.q_end - launch.q_begin, launch.k_end - launch.k_begin
+    return refuses_elements(queries, keys, asked)
+
+
 KERNEL = Kernel(
     name="fa4",
     forward=forward,
@@ -241,6 +247,7 @@ KERNEL = Kernel(
     dtypes=(torch.bfloat16, torch.float16),
     refuses_device=_refuses_device,
     refuses=_refuses,
+    refuses_launch=_refuses_launch,
     softcap=True,
     window=True,
     causal_offset=True,

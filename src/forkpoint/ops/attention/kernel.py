@@ -10,6 +10,8 @@ from forkpoint.ops.attention.table import Launch
 from forkpoint.ops.choice import Asked as Asked
 from forkpoint.ops.choice import Candidate, no_refusal
 
+MOST_ELEMENTS = 1 << 31
+
 
 class Options(NamedTuple):
     """Options of an attention, as in `shared_attention`."""
@@ -43,7 +45,7 @@ class Kernel(Candidate):
 
     forward: Forward
     backward: Backward
-    refuses_launch: Callable[[Launch], str | None] = no_refusal
+    refuses_launch: Callable[[Launch, Asked], str | None] = no_refusal
     """Why a launch cannot be served, beyond the other fields ("it needs ..."), or None."""
     softcap: bool = False
     window: bool = False
@@ -64,11 +66,20 @@ class Kernel(Candidate):
             return f"it has no sliding window (asked for {asked.window})"
         return None
 
-    def launch_refusal(self, launch: Launch) -> str | None:
+    def launch_refusal(self, launch: Launch, asked: Asked) -> str | None:
         """Why it cannot serve this launch of an attention that it serves; None if it can."""
         if launch.ragged and not self.ragged:
             return "it takes sequences of equal length, and a launch has others"
         longer = launch.k_end - launch.k_begin != launch.q_end - launch.q_begin
         if launch.causal and longer and not self.causal_offset:
             return "it has no causal mask for more keys than queries, and a launch needs it"
-        return self.refuses_launch(launch)
+        return self.refuses_launch(launch, asked)
+
+
+def refuses_elements(queries: int, keys: int, asked: Asked) -> str | None:
+    """Why a kernel whose indices have 32 bits cannot serve so many queries and keys, or None."""
+    heads = max(queries * asked.heads, keys * asked.kv_heads)
+    elements = heads * max(asked.head_dim, asked.value_dim)
+    if elements < MOST_ELEMENTS:
+        return None
+    return f"it takes fewer than {MOST_ELEMENTS:,} elements, and a launch has {elements:,}"

@@ -226,8 +226,8 @@ def _select(
     kernels = reading.table.chosen.get(key)
     if kernels is None:
         _check(q, k, v, reading, cache)
-        grouped = q.shape[1] != v.shape[1]
-        asked = Asked(q.device, q.dtype, q.shape[2], v.shape[2], *reading.options[1:], grouped)
+        dims, heads = (q.shape[2], v.shape[2]), (q.shape[1], v.shape[1])
+        asked = Asked(q.device, q.dtype, *dims, *reading.options[1:], *heads)
         kernels = [launch_kernel(reading.kernel, launch, asked) for launch in reading.table.calls]
         reading.table.chosen[key] = kernels
     return kernels

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forkpoint.ops.attention import cudnn, fa2
-from forkpoint.ops.attention.kernel import Asked, Kernel, Options
+from forkpoint.ops.attention.kernel import Asked, Kernel, Options, refuses_elements
 from forkpoint.ops.attention.table import LONG_TOKENS, Launch
 
 STEP_TOKENS = 512
@@ -90,10 +90,11 @@ def _refuses(asked: Asked) -> str | None:
     return cudnn.KERNEL.refuses(asked) or fa2.KERNEL.refuses(asked)
 
 
-def _refuses_launch(launch: Launch) -> str | None:
+def _refuses_launch(launch: Launch, asked: Asked) -> str | None:
     if not launch.parts:
         return f"it needs a causal sequence of {LONG_TOKENS:,} tokens, and a launch has none"
-    return None
+    longest = padded_length(max(part.max_q for part in launch.parts))
+    return refuses_elements(longest, longest, asked)
 
 
 KERNEL = Kernel(

@@ -25,7 +25,7 @@ def launch_kernel(name: str, launch: Launch, asked: Asked) -> Kernel:
     Raises UnsupportedError as `select_kernel`, and where a named kernel cannot serve the launch.
     """
     able = _able(asked) if name == AUTO else (select_kernel(name, asked),)
-    refusals = {kernel.name: kernel.launch_refusal(launch) for kernel in able}
+    refusals = {kernel.name: kernel.launch_refusal(launch, asked) for kernel in able}
     able = [kernel for kernel in able if refusals[kernel.name] is None]
     pairs = launch.max_q * launch.max_k * launch.count
     for kernel in able:
