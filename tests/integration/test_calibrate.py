@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 from weakref import ref
 
 import pytest
@@ -271,6 +272,40 @@ def test_launches_that_fill_the_device_tell_queries_from_pairs(
     assert found.walk_ms == pytest.approx((1e-3, 1e-3), rel=0.01)
 
 
+def test_the_host_is_timed_for_each_long_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = host_of(random_model(MODEL, torch.float32, 0).train())
+    parts = Parts(Clock(host.device, repeats=1, busy_products=0), host.shape, kernel="auto")
+
+    def attention(length: int, count: int, keys: int) -> Times:
+        long = count * (length >= 2048)
+        return Times(1.0, 1.0, 1.0 + 0.25 * long, 2.0 + 0.5 * long)
+
+    monkeypatch.setattr(parts, "_attention_ms", attention)
+    assert parts.causal((256, 2048, 8192)).long_ms == (0.25, 0.5)
+    assert parts.causal((256, 1024)).long_ms == parts.causal((2048, 8192)).long_ms == (0.0, 0.0)
+
+
+def test_the_longest_row_is_timed_where_the_host_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time is foreseen in proportion to the device's; the host's does not grow."""
+    made: dict[int, list[int]] = {1: [], 3: []}
+
+    class SlowHost(Rows):
+        def __init__(self) -> None:
+            pass
+
+        def row_ms(self, host: Any, tokens: int) -> Times:
+            made[host].append(tokens)
+            return Times(tokens / 2e3, tokens / 1e3, 20.0, 40.0)
+
+    effort = QUICK["cuda"]
+    for left, sizes in ((0.5, [256, 2048, 8192]), (0.1, [256, 2048])):
+        for each in made.values():
+            each.clear()
+        rows, hosts = SlowHost(), cast(Any, {1: 1, 3: 3})
+        done, times = calibrator._timed_rows(rows, hosts, effort, lambda left=left: left)
+        assert done == made[1] == made[3] == sizes and len(times[3]) == len(sizes)
+
+
 def test_a_short_step_is_timed_by_its_microbatches_and_what_is_outside_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -293,27 +328,21 @@ def test_a_short_step_is_timed_by_its_microbatches_and_what_is_outside_of_them(
 
 def test_times_of_the_host_are_those_of_more_layers() -> None:
     def times(layers: int) -> list[Times]:
-        return [Times(0.0, 0.0, 1.0 + 2 * layers, 2.0 + 3 * layers)]
+        short = Times(0.0, 0.0, 1.0 + 2 * layers, 2.0 + 3 * layers)
+        return [short, Times(0.0, 0.0, 1.0 + 2.5 * layers, 2.0 + 3.25 * layers)]
 
     def step(layers: int) -> StepTimes:
         read, read_back = 4.0 + 3.5 * layers, 5.0 + 5.25 * layers
         prompt = (1.0 + 2.25 * layers, 2.0 + 2.5 * layers)
         return StepTimes(prompt, (read, read_back), 6.0 + 0.5 * layers)
 
-    def long_step(layers: int) -> StepTimes:
-        prompt = (1.0 + 2.75 * layers, 2.0 + 4.0 * layers)
-        return StepTimes(prompt, (0.0, 0.0), 0.0)
-
-    rows, steps, long = (
-        {n: made(n) for n in calibrator.LAYERS} for made in (times, step, long_step)
-    )
-    found = calibrator._host_times(rows, steps, long, (1.0, 2.0))
+    rows, steps = ({n: made(n) for n in calibrator.LAYERS} for made in (times, step))
+    found = calibrator._host_times([256, 2048], rows, steps, (1.0, 2.0), (0.5, 0.25))
     assert found == {
-        "block": (2.0, 3.0),
+        "block": (2.0, 2.5),  # no more than a prompt's, which writes its cache besides
         "rest": (4.0, 5.0),
-        "write": (0.25, 0.0),  # noise makes no price negative
-        "read": (0.5, 0.25),
-        "long": (0.5, 1.0),
+        "write": (0.25, 0.0),
+        "read": (0.5, 0.75),
     }
     assert calibrator._host_step(steps) == (6.0, 0.5)
 

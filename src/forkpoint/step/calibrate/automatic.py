@@ -20,7 +20,7 @@ _log = logging.getLogger("forkpoint")
 
 MEASURED = {"cuda"}
 """Types of devices that are measured. Tests change it."""
-MEASUREMENT = 8
+MEASUREMENT = 9
 """Raised when what is measured, or a kernel of ours, changes: earlier files are not found then."""
 BEGINS = (
     "measuring layers of this model on this device, to price plans (once: the file is kept for "

@@ -153,28 +153,26 @@ def calibrate(
         return effort.max_seconds - clock.seconds - of_parts.seconds
 
     done, rows = _timed_rows(whole, hosts, effort, left)
-    block, rest = _block(done, rows, causal), _rest(done, rows, head)
+    block, rest = _block(done, rows, causal.pairs), _rest(done, rows, head)
     wide, share = (0.0, 0.0), 1.0
     if host.device.type == "cuda":
         # By the kernels that serve long segments. cuDNN takes 1.6 s to build its first plan of
         # a launch without a mask.
-        wide = causal.rate(sizes[-1], backward=False), causal.rate(sizes[-1], backward=True)
+        wide = tuple(causal.pairs.rate(sizes[-1], backward=way) for way in (False, True))
     if effort.wide_tokens:
         wide = parts.wide(sizes[0], effort.wide_tokens, rectangles.part)
     if left() > 0:
         share = whole.steady_share(hosts[MORE], done[-1], rows[MORE][-1])
     steps = {n: whole.step_ms(each, sizes[0], sizes[0]) for n, each in hosts.items()}
     token_ms = 0.0
-    of_host = dict.fromkeys(("block", "rest", "write", "read", "long"), (0.0, 0.0))
+    of_host = dict.fromkeys(("block", "rest", "write", "read"), (0.0, 0.0))
     if host.device.type == "cuda":
         # The prompt's sequence ends before its last token. Many rollouts of short responses have
         # more tokens than the device runs. Rotary frequencies may not allow such a length.
-        long = steps
         with suppress(UnsupportedError):
-            long = {n: whole.step_ms(each, LONG_TOKENS + 1, 16, 16) for n, each in hosts.items()}
-        of_host = _host_times(rows, steps, long, rectangles.issued)
-        more_ms = fmean(long[n].outside - steps[n].outside for n in LAYERS)
-        token_ms = max(more_ms / max(long[FEW].tokens - steps[FEW].tokens, 1), 0.0)
+            long, short = whole.step_ms(host, LONG_TOKENS + 1, 16, 16), steps[FEW]
+            token_ms = max(long.outside - short.outside, 0.0) / (long.tokens - short.tokens)
+        of_host = _host_times(done, rows, steps, rectangles.issued, causal.long_ms)
     # Last, since compiled blocks are compiled once more for it.
     if effort.memory and left() > 0:
         kept["selective"] = whole.kept_bytes(hosts, first, "selective")
@@ -189,7 +187,7 @@ def calibrate(
         block=block.scaled(share),
         rest=rest.scaled(share),
         head=head.scaled(share),
-        causal=causal.scaled(1 / share),
+        causal=causal.pairs.scaled(1 / share),
         rectangle=rectangles.pairs.scaled(1 / share),
         part=rectangles.part.scaled(share),
         wide=(wide[0] / share, wide[1] / share),
@@ -204,7 +202,7 @@ def calibrate(
         host_rest_ms=of_host["rest"],
         host_write_ms=of_host["write"],
         host_read_ms=of_host["read"],
-        host_long_ms=of_host["long"],
+        host_long_ms=causal.long_ms,
         host_launch_ms=rectangles.issued,
         seconds=seconds,
         first_seconds=seconds - clock.seconds - of_parts.seconds,
@@ -219,10 +217,14 @@ def _timed_rows(
     rows: dict[int, list[Times]] = {n: [] for n in hosts}
     for tokens in effort.row_tokens:
         if len(done) >= 2:
-            # At most: attention grows with the square of the length.
+            # Products take most of a row's time and grow with its length; the host's time hardly.
+            more = tokens / done[-1]
             last = [times[-1] for times in rows.values()]
-            each = (max(t.forward + t.backward, t.issued_forward + t.issued_backward) for t in last)
-            if effort.repeats * sum(each) / 1e3 * (tokens / done[-1]) ** 2 > left():
+            each = (
+                max(more * (t.forward + t.backward), t.issued_forward + t.issued_backward)
+                for t in last
+            )
+            if effort.repeats * sum(each) / 1e3 > left():
                 break
         done.append(tokens)
         for layers, host in hosts.items():
@@ -261,29 +263,34 @@ def _host_step(steps: Mapping[int, StepTimes]) -> tuple[float, float]:
 
 
 def _host_times(
+    sizes: list[int],
     rows: Mapping[int, list[Times]],
     steps: Mapping[int, StepTimes],
-    long: Mapping[int, StepTimes],
     launch: tuple[float, float],
+    long: tuple[float, float],
 ) -> dict[str, tuple[float, float]]:
     """The host's times of microbatches, forward and backward, by what a calibration calls them.
 
-    `long`: of steps with a prompt of LONG_TOKENS.
+    sizes: lengths of the rows.
+    launch, long: of a further launch and of a long sequence.
     """
     found: dict[str, list[float]] = {}
     for way in (0, 1):
-        # The host's speed differs from one moment to the next.
-        block = fmean(_of_block(rows, index, 2 + way) for index in range(len(rows[FEW])))
-        prompt, reader, long_prompt = (
-            (getattr(which[MORE], part)[way] - getattr(which[FEW], part)[way]) / (MORE - FEW)
-            for which, part in ((steps, "prompt"), (steps, "reader"), (long, "prompt"))
+        prompt, reader = (
+            (getattr(steps[MORE], part)[way] - getattr(steps[FEW], part)[way]) / (MORE - FEW)
+            for part in ("prompt", "reader")
         )
+        # The host's speed differs from one moment to the next. A prompt takes no less.
+        block = fmean(
+            _of_block(rows, index, 2 + way) - long[way] * (tokens >= LONG_TOKENS)
+            for index, tokens in enumerate(sizes)
+        )
+        block = min(block, prompt)
         each = {
             "block": block,
             "rest": steps[FEW].reader[way] - FEW * reader,
             "write": prompt - block,
             "read": reader - block - launch[way],
-            "long": long_prompt - max(prompt, block),
         }
         for name, ms in each.items():
             found.setdefault(name, []).append(max(ms, 0.0))

@@ -12,11 +12,20 @@ from forkpoint.engine.staging import staging_for
 from forkpoint.ops.attention import AttentionTable, CacheSlice, shared_attention
 from forkpoint.ops.head import token_outputs
 from forkpoint.plan import ModelShape
-from forkpoint.plan.pricing.calibration import WIDE_PAIRS, Curve
+from forkpoint.plan.pricing.calibration import LONG_TOKENS, WIDE_PAIRS, Curve
 from forkpoint.step.calibrate.clock import Clock, Times
 
 TINY_KEYS = 16
 FILLED_TOKENS = 8192
+
+
+class Causal(NamedTuple):
+    """Costs of segments that attend to themselves alone."""
+
+    pairs: Curve
+    """Pairs a ms by their length."""
+    long_ms: tuple[float, float]
+    """Additional time of the host for each segment of at least LONG_TOKENS."""
 
 
 class Rectangles(NamedTuple):
@@ -43,18 +52,24 @@ class Parts:
         """Times of so many segments without an ancestor."""
         self._dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[shape.dtype_bytes]
 
-    def causal(self, sizes: tuple[int, ...]) -> Curve:
-        """Pairs a ms by the length of segments that attend to themselves alone."""
+    def causal(self, sizes: tuple[int, ...]) -> Causal:
+        """Costs of segments that attend to themselves alone."""
         # The fixed time of a launch then counts for the block.
         fill = _fill(sizes)
+        counts = [max(1, fill // length) for length in sizes]
+        times = [self._attention_ms(n, count, 0) for n, count in zip(sizes, counts, strict=True)]
 
         def at(index: int, backward: bool) -> float:
-            length = sizes[index]
-            count = max(1, fill // length)
-            pairs = count * length * (length + 1) / 2
-            return pairs / self._attention_ms(length, count, 0)[int(backward)]
+            pairs = counts[index] * sizes[index] * (sizes[index] + 1) / 2
+            return pairs / times[index][int(backward)]
 
-        return curve(sizes, at)
+        long_ms = (0.0, 0.0)
+        if sizes[0] < LONG_TOKENS <= sizes[-1]:
+            # The shortest of them, for a launch has more: noise counts for less.
+            first = next(n for n, length in enumerate(sizes) if length >= LONG_TOKENS)
+            added = [max(times[first][n] - times[0][n], 0.0) / counts[first] for n in (2, 3)]
+            long_ms = (added[0], added[1])
+        return Causal(curve(sizes, at), long_ms)
 
     def rectangles(self, sizes: tuple[int, ...], keys: tuple[int, ...]) -> Rectangles:
         """Costs of attention to ancestors.
