@@ -229,7 +229,7 @@ Kind = Literal["causal", "rectangle", "wide"]
 """Of attention: within a segment, to an ancestor, and that by at least WIDE_PAIRS in one launch."""
 
 
-class _Launch(NamedTuple):
+class AttentionLaunch(NamedTuple):
     """A launch of a microbatch's attention in one layer."""
 
     pairs: dict[tuple[Kind, float], int]
@@ -241,6 +241,33 @@ class _Launch(NamedTuple):
     """Keys and queries of its longest sequences, where it is not the first."""
     long_sequences: int = 0
     """Causal ones of at least LONG_TOKENS."""
+
+
+def full_launches(plan: Plan, microbatch: Microbatch) -> list[AttentionLaunch]:
+    """The launches of a microbatch's attention in a layer without a window, as tables have them."""
+    table = full_table(plan.forest, microbatch, plan.cache_of)
+    cu = table.cu.tolist()
+    found: list[AttentionLaunch] = []
+    for number, values in enumerate(table.launches.tolist()):
+        launch: dict[str, int] = dict(zip(LAUNCH_COLUMNS, values, strict=True))
+        causal, count = bool(launch["causal"]), launch["count"]
+        q, k = (cu[launch[f"cu_{s}_at"] :][: count + 1] for s in "qk")
+        equal = q[-1] == count * launch["max_q"] and k[-1] == count * launch["max_k"]
+        wide = equal and q[-1] * launch["max_k"] >= WIDE_PAIRS
+        kind: Kind = "causal" if causal else "wide" if wide else "rectangle"
+        # The rate of each sequence by its own length: one may be a whole path, others short.
+        every: dict[tuple[Kind, float], int] = {}
+        for at in range(count):
+            queries, keys = q[at + 1] - q[at], k[at + 1] - k[at]
+            length = queries if causal else keys
+            pairs = queries * (queries + 1) // 2 if causal else queries * keys
+            every[kind, length] = every.get((kind, length), 0) + pairs
+        further = launch["q_end"] - launch["q_begin"]
+        longest = (launch["max_k"], launch["max_q"])
+        long = sum(b - a >= LONG_TOKENS for a, b in pairwise(q)) if causal else 0
+        first = AttentionLaunch(every, long_sequences=long)
+        found.append(AttentionLaunch(every, further, longest) if number else first)
+    return found
 
 
 class MeasuredMeter(Meter):
@@ -264,7 +291,7 @@ class MeasuredMeter(Meter):
         # Queries, keys and values: about what a block does before its attention is called.
         self._before_attention = 0.75 * attention * self.shape.layers / self.shape.linear_parameters
         self._attention: dict[tuple[int, bool], float] = {}
-        self._launches: dict[tuple[int, int], list[_Launch]] = {}
+        self._launches: dict[tuple[int, int], list[AttentionLaunch]] = {}
 
     def forward(self, microbatch: Microbatch, *, boundary_only: bool = False) -> float:
         num_loss_entries = 0 if boundary_only else microbatch.num_loss_entries
@@ -391,44 +418,23 @@ class MeasuredMeter(Meter):
             time += max(work, found.walk_ms[way] * launch.longest[way])
         return time
 
-    def _launches_of(self, microbatch: Microbatch, window: int) -> list[_Launch]:
+    def _launches_of(self, microbatch: Microbatch, window: int) -> list[AttentionLaunch]:
         if (microbatch.index, window) not in self._launches:
-            made = self._windowed(microbatch, window) if window else self._full(microbatch)
+            made = (
+                self._windowed(microbatch, window)
+                if window
+                else full_launches(self.plan, microbatch)
+            )
             self._launches[microbatch.index, window] = made
         return self._launches[microbatch.index, window]
 
-    def _windowed(self, microbatch: Microbatch, window: int) -> list[_Launch]:
+    def _windowed(self, microbatch: Microbatch, window: int) -> list[AttentionLaunch]:
         forest, segments = self.plan.forest, list(microbatch.segments)
         pairs = visible_pairs(forest.start[segments], forest.length[segments], window)
         table = windowed_table(forest, microbatch, self.plan.cache_of, window)
         length = min(window, microbatch.tokens / len(segments))
         copied = len(table.key_index) if table.key_index is not None else 0
-        return [_Launch({("causal", length): pairs}, copied)]
-
-    def _full(self, microbatch: Microbatch) -> list[_Launch]:
-        table = full_table(self.plan.forest, microbatch, self.plan.cache_of)
-        cu = table.cu.tolist()
-        found: list[_Launch] = []
-        for number, values in enumerate(table.launches.tolist()):
-            launch: dict[str, int] = dict(zip(LAUNCH_COLUMNS, values, strict=True))
-            causal, count = bool(launch["causal"]), launch["count"]
-            q, k = (cu[launch[f"cu_{s}_at"] :][: count + 1] for s in "qk")
-            equal = q[-1] == count * launch["max_q"] and k[-1] == count * launch["max_k"]
-            wide = equal and q[-1] * launch["max_k"] >= WIDE_PAIRS
-            kind: Kind = "causal" if causal else "wide" if wide else "rectangle"
-            # The rate of each sequence by its own length: one may be a whole path, others short.
-            every: dict[tuple[Kind, float], int] = {}
-            for at in range(count):
-                queries, keys = q[at + 1] - q[at], k[at + 1] - k[at]
-                length = queries if causal else keys
-                pairs = queries * (queries + 1) // 2 if causal else queries * keys
-                every[kind, length] = every.get((kind, length), 0) + pairs
-            further = launch["q_end"] - launch["q_begin"]
-            longest = (launch["max_k"], launch["max_q"])
-            long = sum(b - a >= LONG_TOKENS for a, b in pairwise(q)) if causal else 0
-            first = _Launch(every, long_sequences=long)
-            found.append(_Launch(every, further, longest) if number else first)
-        return found
+        return [AttentionLaunch({("causal", length): pairs}, copied)]
 
 
 class DealtMeter(Meter):
