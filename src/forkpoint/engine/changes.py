@@ -1,4 +1,4 @@
-"""Changes to what outlives a step, recorded so that they can be undone at any moment."""
+"""Records changes to objects that outlive a step, so that they can be undone at any moment."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,9 +9,9 @@ from torch import nn
 class Changes:
     """A list of calls that undo changes. The last change is undone first.
 
-    An exception may arrive between any two bytecodes (KeyboardInterrupt). Two rules make it
-    possible to undo everything all the same: the call that undoes a change is recorded before the
-    change is made, and it sets what was there before, so that it may be made too early or twice.
+    An exception such as KeyboardInterrupt may arrive between any two bytecodes. So the call that
+    undoes a change is recorded before the change is made. It restores the earlier value. It does no
+    harm before the change is made, or a second time.
 
     As a context manager it undoes all changes at the end of the block.
     """
@@ -21,7 +21,7 @@ class Changes:
 
     @property
     def mark(self) -> int:
-        """How many changes there are: `undo` of this number keeps these."""
+        """The number of recorded changes. `undo(mark)` undoes only later ones."""
         return len(self._undo)
 
     def later(self, function: Callable[..., object], *args: Any) -> None:
@@ -52,7 +52,7 @@ class Changes:
             self._undo.pop()
 
     def forget(self) -> None:
-        """Leave the last change as it is: undoing it fails."""
+        """Drop the record of the last change, because undoing it fails."""
         self._undo.pop()
 
     def __enter__(self) -> "Changes":

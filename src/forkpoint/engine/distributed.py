@@ -1,5 +1,6 @@
 """Holders of a model on several ranks: fully_shard, DistributedDataParallel, or modules split over
-ranks. Several may hold one model; the engine talks to one holder, whose parts they are."""
+ranks. If a model has several holders, the engine uses one holder (`Distributed`) that calls
+them."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -33,9 +34,9 @@ def ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
 
 
 def one_mesh(what: str, meshes: Iterable[DeviceMesh | None]) -> DeviceMesh | None:
-    """The mesh over which all modules are split that have one; None where none has.
+    """The mesh that all split modules share; None if no module is split.
 
-    Raises UnsupportedError where there are several. `what`: the kind of parallelism.
+    Raises UnsupportedError if there are several meshes. `what`: the kind of parallelism.
     """
     found = {ranks_of(mesh): mesh for mesh in meshes if mesh is not None}
     if len(found) > 1:
@@ -48,12 +49,12 @@ def one_mesh(what: str, meshes: Iterable[DeviceMesh | None]) -> DeviceMesh | Non
 
 
 class Holder:
-    """One library's hold of a model on several ranks, or several of them.
+    """One library's parallelism of a model on several ranks, or several of these together.
 
-    Each method calls every part in turn; results are sums of bytes, products of factors and unions.
-    A library's holder has no parts, and overrides what it does.
+    By default, each method calls every part and combines the results: sums of bytes, products of
+    factors, unions. A library's holder has no parts and overrides methods.
 
-    The step tells holders when to reduce gradients, which is once.
+    A step reduces gradients once, when it tells the holders to.
     """
 
     parts: Sequence["Holder"] = ()
@@ -62,13 +63,13 @@ class Holder:
     reduces: bool = False
     listens: bool = False
     length_multiple: int = 1
-    """As in `Topology`, each of this holder."""
+    """The attributes above are explained in `Topology`."""
     param_dtypes: frozenset[torch.dtype] = frozenset()
     """Dtypes that parameters are cast to for forwards; empty if they are used as they are."""
     relations: Mapping[Relation, tuple[int, ...]]
-    """By kind of parallelism, the ranks that it holds the model over."""
+    """The ranks that hold the model, by kind of parallelism."""
     meshes: Sequence[DeviceMesh] = ()
-    """The device meshes that it is known to hold the model over."""
+    """The device meshes of the model, as far as they are known."""
     process_groups: Sequence[tuple[int, ...]] = ()
     """Ranks of further groups that the holder needs; its meshes have theirs (`process_group`)."""
     splits: Sequence[tuple[str, nn.Module, Any]] = ()
@@ -80,8 +81,8 @@ class Holder:
 
     @property
     def gathered(self) -> bool:
-        """Whether weights are whole until the step ends: no collective is issued within it, and
-        gradients stay on this rank until `reduce_held`."""
+        """Whether weights stay gathered until the step ends. Its forwards and backwards then issue
+        no collective, and gradients stay on this rank until `reduce_held`."""
         return any(part.gathered for part in self.parts)
 
     def check(self, model: nn.Module, *, training: bool) -> None:
@@ -90,39 +91,42 @@ class Holder:
             part.check(model, training=training)
 
     def deferred_params(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
-        """Those of the parameters whose gradients `reduce` completes after all backwards."""
+        """Parameters whose gradients `reduce` completes after all backwards."""
         found = {p for part in self.parts for p in part.deferred_params(parameters)}
         return [parameter for parameter in parameters if parameter in found]
 
     def factor(self, *, mean: bool) -> float:
-        """A factor for this rank's loss, with which gradients become the sum over ranks of those
-        of their losses; with `mean` what the library makes of any other loss."""
+        """Factor of this rank's loss with which reduced gradients are those of the sum of all
+        ranks' losses. With `mean`, the factor with which they are reduced as in ordinary
+        training."""
         return math.prod((part.factor(mean=mean) for part in self.parts), start=1.0)
 
     def use(self, gather: Gather, changes: Changes) -> None:
-        """Hold weights so, from the next `enter` until the changes are undone."""
+        """Gather weights once a step, or for each microbatch, from the next `enter` until the
+        changes are undone."""
         for part in self.parts:
             part.use(gather, changes)
 
     def held_bytes(self, gather: Gather) -> int:
-        """Bytes of weights on this rank, besides its own part, that a step holds at most."""
+        """Peak bytes of gathered weights on this rank in a step, in addition to its shard."""
         return sum(part.held_bytes(gather) for part in self.parts)
 
     def missing_bytes(self) -> int:
-        """Bytes of gradients of a step, besides those in `.grad`, that do not exist yet."""
+        """Bytes of gradients that a step will allocate, without those in `.grad`."""
         return sum(part.missing_bytes() for part in self.parts)
 
     def whole_parameters(self) -> Iterable[nn.Parameter]:
-        """Parameters that forwards use instead of those that optimizers have."""
+        """Gathered parameters, which forwards use instead of the optimizer's shards."""
         return chain.from_iterable(part.whole_parameters() for part in self.parts)
 
     def enter(
         self, changes: Changes, blocks: Sequence[nn.Module], whole: Iterable[nn.Parameter]
     ) -> None:
-        """Reduce nothing until `last`, until the changes are undone.
+        """Begin a step: no backward reduces gradients until `last`, or until the changes are
+        undone.
 
-        Collective if weights are gathered for the step. Gradients that stock backwards have left
-        on the ranks are set aside meanwhile.
+        Collective if weights are gathered for the step. Unreduced gradients of earlier stock
+        backwards are set aside until the changes are undone.
 
         whole: `whole_parameters` of all holders.
         """
@@ -130,48 +134,48 @@ class Holder:
             part.enter(changes, blocks, [*whole, *self.whole_parameters()])
 
     def end_forward(self) -> None:
-        """A forward of the step is over, perhaps within a backward of the user's (`logprobs`)."""
+        """End a forward of the step. It may run within a backward of the user (`logprobs`)."""
         for part in self.parts:
             part.end_forward()
 
     def last(self) -> None:
-        """The next backward is the step's last one."""
+        """Announce the last backward of the step, which is the next one."""
         for part in self.parts:
             part.last()
 
     def reduce_held(self) -> None:
-        """Reduce what a step's backwards have left on the ranks. Collective."""
+        """Reduce the gradients of a step with gathered weights. Collective."""
         for part in self.parts:
             part.reduce_held()
 
     def reduce_earlier(self) -> None:
-        """Once a step has succeeded, reduce what stock backwards before it have left on the ranks,
-        if the library's settings let it. Collective if there is any."""
+        """Reduce unreduced gradients of stock backwards before the step, if the library's settings
+        allow it. Called after a successful step. Collective if there are any."""
         for part in self.parts:
             part.reduce_earlier()
 
     def reduce(
         self, gradients: Sequence[Tensor | None], parameters: Sequence[nn.Parameter], *, mean: bool
     ) -> list[Tensor | None]:
-        """Complete gradients of `deferred_params`: to sums (means) over ranks, one for each
-        parameter; None if no rank has one. Collective."""
+        """Complete gradients of `deferred_params`, as sums over ranks, or means with `mean`.
+        Returns one for each parameter, None if no rank has one. Collective."""
         found = list(gradients)
         for part in self.parts:
             found = part.reduce(found, parameters, mean=mean)
         return found
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Replace a whole tensor by the sum over the ranks with other batches. Collective."""
+        """Replace a tensor in place by its sum over ranks with different batches. Collective."""
         for part in self.parts:
             part.all_reduce(tensor)
 
     def reshard(self) -> None:
-        """Give every parameter the form in which the optimizer has it."""
+        """Free gathered weights: every parameter is the optimizer's shard again."""
         for part in self.parts:
             part.reshard()
 
     def reset(self, *, lost: bool) -> None:
-        """A step has failed: drop what is left of it, and with `lost` what was there before it."""
+        """Drop the gradients of a failed step; with `lost`, also unreduced ones from before it."""
         for part in self.parts:
             part.reset(lost=lost)
 
@@ -182,8 +186,8 @@ class SplitHolder(Holder):
     lockstep = True
 
     def __init__(self, splits: Sequence[tuple[str, nn.Module, Any]]) -> None:
-        """`splits`: modules by name, and how they are split: over the meshes `tensor` and `expert`,
-        None if over none."""
+        """`splits`: name, module, and its split, with attributes `tensor` and `expert`: the mesh,
+        or None."""
         self.splits: Sequence[tuple[str, nn.Module, Any]] = tuple(splits)
         self.experts: Collection[nn.Module] = {m for _, m, how in splits if how.expert is not None}
         self.tensor: DeviceMesh | None = one_mesh("tensor", [how.tensor for _, _, how in splits])
@@ -199,7 +203,7 @@ class SplitHolder(Holder):
 class Distributed(Holder):
     """All holders of one model, and the topology that was read from them.
 
-    Without holders this process alone has the model.
+    Without holders, the model is on this process only.
     """
 
     def __init__(

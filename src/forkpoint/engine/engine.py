@@ -59,12 +59,12 @@ class PassResult:
     phase_ms: dict[str, float]
     event_ms: tuple[float, ...]
     event_wait_ms: tuple[float, ...] = ()
-    """Of `event_ms`, waits for other stages of a pipeline."""
+    """Part of `event_ms` in which other stages of a pipeline were waited for."""
     offload: OffloadStats | None = None
-    """Copies to the host's memory and back; None if the plan has nothing there."""
+    """Copies to host memory and back; None if the plan stores nothing there."""
 
     def after(self, scored: "PassResult") -> "PassResult":
-        """The result, with the events and times of a pass of scores before it."""
+        """Return this result with the events and times of an earlier pass of scores in front."""
         return replace(
             self,
             events=(*scored.events, *self.events),
@@ -81,19 +81,19 @@ class Engine:
     host: Host
     config: Config
     transaction: Transaction
-    """The one whose `run` calls this."""
+    """The transaction whose `run` calls this engine."""
     plan: Plan
     batch: RolloutBatch
     staging: Staging | None = None
-    """Host memory for plans that have something there."""
+    """Host memory; None if the plan stores nothing there."""
     _: KW_ONLY
     ranks: RankStep = field(default_factory=RankStep)
-    """By default there are no others."""
+    """Ranks of the step; by default this process only."""
     routing: Routing | None = None
     replay: RouteReplay | None = None
     exchange: PromptExchange | None = None
     encoders: CommonEncoders | None = None
-    """Runs of ranks in lockstep."""
+    """Encoder runs of all ranks, if they run in lockstep."""
     _failure: BaseException | None = field(default=None, init=False)
 
     # Calls
@@ -109,8 +109,8 @@ class Engine:
     ) -> PassResult:
         """Outputs of the head for every trained token, and entropies if asked for.
 
-        `graph`: whether forwards record a graph, as in a step with backwards; it is dropped.
-        `program`: the one that ranks have agreed on; by default the plan's.
+        `graph`: whether forwards record a graph, as in a step with backwards. The graph is dropped.
+        `program`: the program that ranks have agreed on; by default that of the plan.
         """
         self._enter(compiled=compiled)
         scores = (program or self.plan.score_program).scores
@@ -120,9 +120,10 @@ class Engine:
     def forward_backward(self, loss: Loss, denominators: Denominators, scale: float) -> PassResult:
         """Add the gradients of the batch's loss, times `scale`, to `.grad`.
 
-        If the program has a pass of scores, log-probs (a critic's values) come first, without a
-        graph, then the loss's gradients by them, then the plan with these as weights. Otherwise the
-        loss is computed microbatch by microbatch, which `Plan.check_coupling` has shown possible.
+        If the program has a pass of scores, it first computes log-probs (or values of a critic)
+        without a graph, then the gradient of the loss with respect to them, and then runs the plan
+        with this gradient as weights. Otherwise the loss is computed in each microbatch, which
+        `Plan.check_coupling` has allowed.
         """
         plan = self.plan
         views = LossViews(self.batch, denominators, self.host.device, self.host.loss_dtype)
@@ -166,11 +167,11 @@ class Engine:
     ) -> PassResult:
         """Add the gradients of sum(weight * value) over the batch's trained tokens to `.grad`.
 
-        This is the second half of a loss that is computed from the values of `score`: with the
-        loss's gradients by these values as weights the sum has the loss's gradient (chain rule).
+        By the chain rule, this is the gradient of a loss of the values of `score`, if the weights
+        are the gradient of the loss with respect to these values.
 
-        weights: [T] for each name that the head gives, None for those without a gradient. Entries
-            of tokens that are not trained are not read.
+        weights: [T] for each output of the head by name, or None if it has no gradient. Entries of
+            untrained tokens are not read.
         look: called with the head's values [T] before the step ends; its errors end the step.
         """
         mark = self._begin()
@@ -188,8 +189,8 @@ class Engine:
     # ------------------------------------------------------------
 
     def _begin(self) -> int:
-        """Prepare gradients and model for backwards, until changes from the mark that is returned
-        are undone."""
+        """Prepare gradients and model for backwards. Returns the mark to which `Changes.undo`
+        undoes this."""
         changes, mark = self.transaction.changes, self.transaction.changes.mark
         parameters = [p for _, p in self.host.named_parameters() if p.requires_grad]
         fp32 = self.config.grad_accumulation_dtype == "float32"
@@ -229,10 +230,10 @@ class Engine:
         )
 
     def _ended(self, mark: int, result: PassResult) -> PassResult:
-        """The result, with the loss of all ranks, once each has come to the end of its program.
+        """Finish a step with backwards. Returns the result with the loss of all ranks.
 
-        The model is put back, `.grad` is completed, and gradients are reduced if the backwards
-        have not done so.
+        Waits until each rank has ended its program. Restores the model, reduces gradients if the
+        backwards have not done so, and completes `.grad`.
         """
         changes, guard = self.transaction.changes, self.transaction.guard
         assert guard is not None
@@ -266,9 +267,9 @@ class Engine:
         scale: float = 1.0,
         graph: bool = False,
     ) -> PassResult:
-        """Run the instructions of one pass; those with backwards need a loss.
+        """Run the instructions of one pass. A pass with backwards needs a `microbatch_loss`.
 
-        `scale`: a factor on other losses' gradients, such as the routers'.
+        `scale`: factor on the gradients of other losses, such as the router loss.
         """
         host, config, plan, changes = self.host, self.config, self.plan, self.transaction.changes
         mark, training = changes.mark, microbatch_loss is not None
@@ -342,10 +343,10 @@ class Engine:
 
     @contextmanager
     def _deferred_failure(self) -> Iterator[None]:
-        """Keep an error of a loss until the program has ended, if other ranks run it as well.
+        """Delay an error of a loss until the program has ended, if other ranks run the program too.
 
-        Its collectives would wait for this rank. Gradients are zeros from here on, and no rank
-        keeps any.
+        Otherwise their collectives would wait for this rank. Gradients are zeros after the error,
+        and no rank keeps any.
         """
         try:
             yield
@@ -357,7 +358,7 @@ class Engine:
     def _loss_part(
         self, loss: MicrobatchLoss, inputs: MicrobatchInputs, outputs: HeadOutputs
     ) -> LossPart | None:
-        """A microbatch's part of a loss, whose errors are kept; see `_deferred_failure`."""
+        """A microbatch's part of a loss. Its errors are delayed: see `_deferred_failure`."""
         if self._failure is None:
             with self._deferred_failure():
                 return loss(inputs, outputs)

@@ -2,7 +2,7 @@
 
 A forward reads the prefix cache of the microbatches above and captures its own (plan/program.py). A
 backward starts from the microbatch's loss, and adds to the gradients of the prefix cache that its
-forward read. Features do the rest, such as offloading between the two (engine/feature.py).
+forward read. Features (engine/feature.py) add other work, such as offloading.
 
 Stages of a pipeline receive and send around the two calls of the host (engine/feature.py).
 """
@@ -39,7 +39,7 @@ class Executor:
     """Runs passes of one step of a plan."""
 
     transaction: Transaction
-    """With a guard in a pass with backwards."""
+    """Has a guard if the pass has backwards."""
     host: Host
     plan: Plan
     prepared: Sequence[MicrobatchInputs]

@@ -1,9 +1,8 @@
 """Interfaces that the executor calls: features of a pass, and links between stages.
 
-The executor calls all features of a step (such as offloading or counting of experts) at the same
-moments and knows none of them by name. It calls links of a rank's blocks with those of other ranks
-around a microbatch's forward and backward; a rank that has all blocks has none. Stages of a
-pipeline have others (`hosts/torch_dist/stages.py`).
+The executor calls the methods of every feature of a step, such as offloading or counting of
+experts. Links send and receive around each forward and backward, if other ranks have other blocks
+of the model (`hosts/torch_dist/stages.py`). If this rank has all blocks, they do nothing.
 """
 
 from collections.abc import Callable, Iterable, Sequence

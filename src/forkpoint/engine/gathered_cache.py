@@ -1,9 +1,10 @@
-"""Prefix caches that ranks of context parallelism have by heads, gathered for whole leaves.
+"""Prefix caches whose heads are split over context-parallel ranks, gathered for leaves that one
+rank runs alone.
 
-A leaf that one rank runs alone (plan/dealing.py) reads keys and values of all heads. They are
-gathered once, when the microbatch that captures them has run forward, into a second cache with the
-same slots. Leaves leave gradients there. Before the backward of that microbatch the sums over ranks
-come to the rank that has the heads, beside what microbatches that run by heads have left.
+Such a leaf (plan/dealing.py) reads keys and values of all heads. They are gathered once, after the
+forward of the microbatch that captures them, into a second cache with the same slots. Leaves add
+their gradients there. Before the backward of that microbatch, these gradients are summed over
+ranks, and each rank adds those of its heads to those in its prefix cache.
 """
 
 import torch
@@ -20,7 +21,8 @@ class GatheredCache(Feature):
     """The gathered prefix caches of one step."""
 
     def __init__(self, plan: Plan, places: Places) -> None:
-        """`plan`: with microbatches whose prefix cache is gathered (`Microbatch.gathered`)."""
+        """`plan`: a plan in which prefix caches of microbatches are gathered
+        (`Microbatch.gathered`)."""
         self._plan = plan
         self._places = places
         self._cache: PrefixCache | None = None
@@ -31,7 +33,7 @@ class GatheredCache(Feature):
         cache.whole.media = cache.media
 
     def after_forward(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
-        """Gather what a microbatch has captured. Collective."""
+        """Gather the prefix cache of a microbatch. Collective."""
         if instruction.operation not in (SCORE, FORWARD) or not inputs.microbatch.gathered:
             return
         cache = self._cache
@@ -44,7 +46,7 @@ class GatheredCache(Feature):
                     cache.whole.write(key, found, [(0, end - begin, begin)])
 
     def before(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
-        """Add the gradients that parts of other microbatches have left. Collective."""
+        """Add the gradients of leaves to this rank's heads. Collective."""
         if instruction.operation != BACKWARD or not inputs.microbatch.gathered:
             return
         cache = self._cache
@@ -59,7 +61,7 @@ class GatheredCache(Feature):
 
 
 def _runs(inputs: MicrobatchInputs) -> list[tuple[int, int]]:
-    """Slots of the prefix cache of a microbatch, neighbours joined."""
+    """Runs of cache slots of a microbatch, adjacent ones joined."""
     its = inputs.microbatch
     begins = zip(its.cache_begin, its.lengths.tolist(), strict=True)
     return joined((begin, begin + length) for begin, length in begins if begin >= 0)

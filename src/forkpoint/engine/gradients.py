@@ -1,4 +1,4 @@
-"""Gradients of a step: those from before it, sums of its backwards, and their undoing."""
+"""Gradients of a step: sums over its backwards, and restoring earlier gradients after a failure."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -14,10 +14,10 @@ from forkpoint.engine.host import Host
 def twins(
     model: nn.Module, parameters: Sequence[nn.Parameter], changes: Changes
 ) -> list[nn.Parameter]:
-    """Parameters of the same weights, which forwards use until the changes are undone.
+    """New parameters with the same storage, which forwards use until the changes are undone.
 
-    DistributedDataParallel, which waits for gradients of the model's own parameters, does not see
-    backwards that reach these.
+    DistributedDataParallel has hooks on the model's own parameters, and does not see the backwards
+    that reach these.
     """
     made = {parameter: nn.Parameter(parameter.detach()) for parameter in parameters}
     for module in model.modules():
@@ -29,11 +29,11 @@ def twins(
 
 
 class GradientSums:
-    """Sums of the gradients of each backward, in float32 at least with `fp32`.
+    """Sums of gradients over the backwards of a step; in float32 or wider with `fp32`.
 
-    Autograd adds into `.grad` in the parameter's dtype, which rounds each sum of many microbatches
-    to 8 bits in bfloat16. If ranks add up their gradients, those from before the step must not be
-    among them. While this collects, `.grad` is empty.
+    Autograd adds to `.grad` in the parameter's dtype; in bfloat16 each addition rounds the sum to 8
+    bits. If gradients are reduced over ranks, gradients from before the step must not be included.
+    So `.grad` is None while this collects.
     """
 
     def __init__(self, parameters: list[nn.Parameter], *, fp32: bool = True) -> None:
@@ -46,7 +46,7 @@ class GradientSums:
     def collect(self, changes: Changes, leaves: Sequence[nn.Parameter]) -> None:
         """Collect gradients of backwards, until the changes are undone.
 
-        Gradients are then as they were before, and the sums are still here. `leaves`: by parameter,
+        `.grad` is then as before, and the sums remain in this object. `leaves`: for each parameter,
         the one that forwards use: itself, or its twin.
         """
         for parameter, leaf in zip(self.parameters, leaves, strict=True):
@@ -80,7 +80,7 @@ class GradientSums:
             self._sums[parameter] = gradient.detach().to(wide if self.fp32 else gradient.dtype)
 
     def reduce(self, over_ranks: Callable[[Sequence[Tensor | None]], list[Tensor | None]]) -> None:
-        """Replace the sums by those over ranks: a function of one entry for each parameter."""
+        """Replace the sums by `over_ranks(sums)`, with one entry for each parameter."""
         reduced = over_ranks([self._sums.get(parameter) for parameter in self.parameters])
         pairs = zip(self.parameters, reduced, strict=True)
         self._sums = {p: total for p, total in pairs if total is not None}
@@ -107,8 +107,8 @@ class GradientGuard:
         sums: GradientSums | None = None,
         holder: Holder | None = None,
     ) -> None:
-        """`restore`: whether copies of earlier gradients are kept, to put back after a failure.
-        `sums`: of parameters whose gradients stay as they are until all backwards are done."""
+        """`restore`: whether to copy earlier gradients, so that a failure can restore them. `sums`:
+        of parameters whose `.grad` does not change until all backwards are done."""
         self.parameters = parameters
         self.sums: GradientSums | None = sums
         self.before: list[Tensor | None] = [p.grad for p in parameters]
@@ -116,11 +116,11 @@ class GradientGuard:
         if restore:
             self.copies = [None if g is None else g.detach().clone() for g in self.before]
         self.touched: bool = False
-        """Whether gradients may have been added to."""
+        """Whether the step may have changed some `.grad`."""
         self.holder: Holder = holder or Holder()
 
     def begin(self) -> None:
-        """A backward is about to begin."""
+        """Note that a backward is about to begin."""
         # It changes no `.grad` of a parameter whose gradients are summed.
         here = self.sums is None or len(self.sums.parameters) < len(self.parameters)
         self.touched = self.touched or (here and not self.holder.gathered)
@@ -149,7 +149,7 @@ class GradientGuard:
     def take_back(self) -> Literal["unchanged", "cleared"]:
         """Remove what the step has added; after an interrupt it can be repeated.
 
-        If gradients were there before and no copy of them was kept, all are set to None.
+        If there were earlier gradients and they were not copied, every `.grad` becomes None.
         """
         lost = self.touched and self.copies is None and any(g is not None for g in self.before)
         self.holder.reset(lost=lost)

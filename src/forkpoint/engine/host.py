@@ -1,4 +1,4 @@
-"""The interface of a model to the engine, whatever library it comes from."""
+"""The interface of a model of any library to the engine."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,10 +27,10 @@ class HeadOutputs:
     """Outputs of one microbatch's forward."""
 
     per_token: Mapping[str, Tensor]
-    """float32 (float64 for a float64 model) [n], for the inputs' head places, by name: the host's
-    `head`, and "entropies" if they were asked for. Empty if the forward ended before the head."""
+    """[n] float32 (float64 for a float64 model) by name, one value for each entry of the inputs:
+    the host's `head`, and "entropies" on request. Empty if the forward ended before the head."""
     roots: tuple[Tensor, ...]
-    """Tensors that a backward starts from, with zero gradients, if no token is trained."""
+    """Tensors that the backward starts from, with zero gradients, if no token is trained."""
 
 
 # Routers
@@ -49,7 +49,7 @@ class FoundRouter:
     """Its name in the model."""
     module: nn.Module
     dimensions: int = 2
-    """Of the scores [..., E] that it chooses by."""
+    """The number of dimensions of its scores [..., E]."""
 
 
 ChooseExperts = Callable[[int, str, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -61,15 +61,15 @@ class RouterSet:
     """The routers of a model in the order of its layers; by default there are none."""
 
     found: Sequence[FoundRouter] = ()
-    """Those of this rank's layers."""
+    """The routers of this rank's layers."""
     layers: int = 0
-    """How many layers have one, on all stages; 0 of a model that is no mixture."""
+    """The number of layers with a router, on all stages; 0 for a model without experts."""
     first: int = 0
-    """The number of the first found among all."""
+    """The index of the first of `found` among the routers of all stages."""
 
     @property
     def experts(self) -> int:
-        """How many experts each chooses among."""
+        """The number of experts that each router chooses from."""
         return 0
 
 
@@ -92,7 +92,7 @@ class Host(Protocol):
     topology: Topology
     """The ranks that hold the model, perhaps only this one."""
     links: Links
-    """Where hidden states come from and go to, if other ranks have other blocks."""
+    """Links to ranks that have other blocks of the model (stages of a pipeline)."""
 
     @property
     def shape(self) -> ModelShape: ...
@@ -110,7 +110,7 @@ class Host(Protocol):
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
     def empty_outputs(self) -> Tensor:
-        """Of the model's own forward on one token, the outputs of no token: [1, 0, width].
+        """An empty output [1, 0, width] of the model's own forward on one token.
 
         Its graph reaches the parameters that ordinary training reaches. Called while the model is
         not entered.
@@ -140,8 +140,9 @@ class Host(Protocol):
         ...
 
     def encode(self, media: Sequence[Media]) -> tuple[tuple[Tensor, ...], ...]:
-        """Features [R, C] of the R tokens of each of several media of one kind, in one call: those
-        that take the place of embeddings, and those added after each of the first blocks, if any.
+        """Encode media of one kind in one call. For each medium of R tokens, returns features [R,
+        C] that replace embeddings, then those that are added after each of the first blocks, if
+        any.
         """
         ...
 
@@ -150,17 +151,18 @@ class Host(Protocol):
         ...
 
     def positions(self, batch: RolloutBatch) -> IntArray | None:
-        """int64 [A, T] positions of the tokens of a batch with media, if those of images have
-        several axes; the first is a token's place in its rollout. None if places are all."""
+        """Positions of the tokens of a batch with media, int64 [A, T], if the model has several
+        axes of positions. The first axis is the position in the rollout. None if there is no
+        other."""
         ...
 
     def backward(
         self, tensors: Sequence[Tensor], gradients: Sequence[Tensor], *, last: bool
     ) -> None:
-        """Run the backward of a microbatch from `tensors`; there are none if nothing is trained.
+        """Run the backward of a microbatch from `tensors`, which is empty if nothing is trained.
 
-        `last`: whether it is the step's last backward: a host that reduces gradients over ranks
-        does so in this one alone.
+        `last`: whether it is the step's last backward, the only one that reduces gradients over
+        ranks.
         """
         ...
 

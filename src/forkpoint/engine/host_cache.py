@@ -1,12 +1,12 @@
-"""Prefix cache in host memory; at most two of its layers are on the device at a time.
+"""Prefix cache in host memory, of which at most two layers are on the device at a time.
 
-A layer's cache is read in that layer's attention alone, forward and backward, and its gradients are
-added there. So a microbatch's forward sends the keys and values of each layer to the host, and
-microbatches that read them fetch one layer ahead: the next layer in a forward, the layer before in
-a backward. In a backward the sums of gradients come and go with the keys and values. A microbatch's
-own sums come once, for its own backward.
+Only a layer's attention reads that layer's cache and adds to its boundary gradients. So a
+microbatch's forward sends the keys and values of each layer to the host. Microbatches that read
+them fetch one layer ahead: the next layer in a forward, the previous one in a backward. In a
+backward, boundary gradients are fetched and sent back together with the keys and values. The
+boundary gradients of a microbatch itself are fetched once, for its backward.
 
-Sums without any contribution are zeros. They are made on the device and not copied.
+Boundary gradients without a contribution are zeros, which are made on the device instead of copied.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -23,25 +23,25 @@ from forkpoint.engine.staging import Frame, OffloadStats, Staging
 from forkpoint.ops.dtypes import accumulate_dtype
 
 Run = tuple[int, int]
-"""The first entry of the cache, and one past the last."""
+"""The first cache slot of a run, and one past its last."""
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Entries of the cache that one microbatch needs."""
+    """Cache slots that one microbatch reads and writes."""
 
     read: tuple[Run, ...]
-    """Those of its ancestors in other microbatches, ascending."""
+    """Cache slots of its ancestors in other microbatches, ascending."""
     own: tuple[Run, ...]
-    """Those that it captures, in the order of its tokens."""
+    """Cache slots that it captures, in the order of its tokens."""
 
 
 BLOCKS = 16
-"""Blocks of a tensor in a chunk of host memory: what they leave of a chunk is at most one."""
+"""Blocks in a chunk of host memory. Less than one block of a chunk stays unused."""
 
 
 class _Blocks:
-    """Entries of a tensor in host memory, in blocks that fill its chunks."""
+    """Rows of a tensor in host memory, in blocks that fill chunks."""
 
     def __init__(self, blocks: list[Tensor]) -> None:
         self._blocks = blocks
@@ -49,11 +49,11 @@ class _Blocks:
 
     @property
     def entry(self) -> Tensor:
-        """The first entry, [1, ...]."""
+        """The first row, [1, ...]."""
         return self._blocks[0][:1]
 
     def pieces(self, begin: int, end: int) -> Iterator[tuple[Tensor, int, int]]:
-        """Parts of entries begin:end, and where each begins and ends among these."""
+        """Parts of the rows begin:end, and where each part begins and ends among them."""
         at = begin
         while at < end:
             block, offset = divmod(at, self._rows)
@@ -70,29 +70,29 @@ class _Hosted:
     gradient: _Blocks | None
     device: torch.device
     summed: np.ndarray
-    """bool [tokens]: entries whose sum of gradients is in host memory; others are zero."""
+    """bool [tokens]: cache slots whose boundary gradient is in host memory; others are zero."""
     sent: Any = None
-    """Event after which the host has all that was sent."""
+    """Event after which everything that was sent is in host memory."""
 
 
 @dataclass(eq=False)
 class _Fetched:
-    """A layer on the device, for the microbatch that runs."""
+    """A layer on the device, for the running microbatch."""
 
     states: dict[str, Tensor] = field(default_factory=dict)
     sums: dict[str, Tensor] = field(default_factory=dict)
     own: dict[str, list[Tensor | None]] = field(default_factory=dict)
-    """By tensor: sums of the microbatch's own runs; None are zeros."""
+    """Boundary gradients of the microbatch itself, by tensor, one for each run; None is zeros."""
     arrived: list[Any] = field(default_factory=list)
     closed: bool = False
-    """Whether its sums have gone back to the host. Then only `own` is still valid."""
+    """Whether its boundary gradients were sent back to the host. Then only `own` is valid."""
 
 
 class HostCache:
-    """The prefix cache of `hosted` of a model's `layers` in host memory, for one pass.
+    """Prefix cache in host memory of `hosted` of a model's `layers`, for one pass.
 
-    Hosted layers lie evenly among the others, whose computation hides copies as well. A layer for
-    which the host's memory does not suffice stays on the device.
+    Hosted layers are spread evenly among the others, so that computation of the others overlaps
+    copies. A layer stays on the device if host memory does not suffice for it.
     """
 
     def __init__(self, staging: Staging, stats: OffloadStats, *, hosted: int, layers: int) -> None:
@@ -102,7 +102,7 @@ class HostCache:
         self._share = hosted, layers
         self._frame: Frame | None = None
         self._seen: dict[Hashable, bool] = {}
-        """Layers in the order in which they first captured, and whether they are hosted."""
+        """Whether a layer is hosted, by layer, in the order of first captures."""
         self._hosted: dict[Hashable, dict[str, _Hosted]] = {}
         self._fetched: dict[Hashable, _Fetched] = {}
         self._rows = Rows((), ())
@@ -114,7 +114,7 @@ class HostCache:
     def takes(self, layer: Hashable, name: str, like: Tensor, tokens: int, sums: bool) -> bool:
         """Make a layer's tensor [tokens, ...] in host memory; False if it stays on the device.
 
-        `sums`: whether it has gradients.
+        `sums`: whether it has boundary gradients.
         """
         if layer not in self._seen:
             hosted, layers = self._share
@@ -153,7 +153,8 @@ class HostCache:
     def write(
         self, layer: Hashable, name: str, x_T: Tensor, runs: Sequence[tuple[int, int, int]]
     ) -> None:
-        """Send a microbatch's tensor; `runs` as those of `Capture`. Its sums are zeros then."""
+        """Send a microbatch's tensor to the host, and set its boundary gradients to zero. `runs`:
+        as in `Capture`."""
         hosted = self._hosted[layer][name]
         entry = hosted.state.entry
         assert entry.dtype == x_T.dtype and entry.shape[1:] == x_T.shape[1:], (layer, name)
@@ -171,7 +172,7 @@ class HostCache:
     # ------------------------------------------------------------
 
     def begin(self, rows: Rows, *, backward: bool) -> None:
-        """A microbatch's forward or backward begins: its first layer is fetched ahead."""
+        """Begin a microbatch's forward or backward: fetch its first layer."""
         self._drop(tuple(self._fetched))
         self._rows, self._backward = rows, backward
         order = list(self._hosted)
@@ -179,19 +180,20 @@ class HostCache:
             self._fetch_ahead(order[-1 if backward else 0])
 
     def end(self) -> None:
-        """It has ended: no layer stays on the device."""
+        """End the microbatch's forward or backward: drop its layers from the device."""
         self._drop(tuple(self._fetched))
 
     def read(self, layer: Hashable, name: str) -> tuple[Tensor, Tensor | None]:
-        """A layer's tensor and the sums of its gradients, as the microbatch that runs reads them.
+        """A layer's tensor and its boundary gradients, on the device.
 
-        Entries [0, n) of the cache; those that it does not read hold anything.
+        They have cache slots [0, n). Slots that the microbatch does not read have undefined values.
         """
         found = self._here(layer, reads=True)
         return found.states[name], found.sums.get(name)
 
     def close(self, layer: Hashable) -> None:
-        """A layer's backward has added to the sums: they go back to the host."""
+        """Send a layer's boundary gradients back to the host, after its backward has added to
+        them."""
         found = self._fetched.get(layer)
         if found is None:
             return
@@ -204,11 +206,12 @@ class HostCache:
         found.states, found.sums, found.closed = {}, {}, True
 
     def own_sums(self, layer: Hashable, name: str) -> list[Tensor | None]:
-        """For each run of the microbatch that runs, the sum of its gradients; None is zero."""
+        """Boundary gradients for each run of slots that the running microbatch captured; None is
+        zeros."""
         return self._here(layer, reads=False).own.pop(name)
 
     def _here(self, layer: Hashable, *, reads: bool) -> _Fetched:
-        """A layer on the device, with the next on its way; all others are dropped."""
+        """Fetch a layer, begin to fetch the next one, and drop all others."""
         found = self._fetched.get(layer)
         if found is None or (reads and found.closed):
             self._stats.on_demand += 1
@@ -225,7 +228,7 @@ class HostCache:
 
     def _drop(self, layers: Sequence[Hashable]) -> None:
         for layer in layers:
-            # What was fetched in vain may still be arriving in memory that is used again.
+            # An unused fetch may still write to memory that is about to be reused.
             self._wait(self._fetched.pop(layer))
 
     def _wait(self, found: _Fetched) -> None:
@@ -257,7 +260,7 @@ class HostCache:
         return found
 
     def _fetch(self, layer: Hashable) -> _Fetched:
-        """Start fetching a layer, and in a backward the sums of its gradients."""
+        """Start fetching a layer, and in a backward its boundary gradients."""
         found = _Fetched()
         rows = self._rows
         for name, hosted in self._hosted[layer].items():
@@ -295,7 +298,8 @@ class HostCache:
     def _sums(
         self, hosted: _Hosted, begin: int, end: int, total: Tensor
     ) -> list[tuple[Tensor, Tensor]]:
-        """Copies that fill `total` with sums of entries; those that are zero are zeroed here."""
+        """Copies that fill `total` with boundary gradients of slots begin:end. Zeros are written at
+        once."""
         assert hosted.gradient is not None
         summed = hosted.summed[begin:end]
         edges = [0, *(np.flatnonzero(np.diff(summed)) + 1).tolist(), end - begin]
@@ -309,7 +313,7 @@ class HostCache:
         return pairs
 
     def finish(self) -> None:
-        """End the pass, whether it failed or not: no copy is running, and host memory is free."""
+        """End the pass, also after a failure: wait for running copies and free host memory."""
         # A device that has failed ends copies as well; its error is raised already.
         with suppress(RuntimeError):
             self._transfers.drain()

@@ -1,8 +1,8 @@
 """Features of images and videos: encoded once, read by microbatches, trained once.
 
-They are a prefix cache whose microbatch is the model's encoder: microbatches read features as
-constants and add their gradients, in float32, to sums beside them. Once the last of them has run
-backward, the encoder's backward starts from the sums.
+The encoder is treated as a microbatch whose prefix cache is the features. Microbatches read
+features as constants and add gradients to sums in float32. After the backward of the last such
+microbatch, the encoder's backward starts from the sums.
 """
 
 from collections.abc import Sequence
@@ -27,18 +27,18 @@ from forkpoint.rollouts.media import Media
 class Encoding(Feature):
     """Runs a model's encoder on the media of a batch, and keeps their features while they are read.
 
-    Of each medium these are a tensor [R, C] of R tokens for the embeddings, and one for each layer
-    after which some models add features (deepstack).
+    A medium of R tokens has a tensor [R, C] that replaces embeddings, and one for each layer after
+    which the model adds features (deepstack).
     """
 
     host: Host
     media: Sequence[Media]
     transaction: Transaction
-    """With a guard if the encoder is trained."""
+    """Has a guard if the encoder is trained."""
     trains: bool
-    """Whether the pass gives the encoder gradients."""
+    """Whether the pass computes gradients of the encoder."""
     idle: Media | None = None
-    """The medium that this rank encodes with others that have more of them."""
+    """Medium that this rank encodes when other ranks have more media than it."""
     _outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict, init=False)
     """By medium: features as the encoder gave them, with its graph if there is one."""
     _sums: dict[int, tuple[Tensor | None, ...]] = field(default_factory=dict, init=False)
@@ -59,10 +59,10 @@ class Encoding(Feature):
         return [torch.cat(each).index_select(0, rows.order) for each in zip(*parts, strict=True)]
 
     def anchored(self, embeds: Tensor) -> Tensor:
-        """Embeddings that require gradients where the encoder is trained, even if frozen.
+        """Embeddings that require gradients if the encoder is trained, even if they are frozen.
 
-        Else a microbatch of text, below frozen layers, would leave no gradients for the prefix
-        caches that it reads, which lead to the encoder.
+        Otherwise, with frozen layers, a microbatch of text would add no gradients to the prefix
+        caches that it reads, and these lead to the encoder.
         """
         if not self.trains or embeds.requires_grad or not torch.is_grad_enabled():
             return embeds
@@ -123,7 +123,7 @@ def _read(table_RC: Tensor, total_RC: Tensor | None, index: Tensor) -> Tensor:
 
 
 class _Read(torch.autograd.Function):
-    """Rows of a table, as constants whose gradients add up beside it."""
+    """Reads rows of a table as constants. The backward adds their gradients to a second table."""
 
     @staticmethod
     def forward(

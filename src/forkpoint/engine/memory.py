@@ -1,4 +1,4 @@
-"""The budget of activations that a device has room for, measured."""
+"""Measures the memory budget for activations on a device."""
 
 import gc
 import logging
@@ -19,14 +19,14 @@ _log = logging.getLogger("forkpoint")
 LOWERED = 0.75
 """After an out-of-memory error the budget becomes this part of the predicted peak."""
 DOES_NOT_FIT = (
-    "no plan is predicted to fit: the one chosen needs %s, and %s are free for it "
-    "(memory_budget='auto'). It runs all the same. Less is needed by fewer or shorter rollouts, by "
-    "frozen layers or adapters, by a sharded model, and by an optimizer of smaller states "
-    "(optimizer_bytes_per_parameter)."
+    "no plan is predicted to fit in memory: the chosen plan needs %s, and %s are free "
+    "(memory_budget='auto'). The step runs it nevertheless. To need less memory, use fewer or "
+    "shorter rollouts, freeze layers, train adapters, shard the model, or use an optimizer with "
+    "smaller states (optimizer_bytes_per_parameter)."
 )
 OUT_OF_MEMORY = (
     "the device ran out of memory; memory_budget='auto' is lowered from %s to %s, and the step "
-    "runs once more. Config(memory_budget='%s') plans so from the start."
+    "runs once more. Config(memory_budget='%s') sets this budget from the start."
 )
 
 
@@ -40,11 +40,11 @@ class MemoryBudgets:
         self._warned = False
 
     def of(self, host: Host, config: Config) -> int | None:
-        """The budget that a configuration stands for, in bytes; None is no limit.
+        """The memory budget of a configuration in bytes; None is no limit.
 
-        With memory_budget "auto" it is measured on CUDA when first asked for, and kept, so that
-        plans and bits do not change from step to step. Of several ranks it is the least that any
-        has, from their first step on.
+        With memory_budget "auto", it is measured on CUDA at the first call and kept, so that plans
+        and bits do not change between steps. After their first step, all ranks use the smallest
+        budget of any rank.
         """
         own = self._own(host, config)
         least = self._agreed.get((config.memory_budget, _key(config)))
@@ -66,17 +66,17 @@ class MemoryBudgets:
         return self._bytes[key]
 
     def agree(self, config: Config, least_bytes: int) -> None:
-        """Keep to the least budget of all ranks."""
+        """Use the smallest budget of all ranks from now on."""
         self._agreed[config.memory_budget, _key(config)] = least_bytes
 
     def use(self, config: Config, size_bytes: int) -> None:
-        """Take this instead of what is measured. Raises ConfigError if it is no size."""
+        """Use this budget instead of a measured one. Raises ConfigError if it is no size."""
         found = size_in_bytes(size_bytes, "the memory budget")
         assert found is not None
         self._bytes[_key(config)] = found
 
     def planned(self, plan: Plan) -> None:
-        """Remember what was planned last, and warn once of a plan that does not fit."""
+        """Remember the last plan's predicted peak, and warn once if a plan does not fit."""
         self._predicted = plan.predicted_peak_bytes
         if not plan.fits and not self._warned:
             self._warned = True
@@ -84,9 +84,9 @@ class MemoryBudgets:
             _log.warning(DOES_NOT_FIT, format_bytes(needed), format_bytes(budget))
 
     def lower(self, host: Host, config: Config) -> bool:
-        """After an out-of-memory error: set a lower budget, if there is one that may help.
+        """Lower the budget after an out-of-memory error. Returns whether a lower one was set.
 
-        Ranks plan together, so none of several changes its budget by itself.
+        With several ranks it is not lowered, because ranks plan together.
         """
         before = self.of(host, config)
         if config.memory_budget != AUTO or before is None:
@@ -105,7 +105,7 @@ class MemoryBudgets:
 
 
 def _key(config: Config) -> Hashable:
-    """Options that change what a step allocates besides."""
+    """Options that change the memory that a step needs in addition to activations."""
     return (
         config.optimizer_bytes_per_parameter,
         config.grad_accumulation_dtype,
@@ -121,12 +121,11 @@ def measured_budget(
     *,
     besides_bytes: int = 0,
 ) -> int:
-    """Bytes that activations and prefix cache may take on a CUDA device, in whole GiB.
+    """Bytes on a CUDA device for activations and prefix caches, in whole GiB.
 
-    That is what is free, and what torch has cached, less what will be allocated besides.
-
-    Gradients and optimizer states of `parameters` that do not exist yet count, and `besides_bytes`:
-    whole weights and gradients of parameters that this device has a part of.
+    This is the memory that is free or cached by torch, minus a margin and what a step will allocate
+    otherwise: gradients and optimizer states of `parameters` that do not exist yet, and
+    `besides_bytes` for gathered weights and gradients of sharded parameters.
     """
     every = [p for p in parameters if p.requires_grad]
     trained = [local(p) for p in every]

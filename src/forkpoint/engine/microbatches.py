@@ -30,32 +30,33 @@ from forkpoint.tree.forest import IntArray
 
 @dataclass(frozen=True, eq=False)
 class MediaRows:
-    """The tokens of a microbatch that stand for images and videos, m of them."""
+    """The m tokens of a microbatch that stand for images and videos."""
 
     places: Tensor
-    """int64 [m]: where they are among the microbatch's tokens, ascending."""
+    """int64 [m]: their indices among the microbatch's tokens, ascending."""
     parts: tuple[tuple[int, Tensor], ...]
-    """By medium that is read: its number among those of the batch, and which of its tokens."""
+    """For each medium that is read: its index in the batch, and indices of its tokens."""
     order: Tensor
-    """int64 [m]: for each of the places, which of the tokens of all parts, joined."""
+    """int64 [m]: for each of `places`, the index of its token in the concatenation of all parts."""
 
 
 @dataclass(frozen=True, eq=False)
 class MicrobatchInputs:
-    """Inputs of the model for one microbatch, as far as this rank runs it (`Topology.places`): t of
-    its T tokens, m of the head's n entries."""
+    """Inputs of the model for this rank's part of one microbatch (`Topology.places`): t of its T
+    tokens, m of the n entries of the head."""
 
     microbatch: Microbatch
     part: Microbatch
-    """The part that attention sees here: all of it, or the segments that this rank runs whole."""
+    """The segments whose attention this rank computes: all, or those that were dealt to it
+    whole."""
     input_ids: Tensor
     """int64 [1, t]"""
     position_ids: Tensor
     """int64 [1, t]: positions along each token's path; [A, 1, t] if positions of images have
     several axes; the first is the path's."""
     head_index: Tensor
-    """int64 [m]: places among the t whose next token some rollout trains on, ascending, each once
-    for every temperature at which it is trained."""
+    """int64 [m]: indices among the t tokens of those whose next token is trained, ascending. A
+    token occurs once for each temperature at which its next token is trained."""
     head_labels: Tensor
     """int64 [m]"""
     head_temperatures: Tensor | None
@@ -63,21 +64,21 @@ class MicrobatchInputs:
     trained_tokens: IntArray
     """The microbatch's trained tokens, as positions in the batch's flat tokens, ascending."""
     trained_entry: IntArray
-    """For each of them, its entry among the n; rollouts of one temperature that share a trained
-    token share it."""
+    """For each of them, the index of its entry among the n. Rollouts of one temperature that share
+    a trained token share its entry."""
     own: IntArray | None = None
-    """The places of the tokens in the microbatch, but for padding at the end; None: all of them."""
+    """Places of the tokens in the microbatch, without padding at the end; None: all places."""
     entries: int = 0
     """n"""
     own_entries: Tensor | None = None
-    """int64 [m]: the numbers of the entries among the n; None: all of them."""
+    """int64 [m]: indices of this rank's entries among the n; None: all entries."""
     media: MediaRows | None = None
     """The tokens that stand for images and videos; None where there are none."""
 
 
 class CacheView:
-    """The prefix cache as a microbatch that runs reads and writes it, and its tables, which are
-    made when a layer first asks for them.
+    """The running microbatch's access to the prefix cache, and its tables, which are made when a
+    layer first asks for them.
 
     A plain object: FSDP copies dataclasses that it meets in call arguments, and captured tensors
     would land in the copy.
@@ -86,8 +87,8 @@ class CacheView:
     def __init__(
         self, plan: Plan, microbatch: Microbatch, cache: PrefixCache, *, captures: bool = True
     ) -> None:
-        """`captures` is False for a forward that is repeated: it must not write what other
-        microbatches have read."""
+        """`captures` is False for a recomputation, which must not write to the cache after other
+        microbatches have read it."""
         self.cache = cache
         self.capture: Capture | None = None
         if microbatch.keeps_boundary:
@@ -118,8 +119,8 @@ class CacheView:
         return self._tables[window, chunked]
 
     def ancestors(self, module: Hashable) -> "LayerAncestors | None":
-        """K and V of the microbatches around this one in an attention module; None if it reads
-        none."""
+        """K and V of ancestors in other microbatches, for an attention module; None without
+        ancestors."""
         return LayerAncestors(self.cache, module) if self._reads_cache else None
 
     @cached_property
@@ -148,7 +149,7 @@ class CacheView:
         return self._states[width]
 
     def end_forward(self) -> None:
-        """From now on a forward of this microbatch is a recomputation."""
+        """Note the end of the forward: any later forward of this microbatch is a recomputation."""
         if self.capture is not None:
             self.capture.open = False
         self.cache.end()
@@ -156,7 +157,7 @@ class CacheView:
 
 @dataclass(eq=False)
 class LayerAncestors:
-    """K and V of the microbatches around one, in one attention module.
+    """K and V of a microbatch's ancestors in other microbatches, in one attention module.
 
     They may be in host memory until they are opened.
     """
@@ -165,19 +166,19 @@ class LayerAncestors:
     module: Hashable
 
     def open(self) -> CacheSlice:
-        """K and V, and the sums of their gradients, until the next module is opened."""
+        """K and V, and their boundary gradients. They are valid until the next module is opened."""
         k, grad_k = self.cache.read((self.module, "k"))
         v, grad_v = self.cache.read((self.module, "v"))
         return CacheSlice(k, v, grad_k, grad_v)
 
     def close(self) -> None:
-        """The backward has added to the sums."""
+        """Store the boundary gradients after a backward has added to them."""
         if self.cache.host is not None:
             self.cache.host.close(self.module)
 
 
 def cache_run(plan: Plan, segment: int) -> tuple[int, int]:
-    """The entries of the prefix cache that a segment has."""
+    """The first cache slot of a segment, and one past its last."""
     begin = plan.cache_of[segment]
     return begin, begin + int(plan.forest.length[segment])
 
@@ -206,12 +207,12 @@ def prepare_microbatches(
     split: Places = ALL_PLACES,
     axes_AT: IntArray | None = None,
 ) -> list[MicrobatchInputs]:
-    """Turn every microbatch of a plan into tensors; the host waits for no copy of them.
+    """Make the tensors of every microbatch of a plan. Copies to the device are asynchronous.
 
     Args:
         uses_temperature: whether the head's outputs depend on temperatures, as a critic's do not.
         split: which places of a microbatch this rank runs.
-        axes_AT: positions of the batch's tokens (`Host.positions`); None: those of paths.
+        axes_AT: positions of the batch's tokens (`Host.positions`); None: positions on paths.
     """
     forest = plan.forest
     token_edge = forest.token_edges(batch.offsets)
@@ -276,7 +277,7 @@ def prepare_microbatches(
 
 
 def _media_rows(batch: RolloutBatch, tokens: IntArray, device: torch.device) -> MediaRows | None:
-    """Of a microbatch with these tokens, as positions in the batch's flat tokens."""
+    """Media of a microbatch. `tokens`: its tokens as positions in the batch's flat tokens."""
     if batch.media_of is None or batch.media_row is None:
         return None
     (places,) = np.nonzero(batch.media_of[tokens] >= 0)

@@ -1,18 +1,18 @@
-"""Activations of a microbatch between its forward and its backward: kept, offloaded or dropped.
+"""Keeps, offloads or drops the activations of a microbatch between its forward and backward.
 
-A microbatch that is recomputed has two forwards. The first, for its prefix cache alone, drops saved
-tensors as they come, rather than not recording them: both forwards run the same code (compiled for
-autograd, if blocks are compiled) and give the same bits. The second does not write to the cache.
+A recomputed microbatch has two forwards. The first one computes its prefix cache. It records a
+graph but drops the saved tensors, so that both forwards run the same code (compiled for autograd,
+if blocks are compiled) and give the same bits. The second one does not write to the cache.
 
 An offloaded microbatch is copied to host memory through hooks on saved tensors, by storage: views
-of one storage, and tensors saved twice, are copied once. The backward asks for storages in nearly
-the reverse of the order in which they were last saved, so they are fetched in that order, at least
-two layers ahead of their use. The last time counts: the last layer is the first to ask for what all
-layers save (rotary tables).
+of one storage, and tensors saved twice, are copied once. The backward needs storages in nearly the
+reverse of the order in which they were last saved. They are fetched in that order, at least two
+layers ahead of their use. If all layers save a storage, such as rotary tables, the last layer is
+the first one that needs it.
 
-Fetching begins during the backward before, once that has freed memory: memory is fullest when it
-begins. No more is fetched ahead than it has freed, or two layers if these are more. Gradients that
-a backward makes do not count: a memory budget leaves room for them.
+Fetching begins during the preceding backward, once it has freed memory, because the peak of memory
+is at its beginning. At most as many bytes are fetched ahead as it has freed, or two layers if they
+have more. Gradients are not subtracted, because the memory budget leaves room for them.
 """
 
 import weakref
@@ -38,13 +38,14 @@ from forkpoint.plan.program import BACKWARD, FORWARD, Instruction
 # Names of the autograd nodes through which autocast's linear layers see a weight.
 COPIES = frozenset({"ToCopyBackward0", "TBackward0", "TransposeBackward0"})
 LAYERS_ALIVE = 2
-"""Layers of a running backward that may be alive: one runs, the other gets its gradient."""
+"""Layers of a running backward whose tensors may be alive: one runs, and the next one waits for its
+gradient."""
 Stays = Callable[[Tensor], bool]
-"""Tells tensors that others hold on the device anyway."""
+"""Returns whether something else keeps a tensor on the device."""
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Number that tells a storage from all others that are alive."""
+    """Identifier of a tensor's storage, unique among living storages."""
     return tensor.untyped_storage()._cdata
 
 
@@ -54,7 +55,7 @@ def storage_id(tensor: Tensor) -> int:
 
 @dataclass(eq=False)
 class _Stored:
-    """A storage in host memory, and on the device again once it has been fetched."""
+    """A storage in host memory, and its copy on the device after it was fetched."""
 
     host: Tensor
     sent: Any
@@ -69,8 +70,8 @@ class _Saved:
     """Stand-in that autograd keeps for a tensor."""
 
     nbytes: int
-    """Of its storage if it is the first tensor of it that is saved, until it is asked for; else
-    0."""
+    """Bytes of its storage, for the first saved tensor of a storage, until the backward needs it;
+    otherwise 0."""
     where: Tensor | _Stored
     """The tensor itself if it stays on the device."""
     dtype: torch.dtype
@@ -82,21 +83,21 @@ class _Saved:
 class SavedTensors:
     """Tensors that a microbatch's forward saves: moved to host memory or left on the device.
 
-    Autograd frees the saved tensors of a node once that node has run. `then` is called with the
-    bytes that the backward has freed, once it has asked for half of what was saved, which leaves
-    time enough for copies, and again each time that more is free by a quarter of a layer. A storage
-    counts once, by the first tensor of it that is saved, which the backward asks for last.
+    Autograd frees the saved tensors of a node after that node has run. `then` is called with the
+    bytes that the backward has freed: first when the backward has asked for half of the saved
+    bytes, which leaves enough time for copies, then after each further quarter of a layer. A
+    storage counts once, with its first saved tensor, which the backward asks for last.
     """
 
     stays: Stays
-    """Tells tensors that are not moved, and not freed by the backward."""
+    """Returns whether a tensor is not moved, and not freed by the backward."""
     layers: int
-    """Of the model; a storage is fetched at least two of them ahead of its use."""
+    """Number of layers of the model. A storage is fetched at least two layers ahead of its use."""
     staging: Staging | None = None
     """Host memory; None leaves tensors where they are."""
     stats: OffloadStats = field(default_factory=OffloadStats)
     then: Callable[[int], None] | None = None
-    """Is told of bytes that are free."""
+    """Called with the number of freed bytes."""
     saved_bytes: int = field(default=0, init=False)
     asked_bytes: int = field(default=0, init=False)
 
@@ -108,17 +109,17 @@ class SavedTensors:
         self._last: dict[weakref.ref[_Stored], None] = {}
         self._order: list[weakref.ref[_Stored]] = []
         self._begins: list[int] = [0]
-        """Byte offsets of storages, were they laid end to end, and the end of all."""
+        """Cumulative bytes of the storages in `_order`, from 0."""
         self._next = -1
-        """The storage to fetch next; those behind it are on their way, or nobody needs them."""
+        """Index of the next storage to fetch. Later ones are being fetched, or are not needed."""
         self._ahead_bytes = 0
-        """How far ahead storages are fetched, once the forward is over."""
+        """Bytes that are fetched ahead, set when the forward has ended."""
         self._frame = None if self.staging is None else self.staging.begin()
         if self.staging is not None:
             self.staging.transfers.begin_microbatch()
 
     def end_forward(self) -> None:
-        """The microbatch's forward is over: what it has saved last is fetched first."""
+        """End the microbatch's forward: fix the order of fetches, the last saved storage first."""
         self._known.clear()
         for reference in self._last:
             stored = reference()
@@ -131,12 +132,13 @@ class SavedTensors:
         self._ahead_bytes = max(1, LAYERS_ALIVE * self._begins[-1] // self.layers)
 
     def prefetch(self, free_bytes: int = 0) -> None:
-        """Fetch what the backward will ask for first, before it begins: so much, or two layers."""
+        """Fetch the storages that the backward will need first: `free_bytes`, or two layers if
+        more."""
         self._ahead_bytes = max(self._ahead_bytes, free_bytes)
         self._fetch_ahead(len(self._order))
 
     def close(self) -> None:
-        """The microbatch's backward is over: its host memory is free again."""
+        """Free the microbatch's host memory after its backward."""
         if self.staging is not None and self._frame is not None:
             self.staging.end(self._frame)
 
@@ -203,10 +205,10 @@ class SavedTensors:
         if 2 * self.asked_bytes < self.saved_bytes:
             return
         layer = self.saved_bytes // self.layers
-        # One that is offloaded itself has no more than what is fetched ahead.
+        # An offloaded microbatch has only the bytes on the device that were fetched ahead.
         had = self._ahead_bytes if self.staging else self.saved_bytes - LAYERS_ALIVE * layer
         free = max(0, had - (self.saved_bytes - self.asked_bytes))
-        # Looking for room takes the host some time: not at each of a layer's tensors.
+        # Looking for room takes host time, so this does not happen at each tensor of a layer.
         if self._told is None or free >= self._told + layer // 4:
             self._told = free
             self.then(free)
@@ -273,12 +275,12 @@ class Activations(Feature):
             for one, after in pairwise(plan.program.training)
             if one.operation == after.operation == BACKWARD and after.microbatch in self._offloads
         }
-        """By microbatch: the offloaded microbatch whose backward comes next."""
+        """The offloaded microbatch whose backward follows directly, by microbatch."""
         self._cache: PrefixCache | None = None
         self._staging = staging
         self._open: dict[int, SavedTensors] = {}
         self.stats: OffloadStats | None = None
-        """Counts copies; None if no microbatch is offloaded."""
+        """Counts of copies; None if no microbatch is offloaded."""
         self._held: frozenset[int] = frozenset()
         if self._offloads:
             assert staging is not None, "a microbatch is offloaded, and there is nowhere to"
@@ -292,7 +294,7 @@ class Activations(Feature):
             self._held = frozenset(storage_id(x) for x in tensors)
 
     def close(self) -> None:
-        """End the pass, whether it failed or not: no copy is running, and host memory is free."""
+        """End the pass, also after a failure: wait for running copies and free host memory."""
         if self.stats is None or self._staging is None:
             return
         if self._open:
@@ -329,14 +331,14 @@ class Activations(Feature):
             self._open[instruction.microbatch].end_forward()
 
     def _stays(self, tensor: Tensor) -> bool:
-        """Whether others hold a tensor on the device anyway: it is a parameter, a copy of one that
-        autocast keeps, an input, or prefix cache."""
+        """Whether a tensor stays on the device anyway: a parameter, a buffer, a copy of a weight
+        that autocast keeps, an input, or prefix cache."""
         assert self._cache is not None
         held = storage_id(tensor) in self._held or self._cache.holds(tensor)
         return held or is_copy_of_leaf(tensor)
 
     def before(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
-        """Fetch ahead what the backward before has not: it may have freed too little."""
+        """Fetch ahead two layers, if the preceding backward has freed too little for that."""
         if instruction.operation == BACKWARD and instruction.microbatch in self._open:
             self._open[instruction.microbatch].prefetch()
 
@@ -347,7 +349,8 @@ class Activations(Feature):
 
 
 def is_copy_of_leaf(tensor: Tensor) -> bool:
-    """Whether a tensor is a leaf's copy in another dtype, perhaps transposed: a weight's, then."""
+    """Whether a tensor is a copy of a leaf, such as a weight, in another dtype, perhaps
+    transposed."""
     node = tensor.grad_fn
     while node is not None and node.name() in COPIES:
         node = node.next_functions[0][0]

@@ -24,7 +24,7 @@ Layout = dict[tuple[str, str], tuple[bool, tuple[int, ...], torch.dtype]]
 
 
 class PromptExchange(Feature):
-    """The prompts of one step, as this rank sends and receives them."""
+    """Sends and receives the exchanged prompts of one step."""
 
     def __init__(
         self,
@@ -35,16 +35,16 @@ class PromptExchange(Feature):
         model: nn.Module,
         device: torch.device,
     ) -> None:
-        """`prompts`: all of the step, the same on all ranks. `own`: those of this rank's rollouts.
-        `plan`: this rank's."""
+        """`prompts`: all exchanged prompts of the step, the same on all ranks. `own`: prompts of
+        this rank's rollouts. `plan`: the plan of this rank."""
         self.step: RankStep = step
         self._modules: dict[str, nn.Module] = dict(model.named_modules())
         self._names: dict[int, str] = {id(m): name for name, m in self._modules.items()}
         here = step.ranks.index
         self._sent: dict[int, list[int]] = {}
-        """By rank that reads them, the numbers of this rank's prompts."""
+        """Numbers of this rank's prompts, by the rank that reads them."""
         self._received: dict[int, list[int]] = {}
-        """By rank that owns them, the numbers of prompts that this rank reads."""
+        """Numbers of the prompts that this rank reads, by the rank that owns them."""
         for number, prompt in enumerate(prompts):
             for reader in prompt.ranks:
                 if reader == prompt.owner:
