@@ -409,7 +409,7 @@ def test_what_cannot_be_put_back_is_said(
     injector.arm("backward", EVENTS.index("backward prefix 2"), ModelError)
     with pytest.raises(ModelError, match="injected") as caught:
         policy.forward_backward(BATCH, losses.GRPO(kl=0.1))
-    notes = ["forkpoint: the step could not be put back: RuntimeError('never')"]
+    notes = ["forkpoint: this step could not be undone: RuntimeError('never')"]
     assert policy.last_step is not None
     if owner is GradientGuard:
         assert policy.last_step.gradients == "pending"

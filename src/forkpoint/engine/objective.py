@@ -1,4 +1,4 @@
-"""The loss of a step: parts by microbatch, their gradients, and values per token.
+"""The loss of a step, its gradients in each microbatch, and values per token.
 
 A loss is computed from copies of the head's values, and its backward runs at once. A microbatch's
 backward starts from the gradients at these copies. A loss that reads other trainable tensors is
@@ -31,17 +31,17 @@ from forkpoint.tree.forest import IntArray
 
 @dataclass(frozen=True, eq=False)
 class LossPart:
-    """A loss of some rollouts or tokens, and its gradients."""
+    """The loss of some rollouts or tokens, and its gradients."""
 
     value: Tensor
     """Without a graph."""
     gradients: Mapping[str, Tensor]
-    """By name, at the values of the head that it was computed from, times the step's factors; none
-    for values that it does not depend on."""
+    """Gradients with respect to the outputs of the head, by name, times the factors of the step.
+    Outputs that the loss does not depend on are missing."""
 
 
 MicrobatchLoss = Callable[[MicrobatchInputs, HeadOutputs], LossPart | None]
-"""Gives a microbatch's part of the loss; None if it has none."""
+"""Computes a microbatch's part of the loss; None if it has none."""
 
 
 # Values per token
@@ -49,8 +49,8 @@ MicrobatchLoss = Callable[[MicrobatchInputs, HeadOutputs], LossPart | None]
 
 
 class TokenValues:
-    """Values of the head at trained tokens, [T] by name: 0 at other tokens, NaN at trained ones
-    that the plan leaves out."""
+    """Outputs of the head, [T] by name: 0 at untrained tokens, NaN at trained tokens that are left
+    out."""
 
     def __init__(
         self,
@@ -99,11 +99,12 @@ class LossInputs:
     per_token: Mapping[str, Tensor]
     """[T] by name: "logprobs", "entropies", a critic's "values"."""
     own: slice
-    """The part of T that is this rank's."""
+    """This rank's slice of T."""
     shown: NDArray[np.bool_]
-    """Rollouts that the loss is shown."""
+    """bool [N]: rollouts that the loss is computed for."""
     counts: bool = True
-    """Whether this rank's value of the loss counts: all ranks compute the same, and one counts."""
+    """Whether this rank reports the value of the loss. All ranks compute the same value, and one
+    reports it."""
 
 
 def loss_inputs(
@@ -114,7 +115,8 @@ def loss_inputs(
 ) -> LossInputs:
     """This rank's scores, [T] by name, or those of all ranks if the step gathers rollouts.
 
-    Collective then. `shown`: bool [N], rollouts of this rank that the loss is shown.
+    Collective if the step gathers rollouts. `shown`: bool [N], rollouts of this rank that the loss
+    is computed for.
     """
     if not ranks.parts:
         return LossInputs(views, per_token, slice(None), shown)
@@ -152,8 +154,8 @@ def evaluate_loss(loss: Loss, outputs: LossOutputs, view: LossBatch, head: str) 
 
     `head` names the outputs that a loss is computed from.
 
-    Raises ConfigError if it is no scalar, has no graph although the outputs have one, or reads
-    what is None.
+    Raises ConfigError if the loss is no floating-point scalar, has no graph although the outputs
+    have one, or reads a field that is None.
     """
     value = computed(loss, outputs, view)
     graph = torch.is_grad_enabled() and any(x.requires_grad for x in outputs.per_token.values())
@@ -176,7 +178,7 @@ def evaluate_loss(loss: Loss, outputs: LossOutputs, view: LossBatch, head: str) 
 
 @dataclass(eq=False)
 class MicrobatchLosses:
-    """One step's loss, for the views of the batch that a plan shows to it."""
+    """Computes the loss of a step for parts of the batch."""
 
     host: Host
     config: Config
@@ -192,18 +194,18 @@ class MicrobatchLosses:
         return self.scale * self.host.group.factor(mean=self.ranks.mean)
 
     def of_tokens(self, inputs: MicrobatchInputs, outputs: HeadOutputs) -> LossPart | None:
-        """The part of a microbatch's trained tokens, once for every rollout through them, of a loss
-        that is a sum over tokens. A `MicrobatchLoss`."""
+        """A microbatch's part of a loss that is a sum over tokens. A shared token counts once for
+        each of its rollouts. This is a `MicrobatchLoss`."""
         if not len(inputs.trained_tokens):
             return None
         view = self.views.of_tokens(inputs.trained_tokens)
         return self.part(inputs.trained_entry, view, outputs.per_token)
 
     def shown(self, plan: Plan) -> NDArray[np.bool_]:
-        """Rollouts that the loss is shown: bool [N].
+        """Rollouts that the loss is computed for: bool [N].
 
-        All but those whose trained tokens the plan leaves out, and those coupled with them, whose
-        terms the loss has declared to be 0.
+        Rollouts that the plan leaves out, and those coupled with them, are excluded: the loss has
+        declared that their terms are 0.
         """
         batch = self.views.batch
         coupling = self.loss.coupling(batch)
@@ -211,7 +213,8 @@ class MicrobatchLosses:
         return ~np.isin(coupling, coupling[~whole])
 
     def of_untrained(self, rollouts: NDArray[np.bool_]) -> Tensor:
-        """The loss of rollouts (bool [N]) without trained tokens: no function of log-probs."""
+        """The loss of rollouts (bool [N]) without trained tokens. It does not depend on
+        log-probs."""
         zero = torch.zeros((), dtype=self.host.loss_dtype, device=self.host.device)
         if not rollouts.any():
             return zero
@@ -221,7 +224,8 @@ class MicrobatchLosses:
         return self._differentiated(lambda x: LossOutputs(**x), view, nothing).value.to(zero.dtype)
 
     def of_scores(self, given: LossInputs) -> LossPart:
-        """The loss of the whole batch, and its gradients by this rank's values of each token."""
+        """The loss of the whole batch, and its gradients with respect to this rank's values per
+        token."""
         view, tokens = given.views.of_rollouts(given.shown)
         at = on_device(tokens, self.host.device)
         scores = {name: x_T.detach().requires_grad_() for name, x_T in given.per_token.items()}
@@ -235,7 +239,7 @@ class MicrobatchLosses:
         return LossPart(value, own)
 
     def part(self, entries: IntArray, view: LossBatch, per_token: Mapping[str, Tensor]) -> LossPart:
-        """The loss of a view. `entries`: by token of the view, its place in `per_token`."""
+        """The loss of a view. `entries`: index in `per_token` of each token of the view."""
         index = on_device(entries, self.host.device)
         return self._differentiated(lambda copies: outputs_of(copies, index), view, per_token)
 
@@ -245,10 +249,10 @@ class MicrobatchLosses:
         view: LossBatch,
         per_token: Mapping[str, Tensor],
     ) -> LossPart:
-        """Compute a part of the loss, and its gradients at `per_token`, the values of the head.
+        """Compute a part of the loss, and its gradients with respect to `per_token`.
 
-        `outputs` makes the loss's argument from copies of these. Raises UnsupportedError if the
-        loss reads other trainable tensors.
+        `outputs` makes the argument of the loss from copies of `per_token`. Raises UnsupportedError
+        if the loss reads other trainable tensors.
         """
         copies = {n: x.detach().requires_grad_(x.requires_grad) for n, x in per_token.items()}
         with torch.enable_grad():
@@ -263,8 +267,8 @@ class MicrobatchLosses:
 
 
 class CoupledLosses:
-    """A step's loss where it couples rollouts: those together, in the microbatch that holds all of
-    their trained tokens. A `MicrobatchLoss`."""
+    """Computes a loss that couples rollouts, in the microbatch that holds all trained tokens of
+    coupled rollouts. This is a `MicrobatchLoss`."""
 
     def __init__(
         self, losses: MicrobatchLosses, plan: Plan, prepared: Sequence[MicrobatchInputs]
@@ -279,7 +283,7 @@ class CoupledLosses:
             number: np.unique(self._coupling[rollouts[self._shown[rollouts]]])
             for number, rollouts in self._owners.items()
         }
-        """By microbatch, which of the coupled rollouts it trains."""
+        """Numbers of the sets of coupled rollouts that a microbatch trains, by microbatch."""
 
     def __call__(self, inputs: MicrobatchInputs, outputs: HeadOutputs) -> LossPart | None:
         trained = self._trained[inputs.microbatch.index]
@@ -293,7 +297,7 @@ class CoupledLosses:
         return self._losses.part(entries, view, outputs.per_token)
 
     def of_untrained(self) -> Tensor:
-        """The loss of coupled rollouts that train on nothing: no function of log-probs."""
+        """The loss of coupled rollouts without trained tokens. It does not depend on log-probs."""
         every = np.concatenate([*self._trained.values(), np.zeros(0, np.int64)])
         return self._losses.of_untrained(~np.isin(self._coupling, every) & self._shown)
 
@@ -303,9 +307,9 @@ class WeightedSum:
     """The sum of weight * value over trained tokens. A `MicrobatchLoss`."""
 
     weights: Mapping[str, Tensor | None]
-    """[T] for each name that the head gives, None for those without a gradient."""
+    """[T] for each output of the head by name, or None if it has no gradient."""
     factor: float = 1.0
-    """On gradients."""
+    """Factor on gradients, not on the value."""
 
     def __call__(self, inputs: MicrobatchInputs, outputs: HeadOutputs) -> LossPart | None:
         if not len(inputs.trained_tokens):

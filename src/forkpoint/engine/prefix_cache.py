@@ -1,14 +1,14 @@
-"""Prefix cache: what later microbatches need of earlier ones, captured, read, and injected.
+"""Prefix cache: tensors of a microbatch that later ones read, and their boundary gradients.
 
-A layer names any tensors whose first dimension is the microbatch's tokens (K and V in attention).
-A microbatch's forward copies them into the cache. Microbatches below read them as constants and add
-their gradients to the cache, in float32. The microbatch's backward adds these sums to the gradients
-that arrive from within the microbatch, at the capture: the sum is rounded to the tensor's dtype
-once, and activation checkpointing needs no care.
+A layer names any tensors whose first dimension is the microbatch's tokens (K and V in attention). A
+microbatch's forward copies them into the cache. Microbatches below read them as constants and add
+their gradients to the cache, in float32. The microbatch's backward adds these boundary gradients to
+the gradients from within the microbatch, where the tensor was captured. The total is rounded to the
+tensor's dtype once. Activation checkpointing needs no special case.
 
-Recurrent layers have one state for the end of each segment, and the last inputs of a convolution.
-They go the same way. Often no token of its own microbatch reads a final state, so its gradient is
-added at the layer's output (`RecurrentStates.keep`).
+Recurrent layers cache one state for the end of each segment, and the last inputs of a convolution,
+in the same way. Often no token of the same microbatch reads a final state. So its gradient is added
+at the layer's output (`RecurrentStates.keep`).
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -31,7 +31,7 @@ Key = tuple[Hashable, str]
 class PrefixCache:
     """One buffer for each layer and name, made when a layer first captures.
 
-    The plan says which of its tokens a microbatch has.
+    The plan assigns the cache slots of each microbatch.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class PrefixCache:
         cache_states: int = 0,
         host: HostCache | None = None,
     ) -> None:
-        """`tokens` and `cache_states`: entries of tokens, and of the ends of segments. `host`: the
-        layers whose entries of tokens are in host memory; None: no layer's are."""
+        """`tokens` and `cache_states`: numbers of slots for tokens, and for states at ends of
+        segments. `host`: layers whose token slots are in host memory; None: no layers."""
         self.tokens: int = tokens
         self.cache_states: int = cache_states
         self.gradients: bool = gradients
@@ -54,13 +54,14 @@ class PrefixCache:
         self.media: Any = None
         """Features of images and videos (engine/media.py); None in a batch without any."""
         self.whole: PrefixCache | None = None
-        """The cache of all heads that ranks have gathered (engine/gathered_cache.py); None where
-        they gather nothing."""
+        """Prefix cache of all heads (engine/gathered_cache.py); None if no prefix cache is
+        gathered."""
 
     def write(self, key: Key, x_T: Tensor, runs: Sequence[tuple[int, int, int]]) -> None:
-        """Copy a microbatch's tensor [T, ...]; its gradients are zeros then.
+        """Copy a microbatch's tensor [T, ...] into the cache, and set its boundary gradients to
+        zero.
 
-        `runs`: (first position, one past the last, first entry of the cache).
+        `runs`: (first place, one past the last, first cache slot).
         """
         host = self._host_of(key) or self._new_host_of(key, x_T)
         if host is not None:
@@ -77,15 +78,14 @@ class PrefixCache:
         return self.host if self.host is not None and self.host.has(*key) else None
 
     def _new_host_of(self, key: Key, like: Tensor) -> HostCache | None:
-        """The same for a layer's first capture."""
+        """The host cache for a layer's first capture, if it takes the layer."""
         host = None if key in self._state else self.host
         if host is None or not host.takes(*key, like, self.tokens, self.gradients):
             return None
         return host
 
     def sums(self, key: Key, runs: Sequence[tuple[int, int, int]]) -> Sequence[Tensor | None]:
-        """For each run of the microbatch whose backward runs, the gradients that others left; None
-        is zero."""
+        """Boundary gradients of the running microbatch, one tensor for each run; None is zeros."""
         host = self._host_of(key)
         if host is not None:
             return host.own_sums(*key)
@@ -98,7 +98,8 @@ class PrefixCache:
             self.host.end()
 
     def layout(self) -> dict[Key, tuple[bool, tuple[int, ...], torch.dtype]]:
-        """By key: whether it is of the ends of segments, the shape of one entry, and the dtype."""
+        """By key: whether it is a state at ends of segments, the shape of one slot, and the
+        dtype."""
         return {
             key: (key in self._of_states, tuple(state.shape[1:]), state.dtype)
             for key, state in self._state.items()
@@ -107,8 +108,8 @@ class PrefixCache:
     def buffers(
         self, key: Key, like: Tensor, *, of_states: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """State [tokens, ...] of `like`'s dtype and its gradient buffer, made if need be; those of
-        the ends of segments are [cache_states, ...]."""
+        """Buffer [tokens, ...] of `like`'s dtype, and that of its boundary gradients, made at the
+        first call; [cache_states, ...] for states at ends of segments."""
         if key not in self._state:
             if of_states:
                 self._of_states.add(key)
@@ -125,11 +126,11 @@ class PrefixCache:
         return state, self._gradient.get(key)
 
     def read(self, key: Key) -> tuple[Tensor, Tensor | None]:
-        """State and gradient buffer as a microbatch below reads them.
+        """The buffer, and that of its boundary gradients, as other microbatches read them.
 
         Microbatches write disjoint tokens of one buffer between another microbatch's forward and
-        backward. `.data` has a version counter of its own for each reader, so that autograd does
-        not take these writes for changes of what the reader saved.
+        backward. `.data` has a separate version counter for each reader, so autograd does not
+        mistake these writes for changes of saved tensors.
         """
         host = self._host_of(key)
         if host is not None:
@@ -138,14 +139,14 @@ class PrefixCache:
         return self._state[key].data, None if gradient is None else gradient.data
 
     def holds(self, x: Tensor) -> bool:
-        """Whether a tensor lies in one of the buffers; aliases of them begin where they do."""
+        """Whether a tensor shares its storage with one of the buffers."""
         begin = x.untyped_storage().data_ptr()
         every = (*self._state.values(), *self._gradient.values())
         return any(begin == buffer.data_ptr() for buffer in every)
 
 
 def joined(runs: Iterable[Run]) -> list[Run]:
-    """Runs of entries, in order, with neighbours as one."""
+    """Runs in the same order, with adjacent ones joined."""
     found: list[Run] = []
     for begin, end in runs:
         if found and found[-1][1] == begin:
@@ -157,18 +158,17 @@ def joined(runs: Iterable[Run]) -> list[Run]:
 
 @dataclass(eq=False)
 class Capture:
-    """Which tokens of a microbatch are prefix cache, and where they go in the cache."""
+    """The tokens of a microbatch that are captured, and their cache slots."""
 
     cache: PrefixCache
     runs: list[tuple[int, int, int]]
-    """(first position, one past the last, first entry of the cache)."""
+    """(first place, one past the last, first cache slot)."""
     open: bool = True
-    """False after the microbatch's forward: a recomputation must not write what children have
-    read."""
+    """False after the microbatch's forward, because a recomputation must not write to the cache."""
     _taken: set[Key] = field(default_factory=set, init=False)
 
     def takes(self, key: Key) -> bool:
-        """Whether a tensor is to be captured now: in the microbatch's forward, once for each key.
+        """Whether to capture a tensor now: once for each key, in the microbatch's forward.
 
         Raises UnsupportedError if a module runs a second time in one forward.
         """
@@ -185,7 +185,7 @@ class Capture:
 
 
 def capture_prefix(x_T: Tensor, key: Key, capture: Capture | None) -> Tensor:
-    """Capture a tensor of a microbatch; callers continue with the tensor that is returned.
+    """Capture a tensor of a microbatch. The caller must continue with the returned tensor.
 
     Args:
         x_T: [T, ...], one entry for each token of the microbatch.
@@ -208,7 +208,7 @@ def write_prefix(x_T: Tensor, key: Key, capture: Capture | None) -> None:
 
 
 def add_captured(grad_T: Tensor, key: Key, capture: Capture) -> Tensor:
-    """A gradient plus what other microbatches left for it in the cache, rounded once."""
+    """The gradient plus the boundary gradient from the cache, rounded once."""
     runs = capture.runs
     sums = capture.cache.sums(key, runs)
     if len(runs) == 1 and runs[0][:2] == (0, len(grad_T)) and sums[0] is not None:
@@ -221,7 +221,7 @@ def add_captured(grad_T: Tensor, key: Key, capture: Capture) -> Tensor:
 
 
 class _Inject(torch.autograd.Function):
-    """The identity, whose backward adds the gradients that other microbatches left in the cache."""
+    """The identity. Its backward adds the boundary gradients from the cache."""
 
     @staticmethod
     def forward(ctx: Any, x_T: Tensor, key: Key, capture: Capture) -> Tensor:
@@ -243,7 +243,7 @@ class _Inject(torch.autograd.Function):
 
 @dataclass(eq=False)
 class RecurrentStates:
-    """A microbatch's tables for layers that carry a state, and the cache around it."""
+    """A microbatch's tables for layers that carry a state, and its access to cached states."""
 
     cache: PrefixCache
     capture: Capture | None
@@ -251,7 +251,7 @@ class RecurrentStates:
     windows: ConvolutionTable
 
     def initial(self, key: Key, *made_with: Tensor) -> Tensor | None:
-        """[S, ...] states that segments of the first level start from; None if all are zero.
+        """Initial states [S, ...] of the segments of the first level; None if all are zero.
 
         `made_with`: the tensors of this microbatch that later states are made with. If none of them
             requires gradients, the state needs none.
@@ -263,7 +263,7 @@ class RecurrentStates:
         return _Read.apply(anchor, state, gradient, self.table)  # type: ignore[return-value]
 
     def inputs(self, key: Key) -> tuple[Tensor | None, Tensor | None]:
-        """[A, C] the last inputs of other microbatches, and their gradients, for
+        """The last inputs [A, C] of other microbatches, and their gradients, for
         `gathered_inputs`."""
         if self.table.reading is None:
             return None, None
@@ -271,7 +271,8 @@ class RecurrentStates:
         return state.flatten(0, 1), None if gradient is None else gradient.flatten(0, 1)
 
     def keep(self, output_T: Tensor, states: dict[Key, Tensor | None]) -> Tensor:
-        """Capture the states that other microbatches start from; returns the output to use.
+        """Capture the states that other microbatches start from. The caller must continue with the
+        returned output.
 
         `states` are [K, ...], in the order of the table's `kept_index`.
         """
@@ -292,8 +293,7 @@ class RecurrentStates:
 
 
 class _Join(torch.autograd.Function):
-    """The identity of an output, whose backward gives a state the gradients that other
-    microbatches left for it."""
+    """The identity of an output. Its backward also returns the boundary gradients of a state."""
 
     @staticmethod
     def forward(
@@ -313,7 +313,7 @@ class _Join(torch.autograd.Function):
 
 
 class _Read(torch.autograd.Function):
-    """States of the cache, as constants whose gradients add up there."""
+    """Reads states of the cache as constants. The backward adds their gradients to the cache."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Experts that routers are forced to choose: those of a batch, or those that another run chose.
+"""Forces routers to choose given experts: those of a batch, or those of an earlier run.
 
 If scores of experts are nearly equal, rounding decides which are chosen, and the gradient jumps.
 So steps use the choices of the sampler (routing replay: arXiv 2510.11370), and `verify` and the
@@ -29,17 +29,17 @@ from forkpoint.tree.forest import IntArray, build_forest, sort_rollouts
 
 @dataclass(frozen=True, eq=False)
 class ReplayedRoutes:
-    """Counts of forced choices, by layer that has a router. A token counts once for every rollout
-    through it."""
+    """Counts of forced choices, by layer with a router. A shared token counts once for each
+    rollout."""
 
     decisions_L: Tensor
-    """int64 [L]: choices that were forced."""
+    """int64 [L]: number of forced choices."""
     elsewhere_L: Tensor
-    """int64 [L]: those for which the router itself would have chosen other experts."""
+    """int64 [L]: number of forced choices that differ from the router's choice."""
 
     @property
     def elsewhere(self) -> float:
-        """The share of forced choices for which routers would have chosen other experts."""
+        """The fraction of forced choices that differ from those of the routers."""
         decisions = int(self.decisions_L.sum())
         return int(self.elsewhere_L.sum()) / decisions if decisions else 0.0
 
@@ -55,12 +55,13 @@ class Routes:
     """int64 [T], for each token of the batch the edge that reads it; -1 if none does."""
     edges: int
     chosen: dict[int, Tensor] = field(default_factory=dict)
-    """By router, int16 [edges + 1, K]; -1 if the router chooses. The last row is that of no
-    edge."""
+    """Experts by router, int16 [edges + 1, K]; -1 if the router chooses. The last row is for tokens
+    without an edge."""
 
     @classmethod
     def to_record(cls, batch: RolloutBatch, *, last_tokens: bool = False) -> "Routes":
-        """No experts yet, of a run of any plan of the batch. The first choice of an edge counts.
+        """Make empty routes for a run that records them, by any plan of the batch. The first
+        recorded choice of an edge is kept.
 
         last_tokens: whether rollouts' last tokens run as well.
         """
@@ -84,7 +85,7 @@ class Routes:
         return cls(keys, forest.edges)
 
     def join(self, places: Places) -> None:
-        """Take over what ranks that run other places of the same microbatches have recorded.
+        """Add the choices that other ranks have recorded for their places of the same microbatches.
         Collective."""
         for layer in sorted(self.chosen):
             first, *others = places.all_of(self.chosen[layer])
@@ -96,7 +97,7 @@ class Routes:
     def given(
         cls, plan: Plan, batch: RolloutBatch, device: torch.device, routers: RouterSet
     ) -> "Routes":
-        """The batch's `routed_experts` of these routers, for the edges of this plan."""
+        """The `routed_experts` of the batch for these routers, by edges of this plan."""
         given_TLK = batch.routed_experts
         assert given_TLK is not None
         given_TLK = given_TLK[:, routers.first :][:, : len(routers.found)]
@@ -111,7 +112,7 @@ class Routes:
 
 
 class ForcedRoutes:
-    """One run of a model whose routers choose the experts of `routes`.
+    """Forces the experts of `routes` in one run of a model.
 
     `at` is called before each forward. The host calls `choose` (see `Host.watch_routers`).
     """
@@ -124,27 +125,27 @@ class ForcedRoutes:
         *,
         record: bool = False,
     ) -> None:
-        """`layers`: how many routers the model has. `record`: whether choices that are not among
-        `routes` are kept there."""
+        """`layers`: number of routers of the model. `record`: whether to add choices to `routes`
+        for edges that have none."""
         self._routes = routes
         self._record = record
         self._device = device
         self._decisions_L: Tensor = torch.zeros(layers, dtype=torch.int64, device=device)
         self._elsewhere_L: Tensor = torch.zeros_like(self._decisions_L)
         self._edge_n: Tensor | None = None
-        """int64 [n] of the tokens that run, -1 if the router chooses."""
+        """int64 [n]: edges of the running tokens, -1 if the router chooses."""
         self._rollouts_n: Tensor | None = None
-        """int64 [n], how often each counts; None if they are not counted."""
+        """int64 [n]: how often each token counts; None if tokens are not counted."""
         self._counted: set[int] = set()
 
     @property
     def routes(self) -> ReplayedRoutes:
-        """Of all that has run."""
+        """Counts of all tokens that have run."""
         return ReplayedRoutes(self._decisions_L, self._elsewhere_L)
 
     def gather(self, places: Places, links: Links, routers: RouterSet) -> None:
-        """Add the choices of ranks that have run other places of the same microbatches, or other
-        layers. Collective. `routers`: of this rank, among all."""
+        """Add the counts of ranks that have run other places of the same microbatches, or other
+        layers. Collective. `routers`: the routers of this rank."""
 
         def whole(own_L: Tensor) -> Tensor:
             all_L = own_L.new_zeros(routers.layers)
@@ -164,7 +165,7 @@ class ForcedRoutes:
         self._force(edge_n, torch.ones_like(edge_n), first)
 
     def _force(self, edge_n: Tensor, rollouts_n: Tensor, counted_as: int | None) -> None:
-        """`counted_as`: a number that is counted once; None: these tokens are not counted."""
+        """`counted_as`: a key. Tokens are counted in the first call with this key; None: never."""
         self._edge_n = edge_n
         counts = counted_as is not None and counted_as not in self._counted
         self._rollouts_n = rollouts_n if counts else None
@@ -174,9 +175,9 @@ class ForcedRoutes:
     def choose(
         self, layer: int, name: str, scores_TE: Tensor, values_Tk: Tensor, own_Tk: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Values and indices [T, k] that replace those that the router of a layer has chosen.
+        """Replace the choices of a layer's router. Returns the new values and indices [T, k].
 
-        Raises UnsupportedError if the router gets other tokens than the run has.
+        Raises UnsupportedError if the router's tokens are not those of the run.
         """
         edge_T = self._edge_n
         if edge_T is None:
@@ -200,7 +201,7 @@ class ForcedRoutes:
             given_Tk = torch.where(new_T[:, None], own_Tk, given_Tk)
             known_T = known_T | new_T
         if self._rollouts_n is not None:
-            # The order among the k decides nothing.
+            # The order of a token's k experts has no effect.
             same_Tk = own_Tk.detach().sort(-1).values == given_Tk.sort(-1).values
             differs_T = known_T & ~same_Tk.all(-1)
             self._decisions_L[layer] += (known_T * self._rollouts_n).sum()
@@ -210,7 +211,7 @@ class ForcedRoutes:
 
 
 class RouteReplay(ForcedRoutes, Feature):
-    """A step whose routers choose the experts of `routes`, microbatch by microbatch."""
+    """Forces the experts of `routes` in each microbatch of a step."""
 
     def __init__(
         self,
@@ -222,13 +223,13 @@ class RouteReplay(ForcedRoutes, Feature):
         *,
         record: bool = False,
     ) -> None:
-        """`plan`: the one that the step runs, of `batch`."""
+        """`plan`: the plan of `batch` that the step runs."""
         super().__init__(routes, layers, device, record=record)
         self._plan, self._batch = plan, batch
         self._positions: dict[int, tuple[Tensor, Tensor]] = {}
 
     def before(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
-        """Force the microbatch's experts; a backward may run its blocks again."""
+        """Force the microbatch's experts, also in backwards, which may recompute blocks."""
         if instruction.idle:
             self._edge_n = None
             return

@@ -1,10 +1,10 @@
 """Statistics of routers over the rollouts of a batch, while a plan runs each of their tokens once.
 
-Choices of a segment's tokens are counted once, in whichever pass runs them first; a token of N
-rollouts is then counted N times, as ordinary training would. A load-balancing loss is a sum over
-experts of a count times a sum of probabilities. Counts have no gradient. So once they are known,
-each token contributes a linear part: its probabilities times weights that depend on its segment
-alone. A microbatch's backward starts from the sum of these parts.
+Choices of a segment's tokens are counted in the first pass that runs them. A token of N rollouts
+counts N times, as in ordinary training. A load-balancing loss is a sum over experts of a count
+times a sum of probabilities. Counts have no gradient. So once they are known, each token
+contributes a linear term: its probabilities times weights that depend only on its segment. A
+microbatch's backward starts from the sum of these terms.
 """
 
 import threading
@@ -39,11 +39,11 @@ class ExpertCounts:
     rollouts: int
     forest: Forest
     of_ranks: RouterEnd | None = None
-    """Counts of all ranks, if the model has several."""
+    """Counts of all ranks; None for counts of this rank only."""
 
     @property
     def logical_LE(self) -> Tensor:
-        """int64 [L, E]: a token counts once for every rollout through it, of all ranks."""
+        """int64 [L, E], over all ranks: a token counts once for each of its rollouts."""
         counts = self.by_segment_LSE
         if self.of_ranks is not None:
             return self.of_ranks.logical_LE.to(counts.device)
@@ -51,14 +51,14 @@ class ExpertCounts:
 
     @property
     def computed_LE(self) -> Tensor:
-        """int64 [L, E]: a token counts as often as plans run it, of all ranks."""
+        """int64 [L, E], over all ranks: a token counts as often as plans run it."""
         if self.of_ranks is not None:
             return self.of_ranks.computed_LE.to(self.by_segment_LSE.device)
         return self.by_segment_LSE.sum(1)
 
     @property
     def by_rollout_NLE(self) -> Tensor:
-        """int64 [N, L, E]: those of each rollout of this rank."""
+        """int64 [N, L, E]: counts of each rollout of this rank."""
         counts = self.by_segment_LSE
         rollout, segment = (on_device(x, counts.device) for x in paths(self.forest))
         found = counts.new_zeros(self.rollouts, counts.shape[0], counts.shape[2])
@@ -74,8 +74,8 @@ class RouterTerms:
     parts: IntArray
     """int64 [N], the statistic that each rollout is part of, from 0."""
     given: Tensor | None = None
-    """Counts of the same tokens under the same weights: int64 [L, E] of a single statistic, or
-    [N, L, E]."""
+    """The caller's `router_counts`, of the same tokens and weights: int64 [L, E] for a single
+    statistic, or [N, L, E]."""
 
 
 class RouterOutputs:
@@ -103,7 +103,7 @@ class RouterOutputs:
         self._thread = threading.get_ident()
 
     def note(self, layer: int, logits_TE: Tensor, chosen_Tk: Tensor) -> None:
-        """A router has run, of the layer with this number among those that have one."""
+        """Record the outputs of a router. `layer`: its index among the layers with routers."""
         if self._thread == threading.get_ident():
             assert layer not in self.by_layer, "a router ran twice in one forward"
             flat_TE = logits_TE.reshape(-1, logits_TE.shape[-1])
@@ -123,14 +123,14 @@ class RouterOutputs:
             )
 
     def take(self) -> list[Tensor]:
-        """Logits by layer; they are kept no longer."""
+        """Return the logits of all layers, and drop them here."""
         found = [self.by_layer[layer][0] for layer in sorted(self.by_layer)]
         self.by_layer.clear()
         return found
 
 
 class Routing(Feature):
-    """Counts of the experts that routers choose in one step, and the routers' loss.
+    """Counts the experts that routers choose in one step, and computes the router loss.
 
     The host gives outputs of routers to `outputs.note`.
     """
@@ -143,10 +143,10 @@ class Routing(Feature):
         terms: RouterTerms,
         of_ranks: StatisticsOfRanks | None = None,
     ) -> None:
-        """`routers`: of the host. `of_ranks`: None if this rank is alone."""
+        """`routers`: routers of the host. `of_ranks`: None on a single process."""
         self.plan = plan
-        # Counts are of all places, and after the first pass of all layers; sums of probabilities
-        # and the loss are parts, until they are asked for.
+        # Counts cover all places, and after the first pass all layers. Sums of probabilities and
+        # the loss are this rank's parts until they are read.
         self.places: Places = host.topology.places
         self.links: Links = host.links
         self.terms = terms
@@ -157,28 +157,29 @@ class Routing(Feature):
         device, self._dtype = host.device, host.loss_dtype
         self._device = device
         self.loss: Tensor = torch.zeros((), dtype=self._dtype, device=device)
-        """Of the backwards that have begun."""
+        """This rank's loss over the backwards that have begun."""
         self._layers, self._first, experts = routers.layers, routers.first, routers.experts
         segments = len(plan.forest)
         self._counts_LSE: Tensor = torch.zeros(
             (self._layers, segments, experts), dtype=torch.int64, device=device
         )
         self._joined = False
-        """Whether the counts of all layers are there."""
+        """Whether counts cover the layers of all stages."""
         self._probability_SE: Tensor = self._counts_LSE.new_zeros(
             segments, experts, dtype=torch.float64
         )
         self._z_S: Tensor = self._probability_SE.new_zeros(segments)
         self._counted: set[int] = set()
         self._chosen = 0
-        """Experts that a token is sent to."""
+        """Number of experts of a token."""
         self._segment_of: dict[int, Tensor] = {}
         self._weights: tuple[Tensor, Tensor] | None = None
         rollout, segment = paths(plan.forest)
         by_segment = np.argsort(segment, kind="stable")
         segment, part = segment[by_segment], terms.parts[rollout[by_segment]]
         self._part, self._segment = (on_device(x, device) for x in (part, segment))
-        """By segment and rollout through it: the statistic, and the segment."""
+        """For each pair of a segment and a rollout through it: indices of the statistic and the
+        segment."""
         self._statistics = int(terms.parts.max(initial=-1)) + 1
         lengths = plan.forest.length[segment]
         tokens = np.bincount(part, weights=lengths, minlength=self._statistics)
@@ -186,18 +187,18 @@ class Routing(Feature):
         if of_ranks is not None and of_ranks.tokens is not None:
             self._statistics, self._tokens_of_part = 1, np.array([of_ranks.tokens])
         self._mean_over: int = self._statistics if of_ranks is None else of_ranks.statistics
-        """Statistics that the loss is the mean of."""
+        """Number of statistics whose mean is the loss."""
         self._summed_PE: Tensor | None = None
-        """Counts of all ranks, if the step needs these."""
+        """Counts of all ranks, if the step needs them."""
 
     def counts(self, end: RouterEnd | None = None) -> ExpertCounts:
-        """Of all that has run, here or, with `end`, on all ranks."""
+        """Counts of all tokens that have run on this rank or, with `end`, on all ranks."""
         return ExpertCounts(self._counts_LSE, self.plan.rollouts, self.plan.forest, end)
 
     def gather(self, ranks: RankStep) -> None:
         """Add up the counts of all ranks, if the step needs these. Collective.
 
-        Called when scores have run, if a pass of scores comes first.
+        Called after the pass of scores, if there is one.
         """
         if self.of_ranks is None or not self.of_ranks.gathers:
             return
@@ -252,7 +253,7 @@ class Routing(Feature):
             counts = counts_LSE[self._first + layer].view(-1)
             counts.scatter_add_(0, place, torch.ones_like(place))
             if self.sums:
-                # The loss is linear in these.
+                # The loss is linear in these sums.
                 x = logits_TE[: len(segment_T)].detach().to(self._dtype)
                 self._probability_SE.index_add_(0, segment_T, x.softmax(-1).double())
                 self._z_S.index_add_(0, segment_T, x.logsumexp(-1).square().double())
@@ -274,7 +275,7 @@ class Routing(Feature):
     # ------------------------------------------------------------
 
     def root(self, instruction: Instruction, inputs: MicrobatchInputs, scale: float) -> Root | None:
-        """The microbatch's part of the loss, and the gradient there. None if it has none."""
+        """The microbatch's part of the loss, and its gradient; None if there is no part."""
         found = self.outputs.take()
         terms, scores = self.terms, instruction.operation == SCORE
         if scores or not instruction.counts_routing or not (terms.load_balancing or terms.z):
@@ -299,10 +300,10 @@ class Routing(Feature):
         return self._over_parts(value).to(self._dtype)
 
     def _linear_weights(self) -> tuple[Tensor, Tensor]:
-        """By segment: weights of each probability [S, E], and of each squared logsumexp [S].
+        """Weights by segment: of each probability [S, E], and of each squared logsumexp [S].
 
-        They are not final for statistics that take in microbatches which have not run; no
-        microbatch that has run holds tokens of these.
+        They are not final for statistics with tokens in microbatches that have not run.
+        Microbatches that have run hold no tokens of such statistics.
         """
         if self._weights is not None:
             return self._weights
@@ -349,7 +350,7 @@ class Routing(Feature):
         return found.index_add_(0, on_device(self.terms.parts, self._device), given.sum(1)).double()
 
     def _check_given(self, given: Tensor) -> None:
-        """Raises ConfigError if the counts given are none of this batch and scope."""
+        """Raises ConfigError if the caller's counts do not fit the batch and the scope."""
         layers, _, experts = self._counts_LSE.shape
         forest, rollouts = self.plan.forest, self.plan.rollouts
         joins = self.of_ranks is not None and self.of_ranks.tokens is not None
@@ -372,6 +373,6 @@ class Routing(Feature):
             row, layer = wrong[0].tolist()
             raise ConfigError(
                 f"router_counts have {found_NL[row, layer]} choices in layer {layer}, and the "
-                f"tokens that count make {tokens[row] * self._chosen}. Take the counts of the same "
-                "batch, from policy.score with the same router=."
+                f"counted tokens of this batch have {tokens[row] * self._chosen}. Take the counts "
+                "of the same batch, from policy.score with the same router=."
             )

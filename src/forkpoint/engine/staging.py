@@ -1,7 +1,8 @@
-"""Host memory for activations and prefix caches, files beyond it, and the copies there and back.
+"""Host memory for activations and prefix caches, files beyond its limit, and copies to and from
+both.
 
-Code for a device is in one small class (`PlainTransfers`, `StreamTransfers`): streams, events,
-pinned memory and how much is free. All else is the same on every device, and is tested on a CPU.
+Only `PlainTransfers` and `StreamTransfers` depend on the device: streams, events, pinned memory and
+the amount of free memory. The rest is tested on a CPU.
 """
 
 import mmap
@@ -29,58 +30,61 @@ MARGIN_BYTES = 1 << 30
 
 @dataclass(eq=False)
 class OffloadStats:
-    """Traffic of a pass with host memory: of offloaded activations, counted in bytes of storages,
-    and of prefix caches."""
+    """Copies of a pass to and from host memory: bytes of the storages of offloaded activations, and
+    of prefix caches."""
 
     out_bytes: int = 0
     back_bytes: int = 0
     cache_bytes: int = 0
-    """Bytes of prefix caches and their gradients among both."""
+    """The part of `out_bytes` and `back_bytes` for prefix caches and boundary gradients."""
     prefetched: int = 0
-    """Storages, and layers of a prefix cache, that were on their way before they were asked for."""
+    """Number of storages, and layers of a prefix cache, whose fetch began before they were
+    needed."""
     on_demand: int = 0
-    """Those that were not."""
+    """Number of those whose fetch began when they were needed."""
     held_back: int = 0
-    """Times that a prefetch was left for later, for want of device memory."""
+    """Number of prefetches that were postponed for lack of device memory."""
     left_bytes: int = 0
-    """Bytes that stayed on the device because the host's memory was at its limit."""
+    """Bytes that stayed on the device because host memory was at its limit."""
     host_bytes: int = 0
-    """Host memory taken at the end of the pass; it is kept for the next."""
+    """Bytes of allocated host memory at the end of the pass. They are kept for the next pass."""
     file_bytes: int = 0
-    """Bytes of files beyond it, which are kept as well."""
+    """Bytes of files beyond the limit of host memory, which are kept as well."""
     allocation_ms: float = 0.0
-    """Milliseconds of the pass for taking host memory: on CUDA, for pinning it."""
+    """Milliseconds of the pass in which host memory was allocated (on CUDA: pinned)."""
 
 
 class PlainTransfers:
-    """Copies that are done when the call returns: on a CPU, or any device without streams."""
+    """Synchronous copies, for a CPU or any device without streams."""
 
     def __init__(self, device: torch.device, *, chunk_bytes: int = 1 << 24) -> None:
         self.device = device
         self.chunk_bytes = chunk_bytes
-        """Host memory taken at a time, a power of two."""
+        """Bytes of one allocation of host memory, a power of two."""
         self.least_bytes = 0
-        """Smaller storages are not worth a copy."""
+        """Storages with fewer bytes stay on the device."""
 
     def host_buffer(self, nbytes: int) -> Tensor:
         """uint8 [nbytes] of host memory that the device can copy to and from."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def begin_microbatch(self) -> None:
-        """From here on host memory may be written that earlier copies back have read."""
+        """Order later copies to the host after earlier copies back, which may read the same host
+        memory."""
 
     def out(self, source: Tensor, host: Tensor) -> Any:
-        """Start copying; the source may be freed at once. Returns an event for `back`."""
+        """Start copying to the host; the source may be freed at once. Returns an event for
+        `back`."""
         host.copy_(source)
 
     def back(self, host: Tensor, after: Any) -> tuple[Tensor, Any]:
-        """Start copying into new device memory; returns it and an event for its reader."""
+        """Start copying into new device memory. Returns this memory and an event for `wait`."""
         found = torch.empty(len(host), dtype=torch.uint8, device=self.device)
         return found, self.bring([(host, found)], after)
 
     def bring(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Any) -> Any:
-        """Start copying from host memory (first) into device memory that the computation has made
-        (second); returns an event for its reader."""
+        """Start copying pairs of (host memory, existing device memory). Returns an event for
+        `wait`."""
         for host, found in pairs:
             found.copy_(host)
 
@@ -88,7 +92,8 @@ class PlainTransfers:
         """Make all further computation wait for that copy."""
 
     def headroom_bytes(self) -> int | None:
-        """Device memory that a prefetch may take, a safety margin left; None is no limit."""
+        """Bytes of device memory that a prefetch may take, minus a safety margin; None is no
+        limit."""
         return None
 
     def drain(self) -> None:
@@ -96,11 +101,12 @@ class PlainTransfers:
 
 
 class StreamTransfers(PlainTransfers):
-    """CUDA: a side stream for each direction, ordered against the computation by events.
+    """Copies on CUDA, on one stream for each direction. Events order them relative to the
+    computation.
 
     Device memory for a copy back is allocated on the computation's stream, so that it reuses memory
-    of other microbatches' activations. The copy begins when the computation has reached the
-    request; so callers ask a layer ahead.
+    of other microbatches' activations. The copy begins only when the computation has reached the
+    request, so callers request a layer ahead.
     """
 
     def __init__(self, device: torch.device, *, margin_bytes: int = MARGIN_BYTES) -> None:
@@ -182,14 +188,14 @@ class Staging:
     transfers: PlainTransfers
     limit_bytes: int | None = None
     folder: Path | None = None
-    """For files beyond the limit; None: there are none."""
+    """Folder of files beyond the limit; None: no files."""
     _allocation_ms: float = field(default=0.0, init=False)
     _free: list[Buffer] = field(default_factory=list, init=False)
     _frames: "list[Frame]" = field(default_factory=list, init=False)
 
     @property
     def held_bytes(self) -> int:
-        """Host memory taken, in use or not."""
+        """Bytes of allocated host memory, in use or not."""
         return self._held(in_file=False)
 
     @property
@@ -207,7 +213,7 @@ class Staging:
         return sum(buffer.nbytes for frame in self._frames for buffer in frame.buffers)
 
     def begin(self) -> "Frame":
-        """Begin the memory of a microbatch, before its forward."""
+        """Make the frame of a microbatch, before its forward."""
         self._frames.append(Frame(self))
         return self._frames[-1]
 
@@ -217,7 +223,7 @@ class Staging:
         self._free += frame.buffers
 
     def finish(self, stats: OffloadStats) -> None:
-        """Free everything, after a pass or one that has failed, and count the memory taken."""
+        """Free the frames of all microbatches, also after a failed pass, and write `stats`."""
         while self._frames:
             self.end(self._frames[-1])
         stats.host_bytes, stats.file_bytes = self.held_bytes, self.file_bytes
@@ -225,8 +231,8 @@ class Staging:
         self._allocation_ms = 0.0
 
     def buffer(self, nbytes: int) -> Buffer | None:
-        """The smallest free buffer of so many bytes or more, first of those in memory, or a new
-        one; None beyond the limit without a folder."""
+        """The smallest free buffer in host memory of at least `nbytes`, or a new one. Beyond the
+        limit, a free or new buffer in a file; None without a folder."""
         if (found := self._free_buffer(nbytes, in_file=False)) is not None:
             return found
         size = whole = max(self.transfers.chunk_bytes, 1 << (nbytes - 1).bit_length())

@@ -21,7 +21,7 @@ from forkpoint.plan.program import phase_of as phase_of_microbatch
 
 
 class Timing(Feature):
-    """Events of a pass, and the time of each; on CUDA by events that are read at the end."""
+    """Measures the time of each event of a pass; on CUDA with events that are read at the end."""
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self.events: list[str] = []
@@ -30,9 +30,10 @@ class Timing(Feature):
         self._device = device
         self._phases: list[str] = []
         self._marks: list[Any] = []
-        """When each instruction began, and the last ended: CUDA's events, or seconds."""
+        """Times at which instructions began, and the end of the last one: CUDA events, or
+        seconds."""
         self._received: dict[int, Any] = {}
-        """By position: when what other stages send had arrived."""
+        """Times at which tensors of other stages had arrived, by index of the instruction."""
 
     def before(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
         self._marks.append(self._mark())
@@ -48,7 +49,7 @@ class Timing(Feature):
         self._received[len(self.events) - 1] = self._mark()
 
     def end(self) -> None:
-        """The last instruction has run. Waits for the device."""
+        """Record the end of the last instruction, and wait for the device."""
         self._marks.append(self._mark())
         if self._cuda:
             torch.cuda.synchronize(self._device)
@@ -68,7 +69,7 @@ class Timing(Feature):
         return tuple(self._ms(begin, end) for begin, end in pairwise(self._marks))
 
     def waits_ms(self) -> tuple[float, ...]:
-        """Milliseconds of each event until what other stages send had arrived."""
+        """Milliseconds that each event waited for tensors of other stages."""
         received = (self._received.get(at, mark) for at, mark in enumerate(self._marks[:-1]))
         return tuple(self._ms(mark, end) for mark, end in zip(self._marks, received, strict=False))
 

@@ -1,4 +1,4 @@
-"""A call of a policy happens as a whole or not at all, whenever an exception ends it.
+"""Transactions of a policy's calls: a call that an exception ends has all of its effects or none.
 
 The point of success is one assignment: `StepOutcome.gradients` becomes "added". An exception that
 leaves `Transaction.run` before it finds gradients, model and thread as they were. One that leaves
@@ -25,8 +25,8 @@ UNCHANGED = (
     "forkpoint: this step failed; .grad is as it was before it, and the step may be tried again."
 )
 CLEARED = (
-    "forkpoint: this step failed after some of its gradients had been added, so they were taken "
-    "away again: every .grad is None, and an accumulated step must be redone from its start. "
+    "forkpoint: this step failed after some of its gradients had been added, so they were removed: "
+    "every .grad is None, and an accumulated step must be redone from its start. "
     "Config(restore_grads=True) keeps a copy of earlier gradients and puts it back instead."
 )
 ADDED = (
@@ -35,8 +35,8 @@ ADDED = (
 )
 NOTES = {"unchanged": UNCHANGED, "cleared": CLEARED, "added": ADDED}
 ATTEMPTS = 100
-"""How often an undoing that exceptions end is repeated. Interrupts end it once or twice; an error
-of ours, or a failed device, ends it every time."""
+"""Attempts to undo changes. Interrupts end one or two attempts; a defect of forkpoint or a failed
+device ends all of them."""
 
 # Functions of these files hold generators, which an exception may leave suspended.
 _HOLDERS = frozenset({contextlib.__file__, checkpoint.__file__})
@@ -51,7 +51,7 @@ class ThreadState:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """`device` is the one, besides the CPU, on which the step runs."""
+        """`device`: the device of the step; the CPU is always included."""
         self._grad = torch.is_grad_enabled()
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
@@ -81,7 +81,8 @@ class ThreadState:
 
 
 def _autocast_nesting() -> int:
-    # There is no function that only tells. One call in C runs both, so nothing comes in between.
+    # torch has no function that only reads the nesting. One call in C changes it there and back, so
+    # no interrupt arrives in between.
     return tuple(map(operator.call, _BOTH))[1]
 
 
@@ -128,18 +129,18 @@ class StepOutcome:
 
 
 class Transaction:
-    """Changes of one call to model, gradients and thread: undone together if the call fails.
+    """Records the changes of one call to model, gradients and thread, and undoes them if it fails.
 
-    It begins when it is made. `run` commits it when its work returns, which ends every change for
-    the time of the call and keeps the gradients, and rolls it back if anything is raised.
+    A transaction begins at its construction. If the work of `run` returns, `run` commits: it undoes
+    the temporary changes and keeps the gradients. If the work raises, `run` rolls everything back.
     """
 
     def __init__(self, device: torch.device) -> None:
         """`device` is that of the model."""
         self.changes: Changes = Changes()
-        """Changes for the time of the call, undone at its end in any case."""
+        """Temporary changes, which are undone at the end of the call in any case."""
         self.guard: GradientGuard | None = None
-        """Of the gradients; set before the first backward of a call that adds to them."""
+        """Guard of the gradients; set before the first backward of a call that adds to them."""
         self.outcome: StepOutcome = StepOutcome()
         self.notes: bool = False
         """Whether exceptions get a note on what became of the gradients."""
@@ -152,10 +153,11 @@ class Transaction:
         return self.outcome.gradients == "added"
 
     def run(self, work: Callable[["Transaction"], T]) -> T:
-        """Call `work` with this transaction, by which it makes its changes; returns its result.
+        """Call `work` with this transaction, and return its result. `work` must make its changes
+        with it.
 
-        If it raises, everything is rolled back first. An interrupt may end that as well, at any
-        bytecode. Hence three levels that do the same: an interrupt ends one of them.
+        If it raises, everything is rolled back before the error leaves. An interrupt may end the
+        rollback at any bytecode, so three nested levels each do it.
         """
         try:
             try:
@@ -178,10 +180,10 @@ class Transaction:
         self.outcome.gradients = "added"  # the one point of success
 
     def _roll_back(self, error: BaseException) -> None:
-        """Undo everything unless the call has succeeded, and let `error` say which of the two.
+        """Undo everything unless the call has succeeded, and add a note to `error` that says which.
 
-        Exceptions that arrive meanwhile do not end this. One that is no `Exception`, such as
-        KeyboardInterrupt, is raised at the end instead of `error`, which is its context.
+        Exceptions that arrive during this do not end it. If one is not an `Exception`, such as
+        KeyboardInterrupt, it is raised at the end instead of `error`, which becomes its context.
         """
         interrupts: list[BaseException] = []
         try:
@@ -201,17 +203,17 @@ class Transaction:
             interrupts.clear()  # their tracebacks hold this frame
 
     def _undo_everything(self, error: BaseException, interrupts: list[BaseException]) -> None:
-        """Undo each change by itself; what cannot be undone is a note on `error`."""
+        """Undo each change separately. If one cannot be undone, add a note to `error`."""
 
         def done(action: Callable[[], object]) -> bool:
-            """Repeat an action until nothing ends it before its end."""
+            """Repeat an action until it completes. Returns whether it did."""
             for _ in range(ATTEMPTS):
                 try:
                     action()
                     return True
                 except BaseException as other:
                     interrupts.append(other)
-            error.add_note(f"forkpoint: the step could not be put back: {interrupts[-1]!r}")
+            error.add_note(f"forkpoint: this step could not be undone: {interrupts[-1]!r}")
             return False
 
         done(lambda: close_generators(error, self._handled))
