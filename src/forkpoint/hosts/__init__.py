@@ -1,1 +1,1 @@
-"""How a model family is entered: one module a library."""
+"""Models of libraries as hosts of microbatches; one package for each library."""

@@ -1,4 +1,4 @@
-"""Attention of one layer in a microbatch, whatever library has made queries, keys and values."""
+"""Attention of one layer in a microbatch, for models of any library."""
 
 import torch
 from torch import Tensor, nn
@@ -29,16 +29,16 @@ def attend(
     Keys and values of the tokens that later microbatches read are captured.
 
     Args:
-        layer: the module by which the prefix cache tells layers apart.
-        scale: of the scores; by default the inverse root of D.
-        window: how many tokens each sees, itself included; 0 is all before it. In layers with
-            chunks (`set_chunk`) how many tokens one has.
-        softcap: a bound of the scores, by tanh; 0 is none.
-        sinks: [H], a score of each head that takes weight and gives no value.
+        layer: the attention module, which is the key of the prefix cache.
+        scale: factor of the scores; by default D ** -0.5.
+        window: number of tokens that a token attends to, itself included; 0 is no limit. In layers
+            with chunks (`set_chunk`), the length of a chunk.
+        softcap: bound of the scores, by tanh; 0 is no bound.
+        sinks: [H], one score for each head. It enters the softmax and has no value.
 
-    In compiled code it is one operator, which finds the microbatch by itself.
+    In compiled code this is one operator (hosts/compiled_attention.py).
 
-    Raises EarlyExit where the microbatch ends in this layer.
+    Raises EarlyExit if the forward of the microbatch ends in this layer.
     """
     batch, length, _, dim = q_BLHD.shape
     factor = dim**-0.5 if scale is None else scale

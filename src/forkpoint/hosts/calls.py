@@ -1,9 +1,9 @@
-"""Calls of a model while a step runs it: the step's own, and those of others, which are refused.
+"""Calls of a model during a step. Calls that are not part of the step are refused.
 
-A step's own calls carry a microbatch, in a call argument that layers pass on. Any other call, from
-a loss, a hook or another thread, is refused: attention would read prefix caches, and masks are not
-made. Whether a call is the step's own is never read from the thread alone, since autograd
-recomputes blocks on threads of its own; only what runs in forwards alone is told by the thread.
+Calls of a step have a microbatch in a call argument, which layers pass on. Any other call, from a
+loss, a hook or another thread, is refused, because attention would read prefix caches, and masks
+are not made. The thread does not identify a call of the step, because autograd recomputes blocks on
+other threads. It is used only for code that runs in forwards and not in recomputations.
 """
 
 import threading
@@ -23,14 +23,14 @@ from forkpoint.plan.program import Instruction
 from forkpoint.rollouts.media import Media
 
 CLAIM = "_forkpoint_step"
-"""An attribute of a model while a step runs it: the step's changes."""
+"""Attribute of a model during a step: the step's `Changes`."""
 _CHUNK = "_forkpoint_chunk"
 _forward = threading.local()
-"""Per thread: "context", while it runs a forward of a step."""
+"""Attribute "context" by thread, while the thread runs a forward of a step."""
 
 
 class CallContext:
-    """The microbatch that runs, as layers of a model find it in their call arguments.
+    """The running microbatch, which layers of a model find in their call arguments.
 
     A plain object: FSDP copies dataclasses that it meets in call arguments.
     """
@@ -46,8 +46,8 @@ class CallContext:
         ends_in: frozenset[Hashable],
         places: Places = ALL_PLACES,
     ) -> None:
-        """`ends_in`: the modules of the block in which the forward ends; none where it goes on.
-        `places`: which of the microbatch this rank runs."""
+        """`ends_in`: modules of the block in which the forward ends early; empty if it does not.
+        `places`: places of the microbatch that this rank runs."""
         self.instruction: Instruction = instruction
         self.inputs: MicrobatchInputs = inputs
         self.state: CacheView = state
@@ -58,33 +58,33 @@ class CallContext:
 
 
 class EncoderContext:
-    """The images or videos that are encoded, in the place of a microbatch."""
+    """The images or videos of a call of the encoder. It is passed like a `CallContext`."""
 
     def __init__(self, media: Sequence[Media]) -> None:
         self.media: Sequence[Media] = media
 
 
 def set_chunk(layer: nn.Module, tokens: int, changes: Changes) -> None:
-    """Let a layer's tokens see those of their own chunk alone, until the changes are undone.
+    """Restrict a layer's attention to chunks of a rollout, until the changes are undone.
 
-    tokens: of a chunk; the first begins where rollouts begin.
+    tokens: length of a chunk. The first chunk begins at the first token of the rollout.
     """
     changes.set(vars(layer), _CHUNK, tokens)
 
 
 def chunk_of(layer: nn.Module) -> int:
-    """How many tokens a chunk of the layer has; 0 where it has none."""
-    # By getattr: compiled code checks that an attribute is missing, and of a key it does not.
+    """Length of the layer's chunks; 0 without chunks."""
+    # getattr, because compiled code has a guard on a missing attribute, and none on a missing key.
     return getattr(layer, _CHUNK, 0)
 
 
 def has_chunks(layer: nn.Module) -> bool:
-    """Whether tokens see those of their own chunk alone; for code that is not compiled."""
+    """Whether the layer's attention is restricted to chunks. Not for compiled code."""
     return _CHUNK in vars(layer)
 
 
 def refuse_call(*_: Any, **__: Any) -> NoReturn:
-    """Raise UnsupportedError, for a call of the model that is not a step's."""
+    """Raise UnsupportedError for a call of the model that is not part of the step."""
     raise UnsupportedError(
         "the model, or a part of it, was called while a step of forkpoint runs it (from a loss, a "
         "hook or another thread), or its attn_implementation was set to 'forkpoint'. Call it "
@@ -93,15 +93,16 @@ def refuse_call(*_: Any, **__: Any) -> NoReturn:
 
 
 def check_idle(model: nn.Module) -> None:
-    """Raise UnsupportedError where a step runs the model."""
+    """Raise UnsupportedError if a step runs the model."""
     if CLAIM in vars(model):
         _refuse_step()
 
 
 def claim(model: nn.Module, changes: Changes) -> None:
-    """Let the model be this step's until the changes are undone.
+    """Reserve the model for this step until the changes are undone.
 
-    Raises UnsupportedError where it is another's: of two threads that come together one gets it.
+    Raises UnsupportedError if another step has reserved it. Of two concurrent threads, one
+    succeeds.
     """
     attributes = vars(model)
     changes.later(_release, attributes, changes)
@@ -123,7 +124,7 @@ def _release(attributes: dict[str, Any], changes: Changes) -> None:
 
 
 def begin_forward(context: object, changes: Changes) -> None:
-    """This thread runs a forward of a step, until the changes are undone."""
+    """Mark this thread as running a forward of a step, until the changes are undone."""
     attributes = vars(_forward)
     changes.later(attributes.pop, "context", None)
     attributes["context"] = context
@@ -137,8 +138,8 @@ def in_forward() -> bool:
 def refuse_calls(modules: Iterable[nn.Module], changes: Changes) -> None:
     """Refuse calls without a microbatch, until the changes are undone.
 
-    Those of sharded modules, whose hooks issue collectives before a forward begins. Others refuse
-    in their forwards.
+    Only calls of sharded modules are checked here, because their hooks issue collectives before the
+    forward. Other modules refuse in their forwards.
     """
 
     def check(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -154,7 +155,7 @@ def refuse_calls(modules: Iterable[nn.Module], changes: Changes) -> None:
 def keep_to_this_thread(modules: Iterable[nn.Module], changes: Changes) -> None:
     """Refuse calls of the modules from other threads, until the changes are undone.
 
-    For runs of the stock model, which has hooks meanwhile and no microbatch.
+    For stock forwards, in which the model has hooks of forkpoint and no microbatch.
     """
     own = threading.get_ident()
 

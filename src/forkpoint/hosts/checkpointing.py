@@ -1,7 +1,8 @@
-"""Activation checkpointing of decoder blocks, microbatch by microbatch.
+"""Activation checkpointing of decoder blocks, set for each microbatch.
 
-full: a block keeps its input and runs again in the backward. selective: its MLP does, while
-attention, which takes longer for every byte that it keeps, is kept. Both are torch's non-reentrant
+full: a block keeps only its input, and is recomputed in the backward. selective: only its MLP is
+recomputed, because recomputing attention takes longer for each byte that it saves. Both are torch's
+non-reentrant
 checkpointing. There is no dropout in microbatches, so no state of random generators is kept.
 """
 
@@ -16,17 +17,17 @@ from torch.utils.checkpoint import checkpoint
 from forkpoint.engine.changes import Changes
 from forkpoint.errors import UnsupportedError
 
-# What families call the part of a block that works on each token by itself.
+# Names that families give to the MLP of a block.
 MLP_NAMES = ("mlp", "block_sparse_moe", "shared_mlp", "feed_forward", "moe")
 
 
 def checkpoint_blocks(
     blocks: Sequence[nn.Module], policy: str, changes: Changes, *, but: int | None
 ) -> None:
-    """Checkpoint all blocks but one, that in which a microbatch without head ends, until the
-    changes are undone.
+    """Checkpoint all blocks except the one with index `but`, until the changes are undone. A
+    microbatch without head ends in that block.
 
-    Raises UnsupportedError where selective finds no MLP in a block.
+    Raises UnsupportedError if `policy` is "selective" and a block has no known MLP.
     """
     for index, block in enumerate(blocks):
         if policy == "none" or index == but:
@@ -41,7 +42,7 @@ def checkpoint_blocks(
         if policy == "full" or "forward" in vars(module):
             forward = functools.partial(_recomputed, module.forward)
         else:
-            # A method: of other callables compiled blocks look at which object it is, and are
+            # A method, because compiled blocks compare other callables by identity, and would be
             # compiled once for every block.
             forward = types.MethodType(_class_forward_recomputed, module)
         changes.replace_forward(module, forward)

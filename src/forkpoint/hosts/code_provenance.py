@@ -1,4 +1,4 @@
-"""Where a function is defined. `functools.wraps` copies names, so its code is looked at."""
+"""Finds where a function is defined, from its code, because `functools.wraps` copies names."""
 
 import functools
 import sys
@@ -35,7 +35,7 @@ def describe_function(function: Any) -> str:
 
 
 def _innermost(function: Any) -> Any:
-    """The function that a chain of `functools.wraps` decorators and partials stands around."""
+    """The innermost function of a chain of `functools.wraps` decorators and partials."""
     seen: set[int] = set()
     while id(function) not in seen:
         seen.add(id(function))
@@ -52,5 +52,5 @@ def _file_of(module: str) -> str | None:
 
 @functools.cache
 def _resolved(file: str) -> str:
-    # Code that was made of text, as by exec or on a prompt, has a name in angle brackets.
+    # Code that was compiled from text, as by exec or on a prompt, has a name in angle brackets.
     return file if file.startswith("<") else str(Path(file).resolve())

@@ -29,16 +29,16 @@ ANNOUNCEMENT = (
     "seconds on a GPU, a minute on some CPUs). Config(compile_blocks=False) runs them eagerly."
 )
 COMPILERS = ("torch._dynamo.", "torch._inductor.", "torch._functorch.", "torch.fx.", "triton.")
-"""Packages of torch's compiler, whose own errors are the compiler's."""
+"""Packages of torch's compiler. Errors that are raised in them count as compiler errors."""
 MOST_REASON_CHARACTERS = 200
 WARNING = (
     "torch's compiler failed (%s); the decoder blocks of this model run eagerly from now on, with "
-    "the same results. Config(compile_blocks=False) leaves the attempt out."
+    "the same results. Config(compile_blocks=False) does not attempt it."
 )
 
 
 class Compiling:
-    """The choice between compiled and eager decoder blocks of one model."""
+    """Chooses between compiled and eager decoder blocks of one model."""
 
     def __init__(self, asked: bool | None) -> None:
         """`asked` is Config.compile_blocks: None compiles on CUDA, but not float64 models."""
@@ -84,19 +84,20 @@ def one_line(error: BaseException) -> str:
 class CompiledBlocks:
     """torch.compile of each block of a decoder, for any length of microbatch.
 
-    Attention is one operator within the compiled code; recurrences are left out of it, for their
-    tables change from microbatch to microbatch. All blocks run the same few graphs, compiled for
-    lengths that vary. The last block runs eagerly where a microbatch ends in it.
+    Attention is one operator of the compiled graph. Recurrences are not compiled, because their
+    tables change between microbatches. All blocks share a few graphs with dynamic lengths. If a
+    microbatch ends in the last block, that block runs eagerly.
 
-    Blocks that the model checkpoints are compiled within the checkpoint. Newer versions of
-    transformers have it in a block's own forward; compiled as a whole, such a block would run
-    eagerly, for compilation gives up where it meets a checkpoint around what is left out.
+    Blocks that the model checkpoints are compiled inside the checkpoint. In newer versions of
+    transformers, a block's forward contains the checkpoint. Compiled as a whole, such a block would
+    run eagerly, because torch does not compile a checkpoint around code that is not compiled.
     """
 
     def __init__(
         self, compiling: Compiling, context_argument: str, places: Places = ALL_PLACES
     ) -> None:
-        """`context_argument`: as of `Entry`; `places`: which of a microbatch this rank runs."""
+        """`context_argument`: as in `Entry`. `places`: places of a microbatch that this rank
+        runs."""
         self.compiling = compiling
         self._compiled: dict[nn.Module, Callable] = {}
         self._context_argument = context_argument
@@ -104,10 +105,11 @@ class CompiledBlocks:
         self._handles: list[int] = []
 
     def enter(self, blocks: Sequence[nn.Module], changes: Changes) -> None:
-        """Let the blocks' forwards be the compiled ones, until the changes are undone.
+        """Replace the blocks' forwards by compiled ones, until the changes are undone.
 
-        A block at which the compiler fails runs eagerly there and then: a step that ended would
-        leave other ranks in its collectives. So backwards are compiled along with forwards.
+        If the compiler fails at a block, the block runs eagerly in the same step, because ending
+        the step would leave other ranks in its collectives. So backwards are compiled together with
+        forwards.
         """
         if not self.compiling.announced:
             self.compiling.announced = True
@@ -159,13 +161,14 @@ class CompiledBlocks:
 
 
 def _dynamo_options(blocks: Sequence[nn.Module]) -> dict[str, Any]:
-    """Options of Dynamo: one tracing of a block, half the graphs, and less host work between them.
+    """Options of Dynamo with which a block is traced once, has half as many graphs, and needs less
+    host time between them.
 
-    A module's floats, such as the epsilon of a norm, are constants. As inputs of the graph they end
-    its first tracing, and the block is traced again. Attention is called from a module within the
-    block; without nested graph breaks the graph ends there twice, where that module calls it and
-    where the block calls the module. Before torch 2.13 code that is generated for a module with
-    hooks, such as those by which transformers records routers' logits, lacks globals.
+    Floats of modules, such as the epsilon of a norm, become constants. As inputs of the graph they
+    would cause a second tracing. With nested graph breaks, a call of attention in a module of the
+    block breaks the graph once, not also where the block calls the module. Before torch 2.13,
+    nested graph breaks generate code that lacks globals for modules with hooks, such as those with
+    which transformers records routers' logits.
     """
     options: dict[str, Any] = {"specialize_float": True}
     name = "nested_graph_breaks"
@@ -180,11 +183,10 @@ def _has_hooks(blocks: Sequence[nn.Module]) -> bool:
 
 
 def _options() -> dict[str, Any] | None:
-    """Options of Inductor against one compilation for long microbatches and one for short
-    ones.
+    """Options of Inductor with which long and short microbatches share one compilation.
 
-    Sums over a microbatch's tokens and over their channels share one kernel from 4,096 tokens on,
-    or from twice the channels on; without the checks they always do.
+    With its checks, Inductor fuses sums over tokens with sums over channels only above 4,096
+    tokens, or above twice as many tokens as channels. Without them it always does.
     """
     from torch._inductor import config
 

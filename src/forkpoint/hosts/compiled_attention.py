@@ -1,9 +1,9 @@
 """Attention in compiled decoder blocks: one operator, so that a block is one graph.
 
 One compiled graph serves all layers and microbatches, so its operator has neither tables nor prefix
-cache among its arguments. Its forward finds them by the block that its thread runs, and gives a
-handle by which its backward finds them. The forward also captures keys and values, and the backward
-also adds what other microbatches left for them, so that no other operator has side effects.
+cache among its arguments. Its forward finds them from the block that its thread runs, and returns a
+handle with which its backward finds them. The forward also captures keys and values, and the
+backward adds their boundary gradients, so that no other operator has side effects.
 """
 
 import threading
@@ -25,7 +25,7 @@ from forkpoint.parallel.topology import Places
 
 
 class LayerCall:
-    """Attention of one layer in one microbatch: what its operator reads and writes."""
+    """Inputs and outputs of the attention operator of one layer in one microbatch."""
 
     def __init__(
         self, context: CallContext, layer: nn.Module, k_TKD: Tensor, v_TKE: Tensor, options: Options
@@ -56,27 +56,28 @@ class LayerCall:
         """Gradients by q, k, v and sinks, each empty unless wanted."""
         dq, dk, dv, dsinks = attend_backward(do, q, k, v, o, lse, sinks, self.reading, wants)
         if self.capture is not None and self.capture.cache.gradients:
-            # With what other microbatches left for the keys and values.
+            # With the boundary gradients of keys and values.
             dk = add_captured(dk, (self.layer, "k"), self.capture) if wants[1] else dk
             dv = add_captured(dv, (self.layer, "v"), self.capture) if wants[2] else dv
         return dq, dk, dv, dsinks
 
 
 _calls: dict[int, LayerCall] = {}
-"""Calls of steps that run, by handle."""
+"""Calls of running steps, by handle."""
 _handles = count()
 _NUMBERED = "_forkpoint_numbered"
 _thread = threading.local()
-"""Per thread: "block", the call of a compiled block that it runs."""
+"""Attribute "block" by thread: the call of the compiled block that the thread runs."""
 
 
 class BlockCall:
-    """One call of a compiled block; a context manager that tells attention where it is."""
+    """One call of a compiled block: a context manager that makes it known to attention."""
 
     def __init__(
         self, context: CallContext, modules: Sequence[nn.Module], handles: list[int]
     ) -> None:
-        """`modules`: of the block, by their index; `handles` gets those of the call's layers."""
+        """`modules`: modules of the block by index. `handles`: list to which the handles of the
+        call's layers are added."""
         self.context: CallContext = context
         self.modules: Sequence[nn.Module] = modules
         self.handles: list[int] = handles
@@ -89,10 +90,10 @@ class BlockCall:
 
 
 def number_modules(blocks: Sequence[Sequence[nn.Module]], places: Places, changes: Changes) -> None:
-    """Give each module of each block its index and the number of context ranks until the changes
-    are undone.
+    """Store in each module its index in the block and the number of context-parallel ranks, until
+    the changes are undone.
 
-    Compiled code has these as constants, which are the same in all blocks of one kind.
+    They are constants of compiled code, equal in all blocks of one kind.
     """
     changes.later(_forget_numbers, blocks)
     for modules in blocks:
@@ -130,7 +131,8 @@ def current_call() -> CallContext:
 def begin_call(
     k_TKD: Tensor, v_TKE: Tensor, index: int, scale: float, softcap: float, window: int
 ) -> tuple[LayerCall, Tensor]:
-    """Attention of a module of the block that runs, and the handle for its backward."""
+    """Begin attention of a module of the running block. Returns the call, and its handle for the
+    backward."""
     block: BlockCall = _thread.block
     options = Options(scale, softcap, window, torch.are_deterministic_algorithms_enabled())
     call = LayerCall(block.context, block.modules[index], k_TKD, v_TKE, options)

@@ -1,8 +1,9 @@
-"""The early end of a microbatch: its forward leaves the last block once prefix cache is captured.
+"""Early exit: the forward of a microbatch leaves the last block after its prefix cache was
+captured.
 
-Where no token is trained, all that is needed of the last block is what later tokens read of it. An
-exception skips the rest of the block. It does not leave the block: hooks around the block and the
-model (those of FSDP, say) see a forward that returns.
+If no token is trained, only the prefix cache of the last block is needed. An exception skips the
+rest of the block. The block catches it, so hooks of the block and the model, such as those of FSDP,
+see a forward that returns.
 """
 
 import functools
@@ -18,10 +19,10 @@ from forkpoint.hosts.calls import in_forward
 
 
 class EarlyExit(Exception):
-    """Nothing reads more of this microbatch than it has computed: ends its last block."""
+    """Raised in the last block when the rest of its outputs is not needed."""
 
     def __init__(self, roots: tuple[Tensor, ...]) -> None:
-        """`roots`: [T, ...] each, the last tensors computed, which a backward has to reach."""
+        """`roots`: the last computed tensors, [T, ...] each, from which the backward starts."""
         super().__init__()
         self.roots = roots
 
@@ -29,7 +30,7 @@ class EarlyExit(Exception):
 def end_in_last_block(block: nn.Module, final_norms: Iterable[nn.Module], changes: Changes) -> None:
     """Let a decoder's last block catch `EarlyExit`, until the changes are undone.
 
-    The decoder's final norms pass on what the block returns, which nothing reads.
+    The decoder's final norms return their input, because the block's output is not used.
     """
     changes.replace_forward(block, functools.partial(_caught, block.forward))
     for norm in final_norms:
@@ -56,7 +57,7 @@ def _same(forward: Callable[..., Any], hidden_states: Tensor) -> Tensor:
 
 
 class _Same(torch.autograd.Function):
-    """A tensor as it is."""
+    """The identity of a tensor."""
 
     @staticmethod
     def forward(ctx: Any, hidden_BLC: Tensor) -> Tensor:
@@ -68,12 +69,13 @@ class _Same(torch.autograd.Function):
 
 
 def _alias(x: Tensor) -> Tensor:
-    """The same memory, and no view of it: fully_shard warns of modules that return views."""
+    """A tensor with the same memory that is no view, because fully_shard warns of modules that
+    return views."""
     return x.new_empty(0).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
 
 
 class _StandIn(torch.autograd.Function):
-    """The block's input in the place of its output; its backward gives zeros to the roots."""
+    """Returns the block's input instead of its output. The backward gives zeros to the roots."""
 
     @staticmethod
     def forward(ctx: Any, hidden_BLC: Tensor, *roots: Tensor) -> Tensor:

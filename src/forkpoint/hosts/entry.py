@@ -22,13 +22,13 @@ from forkpoint.tree.forest import IntArray
 
 
 class Stock(Protocol):
-    """The forward that users call, of a model or of a copy of one, for references."""
+    """The unmodified forward of a model or a copy, for comparisons."""
 
     model: nn.Module
 
     @property
     def is_critic(self) -> bool:
-        """Whether it gives a value of each token instead of logits."""
+        """Whether the model gives a value for each token instead of logits."""
         return False
 
     def logits(
@@ -38,45 +38,45 @@ class Stock(Protocol):
 
         Args:
             ids_NL: int64.
-            keep: int64 [n], the places whose logits are wanted: [N, n, V]. By default all.
-            shown: the media of the rows; None: there are none.
+            keep: int64 [n], positions of the wanted logits: the result is [N, n, V]. Default: all.
+            shown: the media of the rows; None: no media.
         """
         ...
 
     def run_decoder_once(
         self, ids_NL: Tensor, changes: Changes, shown: ShownMedia | None = None
     ) -> None:
-        """Run the decoder now; until the changes are undone it gives the same outputs again.
+        """Run the decoder now. Until the changes are undone, it returns these outputs again.
 
-        So `logits` can give those of some places at a time, by the model's own head.
+        So the model's own head can compute `logits` of a few positions at a time.
         """
         ...
 
     def compute_in(self, dtype: torch.dtype, changes: Changes) -> None:
-        """Compute in `dtype` throughout, by code that takes any dtype, until the changes are
-        undone. By default nothing changes: the code does so by itself."""
+        """Select code that computes in `dtype` throughout, until the changes are undone. By default
+        nothing changes, because the model's code takes any dtype."""
 
     def allow(self, dtype: torch.dtype, changes: Changes) -> None:
-        """Let `logits` work, until the changes are undone, where the model is set to the attention
-        of steps, and let no kernel round to fewer bits than `dtype` has."""
+        """Let `logits` run even if the model is set to forkpoint's attention, and exclude kernels
+        that round to fewer bits than `dtype` has, until the changes are undone."""
 
 
 class HeldStage:
-    """The stage of a pipeline that this rank holds of a model. By default no model is cut."""
+    """The stage of a pipeline that this rank holds. By default it is the whole model."""
 
     def __init__(self, layers: int) -> None:
-        """`layers`: of the model."""
+        """`layers`: number of layers of the model."""
         self._count = layers
 
     @property
     def first_layers(self) -> int:
-        """How many layers the first stage of a pipeline holds at least: those that read features
-        of images, which lie there."""
+        """Least number of layers of the first stage. It must hold the layers that read features of
+        images."""
         return 1
 
     @property
     def layers(self) -> tuple[range, int]:
-        """The numbers of the layers that this rank holds, and how many the model has."""
+        """Indices of the layers that this rank holds, and the number of layers of the model."""
         return range(self._count), self._count
 
     @property
@@ -85,12 +85,12 @@ class HeldStage:
         return frozenset()
 
     def check(self) -> None:
-        """Refuse a model that something else has cut, or not as a stage is cut."""
+        """Refuse a model that was cut in a way that has not been shown exact."""
 
     def hold(self, stage: Stage) -> None:
-        """Drop what other stages hold, unless that has been done.
+        """Drop the modules of other stages, unless that has been done.
 
-        Raises UnsupportedError for models whose stages have not been shown exact, or that hold
+        Raises UnsupportedError if stages of the model have not been shown exact, or if it holds
         another stage.
         """
         raise UnsupportedError(
@@ -99,20 +99,20 @@ class HeldStage:
         )
 
     def complete(self, exchange: Callable[[Any], list[Any]]) -> None:
-        """Give a copy of a stage the modules of all stages. Collective over these.
+        """Add the modules of all other stages to a copy of a stage. Collective over stages.
 
-        exchange: gives the values of all stages, from this one's.
+        exchange: takes this stage's value and returns those of all stages.
         """
         raise NotImplementedError
 
     def set_hidden(self, hidden_1TC: Tensor | None, changes: Changes) -> None:
-        """Let the stage run, until the changes are undone, and its first block read these; None if
-        that reads embeddings."""
+        """Allow calls of the stage until the changes are undone. `hidden_1TC`: input of its first
+        block; None if that reads embeddings."""
         raise NotImplementedError
 
 
 class Encoder:
-    """Modules of a model that run for images and video alone. By default there are none."""
+    """Modules of a model that run only for images and video. By default there are none."""
 
     @property
     def modules(self) -> Collection[nn.Module]:
@@ -131,7 +131,7 @@ class Encoder:
             )
 
     def encode(self, media: Sequence[Media]) -> tuple[tuple[Tensor, ...], ...]:
-        """As `engine.host.Host.encode`; runs within the core's forward."""
+        """As `engine.host.Host.encode`. Called within the core's forward."""
         raise NotImplementedError
 
     def shape(self) -> EncoderShape | None:
@@ -143,7 +143,7 @@ class Encoder:
         raise NotImplementedError
 
     def sample(self, media: Sequence[Media]) -> Media:
-        """A part of one of these, to compare the model on, of as few tokens as can be."""
+        """A part of one of these media with as few tokens as possible, for the self-check."""
         raise NotImplementedError
 
 
@@ -152,39 +152,39 @@ class ExpertCounts:
 
     @property
     def kept(self) -> bool:
-        """Whether there are such buffers."""
+        """Whether the model has such buffers."""
         return False
 
     def save(self, changes: Changes) -> None:
         """Restore the buffers when the changes are undone."""
 
     def add(self, logical_LE: Tensor) -> None:
-        """Add a step's counts, int64 [layers, experts], to what is restored."""
+        """Add a step's counts, int64 [layers, experts], to the values that `save` restores."""
 
 
 class Entry(Protocol):
-    """One library's model, while a policy has it.
+    """Access to the parts of one model of a library.
 
-    It is made of the model without DistributedDataParallel, when wrappers of forwards are taken
-    off. Making it refuses a model that is none of the library's. Members with a value or a body are
-    those of a library whose models have no encoder of images and no experts.
+    The model is given without DistributedDataParallel and without wrappers of forwards. The
+    constructor refuses models of other libraries. Default values are for models without encoders
+    and experts.
     """
 
     core: Any
-    """The module whose forward is the decoder's and then the head's. Adapters may lie around it."""
+    """The module whose forward runs the decoder and then the head. It may be inside adapters."""
     head: ModelHead
     stock: Stock
     stage: HeldStage
     encoder: Encoder = Encoder()
     counts: ExpertCounts = ExpertCounts()
     context_argument: str
-    """The call argument in which layers pass on the microbatch."""
+    """Name of the call argument in which layers pass on the microbatch."""
     known_hooks: tuple[Definition, ...] = ()
-    """Hooks of modules that leave a microbatch's values as they are."""
+    """Hooks of modules that do not change the values of a microbatch."""
     known_gradient_hooks: tuple[Definition, ...] = ()
-    """Hooks of parameters that holders take off while a step runs."""
+    """Hooks of parameters that holders remove during a step."""
     registries: tuple[Mapping[str, Any], ...] = ()
-    """Functions of the library that models are set to by name."""
+    """Functions of the library that a model's configuration selects by name."""
 
     # Parts of the model
 
@@ -195,7 +195,7 @@ class Entry(Protocol):
 
     @property
     def embeddings(self) -> nn.Module:
-        """The input embeddings; the weight's rows are the tokens that are known."""
+        """The input embeddings. Their weight has one row for each token id."""
         ...
 
     @property
@@ -216,7 +216,7 @@ class Entry(Protocol):
     # Facts
 
     def configs(self) -> list[Any]:
-        """Configurations, whose attributes decide what the model computes."""
+        """Configurations that the model's code reads."""
         ...
 
     def shape(self) -> ModelShape:
@@ -224,7 +224,8 @@ class Entry(Protocol):
         ...
 
     def shallow(self, layers: int, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        """A model of few such layers, of random weights and few tokens, in training mode."""
+        """A model with a few such layers, random weights and a small vocabulary, in training
+        mode."""
         ...
 
     @property
@@ -234,27 +235,28 @@ class Entry(Protocol):
 
     @property
     def code_dtype(self) -> torch.dtype:
-        """The narrowest dtype that the model's code computes in, for weights of any dtype: float32
-        in norms, or a narrower one."""
+        """The narrowest dtype that the model's code converts to for weights of any dtype: float32
+        (in norms) or narrower."""
         return torch.float32
 
     # Checks, which raise UnsupportedError
 
     def check_model(self) -> None:
-        """The model's code and modules have been shown exact."""
+        """Refuse code and modules that have not been shown exact."""
         ...
 
     def check_training(self, *, routed: bool, encodes: bool) -> None:
-        """Settings are exact in backwards; `routed`: the step has a router loss; `encodes`: the
-        encoder runs as well."""
+        """Refuse settings whose backwards are not exact. `routed`: the step has a router loss.
+        `encodes`: the encoder runs."""
         ...
 
     def check_batch(self, batch: RolloutBatch) -> None:
-        """The model computes each token of these rollouts from those before it alone."""
+        """Refuse rollouts in which the model's outputs depend on later tokens or on the rollout's
+        length."""
         ...
 
     def check_context_parallel(self, ranks: int) -> None:
-        """Layers have been shown exact where the places of each microbatch are dealt out to so many
+        """Refuse layers that have not been shown exact with context parallelism over `ranks`
         ranks."""
 
     # Microbatches
@@ -263,12 +265,13 @@ class Entry(Protocol):
         """Make forwards return logits, until the changes are undone."""
 
     def attach(self, changes: Changes) -> None:
-        """Let attention and recurrences run microbatches, until the changes are undone."""
+        """Replace attention and recurrences by those of microbatches, until the changes are
+        undone."""
         ...
 
     def run(self, ids_1T: Tensor | None, positions_1T: Tensor | None, context: Any) -> Any:
-        """Call the outermost module with a `CallContext`, or without tokens with an
-        `EncoderContext`; gives what the core's forward returns."""
+        """Call the outermost module with a `CallContext`, or with an `EncoderContext` and without
+        tokens. Returns the output of the core's forward."""
         ...
 
     def decode(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -281,10 +284,10 @@ class Library:
     """A library of models."""
 
     entry: Callable[[nn.Module, Sequence[Any]], Entry]
-    """Makes the entry of a model and its modules that are split over ranks."""
+    """Makes the entry of a model, given its modules that are split over ranks."""
     stock: Callable[[nn.Module], Stock]
-    """The stock forward of a model, or of a copy of one."""
+    """Makes the stock forward of a model or a copy."""
     split_holder: Callable[[nn.Module], Holder | None]
-    """The holder of a model that the library has split over ranks; None where it has not."""
+    """Makes the holder of a model that the library has split over ranks; None if it has not."""
     unsplit: Callable[[nn.Module, Sequence[Any]], None]
-    """Makes modules of a copy whole, which the library has split over ranks in the model."""
+    """Lets a whole copy run on one rank, if the library has split the model over ranks."""

@@ -1,8 +1,8 @@
-"""The state of a model, besides its weights, that decides what it computes.
+"""The state of a model that determines its outputs, without its weights.
 
-`Fingerprint` tells whether anything has changed since the model was checked. `Computation` names
-what has changed between the two runs of `logprobs`; modes that change no value may change there:
-training and evaluation, checkpointing, and hooks that are known.
+`Fingerprint` detects any change since the model was checked. `Computation` names a change between
+the two runs of `logprobs`. It ignores modes that change no value: training and evaluation,
+checkpointing, and known hooks.
 """
 
 import sys
@@ -20,39 +20,38 @@ from forkpoint.hosts.modules import HOOKS, every_module, plain_class
 
 CHECKPOINTING = "_gradient_checkpointing_func"
 HANDLES = ("_require_grads_hooks", "_require_grads_hook", "rope_deltas")
-"""Attributes that no step reads: handles of hooks by which inputs require gradients, and what
-multimodal models keep of their last forward."""
+"""Attributes that no step reads: handles of hooks that make inputs require gradients, and values
+that multimodal models store in a forward."""
 SPECIAL = {CHECKPOINTING, *HANDLES}
 MOST_STATES = 64
-"""States of a model that are remembered, such as training and evaluation."""
+"""Number of states of a model that are remembered. Training and evaluation are two states."""
 CONTAINERS = (list, dict, set)
 SKIPPED = frozenset(vars(nn.Module())) | {
     *HANDLES,
     *("forward", "gradient_checkpointing", CHECKPOINTING, "_compiled_call_impl"),
 }
-"""Attributes that torch gives every module, and those that change how a module runs and not what it
-computes."""
+"""Attributes that torch gives every module, and those that do not change a module's outputs."""
 UNREAD = frozenset({"use_cache", "_attn_implementation_internal", "output_router_logits"})
 """Settings of a configuration that no step reads."""
 
 
 class Fingerprint:
-    """Numbers the states of a model, in a few milliseconds.
+    """Assigns a number to each state of a model. Takes a few milliseconds.
 
-    A state is all modules and their attributes, hooks, the functions of their classes and source
-    files, torch.nn.functional, the attention functions that the library knows, and configurations.
-    Not covered are weights, and what functions call in other files.
+    A state consists of all modules and their attributes, hooks, the functions of their classes and
+    source files, torch.nn.functional, the registered attention functions of the library, and
+    configurations. It does not include weights, or functions that are called in other files.
 
-    States are compared as lists. Python compares their entries by identity first; an entry that is
-    another object is a change unless it is equal, as numbers are.
+    States are compared as lists. Python compares their entries by identity first. Another object
+    counts as a change unless it is equal, as numbers can be.
     """
 
     def __init__(self, model: nn.Module, entry: Entry) -> None:
         self.model: nn.Module = model
         self.entry: Entry = entry
         self._states: list[tuple[int, list[Any]]] = []
-        """Numbers and states, the last one first. They keep objects alive, so that a new one cannot
-        be taken for an old one."""
+        """Numbers and states, the last used first. They keep objects alive, so that the address of
+        an old object is not used for a new one."""
         self._count = 0
 
     def now(self) -> int:
@@ -80,7 +79,7 @@ class Fingerprint:
         kinds = {plain_class(module) for module in modules}
         for base in sorted({base for kind in kinds for base in kind.__mro__}, key=id):
             found += vars(base).values()
-        # A class may name a file that was not imported; what checks classes refuses it.
+        # A class may name a file that was not imported. Such a class is refused elsewhere.
         files = sorted({kind.__module__ for kind in kinds} & sys.modules.keys())
         for named in (*(vars(sys.modules[name]) for name in files), vars(F)):
             # torch.compile keeps what it has compiled under names with two leading underscores. No
@@ -95,9 +94,9 @@ class Fingerprint:
 
 
 def _hook(hook: Any) -> Any:
-    """A hook as its code, where it is a function that has no other state.
+    """The code of a hook that is a function without other state; any other hook unchanged.
 
-    transformers sets such hooks again whenever checkpointing is enabled.
+    transformers makes such hooks anew whenever checkpointing is enabled.
     """
     plain = isinstance(hook, FunctionType) and hook.__closure__ is None and not hook.__defaults__
     return hook.__code__ if plain else hook
@@ -117,9 +116,10 @@ class Computation:
             self._settings[type(config).__name__] = values
 
     def changed(self, later: "Computation") -> str | None:
-        """The first setting that is another later, as "module.attribute"; None where there is none.
+        """Name the first setting that differs in `later`, as "module.attribute"; None if none
+        differs.
 
-        Settings that are new do not count.
+        Settings that only `later` has do not count.
         """
         for where, values in self._settings.items():
             there = later._settings.get(where, {})
@@ -141,7 +141,8 @@ def _settings(module: nn.Module, *, loose: bool) -> dict[str, Any]:
 
 
 def _copied(value: Any) -> Any:
-    """A copy of a list, a dict or a set, which may change in place."""
+    """A copy of a list, a dict or a set, because these may change in place; other values
+    unchanged."""
     return type(value)(value) if type(value) in CONTAINERS else value
 
 
@@ -159,8 +160,8 @@ def _values(attributes: Mapping[str, Any]) -> Iterable[Any]:
 
 
 def _parts(value: Any) -> Any:
-    """A partial as its parts: transformers makes one whenever checkpointing is enabled, and a
-    partial equals no other."""
+    """The parts of a partial, because transformers makes a new one whenever checkpointing is
+    enabled, and two partials are never equal."""
     return (value.func, value.args, value.keywords) if isinstance(value, partial) else value
 
 

@@ -18,46 +18,47 @@ from forkpoint.ops.head import VocabularyShard, token_outputs
 
 
 class ModelHead(Protocol):
-    """The head of a model; made anew of it whenever it is used."""
+    """The head of a model. It reads the model's layer at each use."""
 
     gives: Head
 
     def check(self) -> None:
-        """Raises UnsupportedError where the head is not one that has been shown exact."""
+        """Raises UnsupportedError for heads that have not been shown exact."""
         ...
 
     def width(self) -> int:
-        """Outputs for one token."""
+        """Number of outputs for one token."""
         ...
 
     def weight(self) -> Tensor:
-        """The weights of the linear layer that it ends in."""
+        """The weight of its last linear layer."""
         ...
 
     def enter(self, changes: Changes) -> None:
-        """Run within the call of the head's module from now on, until the changes are undone: hooks
-        around it gather its weights."""
+        """Compute outputs within calls of the head's module, until the changes are undone, because
+        hooks of the module gather its weights."""
         ...
 
     def forward(self, hidden_nC: Tensor, context: CallContext) -> dict[str, Tensor]:
-        """Outputs for the context's head places, from their last hidden states: [n]."""
+        """Outputs [n] by name for the context's entries, from their last hidden states [n, C]."""
         ...
 
 
 @dataclass(eq=False)
 class LogprobHead:
-    """A causal language model's, computed in chunks instead of as logits of a whole microbatch."""
+    """The head of a causal language model: log-probs in chunks, without all logits of a
+    microbatch."""
 
     linear: Callable[[], nn.Linear]
-    """Gives the layer of the model in its present state, or refuses what it finds."""
+    """Returns the model's present layer, or refuses it."""
     options: Callable[[], dict[str, float | None]]
-    """Gives `logit_scale` and `softcap`."""
+    """Returns `logit_scale` and `softcap`."""
     split: Collection[nn.Module]
     gives: Head = "logprobs"
     _called: bool = field(default=False, init=False)
-    """Whether the module's own call computes log-probs."""
+    """Whether log-probs are computed within calls of the module."""
     _in_float32: bool = field(default=False, init=False)
-    """Where it does, whether its product is in float32."""
+    """In that case, whether its matrix product is in float32."""
 
     def check(self) -> None:
         head = self.linear()
@@ -111,9 +112,9 @@ class LogprobHead:
 
 
 def check_local_head(head: nn.Linear) -> None:
-    """A head split over ranks is split by rows, or not at all.
+    """Check that a head is replicated, or split over ranks by rows of the vocabulary.
 
-    Raises UnsupportedError where it is split otherwise.
+    Raises UnsupportedError otherwise.
     """
     weight = head.weight
     if isinstance(weight, DTensor):
@@ -128,9 +129,9 @@ def check_local_head(head: nn.Linear) -> None:
 
 
 def local_head(head: nn.Linear) -> tuple[Tensor, Tensor | None, VocabularyShard | None]:
-    """Weight and bias here, and which rows of the vocabulary they are; None where they are all.
+    """This rank's part of weight and bias, and its rows of the vocabulary; None for all rows.
 
-    Called where the weights are gathered over data ranks. The tensors pass gradients on to the
+    Called when weights are gathered over data-parallel ranks. Gradients of the tensors reach the
     head's parameters.
     """
     weight, bias = head.weight, head.bias
@@ -141,7 +142,7 @@ def local_head(head: nn.Linear) -> tuple[Tensor, Tensor | None, VocabularyShard 
     if weight.placements != (Replicate(),):
         assert weight.placements == (Shard(0),), weight.placements
         mesh = weight.device_mesh
-        rows = -(-weight.shape[0] // mesh.size())  # as torch.chunk, by which DTensor splits
+        rows = -(-weight.shape[0] // mesh.size())  # as torch.chunk, which DTensor uses
         start = min(weight.shape[0], rows * mesh.get_local_rank())
         shard = VocabularyShard(mesh.get_group(), start)
     if isinstance(bias, DTensor):
@@ -150,6 +151,6 @@ def local_head(head: nn.Linear) -> tuple[Tensor, Tensor | None, VocabularyShard 
     elif bias is not None and shard is not None:
         raise UnsupportedError(
             "the output head's weight is split over ranks and its bias is not, so that gradients "
-            "of the bias would stay parts. Split both by one rule of tp_plan for lm_head."
+            "of the bias would not be summed. Split both by one rule of tp_plan for lm_head."
         )
     return weight.to_local(), bias, shard

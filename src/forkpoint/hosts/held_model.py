@@ -1,4 +1,4 @@
-"""A model on this device, as ranks hold it: what it is, and whether it has been shown exact."""
+"""A model and its holders: its properties, and checks that it has been shown exact."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -34,9 +34,9 @@ from forkpoint.rollouts.batch import RolloutBatch
 
 
 class HeldModel:
-    """A causal language model or critic, perhaps with adapters, that a library's entry describes.
+    """A causal language model or critic of a library, perhaps with adapters.
 
-    Raises UnsupportedError, naming what it is, for anything that has not been shown exact.
+    The constructor raises UnsupportedError for anything that has not been shown exact.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class HeldModel:
         compile_blocks: bool | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        """Collective where several ranks hold the model. Raises RankError if another rank refuses
-        it."""
+        """Collective if several ranks hold the model. Raises RankError if another rank refuses its
+        part."""
         model = uncompiled(model)
         self._wrapper: nn.Module = model
         self.model: nn.Module = unwrapped(model)
@@ -63,8 +63,8 @@ class HeldModel:
             self._checked: tuple[int, bool, bool, bool] | None = None
             self._least_sizes: dict[str, Any] = {}
             self._mixtures: list[tuple[int, int]] = []
-            """By stage: how many routers it has, and among how many experts these choose."""
-            # Stages hold different blocks, so that one rank alone may refuse its part.
+            """By stage: its number of routers, and their number of experts."""
+            # Stages hold different blocks, so a single rank may refuse its part.
             read = partial(self._read_model, library, compile_blocks, mesh)
             shape = RankGroup(self.group.ranks).each(read, tells=(Exception,))
             self.links: Links = self._link_stages(stage_ranks, shape)
@@ -86,7 +86,8 @@ class HeldModel:
                 "Config(compile_blocks=True) asks for compiled decoder blocks, which have not "
                 f"been shown exact {why}. Leave compile_blocks out."
             )
-        # With context parallelism they have not been timed on GPUs, so that they are asked for.
+        # With context parallelism they are off by default, because they have not been timed on
+        # GPUs.
         eager = bool(self.group.splits) or staged or (bool(context) and compile_blocks is None)
         self.compiling: Compiling = Compiling(False if eager else compile_blocks)
         shape = self.entry.shape()  # which refuses parts of heads
@@ -95,7 +96,7 @@ class HeldModel:
         return shape
 
     def _why_eager(self, *, staged: bool, context: bool) -> str:
-        """Where compiled blocks have not been shown exact, as far as ranks have parts."""
+        """Parallelism with which compiled blocks have not been shown exact; "" if there is none."""
         if self.group.splits:
             return "where their modules are split over ranks"
         if context and self.entry.checkpointed:
@@ -105,8 +106,7 @@ class HeldModel:
         return "on stages of a pipeline" if staged else ""
 
     def _link_stages(self, ranks: StageRanks | None, shape: ModelShape) -> Links:
-        """The links of a stage with those before and after it. Collective if the ranks are
-        stages."""
+        """The links to the previous and the next stage. Collective if the ranks are stages."""
         held, layers = self.entry.stage.layers
         if ranks is None:
             if len(held) < layers:
@@ -144,10 +144,10 @@ class HeldModel:
         return replace(found, compiled=self.compiles, context=context)
 
     def capabilities(self, shape: ModelShape) -> Capabilities:
-        """Abilities of the model in its present state, which plans depend on.
+        """Capabilities of the model in its present state, for the planner.
 
-        Without early exits where the model checkpoints itself: their exception would pass through
-        the checkpoint, which lies within the block.
+        A model that checkpoints itself has no early exits, because their exception would pass
+        through the checkpoint inside the block.
         """
         ahead = self.device.type == "cuda"
         deals = not shape.recurrent_layers
@@ -177,15 +177,16 @@ class HeldModel:
 
     @property
     def _vocab_size(self) -> int:
-        """How many tokens the model knows, as an input and (of a language model) as a label."""
+        """Number of token ids that are valid as inputs and, for a language model, as labels."""
         known = self._embedding.shape[0]
         # A critic predicts no tokens.
         return min(known, self.entry.head.width()) if self.head == "logprobs" else known
 
     def shallow(self, layers: int) -> nn.Module | None:
-        """A model of few such layers, of random weights and few tokens, to measure a layer.
+        """A model with a few such layers, random weights and a small vocabulary, to measure a
+        layer.
 
-        None where layers are not all trained, or split over ranks: another model takes other times.
+        None if some layers are not trained, or are split over ranks, because their times differ.
         """
         trained = all(p.requires_grad for block in self.blocks for p in block.parameters())
         if not trained or self.group.splits:
@@ -194,7 +195,7 @@ class HeldModel:
 
     @property
     def compiles(self) -> bool:
-        """Whether blocks run compiled, which takes other times."""
+        """Whether blocks run compiled."""
         return self.compiling.reason_for_eager(self.device, self._embedding.dtype) is None
 
     @property
@@ -229,8 +230,8 @@ class HeldModel:
 
     @property
     def rounding_dtype(self) -> torch.dtype:
-        """The narrowest dtype that the model rounds to anywhere: that of compute, or one that its
-        code converts to."""
+        """The narrowest dtype that the model rounds to: `compute_dtype`, or one that its code
+        converts to."""
         found = (self.compute_dtype, self.entry.code_dtype)
         return max(found, key=lambda dtype: torch.finfo(dtype).eps)
 
@@ -238,14 +239,14 @@ class HeldModel:
         return iter(every_parameter(self.model))
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Buffers that are saved with the model; others are made of its configuration."""
+        """Persistent buffers. Other buffers are computed from the configuration."""
         for where, module in every_module(self.model):
             for name, buffer in module._buffers.items():
                 if buffer is not None and name not in module._non_persistent_buffers_set:
                     yield f"{where}.{name}", buffer
 
     def fingerprint(self) -> int:
-        """A number that stays the same while nothing but the model's weights changes."""
+        """A number that changes with anything of the model except its weights."""
         return self._fingerprint.now()
 
     def settings(self) -> Computation:
@@ -264,14 +265,14 @@ class HeldModel:
     # ------------------------------------------------------------
 
     def check(self, batch: RolloutBatch, *, training: bool, routed: bool = False) -> int:
-        """Refuse what has not been shown exact, in the model's present state and for this batch.
+        """Refuse a model or a batch that has not been shown exact, in the model's present state.
 
         `training`: whether gradients are computed. `routed`: whether the step has a router loss,
-        so that the model's own is in it. Returns the model's fingerprint.
+        which replaces the model's own. Returns the model's fingerprint.
         """
         check_idle(self.entry.core)
-        # Since it was wrapped the model may have been compiled, moved, given adapters, or put into
-        # another mode. What the fingerprint covers is looked at again where that has changed.
+        # Since wrap, the model may have been compiled, moved, given adapters, or put into another
+        # mode. If the fingerprint has changed, the checks that depend on it run again.
         encodes = bool(batch.media)
         idle = () if encodes else self.entry.encoder.modules
         self.entry.encoder.check_batch(batch)
@@ -296,7 +297,7 @@ class HeldModel:
         return fingerprint
 
     def _check_model(self) -> None:
-        """Refuse what does not depend on the batch or on the values of parameters."""
+        """Run the checks that depend neither on the batch nor on values of parameters."""
         self.entry.check_model()
         refusals.check_hooks(self.model, self.entry.known_hooks)
         refusals.check_embeddings(self.model)
@@ -305,7 +306,7 @@ class HeldModel:
         self.entry.head.check()
 
     def prepare(self, changes: Changes) -> None:
-        """Remove wrappers of the user's that a step replaces or does not need.
+        """Remove wrappers of forwards that a step replaces or does not need.
 
         Called first in every step and comparison. Nothing else may change the model until these
         changes are undone.

@@ -1,8 +1,8 @@
-"""A model on this device, entered without editing it, whatever library it comes from.
+"""Runs microbatches through a model of any library without editing its code.
 
-While microbatches run, the forward of the model's core (its decoder and head) is replaced: the head
-then computes log-probs or values of chosen places instead of logits of all. Attention is replaced
-by the library's entry. Everything else is the model's own code, and all is put back after.
+While microbatches run, the forward of the model's core (decoder and head) is replaced, so that the
+head computes log-probs or values of chosen tokens instead of all logits. The library's entry
+replaces attention. Everything else is the model's own code. All changes are undone afterwards.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,13 +37,13 @@ class ModelHost(HeldModel):
     """Runs microbatches through a model, and its stock forward."""
 
     _watched: ModelRouters | None = None
-    """Routers that a step takes statistics of."""
+    """Routers whose statistics the step computes."""
     _recomputes: bool = False
     """Whether the model checkpoints itself in the step that runs."""
     _autocasts: tuple[torch.autocast, ...] = ()
-    """Those that are set around the core's forward."""
+    """Autocasts that are set around the core's forward."""
     _changes: Changes | None = None
-    """Of the step that runs; a microbatch's own are undone at its end."""
+    """Changes of the running step. Those of a microbatch are undone at its end."""
 
     @cached_property
     def _blocks(self) -> CompiledBlocks:
@@ -57,7 +57,8 @@ class ModelHost(HeldModel):
         calls.claim(core, changes)
         covered = set_forward(core)
         changes.set(vars(self), "_autocasts", covered.autocasts if covered else ())
-        # Before attention is changed: who calls the model meanwhile is refused here.
+        # Before attention is changed, so that concurrent calls of the model are refused from here
+        # on.
         changes.replace_forward(core, self._core_forward)
         if self._wrapper is not self.model:
             changes.replace_forward(self._wrapper, calls.refuse_call)
@@ -79,7 +80,7 @@ class ModelHost(HeldModel):
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Within it `forward` works; for use outside of steps."""
+        """Context manager in which `forward` can be called outside of steps."""
         with Changes() as changes:
             self.enter(changes)
             yield
@@ -95,7 +96,7 @@ class ModelHost(HeldModel):
         hidden: Tensor | None = None,
     ) -> HeadOutputs:
         if not self.links.ends_here:
-            # The next stage reads what the last block here gives.
+            # The next stage reads the output of the last block of this stage.
             instruction = instruction._replace(ends_at=BLOCKS)
         policy = inputs.microbatch.checkpointing
         if policy != "none" and self._recomputes:
@@ -109,7 +110,8 @@ class ModelHost(HeldModel):
                 "been shown exact with context parallelism. Leave compile_blocks out."
             )
         assert self._changes is not None, "the model has not been entered"
-        # What a repeated forward saves is dropped; there is nothing to checkpoint.
+        # If the microbatch is recomputed, this forward's saved tensors are dropped: nothing to
+        # checkpoint.
         if instruction.operation == FORWARD and not instruction.keeps_graph:
             policy = "none"
         early = instruction.ends_at == BOUNDARY
@@ -154,9 +156,9 @@ class ModelHost(HeldModel):
         return self.entry.encoder.positions(batch)
 
     def _core_forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Stands in for the core's forward, under the autocast that is set around that.
+        """Replaces the core's forward, under the autocasts that are set around it.
 
-        Returns the fields of HeadOutputs: fully_shard finds tensors in dicts and tuples, and not in
+        Returns the fields of HeadOutputs as a dict, because fully_shard does not find tensors in
         dataclasses.
         """
         context = kwargs.get(self.entry.context_argument)
@@ -170,7 +172,7 @@ class ModelHost(HeldModel):
                 return {"per_token": {}, "roots": (top,)}
             hidden_nC = top.reshape(-1, top.shape[-1]).index_select(0, context.inputs.head_index)
             found = self.entry.head.forward(hidden_nC, context)
-            # Backwards without trained tokens reach the head as well, where ranks gather it.
+            # If ranks gather the head, backwards without trained tokens must reach it as well.
             more = tuple(found.values()) if self.topology.lockstep else ()
             return {"per_token": found, "roots": (top, *more)}
 
@@ -180,7 +182,8 @@ class ModelHost(HeldModel):
         if last:
             self.group.last()
         if tensors:
-            # In this thread: a second one waits for the interpreter at each node in Python.
+            # In this thread, because a second one waits for the interpreter lock at each Python
+            # node.
             with torch.autograd.set_multithreading_enabled(False):
                 torch.autograd.backward(tensors, gradients)
 
@@ -196,9 +199,9 @@ class ModelHost(HeldModel):
         routers.enter(note, changes, choose)
 
     def add_counts(self, logical_LE: Tensor) -> None:
-        """Add a step's counts of experts, int64 [layers, experts], to the model's buffers. The
-        model is prepared."""
-        if self.topology.places.rank == 0:  # optimizers add up those of ranks with parts of a batch
+        """Add a step's counts of experts, int64 [layers, experts], to the model's buffers. Called
+        after `prepare`."""
+        if self.topology.places.rank == 0:  # optimizer hooks sum over ranks with parts of a batch
             routers = self.routers
             self.entry.counts.add(logical_LE[routers.first :][: len(routers.found)])
 
@@ -206,20 +209,22 @@ class ModelHost(HeldModel):
     # ------------------------------------------------------------
 
     def stock(self, ids_NL: Tensor, shown: ShownMedia | None = None) -> Tensor:
-        """Logits [N, L, V] (a critic's values [N, L, 1]) of the model's own forward, of rows with
-        these media. Called while the model is not entered."""
+        """Logits [N, L, V] (a critic's values [N, L, 1]) by the model's own forward. `shown`: media
+        of the rows. Called while the model is not entered."""
         if not self.links.stages:
             return self.entry.stock.logits(ids_NL, shown=shown)
         return self._stock_of_stages(ids_NL, shown)
 
     def _stock_of_stages(self, ids_NL: Tensor, shown: ShownMedia | None) -> Tensor:
-        """Outputs of the last stage, which all run their blocks for. Collective."""
+        """Run the stock forward on all stages. Returns the outputs of the last stage.
+        Collective."""
         links, tops = self.links, list[Tensor]()
         with Changes() as changes:
             hidden = None if links.begins_here else links.receive_hidden(tuple(ids_NL.shape))
             self.entry.stage.set_hidden(hidden, changes)
             if not links.ends_here:
-                # After features of images that enter behind the last block here.
+                # Behind the place where features of images are added after the last block of this
+                # stage.
                 last = [*self.blocks, *self.entry.final_norms][-1]
                 hooks: Any = last._forward_hooks
                 add_hook(changes, hooks, lambda _, __, top: tops.append(top))
@@ -231,7 +236,7 @@ class ModelHost(HeldModel):
         return outputs
 
     def allow_stock(self, changes: Changes) -> None:
-        """Let `stock` work whatever the model is set to, on this thread alone, until the changes
+        """Let `stock` run with any settings of the model, on this thread only, until the changes
         are undone."""
         calls.keep_to_this_thread((self.entry.core, self.entry.decoder), changes)
         self.entry.stock.allow(self.rounding_dtype, changes)

@@ -1,4 +1,4 @@
-"""Libraries whose models can be entered, and the choice of one for a model."""
+"""Supported libraries of models, and the choice of the library of a model."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -33,15 +33,15 @@ TITAN = Library(TitanEntry, TitanStock, titan_split_holder, titan_unsplit)
 
 
 def library_of(model: nn.Module) -> Library:
-    """The library of a model, which may lie in wrappers; transformers' where it is not known."""
+    """The library of a model, which may be inside wrappers; transformers by default."""
     return TITAN if is_titan(unwrapped(uncompiled(model))) else TRANSFORMERS
 
 
 def host_of(
     model: nn.Module, *, compile_blocks: bool | None = None, mesh: DeviceMesh | None = None
 ) -> ModelHost:
-    """The host of a model, which is cut if the mesh has stages and no ranks hold it with other
-    batches; arguments and errors as of `ModelHost`."""
+    """Make the host of a model. If the mesh has stages and no data-parallel wrapper holds the
+    model, the model is cut first. Arguments and errors: as of `ModelHost`."""
     library = library_of(model)
     if has_stages(mesh) and not _data_holders(model, library):
         cut_model(model, mesh)
@@ -54,7 +54,8 @@ def _data_holders(model: nn.Module, library: Library) -> bool:
 
 
 def cut_model(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Drop what other stages of a pipeline hold; arguments and errors as of `forkpoint.cut`."""
+    """Drop the modules of other stages of a pipeline. Arguments and errors: as of
+    `forkpoint.cut`."""
     if not isinstance(mesh, DeviceMesh) or DIMENSION not in (mesh.mesh_dim_names or ()):
         names = mesh.mesh_dim_names if isinstance(mesh, DeviceMesh) else type(mesh).__name__
         raise ConfigError(
@@ -72,13 +73,13 @@ def cut_model(model: nn.Module, mesh: DeviceMesh) -> None:
     stages = stages_of_shape(entry.shape(), mesh[DIMENSION].size(), entry.stage.first_layers)
     entry.stage.hold(stages[mesh.get_local_rank(DIMENSION)])
     forget_lists()
-    # Zeros in place of embeddings have no memory to which DistributedDataParallel could copy.
+    # Zeros instead of embeddings have no memory to which DistributedDataParallel could copy.
     dropped = [n for n, b in model.named_buffers() if b.untyped_storage().nbytes() < b.nbytes]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, dropped)
 
 
 def stock_of(model: nn.Module) -> Stock:
-    """The stock forward of a model, or of a copy of one."""
+    """The stock forward of a model or a copy."""
     return library_of(model).stock(model)
 
 
@@ -91,12 +92,12 @@ def whole_copy(
     splits: Sequence[Any] = (),
     links: Links | None = None,
 ) -> tuple[nn.Module, list[nn.Module]]:
-    """Copy a model in another dtype, with all that ranks hold in parts, and name its blocks.
+    """Make a whole copy of a model in another dtype. Returns the copy and its blocks.
 
     Args:
-        streamed: whether the parameters of its blocks are in the host's memory.
+        streamed: whether the parameters of its blocks are in host memory.
 
-    Collective where ranks hold parts.
+    Collective if ranks hold parts of the model.
     """
     copy, copied = copy_in(model, blocks, dtype, streamed=streamed)
     library = library_of(model)
@@ -108,5 +109,5 @@ def whole_copy(
 
 
 def routers_of(model: nn.Module) -> Sequence[FoundRouter]:
-    """The routers of a model, or of a copy of one."""
+    """The routers of a model or a copy."""
     return library_of(model).entry(model, ()).routers.found

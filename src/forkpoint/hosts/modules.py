@@ -1,4 +1,4 @@
-"""The modules and parameters of a model, listed once a step for all that looks at them."""
+"""Lists of the modules and parameters of a model, made once a step."""
 
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -14,27 +14,27 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 
 class _Lists:
-    """The lists of one step."""
+    """Cached lists of one step."""
 
     def __init__(self) -> None:
         self.modules: dict[nn.Module, list[tuple[str, nn.Module]]] = {}
         self.parameters: dict[nn.Module, list[tuple[str, nn.Parameter]]] = {}
         self.whole: _Walk | None = None
-        """The walk of the first model that was listed."""
+        """The walk of the first listed model."""
 
     def clear(self) -> None:
         self.modules, self.parameters, self.whole = {}, {}, None
 
 
-# A step looks at every module a dozen times before its first microbatch, and to find them takes
-# longer than to look.
+# A step reads every module a dozen times before its first microbatch, and listing them takes longer
+# than reading.
 _walks: ContextVar[_Lists | None] = ContextVar("walks", default=None)
 
 
 def cache_module_walks(changes: Changes) -> None:
-    """Make each list once, until the changes are undone: nothing may change the model meanwhile.
+    """Cache lists until the changes are undone. The model's modules must not change until then.
 
-    Where lists are made once already, they go on to be.
+    Does nothing if lists are cached already.
     """
     if _walks.get() is None:
         changes.later(_walks.set, None)
@@ -42,14 +42,14 @@ def cache_module_walks(changes: Changes) -> None:
 
 
 def forget_lists() -> None:
-    """Make each list once more: what the model consists of has changed."""
+    """Drop cached lists, because the model's modules have changed."""
     lists = _walks.get()
     if lists is not None:
         lists.clear()
 
 
 def every_module(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Its modules by name, itself as ""."""
+    """Names and modules of a model, itself with the name ""."""
     lists = _walks.get()
     if lists is None:
         return _Walk(model).found
@@ -62,7 +62,7 @@ def every_module(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def every_parameter(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Its parameters by name."""
+    """Names and parameters of a model."""
     lists = _walks.get()
     if lists is None:
         return _parameters_of(model)
@@ -72,7 +72,7 @@ def every_parameter(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def plain_class(module: nn.Module) -> type:
-    """The class of a module; of one that torch's fully_shard has changed, the class it had.
+    """The class of a module before fully_shard.
 
     fully_shard gives a module a class that is derived from its own and from FSDPModule.
     """
@@ -91,7 +91,7 @@ class _Walk:
         self._depths: list[int] = []
         self._places: dict[nn.Module, int] = {}
         self._shares = False
-        """Whether a module is in several others, and listed only in the first."""
+        """Whether a module occurs in several others. It is listed only in the first."""
         pending: list[tuple[str, nn.Module | None, int]] = [("", model, 0)]
         while pending:
             name, module, depth = pending.pop()
@@ -108,7 +108,7 @@ class _Walk:
                 pending.append((before + child_name, child, depth + 1))
 
     def part(self, module: nn.Module) -> list[tuple[str, nn.Module]] | None:
-        """The same list of a module within the model; None if that needs a walk of its own."""
+        """The list of a module within the model; None if a separate walk is needed."""
         begin = self._places.get(module)
         if begin == 0:
             return self.found
@@ -145,7 +145,7 @@ def add_hook(
 ) -> None:
     """Add a hook to a module's `_forward_hooks` or the like, until the changes are undone.
 
-    Not by register_forward_hook: an interrupt after it and before its handle is stored would leave
+    register_forward_hook is not used, because an interrupt before its handle is stored would leave
     the hook in place.
 
     Args:

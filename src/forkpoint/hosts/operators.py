@@ -1,8 +1,8 @@
-"""Operators of compiled code, called with little host time.
+"""Operators of compiled code that need little host time.
 
 torch.library.custom_op runs Python four times a call, for checks and for autograd: 13 us of 17 for
-an operator that does nothing. Compiled code calls the operators here directly. Autograd reads their
-formula when a graph is made, and is not part of the graph.
+an operator that does nothing. Compiled code calls the operators here directly. Their autograd
+formula is used only when a graph is made.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def operator(
         name + torch.library.infer_schema(run, mutates_args=()), tags=torch.Tag.pt2_compliant_tag
     )
     _library.impl(name, run, "CompositeExplicitAutograd")
-    # Else autograd looks at all arguments of each call, to warn of gradients that are missing.
+    # Otherwise autograd reads all arguments of each call, to warn of missing gradients.
     _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
     return getattr(getattr(torch.ops, NAMESPACE), name).default

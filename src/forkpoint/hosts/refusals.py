@@ -1,7 +1,7 @@
-"""Refusals, by name, of models that no sample shows to be wrong, for any library.
+"""Checks for models of any library that refuse known causes of wrong results.
 
-The self-check compares log-probs of a sample. It cannot see wrong gradients, dropout, or hooks that
-act later; these checks do, before anything runs.
+The self-check compares log-probs of a sample. It cannot find wrong gradients, dropout, or hooks
+that act later. These checks run before every step.
 """
 
 from collections.abc import Callable, Collection
@@ -20,19 +20,20 @@ from forkpoint.hosts.wrappers import set_forward
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 KNOWN_HOOKS: tuple[Definition, ...] = (
-    # They gather and free parameters.
+    # fully_shard's hooks gather and free parameters.
     ("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState._pre_forward"),
     ("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState._post_forward"),
 )
-"""Hooks that leave a microbatch's values as they are. Libraries have more (`Entry.known_hooks`)."""
+"""Hooks that do not change the values of a microbatch. Libraries have more
+(`Entry.known_hooks`)."""
 
 
 class ReadOnlyHook:
-    """A hook for a module that passes its arguments to a function and discards the result.
+    """A hook that passes its arguments to a function and discards the result.
 
-    `Module.register_forward_hook(ReadOnlyHook(function))` and its siblings call `function` with
-    what they give a hook. Every other hook on a wrapped model is refused, because it may change
-    values. A forward hook sees the tensors of microbatches, in which a shared token is there once.
+    `Module.register_forward_hook(ReadOnlyHook(function))` and similar methods call `function` with
+    the arguments of a hook. Every other hook on a wrapped model is refused, because it may change
+    values. A forward hook gets the tensors of microbatches, in which a shared token occurs once.
     The function must not write to them.
     """
 
@@ -53,9 +54,9 @@ def check_code(
     """Refuse a module whose class or forward has not been shown exact.
 
     Args:
-        allowed: beginnings of the names of files that define known classes.
-        remedy: what to do about others.
-        known: whether the library itself has replaced the module's forward.
+        allowed: prefixes of the names of Python modules that define known classes.
+        remedy: advice for other classes.
+        known: whether the library itself has set the module's forward.
     """
     where, kind = name or "the model", plain_class(module)
     if not f"{kind.__module__}.".startswith(allowed):
@@ -67,13 +68,13 @@ def check_code(
     if forward is not None and set_forward(module) is None and not known(where, module):
         raise UnsupportedError(
             f"{where} has a custom forward ({describe_function(forward)}), whose effect is not "
-            "known. Wrap the model before it is set, or remove it: del module.forward, or for a "
-            "hook of accelerate accelerate.hooks.remove_hook_from_module(model, recurse=True)."
+            "known. Wrap the model before it is set, or remove it with del module.forward (for a "
+            "hook of accelerate: accelerate.hooks.remove_hook_from_module(model, recurse=True))."
         )
 
 
 def check_hooks(model: nn.Module, known: tuple[Definition, ...] = ()) -> None:
-    """Refuse hooks of modules, and of all modules, that are not `known`."""
+    """Refuse hooks of modules and global module hooks that are not `known`."""
     known = (*KNOWN_HOOKS, *known)
     for name, module in every_module(model):
         for kind in HOOKS:
@@ -95,7 +96,8 @@ def _check_hooks(
 
 
 def check_parameter_hooks(model: nn.Module, known: tuple[Definition, ...] = ()) -> None:
-    """Refuse hooks that would run on a part of a parameter's gradient, except `known` ones."""
+    """Refuse hooks on gradients of parameters, except `known` ones. They would see parts of a
+    gradient."""
     for name, parameter in every_parameter(model):
         before: Any = parameter._backward_hooks
         after: Any = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
@@ -103,8 +105,8 @@ def check_parameter_hooks(model: nn.Module, known: tuple[Definition, ...] = ()) 
             if not is_defined_as(hook, *known):
                 raise UnsupportedError(
                     f"parameter {name} has a hook on its gradient ({describe_function(hook)}). A "
-                    "step has several backwards, so it would see parts of the gradient. Remove it, "
-                    "and do its work after the step."
+                    "step has several backwards, so the hook would see parts of the gradient. "
+                    "Remove it, and do its work after the step."
                 )
 
 
@@ -138,7 +140,8 @@ def check_parameters(model: nn.Module, *, sharded: bool = False) -> None:
 
 
 def check_embeddings(model: nn.Module) -> None:
-    """Refuse embeddings whose gradient is not the sum over tokens, or that change in forwards."""
+    """Refuse embeddings whose gradient is not a sum over tokens, or whose weights change in
+    forwards."""
     for name, module in every_module(model):
         if not isinstance(module, nn.Embedding):
             continue
@@ -146,19 +149,19 @@ def check_embeddings(model: nn.Module) -> None:
             value = getattr(module, option)
             if value is not None and value is not False:
                 raise UnsupportedError(
-                    f"{name} has {option}={value!r}, with which weights or gradients depend on how "
-                    f"often a token is run, and shared ones run once. Make it without {option}."
+                    f"{name} has {option}={value!r}, so that weights or gradients depend on how "
+                    f"often a token runs, and a shared token runs once. Make it without {option}."
                 )
 
 
 def check_derived_weights(model: nn.Module) -> None:
-    """Refuse weights that a hook computes from other parameters."""
+    """Refuse weights that are computed from other parameters."""
     for name, module in every_module(model):
         for key, value in vars(module).items():
             if isinstance(value, Tensor) and value.requires_grad:
                 raise UnsupportedError(
                     f"{name}.{key} is computed from other parameters (weight or spectral "
-                    "normalisation, pruning), so that they would get no gradient. Remove the "
+                    "normalisation, pruning), which would get no gradient. Remove the "
                     "reparametrization (torch.nn.utils.remove_weight_norm, prune.remove)."
                 )
 
@@ -168,7 +171,7 @@ def check_random(model: nn.Module, idle: Collection[nn.Module] = ()) -> None:
     for name, module in every_module(model):
         if not module.training or module in idle:
             continue
-        # Some families call dropout as a function, with a rate that the module keeps.
+        # Some families call dropout as a function, with a rate that is an attribute of the module.
         rates = {k: v for k, v in vars(module).items() if "drop" in k and isinstance(v, float)}
         if isinstance(module, _DropoutNd):
             rates["dropout"] = module.p
@@ -187,7 +190,7 @@ def check_random(model: nn.Module, idle: Collection[nn.Module] = ()) -> None:
 
 
 def check_trainable(model: nn.Module, idle: Collection[nn.Module] = ()) -> None:
-    """Refuse a model of which no parameter gets a gradient; those of `idle` modules get none."""
+    """Refuse a model without trainable parameters. Parameters of `idle` modules do not count."""
     if torch.is_inference_mode_enabled():
         raise UnsupportedError(
             "forward_backward was called under torch.inference_mode, where nothing has gradients; "

@@ -1,4 +1,4 @@
-"""Routers of a mixture of experts: their outputs are recorded, and their choices forced."""
+"""Records the outputs of the routers of a mixture of experts, and forces their choices."""
 
 import types
 from collections.abc import Callable, Iterable, Sequence
@@ -20,64 +20,63 @@ from forkpoint.hosts.torch_dist.copies import full
 
 TOPK = (torch.topk, torch.Tensor.topk)
 GATE = "gate"
-"""The router's name in a block that chooses experts itself."""
+"""Name of the router in a block that chooses experts itself."""
 WATCHED, LAST = "_forkpoint_router", "_forkpoint_last_router"
-"""Attributes of a router: what is done around its forward, and whether a forward of the model ends
-in it."""
+"""Attributes of a router: its `_Watched`, and whether a forward of the model ends in it."""
 
 Choose = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""From a router's scores [T, E] and the values and indices [T, k] of its own choice to the values
-and indices of another choice."""
+"""Takes a router's scores [T, E], and the values and indices [T, k] of its choice. Returns those of
+another choice."""
 
 
 @dataclass(frozen=True)
 class _Watched:
-    """A router whose output is recorded, or whose choice is forced."""
+    """A router whose outputs are recorded or whose choices are forced."""
 
     name: str
     forward: Callable[..., Any]
-    """Its own."""
+    """The router's own forward."""
     dimensions: int = 2
-    """Of its scores."""
+    """Number of dimensions of its scores."""
     note: Callable[[Tensor, Tensor], None] | None = None
-    """Gets its logits and the experts chosen."""
+    """Called with its logits and the chosen experts."""
     choose: Choose | None = None
     chosen: int = -1
-    """The place of the experts chosen in its output."""
+    """Index of the chosen experts in its output."""
 
 
 def record_routers(
     routers: Iterable[FoundRouter], note: RouterNote, changes: Changes, *, chosen: int = -1
 ) -> None:
-    """Give the logits and choices of each router to `note`, until the changes are undone.
+    """Pass the logits and choices of each router to `note`, until the changes are undone.
 
-    chosen: the place of the choices in what a router returns; its first output is the logits.
+    chosen: index of the choices in a router's outputs. The first output is the logits.
     """
     for layer, router in enumerate(routers):
         _watch(router, changes, note=partial(note, layer), chosen=chosen)
 
 
 def force_routers(routers: Iterable[FoundRouter], choose: ChooseExperts, changes: Changes) -> None:
-    """Let routers choose what `choose` gives, until the changes are undone."""
+    """Replace the choices of routers by those of `choose`, until the changes are undone."""
     for layer, router in enumerate(routers):
         _watch(router, changes, choose=partial(choose, layer, router.name))
 
 
 class ModelRouters(RouterSet):
-    """The routers of a model; what is done with them."""
+    """The routers of a model, with methods to record, force and number them."""
 
     defines_loss: bool = False
     """Whether the family's own code has a load-balancing loss."""
     coefficient: float = 0.0
-    """Coefficient of that loss if the configuration adds it to training's, else 0."""
+    """Coefficient of that loss, if the configuration adds it in training; otherwise 0."""
     elsewhere_experts: int = 0
-    """Among how many experts routers of other stages choose."""
+    """Number of experts of routers on other stages."""
     chosen_output: int = -1
-    """The place of the experts chosen in what a router returns."""
+    """Index of the chosen experts in a router's outputs."""
 
     @property
     def chosen(self) -> int | None:
-        """How many experts a token is sent to, if routers say so."""
+        """Number of experts of a token; None if it is not known."""
         return None
 
     @property
@@ -86,33 +85,33 @@ class ModelRouters(RouterSet):
 
     @property
     def biases(self) -> list[Tensor]:
-        """The bias [E] of each found, which is added to scores for the choice alone; empty if the
+        """For each router, the bias [E] that is added to scores only for the choice. Empty if the
         family has no such biases."""
         return []
 
     def enter(
         self, note: RouterNote | None, changes: Changes, choose: ChooseExperts | None = None
     ) -> None:
-        """Give what each router computes to `note`, and let `choose` replace its choices, until
-        the changes are undone."""
+        """Pass outputs of routers to `note`, and let `choose` replace their choices, until the
+        changes are undone."""
         if note is not None:
             record_routers(self.found, note, changes, chosen=self.chosen_output)
         if choose is not None:
             force_routers(self.found, choose, changes)
 
     def place(self, every: Sequence[tuple[int, int]], stage: int) -> None:
-        """Number them among those of all stages.
+        """Set the indices of these routers among those of all stages.
 
-        every: by stage, how many routers it has, and among how many experts these choose.
+        every: by stage, its number of routers, and their number of experts.
         """
         self.first: int = sum(count for count, _ in every[:stage])
         self.layers: int = sum(count for count, _ in every)
         self.elsewhere_experts = max(experts for _, experts in every)
 
     def end_within(self, block: nn.Module, changes: Changes) -> bool:
-        """Let a forward end in the block's router, until the changes are undone.
+        """End forwards in the block's router, until the changes are undone.
 
-        False where the block has none.
+        Returns False if the block has no router.
         """
         inside = set(block.modules())
         router = next((r.module for r in self.found if r.module in inside), None)
@@ -122,12 +121,12 @@ class ModelRouters(RouterSet):
 
 
 def routers_of_copy(routers: Iterable[FoundRouter], copy: nn.Module) -> list[FoundRouter]:
-    """The routers of a copy of the model that these were found in."""
+    """The routers of a copy of the model of these routers."""
     return [replace(router, module=copy.get_submodule(router.name)) for router in routers]
 
 
 def num_experts(router: FoundRouter) -> int:
-    """The number of experts that a router chooses among."""
+    """The number of experts that a router chooses from."""
     given = getattr(router.module, "num_experts", None)
     parts = (getattr(router.module, name, None) for name in ("proj", GATE))  # "proj" of Gemma 4
     projection = next((part for part in parts if part is not None), router.module)
@@ -141,8 +140,8 @@ def num_experts(router: FoundRouter) -> int:
 
 def lacks_logits(name: str) -> str:
     return (
-        f"the router {name} does not return its logits and the experts chosen, as it does in newer "
-        "versions of transformers (5.23 was looked at). Upgrade transformers, or leave router= and "
+        f"the router {name} does not return its logits and the chosen experts, as in newer "
+        "versions of transformers (such as 5.23). Upgrade transformers, or leave router= and "
         "expert_counts= out."
     )
 
@@ -153,7 +152,7 @@ def _watch(router: FoundRouter, changes: Changes, **what: Any) -> None:
         router.name, router.module.forward, router.dimensions
     )
     changes.set(attributes, WATCHED, replace(watched, **what))
-    # A method, for the sake of compiled blocks: see `Changes.replace_forward`.
+    # A method, for compiled blocks: see `Changes.replace_forward`.
     changes.replace_forward(router.module, types.MethodType(_watched_forward, router.module))
 
 
@@ -170,7 +169,7 @@ def _watched_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if forced.times != 1:
             raise UnsupportedError(
                 f"the router {watched.name} called topk over its {experts} experts {forced.times} "
-                "times and not once, so its experts cannot be forced. Upgrade transformers, or "
+                "times instead of once, so its experts cannot be forced. Upgrade transformers, or "
                 "leave routed_experts out of the rollouts and call verify with hold_routes=False."
             )
     if watched.note is not None:
@@ -184,13 +183,13 @@ def _watched_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 class _ForcedChoice(TorchFunctionMode):
-    """Within it, topk over the scores [..., E] of all experts gives another choice.
+    """Context manager in which topk over the scores [..., E] of all experts returns another choice.
 
-    Routers that choose groups of experts first call it over other shapes for these.
+    Routers that first choose groups of experts call topk with other shapes for these.
     """
 
     def __init__(self, experts: int, dimensions: int, choose: Choose) -> None:
-        """`dimensions`: those of the scores."""
+        """`dimensions`: number of dimensions of the scores."""
         super().__init__()
         self._experts, self._dimensions, self._choose = experts, dimensions, choose
         self.times: int = 0
@@ -215,7 +214,7 @@ class _ForcedChoice(TorchFunctionMode):
 
 
 def _held_as(like: Tensor, whole: Tensor) -> Tensor:
-    """A tensor that each rank has whole, split over ranks as another one is."""
+    """Split a tensor that each rank has whole over ranks, as `like` is split."""
     if not isinstance(like, DTensor):
         return whole
     mesh = like.device_mesh

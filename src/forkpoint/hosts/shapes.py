@@ -1,4 +1,4 @@
-"""Sizes of one rank's part of a model whose modules are split over ranks."""
+"""Sizes of one rank's part of a model that is split over ranks."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,7 @@ def divided(
     experts: bool = True,
     vocab: bool = True,
 ) -> ModelShape:
-    """The shape of one rank's part of a model whose heads, MLPs, experts or vocabulary are split.
+    """The shape of one rank's part of a model. The parts that are True are divided by `ranks`.
 
     Raises UnsupportedError, with a remedy, if the heads cannot be divided evenly over the ranks.
     """
@@ -26,8 +26,8 @@ def divided(
         for name, count in (("query", shape.heads), ("key-value", shape.kv_heads)):
             if count % ranks:
                 raise UnsupportedError(
-                    f"the model has {count} {name} heads, which are split over {ranks} ranks: some "
-                    f"would have parts of a head. {remedy}"
+                    f"the model has {count} {name} heads, which {ranks} ranks cannot share evenly. "
+                    f"{remedy}"
                 )
         changes = {"heads": shape.heads // ranks, "kv_heads": shape.kv_heads // ranks}
         if shape.attention_parameters is not None:

@@ -1,7 +1,7 @@
-"""Ranks that hold a model, as the model and its device meshes say.
+"""Reads the ranks that hold a model from the model and its device meshes.
 
-The holders of the model are read once. Mesh dimensions that nothing holds are refused. Without a
-mesh a warning is logged before the first gradients.
+The holders of the model are read once. Mesh dimensions without a holder are refused. If there is no
+mesh and no holder, a warning is logged before the first gradients.
 """
 
 import gc
@@ -28,9 +28,9 @@ from forkpoint.parallel.topology import PaddedPlaces, Relation, Topology, connec
 
 _log = logging.getLogger("forkpoint")
 _warned = False
-"""Whether this process has been warned of a model that nothing holds."""
+"""Whether this process has logged `NOT_HELD`."""
 NOT_HELD = (
-    "rank %d trains a model that nothing holds over the %d ranks of the process group, so its "
+    "rank %d trains a model that is not distributed over the %d ranks of the process group, so its "
     "gradients are not reduced. If the ranks train one model, call forkpoint.wrap with the "
     "DistributedDataParallel itself, or after fully_shard; if each trains another, ignore this."
 )
@@ -39,14 +39,14 @@ NOT_HELD = (
 def held_by_ranks(
     model: nn.Module, mesh: DeviceMesh | None, split_of: Callable[[nn.Module], Holder | None]
 ) -> tuple[Distributed, StageRanks | None]:
-    """Find the holders of a model on several ranks, and the ranks of its stages; none where this
-    rank alone has it.
+    """Find the holders of a model on several ranks, and the ranks of its stages. There are none if
+    only this rank holds the model.
 
     Args:
-        split_of: the holder of modules that the model's library has split over ranks.
+        split_of: returns the holder of modules that the model's library has split over ranks.
 
-    Collective over the default group where something holds it. Raises UnsupportedError for what has
-    not been shown exact.
+    Collective over the default group if there is a holder. Raises UnsupportedError for parallelism
+    that has not been shown exact.
     """
     holders, stages = holders_of(model, split_of), None
     context = context_split(mesh, holders)
@@ -67,7 +67,7 @@ def held_by_ranks(
 
 
 def holders_of(model: nn.Module, split_of: Callable[[nn.Module], Holder | None]) -> list[Holder]:
-    """The wrappers and splits that hold a model, those of the data dimension first."""
+    """The holders of a model: wrappers of the data dimension, then splits of its library."""
     split = split_of(unwrapped(model))
     if split is None:
         found = _data_holder(model)
@@ -82,8 +82,8 @@ def holders_of(model: nn.Module, split_of: Callable[[nn.Module], Holder | None])
 
 
 def read_topology(holders: Sequence[Holder]) -> Topology:
-    """Read the topology of a model's holders, and make the process groups of the ranks that it
-    connects. Collective over the default group."""
+    """Read the topology of a model's holders, and make its process groups. Collective over the
+    default group."""
     rank = dist.get_rank()
     relations: dict[Relation, tuple[int, ...]] = {}
     for holder in holders:
@@ -93,7 +93,7 @@ def read_topology(holders: Sequence[Holder]) -> Topology:
     every = {number: connections for number, (connections, _) in enumerate(found)}
     wanted = {(ranks, "gloo") for ranks in partition(every)}
     wanted |= {(ranks, None) for _, groups in found for ranks in groups}
-    # torch makes a group on all ranks of the default group, in the same order.
+    # torch requires that all ranks of the default group make groups in the same order.
     for ranks, backend in sorted(wanted, key=str):
         process_group(ranks, backend)
     members, batches = connected(every, rank)
@@ -112,18 +112,18 @@ def read_topology(holders: Sequence[Holder]) -> Topology:
 
 REFUSED = {
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": (
-        "it flattens parameters, so that single gradients have no names. Use torch's fully_shard "
-        "(FSDP2), in accelerate fsdp_version: 2"
+        "it flattens parameters, so gradients of single parameters do not exist. Use torch's "
+        "fully_shard (FSDP2), in accelerate fsdp_version: 2"
     ),
     "deepspeed.runtime.engine.DeepSpeedEngine": (
         "its hooks reduce and partition gradients. Use torch's fully_shard (FSDP2)"
     ),
 }
-"""By class, why it is refused and what to use."""
+"""Reason and remedy, by refused class."""
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model within DistributedDataParallel; any other as it is.
+    """The model inside DistributedDataParallel; other models unchanged.
 
     Raises UnsupportedError for wrappers that have not been shown exact.
     """
@@ -136,10 +136,10 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _data_holder(model: nn.Module, experts: Collection[nn.Module] = ()) -> Holder | None:
-    """The wrapper that holds the model over ranks with other rollouts; None where there is none.
+    """The holder for the data-parallel wrapper of a model; None without a wrapper.
 
-    `experts` are modules sharded over a mesh of their own. Raises UnsupportedError for what has not
-    been shown exact.
+    `experts`: modules that are sharded over a separate mesh. Raises UnsupportedError for wrappers
+    that have not been shown exact.
     """
     if type(model) is DistributedDataParallel:
         return Replicated(model)
@@ -148,16 +148,16 @@ def _data_holder(model: nn.Module, experts: Collection[nn.Module] = ()) -> Holde
         return None
     if not isinstance(model, FSDPModule):
         raise UnsupportedError(
-            f"{sharded[0][0]} is sharded by fully_shard and the model around it is not, so that "
-            "gradients of the rest would not be reduced over ranks. Call fully_shard(model) as "
-            "well, after its blocks."
+            f"{sharded[0][0]} is sharded by fully_shard and the model around it is not, so "
+            "gradients of its other parameters would not be reduced over ranks. Call "
+            "fully_shard(model) as well, after its blocks."
         )
     return FullySharded(model, experts)
 
 
 def check_meshes(group: Distributed, mesh: DeviceMesh | None) -> None:
-    """Raise ConfigError or UnsupportedError unless a model is held over every dimension of the
-    caller's mesh and of its own."""
+    """Raise ConfigError or UnsupportedError unless a model has a holder for every dimension of the
+    caller's mesh and of its own meshes."""
     for holder in group.parts:
         for each in holder.meshes:
             _check_root_mesh(each, group.topology)
@@ -166,7 +166,7 @@ def check_meshes(group: Distributed, mesh: DeviceMesh | None) -> None:
 
 
 def _check_mesh(mesh: DeviceMesh, topology: Topology) -> None:
-    """Raise ConfigError unless the model is held over every dimension of the caller's mesh."""
+    """Raise ConfigError unless the model has a holder for every dimension of the caller's mesh."""
     if not isinstance(mesh, DeviceMesh) or mesh.mesh_dim_names is None:
         raise ConfigError(
             f"mesh is a {type(mesh).__name__} without names of its dimensions; it takes the "
@@ -174,7 +174,8 @@ def _check_mesh(mesh: DeviceMesh, topology: Topology) -> None:
         )
     held: dict[str, tuple[int, ...]] = {**topology.relations}
     for name, ranks in _dimensions(mesh):
-        # The names that transformers and torchtitan give; any other is a data dimension's.
+        # Names that transformers and torchtitan use. Any other dimension is taken for data
+        # parallelism.
         kind = {
             "tp": "tensor",
             "ep": "expert",
@@ -192,8 +193,7 @@ def _check_mesh(mesh: DeviceMesh, topology: Topology) -> None:
 
 
 def _check_root_mesh(mesh: DeviceMesh, topology: Topology) -> None:
-    """Raise UnsupportedError where nothing holds the model over a dimension of the mesh that the
-    model's mesh was cut from."""
+    """Raise UnsupportedError if the root of a model's mesh has a dimension without a holder."""
     for name, ranks in _dimensions(mesh._get_root_mesh()):
         if not set(ranks) <= set(topology.members):
             raise UnsupportedError(
@@ -204,7 +204,7 @@ def _check_root_mesh(mesh: DeviceMesh, topology: Topology) -> None:
 
 
 def _dimensions(mesh: DeviceMesh) -> Iterator[tuple[str, list[int]]]:
-    """The dimensions of a mesh that have several ranks, and this rank's neighbours in each."""
+    """The dimensions of a mesh with several ranks, and for each the ranks of this rank's group."""
     place = mesh.get_coordinate()
     assert place is not None, "the rank is in a part of the mesh"
     for dimension, name in enumerate(mesh.mesh_dim_names or map(str, range(mesh.ndim))):
@@ -215,10 +215,10 @@ def _dimensions(mesh: DeviceMesh) -> Iterator[tuple[str, list[int]]]:
 
 
 def check_reduced(model: nn.Module, group: Distributed) -> None:
-    """Warn, once in a process, of ranks over which gradients of the model are not reduced.
+    """Warn once in a process if gradients of the model are not reduced over ranks.
 
-    Independent models on ranks are legitimate, so that this is no error. Raises UnsupportedError
-    where a DistributedDataParallel has the model, and `group` is not made of it.
+    This is no error, because ranks may train independent models. Raises UnsupportedError if a
+    DistributedDataParallel holds the model, and the policy was made from the model inside it.
     """
     global _warned
     if not group.ranks.is_alone or not dist.is_initialized() or dist.get_world_size() == 1:
@@ -228,9 +228,9 @@ def check_reduced(model: nn.Module, group: Distributed) -> None:
             continue
         if found.process_group.size() > 1 and model in set(found.module.modules()):
             raise UnsupportedError(
-                "DistributedDataParallel holds this model, and the policy was made of the model "
-                "within it, so that gradients of a step would not be reduced over ranks. Make the "
-                "policy of the DistributedDataParallel: forkpoint.wrap(ddp_model)."
+                "DistributedDataParallel holds this model, and the policy was made from the model "
+                "inside it, so gradients of a step would not be reduced over ranks. Make the "
+                "policy from the DistributedDataParallel: forkpoint.wrap(ddp_model)."
             )
     if not _warned:
         _warned = True

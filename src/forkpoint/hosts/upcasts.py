@@ -1,4 +1,4 @@
-"""Wider dtypes in the place of those that code of models asks for, for references."""
+"""Replaces dtypes that a model's code names by wider ones, for references in high precision."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -15,11 +15,11 @@ from forkpoint.engine.changes import Changes
 from forkpoint.hosts.modules import plain_class
 
 MODEL_CODE = ("transformers.models.", "torchtitan.models.")
-"""Packages whose files write models."""
+"""Packages of models whose code is changed."""
 
 
 class _WithoutUpcasts(ModuleType):
-    """`torch`, but with float64 in the place of float32."""
+    """The module `torch`, with float64 instead of float32."""
 
     float32 = torch.float64
     float = torch.float64
@@ -29,14 +29,14 @@ class _WithoutUpcasts(ModuleType):
 
     @staticmethod
     def _grouped_mm(x_RC: Tensor, weights_ECF: Tensor, *, offs: Tensor) -> Tensor:
-        """Products [R, F] of the rows before each of the offsets [E] and their weights, which
-        torch does not compute in float64."""
+        """Grouped products [R, F]: rows up to each of the offsets [E] times the weights of their
+        group. torch does not compute these in float64."""
         parts = x_RC.tensor_split(offs[:-1].tolist())
         return torch.cat([x @ w for x, w in zip(parts, weights_ECF, strict=True)])
 
 
 def _as_float64(x: Tensor) -> Tensor:
-    # Not `Tensor.double`: of that compiled code would keep the name it was called by.
+    # Not `Tensor.double`, because compiled code would keep the name by which it was called.
     return x.to(torch.float64)
 
 
@@ -45,24 +45,26 @@ def _as_float32(x: Tensor) -> Tensor:
 
 
 def lift_upcasts(model: nn.Module, changes: Changes) -> None:
-    """Let a float64 model compute in float64 where its code says float32.
+    """Let a float64 model compute in float64 where its code names float32, until the changes are
+    undone.
 
-    Norms there are computed in float32 whatever the model's dtype, which would limit any comparison
-    to about 1e-7. Experts of torchtitan 0.3 are computed in bfloat16.
+    Norms compute in float32 for any dtype of the model, which would limit comparisons to about
+    1e-7. Experts of torchtitan 0.3 compute in bfloat16.
     """
-    # Objects that are no modules compute as well, such as dispatchers of tokens.
+    # Objects that are no modules also compute, such as dispatchers of tokens.
     inside = (o for m in model.modules() for o in (m, *vars(m).values()))
     for name in {plain_class(found).__module__ for found in inside}:
         module = sys.modules.get(name)
         if name.startswith(MODEL_CODE) and getattr(module, "torch", None) is torch:
             changes.set(vars(module), "torch", _WithoutUpcasts("torch"))
-    # Of integers too, such as positions: what they are multiplied with is float64 as well.
+    # Integers too, such as positions, because they are multiplied by float64 tensors.
     _replace_conversion("float", _as_float64, changes)
     _replace_conversion("bfloat16", _as_float64, changes)
 
 
 def lift_bfloat16(changes: Changes) -> None:
-    """Let models compute in float32 where their code says bfloat16."""
+    """Let models compute in float32 where their code names bfloat16, until the changes are
+    undone."""
     _replace_conversion("bfloat16", _as_float32, changes)
 
 
@@ -75,7 +77,7 @@ def _replace_conversion(name: str, convert: Callable[[Tensor], Tensor], changes:
     # While blocks are compiled their tensors are of this class, which has its own.
     changes.later(setattr, FunctionalTensor, name, getattr(FunctionalTensor, name))
     setattr(FunctionalTensor, name, convert)
-    # Compiled code is found again by what a model's code says, not by what that means here.
+    # Compiled code is looked up by the model's code, which does not show these changes.
     cache = "enable_autograd_cache"
     changes.later(setattr, functorch_config, cache, getattr(functorch_config, cache))
     setattr(functorch_config, cache, False)
@@ -88,7 +90,7 @@ def _restore_conversion(name: str) -> None:
 
 @contextmanager
 def lifted_upcasts(model: nn.Module) -> Iterator[None]:
-    """Within it upcasts are lifted: see `lift_upcasts`."""
+    """Context manager in which upcasts are lifted: see `lift_upcasts`."""
     with Changes() as changes:
         lift_upcasts(model, changes)
         yield

@@ -1,9 +1,9 @@
-"""Wrappers that users put around a model's forwards: compiled code, autocast, heads of TRL.
+"""Wrappers that users set around a model's forwards: compiled code, autocast, heads of TRL.
 
-Compiled code and TRL's fused head are taken off while a step runs, and put back: forkpoint compiles
-blocks itself, and its head computes log-probs in place of logits as well. Autocast, and
-accelerate's conversion of outputs to float32, are kept, because they decide what is computed. A
-forward that is set on a module and made of anything else is not known, and refused.
+A step removes compiled code and TRL's fused head, and restores them afterwards. forkpoint compiles
+blocks itself, and its head also computes log-probs instead of logits. Autocast, and accelerate's
+conversion of outputs to float32, are kept, because they change values. Any other forward that is
+set on a module is refused.
 """
 
 import sys
@@ -22,47 +22,49 @@ from forkpoint.hosts.code_provenance import is_code_of
 from forkpoint.hosts.modules import HOOKS, every_module, forget_lists
 
 FUSED_HEAD = ("trl.trainer.utils", "add_fused_lm_head.<locals>._fused_forward")
-"""Where TRL defines the forward that it sets on a model: it computes log-probs where it is asked
-to, and is otherwise the one that was there."""
+"""Definition of the forward that TRL sets on a model. It computes log-probs on request, and
+otherwise calls the earlier forward."""
 FLOAT32_HEAD = (
     "trl.trainer.grpo_trainer",
     "GRPOTrainer.__init__.<locals>._cast_lm_head_to_fp32.<locals>.cast_forward_to_fp32",
 )
-"""Where TRL defines the forward of a head whose product is in float32, outside of autocast."""
+"""Definition of the forward that TRL sets on a head to compute its product in float32, without
+autocast."""
 DYNAMO = "torch._dynamo.eval_frame"
 
 
 @dataclass(frozen=True)
 class SetForward:
-    """A forward that is set on a module, as what lies around the forward of its class."""
+    """A forward that is set on a module: the wrappers around the forward of its class."""
 
     own: Callable[..., Any]
     """The forward of the module's class, bound to the module."""
     kept: tuple[Any, ...]
-    """Outermost first: torch.autocast objects, and accelerate's converters to float32."""
+    """Wrappers that stay, outermost first: torch.autocast objects and accelerate's converters to
+    float32."""
     removable: bool
-    """Whether there is compiled code or TRL's fused head around it."""
+    """Whether compiled code or TRL's fused head is among the wrappers."""
     in_float32: bool = False
-    """Whether it is a head's, and computes its product in float32."""
+    """Whether this is the forward of a head that computes its product in float32."""
 
     @property
     def autocasts(self) -> tuple[torch.autocast, ...]:
         return tuple(layer for layer in self.kept if isinstance(layer, torch.autocast))
 
     def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Another forward with what is kept around it."""
+        """Put the kept wrappers around another forward."""
         for layer in reversed(self.kept):
             if isinstance(layer, torch.autocast):
                 forward = _same_autocast(layer)(forward)
             else:
-                # As a function: what accelerate wraps is known by its function.
+                # As a function, because accelerate recognises its wrapper by its function.
                 made = sys.modules[type(layer).__module__].convert_outputs_to_fp32
                 forward = made(forward)
         return forward
 
 
 def set_forward(module: nn.Module) -> SetForward | None:
-    """The forward that is set on a module; None where there is none or it is not known."""
+    """The forward that is set on a module; None if there is none or it is not known."""
     forward = vars(module).get("forward")
     kept: list[Any] = []
     removable = False
@@ -104,7 +106,7 @@ def set_forward(module: nn.Module) -> SetForward | None:
 
 
 def in_float32(head: nn.Module) -> bool:
-    """Whether TRL has set a forward on a head that computes its product in float32."""
+    """Whether TRL has set a forward on the head that computes its product in float32."""
     known = set_forward(head)
     return known is not None and known.in_float32
 
@@ -117,7 +119,7 @@ def autocasts_of(model: nn.Module) -> tuple[torch.autocast, ...]:
 
 @contextmanager
 def entered(autocasts: tuple[torch.autocast, ...]) -> Iterator[None]:
-    """Within it these autocasts are in force, the first one outermost."""
+    """Context manager that enters these autocasts, the first one outermost."""
     with ExitStack() as stack:
         for autocast in autocasts:
             stack.enter_context(_same_autocast(autocast))
@@ -125,15 +127,15 @@ def entered(autocasts: tuple[torch.autocast, ...]) -> Iterator[None]:
 
 
 class ForwardWrappers:
-    """Takes off what users have put around the forwards of one model."""
+    """Removes wrappers around the forwards of one model."""
 
     def __init__(self) -> None:
         self._forwards: dict[nn.Module, tuple[Any, Callable[..., Any]]] = {}
-        """By module: a forward that was set on it, and the same with what is kept alone. These
-        stay the same objects, so that the model does not look changed at every step."""
+        """By module: the forward that was set on it, and the same with only the kept wrappers.
+        These objects are reused, so that the fingerprint does not change at every step."""
 
     def take_off(self, model: nn.Module, changes: Changes) -> None:
-        """Take off compiled code and TRL's head until the changes are undone."""
+        """Remove compiled code and TRL's head until the changes are undone."""
         found, compiled = False, _compiled_class()
         for where, module in every_module(model):
             attributes = vars(module)
@@ -165,14 +167,14 @@ class ForwardWrappers:
 
 def _compiled_class() -> type | None:
     """The class of the modules that torch.compile returns; None where nothing is compiled."""
-    # To load it takes a second.
+    # Importing it takes a second.
     return getattr(sys.modules.get(DYNAMO), "OptimizedModule", None)
 
 
 def uncompiled(model: Any, name: str = "the model") -> Any:
-    """The model that torch.compile was called with, where this is what it returned.
+    """The original of a module that torch.compile returned; other modules unchanged.
 
-    Raises UnsupportedError where something was put on the compiled module itself, such as a hook.
+    Raises UnsupportedError if something was set on the compiled module, such as a hook.
     """
     while type(model) is _compiled_class():
         attributes = vars(model)
@@ -189,9 +191,9 @@ def uncompiled(model: Any, name: str = "the model") -> Any:
 
 
 def _is_of_class(function: Any, kind: type[nn.Module]) -> bool:
-    """Whether a function is the forward of a class, or one that this forward's decorators wrap.
+    """Whether a function is the forward of a class, or a function inside that forward's decorators.
 
-    accelerate's unwrap_model leaves such a one.
+    accelerate's unwrap_model sets such a function.
     """
     own: Any = kind.forward
     while own is not None:
@@ -202,7 +204,7 @@ def _is_of_class(function: Any, kind: type[nn.Module]) -> bool:
 
 
 def _is(function: Any, module: str, qualname: str) -> bool:
-    """Whether a function was defined in a module by this name."""
+    """Whether a function was defined in this module with this qualified name."""
     return isinstance(function, types.FunctionType) and is_code_of(
         function.__code__, (module, qualname)
     )
@@ -226,7 +228,7 @@ def closed_over(function: types.FunctionType) -> dict[str, Any]:
 
 
 def _same_autocast(autocast: torch.autocast) -> torch.autocast:
-    """Another autocast of the same options: one that is in force already keeps its state in it."""
+    """A new autocast with the same options, because an entered one stores its state in itself."""
     return torch.autocast(
         autocast.device,
         dtype=autocast.fast_dtype,

@@ -139,9 +139,9 @@ MODELS: tuple[Kind, ...] = (
         call=in_process_group(one_sharded_weight),
     ),
     Kind(
-        message="model.layers.0 is sharded by fully_shard and the model around it is not, so that "
-        "gradients of the rest would not be reduced over ranks. Call fully_shard(model) as well, "
-        "after its blocks.",
+        message="model.layers.0 is sharded by fully_shard and the model around it is not, so "
+        "gradients of its other parameters would not be reduced over ranks. Call "
+        "fully_shard(model) as well, after its blocks.",
         call=in_process_group(first_block_sharded),
     ),
     Kind(
