@@ -8,6 +8,10 @@ from numpy.typing import NDArray
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.tree.forest import Forest, IntArray
 
+FEW_LABELS = 128
+"""Labels up to which those of all rollouts are read at once, which takes 8 bytes for each of them.
+More are read rollout by rollout."""
+
 
 @dataclass(frozen=True, eq=False)
 class Entries:
@@ -72,9 +76,38 @@ def entries_of(
 def segment_entries(
     forest: Forest, batch: RolloutBatch, *, uses_temperature: bool = True
 ) -> IntArray:
-    """int64 [S]: entries that the head computes for each segment's edges."""
-    edges = forest.token_edges(batch.offsets)
-    found = entries_of(forest.edges, edges, batch, uses_temperature=uses_temperature)
-    before = np.concatenate([[0], np.cumsum(found.count, dtype=np.int64)])
-    begin = forest.edge_offsets
-    return before[begin[1:]] - before[begin[:-1]]
+    """int64 [S]: entries that the head computes for each segment's edges.
+
+    As many as `entries_of` has. Plans of several forests need only the counts, which are taken from
+    the masks here: arrays of all tokens and edges would take most of the time of a large plan.
+    """
+    mask, order = batch.loss_mask, forest.order
+    of_rollout = np.unique(batch.temperatures, return_inverse=True)[1]
+    several = uses_temperature and bool(of_rollout.any())
+    firsts, ends = batch.offsets[:-1][order], batch.offsets[1:].tolist()
+    columns = (forest.start, forest.length, forest.owner_begin, forest.owner_end)
+    found: list[int] = []
+    for start, length, first, last in zip(*(x.tolist() for x in columns), strict=True):
+        # The first label. The edge of a last token has none.
+        label = int(firsts[first]) + 1 + start
+        length = min(length, ends[order[first]] - label)
+        if last - first == 1:
+            found.append(np.count_nonzero(mask[label : label + length]))
+            continue
+        begins = firsts[first:last] + (1 + start)
+        temperatures = of_rollout[order[first:last]]
+        groups = [begins]
+        if several:
+            groups = [begins[temperatures == each] for each in np.unique(temperatures)]
+        found.append(sum(_count_trained(mask, each, length) for each in groups))
+    return np.asarray(found, np.int64)
+
+
+def _count_trained(mask_T: NDArray[np.bool_], begins: IntArray, length: int) -> int:
+    """How many of `length` labels some of the rollouts train on, whose labels begin at `begins`."""
+    if length <= FEW_LABELS:
+        return np.count_nonzero(mask_T[begins[:, None] + np.arange(length)].any(0))
+    any_trained = np.zeros(length, bool)
+    for begin in begins.tolist():
+        any_trained |= mask_T[begin : begin + length]
+    return np.count_nonzero(any_trained)

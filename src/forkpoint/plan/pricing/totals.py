@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from forkpoint.plan.entries import entries_of
+from forkpoint.plan.entries import segment_entries
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.pricing.cost import ModelShape, Work, bound_of, dense_work, forest_work
 from forkpoint.plan.runs import LeftOut, labels_run, run_lengths, sort_running
@@ -27,8 +27,8 @@ def work_by_sharing(
     running = sort_running(batch, runs)
     for mode, order in (("group", running.grouped(batch.group_index)), ("tree", running)):
         forest = build_forest(order, len(batch))
-        entries = entries_of(forest.edges, forest.token_edges(batch.offsets), batch)
-        found[mode] = forest_work(forest, int(entries.count.sum()), windows)
+        entries_S = segment_entries(forest, batch)
+        found[mode] = forest_work(forest, int(entries_S.sum()), windows)
     return found
 
 
