@@ -1,6 +1,7 @@
 """Packing of segments into microbatches."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -64,16 +65,18 @@ def microbatches_of_whole_paths(
     sizes = np.bincount(piece, weights=cut.new_edges).astype(np.int64).tolist()
     first_entry = np.searchsorted(piece, np.arange(len(sizes) + 1))
     bins = first_fit_decreasing(sizes, max_microbatch_tokens)
-    entries = [
-        np.concatenate([np.arange(first_entry[i], first_entry[i + 1]) for i in sorted(pieces)])
-        for pieces in bins
-    ]
-    ends = np.cumsum([len(each) for each in entries], dtype=np.int64)
-    joined = order.take(np.concatenate([*entries, np.zeros(0, np.int64)]))
+    inside = [piece for pieces in bins for piece in sorted(pieces)]
+    counts = np.diff(first_entry)[inside]
+    before = np.cumsum(counts) - counts
+    entries = np.arange(len(order.edges)) + np.repeat(first_entry[inside] - before, counts)
+    ends = np.cumsum(counts)[np.cumsum([len(pieces) for pieces in bins], dtype=np.int64) - 1]
+    joined = order.take(entries)
     joined = joined.cut(np.isin(np.arange(len(joined.edges)), ends))
     forest = build_forest(joined, rollouts)
+    # Segments are in the order of the rollouts, so those of a microbatch are neighbours.
     microbatch_of = np.searchsorted(ends, forest.owner_begin, side="right")
-    drafts = [_Draft(-1, np.flatnonzero(microbatch_of == n).tolist()) for n in range(len(bins))]
+    begins = np.searchsorted(microbatch_of, np.arange(len(bins) + 1)).tolist()
+    drafts = [_Draft(-1, list(range(begin, end))) for begin, end in pairwise(begins)]
     return forest, _finish(forest, drafts)
 
 
