@@ -92,7 +92,7 @@ def segment_entries(
         label = int(firsts[first]) + 1 + start
         length = min(length, ends[order[first]] - label)
         if last - first == 1:
-            found.append(np.count_nonzero(mask[label : label + length]))
+            found.append(int(np.count_nonzero(mask[label : label + length])))
             continue
         begins = firsts[first:last] + (1 + start)
         temperatures = of_rollout[order[first:last]]
@@ -106,8 +106,8 @@ def segment_entries(
 def _count_trained(mask_T: NDArray[np.bool_], begins: IntArray, length: int) -> int:
     """How many of `length` labels some of the rollouts train on, whose labels begin at `begins`."""
     if length <= FEW_LABELS:
-        return np.count_nonzero(mask_T[begins[:, None] + np.arange(length)].any(0))
+        return int(np.count_nonzero(mask_T[begins[:, None] + np.arange(length)].any(0)))
     any_trained = np.zeros(length, bool)
     for begin in begins.tolist():
         any_trained |= mask_T[begin : begin + length]
-    return np.count_nonzero(any_trained)
+    return int(np.count_nonzero(any_trained))
