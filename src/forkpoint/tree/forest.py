@@ -290,18 +290,6 @@ class Forest:
         )
 
 
-class _Node:
-    """A segment while the forest is built: its children may still move to a lower part."""
-
-    __slots__ = ("begin", "children", "end", "ends", "owner_begin", "owner_end")
-
-    def __init__(self, begin: int, end: int, owner_begin: int) -> None:
-        self.begin, self.end, self.owner_begin = begin, end, owner_begin
-        self.owner_end = owner_begin + 1
-        self.children: list[_Node] = []
-        self.ends: list[int] = []
-
-
 def build_forest(order: SortedRollouts, rollouts: int) -> Forest:
     """Build the forest of rollouts sorted by their tokens.
 
@@ -309,55 +297,50 @@ def build_forest(order: SortedRollouts, rollouts: int) -> Forest:
         order: the sorted rollouts, cut wherever neighbours may not share.
         rollouts: N, how many rollouts the batch has, those of one token included.
     """
-    roots: list[_Node] = []
-    stack: list[_Node] = []
+    # By segment, in the order in which they are found.
+    begins: list[int] = []
+    ends: list[int] = []
+    parents: list[int] = []
+    first_owners: list[int] = []
+    last_owners: list[int] = []
+    leaves: list[int] = []  # by rollout
+    path: list[int] = []  # of the rollout before
+    count = len(order.rollouts)
+
+    def add(begin: int, end: int, owner: int) -> int:
+        begins.append(begin)
+        ends.append(end)
+        parents.append(path[-1] if path else -1)
+        first_owners.append(owner)
+        last_owners.append(count)
+        return len(begins) - 1
+
     for entry, (edges, shared) in enumerate(
         zip(order.edges.tolist(), order.shared_edges.tolist(), strict=True)
     ):
-        while stack and stack[-1].begin >= shared:
-            stack.pop().owner_end = entry
-        if stack and stack[-1].end > shared:
-            upper = stack[-1]
-            lower = _Node(shared, upper.end, upper.owner_begin)
-            lower.owner_end = entry
-            lower.children, lower.ends = upper.children, upper.ends
-            upper.end, upper.children, upper.ends = shared, [lower], []
+        while path and begins[path[-1]] >= shared:
+            last_owners[path.pop()] = entry
+        if path and ends[path[-1]] > shared:
+            # Its upper part is a new segment, so that what lies below keeps its parent.
+            lower = path.pop()
+            path.append(add(begins[lower], shared, first_owners[lower]))
+            begins[lower], parents[lower], last_owners[lower] = shared, path[-1], entry
         if edges > shared:
-            node = _Node(shared, edges, entry)
-            (stack[-1].children if stack else roots).append(node)
-            stack.append(node)
-        stack[-1].ends.append(int(order.rollouts[entry]))
-    for node in stack:
-        node.owner_end = len(order.rollouts)
+            path.append(add(shared, edges, entry))
+        leaves.append(path[-1])
 
-    parents: list[int] = []
-    nodes: list[_Node] = []
+    found = np.array([begins, ends, parents, first_owners, last_owners], np.int64)
+    begin, end, parent, owner_begin, owner_end = found
+    depth_first = np.lexsort((begin, owner_begin))
+    number = np.append(np.argsort(depth_first), -1)
     leaf = np.full(rollouts, -1, np.int64)
-    for segment, (node, parent) in enumerate(_depth_first(roots)):
-        nodes.append(node)
-        parents.append(parent)
-        leaf[node.ends] = segment
-
-    def column(name: str) -> IntArray:
-        return np.fromiter((getattr(node, name) for node in nodes), np.int64, len(nodes))
-
-    begin = column("begin")
+    leaf[order.rollouts] = number[leaves]
     return Forest(
         order=order.rollouts,
-        parent=np.asarray(parents, np.int64),
-        start=begin,
-        length=column("end") - begin,
-        owner_begin=column("owner_begin"),
-        owner_end=column("owner_end"),
+        parent=number[parent[depth_first]],
+        start=begin[depth_first],
+        length=(end - begin)[depth_first],
+        owner_begin=owner_begin[depth_first],
+        owner_end=owner_end[depth_first],
         leaf=leaf,
     )
-
-
-def _depth_first(roots: list[_Node]) -> Iterator[tuple[_Node, int]]:
-    todo = [(node, -1) for node in reversed(roots)]
-    segment = 0
-    while todo:
-        node, parent = todo.pop()
-        yield node, parent
-        todo.extend((child, segment) for child in reversed(node.children))
-        segment += 1
