@@ -38,14 +38,18 @@ def allocate_cache(
         needs for tokens and for states.
     """
     read, forks = captured_segments(forest, microbatches)
+    readable = [microbatch for microbatch in microbatches if microbatch.children]
     tokens = {
-        m.index: sum(int(forest.length[s]) for s in m.segments if s in read) for m in microbatches
+        m.index: sum(int(forest.length[s]) for s in m.segments if s in read) for m in readable
     }
-    states = {m.index: sum(s in forks for s in m.segments) for m in microbatches}
+    states = {m.index: sum(s in forks for s in m.segments) for m in readable}
     begin_of, cache_tokens = _first_fit(tokens, program, microbatches)
     state_of, cache_states = _first_fit(states, program, microbatches)
     placed: list[Microbatch] = []
     for microbatch in microbatches:
+        if not microbatch.children:  # none reads it
+            placed.append(microbatch)
+            continue
         at, state = begin_of.get(microbatch.index, 0), state_of.get(microbatch.index, 0)
         begins, indices = [], []
         for segment in microbatch.segments:
