@@ -92,9 +92,12 @@ def labels_run(offsets: IntArray, runs: IntArray) -> NDArray[np.bool_]:
         offsets: [N + 1] where each rollout starts; the last entry is T.
         runs: [N] how many edges of each run.
     """
-    lengths = np.diff(offsets)
-    position = np.arange(int(offsets[-1])) - np.repeat(offsets[:-1], lengths)
-    return (position > 0) & (position <= np.repeat(runs, lengths))
+    # Numbers of one byte: batches have many more tokens than rollouts.
+    change = np.zeros(int(offsets[-1]) + 1, np.int8)
+    first = offsets[:-1] + 1
+    change[first] += 1
+    change[first + np.minimum(runs, np.diff(offsets) - 1)] -= 1
+    return np.cumsum(change[:-1], dtype=np.int8).astype(bool)
 
 
 def sort_running(

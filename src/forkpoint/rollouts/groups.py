@@ -41,9 +41,10 @@ def prompt_lengths(loss_mask: NDArray[np.bool_], offsets: NDArray[np.int64]) -> 
 
     It is the length of a rollout without trained tokens.
     """
-    trained = np.append(np.flatnonzero(loss_mask), len(loss_mask))
-    first = trained[np.searchsorted(trained, offsets[:-1])]
-    return np.minimum(first, offsets[1:]) - offsets[:-1]
+    begins, ends = offsets[:-1], offsets[1:]
+    bounds = zip(begins.tolist(), ends.tolist(), strict=True)
+    first = np.array([loss_mask[begin:end].argmax() for begin, end in bounds], np.int64)
+    return np.where(loss_mask[begins + first], first, ends - begins)
 
 
 def group_index(
