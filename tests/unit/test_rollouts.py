@@ -357,3 +357,10 @@ def test_check_vocabulary() -> None:
 def test_batch_refuses(rollouts: Any, said: str) -> None:
     with pytest.raises(RolloutError, match=re.escape(said)):
         RolloutBatch(rollouts)
+
+
+def test_a_batch_shares_the_arrays_of_rollouts_without_ids() -> None:
+    given = bare(rollout_id=None)
+    (kept,) = RolloutBatch([given]).rollouts
+    assert (given.rollout_id, kept.rollout_id) == (None, "0")
+    assert kept.token_ids is given.token_ids

@@ -20,7 +20,7 @@ from forkpoint.rollouts.groups import group_of as group_of
 from forkpoint.rollouts.layout import PaddedLayout as PaddedLayout
 from forkpoint.rollouts.media import Media, ShownMedia, media_columns, share_index
 from forkpoint.rollouts.rollout import Rollout as Rollout
-from forkpoint.rollouts.rollout import store
+from forkpoint.rollouts.rollout import store, with_id
 
 _OPTIONAL = ("old_logprobs", "reference_logprobs", "weights", "returns", "old_values")
 """Fields of floats that all rollouts of a batch have, or none."""
@@ -106,7 +106,7 @@ class RolloutBatch:
         given = check_rollouts(rollouts, "a batch", least=0)
         rollout_ids = fill_ids([rollout.rollout_id for rollout in given])
         rollouts = tuple(
-            rollout if rollout.rollout_id is not None else replace(rollout, rollout_id=name)
+            rollout if rollout.rollout_id is not None else with_id(rollout, name)
             for rollout, name in zip(given, rollout_ids, strict=True)
         )
         token_ids = np.concatenate([np.zeros(0, np.int64), *(r.token_ids for r in rollouts)])

@@ -5,6 +5,7 @@ stored as read-only copies.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -184,6 +185,14 @@ def store(target: object, **attributes: Any) -> None:
         if isinstance(value, np.ndarray):
             value.flags.writeable = False
         object.__setattr__(target, name, value)
+
+
+def with_id(rollout: Rollout, rollout_id: str) -> Rollout:
+    """The same rollout with an id. Its arrays, which are read-only, are shared and not checked
+    again."""
+    found = copy(rollout)
+    store(found, rollout_id=rollout_id)
+    return found
 
 
 class _Reader:
