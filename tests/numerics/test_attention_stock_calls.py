@@ -17,6 +17,7 @@ from torch import Tensor
 from forkpoint.ops.attention import AttentionTable, Launch, cudnn, fa2, fa4, padded
 from forkpoint.ops.attention import table as tables
 from forkpoint.ops.attention.kernel import Asked, Options
+from forkpoint.tree import launches
 
 RAGGED = [(5, 9), (1, 4), (7, 7)]
 EQUAL = [(5, 5), (5, 5)]
@@ -236,7 +237,7 @@ def test_long_sequences_are_padded(
 ) -> None:
     for module in (tables, padded):
         monkeypatch.setattr(module, "LONG_TOKENS", 5)
-    monkeypatch.setattr(padded, "STEP_TOKENS", 4)
+    monkeypatch.setattr(launches, "PADDED_STEP_TOKENS", 4)
     ran: list[int] = []
     for way in ("forward", "backward"):
         run = getattr(cudnn, way)
@@ -264,7 +265,7 @@ def test_long_sequences_are_padded(
 
 def test_launches_without_a_long_causal_sequence_are_not_padded() -> None:
     kernel = RECORDS["padded"]
-    total = tables.LONG_TOKENS
+    total = launches.LONG_TOKENS
     for last, causal, source, long in (
         (total, 1, 0, True), (total - 1, 1, 0, False), (total, 0, 1, False), (total, 1, 1, False),
     ):  # fmt: skip
@@ -291,7 +292,7 @@ def test_elements_of_padded_sequences_are_those_that_cudnn_is_given() -> None:
 
 
 def test_padded_lengths_are_few() -> None:
-    lengths = [padded.padded_length(n) for n in range(2048, 65_537)]
+    lengths = [launches.padded_length(n) for n in range(2048, 65_537)]
     assert len(set(lengths)) == 4 + 8 + 16 + 16 + 16 + 1
     for tokens, length in zip(range(2048, 65_537), lengths, strict=True):
         assert tokens <= length < tokens + max(512, tokens / 16)

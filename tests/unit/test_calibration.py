@@ -141,9 +141,6 @@ def test_few_queries_or_keys_take_as_long_as_the_others_are_many() -> None:
 
 
 def test_the_host_issues_long_sequences_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    from forkpoint.ops.attention import table
-
-    assert meters.LONG_TOKENS == table.LONG_TOKENS
     monkeypatch.setattr(meters, "LONG_TOKENS", 50)
     measured = made_up(host_long_ms=(2.0, 3.0))
     plan = make_plan(group(51, 50, 3), SHAPE, Config(sharing="none"), calibration=measured)
@@ -152,6 +149,19 @@ def test_the_host_issues_long_sequences_apart(monkeypatch: pytest.MonkeyPatch) -
     assert [meter.host(row, backward=way) for way in (False, True)] == [4 * 3 * 2, 4 * 3 * 3]
     monkeypatch.setattr(meters, "LONG_TOKENS", 101)
     assert meter_of(plan, measured).host(row, backward=True) == 0
+
+
+def test_long_sequences_are_priced_as_padded() -> None:
+    """To a multiple of 512 tokens, where each has a call of its own."""
+    plan = make_plan(group(2, 2299, 1), SHAPE, Config(sharing="none"))
+    (row,) = plan.microbatches
+    assert row.tokens == 2300
+    for host_long_ms, tokens in (((0.0, 0.0), 2300), ((0.0, 0.5), 2560)):
+        measured = made_up(causal=flat(1e4), host_long_ms=host_long_ms)
+        meter = meter_of(plan, measured)
+        assert isinstance(meter, MeasuredMeter)
+        expected = 2300 * 2301 / 2 / 1e4 * (tokens / 2300) ** 2
+        assert meter._layer_ms(row, 0, False) == pytest.approx(expected)
 
 
 def test_a_row_without_labels_ends_in_its_last_layer() -> None:

@@ -6,9 +6,9 @@ from dataclasses import replace
 import torch
 
 from forkpoint.ops.attention import fa4
-from forkpoint.ops.attention.table import LONG_TOKENS
 from forkpoint.plan import Plan
 from forkpoint.plan.pricing.meters import full_launches
+from forkpoint.tree import LONG_TOKENS
 
 _log = logging.getLogger("forkpoint")
 _is_settled = False

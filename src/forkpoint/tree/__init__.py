@@ -4,9 +4,11 @@ from forkpoint.tree.launches import FROM_CACHE as FROM_CACHE
 from forkpoint.tree.launches import FROM_GATHER as FROM_GATHER
 from forkpoint.tree.launches import FROM_OWN as FROM_OWN
 from forkpoint.tree.launches import LAUNCH_COLUMNS as LAUNCH_COLUMNS
+from forkpoint.tree.launches import LONG_TOKENS as LONG_TOKENS
 from forkpoint.tree.launches import Table as Table
 from forkpoint.tree.launches import VisibleKeys as VisibleKeys
 from forkpoint.tree.launches import full_table as full_table
+from forkpoint.tree.launches import padded_length as padded_length
 from forkpoint.tree.launches import windowed_table as windowed_table
 from forkpoint.tree.microbatch import Microbatch as Microbatch
 from forkpoint.tree.microbatch import token_steps as token_steps

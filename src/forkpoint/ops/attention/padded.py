@@ -16,17 +16,8 @@ from torch import Tensor
 
 from forkpoint.ops.attention import cudnn, fa2
 from forkpoint.ops.attention.kernel import Asked, Kernel, Options, refuses_elements
-from forkpoint.ops.attention.table import LONG_TOKENS, Launch
-
-STEP_TOKENS = 512
-"""Least difference of two padded lengths. Above 8,192 tokens it is a sixteenth of the power of two
-below, which pads by 6% at most."""
-
-
-def padded_length(tokens: int) -> int:
-    """The length that a sequence of so many tokens is padded to."""
-    step = max(STEP_TOKENS, (1 << (tokens.bit_length() - 1)) // 16)
-    return -(-tokens // step) * step
+from forkpoint.ops.attention.table import Launch
+from forkpoint.tree import LONG_TOKENS, padded_length
 
 
 def forward(

@@ -13,12 +13,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.device import to_device
-from forkpoint.tree import FROM_OWN, LAUNCH_COLUMNS
-
-LONG_TOKENS = 2048
-"""Least length of a causal sequence that is a part of its launch: see `Launch.parts`. On an H100 a
-sequence of 2,100 tokens took 0.39 ms padded on cuDNN and 0.52 on FlashAttention-2 (forward and
-backward, heads 16:8 of 128), one of 8,506 tokens 2.24 and 3.98."""
+from forkpoint.tree import FROM_OWN, LAUNCH_COLUMNS, LONG_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,9 +131,6 @@ WIDE_PAIRS = 1 << 26
 """Pairs (query, key) of a launch without a mask from which other kernels may serve it: torch's
 cuDNN where FlashAttention-4 is missing."""
 
-LONG_TOKENS = 2048
-"""Least length of a causal sequence that may have a call of its own (ops/attention/padded.py)."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
@@ -185,7 +182,7 @@ class Calibration:
     time of its further launch."""
     host_long_ms: tuple[float, float] = (0.0, 0.0)
     """Additional time of the host in each block for each causal sequence of at least
-    LONG_TOKENS."""
+    `tree.LONG_TOKENS`; zeros where these run with the others."""
     host_step_ms: tuple[float, float] = (0.0, 0.0)
     """Time of the host to check the model, to prepare a step and to end it, while the device is
     idle: for a step, and for each layer."""

@@ -9,14 +9,21 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from forkpoint.plan.plan import Plan
-from forkpoint.plan.pricing.calibration import LONG_TOKENS, WIDE_PAIRS, Calibration
+from forkpoint.plan.pricing.calibration import WIDE_PAIRS, Calibration
 from forkpoint.plan.pricing.cost import (
     ATTENTION_BACKWARD,
     LINEAR_BACKWARD,
     ModelShape,
     visible_pairs,
 )
-from forkpoint.tree import LAUNCH_COLUMNS, Microbatch, full_table, windowed_table
+from forkpoint.tree import (
+    LAUNCH_COLUMNS,
+    LONG_TOKENS,
+    Microbatch,
+    full_table,
+    padded_length,
+    windowed_table,
+)
 
 # Below this many tokens a matrix product is bound by reading its weights, so that fewer tokens take
 # no less time: about the FLOPs per byte at which current GPUs turn from memory- to compute-bound.
@@ -407,10 +414,14 @@ class MeasuredMeter(Meter):
     def _layer_ms(self, microbatch: Microbatch, window: int, backward: bool) -> float:
         found, way = self.calibration, int(backward)
         ranks = self.shape.context  # each has its part of the heads
+        pads = not window and any(found.host_long_ms)
         time = 0.0
         for launch in self._launches_of(microbatch, window):
             work = 0.0
-            for (kind, length), pairs in launch.pairs.items():
+            for (kind, length), visible in launch.pairs.items():
+                pairs = float(visible)
+                if pads and kind == "causal" and length >= LONG_TOKENS:
+                    pairs *= (padded_length(int(length)) / length) ** 2
                 curve = found.causal if kind == "causal" else found.rectangle
                 rate = found.wide[way] if kind == "wide" else 0.0
                 work += pairs / ranks / (rate or curve.rate(length, backward=backward))

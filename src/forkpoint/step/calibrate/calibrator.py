@@ -19,10 +19,11 @@ from forkpoint.errors import UnsupportedError
 from forkpoint.hosts.host import ModelHost
 from forkpoint.hosts.libraries import host_of
 from forkpoint.plan import ModelShape
-from forkpoint.plan.pricing.calibration import LONG_TOKENS, Calibration, Curve
+from forkpoint.plan.pricing.calibration import Calibration, Curve
 from forkpoint.step.calibrate.clock import Clock, Times
 from forkpoint.step.calibrate.microbatches import Rows, StepTimes
 from forkpoint.step.calibrate.parts import Parts, curve
+from forkpoint.tree import LONG_TOKENS
 
 LAYERS = FEW, MORE = (1, 3)
 

@@ -12,8 +12,9 @@ from forkpoint.engine.staging import staging_for
 from forkpoint.ops.attention import AttentionTable, CacheSlice, shared_attention
 from forkpoint.ops.head import token_outputs
 from forkpoint.plan import ModelShape
-from forkpoint.plan.pricing.calibration import LONG_TOKENS, WIDE_PAIRS, Curve
+from forkpoint.plan.pricing.calibration import WIDE_PAIRS, Curve
 from forkpoint.step.calibrate.clock import Clock, Times
+from forkpoint.tree import LONG_TOKENS
 
 TINY_KEYS = 16
 FILLED_TOKENS = 8192
