@@ -128,7 +128,7 @@ MODELS: tuple[Kind, ...] = (
     ),
     model_kind(
         lambda _: tiny_model("gemma3_text", use_bidirectional_attention=True),
-        message="the configuration has use_bidirectional_attention=True: tokens see those that",
+        message="the configuration has use_bidirectional_attention=True: tokens attend to",
     ),
     model_kind(
         lambda _: nn.Linear(2, 2),

@@ -123,7 +123,7 @@ STATES: tuple[Kind, ...] = (
     ),
     StateKind(
         change=argument_of_attention("attn_bias", torch.zeros(1)),
-        message="LlamaAttention passes attn_bias to its attention function, and what that changes",
+        message="LlamaAttention passes attn_bias to its attention function, whose effect",
     ),
     Kind(
         call=inference_mode,

@@ -49,7 +49,7 @@ class TitanEntry(Entry):
     known_hooks: tuple[Definition, ...] = (*SPLIT_HOOKS, *CONTEXT_HOOKS)
 
     def __init__(self, model: nn.Module, splits: Sequence[Any] = ()) -> None:
-        """`splits`: modules that are split over ranks."""
+        """`splits`: the modules that are split over ranks."""
         self.core: Any = model
         self.splits = splits
         self.family: Family = family_of(model)
@@ -112,7 +112,8 @@ class TitanEntry(Entry):
     def attach(self, changes: Changes) -> None:
         self.stock.allow(self.code_dtype, changes)
         self.family.version.set_attention(self.blocks, changes)
-        # Its hooks give logits; here it gets whole hidden states, and gives log-probs.
+        # The head's hooks convert hidden states to and from DTensors. Here it gets whole hidden
+        # states and returns log-probs.
         without_hooks(self._stage.head(), SPLIT_HOOKS, changes)
 
     def run(self, ids_1T: Tensor | None, positions_1T: Tensor | None, context: Any) -> Any:
@@ -122,9 +123,9 @@ class TitanEntry(Entry):
     def decode(self, ids_1T: Tensor, *, attention_masks: CallContext, positions: Tensor) -> Tensor:
         """Run all of the model below its head, as its own forward does.
 
-        Without the head the norm does not run either (so that there are no `final_norms`):
-        torchtitan gives fully_shard the two as one group, which is gathered at the norm and freed
-        after the head.
+        Without the head, the norm does not run either, so there are no `final_norms`: torchtitan
+        makes the two one group of fully_shard, which is gathered at the norm and freed after the
+        head.
         """
         hidden = self._stage.hidden
         if hidden is None:
@@ -142,6 +143,6 @@ class TitanEntry(Entry):
         hidden = self.core.norm(hidden)
         if isinstance(hidden, DTensor):  # ranks have parts of the sequence
             replicated = [Replicate()] * hidden.device_mesh.ndim
-            # The head gives the whole gradient on every rank. Of views fully_shard warns.
+            # The head's gradient is whole on every rank. fully_shard warns of views.
             hidden = hidden.redistribute(placements=replicated).to_local().clone()
         return hidden

@@ -1,4 +1,4 @@
-"""The models of torchtitan that have been shown exact, and the sizes by which plans are priced."""
+"""The models of torchtitan that have been shown exact, and their sizes for prices of plans."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from forkpoint.hosts.titan.versions import Version, Version03
 from forkpoint.plan.pricing.cost import ModelShape
 
 PACKAGE = "torchtitan."
-"""Where modules of torchtitan come from."""
+"""Packages of torchtitan's models."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class Family:
     """A class of models."""
 
     module: str
-    """The file that defines it."""
+    """The Python module that defines it."""
     name: str
     version: Version
     rope: str = ""
-    """The model's buffer that its blocks take, with a row for each position; where attention has
-    none itself."""
+    """Name of the buffer of rotary embeddings that blocks take, with a row for each position, if
+    attention has none itself."""
 
     @property
     def package(self) -> str:
@@ -48,7 +48,7 @@ FAMILIES = (
 
 
 def is_titan(model: object) -> bool:
-    """Whether a class of torchtitan is among those of a model."""
+    """Whether a model's class, or a base of it, is from torchtitan."""
     return any(kind.__module__.startswith(PACKAGE) for kind in type(model).__mro__)
 
 
@@ -70,7 +70,7 @@ def sizes_of(model: nn.Module) -> Any:
 
 
 def blocks_of(model: Any) -> list[nn.Module]:
-    """The blocks of a model, out of the wrappers that recompute their activations."""
+    """The blocks of a model, without wrappers that recompute their activations."""
     return [
         block._checkpoint_wrapped_module if isinstance(block, CheckpointWrapper) else block
         for block in model.layers.values()
@@ -78,7 +78,7 @@ def blocks_of(model: Any) -> list[nn.Module]:
 
 
 def is_checkpointed(block: nn.Module) -> bool:
-    """Whether torchtitan has put a block into torch's wrapper that recomputes its activations."""
+    """Whether torchtitan has wrapped a block in torch's CheckpointWrapper."""
     return isinstance(block, CheckpointWrapper)
 
 
@@ -92,7 +92,7 @@ VOCABULARY = 1024
 
 
 def first_mixture(args: Any) -> int:
-    """The number of the first layer that is a mixture of experts; that of layers if none is."""
+    """Index of the first layer with experts; the number of layers if there is none."""
     mixtures = getattr(args, "moe_enabled", False)
     return getattr(args, "n_dense_layers", 0 if mixtures else args.n_layers)
 
@@ -100,7 +100,7 @@ def first_mixture(args: Any) -> int:
 def model_shape(model: Any, splits: Sequence[Split], *, checkpointed: bool) -> ModelShape:
     """The shape of the part of a model that this rank computes.
 
-    Raises UnsupportedError where a rank would have parts of heads.
+    Raises UnsupportedError if the heads cannot be divided evenly over the ranks.
     """
     args, blocks = sizes_of(model), blocks_of(model)
     kv_heads = getattr(args, "n_kv_heads", None)
@@ -112,7 +112,7 @@ def model_shape(model: Any, splits: Sequence[Split], *, checkpointed: bool) -> M
         "head_dim": getattr(args, "head_dim", args.dim // args.n_heads),
         "vocab_size": args.vocab_size,
     }
-    # Of a stage of a pipeline these are some.
+    # A stage of a pipeline has some of the layers.
     dense: list[Any] = [block for block in blocks if "feed_forward" in block._modules]
     first = first_mixture(args)
     if first:
@@ -145,9 +145,9 @@ def model_shape(model: Any, splits: Sequence[Split], *, checkpointed: bool) -> M
 def shallow_model(
     model: Any, layers: int, *, device: torch.device, dtype: torch.dtype
 ) -> nn.Module:
-    """A model of few such layers and few tokens, of random weights, in training mode.
+    """A model with a few such layers, random weights and a small vocabulary, in training mode.
 
-    Random number generators end as they were.
+    The state of random number generators is restored.
     """
     version = family_of(model).version
     devices = [device] if device.type == "cuda" else []

@@ -1,4 +1,5 @@
-"""Refusals, by name, of torchtitan's models that the self-check on a sample does not show wrong."""
+"""Checks for torchtitan's models that refuse causes of wrong results that the self-check cannot
+find."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from forkpoint.hosts.titan.families import Family, blocks_of, family_of, head_of
 from forkpoint.hosts.titan.splits import Split, redistributes, splits_hidden
 
 INNER = "attention.inner_attention"
-"""The name that inner attention has in blocks."""
+"""Name of the inner attention in a block."""
 CHECKPOINT = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 
 
@@ -45,13 +46,13 @@ def check_model(model: Any, family: Family) -> None:
         module_of_inner, inner = family.version.inner
         if kind.__module__ == module_of_inner and name.endswith(INNER) and kind.__name__ != inner:
             raise UnsupportedError(
-                f"{where} is a {kind.__name__}; stock forwards of {inner} have been shown exact, "
-                f"and steps run forkpoint's kernels in any case. {family.version.remedy}"
+                f"{where} is a {kind.__name__}, which has not been shown exact; supported is "
+                f"{inner}. Steps run forkpoint's kernels with either. {family.version.remedy}"
             )
 
 
 def check_split_stage(model: Any, splits: Sequence[Split]) -> None:
-    """Refuse stages of a pipeline whose hidden states each tensor rank has whole."""
+    """Refuse stages of a pipeline that are tensor parallel without sequence parallelism."""
     tensor = any(redistributes(m) and s.tensor is not None for _, m, s in splits)
     if not tensor or len(model.layers) == sizes_of(model).n_layers:
         return
@@ -88,7 +89,7 @@ def check_head(model: Any) -> nn.Linear:
 
 
 def check_rope(model: nn.Module, family: Family, longest: int) -> None:
-    """Refuse rollouts beyond the positions that the model has rotary embeddings of."""
+    """Refuse rollouts with more tokens than the model has rotary embeddings."""
     known = family.version.positions(model, family.rope)
     if longest > known:
         raise UnsupportedError(

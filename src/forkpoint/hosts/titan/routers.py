@@ -1,4 +1,4 @@
-"""Routers of torchtitan's mixtures of experts, and the counts by which it balances their load."""
+"""Routers of torchtitan's mixtures of experts, and the counts with which it balances their load."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +22,8 @@ ROUTER = "TokenChoiceTopKRouter"
 class Routers(ModelRouters):
     """The routers of a model, in the order of its layers."""
 
-    # Scores of the chosen experts, their first output, stand for logits: no loss is defined.
+    # The first output, scores of the chosen experts, is passed as logits. It is not used, because
+    # torchtitan defines no router loss.
     chosen_output: int = 1
 
     def __init__(self, model: nn.Module, version: Version) -> None:
@@ -53,24 +54,24 @@ class Routers(ModelRouters):
 class TitanCounts(ExpertCounts):
     """The buffers in which torchtitan's forwards count tokens for each expert.
 
-    A step leaves in them what ordinary training would: a token counts once for every rollout
-    through it. Forwards within the step count otherwise, and are not kept.
+    After a step they have the counts of ordinary training: a token counts once for each of its
+    rollouts. Counts of the step's own forwards are discarded.
     """
 
     def __init__(self, model: Any, version: Version) -> None:
         self._model = model
         self._version = version
         self._before: list[tuple[Tensor, Tensor, int]] = []
-        """Buffers, their values before the step (and then after it), and how often ordinary
-        training counts a token: twice where its backward runs the block again (the optimizer's
-        hook halves that), never where another rank's buffer has the counts of both."""
+        """Buffers, their values before the step (`add` makes these the values after it), and how
+        often ordinary training counts a token: 2 if its backward recomputes the block (the
+        optimizer's hook halves these counts), 0 if another rank's buffer has this rank's counts."""
 
     @property
     def kept(self) -> bool:
         routers, args = Routers(self._model, self._version), sizes_of(self._model)
         if routers.found or first_mixture(args) == args.n_layers:
             return bool(routers.biases)
-        # Of a stage without routers: those of the others do.
+        # This stage has no routers; other stages have some.
         return args.moe_args.load_balance_coeff is not None
 
     def save(self, changes: Changes) -> None:
@@ -97,7 +98,7 @@ class TitanCounts(ExpertCounts):
 
 
 def _has_counts(buffer: DTensor) -> bool:
-    """Whether this rank's part of a buffer has the counts, where ranks' parts are summed."""
+    """Whether this rank's part of a buffer has the counts, if the parts of ranks are summed."""
     where = buffer.device_mesh.get_coordinate()
     assert where is not None
     return not any(

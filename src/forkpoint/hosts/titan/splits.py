@@ -1,11 +1,10 @@
-"""Models that torchtitan splits over ranks: tensor parallelism with sequence parallelism, and
-experts.
+"""Models that torchtitan splits over ranks: tensor, sequence and expert parallelism.
 
 torchtitan's own code runs on every rank. Hooks of its modules convert tensors to and from DTensors
-and issue the collectives; in torchtitan 0.3 forwards that are set on modules do. A step adds no
-collective of its own but those of the head. Splits are read from these hooks and forwards, which
-close over the style of the split and the mesh, and from no configuration, which may have changed
-since.
+and issue the collectives; in torchtitan 0.3, forwards that are set on modules do this. A step adds
+only the collectives of the head. Splits are read from the closures of these hooks and forwards,
+which have the style of the split and the mesh. The configuration is not read, because it may have
+changed since.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,13 +31,13 @@ SPLIT_HOOKS: tuple[Definition, ...] = (
     (STYLE, "PrepareModuleInput._apply.<locals>.<lambda>"),
     (STYLE, "PrepareModuleOutput._apply.<locals>.<lambda>"),
 )
-"""Hooks by which torch's styles of parallelism act."""
+"""Hooks that implement torch's parallel styles."""
 ATTENTION = "torch.distributed.tensor.experimental._context_parallel._attention"
 CONTEXT_HOOKS: tuple[Definition, ...] = (
     (ATTENTION, "_ContextParallel.sdpa_input_fn"),
     (ATTENTION, "_ContextParallel.sdpa_output_fn"),
 )
-"""Hooks of the inner attention by which torchtitan splits sequences over ranks."""
+"""Hooks of the inner attention that implement torchtitan's context parallelism."""
 EXCHANGES = "torchtitan.distributed.expert_parallel"
 EXACT: dict[str, tuple[str, ...]] = {
     STYLE: (
@@ -53,10 +52,9 @@ REDISTRIBUTES: Definition = (
     "torchtitan.protocols.module",
     "Module.parallelize.<locals>.forward_with_redistribution",
 )
-"""The forward that torchtitan 0.3 sets on modules that it splits, around the forward of their
-class."""
+"""The forward that torchtitan 0.3 sets on split modules, around the forward of their class."""
 WRONG = "ReordererSequenceParallel"
-"""A style with which gradients of torchtitan 0.2.2 itself are wrong."""
+"""A style with which torchtitan 0.2.2 itself computes wrong gradients."""
 
 
 @dataclass(frozen=True)
@@ -64,18 +62,19 @@ class TitanStyle:
     """How a module is split."""
 
     style: str
-    """The class of the split."""
+    """Class name of the style."""
     tensor: DeviceMesh | None
-    """The ranks that hold the same batch; None where the module exchanges tokens alone."""
+    """Mesh of tensor-parallel ranks, which have the same batch; None if the module only exchanges
+    tokens."""
     expert: DeviceMesh | None
-    """The ranks that have the experts together; None where the module exchanges no tokens."""
+    """Mesh of ranks that share the experts; None if the module exchanges no tokens."""
 
 
 Split = tuple[str, nn.Module, TitanStyle]
 
 
 def split_modules(model: nn.Module) -> list[Split]:
-    """The modules of a model that are split over ranks, by name.
+    """Name, module and split of each module that is split over ranks.
 
     Raises UnsupportedError for a style that has not been shown exact.
     """
@@ -94,8 +93,8 @@ def redistributes(module: nn.Module) -> bool:
 
 
 def as_in_blocks(block: Any, hidden: Tensor) -> Tensor:
-    """Hidden states as blocks take them, where each rank has a part of the sequence: DTensors in
-    torchtitan 0.3."""
+    """Convert a rank's part of hidden states to the input of a block: a DTensor in torchtitan
+    0.3."""
     norm = block.attention_norm
     if not redistributes(norm):
         return hidden
@@ -104,17 +103,17 @@ def as_in_blocks(block: Any, hidden: Tensor) -> Tensor:
 
 
 def splits_hidden(block: Any) -> bool:
-    """Whether a block of torchtitan 0.3 that is split takes a part of the sequence on each rank."""
+    """Whether a split block of torchtitan 0.3 takes a part of the sequence on each rank."""
     return _is_in_parts(block.attention_norm._sharding_config.in_src_shardings["input"])
 
 
 def _is_in_parts(layout: Any) -> bool:
-    """Whether a tensor of this layout is split along the sequence by sequence parallelism."""
+    """Whether sequence parallelism splits a tensor of this layout."""
     return layout.partition_spec is not None
 
 
 def _redistribution(where: str, module: nn.Module) -> TitanStyle:
-    """How torchtitan 0.3 has split a module."""
+    """The split of a module by torchtitan 0.3."""
     inside = closed_over(module.forward)
     dims, own = inside["parallel_dims"], inside["fn"]
     if dims.spmd_backend != "partial_dtensor":
@@ -170,7 +169,7 @@ def _style(where: str, hook: Any) -> TitanStyle:
         known = ", ".join(name for names in EXACT.values() for name in names)
         raise UnsupportedError(
             f"{where} is split over ranks by {describe_function(function)}, which has not been "
-            f"shown exact; these styles have: {known}. Use torchtitan's own parallelize function "
+            f"shown exact; supported styles are {known}. Use torchtitan's own parallelize function "
             "without it."
         )
     mesh: DeviceMesh = inside["device_mesh"]
@@ -182,7 +181,7 @@ def _style(where: str, hook: Any) -> TitanStyle:
 
 
 def without_hooks(module: nn.Module, known: Sequence[Definition], changes: Changes) -> None:
-    """Take such hooks off a module until the changes are undone."""
+    """Remove hooks with these definitions from a module until the changes are undone."""
     for kind in HOOKS:
         own = vars(module)[kind]
         changes.set(
@@ -193,7 +192,7 @@ def without_hooks(module: nn.Module, known: Sequence[Definition], changes: Chang
 
 
 def splits_sequences(model: Any) -> bool:
-    """Whether torchtitan's own context parallelism is in the model, whose layers then take
+    """Whether the model uses torchtitan's own context parallelism. Its layers then take
     positions."""
     return any(
         is_defined_as(hook, *CONTEXT_HOOKS)
@@ -203,7 +202,7 @@ def splits_sequences(model: Any) -> bool:
 
 
 def unsplit(copy: nn.Module, _: Sequence[Split]) -> None:
-    """Let a whole copy of a model whose modules are split run on one rank."""
+    """Let a whole copy of a split model run on one rank."""
     for module in copy.modules():
         without_hooks(module, (*SPLIT_HOOKS, *CONTEXT_HOOKS), Changes())
         if "tp_group" in vars(module):  # of embeddings of torchtitan 0.3
@@ -213,7 +212,7 @@ def unsplit(copy: nn.Module, _: Sequence[Split]) -> None:
 
 
 def split_holder(model: nn.Module) -> "TitanSplit | None":
-    """The holder of a model that torchtitan has split over ranks; None where it has not.
+    """The holder of a model that torchtitan has split over ranks; None if it has not.
 
     Raises UnsupportedError for splits that have not been shown exact.
     """
@@ -225,7 +224,7 @@ class TitanSplit(SplitHolder):
     """torchtitan's tensor parallelism with sequence parallelism, and its expert parallelism."""
 
     def __init__(self, model: nn.Module, splits: Sequence[Split]) -> None:
-        """Raises UnsupportedError where a part of the model is not split with the rest."""
+        """Raises UnsupportedError if a part of the model is not split like the rest."""
         super().__init__(splits)
         self.meshes: Sequence[DeviceMesh] = [m for m in (self.tensor, self.expert) if m is not None]
         if self.tensor is not None:

@@ -1,5 +1,5 @@
-"""A stage of torchtitan's models: the model without the modules of other stages, as torchtitan's
-own pipelines cut it. Layers keep their numbers."""
+"""Pipeline stages of torchtitan's models. A stage is the model without the modules of other stages,
+as in torchtitan's own pipelines. Layers keep their indices."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -23,7 +23,7 @@ class TitanStage(HeldStage):
     def __init__(self, model: Any) -> None:
         self.model: Any = model
         self.hidden: Tensor | None = None
-        """Hidden states that the first block here reads; None if that reads embeddings."""
+        """Input of the stage's first block; None if that reads embeddings."""
 
     @property
     def layers(self) -> tuple[range, int]:
@@ -33,7 +33,7 @@ class TitanStage(HeldStage):
 
     @property
     def embeddings(self) -> nn.Module:
-        """The model's embeddings, or what stands for those of another stage."""
+        """The model's embeddings, or a substitute if another stage has them."""
         found = self.model.tok_embeddings
         return self._absent_embeddings if found is None else found
 
@@ -42,7 +42,7 @@ class TitanStage(HeldStage):
         return AbsentEmbeddings(self.model)
 
     def head(self) -> nn.Linear:
-        """The model's head, or one without memory that stands for that of another stage."""
+        """The model's head, or a substitute without memory if another stage has it."""
         return self._absent_head if head_of(self.model) is None else check_head(self.model)
 
     @cached_property
@@ -56,8 +56,8 @@ class TitanStage(HeldStage):
         changes.set(vars(self), "hidden", hidden_1TC)
 
     def check(self) -> None:
-        """Raise UnsupportedError where embeddings, norm or head are not those of the stage's
-        layers, or stages share a weight."""
+        """Raise UnsupportedError if embeddings, norm and head do not fit the stage's layers, or if
+        stages share a weight."""
         model, (held, _) = self.model, self.layers
         args, head = sizes_of(model), family_of(model).version.head
         if len(held) < args.n_layers:
@@ -74,9 +74,9 @@ class TitanStage(HeldStage):
             )
 
     def hold(self, stage: Stage) -> None:
-        """Drop what other stages hold. Where torchtitan has cut the model, layers stay.
+        """Drop the modules of other stages. If torchtitan has cut the model, nothing changes.
 
-        Raises UnsupportedError where stages would share weights.
+        Raises UnsupportedError if stages would share weights.
         """
         model, args = self.model, sizes_of(self.model)
         _refuse_tied(args)
@@ -109,7 +109,7 @@ def _refuse_tied(args: Any) -> None:
 
 
 class AbsentEmbeddings(nn.Module):
-    """In place of embeddings of another stage: a weight of zeros without memory."""
+    """Substitute for embeddings of another stage: a weight of zeros without memory."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()

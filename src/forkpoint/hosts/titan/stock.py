@@ -1,4 +1,4 @@
-"""Stock forwards of torchtitan's models, and the same in higher precision, for references."""
+"""Stock forwards of torchtitan's models, also in higher precision, for comparisons."""
 
 from typing import Any
 
@@ -16,10 +16,10 @@ from forkpoint.rollouts.media import ShownMedia
 
 
 class TitanStock(Stock):
-    """The forward of a model of torchtitan, or of a copy of one."""
+    """The stock forward of a model of torchtitan or a copy."""
 
     def __init__(self, model: nn.Module, stage: TitanStage | None = None) -> None:
-        """`stage`: the one that the model holds."""
+        """`stage`: the stage that the model holds."""
         self.model: nn.Module = model
         self._stage: TitanStage = stage or TitanStage(model)
         self._gives_positions: bool = splits_sequences(model)
@@ -35,7 +35,7 @@ class TitanStock(Stock):
             if keep is not None:
                 own = head.forward
                 changes.replace_forward(head, lambda hidden: own(hidden.index_select(1, keep)))
-            # A stage reads hidden states where a whole model reads tokens.
+            # A later stage reads hidden states instead of tokens.
             found = full(self.model(ids_NL if hidden is None else hidden, **given))
         if head is None:
             return found.new_zeros(*ids_NL.shape, self._stage.head().out_features)

@@ -1,7 +1,8 @@
-"""Differences between models of torchtitan 0.2 and 0.3, and calls of their inner attention.
+"""Differences between models of torchtitan 0.2 and 0.3, and replaced forwards of their inner
+attention.
 
-Blocks take masks of attention and give them to the inner attention, whose class they look at: of
-"flex" attention it is torch's BlockMask. The microbatch travels in that argument.
+Blocks pass attention masks to the inner attention, and check their class: torch's BlockMask for
+"flex" attention. The microbatch is passed in that argument.
 """
 
 from collections.abc import Iterable
@@ -45,7 +46,7 @@ def attend_BLHD(
 ) -> Tensor:
     """Forward of the inner attention in microbatches: [B, L, H, E].
 
-    Under tensor parallelism it runs the heads of this rank, of DTensors.
+    With tensor parallelism, inputs and output are DTensors split by heads.
     """
     if not isinstance(attention_masks, CallContext):
         refuse_call()
@@ -68,35 +69,35 @@ def attend_BHLD(
 ) -> Tensor:
     """Forward of the inner attention in microbatches: [B, H, L, E].
 
-    Under tensor parallelism it runs the heads of this rank; some families give DTensors of these.
+    With tensor parallelism it runs this rank's heads. Some families pass DTensors.
     """
     q, k, v = (x.transpose(1, 2) for x in (q_BHLD, k_BKLD, v_BKLE))
     return attend_BLHD(module, q, k, v, attention_masks=block_mask, scale=scale).transpose(1, 2)
 
 
 class Version:
-    """Models of torchtitan 0.2: blocks take rotary embeddings, and the inner attention
-    [B, H, L, D]. Later versions override what differs."""
+    """Models of torchtitan 0.2. Blocks take rotary embeddings, and the inner attention takes [B, H,
+    L, D]. Classes of later versions override differences."""
 
     head: str = "output"
-    """The model's attribute that is its head; None on a stage without one."""
+    """Name of the model's attribute with its head, which is None on stages without it."""
     linear: Definition = ("torch.nn.modules.linear", "Linear")
     """The class of the head."""
     packages: tuple[str, ...] = ("torchtitan.models.attention.", "torchtitan.models.moe.moe.")
-    """Modules outside of the model's package whose classes have been shown exact."""
+    """Python modules outside the model's package whose classes have been shown exact."""
     inner: Definition = ("torchtitan.models.attention", "ScaledDotProductAttentionWrapper")
-    """The inner attention whose stock forwards have been shown exact; its module defines every
-    kind."""
+    """The supported inner attention. Its Python module defines all kinds."""
     remedy: str = "Set attn_type to 'sdpa' in the model's arguments."
-    """How to build a model that has it."""
+    """How to build a model with it."""
     bias: str = "expert_bias"
     counts: str = "tokens_per_expert"
-    """Buffers of a mixture of experts: what is added to scores, and how many tokens each gets."""
+    """Names of buffers of a mixture of experts: bias of the scores, and number of tokens of each
+    expert."""
     score_dimensions: int = 2
-    """Of the scores that its router chooses by."""
+    """Number of dimensions of a router's scores."""
 
     def refused(self, module: nn.Module) -> str | None:
-        """A reason, with a remedy, why a module has not been shown exact; None if there is none."""
+        """Reason and remedy if a module has not been shown exact; otherwise None."""
         return None
 
     def expert_dtype(self, mixture: Any) -> torch.dtype:
@@ -108,22 +109,23 @@ class Version:
         return model.model_args
 
     def positions(self, model: Any, rope: str) -> int:
-        """For how many positions there are rotary embeddings. rope: their buffer's name in 0.2."""
+        """Number of positions with rotary embeddings. rope: name of their buffer in 0.2."""
         return model.get_buffer(rope).shape[0]
 
     def give_logits(self, model: Any, changes: Changes) -> None:
-        """Let the model's own forward give logits, until the changes are undone."""
+        """Let the model's own forward return logits, until the changes are undone."""
 
     def autocast(self, trainer: Any) -> AbstractContextManager[object]:
         """The context of mixed precision in which a trainer runs its model."""
         return trainer.maybe_enable_amp
 
     def microbatches(self, trainer: Any) -> int:
-        """How many batches a trainer takes at once."""
+        """Number of batches that a trainer's step takes, one for each microbatch of its
+        pipeline."""
         return 1
 
     def set_attention(self, blocks: Iterable[Any], changes: Changes) -> None:
-        """Let attention of blocks run microbatches, until the changes are undone."""
+        """Replace attention of blocks by that of microbatches, until the changes are undone."""
         for block in blocks:
             inner = block.attention.inner_attention
             changes.set(vars(block.attention), "attn_type", "flex")
@@ -139,7 +141,7 @@ class Version:
         *,
         split: bool,
     ) -> Tensor:
-        """Run all blocks. split: torchtitan's own context parallelism is in the model."""
+        """Run all blocks. split: whether the model uses torchtitan's own context parallelism."""
         table = model.get_buffer(rope)
         given = {"positions": positions_1T} if split else {}
         if not split:  # else each layer looks them up
@@ -149,7 +151,7 @@ class Version:
         return hidden_1TC
 
     def build(self, model: Any, layers: int, vocabulary: int) -> Any:
-        """A model of fewer layers and tokens, its weights not initialized."""
+        """A model with fewer layers and token ids, and uninitialized weights."""
         args = deepcopy(model.model_args)  # with attributes that are no fields of it
         args.n_layers, args.vocab_size = layers, vocabulary
         return plain_class(model)(args)
@@ -164,7 +166,8 @@ DISPATCHERS = ("LocalTokenDispatcher", "AllToAllTokenDispatcher")
 
 
 class Version03(Version):
-    """torchtitan 0.3: attention has rotary embeddings, and gives its inner one [B, L, H, D]."""
+    """Models of torchtitan 0.3. Attention has the rotary embeddings, and the inner attention takes
+    [B, L, H, D]."""
 
     head: str = "lm_head"
     linear: Definition = ("torchtitan.models.common.linear", "Linear")
@@ -242,7 +245,7 @@ class Version03(Version):
         return min(block.attention.rope.cache.shape[0] for block in model.layers.values())
 
     def give_logits(self, model: Any, changes: Changes) -> None:
-        # A trainer whose loss runs the head in chunks leaves it out.
+        # A trainer whose loss runs the head in chunks sets the model to skip it.
         changes.set(vars(model), "_skip_lm_head", False)
 
     def autocast(self, trainer: Any) -> AbstractContextManager[object]:

@@ -1,14 +1,16 @@
-"""Context parallelism by heads: ranks of one mesh dimension run the places of each microbatch.
+"""Context parallelism by all-to-all of heads: ranks of one mesh dimension share the places of each
+microbatch.
 
 Places are dealt out round robin, so that labels, MLP and experts balance in every microbatch. In
-each layer an all-to-all turns queries, keys and values [a rank's places, all heads] into [all
-places, a rank's heads], and another one turns attention's output back. In between attention, prefix
-cache, tables, windows and sinks are those of whole microbatches with fewer heads. Keys and values
-of a prefix stay on the rank that has their heads.
+each layer, an all-to-all converts queries, keys and values from [a rank's places, all heads] to
+[all places, a rank's heads], and another converts attention's output back. In between, attention,
+prefix cache, tables, windows and sinks are as without context parallelism, with fewer heads. The
+prefix cache of a head stays on the rank of that head.
 
-Ranks join log-probs and no hidden states. All compute the same loss from these; each sends its own
-entries' gradients back. So gradients of parameters are parts, which the holder of the weights
-sums: fully_shard, or DistributedDataParallel, over ranks among which are those of the dimension.
+Ranks exchange log-probs and no hidden states. All compute the same loss from them. Each rank's
+backward starts from the gradients of its own entries. So each rank has a part of the parameters'
+gradients. fully_shard or DistributedDataParallel sums the parts, so its ranks must include those of
+the dimension.
 """
 
 import math
@@ -30,33 +32,35 @@ from forkpoint.tree.forest import IntArray
 
 Move = Callable[[Sequence[Tensor], int], tuple[Tensor, ...]]
 NAMES = ("cp", "sp")
-"""Names of the mesh dimension: torchtitan's and accelerate's, and verl's of Ulysses."""
+"""Names of the mesh dimension in torchtitan and accelerate ("cp"), and in verl for Ulysses
+("sp")."""
 
 
 class ContextSplit(Holder):
-    """Ranks that run the places of one batch's microbatches."""
+    """The holder of ranks that share the places of microbatches."""
 
     lockstep = True
 
     def __init__(self, group: dist.ProcessGroup, multiple: int = 1) -> None:
-        """`multiple`: a rank's places are padded to a multiple of this number."""
+        """`multiple`: the number of a rank's places is padded to a multiple of this."""
         ranks = tuple(dist.get_process_group_ranks(group))
         self.relations: Mapping[Relation, tuple[int, ...]] = {"context": ranks}
         self.places: DealtPlaces = DealtPlaces(group, multiple)
 
     def factor(self, *, mean: bool) -> float:
-        # Gradients are parts, and the holder of the weights takes the mean over these ranks too.
+        # Each rank has a part of the gradients, and the weights' holder averages over these ranks
+        # too.
         return float(self.places.size) if mean else 1.0
 
     def all_reduce(self, tensor: Tensor) -> None:
-        # The holder of the weights has summed the same tensor of each of these ranks.
+        # The weights' holder has summed equal tensors of these ranks.
         tensor /= self.places.size
 
 
 def context_split(mesh: DeviceMesh | None, holders: Sequence[Holder]) -> ContextSplit | None:
-    """The holder of the mesh's dimension for context parallelism; None where there is none.
+    """The holder for the mesh's dimension of context parallelism; None if there is none.
 
-    Raises UnsupportedError where gradients would not be summed over its ranks.
+    Raises UnsupportedError if gradients would not be summed over its ranks.
     """
     if not isinstance(mesh, DeviceMesh):
         return None
@@ -83,20 +87,20 @@ def context_split(mesh: DeviceMesh | None, holders: Sequence[Holder]) -> Context
 
 
 def repeated(x: Tensor, ranks: int, dim: int) -> Tensor:
-    """A tensor with so many heads, along `dim`, that the ranks divide them: fewer key heads go to
-    several ranks each."""
+    """Repeat heads along `dim` until their number is a multiple of `ranks`. With fewer key heads
+    than ranks, several ranks get copies of one head."""
     heads = x.shape[dim]
     times = math.lcm(heads, ranks) // heads
     return x if times == 1 else x.repeat_interleave(times, dim)
 
 
 class DealtPlaces(Places):
-    """Place p of a microbatch lies on rank p mod w of w ranks."""
+    """Deals place p of a microbatch to rank p mod w of w ranks."""
 
     whole = False
 
     def __init__(self, group: dist.ProcessGroup, multiple: int = 1) -> None:
-        """`multiple`: each rank's places are padded to a multiple of this number."""
+        """`multiple`: the number of each rank's places is padded to a multiple of this."""
         self.group = group
         self.multiple: int = multiple
         self.size: int = dist.get_world_size(group)
@@ -184,7 +188,7 @@ class DealtPlaces(Places):
         )
 
     def _exchange(self, sent_wtF: Tensor) -> Tensor:
-        """Part r goes to rank r; gives those of all ranks for this one."""
+        """All-to-all: send part r to rank r, and return the parts for this rank."""
         sent_wtF = sent_wtF.contiguous()
         got_wtF = torch.empty_like(sent_wtF)
         dist.all_to_all_single(got_wtF, sent_wtF, group=self.group)
@@ -192,10 +196,10 @@ class DealtPlaces(Places):
 
 
 class WholeSegments(Places):
-    """Places of a microbatch whose segments are dealt out: a rank runs all tokens of its own, in
-    all heads, and exchanges nothing around attention.
+    """Deals whole segments of a microbatch. A rank runs its segments with all heads, and exchanges
+    nothing around attention.
 
-    Fewer key heads than ranks are repeated as elsewhere, since a gathered prefix cache has them so.
+    If there are fewer key heads than ranks, they are repeated as in a gathered prefix cache.
     """
 
     whole = False
@@ -240,7 +244,7 @@ class WholeSegments(Places):
 
 
 class _Moved(torch.autograd.Function):
-    """Tensors as `there` moves them, whose gradients `back` moves: both methods of places."""
+    """Applies `there` to tensors, and `back` to their gradients. Both are methods of places."""
 
     @staticmethod
     def forward(
@@ -258,8 +262,8 @@ class _Moved(torch.autograd.Function):
 
 
 class _Joined(torch.autograd.Function):
-    """Outputs for the entries of all ranks. All compute the same loss of them, so that a rank's
-    part of the gradient is that of its own entries."""
+    """Outputs for the entries of all ranks. The backward returns the gradient of this rank's
+    entries, because all ranks compute the same loss."""
 
     @staticmethod
     def forward(

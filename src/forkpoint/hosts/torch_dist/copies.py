@@ -1,4 +1,4 @@
-"""Whole copies of a model in another dtype, also where ranks hold it in parts."""
+"""Whole copies of a model in another dtype, also of a sharded model."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -16,15 +16,16 @@ from forkpoint.hosts.modules import HOOKS, plain_class
 OF_SHARDING = "torch.distributed"
 """Module of the hooks that fully_shard adds."""
 COMPOSABLE = "__composable_api"
-"""Beginning of the names under which torch keeps what it has done to a module."""
+"""Prefix of attributes in which torch records its changes of a module."""
 
 
 def copy_in(
     model: nn.Module, blocks: Sequence[nn.Module], dtype: torch.dtype, *, streamed: bool
 ) -> tuple[nn.Module, list[nn.Module]]:
-    """Copy a model in another dtype, and name the copy's blocks. Collective where it is sharded.
+    """Copy a model in another dtype. Returns the copy and its blocks. Collective if the model is
+    sharded.
 
-    With `streamed` the parameters of the blocks are in the host's memory.
+    With `streamed`, the parameters of the blocks are in host memory.
     """
     inside = {id(p) for block in blocks for p in block.parameters()} if streamed else set()
     copies: dict[int, Any] = {
@@ -45,24 +46,25 @@ def copy_in(
     _copy_sharded(model, copies)
     twin = copy.deepcopy(model, copies)
     for module in twin.modules():
-        # It computes in one dtype, and functions are not copied: they call the model itself.
+        # The copy computes in one dtype. Functions are not copied, because they call the original
+        # model.
         vars(module).pop("forward", None)
-        # Of fully_shard, for its own parameters; they cannot be pickled.
+        # Attributes of fully_shard for its parameters. They cannot be pickled.
         module._load_state_dict_post_hooks.clear()
     names = {module: name for name, module in model.named_modules()}
     return twin, [twin.get_submodule(names[block]) for block in blocks]
 
 
 def full(tensor: Tensor) -> Tensor:
-    """A tensor, whole where each rank has a part of it. Collective then."""
+    """The whole tensor of a DTensor; other tensors unchanged. Collective for DTensors."""
     gather: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
     return tensor if gather is None else gather()
 
 
 def _copy_sharded(model: nn.Module, copies: dict[int, Any]) -> None:
-    """Copy the modules that fully_shard has changed, as modules of the classes that they had.
+    """Copy the modules that fully_shard has changed, with their earlier classes.
 
-    torch does not copy them. Each comes after its children, which are then in `copies`.
+    torch cannot copy them. Children are copied before their parents, and are found in `copies`.
     """
     for module in reversed(list(model.modules())):
         if not isinstance(module, FSDPModule):

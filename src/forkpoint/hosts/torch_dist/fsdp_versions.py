@@ -1,7 +1,8 @@
-"""Objects of torch's fully_shard that have no public names, and that differ by version of torch.
+"""Access to private objects of torch's fully_shard, which differ between versions of torch.
 
-torch 2.11 to 2.14 keep gradients that were not reduced beside a parameter; from 2.15 on they are
-`.grad` of the whole parameter, in a dtype of their own, and a reset drops reduced gradients too.
+torch 2.11 to 2.14 keep unreduced gradients in an attribute of the sharded parameter. From 2.15 on
+they are `.grad` of the whole parameter, in a separate dtype, and a reset also drops reduced
+gradients.
 """
 
 from collections.abc import Iterable
@@ -24,7 +25,7 @@ def groups_of(module: Any) -> Iterable[Any]:
 
 
 def holders_in(group: Any) -> list[tuple[nn.Module, str]]:
-    """The modules that have the parameters of a group, and the parameters' names there."""
+    """The module and the attribute name of each parameter of a group."""
     infos = (parameter._module_info for parameter in group.fsdp_params)
     return [(info.module, info.param_name) for info in infos]
 
@@ -35,12 +36,12 @@ def trained_of(group: Any) -> list[Any]:
 
 
 def compute_dtype(parameter: Any) -> torch.dtype:
-    """The dtype in which forwards have the whole parameter."""
+    """The dtype of the whole parameter in forwards."""
     return parameter.mp_policy.param_dtype or parameter.sharded_param.dtype
 
 
 def gradient_dtype(parameter: Any) -> torch.dtype:
-    """The dtype in which gradients of the whole parameter are added up before they are reduced."""
+    """The dtype in which unreduced gradients of the whole parameter are accumulated."""
     reduced = parameter.mp_policy.reduce_dtype
     if reduced is None and SINCE_2_15:
         reduced = parameter.sharded_grad_dtype or parameter.sharded_param.dtype
@@ -48,13 +49,13 @@ def gradient_dtype(parameter: Any) -> torch.dtype:
 
 
 def takes_any_gradient(parameter: Any) -> bool:
-    """Whether gradients are added up in the dtype in which they come (`grad_dtype=None`)."""
+    """Whether gradients are accumulated in the dtype of the backward (`grad_dtype=None`)."""
     by_leaf = SINCE_2_15 and parameter.sharded_grad_dtype is None
     return by_leaf and parameter.mp_policy.reduce_dtype is None
 
 
 def has_gradient(parameter: Any) -> bool:
-    """Whether backwards have left a gradient of the whole parameter that was not reduced."""
+    """Whether the whole parameter has an unreduced gradient."""
     whole = getattr(parameter, "_unsharded_param", None)
     if whole is not None and whole.grad is not None:
         return True
@@ -62,7 +63,7 @@ def has_gradient(parameter: Any) -> bool:
 
 
 def set_zeros(parameter: Any) -> None:
-    """Give the whole parameter a gradient of zeros that was not reduced."""
+    """Set the unreduced gradient of the whole parameter to zeros."""
     whole = parameter._unsharded_param
     zeros = torch.zeros_like(whole, dtype=gradient_dtype(parameter))
     if zeros.dtype != whole.dtype and not SINCE_2_15:
@@ -72,8 +73,8 @@ def set_zeros(parameter: Any) -> None:
 
 
 def left_in(group: Any) -> list[tuple[Any, str, Any]]:
-    """Gradients of a group that backwards have left without reducing them, or reduced over one of
-    two mesh dimensions: objects, attributes and values."""
+    """Gradients of a group that are unreduced, or reduced over one of two mesh dimensions, as
+    tuples of object, attribute and value."""
     places = [(group, "_partial_reduce_output")]
     for parameter in group.fsdp_params:
         if not SINCE_2_15:
@@ -86,7 +87,7 @@ def left_in(group: Any) -> list[tuple[Any, str, Any]]:
 
 
 def reset(root: Any, modules: list[Any]) -> None:
-    """Forget what a pass has left, gradients that were reduced excepted."""
+    """Drop the state of a pass, except reduced gradients."""
     public = getattr(root, "reset_iter_state", None)  # torch 2.13 and later
     if public is None:
         _reset(root._get_fsdp_state(), modules)
@@ -101,7 +102,8 @@ def reset(root: Any, modules: list[Any]) -> None:
 
 
 def is_within_backward(context: Any) -> bool:
-    """Whether a backward is under way, or has failed: then fully_shard ends no other one."""
+    """Whether a backward is running or has failed. fully_shard cannot finish another backward
+    then."""
     by_hand = SINCE_2_15 and context.manual_backward_finalization
     return context.post_backward_final_callback_queued and not by_hand
 
@@ -110,7 +112,7 @@ def reduce_gradients(root: Any) -> None:
     """Reduce the gradients of all groups, as at the end of a last backward. Collective."""
     state = root._get_fsdp_state()
     context = state._state_ctx
-    # A rank without a backward has not chosen how backwards end.
+    # A rank without a backward has not set how backwards are finalized.
     if SINCE_2_15 and context.manual_backward_finalization_active is None:
         context.manual_backward_finalization_active = False
     state._root_post_backward_final_callback()

@@ -1,7 +1,8 @@
-"""Models that torch's fully_shard holds: gradients reduced once, and weights whole for one step.
+"""Models that torch's fully_shard holds. Gradients are reduced once a step, and weights can stay
+gathered for a step.
 
-torch's public methods serve where they say enough. What has to be put back as it was, and what is
-left of a step that has failed, is read from its objects (`fsdp_versions`): there is no other way.
+Public methods of torch are used where they suffice. Private objects (`fsdp_versions`) are used to
+restore settings, and to remove the remains of a failed step.
 """
 
 from collections import deque
@@ -25,7 +26,7 @@ from forkpoint.hosts.torch_dist.replicated import check_held
 from forkpoint.parallel.topology import Relation
 
 AHEAD = 2
-"""Groups of weights that are being gathered while another is copied to its place."""
+"""Number of groups of weights that are being gathered while another is copied to its place."""
 
 
 class FullySharded(Holder):
@@ -36,10 +37,10 @@ class FullySharded(Holder):
     reduces = True
 
     def __init__(self, model: FSDPModule, experts: Collection[nn.Module] = ()) -> None:
-        """`experts`: modules that are sharded over a mesh of their own (expert parallelism)."""
+        """`experts`: modules that are sharded over a separate mesh (expert parallelism)."""
         self.model = model
         inside = {module for each in experts for module in each.modules()}
-        # torch has no public way to ask a module for its mesh and policies.
+        # torch has no public access to a module's mesh and policies.
         groups = self._groups()
         wide = (g for g in groups if not any(m in inside for m, _ in fsdp.holders_in(g)))
         meshes = {id(g.mesh_info.mesh): g.mesh_info.mesh for g in wide}
@@ -60,14 +61,14 @@ class FullySharded(Holder):
         }
         self.gather: Gather = "microbatch"
         self._gathered = False
-        """Whether every weight is whole on this rank until the step ends."""
+        """Whether every weight stays gathered on this rank until the step ends."""
         self._aside: list[tuple[Any, str, Any]] = []
-        """Objects, attributes, and gradients that were there before a step."""
+        """Object, attribute and value of unreduced gradients from before the step."""
         self._has_experts = bool(experts)
         self._entered = False
-        """Whether a step runs, so that what lies on the ranks is its own."""
+        """Whether a step runs, so that unreduced gradients are those of the step."""
         self._factors: dict[nn.Parameter, float] = {}
-        """Within a step: parameters that this rank alone has, and what divides their gradients."""
+        """Within a step: parameters that only this rank has, and divisors of their gradients."""
         dtypes = {p.mp_policy.param_dtype for group in groups for p in group.fsdp_params}
         self.param_dtypes: frozenset[torch.dtype] = frozenset(dtypes - {None})
 
@@ -82,21 +83,22 @@ class FullySharded(Holder):
         sizes = self.group_bytes()
         if gather == "step":
             return sum(sizes) + max(sizes)
-        # The root's, a block's, and those of the next, in the buffer that they are gathered in too.
+        # The root's, a block's, and the next block's twice: also in the buffer that they are
+        # gathered into.
         return min(sum(sizes), sizes[0] + 3 * max(sizes[1:], default=0))
 
     def factor(self, *, mean: bool) -> float:
         return 1.0 if mean else max(self._divisors(), default=1.0)
 
     def _divisors(self) -> set[float]:
-        """The numbers by which parts of the model divide gradients, summed over ranks."""
+        """Numbers by which fully_shard divides summed gradients, of all groups."""
         given = [g.gradient_divide_factor for g in self._groups() if fsdp.trained_of(g)]
         return {float(self._mesh.size() if factor is None else factor) for factor in given}
 
     def check(self, model: nn.Module, *, training: bool) -> None:
         if fsdp.is_within_backward(self._context):
             raise UnsupportedError(
-                "a stock backward of the model is under way or has failed, so that fully_shard "
+                "an ordinary backward of the model is running or has failed, so that fully_shard "
                 "cannot run the backwards of a step. After a failure, restart all processes from "
                 "the last checkpoint, because torch keeps parts of the gradients."
             )
@@ -117,7 +119,7 @@ class FullySharded(Holder):
                 "forkpoint's losses need one. Call set_gradient_divide_factor with one number on "
                 "every sharded module."
             )
-        # Of modules: other parameters may have been loaded since.
+        # Parameters are read from modules, because others may have been loaded since.
         places = chain.from_iterable(map(fsdp.holders_in, self._groups()))
         held = {getattr(module, name) for module, name in places}
         check_held(model, "fully_shard", lambda _, parameter: parameter in held)
@@ -127,7 +129,7 @@ class FullySharded(Holder):
         return [parameter for parameter in parameters if parameter in alone]
 
     def _unshared_params(self) -> dict[nn.Parameter, float]:
-        """Parameters of experts that no other rank has, and what divides their gradients."""
+        """Parameters of experts that no other rank has, and the divisors of their gradients."""
         return {
             getattr(module, name): float(group.gradient_divide_factor)
             for group in self._unshared()
@@ -137,8 +139,8 @@ class FullySharded(Holder):
     def _unshared(self) -> list[Any]:
         """Groups of experts that no other rank has and that divide gradients.
 
-        They are sharded over one rank. In 64 and in 16 bits torch 2.13 divides their gradients
-        twice, so that a step divides them itself.
+        They are sharded over one rank. torch 2.13 divides their gradients twice in 64 and 16 bits,
+        so a step divides them itself.
         """
         if not self._has_experts:
             return []
@@ -153,16 +155,16 @@ class FullySharded(Holder):
     ) -> None:
         self._factors = self._unshared_params()
         self._set_aside(changes)
-        changes.set(vars(self), "_entered", True)  # undone before these gradients come back
+        changes.set(vars(self), "_entered", True)  # undone before those gradients are restored
         for group in self._groups():
             changes.set(vars(group), "reduce_grads", False)
             changes.set(vars(group), "all_reduce_grads", False)
         changes.set(vars(self._context), "is_last_backward", False)
-        if fsdp.SINCE_2_15:  # although the user calls `finalize_backward`
+        if fsdp.SINCE_2_15:  # even if the user calls `finalize_backward`
             changes.set(vars(self._context), "manual_backward_finalization", False)
         for module in self._modules():
-            # Around the head it would round log-probs, where in ordinary training it meets logits
-            # that are of this dtype already.
+            # For the head this would round log-probs. In ordinary training, its outputs are logits,
+            # which already have this dtype.
             state = module._get_fsdp_state()
             if state._mp_policy.output_dtype is not None:
                 wide = replace(state._mp_policy, output_dtype=None)
@@ -175,7 +177,7 @@ class FullySharded(Holder):
             changes.set(vars(group), "gradient_divide_factor", 1.0)
 
     def end_forward(self) -> None:
-        # Within a backward fully_shard leaves weights whole after forwards.
+        # Within a backward, fully_shard does not free weights after forwards.
         if self.gathered or torch._C._current_graph_task_id() == -1:
             return
         for group in self._groups():
@@ -183,7 +185,7 @@ class FullySharded(Holder):
                 group.reshard()
 
     def last(self) -> None:
-        if self.gathered:  # they are reduced when all ranks have come to the end
+        if self.gathered:  # reduced when all ranks have ended their programs
             return
         self.model.set_requires_gradient_sync(True)
         self.model.set_is_last_backward(True)
@@ -202,12 +204,12 @@ class FullySharded(Holder):
 
     def reset(self, *, lost: bool) -> None:
         if lost:
-            self._aside = []  # these as well
+            self._aside = []  # unreduced ones too
         if lost or self._entered:
             self._forget()
 
     def _modules(self) -> list[Any]:
-        """Its sharded modules, the outermost first."""
+        """The sharded modules, the outermost first."""
         module = cast(nn.Module, self.model)
         return [m for m in module.modules() if isinstance(m, FSDPModule)]
 
@@ -218,7 +220,7 @@ class FullySharded(Holder):
 
     @property
     def _context(self) -> Any:
-        """The state of the pass that runs, as fully_shard keeps it."""
+        """fully_shard's state of the running pass."""
         return cast(Any, self.model)._get_fsdp_state()._state_ctx
 
     def _trained(self) -> list[Any]:
@@ -228,15 +230,15 @@ class FullySharded(Holder):
     # ------------------------------------------------------------
 
     def group_bytes(self) -> list[int]:
-        """By group: bytes of its whole weights, in the dtype that forwards have them in."""
+        """Bytes of the whole weights of each group, in the dtype of forwards."""
         return [
             sum(_elements(p) * fsdp.compute_dtype(p).itemsize for p in group.fsdp_params)
             for group in self._groups()
         ]
 
     def missing_bytes(self) -> int:
-        """Bytes of the whole gradients that do not exist yet; until the reduction each rank has
-        them."""
+        """Bytes of unreduced whole gradients that do not exist yet. Each rank has them until the
+        reduction."""
         return sum(
             _elements(p) * fsdp.gradient_dtype(p).itemsize
             for p in self._trained()
@@ -244,7 +246,7 @@ class FullySharded(Holder):
         )
 
     def whole_parameters(self) -> Iterable[nn.Parameter]:
-        """Whole parameters as far as they have been gathered before; memory comes and goes."""
+        """Whole parameters that were gathered before. Their memory may be free at present."""
         for group in self._groups():
             for parameter in group.fsdp_params:
                 found = getattr(parameter, "_unsharded_param", None)
@@ -255,7 +257,7 @@ class FullySharded(Holder):
     # ------------------------------------------------------------
 
     def _set_aside(self, changes: Changes) -> None:
-        """Take away what stock backwards have left unreduced, until the changes are undone."""
+        """Remove unreduced gradients of stock backwards, until the changes are undone."""
         self._aside = list(chain.from_iterable(map(fsdp.left_in, self._groups())))
         changes.later(self._put_back)
         for place, name, _ in self._aside:
@@ -270,13 +272,13 @@ class FullySharded(Holder):
     # ------------------------------------------------------------
 
     def _gather_all(self, changes: Changes) -> None:
-        """Gather all weights, and keep them until the changes are undone. Collective.
+        """Gather all weights, and keep them gathered until the changes are undone. Collective.
 
-        From here to `reduce_held` forwards and backwards issue no collective, so that each rank
-        runs its own program in its own order.
+        Until `reduce_held`, forwards and backwards issue no collective, so ranks may run different
+        programs.
         """
         root = cast(Any, self.model)._get_fsdp_state()
-        root._lazy_init()  # which changes what is put back below
+        root._lazy_init()  # changes attributes that are restored below
         changes.later(self._forget)
         for group in self._groups():
             changes.set(vars(group), "post_forward_mesh_info", None)
@@ -292,11 +294,11 @@ class FullySharded(Holder):
         self.ranks.phase = "alone"
 
     def reduce_held(self) -> None:
-        """Reduce what the step's backwards have left on the ranks into `.grad`. Collective.
+        """Reduce the step's gradients into `.grad`. Collective.
 
-        fully_shard does it, as in a backward that is the last. It reduces the gradients of a group
-        that are there, which must be the same on all ranks: where another rank has one this rank
-        adds zeros.
+        fully_shard reduces the existing gradients of a group, as after a last backward. They must
+        be those of the same parameters on all ranks. So zeros are added if only another rank has a
+        gradient.
         """
         trained = self._trained()
         own = [fsdp.has_gradient(parameter) for parameter in trained]
@@ -310,8 +312,8 @@ class FullySharded(Holder):
         fsdp.reduce_gradients(self.model)
 
     def reduce_earlier(self) -> None:
-        """Reduce what backwards without synchronisation have left, where a backward would do so
-        now. Collective if there is any, which is the same on all ranks."""
+        """Reduce gradients of backwards without synchronisation, if a backward would do so now.
+        Collective if there are any, which is the same on all ranks."""
         due = False
         for group in self._groups():
             partial, trained = group._partial_reduce_output, fsdp.trained_of(group)
@@ -320,7 +322,8 @@ class FullySharded(Holder):
                 due = True
             else:
                 continue
-            # What was reduced in part is reduced with the next gradients of the same parameters.
+            # Gradients that were reduced over one mesh dimension are reduced over the other
+            # together with the next gradients of the same parameters.
             sizes = (p.padded_sharded_param_size.numel() for p in trained)
             if not whole and sum(sizes) == partial.numel():
                 for parameter in trained:
@@ -329,7 +332,7 @@ class FullySharded(Holder):
             fsdp.reduce_gradients(self.model)
 
     def _forget(self) -> None:
-        """Drop gradients that were not reduced and all that a failed pass has left, and shard."""
+        """Drop unreduced gradients and the state of a failed pass, and free gathered weights."""
         for place, name, _ in chain.from_iterable(map(fsdp.left_in, self._groups())):
             setattr(place, name, None)
         fsdp.reset(self.model, self._modules())
@@ -337,12 +340,12 @@ class FullySharded(Holder):
         self.reshard()
 
     def reshard(self) -> None:
-        """Give every parameter the form in which the optimizer has it, unless weights stay whole
-        for a step."""
+        """Free gathered weights, unless they stay gathered for a step."""
         if self.gathered:
             return
         for group in self._groups():
-            # Gathered ahead and not used: the next forward would take it, after weights changed.
+            # Gathered ahead and not used. The next forward would use it, although weights may have
+            # changed.
             if group._all_gather_result is not None:
                 group.wait_for_unshard()
         for module in self._modules():
@@ -354,10 +357,9 @@ class FullySharded(Holder):
     def _prefetch_blocks(self, blocks: Sequence[nn.Module], changes: Changes) -> None:
         """Gather each block's weights while its neighbour runs, until the changes are undone.
 
-        By itself fully_shard remembers the order of the last forward for backwards, and forgets it
-        where backwards of other microbatches lie between. A module that users have given modules
-        to prefetch keeps these. Every forward runs all blocks; the head, which some leave out, is
-        not prefetched.
+        Without this, fully_shard prefetches in backwards by the order of the last forward, and
+        loses it after backwards of other microbatches. Prefetching that users have set on a module
+        stays. The head is not prefetched, because some forwards do not run it.
         """
         sharded = [block for block in blocks if isinstance(block, FSDPModule)]
         states = [vars(cast(Any, block)._get_fsdp_state()) for block in sharded]
@@ -375,7 +377,7 @@ def _elements(parameter: Any) -> int:
 
 
 def _reduces_by(group: Any) -> str | None:
-    """The user's code that gathers or reduces for a group; None where torch's does."""
+    """Describe the user's code that gathers or reduces for a group; None if it is torch's."""
     if group._all_reduce_hook is not None:
         return "set_all_reduce_hook has given it a function for gradients"
     for name in ("_all_gather_comm", "_reduce_scatter_comm"):

@@ -1,6 +1,6 @@
-"""Models that torch's DistributedDataParallel holds, and gradients that it is to reduce.
+"""Models that torch's DistributedDataParallel holds, and the reduction of their gradients.
 
-The wrapper is used as it is. What a step tells it is when to reduce gradients, which is once.
+The wrapper is not changed. A step reduces gradients once, with this module's own code.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,21 +21,21 @@ MOST_BUCKET_BYTES = 32 << 20
 
 
 def check_held(model: nn.Module, wrapper: str, holds: Callable[[str, nn.Parameter], bool]) -> None:
-    """Every parameter that trains is one that the wrapper reduces gradients of."""
+    """Check that the wrapper reduces the gradient of every trainable parameter."""
     for name, parameter in every_parameter(model):
         if parameter.requires_grad and not holds(name, parameter):
             raise UnsupportedError(
-                f"parameter {name} trains, and {wrapper} leaves its gradient unreduced: it is to "
-                f"ignore the parameter, or the parameter was made after {wrapper} was called. "
-                "Freeze it (requires_grad_(False)), or let the wrapper have it."
+                f"parameter {name} trains, and {wrapper} does not reduce its gradient: it ignores "
+                f"the parameter, or the parameter was added after {wrapper} was called. Freeze it "
+                "(requires_grad_(False)), or include it in the wrapper."
             )
 
 
 class Replicated(Holder):
-    """torch's DistributedDataParallel. Its own reducer is passed by: it expects one forward and one
-    backward a step. Gradients are reduced once, after the last backward."""
+    """torch's DistributedDataParallel. Its reducer is not used, because it expects one forward and
+    one backward a step. Gradients are reduced once, after the last backward."""
 
-    # It has no mesh: given one that is a part of another it sets hooks, which are refused.
+    # It has no mesh here: with a mesh that is a part of another, it sets hooks that are refused.
     listens = True
 
     def __init__(self, model: DistributedDataParallel) -> None:

@@ -1,9 +1,9 @@
-"""Stages of a pipeline: which blocks a rank holds, and what it receives from and sends to others.
+"""Stages of a pipeline: the ranks of a pipeline, and their sends and receives.
 
-Hidden states go to the next stage and their gradients to the one before, each direction in a group
-of its own. Messages have no tags (NCCL has none): each side knows the other's order. Forwards have
-one order at all stages. Gradients are received in the order in which the next stage sends them,
-which the plan has (`Plan.pipeline`).
+Hidden states are sent to the next stage, and their gradients to the previous one, each direction in
+a separate group. Messages have no tags (NCCL has none), so each side must know the other's order.
+All stages run forwards in the same order. Gradients are received in the order in which the next
+stage sends them (`Plan.pipeline`).
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -28,17 +28,17 @@ from forkpoint.plan.stages import Stage
 
 T = TypeVar("T")
 DIMENSION = "pp"
-"""The dimension of a device mesh whose ranks are stages, as transformers and torchtitan name it."""
+"""Name of the mesh dimension whose ranks are stages, as in transformers and torchtitan."""
 
 
 class StageRanks(Holder):
-    """The ranks of one pipeline. Each has the gradients of its own blocks; only parameters that
-    two stages have are summed."""
+    """The holder of the ranks of one pipeline. Each rank has the gradients of its own blocks. Only
+    gradients of parameters that two stages have are summed."""
 
     lockstep = True
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        """`mesh`: of one dimension."""
+        """`mesh`: a mesh with one dimension."""
         self.meshes: Sequence[DeviceMesh] = (mesh,)
         self.down: dist.ProcessGroup = mesh.get_group()
         self.global_ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(self.down))
@@ -52,12 +52,12 @@ class StageRanks(Holder):
 
     @cached_property
     def up(self) -> dist.ProcessGroup | None:
-        """For messages to stages before."""
+        """Group for messages to previous stages."""
         return process_group(self.global_ranks)
 
     @cached_property
     def ends(self) -> dist.ProcessGroup | None:
-        """The first and the last stage; None on others."""
+        """Group of the first and the last stage; None on other stages."""
         return process_group(self._ends)
 
     def exchange(self, value: T) -> list[T]:
@@ -78,7 +78,8 @@ class StageRanks(Holder):
                 gradient = found[at]
                 total = torch.zeros_like(parameter) if gradient is None else gradient
                 if isinstance(total, DTensor) and isinstance(parameter, DTensor):
-                    # That of embeddings is whole, or a part of a sum, on each tensor rank.
+                    # On tensor-parallel ranks, the gradient of embeddings is replicated or a
+                    # partial sum.
                     total = total.redistribute(placements=parameter.placements)
                 dist.all_reduce(local(total), group=self.ends)
                 found[at] = total
@@ -86,7 +87,7 @@ class StageRanks(Holder):
 
 
 class StageLinks(Links):
-    """Receives and sends of one stage."""
+    """Sends and receives of one stage."""
 
     def __init__(
         self,
@@ -97,9 +98,9 @@ class StageLinks(Links):
         parts: int = 1,
         idle: Collection[nn.Module] = (),
     ) -> None:
-        """`hidden`: width, dtype and device of hidden states. `model`: its parameters here.
-        `parts`: over how many ranks of a stage they are split (sequence parallelism). `idle`:
-        modules that no batch without media runs."""
+        """`hidden`: width, dtype and device of hidden states. `model`: this rank's part of the
+        model. `parts`: number of ranks that split hidden states (sequence parallelism). `idle`:
+        modules that run only for batches with media."""
         self.ranks = ranks
         self.stages = stages
         self.index: int = ranks.index
@@ -110,16 +111,16 @@ class StageLinks(Links):
         self._parts = parts
         self._idle = idle
         self._inputs: dict[int, Tensor] = {}
-        """By slot: hidden states that were received, until its backward."""
+        """Received hidden states by slot, until the backward of the slot."""
         self._tops: dict[int, Tensor] = {}
-        """By slot: hidden states that were sent, until its backward."""
+        """Sent hidden states by slot, until the backward of the slot."""
         self._sends: list[tuple[Any, Tensor]] = []
         self._pending: dict[int, tuple[Any, Tensor]] = {}
-        """By slot: gradients that are on their way."""
+        """Gradients that are being received, by slot."""
         self._expected: list[int] = []
-        """Slots whose gradients the next stage sends, the last first."""
+        """Slots in the reverse of the order in which the next stage sends their gradients."""
         self._trains_before = False
-        """Whether any parameter of a stage before is trained."""
+        """Whether any parameter of a previous stage is trained."""
 
     def begin_pass(self, plan: Plan, instructions: Sequence[Instruction]) -> None:
         for kept in (self._inputs, self._tops, self._sends, self._pending):
@@ -218,6 +219,6 @@ class StageLinks(Links):
 
 
 def has_stages(mesh: DeviceMesh | None) -> TypeGuard[DeviceMesh]:
-    """Whether a mesh cuts models into several stages."""
+    """Whether a mesh has several stages."""
     names = mesh.mesh_dim_names if isinstance(mesh, DeviceMesh) else None
     return mesh is not None and DIMENSION in (names or ()) and mesh[DIMENSION].size() > 1

@@ -1,12 +1,13 @@
-"""Calls of transformers' layers in a step: the attention function, and the arguments they pass on.
+"""Calls of transformers' layers in a step: the attention function, and arguments that layers pass
+on.
 
-Attention of a step is an implementation that transformers knows by name; its masks are not made.
-The microbatch travels in a keyword argument, which every layer passes on.
+Attention of a step is registered with transformers by name, without masks. Layers pass on the
+microbatch in a keyword argument.
 
-Layers of Llama 4 with rotary positions see their own chunk of a rollout alone. Layers without
-multiply queries by a temperature that grows with the place. The model's code takes the place within
-the call for it, and the microbatches of a step hold several paths, so that steps multiply by
-themselves.
+In Llama 4, layers with rotary positions attend within chunks of a rollout. Layers without them
+multiply queries by a temperature that grows with the position. The model's code uses the index in
+the call as position. That is wrong in microbatches, which hold several paths, so the multiplication
+is done here.
 """
 
 from typing import Any
@@ -28,8 +29,8 @@ _TEMPERED = "_forkpoint_tempered"
 
 
 def place_queries(decoder: nn.Module, changes: Changes) -> None:
-    """Compute chunks and temperatures of Llama 4's layers from places on paths, until the changes
-    are undone. Other families' layers are not changed."""
+    """Compute chunks and temperatures of Llama 4's layers from positions on paths, until the
+    changes are undone. Layers of other families are not changed."""
     for _, module in every_module(decoder):
         kind, layer = plain_class(module), vars(module)
         if (kind.__module__, kind.__name__) != LLAMA4_ATTENTION:
@@ -43,7 +44,7 @@ def place_queries(decoder: nn.Module, changes: Changes) -> None:
 
 
 def tempered(module: Any, q_BLHD: Tensor, context: CallContext) -> Tensor:
-    """Queries times the temperatures of their places, as `Llama4TextAttention` computes them."""
+    """Queries times the temperatures of their positions, as in `Llama4TextAttention`."""
     if not getattr(module, _TEMPERED, False):
         return q_BLHD
     place_BL = context.inputs.position_ids
@@ -53,21 +54,21 @@ def tempered(module: Any, q_BLHD: Tensor, context: CallContext) -> Tensor:
 
 
 ATTENTION_NAME = "forkpoint"
-"""The attention implementation that runs in steps, as transformers knows it."""
+"""Name of the attention implementation of steps in transformers."""
 UNMASKED = "forkpoint without masks"
-"""The attention implementation that masks are made for in a step's forwards: there are none."""
+"""Name of an attention implementation for which transformers makes no masks."""
 CONTEXT_ARGUMENT = "forkpoint_context"
-# Arguments that layers pass besides those that are read, and that change nothing in what is
-# computed. Any other with a value is refused, for it may be a mask or a bias.
+# Other arguments that layers pass and that do not change values. Any further argument with a value
+# is refused, because it may be a mask or a bias.
 HARMLESS_ARGUMENTS = frozenset(
     {"position_ids", "use_cache", "output_attentions", "output_hidden_states"}
 )
 
 
 def taken_context(module: nn.Module, what: str, kwargs: dict[str, Any]) -> CallContext:
-    """The microbatch that a layer is called for, out of its other call arguments.
+    """Take the microbatch from a layer's call arguments.
 
-    Raises UnsupportedError where there is none, and for arguments that are not known.
+    Raises UnsupportedError if there is none, and for unknown arguments.
     """
     context = kwargs.pop(CONTEXT_ARGUMENT, None)
     if context is None:
@@ -75,8 +76,8 @@ def taken_context(module: nn.Module, what: str, kwargs: dict[str, Any]) -> CallC
     strange = sorted(k for k, v in kwargs.items() if v is not None and k not in HARMLESS_ARGUMENTS)
     if strange:
         raise UnsupportedError(
-            f"{type(module).__name__} passes {', '.join(strange)} to {what}, and what that changes "
-            "is not known, so that forkpoint cannot be exact. Leave it out."
+            f"{type(module).__name__} passes {', '.join(strange)} to {what}, whose effect is not "
+            "known, so forkpoint cannot be exact. Leave it out."
         )
     return context
 
@@ -123,17 +124,17 @@ def forkpoint_attention(
 
 
 def configurations(model: nn.Module) -> list[PreTrainedConfig]:
-    """The configurations of its modules, each once."""
-    # Not by getattr, which takes ten times as long at modules that have none.
+    """The configurations of a model's modules, each once."""
+    # Not getattr, which takes ten times as long for modules without configuration.
     found = [vars(module).get("config") for _, module in every_module(model)]
     return list({id(c): c for c in found if isinstance(c, PreTrainedConfig)}.values())
 
 
 class ForwardConfig:
-    """A decoder's configuration while a step runs, which says that no masks are made.
+    """A decoder's configuration during a step, with which transformers makes no masks.
 
-    To threads that do not run the step it refuses to say so: one that has entered the decoder
-    before the step would go on without its mask.
+    It refuses threads that do not run the step. A thread that entered the decoder before the step
+    would otherwise continue without its mask.
     """
 
     def __init__(self, config: Any) -> None:
@@ -151,7 +152,7 @@ class ForwardConfig:
 
 
 def set_attention(decoder: nn.Module, changes: Changes) -> None:
-    """Let attention of a decoder run microbatches, until the changes are undone."""
+    """Set a decoder to the attention of microbatches, until the changes are undone."""
     own = vars(decoder)
     configs = configurations(decoder)
     changes.set(own, "config", ForwardConfig(own["config"]))
@@ -162,13 +163,13 @@ def set_attention(decoder: nn.Module, changes: Changes) -> None:
 
 
 def set_stock_attention(model: nn.Module, changes: Changes) -> None:
-    """Let stock forwards run, until the changes are undone, of a model that users have set to the
-    attention of steps."""
+    """Let stock forwards run even if the user has set the model to forkpoint's attention, until the
+    changes are undone."""
     for config in configurations(model):
         if config._attn_implementation == ATTENTION_NAME:
             changes.set(vars(config), "_attn_implementation_internal", "eager")
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, forkpoint_attention)
-# Masks of other callers, whose configuration says that attention is forkpoint's.
+# Masks for other callers, whose configuration names forkpoint's attention.
 ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, refuse_call)

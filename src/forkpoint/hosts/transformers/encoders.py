@@ -1,4 +1,5 @@
-"""Encoders of images and video of multimodal models, and the positions of tokens beside them."""
+"""Encoders of images and video of multimodal models, and positions of tokens in rollouts with
+media."""
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -30,7 +31,7 @@ from forkpoint.tree.forest import IntArray
 
 
 class TransformersEncoder(Encoder):
-    """The encoders of a model of transformers; of a model of text there are none."""
+    """The encoders of a model of transformers. A language model has none."""
 
     def __init__(self, core: Any) -> None:
         self.core: Any = core
@@ -43,8 +44,8 @@ class TransformersEncoder(Encoder):
     def check(self) -> None:
         """Refuse modules that have not been shown exact.
 
-        The encoder's code is not changed. One call may have several media, or one of them alone,
-        so no module may mix the media of a call.
+        The encoder's code is not changed. Calls may have one medium or several, so no module may
+        mix the media of a call.
         """
         encoder, allowed = self.modules, ("transformers.models.", *TOKENWISE_CODE)
         for name, module in every_module(self.core):
@@ -65,7 +66,7 @@ class TransformersEncoder(Encoder):
                 if family.kinds:
                     why = f"text and media of kind {' and '.join(map(repr, family.kinds))}"
                 elif family.bidirectional:
-                    why = "text alone: tokens of an image see each other both ways"
+                    why = "text alone: tokens of an image attend to each other in both directions"
                 raise UnsupportedError(
                     f"the rollouts have media of kind {medium.kind!r}, and {name} has been shown "
                     f"exact for {why}. Leave these rollouts out, or train them by ordinary steps."
@@ -108,10 +109,11 @@ class TransformersEncoder(Encoder):
             _check_neighbours(batch, batch.media_of)
 
     def encode(self, media: Sequence[Media]) -> tuple[tuple[Tensor, ...], ...]:
-        """Features [R, C] of each of several media of one kind, of R tokens, by one call of the
-        model's own get_image_features.
+        """Encode media of one kind by one call of the model's own get_image_features. Returns
+        features [R, C] for each medium of R tokens.
 
-        The first take the place of embeddings; the others, if any, are added after first blocks.
+        The first features of a medium replace embeddings. Others, if any, are added after the first
+        blocks.
         """
         kind, device = media[0].kind, next(self.core.parameters()).device
         encoder = self._features(kind)
@@ -125,7 +127,7 @@ class TransformersEncoder(Encoder):
             given |= {f"{kind}_{name}": x for name, x in lengths.items()}
         with _naming(media):
             found = encoder(**given, return_dict=True)
-        # Newer versions of transformers give a tensor for each row of a grid.
+        # Newer versions of transformers return a tensor for each row of a grid.
         every = (found.pooler_output, *(getattr(found, "deepstack_features", None) or ()))
         counts = [len(_flat(every[0]))]
         if len(media) > 1:
@@ -138,7 +140,7 @@ class TransformersEncoder(Encoder):
                     f"{plain_class(self.core).__name__} gives {count} features for it. Give the "
                     f"inputs of one {kind}, as the model's processor makes them."
                 )
-        # Copies: of views fully_shard warns.
+        # Copies, because fully_shard warns of views.
         pieces = ([x.clone() for x in _flat(each).split(counts)] for each in every)
         return tuple(zip(*pieces, strict=True))
 
@@ -159,10 +161,11 @@ class TransformersEncoder(Encoder):
         return found
 
     def positions(self, batch: RolloutBatch) -> IntArray | None:
-        """int64 [4, T]: a token's place, and its positions in time, height and width by the model's
-        own get_rope_index; None where the model has places alone.
+        """Positions of tokens, int64 [4, T]: in the rollout, and in time, height and width by the
+        model's own get_rope_index. None if the model has only the first.
 
-        It is called once for each distinct beginning up to the last medium: what follows is text.
+        get_rope_index is called once for each distinct prefix up to the last medium, because text
+        follows.
         """
         if not self.family.axes:
             return None
@@ -185,7 +188,7 @@ class TransformersEncoder(Encoder):
         return axes_4T
 
     def shape(self) -> EncoderShape | None:
-        """Sizes of an encoder, read from its modules; None of a family whose media are refused."""
+        """Sizes of an encoder, read from its modules; None if the family's media are refused."""
         if not self.family.kinds:
             return None
         core, encoder = self.core, self.modules
@@ -214,18 +217,20 @@ class TransformersEncoder(Encoder):
             activation_elements=kept,
             dtype_bytes=next(core.parameters()).element_size(),
             trained=any(p.requires_grad for m in modules for p in m.parameters(recurse=False)),
-            # Their inputs are patches in a row, and attention takes each image apart.
+            # Inputs are the patches of all images in one sequence, and attention is computed within
+            # each image.
             together=self.family.axes,
         )
 
     def sample(self, media: Sequence[Media]) -> Media:
-        """The smallest of these; of an image in patches, which have a grid, its first few."""
+        """The smallest of these media; for an image with a grid of patches, its first few
+        patches."""
         medium = min(media, key=lambda medium: medium.tokens)
         if not self.family.axes:
             return medium
         size = int(self.core.config.vision_config.spatial_merge_size)
         height = width = 2 * size
-        if medium.tokens <= 4:  # a frame of it
+        if medium.tokens <= 4:  # one frame
             height, width = medium.array(f"{medium.kind}_grid_thw")[0, 1:].tolist()
         patches = height * width
         inputs: dict[str, Any] = {}
@@ -235,8 +240,8 @@ class TransformersEncoder(Encoder):
         return Media(medium.kind, inputs, patches // size**2)
 
     def stock_arguments(self, shown: ShownMedia, *, encodes: bool) -> dict[str, Tensor]:
-        """The arguments of a forward of the model for the media of its rows; those of positions
-        alone unless it `encodes`, as the first stage of a pipeline does."""
+        """Arguments of a forward of the model for the media of its rows. Without `encodes`, as on
+        later stages of a pipeline, only those for positions."""
         names, device = _arguments(type(self.core).forward), next(self.core.parameters()).device
         of_positions = self._of_positions()
         found: dict[str, list[Tensor]] = {}
@@ -285,9 +290,9 @@ def _flat(features: Tensor | Sequence[Tensor]) -> Tensor:
 
 
 def _lengths_on_host(core: Any, grid_N3: Tensor, device: torch.device) -> dict[str, Tensor]:
-    """Lengths of sequences in attention of an encoder of patches, in the host's memory.
+    """Lengths of sequences in the attention of an encoder of patches, on the CPU.
 
-    Attention makes a list of them in every block, for which it would wait for the device.
+    Attention converts them to a list in every block, which would wait for the device.
     FlashAttention reads them on the device.
     """
     visual = core.base_model.visual
@@ -322,7 +327,7 @@ def _rope_index(core: Any, batch: RolloutBatch, index: int) -> IntArray:
 def _inputs_of(
     media: Sequence[Media], names: frozenset[str] | None, device: torch.device
 ) -> dict[str, list[Tensor]]:
-    """Inputs of media by name, those of `names` alone if these are given."""
+    """Inputs of media by name; only those in `names` if given."""
     found: dict[str, list[Tensor]] = {}
     for medium in media:
         for name, value in medium.inputs.items():
@@ -332,7 +337,7 @@ def _inputs_of(
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:
-    """Tensors in one, with zeros around those of smaller images, as processors pad them."""
+    """Concatenate tensors. Smaller images are padded with zeros, as by processors."""
     shape = [max(sizes) for sizes in zip(*(x.shape for x in parts), strict=True)]
     padded = []
     for x in parts:
@@ -344,12 +349,13 @@ def _joined(parts: list[Tensor], dim: int) -> Tensor:
 
 
 _OF_TOKENS = frozenset({"self", "input_ids", "mm_token_type_ids", "attention_mask"})
-"""Arguments of get_rope_index that are not of media."""
+"""Arguments of get_rope_index that are no inputs of media."""
 
 
 @cache
 def _of_function(function: Callable[..., Any]) -> tuple[frozenset[str], frozenset[str]]:
-    """Names of its arguments, and of those without a default; neither has `self` and `kwargs`."""
+    """Names of a function's arguments, and of those without a default, without `self` and
+    `kwargs`."""
     every = inspect.signature(function).parameters.values()
     named = [p for p in every if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     needed = (p.name for p in named if p.default is p.empty and p.name != "self")
@@ -366,7 +372,8 @@ def _required(function: Any) -> frozenset[str]:
 
 def _tensor(value: Any, device: torch.device) -> Tensor:
     if not isinstance(value, Tensor):
-        # torch takes no other byte order and no negative strides, and warns of read-only arrays.
+        # torch accepts only native byte order and no negative strides, and warns of read-only
+        # arrays.
         value = host_values("A medium", "input", value)
         value = np.require(value, value.dtype.newbyteorder("="), ["C", "W"])
     return torch.as_tensor(value, device=device)
@@ -374,9 +381,9 @@ def _tensor(value: Any, device: torch.device) -> Tensor:
 
 @contextmanager
 def _naming(media: Sequence[Media]) -> Iterator[None]:
-    """Raise UnsupportedError, which names the media, for inputs that the model's code cannot run.
+    """Raise UnsupportedError that names the media, if the model's code fails with their inputs.
 
-    Errors of memory and communication have subclasses of RuntimeError. They are raised unchanged.
+    Errors of memory and communication, which are subclasses of RuntimeError, are raised unchanged.
     """
     try:
         yield
@@ -393,7 +400,8 @@ def _naming(media: Sequence[Media]) -> Iterator[None]:
 
 
 def _check_neighbours(batch: RolloutBatch, media_of: IntArray) -> None:
-    """Refuse two media of one kind without a token between them: models take them for one."""
+    """Refuse two media of one kind without a token between them, because models treat them as
+    one."""
     kinds = np.array([KINDS.index(m.kind) + 1 for m in batch.media] + [0])
     kind_T = kinds[media_of]
     same = (kind_T[1:] > 0) & (kind_T[1:] == kind_T[:-1])

@@ -120,13 +120,13 @@ class TransformersEntry(Entry):
     def decode(
         self, input_ids: Tensor, position_ids: Tensor, forkpoint_context: CallContext, **kwargs: Any
     ) -> Tensor:
-        kwargs.pop("return_dict", None)  # what peft's models of other tasks than language ask for
+        kwargs.pop("return_dict", None)  # argument of peft's models for other tasks
         assert not any(value is not None for value in kwargs.values()), kwargs
         return self.decoder(
             **self._encoder.decoder_inputs(input_ids, forkpoint_context),
             position_ids=position_ids,
             use_cache=False,
-            # Not as the configuration says: these would keep states and install hooks.
+            # Not by the configuration: it may ask for outputs that keep states and install hooks.
             output_attentions=False,
             output_hidden_states=False,
             return_dict=True,

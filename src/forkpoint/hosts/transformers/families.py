@@ -1,8 +1,8 @@
 """Model families of transformers whose modules have been shown exact.
 
-Each stands here because tests/numerics/test_families.py holds for it: loss, log-probs and every
-parameter's gradient within 1e-10 of dense in float64, for every way of sharing. Its code is used as
-it is; what is written down is what its causal model does after the head, which is ours to compute.
+tests/numerics/test_families.py tests each family: loss, log-probs and every parameter's gradient
+within 1e-10 of dense in float64, for all kinds of sharing. Their code is not changed. Entries
+describe only what the causal model computes after the head, because forkpoint computes this itself.
 """
 
 from dataclasses import dataclass
@@ -13,44 +13,44 @@ from forkpoint.rollouts.media import MediaKind
 
 @dataclass(frozen=True)
 class Family:
-    """How the causal language model of a family is told, and what it does to its logits."""
+    """Class name of a family's causal language model, and what it computes from its logits."""
 
     model_class: str
     package: str | None = None
-    """The package below transformers.models, where it is not the model_type."""
+    """The package below transformers.models, if it is not the model_type."""
     softcap: str | None = None
-    """The configuration's name for the bound of its logits, by tanh."""
+    """Key of the configuration with the softcap of the logits."""
     scale: str | None = None
-    """The name of a factor of its logits, which the model keeps as an attribute."""
+    """Attribute of the model with a factor of the logits."""
     divisor: str | None = None
-    """The configuration's name for what its logits are divided by."""
+    """Key of the configuration with the divisor of the logits."""
 
     media: tuple[tuple[str, int], ...] = ()
-    """Token ids that stand for images or video in models of the family that see them."""
+    """Placeholder token ids of images and video, for multimodal models of the family."""
     decoders: tuple[str, ...] | None = None
-    """Of a multimodal family: model types of its own language models. Empty where it has any of
+    """For a multimodal family, the model types of its own language models. Empty if it uses any of
     `FAMILIES`."""
     kinds: tuple[MediaKind, ...] = ()
-    """Media whose encoder has been shown exact."""
+    """Kinds of media whose encoder has been shown exact."""
     axes: bool = False
     """Whether tokens of media have positions in time, height and width (get_rope_index)."""
     joined: int = 0
     """The dimension along which inputs of the media of one row are joined."""
     bidirectional: bool = False
-    """Whether tokens of an image see each other both ways."""
+    """Whether tokens of an image attend to each other in both directions."""
     undivided: bool = False
-    """Whether parts of the model on ranks (tensor and context parallelism, stages of a pipeline)
-    have not been shown exact."""
+    """Whether tensor, context and pipeline parallelism have not been shown exact."""
 
     @property
     def critic_class(self) -> str:
-        """The family's token classifier; one of a single label is a critic. Not all have one."""
+        """Class name of the family's token classifier, which is a critic if it has one label. Some
+        families have none."""
         if self.decoders is not None:
             return ""
         return self.model_class.replace("ForCausalLM", "ForTokenClassification")
 
     def head_options(self, causal: Any) -> dict[str, float | None]:
-        """`logit_scale` and `softcap` of the head, read where the stock forward reads them."""
+        """`logit_scale` and `softcap` of the head, read from where the stock forward reads them."""
         config, scale = causal.config.get_text_config(), None
         if self.scale is not None:
             scale = float(getattr(causal, self.scale))
@@ -148,19 +148,19 @@ MULTIMODAL = {
     "glm4v_moe": _multimodal("Glm4vMoe", "glm4v_moe_text"),
     "glm46v": _multimodal("Glm46V", "glm4v_text", "glm4v_moe_text"),
 }
-"""Models with encoders of images; media of those that have `kinds` are run.
+"""Multimodal families. Only media in `kinds` are run.
 
-Evidence is in tests/integration/test_multimodal.py for text, and test_images.py for media.
+tests/integration/test_multimodal.py tests text, and test_images.py tests media.
 """
 
 
 def known_family(model_type: str) -> Family | None:
-    """The family of a configuration's model_type; None where it is not known."""
+    """The family of a configuration's model_type; None if it is not known."""
     return FAMILIES.get(model_type) or MULTIMODAL.get(model_type)
 
 
 def family_of(core: Any) -> Family:
-    """The family of a model that is supported."""
+    """The family of a supported model."""
     found = known_family(core.config.model_type)
     assert found is not None
     return found

@@ -28,16 +28,17 @@ def head_of(core: Any, family: Family, splits: Sequence[Any]) -> ModelHead:
 
 
 class ValueHead:
-    """A critic's: the model's own `score` of one label, which needs neither labels nor chunks.
+    """The head of a critic: the model's own `score` with one label. It needs no labels and no
+    chunks.
 
-    The place of an edge holds the token before the label, so that the value of a trained token is
-    that of the tokens before it: V(s) of the state in which the token is the action.
+    The value of a trained token is computed from the tokens before it: V(s) of the state s in which
+    the token is the action.
     """
 
     gives: Head = "values"
 
     def __init__(self, critic: Any) -> None:
-        """`critic`: a model with `dropout` and `score`, as transformers' token classifiers are."""
+        """`critic`: a model with `dropout` and `score`, such as transformers' token classifiers."""
         self.critic = critic
 
     def _linear(self) -> Any:
@@ -68,7 +69,7 @@ class ValueHead:
         return 1
 
     def enter(self, changes: Changes) -> None:
-        """Nothing changes: `score` is called as it is."""
+        """Does nothing, because `score` is called unchanged."""
 
     def forward(self, hidden_nC: Tensor, context: CallContext) -> dict[str, Tensor]:
         values_n1 = self.critic.score(self.critic.dropout(hidden_nC))

@@ -1,8 +1,8 @@
-"""Layers of transformers that carry a state along the path, run over the segments of a microbatch.
+"""Recurrent layers of transformers, run over the segments of a microbatch.
 
-While microbatches run, the forward of each such module is one of these, set on the instance. It
-uses the module's own projections, convolution weights, gates and norm; what it replaces is the call
-of the stock recurrence, which knows no segments.
+While microbatches run, one of these functions replaces the forward of each such module. It uses the
+module's own projections, convolution weights, gates and norm. It replaces only the stock
+recurrence, which has no segments.
 """
 
 from collections.abc import Callable
@@ -34,21 +34,20 @@ def gated_delta_net(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Gated DeltaNet of Qwen3-Next and Qwen3.5: hidden states of a microbatch in, its output
-    out."""
+    """Forward of Gated DeltaNet of Qwen3-Next and Qwen3.5 for the hidden states of a microbatch."""
     context = _microbatch_of(module, cache_params, attention_mask, kwargs)
     hidden_BLC = hidden_states
     mixed_TC, z_TGE, b_TG, a_TG = (x.flatten(0, 1) for x in _projected(module, hidden_BLC))
-    # Under autocast that of the products, not of the hidden states: kernels take 16 bits.
+    # Under autocast this is the dtype of the products, not of hidden states: kernels take 16 bits.
     kind = mixed_TC.dtype
     places = context.places
     if not places.whole:
         parts = _delta_parts(module)
         mixed_TC, b_TG, a_TG = _to_heads(context, parts, mixed_TC, b_TG, a_TG)
-    # Written out: what calls it would be a piece of compiled code of its own.
+    # Called here and not in a helper, because a caller of it would be compiled separately.
     mixed_TC, windows_FWC, index_F = _gathered(module, mixed_TC, context)
-    # Weights and sizes are read behind it. Read before, they would go into the next piece of
-    # compiled code as inputs whose sizes may change, and its kernels take up to five times as long.
+    # Weights and sizes are read after this call. Otherwise they would be inputs of dynamic size for
+    # the next compiled graph, whose kernels would take up to five times as long.
     weight_CW, bias_C = module.conv1d.weight.squeeze(1), module.conv1d.bias
     log_rate_G, gate_bias_G = module.A_log, module.dt_bias
     sizes = [module.key_dim, module.key_dim, module.value_dim]
@@ -57,7 +56,7 @@ def gated_delta_net(
         log_rate_G, gate_bias_G = places.own_heads(log_rate_G), places.own_heads(gate_bias_G)
     mixed_TC = short_convolution(mixed_TC, weight_CW, bias_C, windows_FWC, index_F)
     mixed_TC = F.silu(mixed_TC).to(kind)
-    # Kernels want each by itself; compiled code writes them so at once.
+    # Kernels need separate tensors, and compiled code writes them directly.
     q, k, v = (x.contiguous() for x in mixed_TC.split(sizes, -1))
     dtype = accumulate_dtype(v.dtype)
     o_TGE = _delta_rule(
@@ -77,7 +76,7 @@ def gated_delta_net(
 
 
 def _projected(module: Any, hidden_BLC: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Inputs of the convolution, the output's gate, and what beta and the decay are made of."""
+    """Inputs of the convolution, of the output's gate, of beta, and of the decay."""
     batch, length, _ = hidden_BLC.shape
     if plain_class(module).__name__ == "Qwen3NextGatedDeltaNet":
         q, k, v, z, b, a = module.fix_query_key_value_ordering(
@@ -100,7 +99,7 @@ def mamba2(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Mamba-2 of Granite 4 hybrids: hidden states of a microbatch in, its output out."""
+    """Forward of Mamba-2 of Granite 4 hybrids for the hidden states of a microbatch."""
     context = _microbatch_of(module, cache_params, attention_mask, kwargs)
     hidden_BLC = hidden_states
     projected_TC = module.in_proj(hidden_BLC).flatten(0, 1)
@@ -110,7 +109,7 @@ def mamba2(
     if not places.whole:
         mixed_TC, dt_TG = _to_heads(context, _mamba_parts(module), mixed_TC, dt_TG)
     mixed_TC, windows_FWC, index_F = _gathered(module, mixed_TC, context)
-    # Read behind it, as above.
+    # Read after this call, as above.
     weight_CW, bias_C = module.conv1d.weight.squeeze(1), module.conv1d.bias
     log_rate_G, gate_bias_G, skip_G = module.A_log, module.dt_bias, module.D
     heads, state_dim = module.num_heads, module.ssm_state_size
@@ -144,7 +143,7 @@ def mamba2(
 # ------------------------------------------------------------
 
 Parts = tuple[tuple[int, int], ...]
-"""Of the convolution's channels: heads, and channels of each."""
+"""Number of heads, and channels of a head, for each part of the convolution's channels."""
 
 
 def _delta_parts(module: Any) -> Parts:
@@ -161,7 +160,7 @@ def _mamba_parts(module: Any) -> Parts:
 def _to_heads(
     context: CallContext, parts: Parts, mixed_TC: Tensor, *gates_TG: Tensor
 ) -> list[Tensor]:
-    """Inputs of the convolution and of gates at all places, of the heads that run here."""
+    """Inputs of the convolution and of gates at all places, for the heads of this rank."""
     pieces = mixed_TC.split([heads * dim for heads, dim in parts], -1)
     by_head = [x.unflatten(-1, part) for x, part in zip(pieces, parts, strict=True)]
     by_head += [gate[..., None] for gate in gates_TG]
@@ -173,7 +172,8 @@ def _to_heads(
 def _own_convolution(
     places: Places, parts: Parts, weight_CW: Tensor, bias_C: Tensor | None
 ) -> tuple[Tensor, Tensor | None, list[int]]:
-    """Weight and bias of the channels of the heads that run here, and how many each part has."""
+    """Weight and bias for the channels of this rank's heads, and the number of channels of each
+    part."""
 
     def own(x_C: Tensor) -> Tensor:
         pieces = x_C.split([heads * dim for heads, dim in parts])
@@ -184,18 +184,17 @@ def _own_convolution(
     return own(weight_CW), None if bias_C is None else own(bias_C), sizes
 
 
-# What depends on the microbatch, and on which layer it is, is left out of compiled blocks. So
-# neither the microbatch's tables nor a layer's number are things that compiled code is made for.
-# No comprehension in a forward reads the forward's variables: torch 2.11 would go on, after what is
-# left out, in a closure that looks up globals in the module of the block.
+# Code that depends on the microbatch or the layer is not compiled, so that compiled code has no
+# guards on a microbatch's tables or a layer's index. In the forwards above, no comprehension may
+# read local variables: after a graph break, torch 2.11 would continue in a closure that looks up
+# globals in the block's Python module.
 
 
 @torch.compiler.disable()
 def _gathered(module: Any, mixed_TC: Tensor, context: CallContext) -> tuple[Tensor, Tensor, Tensor]:
-    """The convolution's inputs, the windows of first tokens, and where these are.
+    """The convolution's inputs, the windows of first tokens, and their places.
 
-    The last inputs that other microbatches start from are captured: no compiled code sees them, and
-        whether a microbatch has any is nothing to compile for.
+    Also captures the last inputs that other microbatches start from.
     """
     key = (module, "conv")
     states = context.state.states(module.conv_kernel_size, mixed_TC.device)
@@ -245,13 +244,12 @@ def _selective_scan(
 
 
 def _kept(module: Any, context: CallContext, o_TGE: Tensor, ends: Tensor | None) -> Tensor:
-    """The recurrence's output, once the states that other microbatches start from have been
-    captured."""
+    """Capture the states that other microbatches start from. Returns the recurrence's output."""
     states = context.state.states(module.conv_kernel_size, o_TGE.device)
     o_TGE = states.keep(o_TGE, {(module, "state"): ends})
     if module in context.ends_in:
         raise EarlyExit((o_TGE,))
-    # A view in any case: what is compiled for one is not what is compiled for other tensors.
+    # Always a view, because compiled code distinguishes views from other tensors.
     return o_TGE.view_as(o_TGE)
 
 
@@ -261,11 +259,11 @@ RECURRENT_FORWARDS: dict[str, Callable[..., Tensor]] = {
     "Qwen3_5MoeGatedDeltaNet": gated_delta_net,
     "GraniteMoeHybridMambaLayer": mamba2,
 }
-"""By class, what stands in for its forward while microbatches run."""
+"""Replacements of forwards while microbatches run, by class name."""
 
 
 def recurrent_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of a model, by name, that carry a state along the path."""
+    """The recurrent modules of a model, by name."""
     return {n: m for n, m in every_module(model) if plain_class(m).__name__ in RECURRENT_FORWARDS}
 
 
@@ -283,7 +281,8 @@ def _microbatch_of(
 
 
 def run_recurrences(model: nn.Module, changes: Changes) -> None:
-    """Let these modules run microbatches, until the changes are undone."""
+    """Replace forwards of recurrent modules by those of microbatches, until the changes are
+    undone."""
     for module in recurrent_modules(model).values():
         # A method: see `checkpoint_blocks`.
         forward = MethodType(RECURRENT_FORWARDS[plain_class(module).__name__], module)

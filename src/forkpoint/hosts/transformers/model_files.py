@@ -1,6 +1,6 @@
-"""Configurations of models, as folders, as files and by name.
+"""Reads configurations of models from folders, from files and by name.
 
-Imports no torch, but where a multimodal configuration is read.
+Imports torch only for multimodal configurations.
 """
 
 import difflib
@@ -21,7 +21,7 @@ from forkpoint.rollouts.batch import short
 
 
 def read_config(model: Path, *, multimodal: bool = False) -> tuple[Path, dict[str, Any]]:
-    """The file of a model's configuration, and what it says.
+    """Find and read a model's configuration. Returns its path and contents.
 
     Raises:
         ConfigError: there is no configuration.
@@ -69,9 +69,11 @@ def _near(model: Path) -> str:
 
 
 def from_hub(model: Path) -> Path:
-    """The config.json of a name on the Hub, OWNER/NAME; anything else as it is.
+    """Download the config.json of a name on the Hub (OWNER/NAME). Other paths are returned
+    unchanged.
 
-    Names that `known_name` knows and what exists here are not looked up. Only that file is fetched.
+    Existing paths and names that `known_name` knows are not looked up. Only that file is
+    downloaded.
 
     Raises:
         ConfigError: the Hub does not give it.
@@ -83,7 +85,7 @@ def from_hub(model: Path) -> Path:
         from huggingface_hub import hf_hub_download
 
         return Path(hf_hub_download(name, "config.json"))
-    except Exception as error:  # of many kinds: offline, no such name, no access
+    except Exception as error:  # of many classes: offline, no such name, no access
         reason = f"{type(error).__name__}: {short(str(error))}"
         raise ConfigError(
             f"the model {model} does not exist here{_near(model)}, and the Hub gives no "
@@ -92,7 +94,8 @@ def from_hub(model: Path) -> Path:
 
 
 def load_tokenizer(name: str) -> Any:
-    """A tokenizer of transformers from its folder or its name on the Hub; no code of it is run.
+    """Load a tokenizer of transformers from a folder or by its name on the Hub. Remote code is not
+    run.
 
     Raises:
         ConfigError: it cannot be read.
@@ -109,20 +112,20 @@ def load_tokenizer(name: str) -> Any:
 
 
 def shape_of_model(model: Path, **sizes: Any) -> ModelShape:
-    """The sizes that FLOPs and bytes are counted from.
+    """Sizes of a model from which FLOPs and bytes are counted.
 
     Args:
         model: a folder, a config.json, or else a name that `known_name` knows.
-        sizes: fields of the shape that no configuration has.
+        sizes: fields of the shape that configurations do not have.
 
-    Raises as `read_config`, and ConfigError where the configuration does not say the sizes.
+    Raises as `read_config`, and ConfigError if sizes are missing in the configuration.
     """
     if (known := _known(model)) is not None:
         return ModelShape.from_config(known, **sizes)
     path, config = read_config(model, multimodal=True)
     if config["model_type"] in MULTIMODAL:
         config = _language_model(path, config)
-    # What a left out key means is known to the model's code alone, which would need torch.
+    # Defaults of missing keys are in the model's code, which would need torch.
     needed = ["num_key_value_heads", "head_dim"] if config["model_type"] != "llama" else []
     needed += ["layer_types"] if config.get("use_sliding_window") else []
     missing = [key for key in needed if config.get(key) is None]
@@ -138,9 +141,9 @@ def shape_of_model(model: Path, **sizes: Any) -> ModelShape:
 
 
 def parameters_of_model(model: Path, shape: ModelShape) -> tuple[int, int]:
-    """Parameters of a model whose shape `shape_of_model` has read: all, and of its embeddings.
+    """Number of all parameters, and of the embeddings' parameters, of a model with this shape.
 
-    Encoders of a multimodal model are counted among all.
+    Encoders of multimodal models are included.
     """
     config, encoder = _known(model), 0
     if config is None:
@@ -154,13 +157,13 @@ def parameters_of_model(model: Path, shape: ModelShape) -> tuple[int, int]:
 def encoder_of_model(
     model: Path, *, dtype_bytes: int, checkpointed: bool = False
 ) -> EncoderShape | None:
-    """Sizes of the encoder of images or video of a model; None where its media are refused.
+    """Sizes of a model's encoder of images or video; None if its media are refused.
 
     Args:
         model: a folder, a config.json, or else a name that `known_name` knows.
-        checkpointed: whether its blocks keep only their inputs for their backward.
+        checkpointed: whether its blocks are recomputed in the backward.
 
-    Raises as `read_config`, and ConfigError where transformers makes no model of it.
+    Raises as `read_config`, and ConfigError if transformers cannot make the model.
     """
     if _known(model) is not None:
         return None
@@ -172,9 +175,9 @@ def encoder_of_model(
 
 
 def _language_model(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of the language model of a multimodal one, with its defaults.
+    """The configuration of a multimodal model's language model, with defaults.
 
-    Raises UnsupportedError for one that has not been shown exact.
+    Raises UnsupportedError if it has not been shown exact.
     """
     text = read_by_transformers(path, config).get_text_config()
     kinds = MULTIMODAL[config["model_type"]].decoders or tuple(FAMILIES)
@@ -188,7 +191,7 @@ def _language_model(path: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_by_transformers(path: Path, config: dict[str, Any]) -> Any:
-    """The configuration of transformers. Raises ConfigError for one that it cannot read."""
+    """Read a configuration with transformers. Raises ConfigError if that fails."""
     from transformers import AutoConfig
 
     with _explained(f"transformers cannot read {path}"):
@@ -197,8 +200,8 @@ def read_by_transformers(path: Path, config: dict[str, Any]) -> Any:
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Raise ConfigError for the errors of many kinds that transformers raises for a wrong
-    configuration. `what`: the beginning of its message."""
+    """Convert any error that transformers raises for a wrong configuration to ConfigError. `what`:
+    the beginning of its message."""
     try:
         yield
     except ForkpointError:
@@ -210,7 +213,7 @@ def _explained(what: str) -> Iterator[None]:
 def _encoder(
     path: Path, config: dict[str, Any], *, checkpointed: bool
 ) -> tuple[EncoderShape | None, int]:
-    """Sizes of the encoder of a multimodal configuration, and its parameters."""
+    """Sizes of the encoder of a multimodal configuration, and its number of parameters."""
     from forkpoint.hosts.transformers.shapes import encoder_sizes
 
     with _explained(f"transformers makes no model of {path}"):
@@ -220,10 +223,10 @@ def _encoder(
 def dtype_of_model(model: Path) -> str | None:
     """The dtype that a model's configuration names, such as "bfloat16"; None if it names none.
 
-    Raises as `read_config`, and ConfigError where the dtype is not text.
+    Raises as `read_config`, and ConfigError if the dtype is no string.
     """
     if _known(model) is not None:
-        return "bfloat16"  # as all of their configurations say
+        return "bfloat16"  # as in all of their configurations
     path, config = read_config(model, multimodal=True)
     text = config.get("text_config")
     parts = (config, text) if isinstance(text, dict) else (config,)
@@ -238,6 +241,6 @@ def dtype_of_model(model: Path) -> str | None:
 
 
 def _known(model: Path) -> dict[str, Any] | None:
-    """The configuration that plan knows by a name, where no file has the name."""
+    """The built-in configuration of a name, if no file has this name."""
     name = None if model.exists() else known_name(str(model))
     return None if name is None else MODELS[name]

@@ -1,4 +1,4 @@
-"""The language model of a multimodal model, which runs text; its encoders are not run."""
+"""Finds the language model of a multimodal model, which runs text without the encoders."""
 
 from typing import Any, cast
 
@@ -20,12 +20,12 @@ def within_peft(model: nn.Module) -> Any:
 def decoder_of(core: PreTrainedModel) -> Any:
     """The decoder below the head of a language model, a critic or a multimodal model."""
     found = core.get_decoder() if core.config.model_type in MULTIMODAL else core.base_model
-    # Llama 4's language model does not say where its decoder is, and gives itself.
+    # get_decoder of Llama 4's language model returns the language model itself.
     return found.model if plain_class(found).__name__ == "Llama4ForCausalLM" else found
 
 
 def idle_modules(core: PreTrainedModel) -> frozenset[nn.Module]:
-    """Modules that text does not run: encoders of a multimodal model, and what projects their
+    """Modules that text does not run: encoders of a multimodal model, and projections of their
     features."""
     if core.config.model_type not in MULTIMODAL:
         return frozenset()
@@ -36,13 +36,13 @@ def idle_modules(core: PreTrainedModel) -> frozenset[nn.Module]:
 
 
 def deep_layers(core: PreTrainedModel) -> int:
-    """After how many of the first layers features of images are added (deepstack)."""
+    """Number of first layers after which features of images are added (deepstack)."""
     vision = getattr(core.config, "vision_config", None)
     return len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
 
 def packages_of(core: PreTrainedModel) -> tuple[str, ...]:
-    """Packages of transformers.models that may define modules of a model that are run."""
+    """Packages of transformers.models that may define a model's running modules."""
     found = []
     for kind in (core.config.model_type, decoder_of(core).config.model_type):
         family = FAMILIES.get(kind)
@@ -51,8 +51,8 @@ def packages_of(core: PreTrainedModel) -> tuple[str, ...]:
 
 
 def check_language_model(core: PreTrainedModel) -> None:
-    """Refuse language models of multimodal models that have not been shown exact, and hooks and
-    forwards around them, which are not run."""
+    """Refuse a multimodal model if its language model has not been shown exact, or if there are
+    hooks or forwards around the language model, because steps do not run them."""
     family = MULTIMODAL.get(core.config.model_type)
     if family is None:
         return
@@ -77,7 +77,7 @@ def check_language_model(core: PreTrainedModel) -> None:
 
 
 def _around(core: PreTrainedModel) -> list[tuple[str, nn.Module]]:
-    """The modules that the language model lies in, the core first."""
+    """The modules that contain the decoder, the core first."""
     decoder = cast(nn.Module, decoder_of(core))
     name = next(name for name, module in every_module(core) if module is decoder)
     parts = name.split(".")[:-1]

@@ -1,7 +1,8 @@
-"""Refusals, by name, of transformers models that the self-check on a sample does not show wrong.
+"""Checks for transformers' models that refuse causes of wrong results that the self-check cannot
+find.
 
-They are of missing gradients, effects beyond the sample's length, tokens that stand for images, and
-modules of which nothing is known.
+These are missing gradients, effects beyond the sample's length, placeholder tokens of images, and
+unknown modules.
 """
 
 import functools
@@ -31,9 +32,9 @@ TOKENWISE_CODE = (
     "torch.nn.modules.",
     "forkpoint.hosts.transformers.stages",
     "transformers.activations",
-    # What families' token classifiers inherit; `supported_model` looks at which class it is.
+    # Base class of families' token classifiers; `supported_model` checks the class.
     "transformers.modeling_layers",
-    # The gated norm of Qwen3-Next and Qwen3.5 in older versions, where the package is installed.
+    # The gated norm of Qwen3-Next and Qwen3.5 in older versions, if the package is installed.
     "fla.modules.fused_norm_gate",
     "peft.peft_model",
     "peft.utils.other",
@@ -42,12 +43,12 @@ TOKENWISE_CODE = (
     "peft.tuners.trainable_tokens.",
     "peft.tuners.tuners_utils",
 )
-"""Where modules may come from besides the family's own file."""
+"""Python modules, in addition to the family's own, that may define a model's modules."""
 ATTENTION_PACKAGES = ("transformers", "forkpoint")
 """Packages whose attention functions compute causal softmax attention."""
 
 KNOWN_HOOKS: tuple[Definition, ...] = (
-    # By these inputs require gradients, for checkpointing above frozen embeddings.
+    # These make inputs require gradients, for checkpointing with frozen embeddings.
     (
         "transformers.modeling_utils",
         "PreTrainedModel.enable_input_require_grads.<locals>.make_inputs_require_grads",
@@ -57,26 +58,27 @@ KNOWN_HOOKS: tuple[Definition, ...] = (
         "PeftModel._prepare_model_for_gradient_checkpointing.<locals>.make_inputs_require_grad",
     ),
     ("peft.utils.other", "prepare_model_for_kbit_training.<locals>.make_inputs_require_grad"),
-    # It collects hidden states for a forward that asks for them; microbatches do not.
+    # It collects hidden states on request. Microbatches do not request them.
     (
         "transformers.utils.output_capturing",
         "install_output_capuring_hook.<locals>.output_capturing_hook",
     ),
-    # It gives embeddings in the model's dtype where TRL has made their weights float32.
+    # It casts embeddings to the model's dtype if TRL has made their weights float32.
     (
         "trl.trainer.grpo_trainer",
         "GRPOTrainer.__init__.<locals>._cast_lm_head_to_fp32.<locals>.cast_outputs_to_original_dtype",
     ),
 )
-"""Hooks of transformers, peft and TRL that leave a microbatch's values as they are."""
+"""Hooks of transformers, peft and TRL that do not change the values of a microbatch."""
 
 
 def check_modules(
     model: nn.Module, packages: tuple[str, ...], idle: Collection[nn.Module] = ()
 ) -> None:
-    """Refuse modules that are not the family's own, torch's, or LoRA adapters around one.
+    """Refuse modules that are not of the family, of torch, or LoRA adapters.
 
-    packages: of transformers.models, which define the family's modules; idle: modules not run.
+    packages: packages of transformers.models that define the family's modules. idle: modules that
+        are not run.
     """
     own = [f"transformers.models.{package}" for package in packages]
     allowed = (*(f"{package}." for package in own), *TOKENWISE_CODE)
@@ -99,7 +101,7 @@ def check_modules(
 def check_attention_function(model: nn.Module) -> None:
     """Refuse attention and mask functions that users have registered.
 
-    Their effect may begin beyond the length of a sample, as that of a window does.
+    They may differ only beyond the length of a sample, as a window does.
     """
     for config in configurations(model):
         name = config._attn_implementation
@@ -112,12 +114,12 @@ def check_attention_function(model: nn.Module) -> None:
                 raise UnsupportedError(
                     f"the configuration has attn_implementation={name!r}, which calls "
                     f"{describe_function(function)}, and forkpoint computes causal softmax "
-                    "attention in its place. Use 'eager', 'sdpa' or a kernel of transformers."
+                    "attention instead. Use 'eager', 'sdpa' or a kernel of transformers."
                 )
 
 
 def plain_head(causal: PreTrainedModel) -> nn.Linear:
-    """The output head, whose weights log-probs are computed from. Refuses other modules."""
+    """The output head, from whose weight log-probs are computed. Refuses other modules."""
     head = causal.get_output_embeddings()
     if not isinstance(head, nn.Linear) or plain_class(head) is not nn.Linear:
         raise UnsupportedError(
@@ -129,16 +131,17 @@ def plain_head(causal: PreTrainedModel) -> nn.Linear:
 
 
 LENGTH_FREE_ROPE = ("default", "linear", "llama3", "proportional", "yarn")
-"""Rotary embeddings whose frequencies depend on positions alone."""
+"""Types of rotary embeddings whose frequencies do not depend on the length of a rollout."""
 KNOWN_ROPE = (*LENGTH_FREE_ROPE, "dynamic", "longrope")
-"""The last two change frequencies of all positions beyond a length."""
+"""Known types. The last two change the frequencies of all positions if a rollout exceeds a
+length."""
 
 
 def check_rope(causal: PreTrainedModel, longest: int) -> None:
     """Refuse rotary frequencies that differ between rollouts of at most `longest` tokens."""
     config = decoder_of(causal).config
     found: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    # Families whose kinds of layers differ in it have one entry a kind; the others have one in all.
+    # Some families have one entry for each kind of layer; others have a single one.
     for parameters in [found] if "rope_type" in found else list(found.values()):
         kind = (parameters or {}).get("rope_type", "default")
         if kind in LENGTH_FREE_ROPE:
@@ -160,10 +163,10 @@ def check_rope(causal: PreTrainedModel, longest: int) -> None:
 
 
 def check_placeholders(causal: PreTrainedModel, family: Family, batch: RolloutBatch) -> None:
-    """Refuse tokens that stand for an image or a video which their rollout does not have, and
-    others that are to stand for one.
+    """Refuse placeholder tokens of images and video without media in their rollout, and media at
+    other tokens.
 
-    A batch without media, whose media_types call such tokens text, runs them as the model does.
+    A batch without media whose media_types mark placeholders as text runs them as the model does.
     """
     if not batch.media and all(rollout.media_types is not None for rollout in batch):
         return
@@ -192,7 +195,8 @@ def check_placeholders(causal: PreTrainedModel, family: Family, batch: RolloutBa
 
 
 def check_router_loss(causal: PreTrainedModel) -> None:
-    """Refuse a load-balancing loss of the model's own, in a step that has none."""
+    """Refuse a model that adds a load-balancing loss in ordinary training, in a step without
+    one."""
     if adds_load_balancing(causal):
         raise UnsupportedError(
             "the configuration has output_router_logits=True, so that ordinary training adds a "
@@ -204,9 +208,9 @@ def check_router_loss(causal: PreTrainedModel) -> None:
 def checkpointed_modules(
     causal: PreTrainedModel, *, encodes: bool = False
 ) -> list[tuple[str, nn.Module]]:
-    """Modules that are run, by name, that recompute their activations in backwards; those of an
-    encoder if it `encodes`."""
-    # Not getattr: where it is missing, which is nearly everywhere, modules take long to say so.
+    """Running modules, by name, that recompute their activations in backwards. `encodes`: whether
+    the encoder runs."""
+    # Not getattr, which is slow for modules without the attribute, that is nearly all.
     found = [
         (name, module)
         for name, module in every_module(causal)
@@ -217,7 +221,7 @@ def checkpointed_modules(
 
 
 def check_checkpointing(causal: PreTrainedModel, *, encodes: bool = False) -> None:
-    """Refuse recomputation whose forward keeps no graph. `encodes`: an encoder runs as well."""
+    """Refuse recomputation whose forward records no graph. `encodes`: whether the encoder runs."""
     for name, module in checkpointed_modules(causal, encodes=encodes):
         function = getattr(module, "_gradient_checkpointing_func", None)
         options = function.keywords if isinstance(function, functools.partial) else {}
@@ -230,7 +234,7 @@ def check_checkpointing(causal: PreTrainedModel, *, encodes: bool = False) -> No
 
 
 def supported_model(model: nn.Module) -> PreTrainedModel:
-    """The transformers model within. Refuses classes that have not been shown exact."""
+    """The transformers model inside adapters. Refuses classes that have not been shown exact."""
     if not isinstance(model, nn.Module):
         raise UnsupportedError(
             f"{short(model)} of type {type(model).__name__} is no model; wrap takes one in memory, "
@@ -259,8 +263,8 @@ def supported_model(model: nn.Module) -> PreTrainedModel:
 
 
 def check_undivided(core: Any, family: Family, what: str) -> None:
-    """Refuse a family whose parts on ranks have not been shown exact, as of multimodal ones those
-    of tp_plan. `what`: divides the model."""
+    """Refuse a family whose model has not been shown exact when divided over ranks, such as
+    multimodal ones by tp_plan. `what`: the kind of parallelism."""
     if family.undivided or (family.decoders is not None and what == "tp_plan"):
         raise UnsupportedError(
             f"{plain_class(core).__name__} is divided over ranks by {what}, which has not been "
@@ -269,17 +273,17 @@ def check_undivided(core: Any, family: Family, what: str) -> None:
 
 
 def check_causal(core: Any) -> None:
-    """Refuse text that sees what follows it, as embedding models of Gemma 3 and 4 do."""
+    """Refuse models that are not causal, such as embedding models of Gemma 3 and 4."""
     found = getattr(decoder_of(core).config, "use_bidirectional_attention", None)
     if found in (True, "all"):
         raise UnsupportedError(
-            f"the configuration has use_bidirectional_attention={found!r}: tokens see those that "
-            "follow them, so that rollouts would differ on tokens they share. Use a causal model."
+            f"the configuration has use_bidirectional_attention={found!r}: tokens attend to later "
+            "ones, so that rollouts would differ on tokens they share. Use a causal model."
         )
 
 
 def check_context_parallel(core: Any, query_heads: int, ranks: int) -> None:
-    """Refuse layers that have not been shown exact where each rank runs a part of the places."""
+    """Refuse layers that have not been shown exact with context parallelism over `ranks` ranks."""
     if query_heads % ranks:
         raise UnsupportedError(
             f"the model has {query_heads} query heads on a rank, and context parallelism splits "

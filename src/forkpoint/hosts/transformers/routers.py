@@ -19,10 +19,10 @@ BIAS = "e_score_correction_bias"
 
 
 class Routers(ModelRouters):
-    """The routers of a model whose logits transformers records, in the order of its layers."""
+    """The routers of a model, in the order of its layers, if transformers records their logits."""
 
     def __init__(self, model: nn.Module, causal: PreTrainedModel) -> None:
-        """`causal`: the model within adapters; routers have their names in `model`."""
+        """`causal`: the model inside adapters. Routers have their names in `model`."""
         recorded = getattr(decoder_of(causal), "_can_record_outputs", None) or {}
         spec: Any = recorded.get("router_logits")
         kinds = tuple(
@@ -43,7 +43,7 @@ class Routers(ModelRouters):
 
     @property
     def biases(self) -> list[Tensor]:
-        """The buffers that DeepSeek-V3 and GLM-4-MoE keep."""
+        """Bias buffers of DeepSeek-V3 and GLM-4-MoE."""
         gates = (getattr(router.module, GATE, router.module) for router in self.found)
         found = (getattr(gate, BIAS, None) for gate in gates)
         return [bias for bias in found if isinstance(bias, Tensor)]
@@ -55,21 +55,21 @@ class Routers(ModelRouters):
 
 
 def _chooser(model: nn.Module, name: str, router: nn.Module) -> FoundRouter:
-    """The router, or the block around it if that chooses experts by the router's logits, as
-    GLM-4.5V's does in transformers 5.10."""
+    """The router, or the block around it if the block chooses experts from the router's logits, as
+    in GLM-4.5V of transformers 5.10."""
     block = name.rpartition(".")[0]
     around = model.get_submodule(block)
     return FoundRouter(block, around) if hasattr(around, CHOICE) else FoundRouter(name, router)
 
 
 def defines_load_balancing(causal: PreTrainedModel) -> bool:
-    """Whether transformers adds a load-balancing loss to this model's own."""
+    """Whether transformers defines a load-balancing loss for this model."""
     kind = plain_class(causal)
     file = sys.modules[kind.__module__]
     return hasattr(file, LOAD_BALANCING) and kind.__name__.endswith(LANGUAGE_MODELS)
 
 
 def adds_load_balancing(causal: PreTrainedModel) -> bool:
-    """Whether ordinary training of this model adds that loss by itself."""
+    """Whether this model's own forward adds that loss."""
     wanted = getattr(causal.config.get_text_config(), "output_router_logits", False)
     return bool(wanted) and defines_load_balancing(causal)

@@ -1,4 +1,4 @@
-"""Sizes of transformers' models, by which plans are priced, and models of few layers to measure."""
+"""Sizes of transformers' models, for prices of plans, and models of few layers for measurements."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,7 +30,7 @@ from forkpoint.plan.pricing.mixtures import expert_activations
 def model_shape(core: Any, head: ModelHead, splits: Sequence[Split]) -> ModelShape:
     """The shape of the part that this rank computes, in the model's present state.
 
-    Raises UnsupportedError where a rank would have parts of heads.
+    Raises UnsupportedError if the heads cannot be divided evenly over the ranks.
     """
     decoder = decoder_of(core)
     sizes = decoder.config.to_dict()
@@ -50,12 +50,13 @@ EXPERTS = ("MoeExpertsParallel", DISPATCHED)
 
 
 def _local_shape(shape: ModelShape, core: Any, splits: Sequence[Split]) -> ModelShape:
-    """The shape with heads, MLP and vocabulary as they are on one rank.
+    """The shape with one rank's heads, MLP and vocabulary.
 
-    Plans are priced by it, and prefix cache is counted by its heads. Experts that exchange tokens
-    count as split: each rank sends a part of its tokens, and gets as many on average.
+    Plans are priced by this shape, and bytes of prefix caches are counted from its heads. Experts
+    that exchange tokens count as split, because each rank sends a part of its tokens and receives
+    as many on average.
 
-    Raises UnsupportedError where a rank would have parts of heads.
+    Raises UnsupportedError if the heads cannot be divided evenly over the ranks.
     """
     attention = {m for _, m in every_module(core) if "layer_idx" in vars(m)}
     attention -= set(recurrent_modules(core).values())
@@ -84,17 +85,19 @@ OF_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 def shallow_model(
     config: dict[str, Any], layers: int, *, device: torch.device, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """A model of few layers and few tokens of a configuration, in training mode.
+    """A model with few layers and a small vocabulary from a configuration, in training mode.
 
-    Its weights are random, and made on the device. Random number generators end as they were.
+    Its weights are random, and made on the device. The state of random number generators is
+    restored.
 
-    config: the keys of a config.json. Of a multimodal model that of its language model counts.
+    config: the keys of a config.json. For a multimodal model, only its language model is shallow
+        and used.
     """
     auto: Any = AutoModelForCausalLM
     outer = config if config["model_type"] in MULTIMODAL else None
     changed = _shallow(outer["text_config"] if outer else config, layers)
     if outer and changed["model_type"] not in FAMILIES:
-        # The language model has no class but the multimodal one.
+        # The language model has no class without the multimodal one.
         auto = AutoModelForImageTextToText
         vision = {**outer["vision_config"], "depth": 1}
         if "deepstack_visual_indexes" in vision:
@@ -109,9 +112,9 @@ def shallow_model(
 def encoder_sizes(
     config: PretrainedConfig, *, checkpointed: bool
 ) -> tuple[EncoderShape | None, int]:
-    """Sizes of the encoder of a multimodal configuration, and how many parameters it has.
+    """Sizes of the encoder of a multimodal configuration, and its number of parameters.
 
-    The model is made on the device "meta": it takes no memory, and has no weights.
+    The model is made on the device "meta", without memory for weights.
     """
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(config).train()
@@ -123,7 +126,7 @@ def encoder_sizes(
 
 
 def enable_checkpointing(model: Any) -> None:
-    """Let blocks keep only their inputs for their backward."""
+    """Enable activation checkpointing of blocks."""
     # Newer transformers warn of the old name; both take the same first argument.
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
@@ -141,7 +144,7 @@ def _shallow(config: dict[str, Any], layers: int) -> dict[str, Any]:
         changed["moe_layers"] = [layer for layer in range(layers) if layer % count in mixed]
     if config["model_type"] == "gemma4_text":
         changed["vocab_size_per_layer_input"] = VOCABULARY
-        # There may be no layers before the first that reads others' keys and values.
+        # Layers that read keys and values of other layers need such layers before them.
         changed["num_kv_shared_layers"] = 0
         changed["layer_types"][-1] = "full_attention"  # as its configuration demands
         if "per_layer_config" in config:

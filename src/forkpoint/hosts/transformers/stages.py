@@ -1,8 +1,8 @@
-"""A stage of transformers' models: the model without the parameters of other stages.
+"""Pipeline stages of transformers' models. A stage is the model without parameters of other stages.
 
-Modules stay where they are, so names of parameters and the numbers of layers do. Layers of other
-stages, and the final norm on stages before the last, pass on what they are given. Embeddings and
-the head have a weight of zeros without memory where they are another stage's.
+Modules keep their places, so names of parameters and indices of layers stay the same. Layers of
+other stages, and the final norm before the last stage, return their input. Embeddings and the head
+of other stages have a weight of zeros without memory.
 """
 
 from collections.abc import Callable
@@ -20,28 +20,28 @@ from forkpoint.hosts.transformers.refusals import check_undivided
 from forkpoint.plan.stages import Stage
 
 FINAL_NORMS = ("norm", "final_layernorm")
-"""Names of the norm that decoders of transformers apply after their last block."""
+"""Names of the norm after the last block of a decoder."""
 IDENTITY = ("transformers.distributed.pipeline_parallel", "PipelineIdentityLayer")
-"""Class of what transformers puts in place of modules of other stages (pp_size)."""
+"""Class of transformers' substitute for modules of other stages (pp_size)."""
 
 
 class Gate:
-    """State shared by the modules of one stage that stand for those of others."""
+    """State shared by all `PassedLayer` of a stage."""
 
     def __init__(self) -> None:
         self.open: bool = False
-        """Whether a step runs the model, which goes on at the next stage."""
+        """Whether a step runs the model. Other calls are refused."""
         self.hidden: Tensor | None = None
-        """Hidden states that the first layer here reads; None if that reads embeddings."""
+        """Input of the stage's first layer; None if that reads embeddings."""
         self.tied: bool = False
         """Whether the head's weight is that of the embeddings."""
 
 
 class PassedLayer(nn.Module):
-    """In place of a module of another stage: passes on hidden states."""
+    """Substitute for a module of another stage. It returns its input."""
 
     def __init__(self, gate: Gate, *, is_entrance: bool = False) -> None:
-        """`is_entrance`: whether the first layer here comes next."""
+        """`is_entrance`: whether the stage's first layer is next. Then it returns `Gate.hidden`."""
         super().__init__()
         self.gate: Gate = gate
         self.is_entrance: bool = is_entrance
@@ -59,18 +59,18 @@ class PassedLayer(nn.Module):
 
 
 def held_layers(layers: nn.ModuleList) -> list[nn.Module]:
-    """Those of a decoder's layers that this rank holds."""
+    """The layers of a decoder that this rank holds."""
     return [layer for layer in layers if not _is_passed(layer)]
 
 
 def final_norms(decoder: nn.Module) -> list[nn.Module]:
-    """The norms of a decoder after its last block, here or on another stage."""
+    """The norms of a decoder after its last block, or their substitutes."""
     found = (getattr(decoder, name, None) for name in FINAL_NORMS)
     return [norm for norm in found if isinstance(norm, nn.Module)]
 
 
 def layers_of_stage(layers: nn.ModuleList) -> range:
-    """The numbers of a decoder's layers that this rank holds."""
+    """Indices of the layers of a decoder that this rank holds."""
     held = [n for n, layer in enumerate(layers) if not _is_passed(layer)]
     return range(held[0], held[-1] + 1)
 
@@ -85,7 +85,7 @@ def _is_passed(layer: nn.Module) -> bool:
 
 
 def _is_identity(module: nn.Module) -> bool:
-    """Whether transformers has put it in place of a module of another stage (pp_size)."""
+    """Whether a module is transformers' substitute for one of another stage (pp_size)."""
     kind = type(module)
     return (kind.__module__, kind.__name__) == IDENTITY
 
@@ -121,7 +121,8 @@ class TransformersStage(HeldStage):
         changes.set(gate, "hidden", hidden_1TC)
 
     def check(self) -> None:
-        """Raise UnsupportedError where transformers alone has cut the decoder (pp_size)."""
+        """Raise UnsupportedError if transformers has cut the decoder (pp_size) and forkpoint has
+        not."""
         if any(map(_is_identity, self.decoder.layers)):
             raise UnsupportedError(
                 "transformers has cut the model into pipeline stages (pp_size), and wrap was given "
@@ -130,12 +131,12 @@ class TransformersStage(HeldStage):
             )
 
     def hold(self, stage: Stage) -> None:
-        """Drop what other stages hold.
+        """Drop the parameters of other stages.
 
-        The model is whole, or has modules that are split over ranks. It may hold this stage
-        already. Where transformers has cut it (pp_size), its layers stay where they are.
+        The model may be whole, be split over ranks, or hold this stage already. If transformers has
+        cut it (pp_size), its layers do not change.
 
-        Raises UnsupportedError where the model holds another stage.
+        Raises UnsupportedError if the model holds another stage.
         """
         check_undivided(self.core, family_of(self.core), "stages of a pipeline")
         core, decoder, idle = self.core, self.decoder, idle_modules(self.core)
@@ -174,9 +175,9 @@ class TransformersStage(HeldStage):
                 _drop_weight(module, device)
 
     def _undo_layout(self, stage: Stage) -> None:
-        """Replace the substitutes that transformers has put in place of modules, except of layers.
+        """Replace transformers' substitutes for the head and the embeddings.
 
-        Raises UnsupportedError where the ranks of the mesh are others than those of the layout.
+        Raises UnsupportedError if the mesh and transformers disagree about this rank's stage.
         """
         core, layout = self.core, self.core._pp_stage
         if (layout.pp_rank, layout.pp_size) != (stage.index, stage.stages):
@@ -201,7 +202,8 @@ class TransformersStage(HeldStage):
             core.set_output_embeddings(head)
 
     def complete(self, exchange: Callable[[Any], list[Any]]) -> None:
-        """Give a copy of a stage, which no ranks split, the modules of all other stages.
+        """Add the modules of all other stages to a copy of a stage. The copy is not split over
+        ranks.
 
         Collective.
         """
@@ -212,7 +214,7 @@ class TransformersStage(HeldStage):
         held = {module for module in found if list(module.parameters())}
         own = {name: module.cpu() for name, module in core.named_modules() if module in held}
         own = {name: module for name, module in own.items() if name.rpartition(".")[0] not in own}
-        # What the first and the last stage both have is the first one's.
+        # Modules that the first and the last stage both have are taken from the first.
         for parts in reversed(exchange(own)):
             for name, module in parts.items():
                 core.set_submodule(name, module.to(device))
@@ -226,7 +228,7 @@ def _head(core: Any) -> nn.Module:
 
 
 def _drop_weight(module: nn.Module, device: torch.device) -> None:
-    """Give a module zeros without memory in place of each parameter, which no ranks split."""
+    """Replace each parameter of a module by zeros without memory that are not split over ranks."""
     vars(module).pop("forward", None)  # of tensor parallelism
     for name, parameter in list(module.named_parameters(recurse=False)):
         zero = torch.zeros((), dtype=parameter.dtype, device=device)

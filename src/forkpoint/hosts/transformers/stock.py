@@ -1,4 +1,4 @@
-"""Stock forwards of a model of transformers, and the same in higher precision, for references."""
+"""Stock forwards of transformers' models, also in higher precision, for comparisons."""
 
 import sys
 from typing import Any
@@ -19,7 +19,7 @@ from forkpoint.rollouts.media import ShownMedia
 
 
 class TransformersStock(Stock):
-    """The forward that users call, of a model of transformers or a copy of one."""
+    """The stock forward of a model of transformers or a copy."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model: nn.Module = model
@@ -56,8 +56,8 @@ class TransformersStock(Stock):
     def compute_in(self, dtype: torch.dtype, changes: Changes) -> None:
         run_plain_recurrences(self.model, changes)
         for config in configurations(self.model):
-            # Grouped products of experts take few dtypes. Not the configuration's property, which
-            # also sets it in configurations of other models within.
+            # Grouped products of experts take few dtypes. The configuration's property is not used,
+            # because it also sets inner configurations.
             changes.set(vars(config), "_experts_implementation_internal", "eager")
         if dtype == torch.float64:
             lift_upcasts(self.model, changes)
@@ -68,14 +68,14 @@ class TransformersStock(Stock):
             run_plain_recurrences(self.model, changes)
 
 
-# In newer versions each is a wrapper of its torch form, in whose place a package's kernel may run.
+# In newer versions each is a wrapper of its torch form, which may run a package's kernel instead.
 WRAPPED = (
     "torch_chunk_gated_delta_rule",
     "causal_conv1d_fn",
     "mamba2_chunk_scan",
     "mamba2_split_conv1d_scan_combined",
 )
-# In older ones modules hold the package's functions, and None is the torch form.
+# In older versions modules hold the package's functions. None selects the torch form.
 HELD: dict[str, str | None] = {
     "chunk_gated_delta_rule": "torch_chunk_gated_delta_rule",
     "causal_conv1d_fn": None,
@@ -83,7 +83,8 @@ HELD: dict[str, str | None] = {
 
 
 def run_plain_recurrences(model: nn.Module, changes: Changes) -> None:
-    """Let stock recurrent layers run their torch forms: kernels of packages take 16 bits alone."""
+    """Let stock recurrent layers run their torch forms, because kernels of packages take only 16
+    bits."""
     for module in recurrent_modules(model).values():
         code = vars(sys.modules[plain_class(module).__module__])
         for name in WRAPPED:

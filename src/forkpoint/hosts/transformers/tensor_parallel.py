@@ -1,15 +1,15 @@
-"""Models that transformers splits over ranks (tensor and expert parallelism), also within
+"""Models that transformers splits over ranks (tensor and expert parallelism), also with
 fully_shard.
 
-The model's own code runs on every rank, and issues the collectives that its splits need. What a
-step adds is this. Ranks of one tensor-parallel group have the same batch, and are counted once.
-Parameters that each of them has whole, and uses for its own heads alone, have gradients that are
-parts; transformers sums these in every backward, which with several backwards counts the first ones
-again. Here they are summed once, after the last one.
+The model's own code runs on every rank, and issues the collectives of its splits. A step differs in
+two points. Ranks of one tensor-parallel group have the same batch, which counts once. Some
+replicated parameters are used only for a rank's own heads, so each rank has a part of their
+gradient. transformers sums the parts in every backward, which would count earlier backwards of a
+step again. A step sums them once, after the last backward.
 
-A split is known by the forward that transformers has set on a module: it closes over the style of
-the split, the mesh, and the forward that it stands around. These are read here, and no
-configuration, which may have changed since.
+A split is read from the closure of the forward that transformers has set on a module. It has the
+style of the split, the mesh, and the earlier forward. The configuration is not read, because it may
+have changed since.
 """
 
 import types
@@ -38,9 +38,9 @@ FORWARDS: tuple[Definition, ...] = (
     (TENSOR, "ReplicatedWithGradAllReduce.install_forward.<locals>.tp_forward"),
     (EXPERT, "EpDispatchExpertsParallel.install_forward.<locals>.ep_forward"),
 )
-"""Functions of transformers that are set as forwards."""
+"""Functions of transformers that it sets as forwards of split modules."""
 SUMMED_HOOK = (TENSOR, "ReplicatedWithGradAllReduce.install_forward.<locals>._all_reduce_grad")
-"""The hook that sums a replicated parameter's gradient over ranks, in every backward."""
+"""The hook that sums a replicated parameter's gradient over ranks in every backward."""
 SUMMED = "ReplicatedWithGradAllReduce"
 DISPATCHED = "EpDispatchExpertsParallel"
 EXACT: dict[str, tuple[str, ...]] = {
@@ -53,30 +53,31 @@ EXACT: dict[str, tuple[str, ...]] = {
 }
 """Styles of splits that have been shown exact, by the module of transformers that defines them."""
 EXACT_EXCHANGES = ("AutoEP", "AllToAllEP", "AllReduceEP")
-"""Ways of bringing tokens to experts that have been shown exact."""
+"""Dispatchers of tokens to experts that have been shown exact."""
 
 
 @dataclass(frozen=True, eq=False)
 class ParallelForward:
-    """A forward that transformers has set on a module it splits over ranks."""
+    """A forward that transformers has set on a split module."""
 
     style: str
-    """The class of the split."""
+    """Class name of the style."""
     tensor: DeviceMesh
-    """The ranks that hold the same batch."""
+    """Mesh of tensor-parallel ranks, which have the same batch."""
     expert: DeviceMesh | None
-    """The ranks that have the experts together; None where the module has none, or parts of all."""
+    """Mesh of ranks that share the experts; None if the module has no experts, or parts of all of
+    them."""
     gives_part: bool
-    """Whether each rank's output has channels of its own, and no rank has all of them."""
+    """Whether the output's channels are split over ranks."""
     own: Callable[..., Any]
-    """The module's forward by itself."""
+    """The module's own forward."""
 
 
 def parallel_forward(where: str, module: nn.Module) -> ParallelForward | None:
-    """The forward that transformers has set on a module; None where it has set none.
+    """The forward that transformers has set on a module; None if there is none.
 
-    Raises UnsupportedError, naming the module as `where`, for a split that has not been shown
-    exact.
+    Raises UnsupportedError if the split has not been shown exact. `where`: the module in its
+    message.
     """
     forward = vars(module).get("forward")
     if not isinstance(forward, types.FunctionType) or not is_defined_as(forward, *FORWARDS):
@@ -102,8 +103,8 @@ def _read_split(where: str, inside: dict[str, Any]) -> ParallelForward:
     if name not in EXACT.get(kind.__module__, ()):
         raise UnsupportedError(
             f"{where} is split over ranks by {name} ({kind.__module__}), which has not been shown "
-            f"exact; these have: {', '.join((*EXACT[TENSOR], *EXACT[EXPERT]))}. Leave its rule out "
-            "of tp_plan and ep_plan."
+            f"exact; supported are {', '.join((*EXACT[TENSOR], *EXACT[EXPERT]))}. Leave its rule "
+            "out of tp_plan and ep_plan."
         )
     if name != DISPATCHED:
         part = name == "PackedColwiseParallel" or (
@@ -115,8 +116,8 @@ def _read_split(where: str, inside: dict[str, Any]) -> ParallelForward:
     known = way.__module__ == EXPERT and way.__name__ in EXACT_EXCHANGES
     if not known or getattr(exchange, "megamoe", None):
         raise UnsupportedError(
-            f"{where} brings tokens to experts by {way.__module__}.{way.__name__}, which has not "
-            "been shown exact. Load the model with ep_implementation='auto', and without "
+            f"{where} dispatches tokens to experts by {way.__module__}.{way.__name__}, which has "
+            "not been shown exact. Load the model with ep_implementation='auto', and without "
             "experts_implementation='deepgemm_megamoe'."
         )
     own = exchange.experts_forward
@@ -124,7 +125,7 @@ def _read_split(where: str, inside: dict[str, Any]) -> ParallelForward:
 
 
 def parallel_modules(model: nn.Module) -> list[tuple[str, nn.Module, ParallelForward]]:
-    """The modules of a model that transformers splits over ranks, by name."""
+    """Name, module and split of each module that transformers splits over ranks."""
     found = (
         (name, module, parallel_forward(name or "the model", module))
         for name, module in every_module(model)
@@ -133,7 +134,7 @@ def parallel_modules(model: nn.Module) -> list[tuple[str, nn.Module, ParallelFor
 
 
 def split_holder(model: nn.Module) -> "TensorSplit | None":
-    """The holder of a model that transformers has split over ranks; None where it has not.
+    """The holder of a model that transformers has split over ranks; None if it has not.
 
     Raises UnsupportedError for splits that have not been shown exact.
     """
@@ -150,7 +151,7 @@ def split_holder(model: nn.Module) -> "TensorSplit | None":
 
 
 LEAST_VERSION = (5, 23)
-"""Of transformers, from which on models that it splits have been shown exact."""
+"""The oldest version of transformers whose split models have been shown exact."""
 Split = tuple[str, nn.Module, ParallelForward]
 
 
@@ -165,7 +166,7 @@ class TensorSplit(SplitHolder):
         self._group: dist.ProcessGroup = self.tensor.get_group()
 
     def _summed(self) -> set[nn.Parameter]:
-        """Parameters whose gradients are parts on each rank of the tensor-parallel group."""
+        """Parameters whose gradients must be summed over the tensor-parallel group."""
         modules = (module for _, module, forward in self.splits if forward.style == SUMMED)
         return {parameter for module in modules for parameter in module.parameters(recurse=False)}
 
@@ -176,7 +177,7 @@ class TensorSplit(SplitHolder):
     def enter(
         self, changes: Changes, blocks: Sequence[nn.Module], whole: Iterable[nn.Parameter]
     ) -> None:
-        # In place of the forward that gives the parameters hooks, and of hooks from before.
+        # Replaces the forward that adds hooks to parameters, and removes existing hooks.
         for _, module, forward in self.splits:
             if forward.style == SUMMED:
                 changes.replace_forward(module, forward.own)
@@ -201,7 +202,7 @@ class TensorSplit(SplitHolder):
 
 
 def unsplit(copy: nn.Module, splits: Sequence[Split]) -> None:
-    """Let a whole copy of a model whose modules are split compute all of their experts."""
+    """Let a whole copy of a split model compute all experts."""
     for name, _, forward in splits:
         if forward.style == DISPATCHED:
             assert forward.expert is not None
