@@ -1,11 +1,12 @@
-"""Alignment of ranks' programs: one common shape, so that all issue the same collectives.
+"""Alignment of the programs of ranks, so that all ranks issue the same collectives in the same
+order.
 
 A program runs microbatches forward and backward, properly nested: the microbatches that read the
 prefix cache of another one run between its forward and its backward. Ranks of one job issue
 collectives in every forward and every backward, so all must run the same operations in the same
-order, although each has microbatches of its own. `align` gives them a common forest of *slots*. A
-rank runs at most one microbatch in a slot. A rank that has none there idles the slot: it runs one
-token forward and a zero gradient backward.
+order, although their microbatches differ. `align` gives them a common forest of *slots*. A
+rank runs at most one microbatch in a slot. A rank without a microbatch in a slot idles the slot: it
+runs one token forward, and a gradient of zero backward.
 
 Slots keep the order and the nesting of each rank's microbatches: a microbatch is inside another one
 if and only if its slot is inside the other's slot. There may be further slots in between, which the
@@ -36,46 +37,48 @@ from forkpoint.plan.shared_prompts import around_and_inside, split_at_exchanges
 
 NO_PARENT = -1
 SLOT_COST = 0.1
-"""Cost of any slot, as a part of the costliest microbatch's: collectives that all ranks issue."""
+"""Cost of the collectives of a slot, relative to the cost of the costliest microbatch."""
 AGAIN = 4 / 3
-"""Cost of a microbatch that runs forward twice, over that of running it once."""
+"""Ratio of the cost of a microbatch that runs forward twice to that of one that runs forward
+once."""
 Shape = tuple[int, ...]
-"""By microbatch in order of forwards: the position of the one it is inside of, or NO_PARENT."""
+"""For each microbatch in order of forwards, the position of the microbatch around it, or
+NO_PARENT."""
 Floats = NDArray[np.float64]
 
 
 class Node(NamedTuple):
-    """One microbatch of a program, as alignment sees it."""
+    """One microbatch of a program."""
 
     parent: int
-    """Position in the order of forwards of the microbatch it is inside of, or NO_PARENT."""
+    """Position, in the order of forwards, of the microbatch around it; or NO_PARENT."""
     microbatch: int
     """Its index in the rank's plan, or IDLE."""
     recomputed: bool
     """Whether it runs forward again before its backward."""
     ends: int
-    """How far the forward goes that its backward belongs to, as a position in ENDS."""
+    """End of the forward that its backward belongs to, as a position in ENDS."""
 
 
 def align(
     programs: Sequence[Program], costs: Sequence[Sequence[float]] | None = None
 ) -> tuple[Program, ...]:
-    """Give the programs of all ranks one common shape, with idle instructions where one has
-    nothing to do.
+    """Align the programs of all ranks, with idle instructions for ranks that have nothing to run.
 
-    Where ranks exchange prompts, forwards of these meet one another, whichever ranks own them, then
-    all ranks exchange, and the rest of the programs is aligned by itself.
+    If ranks exchange prompts, the forwards of all prompts are aligned first. Then all ranks
+    exchange. The rest of the programs is aligned separately.
 
-    All results have the same number of instructions. At each position they agree in all but the
-    microbatch. Each rank's instructions keep their order and their nesting. If any rank needs a
-    pass of scores all have one, if any rank computes a slot again all do, and a forward goes as far
-    as any rank needs in its slot: ranks that gather weights of the head or of the last block then
-    all do so. The result depends on the arguments alone, and is the same in every process.
+    All results have the same number of instructions. Instructions at one position differ only in
+    the microbatch. Each rank's instructions keep their order and their nesting. If any rank needs a
+    pass of scores, all ranks have one. If any rank recomputes a slot, all ranks do. A forward runs
+    as far as any rank needs in its slot, because all ranks must gather the weights of the head and
+    of the last block. The result depends on the arguments alone, and is the same in every process.
 
     Args:
-        programs: by rank; those of `Plan.program`, which begin forwards in any order that nests.
-        costs: by rank, by microbatch of its plan: predicted milliseconds, or any other unit.
-            Microbatches of similar costs then share slots. None: all equal.
+        programs: by rank, the `Plan.program` of each. Forwards may begin in any properly nested
+            order.
+        costs: by rank, for each microbatch of its plan, in any unit. Microbatches of similar costs
+            then share slots. None means equal costs.
 
     Raises:
         PlanError: there is no rank, or a program is not properly nested.
@@ -133,10 +136,10 @@ def _align(
 
 
 def nodes_of(program: Program) -> list[Node]:
-    """How the microbatches of a program's forwards and backwards are nested.
+    """Nesting of the microbatches of a program, from its forwards and backwards.
 
     Raises:
-        PlanError: a backward does not follow what ran inside of its microbatch.
+        PlanError: a backward comes before the backward of a microbatch inside its own.
     """
     found: list[Node] = []
     opened: list[tuple[int, int]] = []
@@ -166,7 +169,7 @@ def nodes_of(program: Program) -> list[Node]:
 def _costs(
     nodes: Sequence[list[Node]], costs: Sequence[Sequence[float]] | None
 ) -> list[list[float]]:
-    """By rank, by node: its cost as a part of the costliest microbatch's."""
+    """By rank, the cost of each node relative to the cost of the costliest microbatch."""
 
     def cost_of(rank: int, node: Node) -> float:
         if node.microbatch == IDLE:
@@ -188,23 +191,23 @@ def _costs(
 def common_forest(
     shapes: Sequence[Shape], costs: Sequence[Sequence[float]]
 ) -> tuple[list[int], dict[Shape, Shape]]:
-    """A forest of slots that holds all shapes, at little cost of its slots in all.
+    """Find a forest of slots that contains all shapes, with a small total cost of its slots.
 
-    A slot costs what its costliest microbatch does, and `SLOT_COST`. The largest shape comes first,
-    and each other one is laid over what the earlier ones came to (progressive alignment, after Feng
-    and Doolittle, Journal of Molecular Evolution 25 (1987), 351-360). Ranks of one shape get the
-    same slots.
+    The cost of a slot is that of its costliest microbatch, plus `SLOT_COST`. The largest shape
+    comes first, and each other shape is merged into the result so far (progressive alignment, after
+    Feng and Doolittle, Journal of Molecular Evolution 25 (1987), 351-360). Ranks of one shape get
+    the same slots.
 
     Takes O(n m d) for each of the different shapes, for n and m microbatches and lists of d
     siblings.
 
     Args:
         shapes: by rank.
-        costs: by rank, by microbatch: its cost, where 1 is the costliest's.
+        costs: by rank, the cost of each microbatch; the largest is 1.
 
     Returns:
-        By slot in order of forwards, the slot it is inside of; and by shape, its slots. Every slot
-        is used.
+        For each slot in order of forwards, the slot around it; and for each shape, its slots. Every
+        slot is used.
     """
     members: dict[Shape, Floats] = {}
     for shape, own in zip(shapes, costs, strict=True):
@@ -212,7 +215,7 @@ def common_forest(
     parents: list[int] = []
     highest = np.zeros(0)
     slots: dict[Shape, Shape] = {}
-    # Of equally large shapes in any order that does not depend on the ranks.
+    # Equally large shapes are in an order that does not depend on the ranks.
     for shape in sorted(members, key=lambda shape: (len(shape), shape), reverse=True):
         parents, old, new = merged(parents, highest, shape, members[shape])
         slots = {known: tuple(old[slot] for slot in those) for known, those in slots.items()}
@@ -226,23 +229,23 @@ def common_forest(
 def merged(
     base: Sequence[int], base_costs: Floats, shape: Sequence[int], costs: Floats
 ) -> tuple[list[int], list[int], list[int]]:
-    """Lay one forest over another, so that nodes that lie over one another save most.
+    """Merge two forests, with pairs of nodes that save the most cost.
 
-    Two nodes save the lesser of their costs, and `SLOT_COST`. A node without counterpart becomes a
-    new one: around all trees of the other forest that follow at its place, or around none. (A new
-    node around some of them would at times save more. The exact alignment of ordered trees, Jiang,
-    Wang and Zhang, Theoretical Computer Science 143 (1995), 137-148, allows that, and takes several
-    times as long.)
+    A pair of nodes saves the smaller of their costs, plus `SLOT_COST`. A node without a counterpart
+    becomes a new node, around all following trees of the other forest or around none. A new node
+    around some of them would sometimes save more. The exact alignment of ordered trees (Jiang, Wang
+    and Zhang, Theoretical Computer Science 143 (1995), 137-148) allows that, and takes several
+    times as long.
 
     Args:
         base: [n] parents.
         base_costs: [n]
-        shape: [m] parents of the forest to lay over it.
+        shape: [m] parents of the forest to merge into it.
         costs: [m]
 
     Returns:
-        Parents of the result, [n] where nodes of the base are in it, and [m] where those of the
-        other forest are.
+        Parents of the result, and the positions in it of the nodes of the base [n] and of the other
+        forest [m].
     """
     n, m = len(base), len(shape)
     below, after, _ = _links(base)

@@ -42,32 +42,32 @@ from forkpoint.units import exactly
 SHARINGS = ("none", "group", "tree")
 BOUNDARIES = ("within", "mixed", "across")
 DEFAULT_MICROBATCH_TOKENS = 16_384
-# Where a budget limits memory, microbatches as long as it allows, up to this: each microbatch costs
-# reading and writing all gradients, and a group that is in one microbatch costs no boundary.
+# Under a memory budget, microbatches are as long as it allows, up to this. Each microbatch reads
+# and writes all gradients, and a group within one microbatch needs no prefix cache.
 LARGEST_MICROBATCH_TOKENS = 65_536
-# A plan that keeps all activations is preferred to one that does not and costs so little less: on
-# an H200 microbatches 1.1 to 1.8 times as long, with the prompt offloaded, are 0.3% faster to 1.5%
-# slower (benchmarks/results/plan-variants-h200.jsonl), and the first step pins memory for 25 s
-# (step-grid-h200.jsonl, 10240/2048 N=8 at 3a2bc99).
+# A plan that keeps all activations is preferred to one that does not and costs less by at most this
+# part. On an H200 microbatches 1.1 to 1.8 times as long, with the prompt offloaded, are 0.3% faster
+# to 1.5% slower (benchmarks/results/plan-variants-h200.jsonl), and the first step pins memory for
+# 25 s (step-grid-h200.jsonl, 10240/2048 N=8 at 3a2bc99).
 KEEPING_IS_WORTH = 0.1
-# Sizes of microbatches are tried in steps of a quarter; for plans of few microbatches, where one
-# microbatch more or less shows, in steps of an eighth, and so many below the first that fits.
+# Lengths are reduced by an eighth for plans of at most FEW_MICROBATCHES, and by a quarter for
+# others. Below the first length that fits, SHORTER_TRIED shorter ones are tried.
 FEW_MICROBATCHES = 16
 SHORTER_TRIED = 4
-# Backwards are repeated in part rather than microbatches cut much shorter than this: adding to the
-# gradients takes a microbatch as long as some hundred tokens do (8 bytes a parameter, two FLOPs a
-# parameter and token, on a device of 200 FLOPs a byte).
+# Checkpointing is preferred to microbatches much shorter than this. A microbatch adds to all
+# gradients, which takes as long as a few hundred tokens (8 bytes a parameter, two FLOPs a parameter
+# and token, on a device of 200 FLOPs a byte).
 FILLING_TOKENS = 4096
 NEAR_THE_LEAST = 1.25
-# Longer microbatches are preferred to shorter ones that are predicted to cost so little less: a
-# microbatch costs something besides that no meter sees (benchmarks/results/step-grid-h200.jsonl,
+# Longer microbatches are preferred to shorter ones that are predicted to cost less by at most this
+# part. Meters do not count all costs of a microbatch (benchmarks/results/step-grid-h200.jsonl,
 # 6144/6144 N=4: 2.61 s of two microbatches were 2.75 s of four).
 LONGER_IS_WORTH = 0.01
 # Microbatches are cut no shorter than this to fit a budget.
 LEAST_MICROBATCH_TOKENS = 64
 MOST_MICROBATCHES = 128
-"""No shorter microbatches are tried than divide the longest rollout so. What one of them keeps is a
-small part of the prefix cache of such a prompt, and plans of more microbatches take long to make.
+"""Largest number of microbatches that the longest rollout is divided into. Shorter microbatches
+save little memory compared with the prefix cache of such a prompt, and planning takes longer.
 """
 
 
@@ -96,7 +96,7 @@ class _Packing:
 
 @dataclass(eq=False)
 class Builder:
-    """Builds plans of one batch; what they have in common is done once.
+    """Builds plans of one batch. Intermediate results that plans have in common are kept.
 
     The fields are the arguments of `make_plan`.
     """
@@ -159,7 +159,7 @@ class Builder:
 
     @cached_property
     def dense_work(self) -> Work:
-        """Work of nobody sharing."""
+        """Work without sharing."""
         assert self.runs is not None
         runs = labels_run(self.batch.offsets, self.runs)
         return dense_work(self.runs, int((self.batch.loss_mask & runs).sum()), self._windows)
@@ -169,7 +169,8 @@ class Builder:
         return self.shape.windows if self.shape else ()
 
     def _classes(self, classes: IntArray) -> IntArray:
-        """[N] which rollouts may share: those of an exchanged prompt with each other alone."""
+        """[N] class of each rollout; only rollouts of one class may share. Rollouts of an exchanged
+        prompt are one class."""
         found = classes.copy()
         for prompt in self.prompts or ():
             found[list(prompt.rollouts)] = -1 - prompt.number
@@ -186,8 +187,8 @@ class Builder:
         return self._orders[sharing]
 
     def _forest(self, sharing: str) -> Forest:
-        """The forest of an order that is cut nowhere but where prompts end: the same whatever the
-        microbatches' lengths."""
+        """The forest of an order, cut only at ends of prompts. It does not depend on the lengths of
+        microbatches."""
         if sharing not in self._forests:
             forest = build_forest(self._order(sharing), len(self.batch))
             # Rollouts of a prompt share no token with others, so its first segment is a root.
@@ -200,7 +201,7 @@ class Builder:
 
     def build(self, sharing: str, boundary: str) -> Plan:
         """One combination within the limits of the configuration, with its price."""
-        # Of a single group, sharing within groups is sharing over the batch.
+        # With a single group, sharing within groups equals sharing over the batch.
         combination = "tree" if sharing == "group" and self.one_group else sharing, boundary
         if combination not in self._built:
             self._built[combination] = self._dealt_if_faster(self._fitting(*combination))
@@ -213,8 +214,8 @@ class Builder:
         policies = policies_to_try(config, self.shape, self.capabilities)
         if self.budget_bytes is None:
             return self._priced_ways(sharing, boundary, tokens, policies[0], moves=False)[0]
-        # As long as memory allows: what the host does for a microbatch, and adding to all
-        # gradients, are paid once.
+        # Long microbatches first: fewer microbatches take less host time and fewer additions to all
+        # gradients.
         if not given:
             every = int(self._order(sharing).new_edges.sum())
             tokens = max(tokens, min(LARGEST_MICROBATCH_TOKENS, every))
@@ -226,7 +227,8 @@ class Builder:
             if moves and not self._may_move(tried, found):
                 break
             for policy in policies:
-                # Shorter microbatches than fill a device are for the policy that keeps least.
+                # Microbatches too short to fill the device are tried only with the policy that
+                # keeps least.
                 shortest = least if policy == policies[-1] else filling
                 ways = list(self._ways(sharing, boundary, policy, tokens, shortest, moves=moves))
                 tried += ways
@@ -236,7 +238,8 @@ class Builder:
                 # In order of their microbatches' lengths, the longest first.
                 most = min(map(cost_with_preference, fitting)) * (1 + LONGER_IS_WORTH)
                 found.append(next(way for way in fitting if cost_with_preference(way) <= most))
-                # Repeating forwards buys nothing where as much fits as fills a device.
+                # Repeated forwards save nothing if microbatches that fill the device fit without
+                # them.
                 if any(_keeps_all(way) and _fills(way) for way in fitting):
                     break
         if found:
@@ -257,11 +260,12 @@ class Builder:
         )
 
     def _may_move(self, tried: Sequence[Plan], found: Sequence[Plan]) -> bool:
-        """Whether plans with prefix caches in the host's memory are looked at.
+        """Whether to try plans with prefix caches in host memory.
 
-        They are where none of those tried fits with all caches on the device. Where some do
-        (`found`), a calibration must price the copies, and there must be something to gain: all of
-        them repeat forwards, or have microbatches too short to fill a device.
+        They are tried if no tried plan fits with all caches on the device. If some fit (`found`),
+        they are tried only if a calibration prices the copies, and if each found plan does not keep
+        all activations, checkpoints more than necessary, or has microbatches too short to fill the
+        device.
         """
         if self.config.prefix_cache != AUTO or self.prompts is not None:
             return False
@@ -272,7 +276,7 @@ class Builder:
         # The rate of copies to a folder is not measured.
         if self.calibration is None or self.config.offload_folder is not None:
             return False
-        # Ranks of context parallelism deal leaves out only with caches on the device.
+        # Context-parallel ranks can run leaves by responses only with caches on the device.
         if self.shape is not None and self.shape.context > 1:
             return False
         first = policies_to_try(self.config, self.shape, self.capabilities)[0]
@@ -291,13 +295,13 @@ class Builder:
         *,
         moves: bool,
     ) -> Iterator[Plan]:
-        """Plans of shorter and shorter microbatches, what is beyond the budget among them.
+        """Plans with microbatches of decreasing length, including plans that exceed the budget.
 
         `moves`: whether prefix caches may be moved to the host's memory.
 
-        With a budget that was measured they end with the first that fits, in few steps: every step
-        of a training run is planned so. With one that was given they go on until shorter ones pay
-        for nothing, unless those of the length that was asked for fit.
+        With a measured budget they end with the first plan that fits, after few steps, because each
+        step of a training run plans in this way. With a budget that the user set they end when
+        shorter microbatches no longer help, or at `max_microbatch_tokens` if that fits.
         """
         assert self.budget_bytes is not None
         found = False
@@ -313,14 +317,14 @@ class Builder:
                 if needed <= self.budget_bytes:
                     return
                 longest = max(microbatch.tokens for microbatch in plan.microbatches)
-                # Were all of it activations of the longest microbatch, this would fit.
+                # This length fits if all bytes are activations of the longest microbatch.
                 tokens = max(least, min(tokens * 3 // 4, longest * self.budget_bytes // needed))
                 continue
             found |= needed <= self.budget_bytes
             few = len(plan.microbatches) <= FEW_MICROBATCHES
-            # Microbatches a little shorter than what fits may divide the work more evenly. Where
-            # there are many it makes no difference, and where they are too short to fill a device
-            # they do not pay for what they let be kept.
+            # Slightly shorter microbatches may divide the work more evenly. With many microbatches
+            # this makes no difference. Microbatches too short to fill the device cost more than
+            # kept activations save.
             if peak_of(plan) <= self.budget_bytes:
                 shorter += 1
                 if shorter > SHORTER_TRIED or not few or tokens == asked:
@@ -328,7 +332,7 @@ class Builder:
             elif found and tokens <= EFFICIENT_TOKENS:
                 return
             next_tokens = tokens * (7 if few else 6) // 8
-            # No shorter plan fits before its longest microbatch alone does.
+            # No plan fits until its longest microbatch alone fits.
             longest = max(plan.microbatches, key=meter.kept_bytes, default=None)
             kept = 0 if longest is None else meter.kept_bytes(longest)
             if longest is not None and not found and kept > self.budget_bytes:
@@ -338,7 +342,7 @@ class Builder:
     def _priced_ways(
         self, sharing: str, boundary: str, tokens: int, policy: str, *, moves: bool
     ) -> tuple[Plan, list[Plan], Meter]:
-        """A plan with its price, those of `_fitted`, and the meter of their microbatches.
+        """A plan with its price, the plans of `_fitted`, and the meter of their microbatches.
 
         `moves`: whether prefix caches may be moved to the host's memory.
         """
@@ -357,9 +361,9 @@ class Builder:
         return first, ways, meter
 
     def _packing(self, sharing: str, boundary: str, tokens: int) -> _Packing:
-        """Microbatches of so many tokens at most.
+        """Microbatches of at most `tokens` tokens.
 
-        Many combinations and lengths come to the same microbatches, which are priced once.
+        Many combinations and lengths give the same microbatches, which are priced once.
         """
         asked = sharing, boundary, tokens
         if asked not in self._packings:
@@ -375,7 +379,7 @@ class Builder:
         return self._packings[asked]
 
     def _remedy(self) -> str:
-        """A remedy that may help where the shortest microbatches are too much."""
+        """A remedy if the shortest microbatches exceed the budget."""
         config, shape = self.config, self.shape
         if config.boundary == "within":
             return "use boundary='across', which cuts rollouts into chains of microbatches"
@@ -389,8 +393,8 @@ class Builder:
         return "use shorter rollouts"
 
     def _fitted(self, plan: Plan, meter: Meter) -> list[Plan]:
-        """The plan as it is and, where activations is auto, with microbatches not kept so that it
-        fits."""
+        """The plan and, if it does not fit and activations is auto, plans that drop activations to
+        fit."""
         if self.budget_bytes is None or self.config.activations != "auto" or plan.fits:
             return [plan]
         assert self.shape is not None
@@ -403,8 +407,8 @@ class Builder:
         ]
 
     def _dealt_if_faster(self, plan: Plan) -> Plan:
-        """The plan with leaves dealt out whole to ranks of context parallelism, where that is
-        predicted to be faster and fits."""
+        """The plan with leaves by responses on context-parallel ranks, if that is predicted to be
+        faster and fits."""
         if plan.shape is None or plan.shape.context == 1:
             return plan
         by_heads, why_not = "leaves run by heads", ""
@@ -435,8 +439,8 @@ class Builder:
         )
 
     def _deal(self, plan: Plan) -> Plan:
-        """The plan with leaves dealt out, which have exchanged trees where it needs no other passes
-        for that."""
+        """The plan with leaves by responses. Leaves exchange trees unless that requires other
+        passes."""
         entries_S = self._entries_of_segments(plan.forest)
         found = deal(plan, entries_S)
         if self._first_passes(found) != self._first_passes(plan):
@@ -444,8 +448,8 @@ class Builder:
         return found
 
     def _first_passes(self, plan: Plan) -> tuple[bool, bool]:
-        """Whether experts must be counted before the loss of routers, and scores come before the
-        loss of log-probs."""
+        """Whether a pass must count experts for the router loss, and whether the loss needs a pass
+        of scores."""
         routers, coupling = self.routers, self.coupling
         counts = routers is not None and routers.spans(plan.forest, plan.microbatches)
         return counts, coupling is not None and plan.splits(self.batch, coupling)
@@ -454,14 +458,15 @@ class Builder:
     # ------------------------------------------------------------
 
     def _priced(self, plan: Plan, meter: Meter) -> Plan:
-        """With its price within the budget, and with logits kept as the configuration says."""
+        """The plan with its price within the budget, and with logits kept according to the
+        configuration."""
         if self.config.head_logits == "auto" and self.budget_bytes is not None and not self.soft:
             assert plan.shape is not None
             plan = keep_logits(plan, meter, plan.shape, self.budget_bytes)
         return self._with_price(plan, meter, self.budget_bytes)
 
     def _with_price(self, plan: Plan, meter: Meter, budget: int | None = None) -> Plan:
-        """With its cost and its peak; the cost is inf if the peak exceeds the budget."""
+        """The plan with its cost and its peak. The cost is inf if the peak exceeds `budget`."""
         peak = None if self.shape is None else peak_bytes(plan, meter, self.shape)
         beyond = peak is not None and self.budget_bytes is not None and peak > self.budget_bytes
         if beyond and plan.media and not plan.encodes_again and self.shape is not None:
@@ -494,7 +499,7 @@ class Builder:
         boundary: str,
         max_microbatch_tokens: int,
     ) -> Plan:
-        """The plan of microbatches that were packed in this way, without checkpoints or a price."""
+        """The plan of packed microbatches, without checkpoints or a price."""
         config = self.config
         entries_S = self._entries_of_segments(forest)
         asked = "keep" if config.activations == "auto" else config.activations
@@ -535,7 +540,7 @@ class Builder:
 def policies_to_try(
     config: Config, shape: ModelShape | None, capabilities: Capabilities
 ) -> tuple[str, ...]:
-    """The policies of checkpointing to try, the one that repeats least first."""
+    """Checkpointing policies to try, in order of increasing recomputation."""
     if config.checkpointing != AUTO:
         return (config.checkpointing,)
     if shape is not None and shape.checkpointed:
@@ -545,16 +550,16 @@ def policies_to_try(
 
 
 def least_microbatch_tokens(longest: int, boundary: str) -> int:
-    """The shortest limit of microbatches that is tried; `longest`: edges of the longest rollout."""
+    """Smallest limit of microbatches that is tried. `longest`: edges of the longest rollout."""
     if boundary == "within":
-        # A microbatch that holds whole paths is no shorter than the longest of them.
+        # A microbatch of whole paths is at least as long as the longest path.
         return longest
     return max(LEAST_MICROBATCH_TOKENS, longest // MOST_MICROBATCHES)
 
 
 def with_host_layers(plan: Plan, meter: Meter, config: Config, budget: int | None) -> Plan:
-    """The plan with prefix caches in the host's memory or in files: of as many layers as there is
-    place for, or as few as it takes to fit the budget if the configuration leaves that open."""
+    """The plan with prefix caches in host memory or in files: of as many layers as there is space
+    for, or with prefix_cache="auto" of as few as fit the budget."""
     assert plan.shape is not None
     if not plan.cache_tokens:
         return plan
@@ -574,11 +579,11 @@ def pack(
     tokens: int,
     prompts: Sequence[PlannedPrompt] = (),
 ) -> tuple[Forest, Sequence[Microbatch]]:
-    """Microbatches of at most so many tokens.
+    """Pack rollouts into microbatches of at most `tokens` tokens.
 
     Args:
-        forest: makes the forest of the order, which whole paths do not need.
-        rollouts: how many the batch has.
+        forest: makes the forest of the order. Boundary "within" does not call it.
+        rollouts: number of rollouts of the batch.
     """
     if boundary == "within":
         return microbatches_of_whole_paths(order, rollouts, tokens)
@@ -590,8 +595,8 @@ def pack(
 def with_storage(
     packed: Sequence[Microbatch], entries_S: IntArray, activations: str, *, keeps_logits: bool
 ) -> list[Microbatch]:
-    """Microbatches with the number of their entries; those that others read with `activations`, and
-    the others with their logits if these are kept."""
+    """Set the number of entries of microbatches, `activations` of those that others read, and kept
+    logits of the others."""
     return [
         replace(
             microbatch,
@@ -604,13 +609,13 @@ def with_storage(
 
 
 def checkpointed(plan: Plan, policy: str) -> Plan:
-    """The plan with this policy of checkpointing, in the same order and cache."""
+    """The plan with this checkpointing policy, in the same order and with the same cache slots."""
     microbatches = (replace(microbatch, checkpointing=policy) for microbatch in plan.microbatches)
     return plan if policy == "none" else replace(plan, microbatches=tuple(microbatches))
 
 
 def _key_of_forest(forest: Forest) -> tuple[bytes, ...]:
-    """The same for forests of one batch with the same segments."""
+    """Key that is equal for forests of one batch with equal segments."""
     columns = (forest.parent, forest.start, forest.length, forest.owner_begin, forest.leaf)
     return tuple(column.tobytes() for column in columns)
 
@@ -623,12 +628,13 @@ def cost_with_preference(plan: Plan) -> float:
 
 
 def least_memory(plans: Sequence[Plan]) -> Plan:
-    """Of plans that do not fit the budget, the cheapest of those that need least."""
+    """The cheapest of the plans that need about the least memory, if no plan fits the budget."""
     return min(_near_the_least(plans), key=cost_with_preference)
 
 
 def _near_the_least(plans: Sequence[Plan]) -> list[Plan]:
-    """Those that need least, or little more: the very least may take many times as long."""
+    """Plans that need about the least memory. The plan with the very least can take many times as
+    long."""
     most = min(map(peak_of, plans)) * NEAR_THE_LEAST
     return [plan for plan in plans if peak_of(plan) <= most]
 
@@ -638,7 +644,7 @@ def _keeps_all(plan: Plan) -> bool:
 
 
 def _fills(plan: Plan) -> bool:
-    """Whether microbatches are as long as asked for, or long enough to keep a device busy."""
+    """Whether microbatches can hold the whole batch, or are long enough to fill the device."""
     return plan.max_microbatch_tokens >= min(FILLING_TOKENS, plan.computed_tokens)
 
 

@@ -1,18 +1,19 @@
-"""Slots of the prefix cache, given by lifetime once the instructions are in order.
+"""Assignment of prefix-cache slots by lifetime, after the instructions are ordered.
 
-A microbatch captures what other microbatches read of it. It takes slots at its forward and gives
-them back after its backward. Trunks that another rank sends live from the exchange of caches to
-that of gradients. Scores need no other slots: they run in visiting order, where a microbatch's
-readers come before all that lies beside them.
+A microbatch captures data that other microbatches read. It takes slots at its forward and releases
+them after its backward. Prompts that another rank sends have slots from the exchange of caches to
+the exchange of gradients. A pass of scores uses the same slots, because it runs microbatches in
+visiting order, in which the readers of a microbatch come before its siblings.
 
-Each microbatch takes one run of slots, the first that is free. In the program of one device
-microbatches nest, so this is a stack: a path through microbatches of one segment each (a chain, a
-prefix and its suffixes) lies in one run, and the cache is as large as what is live at once. In
-other orders there may be gaps: a microbatch of n tokens begins at most `live + count * (n - 1)`
-slots from the start, where `count` microbatches of `live` tokens in all are live before it.
+Each microbatch takes the first free run of slots that is long enough. In the program of one device
+microbatches nest, so the slots form a stack. A path through microbatches of one segment each (a
+chain, a prefix and its suffixes) has consecutive slots, and the cache has no unused slots. In other
+orders there can be gaps: a microbatch of n tokens begins at most `live + count * (n - 1)` slots
+from the start, where `count` microbatches of `live` tokens in all are live before it.
 
-Layers that attend keep something for every token of a segment, and all microbatches below read it.
-Layers that carry a state keep one for the segment's end, which only its own children start from.
+Attention layers keep keys and values of every token of a segment, which all microbatches below
+read. Layers that carry a state keep one state for the end of a segment, which only the segment's
+children read.
 """
 
 from bisect import bisect_left
@@ -27,15 +28,15 @@ from forkpoint.tree.forest import Forest
 def allocate_cache(
     forest: Forest, microbatches: Sequence[Microbatch], program: Program
 ) -> tuple[tuple[Microbatch, ...], int, int]:
-    """Give cache slots to every segment that another microbatch reads.
+    """Assign cache slots to every segment that another microbatch reads.
 
     Args:
         microbatches: those of the plan, by their index.
         program: their instructions, in the order in which they run.
 
     Returns:
-        The microbatches with `cache_begin` and `state_index` set, and how many slots the cache
-        needs for tokens and for states.
+        The microbatches with `cache_begin` and `state_index` set, and the numbers of cache slots
+        for tokens and for states.
     """
     read, forks = captured_segments(forest, microbatches)
     readable = [microbatch for microbatch in microbatches if microbatch.children]
@@ -67,7 +68,8 @@ def allocate_cache(
 def captured_segments(
     forest: Forest, microbatches: Sequence[Microbatch]
 ) -> tuple[set[int], set[int]]:
-    """Segments that other microbatches attend to, and those among them that have a child there."""
+    """Segments that other microbatches attend to, and those among them with a child in another
+    microbatch."""
     microbatch_of = {
         s: microbatch.index for microbatch in microbatches for s in microbatch.segments
     }
@@ -78,8 +80,8 @@ def captured_segments(
         if parent >= 0 and microbatch_of[parent] != microbatch_of[segment]
     }
     read = set(forks)
-    # A segment above one that is read elsewhere is read by the same microbatches, unless it lies in
-    # theirs.
+    # If other microbatches read a segment, they also read its ancestors, except those in
+    # themselves.
     for segment in forks:
         parent = parents[segment]
         while parent >= 0 and parent not in read:
@@ -91,7 +93,7 @@ def captured_segments(
 def _first_fit(
     sizes: Mapping[int, int], program: Program, microbatches: Sequence[Microbatch]
 ) -> tuple[dict[int, int], int]:
-    """The first slot of each microbatch that has some, and how many slots there are."""
+    """The first slot of each microbatch that needs slots, and the total number of slots."""
     received = [m.index for m in microbatches if m.shared_prompt == "received"]
     slots = _Slots()
     begin_of: dict[int, int] = {}
@@ -108,15 +110,15 @@ def _first_fit(
 
 
 class _Slots:
-    """Slots from 0 on, all of them free at first."""
+    """Slots numbered from 0. All are free at first."""
 
     def __init__(self) -> None:
         self.most: int = 0
-        """One past the last slot that was ever taken."""
+        """One past the last slot ever taken: the size of the cache."""
         self._top = 0
-        """One past the last slot that is taken."""
+        """One past the last slot taken at present."""
         self._gaps: list[tuple[int, int]] = []
-        """Free runs below, ascending, none next to another."""
+        """Free runs (begin, end) before `_top`, ascending and not adjacent."""
 
     def take(self, size: int) -> int:
         """Take the first free run of this size; returns its first slot."""

@@ -1,4 +1,4 @@
-"""Capabilities of hosts, so that plans ask them for nothing else."""
+"""Capabilities of hosts, which plans must respect."""
 
 from dataclasses import dataclass
 
@@ -10,19 +10,19 @@ class Capabilities:
     """Abilities of a host with a microbatch."""
 
     leaves_early: bool = True
-    """Whether a forward can end in the last block, once this has computed what later tokens read
-    of it. Not where activation checkpointing of the model's own repeats forwards."""
+    """Whether a forward can end inside the last block, after the keys, values or states that later
+    tokens read. False if the model itself checkpoints activations."""
     runs_ahead: bool = False
     """Whether the host issues work ahead of the device, as with GPUs: see `predict.simulate`."""
     checkpoints: tuple[str, ...] = ("none", "selective", "full")
-    """Policies of checkpointing that its blocks can run with."""
+    """Checkpointing policies that its blocks support."""
     deals_segments: bool = True
-    """Whether ranks of context parallelism can run whole segments of a microbatch (plan.dealing).
-    Not where layers carry a state."""
+    """Whether context-parallel ranks can run whole segments of a microbatch (`plan.dealing`). False
+    if layers carry a state."""
     encoder: EncoderShape | None = None
-    """The encoder of images or video, for a batch with media; None where it is not known."""
+    """Encoder of images or video, for a batch with media; None if its sizes are not known."""
 
     @property
     def trains_encoder(self) -> bool:
-        """Whether the encoder has trained parameters, if only perhaps."""
+        """Whether the encoder has trained parameters. True if the encoder is not known."""
         return self.encoder is None or self.encoder.trained

@@ -1,10 +1,10 @@
-"""Microbatches whose segments ranks of context parallelism run whole, each rank some of them.
+"""Leaves that context-parallel ranks split by responses: each rank runs some segments whole.
 
-By heads each rank runs a part of every token, and exchanges queries, keys, values and outputs in
-each layer. A microbatch that no other one reads holds trees of segments that do not attend to one
-another, so that ranks can run whole trees instead and exchange nothing around attention. They read
-the prefix cache of microbatches above in all heads, which is gathered once and whose gradients come
-back once. So dealing pays where many leaves read a cache that is short beside them.
+If a microbatch is split by heads, ranks exchange queries, keys, values and outputs in each layer. A
+microbatch that no other microbatch reads holds trees of segments that do not attend to one another.
+So ranks can run whole trees, and exchange nothing in attention. They read the prefix cache of
+ancestors in all heads, which is gathered once and whose gradients are returned once. This is faster
+if many leaves read a cache that is short compared with them.
 """
 
 from collections.abc import Sequence
@@ -21,15 +21,17 @@ from forkpoint.tree.forest import Forest, IntArray
 
 
 def deal(plan: Plan, entries_S: IntArray, *, pooled: bool = True) -> Plan:
-    """The plan with leaves dealt out, where these hold as many trees as there are ranks.
+    """Assign the trees of leaves to context-parallel ranks, for leaves with at least as many trees
+    as ranks.
 
     Args:
-        plan: priced by heads, with a shape; its predictions stay those of before.
+        plan: a plan with a shape and with all microbatches by heads. Its predictions are not
+            updated.
         entries_S: int64 [S], entries that the head computes for each segment.
-        pooled: whether leaves below one microbatch may exchange trees, so that all of their parts
-            cost about the same.
+        pooled: whether leaves below one microbatch may exchange trees, so that the parts of each
+            leaf cost about the same.
 
-    Returns the same plan where there is nothing to deal.
+    Returns `plan` itself if no leaf has enough trees.
     """
     assert plan.shape is not None
     families: dict[int, list[Microbatch]] = {}
@@ -52,11 +54,11 @@ def deal(plan: Plan, entries_S: IntArray, *, pooled: bool = True) -> Plan:
 def _dealt(
     leaves: Sequence[Microbatch], forest: Forest, shape: ModelShape, entries_S: IntArray
 ) -> list[Microbatch]:
-    """As many microbatches with the trees of these leaves, and a part for each rank; none where
-    there are fewer trees than parts.
+    """The same number of leaves with the same trees, and a part for each rank. None if there are
+    fewer trees than parts.
 
-    The dearest tree goes first, to the part that costs least so far. Parts that cost about the same
-    are of one microbatch, since ranks wait for the dearest.
+    Trees are assigned in order of decreasing cost, each to the part with the least cost so far.
+    Parts of similar cost form one microbatch, because ranks wait for the costliest part.
     """
     trees: dict[int, list[int]] = {}
     top: dict[int, int] = {}
@@ -86,7 +88,7 @@ def _dealt(
 
 
 def _of(leaf: Microbatch, segments: list[int], forest: Forest, entries_S: IntArray) -> Microbatch:
-    """A leaf with other segments."""
+    """The leaf with other segments."""
     ends = np.cumsum([0, *forest.length[segments].tolist()]).tolist()
     return replace(
         leaf,

@@ -1,4 +1,5 @@
-"""Memory of a device: what weights, gradients and an optimizer take, and what is left. No torch."""
+"""Memory of a device: sizes of weights, gradients and optimizer states, and the rest. Imports no
+torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -10,30 +11,30 @@ from forkpoint.units import GIB
 
 MARGIN_BYTES = GIB
 MARGIN_SHARE = 0.04
-"""Kept free: what predictions leave out, such as workspaces of matrix products and memory lost
-between blocks of the allocator."""
+"""Part of the memory that is kept free for allocations that are not predicted, such as workspaces
+of matrix products and fragmentation."""
 CONTEXT_BYTES = GIB // 2
-"""Taken by CUDA and its libraries in every process."""
+"""Bytes that CUDA and its libraries take in every process."""
 LEAST_BYTES = GIB
-"""The least budget for activations that is planned for."""
+"""Smallest budget for activations."""
 ADAM_STATES = 2
-"""Numbers of the parameter's dtype that AdamW keeps for it."""
+"""Number of values that AdamW keeps for each parameter, in the dtype of the parameter."""
 MOST_RANKS = 1024
-"""The most ranks that are tried to find how many it takes."""
+"""Largest number of ranks that `least_ranks` tries."""
 
 
 def margin_bytes(total: int) -> int:
-    """Bytes of a device of so many that no plan counts on."""
+    """Bytes that plans leave free on a device with `total` bytes."""
     return MARGIN_BYTES + int(MARGIN_SHARE * total)
 
 
 def total_parameters(config: Mapping[str, Any], shape: ModelShape) -> int:
-    """Parameters of a model, all experts and the embeddings included, norms and biases left out.
+    """Number of parameters of a model, with all experts and embeddings, without norms and biases.
 
     Args:
-        config: a transformers configuration as a mapping. Where it does not say whether the head
-            is tied to the embeddings, it is not.
-        shape: the sizes read from it.
+        config: a transformers configuration as a mapping. Without `tie_word_embeddings`, the head
+            is not tied to the embeddings.
+        shape: the sizes read from `config`.
     """
     used = count(config, "num_experts_per_tok")
     names = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -45,18 +46,19 @@ def total_parameters(config: Mapping[str, Any], shape: ModelShape) -> int:
 
 
 def embedding_parameters(config: Mapping[str, Any], shape: ModelShape) -> int:
-    """Parameters of the embeddings and the head; arguments of `total_parameters`."""
+    """Number of parameters of the embeddings and the head. Arguments are those of
+    `total_parameters`."""
     tied = config.get("tie_word_embeddings", False)
     return (1 if tied else 2) * shape.vocab * shape.hidden
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """Memory of a device that a training run takes besides activations, in bytes.
+    """Memory of a device for weights, gradients and optimizer states, in bytes.
 
-    With several ranks it is that of one of them. Where `fully_shard` has divided the model, each
-    block and the rest together, a step has few blocks at a time whole on every rank, and all
-    gradients until its end, when they are reduced (`engine/memory.py` measures the same).
+    With several ranks it is the memory of one rank. If `fully_shard` has sharded each block and the
+    rest, a step holds few gathered blocks at a time, and whole gradients until they are reduced at
+    its end. `engine/memory.py` measures the same.
     """
 
     total_bytes: int
@@ -64,9 +66,9 @@ class DeviceMemory:
     """Of the whole model."""
     dtype_bytes: int
     optimizer_bytes_per_parameter: float | None = None
-    """None is AdamW's, in the parameters' dtype."""
+    """None means AdamW in the dtype of the parameters."""
     trained_share: float = 1.0
-    """The part of the parameters that is trained: less for adapters and frozen layers."""
+    """Part of the parameters that is trained, from 0 to 1."""
     ranks: int = 1
     """Data-parallel ranks."""
     sharded: bool = True
@@ -77,12 +79,13 @@ class DeviceMemory:
 
     @property
     def weights_bytes(self) -> int:
-        """This rank's part, and what a step has whole at once."""
+        """Bytes of this rank's part of the weights, and of the weights that a step gathers at a
+        time."""
         return self._part(self.parameters) * self.dtype_bytes + self.gathered_bytes
 
     @property
     def gathered_bytes(self) -> int:
-        """Whole weights at once: of embeddings, of a block, and of the next in two buffers."""
+        """Bytes of gathered weights: embeddings, one block, and the next block in two buffers."""
         if self.ranks == 1 or not self.sharded:
             return 0
         block = -(-(self.parameters - self.embeddings) // self.layers)
@@ -90,8 +93,8 @@ class DeviceMemory:
 
     @property
     def gradients_bytes(self) -> int:
-        """This rank's part; and, of several, whole ones of a step that is not over or the buckets
-        of DistributedDataParallel."""
+        """Bytes of this rank's part of the gradients. With several ranks also whole gradients
+        during a step, or the buckets of DistributedDataParallel."""
         trained = self._trained
         elements = trained if self.ranks == 1 else trained + self._part(trained)
         return elements * self.dtype_bytes
@@ -111,32 +114,31 @@ class DeviceMemory:
 
     @property
     def fixed_bytes(self) -> int:
-        """Weights, gradients and the optimizer's states."""
+        """Bytes of weights, gradients and optimizer states."""
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
 
     @property
     def besides_bytes(self) -> int:
-        """All that is taken besides activations and prefix cache: what is kept free as well."""
+        """Bytes of all memory except activations and prefix cache, with the margin."""
         return self.fixed_bytes + CONTEXT_BYTES + margin_bytes(self.total_bytes)
 
     @property
     def left_bytes(self) -> int:
-        """Bytes left for activations and prefix cache; negative where there is too little for the
-        rest."""
+        """Bytes left for activations and prefix cache; negative if the rest does not fit."""
         return self.total_bytes - self.besides_bytes
 
     @property
     def budget_bytes(self) -> int:
-        """The budget that a policy would measure there, in whole GiB."""
+        """Memory budget that a policy would measure on such a device: bytes, in whole GiB."""
         return max(LEAST_BYTES, self.left_bytes // GIB * GIB)
 
     def fits(self, peak_bytes: int) -> bool:
-        """Whether activations and prefix cache of so many bytes fit besides."""
+        """Whether activations and prefix cache of this size fit."""
         return peak_bytes <= self.left_bytes
 
     def least_ranks(self, peak_bytes: int) -> int | None:
-        """The least power of two of ranks, not below those given, on which so many bytes fit if the
-        model is sharded over them; None where no number does."""
+        """Smallest power of two, at least the present number of ranks, for which activations and
+        prefix cache of this size fit if the model is sharded; None if there is none."""
         count = 2
         while count <= MOST_RANKS:
             if count >= self.ranks and replace(self, ranks=count, sharded=True).fits(peak_bytes):
