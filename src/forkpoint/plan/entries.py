@@ -15,25 +15,28 @@ More are read rollout by rollout."""
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """The head's entries of one forest, numbered so that those of one edge are neighbours.
+    """The head's entries of one forest. Entries of one edge have consecutive numbers.
 
-    Hidden states do not depend on a rollout's temperature and the log-prob of a label does. So
-    rollouts share an edge whatever their temperatures, and those of one temperature its entry.
+    Hidden states do not depend on a rollout's temperature, but log-probs of labels do. So rollouts
+    with different temperatures share an edge, and rollouts with equal temperatures also share its
+    entry.
     """
 
     numbers: int
-    """Numbers are below this. Where no edge has two entries, an entry has its edge's number."""
+    """Upper bound of the numbers of entries. If no edge has two entries, an entry has the number of
+    its edge."""
     trained: IntArray
-    """[n] positions of trained tokens in the batch's flat tokens, but of those that do not run."""
+    """[n] positions, in the batch's flat tokens, of the trained tokens that run."""
     of_trained: IntArray
-    """[n] the entry that each of them reads."""
+    """[n] the entry of each of these tokens."""
     count: NDArray[np.bool_] | IntArray
-    """[E] how many entries each edge has."""
+    """[E] number of entries of each edge."""
     first: IntArray | None
-    """[E] the number of each edge's first entry; None where no edge has two."""
+    """[E] first entry of each edge; None if no edge has two."""
 
     def at(self, edges: IntArray) -> tuple[IntArray, IntArray]:
-        """Places with entries, and the entries: int64 [m] each, by place, then by temperature.
+        """Places with entries, and their entries: int64 [m] each, sorted by place, then by
+        temperature.
 
         edges: int64 [T], the edge of each place.
         """
@@ -50,11 +53,11 @@ class Entries:
 def entries_of(
     edges: int, token_edge: IntArray, batch: RolloutBatch, *, uses_temperature: bool = True
 ) -> Entries:
-    """The entries of a forest of so many edges.
+    """Number the entries of a forest with E edges.
 
     Args:
         edges: E.
-        token_edge: [T] what `Forest.token_edges` gave.
+        token_edge: [T] the result of `Forest.token_edges`.
         uses_temperature: whether the head's outputs depend on temperatures, as log-probs do.
     """
     trained = np.flatnonzero(batch.loss_mask & (token_edge >= 0))

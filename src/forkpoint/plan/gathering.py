@@ -1,9 +1,9 @@
-"""The choices of ranks in a step, from predicted costs: how they hold sharded weights, and whether
-they replicate or exchange the prompts that several of them have (`plan.shared_prompts`).
+"""Choices of ranks in a step from predicted costs: when to gather sharded weights, and whether to
+replicate or exchange prompts of several ranks (`plan.shared_prompts`).
 
-In lockstep weights are gathered for each forward and backward, which all ranks run together: each
-instruction takes as long as on the slowest rank, and no less than gathering takes. Gathered once,
-ranks wait for one another at the end alone, and whole weights take memory.
+In lockstep, ranks gather weights for each forward and backward, which all ranks run together. Each
+instruction takes as long as on the slowest rank, and at least as long as gathering. If weights are
+gathered once, ranks wait for one another only at the end, and whole weights take memory.
 """
 
 from collections.abc import Sequence
@@ -22,11 +22,10 @@ from forkpoint.plan.shared_prompts import SharedPrompt
 
 T = TypeVar("T")
 GATHER_TOKENS = 2048
-"""How many tokens' forward takes as long as gathering all weights once.
-
-A token's forward takes 2 FLOPs for each weight, and gathering moves 2 bytes for it: so this is the
-FLOPs that a rank computes while a byte arrives. At 500 TFLOPS it stands for 244 GB/s, about what
-GPUs of one host gather at. It is taken where no calibration has measured the link.
+"""Number of tokens whose forward takes as long as gathering all weights once, if no calibration has
+measured the link. The forward of a token takes 2 FLOPs for each weight, and gathering moves 2 bytes
+for each weight. So this is also the number of FLOPs that a rank computes while it receives a byte.
+At 500 TFLOPS it corresponds to 244 GB/s, about the rate of GPUs of one host.
 """
 
 
@@ -38,19 +37,22 @@ class RankCosts:
     """By microbatch."""
     backward: tuple[float, ...] = ()
     tokens: float = 0.0
-    """Of all microbatches, short ones counted as what they take."""
+    """Tokens of all microbatches. Short microbatches count as the tokens that take the same
+    time."""
     once: float | None = 0.0
-    """Its whole step where weights are gathered once; None where that is not possible."""
+    """Cost of its whole step if weights are gathered once; None if that is not possible."""
     parts: tuple[float, ...] = ()
-    """Of that, before, between and after the exchanges of prompts; empty where there are none."""
+    """Parts of `once` before, between and after the exchanges of prompts; empty without
+    exchanges."""
     why_not: str = ""
-    """Why it is not."""
+    """Reason why `once` is None."""
     link: LinkPrices | None = None
-    """Of a measured link, in milliseconds as the costs are; None: the link's price is nominal."""
+    """Prices of a measured link, in milliseconds like the costs; None if the link's price is
+    nominal."""
 
 
 class Choice(NamedTuple, Generic[T]):
-    """The choice of ranks between two ways, and why."""
+    """The choice of ranks between two options, and the reason."""
 
     taken: T
     reason: str
@@ -62,14 +64,14 @@ def choose_gathering(
     costs: Sequence[RankCosts],
     names: Sequence[int],
 ) -> Choice[Gather]:
-    """The way to hold weights that takes less time, of those that fit on every rank.
+    """Choose when to gather weights: the faster option, among those that fit on every rank.
 
     Args:
-        aligned: by rank, programs of one common shape; not read where `asked` is not "auto".
+        aligned: by rank, aligned programs; not read unless `asked` is "auto".
         costs: by rank.
-        names: by rank, its number in messages.
+        names: rank numbers, for messages.
 
-    It depends on the arguments alone, so that ranks that have exchanged them agree.
+    The result depends only on the arguments, so ranks with equal arguments agree.
     """
     if asked != "auto":
         return Choice(asked, "as asked")
@@ -93,13 +95,15 @@ def choose_gathering(
 
 
 def predicted(aligned: Sequence[Program], costs: Sequence[RankCosts]) -> tuple[float, float, float]:
-    """Costs of a step in lockstep, gathered once, and the mean of the ranks' own work.
+    """Cost of a step in lockstep, cost with weights gathered once, and mean cost of one rank
+    without waiting.
 
     An idle instruction is free, because there is always a rank that does not idle it.
     """
     gathering, own = gathering_cost(costs), [cost.once or 0.0 for cost in costs]
     lockstep = lockstep_cost(aligned, costs, gathering)
-    # Weights before the step and gradients after it: what lockstep hides behind computation.
+    # Weights are gathered before the step and gradients reduced after it. Lockstep overlaps both
+    # with computation.
     return lockstep, apart_cost(costs) + 2 * gathering, sum(own) / len(own)
 
 
@@ -117,7 +121,8 @@ def lockstep_cost(
 
 
 def apart_cost(costs: Sequence[RankCosts]) -> float:
-    """Cost of a step whose ranks wait for each other at its end alone, and where they exchange."""
+    """Cost of a step whose ranks wait for each other only at its end and at exchanges of
+    prompts."""
     parts = [cost.parts or (cost.once or 0.0,) for cost in costs]
     return sum(map(max, zip_longest(*parts, fillvalue=0.0)))
 
@@ -125,7 +130,7 @@ def apart_cost(costs: Sequence[RankCosts]) -> float:
 def gathering_cost(costs: Sequence[RankCosts]) -> float:
     """Cost of gathering all weights once, in the unit of the costs.
 
-    By the dearest of the links that ranks have measured, or else by the nominal price.
+    The price is that of the slowest link that ranks have measured, or else the nominal price.
     """
     link = link_prices(costs)
     if link is not None:
@@ -134,9 +139,9 @@ def gathering_cost(costs: Sequence[RankCosts]) -> float:
 
 
 def link_prices(costs: Sequence[RankCosts]) -> LinkPrices | None:
-    """Prices of the link, the dearest of any rank; None where some rank knows none.
+    """Prices of the slowest link of any rank; None if a rank has not measured its link.
 
-    Ranks that have exchanged their costs agree on it. Those without rollouts price nothing.
+    Ranks that have exchanged their costs agree on it. Ranks without rollouts do not count.
     """
     priced = [cost for cost in costs if cost.forward]
     found = [cost.link for cost in priced if cost.link is not None]
@@ -153,7 +158,8 @@ def nominal_gathering_cost(costs: Sequence[RankCosts]) -> float:
 
 
 def prices_of(calibration: Calibration | None, shape: ModelShape | None) -> LinkPrices | None:
-    """Prices of the link that a calibration has measured, for a model; None where it has not."""
+    """Prices of the link that a calibration has measured, for a model; None if it has measured
+    none."""
     if calibration is None or calibration.link is None or shape is None:
         return None
     link = calibration.link
@@ -174,14 +180,14 @@ def costs_of_rank(
     scores: bool = False,
     why_not: str = "",
 ) -> RankCosts:
-    """Costs of a rank's plans, which it tells the others.
+    """Costs of a rank's plans, which it sends to the other ranks.
 
     Args:
         plan: for weights that are gathered for each microbatch.
-        once: for weights that are gathered once a step; None where there is none.
-        calibration: that the plans were priced with, if any.
-        scores: whether forwards alone run.
-        why_not: why there is none.
+        once: for weights that are gathered once a step; None if there is no such plan.
+        calibration: the calibration that priced the plans, if any.
+        scores: whether the step runs only forwards.
+        why_not: reason why `once` is None.
     """
     meter = meter_of(plan, calibration)
     parts: list[float] = []
@@ -204,7 +210,7 @@ def costs_of_rank(
 
 
 def cost_of(plan: Plan, meter: Meter, instruction: Instruction) -> float:
-    """Predicted cost of one instruction, without copies to the host's memory."""
+    """Predicted cost of one instruction, without copies to host memory."""
     if instruction.idle:
         return 0.0
     microbatch = plan.microbatches[instruction.microbatch]
@@ -221,20 +227,21 @@ def cost_of(plan: Plan, meter: Meter, instruction: Instruction) -> float:
 
 @dataclass(frozen=True)
 class Offer:
-    """One rank's part of a step with prompts exchanged, or with each rank computing its own."""
+    """One rank's part of a step, with prompts exchanged or replicated."""
 
     program: Program = field(default_factory=Program)
     tokens: tuple[float, ...] = ()
     """By microbatch."""
     held: RankCosts = field(default_factory=RankCosts)
-    """Costs of both ways to hold weights."""
+    """Costs for both options of gathering weights."""
     media: tuple[PlannedMedium, ...] = ()
 
 
 def step_cost(
     gathering: Choice[Gather] | None, aligned: Sequence[Program], costs: Sequence[RankCosts]
 ) -> float:
-    """Predicted cost of a step whose weights are held so; None: nothing is gathered."""
+    """Predicted cost of a step with this option of gathering weights; None means that nothing is
+    gathered."""
     if gathering is None:
         return apart_cost(costs)
     if gathering.taken == "step":
@@ -245,11 +252,10 @@ def step_cost(
 def link_cost(
     prompts: Sequence[SharedPrompt], shape: ModelShape | None, costs: Sequence[RankCosts]
 ) -> float:
-    """Predicted cost of sending all shared prompts and getting their gradients back.
+    """Predicted cost of sending all shared prompts and returning their gradients.
 
-    As long as it takes on the rank that sends or receives most: at the rate that a calibration has
-    measured, or else at that at which weights are gathered (`GATHER_TOKENS`). Nothing is known
-    without a shape. `costs`: by rank.
+    The time of the rank that sends or receives most, at the rate that a calibration has measured,
+    or else at the rate of gathering weights (`GATHER_TOKENS`). 0 without a shape. `costs`: by rank.
     """
     if shape is None:
         return 0.0
@@ -263,13 +269,13 @@ def link_cost(
     most = max(*out, *back)
     link = link_prices(costs)
     if link is not None:
-        # Keys, values and states of each layer have a transfer each, there and back.
+        # Keys, values and states of each layer take one transfer each, in both directions.
         return most * link.byte + 4 * shape.layers * link.transfer * (most > 0)
     return nominal_gathering_cost(costs) * most / (2 * shape.linear_parameters)
 
 
 def choose_split(asked: str, replicated: float, exchanged: float) -> Choice[Split]:
-    """Replication or exchange, by their predicted costs, links included."""
+    """Choose replication or exchange of prompts by predicted costs, with those of links."""
     if asked == "exchange":
         return Choice("exchange", "as asked")
     if exchanged < replicated * (1 - NOISE):

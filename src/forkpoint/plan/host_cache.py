@@ -1,4 +1,4 @@
-"""Prefix caches in the host's memory: bytes that they take there, and bytes that are copied."""
+"""Prefix caches in host memory: their sizes, and the bytes that are copied."""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,17 +8,19 @@ from forkpoint.tree import Microbatch
 from forkpoint.tree.forest import Forest
 
 LAYERS_HERE = 2
-"""Hosted layers that are on the device at a time: one is read, the next is on its way."""
+"""Number of layers with their prefix cache in host memory that are on the device at a time: one is
+read, and the next one is copied."""
 
 
 def layer_cache_bytes(cache_tokens: int, shape: ModelShape) -> int:
-    """Prefix cache of so many tokens in one layer that attends, and its gradients."""
+    """Bytes of the prefix cache of `tokens` tokens in one attention layer, with its gradients."""
     each = shape.boundary_bytes_per_token + shape.boundary_gradient_bytes_per_token
     return cache_tokens * each // max(1, shape.attention_layers)
 
 
 def most_host_layers(cache_tokens: int, shape: ModelShape, host_memory: int | None) -> int:
-    """How many layers' prefix cache fits in so many bytes of the host; None is no limit."""
+    """Number of layers whose prefix cache fits in `limit` bytes of host memory; None means no
+    limit."""
     layer = layer_cache_bytes(cache_tokens, shape)
     if host_memory is None or not layer:
         return shape.attention_layers
@@ -26,7 +28,8 @@ def most_host_layers(cache_tokens: int, shape: ModelShape, host_memory: int | No
 
 
 def outer_ancestors(parents: Sequence[int], segments: Iterable[int]) -> set[int]:
-    """Segments above these that are not among them; `parents`: of every segment, -1 of roots."""
+    """Ancestors of these segments that are not among them. `parents`: the parent of each segment,
+    -1 for roots."""
     inside, found = set(segments), set[int]()
     for segment in inside:
         above = parents[segment]
@@ -38,7 +41,7 @@ def outer_ancestors(parents: Sequence[int], segments: Iterable[int]) -> set[int]
 
 
 class CacheCopies:
-    """Bytes of prefix cache that instructions copy to the host's memory and back."""
+    """Bytes of prefix cache that instructions copy to host memory and back."""
 
     def __init__(
         self,
@@ -47,7 +50,7 @@ class CacheCopies:
         forest: Forest,
         microbatches: Sequence[Microbatch],
     ) -> None:
-        """`host_layers`: how many layers are in the host's memory."""
+        """`host_layers`: number of layers with their prefix cache in host memory."""
         share = host_layers / max(1, shape.attention_layers)
         self._state: float = share * shape.boundary_bytes_per_token
         self._sum: float = share * shape.boundary_gradient_bytes_per_token
@@ -57,9 +60,9 @@ class CacheCopies:
         self._rows: dict[int, tuple[int, int]] = {}
 
     def of(self, instruction: Instruction) -> tuple[int, int]:
-        """Those that an instruction sends, and those that it fetches.
+        """Bytes that an instruction copies to host memory, and bytes that it copies back.
 
-        Sums of gradients count as fetched even where they are still zero.
+        Sums of gradients count as copied back even if they are still zero.
         """
         read, own = self._rows_of(instruction.microbatch)
         if instruction.operation == BACKWARD:
@@ -68,7 +71,7 @@ class CacheCopies:
         return int(own * self._state * captures), int(read * self._state)
 
     def _rows_of(self, index: int) -> tuple[int, int]:
-        """Tokens that a microbatch reads of others, and those that it captures."""
+        """Number of tokens that a microbatch reads from others, and number that it captures."""
         if index not in self._rows:
             microbatch, length = self._microbatches[index], self._forest.length
             read = outer_ancestors(self._parents, microbatch.segments)

@@ -1,4 +1,4 @@
-"""Lanes of a step on the stages of a pipeline: what each stage runs and when. Imports no torch.
+"""Lanes of a step on pipeline stages: the events of each stage with their times. Imports no torch.
 
 A lane has the events of a training pass, at predicted times or at measured ones. Lanes are saved as
 a file of JSON, which `forkpoint report` draws.
@@ -24,14 +24,14 @@ OPERATIONS = (FORWARD, RECOMPUTE, BACKWARD, ENCODE, RELEASE)
 
 @dataclass(frozen=True, kw_only=True)
 class Lane:
-    """Events of one stage, in order. A stage idles between them, and waits from an event's begin
-    until it is ready."""
+    """Events of one stage, in order. A stage idles between events, and waits from the begin of an
+    event until its inputs are ready."""
 
     events: tuple[str, ...]
-    """In words, such as "forward leaf 1" (`Plan.events`)."""
+    """Descriptions of the events, such as "forward leaf 1" (`Plan.events`)."""
     begins: tuple[float, ...]
     ready: tuple[float, ...]
-    """When what other stages send had arrived."""
+    """Time at which the inputs from other stages had arrived."""
     ends: tuple[float, ...]
 
     @property
@@ -58,20 +58,20 @@ def _check_lane(lane: Lane, field: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Lanes:
-    """Lanes of a step by stage, the first stage's first."""
+    """Lanes of a step, from the first stage to the last."""
 
     unit: Literal["FLOPs", "ms", "tokens"]
-    """Of predicted times."""
+    """Lanes with predicted times."""
     predicted: tuple[Lane, ...]
     measured: tuple[Lane, ...] = ()
-    """In milliseconds; empty where the step was not run."""
+    """Lanes with measured times in milliseconds; empty if the step was not run."""
     peak_bytes: tuple[float, ...] = ()
-    """By stage: the most bytes that are predicted to be held at once."""
+    """Predicted peak of activations and prefix cache of each stage, in bytes."""
 
     def save(self, path: Path | str) -> None:
         """Write a file that `forkpoint report` draws.
 
-        Raises ConfigError where it cannot be written.
+        Raises ConfigError if the file cannot be written.
         """
         try:
             Path(path).write_text(json.dumps({"kind": KIND, "lanes": asdict(self)}))
@@ -97,7 +97,7 @@ def _check_lanes(lanes: Lanes) -> None:
 
 
 def read_lanes(path: Path) -> Lanes:
-    """The lanes that a file holds.
+    """Read lanes from a file.
 
     Raises ConfigError for a file that `Lanes.save` has not written, naming file and field.
     """
@@ -119,12 +119,12 @@ def read_lanes(path: Path) -> Lanes:
 
 
 def lanes_of(plan: Plan, measured: Sequence[Lane] = ()) -> Lanes:
-    """Lanes of a plan on stages, from its prediction, in which forwards and backwards of the first
-    stage have the time of encoders.
+    """Lanes of a plan on pipeline stages, with its predicted times. Times of encoders are in
+    forwards and backwards of the first stage.
 
     Args:
-        plan: one that has `Plan.pipeline`.
-        measured: by stage; none where the step was not run.
+        plan: a plan with `Plan.pipeline`.
+        measured: by stage; empty if the step was not run.
     """
     schedule = plan.pipeline
     assert schedule is not None, "the plan is of no pipeline"
@@ -135,7 +135,8 @@ def lanes_of(plan: Plan, measured: Sequence[Lane] = ()) -> Lanes:
         events, starts, stops = list[str](), list[float](), list[float]()
         for (slot, is_backward), begin, end in zip(order, begins, ends, strict=True):
             unit = units[slot, is_backward]
-            # A recompute takes as long as the forward; the backward has the rest of the unit.
+            # A recompute takes as long as the forward. The backward takes the rest of the time of
+            # the unit.
             again = min(took[slot, False], end - begin) if len(unit) > 1 else 0.0
             middle = [begin + again] * (len(unit) - 1)
             events += map(plan.event, unit)
@@ -156,7 +157,7 @@ def lanes_of(plan: Plan, measured: Sequence[Lane] = ()) -> Lanes:
 def measured_lane(
     events: Sequence[str], event_ms: Sequence[float], wait_ms: Sequence[float]
 ) -> Lane:
-    """The lane of the training pass of a step, whose events follow one another.
+    """The measured lane of the training pass of a step, with consecutive events.
 
     `wait_ms`: of each event's time, that until inputs of other stages had arrived.
     """

@@ -1,9 +1,9 @@
 """The longest prompt of one group that fits a memory budget. Imports no torch.
 
-The planner finds a plan within a budget if one fits that needs the least memory: microbatches as
-short as the planner makes them, no activations kept that can be computed again, and prefix caches
-in the host's memory. So one such plan for each sharing and boundary, without prices, answers for a
-length. It takes the lengths of the rollouts, and no tokens.
+The planner finds a plan within a budget if the plan with the least memory fits. That plan has the
+shortest microbatches, recomputes all activations, and has prefix caches in host memory. So the
+search makes one such plan, without prices, for each length, sharing and boundary. It needs only the
+lengths of the rollouts.
 """
 
 from bisect import bisect_left
@@ -35,7 +35,7 @@ from forkpoint.tree.forest import SortedRollouts, build_forest
 
 STEP_TOKENS = 1024
 MOST_TOKENS = 1 << 21
-"""Lengths that are tried: multiples of the one, up to the other."""
+"""Lengths that are tried: multiples of STEP_TOKENS up to MOST_TOKENS."""
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ class LongestSearch:
     """Search for the longest prompt of one group for which the planner finds a plan."""
 
     responses: tuple[int, ...]
-    """Lengths of the group's responses; they share nothing."""
+    """Lengths of the group's responses, which share nothing."""
     shape: ModelShape
     config: Config
     capabilities: Capabilities
     calibration: Calibration | None
-    """Its bytes count instead of counted ones."""
+    """Calibration whose measured bytes replace counted bytes."""
     budget_bytes: int
-    """For activations and prefix cache."""
+    """Limit for activations and prefix cache, in bytes."""
 
     def __call__(self) -> LongestPrompt:
         tokens = longest(lambda prompt: self.plan(prompt) is not None)
@@ -59,15 +59,16 @@ class LongestSearch:
         return LongestPrompt(tokens, self.responses, host_bytes, MOST_TOKENS)
 
     def plan(self, prompt: int) -> Plan | None:
-        """A plan that fits with a prompt of so many tokens, without prices; None if none does."""
+        """A plan without prices that fits with a prompt of this length; None if none fits."""
         config, limit = self.config, self.config.max_microbatch_tokens
-        # An edge reads a token; the one that reads the prompt's last belongs to a response.
+        # An edge reads a token. The edge that reads the last token of the prompt belongs to a
+        # response.
         rollout = prompt - 1 + max(self.responses)
         sharings = ("tree", "none") if config.sharing == AUTO else (config.sharing,)
         boundaries = BOUNDARIES if config.boundary == AUTO else (config.boundary,)
         for sharing, boundary in product(sharings, boundaries):
-            # Shorter ones than the least, if asked for, need little less, and would be thousands.
-            # A whole rollout at a time needs less where checkpoints are smaller than the cache.
+            # Microbatches shorter than the least length need little less memory, and there would be
+            # thousands. Whole rollouts need less memory if checkpoints are smaller than the cache.
             least = least_microbatch_tokens(rollout, boundary)
             whole = rollout if limit is None else min(limit, rollout)
             for tokens in {whole} if boundary == "within" else {least, max(least, whole)}:
@@ -80,14 +81,15 @@ class LongestSearch:
         return None
 
     def _least_memory(self, shared: int, sharing: str, boundary: str, tokens: int) -> Plan:
-        """The plan of microbatches of at most so many tokens that needs the least memory.
+        """The plan with the least memory, with microbatches of at most `tokens` tokens.
 
         `shared`: edges of the prompt.
         """
         config, shape = self.config, self.shape
         responses = np.asarray(self.responses)
         if boundary != "within":
-            # Of those that are cut one is open at a time, so the longest counts.
+            # Only one of the rollouts that are cut is open at a time, so the longest determines the
+            # peak.
             cut = responses + (shared if sharing == "none" else 0) > tokens
             responses = np.append(responses[~cut], responses[cut].max(initial=0))
             responses = responses[responses > 0]
@@ -108,7 +110,7 @@ class LongestSearch:
             "recompute" if config.activations == AUTO else config.activations,
             keeps_logits=config.head_logits == "keep",
         )
-        # Without counts of work and tokens, which are for prices.
+        # Counts of work and tokens are left out, because only prices use them.
         plan = Plan(
             sharing,
             boundary,
@@ -129,7 +131,8 @@ class LongestSearch:
 def longest(
     fits: Callable[[int], bool], *, step: int = STEP_TOKENS, most: int = MOST_TOKENS
 ) -> int:
-    """The largest multiple of `step` up to `most` for which `fits` is true; 0 if none is.
+    """Find the largest multiple of `step` up to `most` for which `fits` is true; 0 if there is
+    none.
 
     `fits` is true up to some length and false beyond.
     """
@@ -142,8 +145,8 @@ def longest(
 
 
 def responses_of(batch: RolloutBatch) -> tuple[int, ...]:
-    """Lengths of the responses in the group of the longest rollout: from its first trained token
-    on. Rollouts without any are left out."""
+    """Lengths of the responses in the group of the longest rollout. A response begins at the first
+    trained token. Rollouts without trained tokens are left out."""
     if not len(batch):
         return ()
     group = batch.group_index[int(batch.lengths.argmax())]

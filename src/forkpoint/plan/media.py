@@ -27,9 +27,11 @@ from forkpoint.tree.forest import Forest
 
 Counts = tuple[tuple[int, int], ...]
 Call = tuple[int, ...]
-"""Media that one call of an encoder encodes, as numbers among those of a batch; none: idle."""
+"""Media that one call of an encoder encodes, as indices into the media of the batch; empty if
+idle."""
 MOST_TOKENS = 8192
-"""Tokens of the media of one call, unless it has a single one. A call holds tensors of all."""
+"""Largest number of tokens of the media of one call with several media. A call holds the tensors of
+all its media."""
 
 
 @dataclass(frozen=True)
@@ -38,19 +40,19 @@ class PlannedMedium:
 
     kind: str
     tokens: int
-    """How many tokens stand for it."""
+    """Number of its placeholder tokens."""
     readers: tuple[int, ...]
-    """Indices of the microbatches that run some of these, ascending."""
+    """Indices of the microbatches that run its placeholder tokens, ascending."""
     rollouts: int = 1
-    """How often rollouts have it: runs of its encoder in dense training."""
+    """Number of its occurrences in rollouts, each of which dense training encodes."""
     frames: int = 1
-    """Parts of it, such as frames of a video, whose patches do not see those of others."""
+    """Number of its frames. Patches attend only to patches of their frame."""
 
 
 def planned_media(
     batch: RolloutBatch, forest: Forest, microbatches: Sequence[Microbatch]
 ) -> tuple[PlannedMedium, ...]:
-    """The media of a batch, in its order. Microbatches that other ranks run read none."""
+    """Plan the media of a batch, in its order. Microbatches that other ranks run read none."""
     if batch.media_of is None:
         return ()
     microbatch_of = np.full(len(forest), -1, np.int64)
@@ -76,7 +78,8 @@ def planned_media(
 
 
 def _frames(medium: Media) -> int:
-    """By its grid [1, 3] of patches in time, height and width; 1 without one."""
+    """Number of frames, from the grid [1, 3] of patches in time, height and width; 1 without a
+    grid."""
     for name, value in medium.inputs.items():
         if name.endswith("_grid_thw") and tuple(value.shape) == (1, 3):
             return 1 if isinstance(value, Absent) else max(1, int(value[0][0]))
@@ -85,17 +88,17 @@ def _frames(medium: Media) -> int:
 
 @dataclass(frozen=True)
 class CommonEncoders:
-    """Encoder runs of ranks in lockstep, which all issue the collectives of each.
+    """Encoder runs that all ranks have in lockstep, because each run issues collectives.
 
-    A rank that has fewer media at a place of the common program than another one encodes an idle
+    If a rank has fewer media than another at a position of the common program, it encodes an idle
     medium, with a gradient of zero.
     """
 
     scores: Counts
-    """By instruction of the pass of scores: how many encoders run before it, and how many end
-    after it."""
+    """For each instruction of the pass of scores, the number of encoders that run before it, and
+    the number that end after it."""
     training: Counts
-    """Those of the pass of backwards."""
+    """The same for the training pass."""
     trains: bool
     """Whether the encoder has parameters that are trained."""
     idle: Media
@@ -109,9 +112,9 @@ class CommonEncoders:
         trains: bool,
         idle: Media,
     ) -> "CommonEncoders":
-        """Those of ranks with these aligned programs and media.
+        """Encoder runs of ranks with these aligned programs and media.
 
-        A step of training in which no rank reads a medium runs an encoder once, after the last
+        A training step in which no rank reads a medium runs an encoder once, after the last
         instruction.
         """
 
@@ -132,7 +135,8 @@ class CommonEncoders:
 def _places(
     instructions: Sequence[Instruction], media: Sequence[PlannedMedium], *, together: bool = False
 ) -> tuple[dict[int, list[Call]], dict[int, list[Call]]]:
-    """By position of an instruction: media that are encoded before it, and that end after it.
+    """By position of an instruction, the media that are encoded before it, and those that end after
+    it.
 
     `together`: whether one call encodes media of a kind that begin and end at the same positions.
     """
@@ -175,15 +179,16 @@ def with_encoders(
     together: bool = False,
     counts: Counts = (),
 ) -> tuple[Instruction, ...]:
-    """The instructions of one pass, with those of encoders.
+    """Add the instructions of encoders to those of one pass.
 
     Args:
-        training: whether it is the pass of backwards, which may have none.
+        training: whether it is the training pass.
         trains: whether the encoder has parameters that are trained.
-        again: whether its backward runs it once more, so that no activations are kept.
-        together: whether one call encodes the media of one kind that are read at the same times.
-        counts: by instruction, how many encoders run before and end after it on ranks in lockstep;
-            empty where no other rank waits for them.
+        again: whether backwards of encoders recompute their activations, so that none are kept.
+        together: whether one call encodes media of one kind that begin and end at the same
+            positions.
+        counts: for each instruction, the numbers of encoders that run before it and end after it,
+            on ranks in lockstep; empty without lockstep.
     """
     begins, ends = _places(instructions, media, together=together)
     for at, (begin, ended) in enumerate(counts):
@@ -205,7 +210,7 @@ def with_encoders(
         for call in ends.get(at, ()):
             found.append(of_media._replace(operation=end, media=call))
     if not begins:
-        # Ordinary training runs the encoder and gives it zeros, which optimizers do not skip.
+        # Dense training runs the encoder with gradients of zero, for which optimizers still update.
         call = tuple(sorted(range(len(media)), key=lambda n: media[n].tokens)[:1])
         found.append(of_media._replace(media=call, keeps_graph=keeps))
         found.append(of_media._replace(operation=end, media=call))

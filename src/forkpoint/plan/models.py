@@ -1,6 +1,6 @@
-"""Sizes of common models, for counting without their configurations at hand. Imports no torch.
+"""Sizes of common models, for counts without their configuration files. Imports no torch.
 
-Each entry is what its published config.json says, by transformers' names.
+Each entry has the values of the published config.json, by transformers' names.
 """
 
 import re
@@ -67,14 +67,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "v_head_dim": 128,
     },
 }
-"""By the name that the command line takes."""
+"""Configurations by the names that the command line takes."""
 
-# What a name of a hub says besides the sizes: who tuned it and how, and when.
+# Parts of names on a hub that do not change sizes: who tuned the model, how, and when.
 _TUNED = re.compile(
     r"-(instruct|base|chat|hf|it|thinking|preview|coder|math|reasoning|\d{4}|v0\.3)(?=-|$)"
 )
 _SAME_SIZES = (
-    # Llama 3, 3.1 and 3.3, with or without Meta's name before it, have the sizes of one another.
+    # Llama 3, 3.1 and 3.3, with or without Meta's name, have equal sizes.
     (re.compile(r"^(?:meta-)?llama-?3(?:[.-][13])?-(8b|70b|405b)$"), r"llama3-\1"),
     (re.compile(r"^(?:meta-)?llama-?3[.-]2-(1b|3b)$"), r"llama3.2-\1"),
     (re.compile(r"^qwen-?(3|2\.5)-(.+)$"), r"qwen\1-\2"),
@@ -83,11 +83,11 @@ _SAME_SIZES = (
 
 
 def known_name(name: str) -> str | None:
-    """The name in `MODELS` of the sizes that a model of this name has; None where none has them.
+    """The name in `MODELS` of a model with equal sizes; None if there is none.
 
-    Takes names of a hub, in any case: "Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B-Instruct". Only
-    what leaves the sizes as they are is passed over, so that a name that is another model's, such
-    as a distilled or a quantized one, is not known.
+    `name` is a name on a hub, in upper or lower case: "Qwen/Qwen3-8B",
+    "meta-llama/Llama-3.1-8B-Instruct". Only parts that do not change sizes are ignored, so names of
+    other models, such as distilled or quantized ones, are not known.
     """
     word = _TUNED.sub("", name.strip().lower().rstrip("/").rpartition("/")[2])
     for pattern, plain in _SAME_SIZES:

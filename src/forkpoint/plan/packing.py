@@ -14,7 +14,7 @@ from forkpoint.tree.forest import Forest, SortedRollouts, build_forest
 
 
 class _Draft(NamedTuple):
-    """A microbatch before microbatches are numbered."""
+    """A microbatch without a number."""
 
     parent: int
     segments: list[int]
@@ -22,7 +22,7 @@ class _Draft(NamedTuple):
 
 
 def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Bins of at most `capacity`, as positions in `sizes`, largest first into the first that fits.
+    """First-fit decreasing bin packing: bins of at most `capacity`, as positions in `sizes`.
 
     An item larger than the capacity gets a bin of its own.
     """
@@ -30,7 +30,7 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
     room = np.zeros(len(sizes) + 1, np.int64)
     for item in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         size = sizes[item]
-        # Of the bins and an empty one, which takes any item.
+        # The last bin is empty, and takes any item.
         room[len(bins)] = max(capacity, size)
         first = int((room[: len(bins) + 1] >= size).argmax())
         if first == len(bins):
@@ -44,10 +44,10 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
 def microbatches_of_whole_paths(
     order: SortedRollouts, rollouts: int, max_microbatch_tokens: int
 ) -> tuple[Forest, list[Microbatch]]:
-    """Microbatches that each hold whole paths: nothing crosses a microbatch (boundary within).
+    """Pack whole paths, so that no microbatch reads another one (boundary within).
 
-    A tree that fits a microbatch stays whole. A larger one is cut between rollouts, in order, and
-    what the cut rollouts share is computed once in each microbatch.
+    A tree that fits in a microbatch stays whole. A larger tree is cut between rollouts, in order.
+    Tokens that rollouts of several microbatches share are computed once in each.
 
     Raises:
         PlanError: a single rollout is longer than a microbatch.
@@ -81,7 +81,7 @@ def microbatches_of_whole_paths(
 
 
 def _cuts(order: SortedRollouts, max_microbatch_tokens: int) -> NDArray[np.bool_]:
-    """Where trees that are larger than a microbatch are cut: before each rollout that no longer
+    """Positions at which trees larger than a microbatch are cut: before each rollout that no longer
     fits."""
     tree = np.cumsum(order.shared_edges == 0) - 1
     sizes = np.bincount(tree, weights=order.new_edges).astype(np.int64)
@@ -100,11 +100,11 @@ def _cuts(order: SortedRollouts, max_microbatch_tokens: int) -> NDArray[np.bool_
 def microbatches_across(
     forest: Forest, max_microbatch_tokens: int
 ) -> tuple[Forest, list[Microbatch]]:
-    """Microbatches in which every fork lies between a microbatch and its children (boundary
+    """Pack segments so that every fork lies between a microbatch and its children (boundary
     across).
 
-    Every microbatch takes as many of the segments waiting below the microbatches open around it as
-    fit, in order; what lies below the microbatch's segments waits for its child microbatches.
+    A microbatch takes, in order, as many of the waiting segments as fit. Children of its segments
+    then wait for its child microbatches.
     """
     forest = forest.chained(max_microbatch_tokens)
     below, length = forest.children(), forest.length.tolist()
@@ -125,14 +125,14 @@ def microbatches_mixed(
     max_microbatch_tokens: int,
     prompts: Sequence[PlannedPrompt] = (),
 ) -> tuple[Forest, list[Microbatch]]:
-    """Microbatches of whole subtrees below microbatches of what is too large for one (boundary
+    """Pack whole subtrees, below microbatches of segments whose subtrees are too large (boundary
     mixed).
 
-    A segment whose subtree does not fit in a microbatch belongs to the spine. Spines are small
-    where trees are bushy, so microbatches of whole subtrees can be filled well while little stays
-    open around them. The `prompts`, each the first edges of a tree of its own, are spines as well,
-    around everything: those that other ranks send in one microbatch, which does not run, and those
-    that this rank sends in as few as they fit in.
+    A segment whose subtree does not fit in a microbatch belongs to the spine. If a tree has many
+    branches, its spine is small, so microbatches of whole subtrees can be filled while few
+    ancestors are open. Each of the `prompts` is the first edges of a tree, and belongs to the spine
+    around everything. Prompts that other ranks send are in one microbatch, which does not run.
+    Prompts that this rank sends are in as few microbatches as possible.
     """
     forest = forest.chained(max_microbatch_tokens)
     below, length = forest.children(), forest.length.tolist()
@@ -173,7 +173,7 @@ def microbatches_mixed(
 
 
 def _in_order(segments: list[int], length: list[int], capacity: int) -> list[list[int]]:
-    """Neighbours together, as many as fit: what lies below one parent stays back to back."""
+    """Bins of consecutive items, so that children of one parent stay together."""
     microbatches: list[list[int]] = []
     used = 0
     for segment in segments:
@@ -188,8 +188,8 @@ def _in_order(segments: list[int], length: list[int], capacity: int) -> list[lis
 def _spine_microbatch(
     spine: list[int], below: list[list[int]], subtree: list[int], length: list[int], capacity: int
 ) -> tuple[list[int], list[int], list[int]]:
-    """As much of the spine as fits in one microbatch, what then waits below it, and what waits
-    beside."""
+    """One microbatch of the spine, the segments that then wait below it, and those that wait beside
+    it."""
     taken: list[int] = []
     deeper: list[int] = []
     used = 0
@@ -209,8 +209,7 @@ def _spine_microbatch(
 
 
 def _finish(forest: Forest, drafts: list[_Draft]) -> list[Microbatch]:
-    """Number microbatches in visiting order, order their segments, and link parents with
-    children."""
+    """Number microbatches in visiting order, order their segments, and set parents and children."""
     below: dict[int, list[int]] = {}
     for at, draft in enumerate(drafts):
         below.setdefault(draft.parent, []).append(at)
@@ -240,12 +239,13 @@ def _finish(forest: Forest, drafts: list[_Draft]) -> list[Microbatch]:
 
 
 def breadth_or_depth(forest: Forest, segments: list[int]) -> list[int]:
-    """The order of a microbatch's segments that needs the fewer attention launches.
+    """Order a microbatch's segments depth first or breadth first, whichever needs fewer attention
+    launches.
 
-    Depth first, a first child follows its parent, all queries below its brothers are one rectangle,
-    and each segment that forks in the microbatch costs a launch. Breadth first, the rectangles of
-    neighbouring trees lie back to back and go into one launch: several groups in a microbatch cost
-    as many launches as one.
+    Depth first, a first child follows its parent, all queries below its siblings form one
+    rectangle, and each segment that forks in the microbatch needs a launch. Breadth first, the
+    rectangles of neighbouring trees are contiguous and form one launch, so several groups in a
+    microbatch need as many launches as one group.
     """
     inside = set(segments)
     level: dict[int, int] = {}

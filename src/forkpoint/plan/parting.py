@@ -1,4 +1,5 @@
-"""Where rollouts of a group part, and whether prompts part needlessly. Imports no torch."""
+"""Tokens at which rollouts of a group diverge, and avoidable differences of prompts. Imports no
+torch."""
 
 from dataclasses import dataclass
 
@@ -8,20 +9,21 @@ from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.tree.forest import IntArray
 
 LITTLE = 0.95
-"""A plan that runs at least this part of its dense tokens shares nothing that is worth it."""
+"""A plan that runs at least this part of the dense tokens saves too little."""
 WORTH_MOVING = 32
-"""Equal tokens after the first difference from which on it is worth moving the difference."""
+"""Smallest number of equal tokens after a difference for which moving the difference is
+suggested."""
 MOVE = "move what differs (a timestamp, an id) behind the equal tokens"
 
 
 @dataclass(frozen=True)
 class GroupParting:
-    """Where the rollouts of a group part."""
+    """First difference between the rollouts of a group."""
 
     group: str | None
     """Its group_id."""
     rollout: int
-    """Position of its first rollout in the batch, from 0."""
+    """Position of the group's first rollout in the batch, from 0."""
     rollouts: int
     token: int
     """Position of the first token that differs, from 0: the number of tokens before it, which all
@@ -44,7 +46,8 @@ class Parting:
     token: int
     """Index of the first token that differs."""
     following: int
-    """Equal tokens at the ends of both prompts, which the difference keeps from being shared."""
+    """Number of equal tokens at the ends of both prompts, which cannot be shared because of the
+    difference."""
 
     def __str__(self) -> str:
         of = "prompts of different groups"
@@ -55,11 +58,11 @@ class Parting:
 
 @dataclass
 class Partings:
-    """Where the groups of all batches part, with those of the first batch one by one."""
+    """Summary of where the groups of all batches diverge, with each group of the first batch."""
 
     groups: int = 0
     in_prompt: int = 0
-    """Groups of `groups` that part within the prompt."""
+    """Number of groups that diverge within the prompt."""
     tokens: tuple[int, int] = (0, 0)
     """The least and the largest `GroupParting.token`."""
     lengths: tuple[int, int] = (0, 0)
@@ -67,10 +70,10 @@ class Partings:
     of_first: list[GroupParting] | None = None
     """Groups of the first batch."""
     needless: Parting | None = None
-    """Prompts of a batch that shares little."""
+    """Prompts with an avoidable difference, of a batch that shares little."""
 
     def add(self, batch: RolloutBatch, *, little: bool) -> None:
-        """Count a batch. `little`: its plan shares nothing that is worth it."""
+        """Count a batch. `little`: whether its plan saves too little."""
         found = where_groups_part(batch)
         if self.of_first is None:
             self.of_first = found
@@ -85,7 +88,7 @@ class Partings:
             self.lengths = min(self.lengths[0], one.shortest), max(self.lengths[1], one.longest)
 
     def __str__(self) -> str:
-        """The needless difference, else a summary of the groups; empty without either."""
+        """The avoidable difference, else a summary of the groups; empty without either."""
         if self.needless is not None or not self.groups:
             return str(self.needless or "")
         where = {0: "after the prompt", self.groups: "within the prompt"}.get(
@@ -99,7 +102,7 @@ class Partings:
 
 
 def where_groups_part(batch: RolloutBatch) -> list[GroupParting]:
-    """Where each group of several rollouts parts, in the order of the batch."""
+    """Find where each group of several rollouts diverges, in the order of the batch."""
     found: list[GroupParting] = []
     starts, ends = batch.offsets[:-1].tolist(), batch.offsets[1:].tolist()
     prompts = batch.prompt_lengths
@@ -130,12 +133,13 @@ def where_groups_part(batch: RolloutBatch) -> list[GroupParting]:
 
 
 def where_prompts_part(batch: RolloutBatch) -> Parting | None:
-    """The pair of prompts that lose most by a difference, of those next to each other in a group.
+    """Find the pair of neighbouring prompts of a group that loses the most shared tokens by a
+    difference.
 
-    Where no group has several rollouts, those of the whole batch are compared: a group that is told
-    by its prompt falls apart when prompts differ.
+    If no group has several rollouts, prompts of the whole batch are compared, because groups that
+    are formed by equal prompts split if the prompts differ.
 
-    Returns None where no prompts differ, and where fewer than `WORTH_MOVING` tokens follow.
+    Returns None if no prompts differ, or if fewer than `WORTH_MOVING` equal tokens follow.
     """
     grouped = len(np.unique(batch.group_index)) < len(batch)
     found: Parting | None = None
@@ -160,6 +164,6 @@ def _range(ends: tuple[int, int]) -> str:
 
 
 def _equal(one: IntArray, other: IntArray) -> int:
-    """How many tokens are equal before the first that differs."""
+    """Number of equal tokens before the first difference."""
     differs = one != other
     return int(differs.argmax()) if differs.any() else len(one)
