@@ -1,18 +1,19 @@
 """Orders of work on the stages of a pipeline.
 
-Work is slots that nest (`plan.program`): the forward of a slot comes after that of the slot that it
-lies inside of, its backward after the backwards of the slots inside. Forwards go from the first
-stage to the last, backwards from the last to the first. Costs and bytes are given by stage.
+The work consists of nested slots (`plan.program`). The forward of a slot comes after the forward of
+the slot around it, and its backward after the backwards of the slots inside it. Forwards run from
+the first stage to the last, backwards from the last to the first. Each stage has its costs and
+bytes.
 
-All stages run forwards in one order: a slot, then those inside of it, of neighbours the one with
-the longest way to the end first. A stage runs a forward first while few forwards wait at the next
-stage (`AHEAD`), which would idle if the stage ran several backwards in a row. Otherwise it runs the
-backward that can run and has the longest way to the end.
+All stages run forwards in one order: a slot, then the slots inside it. Of neighbours, the one with
+the longest time to the end comes first. A stage runs a forward first while few forwards wait at the
+next stage (`AHEAD`), which would idle if the stage ran several backwards in a row. Otherwise it
+runs, of the backwards that can run, the one with the longest time to the end.
 
-A forward waits until the stage's budget has room for its bytes and for what the backward of any
-leaf needs. The forward of a prefix also waits for room for all open prefixes, and for what the
-backward of one of them needs. A backward waits for room for what it needs. Neither waits if only
-ancestors of the slot are open at the stage, as on one device.
+A forward waits until the stage's budget has room for its bytes and for the working memory of the
+backward of any leaf. The forward of a prefix also waits for room for all open prefixes, and for the
+working memory of the backward of one of them. A backward waits for room for its working memory.
+Neither waits if only ancestors of the slot are open at the stage, as on one device.
 
 So no budget stops a pipeline. Take the first slot whose forward has not run on all stages. All
 slots before it have run their forwards. Backwards of leaves among them always have room. When these
@@ -20,8 +21,8 @@ have run, prefixes above them have room for their backwards. In the end only anc
 slot are open, and its forward runs.
 
 `order_stages` makes up to four orders and takes the fastest that fits. Stages keep one or two
-forwards ahead. Slots that others share are open one after another or all at once. All at once,
-their forwards come before all others, the longest of all others come first, and their backwards
+forwards ahead. Shared slots are open one after another or all at once. If all are open at once,
+their forwards come before all other forwards, of which the longest come first, and their backwards
 come after all forwards. This needs memory for all of them, and neighbours in the order have similar
 lengths.
 """
@@ -41,7 +42,7 @@ from forkpoint.plan.program import IDLE
 Floats = NDArray[np.float64]
 
 AHEAD = (2, 1)
-"""How many forwards a stage keeps waiting at the next one."""
+"""Number of forwards that a stage keeps waiting at the next stage."""
 CLOSE = 0.005
 """No further orders are made once one is this close to the least time."""
 
@@ -51,7 +52,7 @@ class StageWork:
     """Slots of a pass, in the order of their forwards. S stages, N slots."""
 
     parents: tuple[int, ...]
-    """[N]: the slot that each lies inside of; -1 for none."""
+    """[N]: the slot around each slot; -1 for none."""
     forward: Floats
     """[S, N]: cost of each forward."""
     backward: Floats
@@ -71,7 +72,7 @@ class StageWork:
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
-        """[N]: the slots directly inside of each."""
+        """[N]: the slots directly inside each slot."""
         found: list[list[int]] = [[] for _ in self.parents]
         for slot, parent in enumerate(self.parents):
             if parent != IDLE:
@@ -80,7 +81,7 @@ class StageWork:
 
     @cached_property
     def shared(self) -> tuple[bool, ...]:
-        """[N]: whether a slot, or one inside of it, has several slots directly inside of it."""
+        """[N]: whether several slots are directly inside a slot, or inside a slot in it."""
         found = [len(inside) > 1 for inside in self.children]
         for slot in reversed(range(self.slots)):
             if found[slot] and self.parents[slot] != IDLE:
@@ -89,7 +90,7 @@ class StageWork:
 
     @cached_property
     def apart(self) -> Self:
-        """The same slots; those that are not shared lie outside of shared ones."""
+        """The same slots, with the slots that are not shared moved out of shared ones."""
         parents = (
             IDLE if parent != IDLE and self.shared[parent] and not self.shared[slot] else parent
             for slot, parent in enumerate(self.parents)
@@ -103,8 +104,9 @@ class StageWork:
 
     @cached_property
     def least_time(self) -> float:
-        """A time that no order is below: the most, over stages, of the time until a forward
-        arrives, all work of the stage, and the time from its last backward to the end."""
+        """Lower bound of the time of any order: the maximum over stages of the time until the first
+        forward arrives, plus all work of the stage, plus the time from its last backward to the
+        end."""
         if not self.slots:
             return 0.0
         roots = [parent == IDLE for parent in self.parents]
@@ -116,18 +118,18 @@ class StageWork:
 
     @cached_property
     def tails(self) -> tuple[Floats, Floats]:
-        """[S, N] of forwards and backwards: the longest way from the end of each to the end."""
+        """[S, N] of forwards and of backwards: the longest time from the end of each to the end."""
         return longest_tails(self)
 
 
 @dataclass(frozen=True, eq=False)
 class StageSchedule:
-    """Orders of the stages, and times that they are predicted to take."""
+    """Orders of the stages with their predicted times."""
 
     orders: tuple[tuple[tuple[int, bool], ...], ...]
-    """By stage, in order: the slot, and whether it is its backward."""
+    """For each stage in order, the slot and whether its backward runs."""
     begins: tuple[tuple[float, ...], ...]
-    """By stage, in that order: when each begins."""
+    """For each stage in the same order, the begin of each forward and backward."""
     ends: tuple[tuple[float, ...], ...]
     time: float
     """From the first begin to the last end."""
@@ -143,11 +145,13 @@ class StageSchedule:
 
 
 def order_stages(work: StageWork, budgets: Sequence[float] | None = None) -> StageSchedule:
-    """Order the work of all stages, the same on every rank that is given the same numbers.
+    """Order the work of all stages. The result depends only on the arguments.
 
-    The fastest of the orders that fit; where none does, the one that needs least in addition.
+    The result is the fastest order that fits. If none fits, it is the order that exceeds the
+    budgets least.
 
-    `budgets`: by stage, bytes for what is held and for a backward; None is no limit.
+    `budgets`: for each stage, bytes for held activations and for the backward that runs; None means
+    no limit.
     """
     limits = np.full(work.stages, np.inf) if budgets is None else np.array(budgets, float)
     can_hold = any(work.shared) and bool((work.shared_bytes <= limits).all())
@@ -164,7 +168,7 @@ def order_stages(work: StageWork, budgets: Sequence[float] | None = None) -> Sta
 
 
 def forwards_time(costs: Floats) -> float:
-    """Time of forwards alone, which all stages run in one order. `costs`: [S, N]."""
+    """Time of a pass of forwards, which all stages run in one order. `costs`: [S, N]."""
     ends = [0.0] * len(costs)
     for column in costs.T.tolist():
         end = 0.0
@@ -174,11 +178,11 @@ def forwards_time(costs: Floats) -> float:
 
 
 class _Simulation:
-    """Stages that each take, when they are free, what can begin first.
+    """Simulation in which each free stage runs the work that can begin first.
 
     Args:
         limits: by stage, bytes.
-        ahead: how many forwards a stage keeps waiting at the next one.
+        ahead: number of forwards that a stage keeps waiting at the next stage.
         at_once: whether all shared slots are open at once.
     """
 
@@ -208,17 +212,19 @@ class _Simulation:
         self.position: list[int] = np.argsort(self.sequence).tolist()
         self.free, self.held, self.inner_held, self.peak = np.zeros((4, stages)).tolist()
         self.open = [0] * stages
-        """By stage: slots between their forward and their backward, without those that last."""
+        """By stage, the slots between their forward and their backward, except slots that are open
+        throughout."""
         self.next = [0] * stages
         """By stage: the position of the slot whose forward comes next."""
         self.arrival = [[0.0] * slots, *([np.inf] * slots for _ in range(stages - 1))]
         self.waiting = [[len(c) + 1 for c in work.children] for _ in range(stages)]
-        """By stage and slot: how many a backward still waits for."""
+        """By stage and slot, the number of forwards and backwards that the backward still waits
+        for."""
         self.ready_at = [[0.0] * slots for _ in range(stages)]
         self.later: list[list[tuple[float, int]]] = [[] for _ in range(stages)]
-        """By stage: backwards that can run from some time on."""
+        """By stage, backwards with the time from which they can run."""
         self.now: list[list[tuple[float, int]]] = [[] for _ in range(stages)]
-        """And those that can run when the stage is free, the most urgent first."""
+        """By stage, backwards that can run when the stage is free, the most urgent first."""
         self.orders: list[list[tuple[int, bool]]] = [[] for _ in range(stages)]
         self.begins: list[list[float]] = [[] for _ in range(stages)]
         self.ends: list[list[float]] = [[] for _ in range(stages)]
@@ -243,7 +249,8 @@ class _Simulation:
         )
 
     def _candidate(self, s: int) -> tuple[float, bool, int, int]:
-        """When the stage could begin something, whether that is a forward, and its slot."""
+        """The time at which the stage can begin its next work, whether that is a forward, and its
+        slot."""
         free, now, later = self.free[s], self.now[s], self.later[s]
         while later and later[0][0] <= free:
             slot = later.pop(0)[1]
@@ -310,7 +317,7 @@ class _Simulation:
             self._release(s, slot, end)
 
     def _release(self, s: int, slot: int, end: float) -> None:
-        """One of those that a backward waits for has ended."""
+        """Count that work has ended for which a backward waits."""
         self.ready_at[s][slot] = max(self.ready_at[s][slot], end)
         self.waiting[s][slot] -= 1
         if not self.waiting[s][slot]:
@@ -318,14 +325,14 @@ class _Simulation:
 
 
 def _sums(rows: Floats) -> Floats:
-    """[S]: sums of rows [S, N], added in order: such sums have the same bits on every machine."""
+    """[S]: sums of rows [S, N], added in order so that they have the same bits on every machine."""
     return np.cumsum(rows, 1)[:, -1] if rows.size else np.zeros(len(rows))
 
 
 def _longest_first(work: StageWork, ways: Floats) -> list[int]:
-    """Slots in an order that nests, of neighbours the one with the longest way first.
+    """Slots in nested order. Of neighbours, the one with the longest time to the end comes first.
 
-    ways: [N]: of each slot, to the end of the pass.
+    ways: [N]: longest time from each slot to the end of the pass.
     """
     children = work.children
     todo, found = [slot for slot, parent in enumerate(work.parents) if parent == IDLE], list[int]()
@@ -338,7 +345,7 @@ def _longest_first(work: StageWork, ways: Floats) -> list[int]:
 
 
 def longest_tails(work: StageWork) -> tuple[Floats, Floats]:
-    """[S, N] of forwards and backwards: the longest way from the end of each to the end."""
+    """[S, N] of forwards and of backwards: the longest time from the end of each to the end."""
     forward, backward = np.zeros_like(work.forward), np.zeros_like(work.backward)
     children, stages = work.children, work.stages
     for s in range(stages):

@@ -1,4 +1,4 @@
-"""A plan: microbatches, what each reads from outside itself, and the order of instructions."""
+"""A plan: microbatches, the prefix caches that they read, and the order of instructions."""
 
 import hashlib
 import io
@@ -49,12 +49,12 @@ from forkpoint.units import format_bytes
 MOST_ROWS = 24
 MOST_SEGMENTS = 40
 MOST_LEVELS = 12
-"""The most that a description shows."""
+"""Largest number of microbatches, or of segments, in a description."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One combination that the planner looked at."""
+    """One combination of sharing and boundary that the planner compared."""
 
     sharing: str
     boundary: str
@@ -78,7 +78,7 @@ class LongestPrompt:
     """Largest number of tokens that was tried."""
 
     def __str__(self) -> str:
-        """Such as "8,192 prompt tokens fit with 8 responses of 1 to 2,048"."""
+        """One line, such as "8,192 prompt tokens fit with 8 responses of 1 to 2,048"."""
         each = " to ".join(f"{n:,}" for n in sorted({min(self.responses), max(self.responses)}))
         count = f"{len(self.responses):,} response{'s' * (len(self.responses) > 1)}"
         least = "at least " * (self.tokens == self.most)
@@ -236,8 +236,8 @@ class Plan:
     def sent_bytes(self) -> int:
         """Bytes that each rank of context parallelism sends in a step, without weights.
 
-        In the all-to-alls around attention (`ModelShape.exchanged_bytes`), and of prefix caches
-        that are gathered for leaves dealt out.
+        These are the all-to-alls of attention (`ModelShape.exchanged_bytes`), and prefix caches
+        that are gathered for leaves by responses.
         """
         shape, nbytes = self.shape, 0
         if shape is None or shape.context == 1:
@@ -326,7 +326,7 @@ class Plan:
             common: encoder runs that all ranks have in lockstep; None without lockstep.
         """
         if common is not None:
-            # A rank that idles has no activations of another's; so no rank keeps any.
+            # An idle rank has no activations to keep, so no rank keeps any.
             return with_encoders(
                 instructions,
                 self.media,
@@ -344,14 +344,14 @@ class Plan:
             training=training,
             trains=self.capabilities.trains_encoder,
             again=again,
-            # The activations of one medium are held at a time where they do not fit.
+            # If activations do not fit, only those of one medium are held at a time.
             together=encoder is not None and encoder.together and not again,
         )
 
     @property
     def encoder_runs(self) -> tuple[int, int]:
-        """How many media encoders run forward and backward in a step. A backward that recomputes
-        its forward counts as both."""
+        """Numbers of forwards and of backwards of encoders in a step, counted by media. A backward
+        that recomputes its forward counts as both."""
         passes = (self.program.scores, False), (self.program.training, True)
         runs = [
             instruction.operation
@@ -397,7 +397,7 @@ class Plan:
         return replace(found, predicted_ms=None, predicted_peak_bytes=None)
 
     def check_batch(self, batch: RolloutBatch) -> None:
-        """Refuse a batch that this plan was not made for.
+        """Raise PlanError for a batch that this plan was not made for.
 
         Raises:
             PlanError: tokens, lengths, masks or temperatures differ from those planned.
@@ -415,7 +415,7 @@ class Plan:
 
         Args:
             batch: the rollouts that it was made for.
-            needed: int64 [N], how many edges of each rollout the call needs, from its first.
+            needed: int64 [N], number of edges of each rollout that the call needs, from its first.
 
         Raises:
             PlanError: the plan runs less of some rollout.
@@ -434,7 +434,8 @@ class Plan:
     def check_host(self, capabilities: Capabilities) -> None:
         """Refuse a host whose capabilities differ from those that this plan uses.
 
-        They are: leaving the last block early, running whole segments, and training the encoder.
+        These are: ending forwards inside the last block, running whole segments, and training the
+        encoder.
 
         Raises:
             PlanError: the plan is not for this host.
@@ -543,7 +544,7 @@ class Plan:
 
 
 def _taken(places: Iterable[tuple[Sequence[int], Sequence[int]]]) -> dict[int, int]:
-    """First slots of segments; -1 is none."""
+    """First slots of segments with a slot. -1 means none."""
     every = chain.from_iterable(zip(*each, strict=True) for each in places)
     return {segment: begin for segment, begin in every if begin >= 0}
 
@@ -554,12 +555,12 @@ def _kind(microbatch: Microbatch) -> str:
     return "prefix" if microbatch.children else "leaf"
 
 
-# Batches cannot be written to, so each is read once.
+# Batches are read-only, so the digest of each is computed once.
 _fingerprints: WeakKeyDictionary[RolloutBatch, str] = WeakKeyDictionary()
 
 
 def fingerprint(batch: RolloutBatch) -> str:
-    """A digest of everything that decides which rollouts may share and which entries the head
+    """Digest of all values that decide which rollouts may share and which entries the head
     computes."""
     if batch not in _fingerprints:
         digest = hashlib.blake2b(digest_size=8)
@@ -577,7 +578,7 @@ def fingerprint(batch: RolloutBatch) -> str:
 
 def _explained(plan: Plan, width: int) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None, highlight=False)
-    # No title of the table, which would be broken where the table ends.
+    # Not a title of the table, which would be wrapped at the width of the table.
     title = Text(f"plan: {plan.sharing} + {plan.boundary}, {plan.reason}")
     if plan.split:
         how = "on each rank that has them" if plan.split == "replicate" else "on one rank, and sent"
@@ -646,7 +647,7 @@ def _summary(plan: Plan) -> Table:
         add(f"FLOPs without sharing{same}", flops_text(dense))
         add("FLOPs of this step", flops_text(shared))
         again = shared + plan.shared.forward_flops(plan.shape)
-        if not away.rollouts:  # a pass of scores gives log-probs of these too
+        if not away.rollouts:  # the pass of scores computes log-probs of these too
             add("FLOPs including policy.logprobs", flops_text(again))
         if plan.counts_first:
             add("FLOPs with the pass that counts experts", flops_text(again))
@@ -673,7 +674,8 @@ def _summary(plan: Plan) -> Table:
 
 
 def _candidates(plan: Plan) -> Table:
-    """Plans that were looked at, by predicted speed-up; without a dense one, by cost."""
+    """Table of the compared plans, sorted by predicted speed-up, or by cost if there is no dense
+    plan."""
     costs = {(c.sharing, c.boundary): c.cost for c in plan.candidates}
     chosen = plan.sharing, plan.boundary
     dense = min((c for (sharing, _), c in costs.items() if sharing == "none" and c), default=None)

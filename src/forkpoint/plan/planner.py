@@ -1,4 +1,5 @@
-"""From a batch to a plan: build the combinations asked for, price them, take the cheapest."""
+"""The planner: builds the allowed combinations of sharing and boundary, prices them, and takes the
+cheapest."""
 
 import math
 from collections.abc import Iterable
@@ -48,34 +49,33 @@ def make_plan(
 
     Args:
         batch: the rollouts.
-        shape: sizes of the model, for FLOPs and bytes; without it plans are priced in tokens.
-        config: what may be chosen; `auto` looks at every combination, dense among them.
-        coupling: int64 [N], which rollouts a loss couples (same entry): where their trained tokens
-            lie in several microbatches the program begins with a pass of scores. None couples
-            nothing.
-        calibration: what was measured for this model on the device that it will run on; with it
-            plans are priced in milliseconds instead of FLOPs. None reads the file that the
-            configuration names, if it names one.
-        capabilities: what the host of the model can do (`Host.capabilities`). None: all, but that
-            a model whose shape says that it checkpoints itself is not left early.
-        budget_bytes: the limit of the predicted peak; None: the bytes of the configuration, if it
-            names some. If its memory_budget is "auto" and nothing fits, a plan of about the least
-            predicted peak is made.
+        shape: sizes of the model, for FLOPs and bytes. Without it plans are priced in tokens.
+        config: allowed options. `auto` compares every combination, with dense.
+        coupling: int64 [N], equal for rollouts that the loss couples. If their trained tokens are
+            in several microbatches, the program begins with a pass of scores. None means that the
+            loss couples no rollouts.
+        calibration: measurements of this model on the device that it will run on. With it plans are
+            priced in milliseconds instead of FLOPs. None reads the file that the configuration
+            names, if any.
+        capabilities: capabilities of the model's host (`Host.capabilities`). None means all, except
+            that forwards of a model that checkpoints itself do not end inside the last block.
+        budget_bytes: limit of the predicted peak. None takes the bytes of the configuration, if
+            any. If its memory_budget is "auto" and no plan fits, the plan has about the least
+            predicted peak.
         uses_temperature: whether the head's outputs depend on temperatures, as log-probs do and a
             critic's values do not. An edge then has an entry for each temperature at which it is
             trained.
-        routers: demands of routers' statistics; None where there are no such statistics.
-        prompts: of a step in which ranks exchange prompts, those of this rank, none of them
-            too; the configuration must allow it (`plan.shared_prompts.cannot_exchange`). None
-            where they do not.
-        runs: int64 [N], how many edges of each rollout run, from its first: what
-            `plan.runs.run_lengths` gives. None: all.
+        routers: demands of router statistics; None without a router loss or counts of experts.
+        prompts: prompts of this rank, perhaps none, if ranks exchange prompts in the step. The
+            configuration must allow it (`plan.shared_prompts.cannot_exchange`). None if ranks
+            exchange no prompts.
+        runs: int64 [N], number of edges of each rollout that run, from its first
+            (`plan.runs.run_lengths`). None means all.
 
     Raises:
-        PlanError: no combination fits the limits; the message has the reason of the one that needs
-            the least memory. Or there is a budget in bytes or a calibration, which say nothing
-            without a shape.
-        ConfigError: the calibration is of another model shape.
+        PlanError: no combination fits the limits (the message has the reason of the one that needs
+            the least memory), or there is a budget in bytes or a calibration without a shape.
+        ConfigError: the calibration was measured for another model shape.
     """
     config = config or Config()
     if calibration is None and config.calibration not in (None, AUTO):
@@ -104,7 +104,7 @@ def make_plan(
         sharings, boundaries = ("tree" if config.sharing == AUTO else config.sharing,), ("mixed",)
     plans, candidates, errors = _built(builder, product(sharings, boundaries))
     if not plans:
-        # Those that other limits than the budget refuse do not say how much would fit.
+        # Errors about limits other than the budget do not say how much memory is needed.
         needed = [e.needed_bytes if isinstance(e, BudgetError) else math.inf for e in errors]
         best = needed.index(min(needed))
         c, error = candidates[best], errors[best]
@@ -129,8 +129,8 @@ def make_plan(
 def _built(
     builder: Builder, combinations: Iterable[tuple[str, str]]
 ) -> tuple[list[Plan], list[Candidate], list[PlanError]]:
-    """The plans of combinations that are possible, all combinations, with why one is not, and the
-    errors of those that are not."""
+    """The plans of possible combinations; all combinations, with the reason if one is impossible;
+    and the errors of impossible ones."""
     plans: list[Plan] = []
     candidates: list[Candidate] = []
     errors: list[PlanError] = []
@@ -154,7 +154,7 @@ def _built(
 
 
 def _passed_over(cost: float | None, chosen: float) -> str | None:
-    """Why a plan was passed over that costs less than the chosen one; None if it costs no less."""
+    """Reason why a plan that costs less was not chosen; None if it does not cost less."""
     if cost is None or cost >= chosen:
         return None
     if chosen <= cost * (1 + NOISE):
@@ -163,9 +163,9 @@ def _passed_over(cost: float | None, chosen: float) -> str | None:
 
 
 def _chosen(plans: list[Plan]) -> Plan:
-    """The simplest of those that are as cheap as any, within noise; never dearer than dense.
+    """The simplest of the cheapest plans, within noise. It never costs more than dense.
 
-    As within a combination, plans that keep all activations are preferred.
+    Plans that keep all activations are preferred, as within a combination.
     """
     dense = min((plan.cost for plan in plans if plan.sharing == "none"), default=math.inf)
     able = [plan for plan in plans if plan.cost <= dense * (1 + NOISE)]

@@ -1,7 +1,7 @@
-"""Predictions of a plan's time and memory, and the choice of activations that are not kept.
+"""Predictions of a plan's time and memory, and choices of activations, logits and caches that fit.
 
-The schedule is played with a meter's prices: each forward and backward takes its time, and copies
-of offloaded microbatches run beside, one at a time in each direction.
+The program is simulated with the prices of a meter. Copies of offloaded microbatches overlap with
+forwards and backwards, one at a time in each direction.
 """
 
 from dataclasses import replace
@@ -14,18 +14,18 @@ from forkpoint.plan.program import BACKWARD, ENCODE, ENCODE_BACKWARD, FORWARD, H
 
 
 def simulate(plan: Plan, meter: Meter) -> float:
-    """Cost of a step: computation in order, and waiting for copies that are not done by then.
+    """Simulate a step. The result is its cost: computation, and waits for copies.
 
-    The host prepares the step first. Then it issues the work of all microbatches one after the
-    other, and none of it ends before it has been issued.
+    The host first prepares the step. Then it issues the work of all microbatches in order. Work
+    does not end before it has been issued.
 
-    Copies of prefix caches to the host's memory and back run beside the instruction that they are
-    of, and are over when it ends.
+    Copies of prefix caches to host memory and back overlap with their instruction, which ends after
+    them.
 
-    A copy out begins with its microbatch's forward and is over when its bytes are through. A
-    microbatch comes back from half of the backward before its own on, as much as that gives back
-    (engine/offload.py), and the rest from its own backward on, which ends no earlier than the last
-    layer's share of its work after the last byte.
+    The copy of a microbatch to host memory begins with its forward. The copy back begins at half of
+    the previous backward, for as many bytes as that backward frees (engine/offload.py), and
+    continues during its own backward. This backward ends after the last byte has arrived and the
+    work of one layer has followed.
     """
     layers = plan.shape.layers if plan.shape else 1
     now = issued = out_free = in_free = meter.step()
@@ -57,10 +57,10 @@ def simulate(plan: Plan, meter: Meter) -> float:
             out, back = copies.of(instruction)
             in_free = max(in_free, begin) + _copy_back(meter, back)
             out_free = max(out_free, begin) + (meter.copy(out, out=True) or 0.0)
-            # Nothing hides the copy of the first layer that is hosted.
+            # The copy of the first layer does not overlap with computation.
             now = max(now, in_free, out_free) + _copy_back(meter, back // plan.host_layers)
         now = max(now, issued)
-    # Encoders run beside nothing.
+    # Encoders do not overlap with other work.
     passes = (encoder_flops(plan, training=training) for training in (False, True))
     return now + meter.products(sum(sum(map(sum, each)) for each in passes))
 
@@ -97,9 +97,9 @@ def _copy_back(meter: Meter, nbytes: int) -> float:
 def plan_cost(plan: Plan, meter: Meter | None = None) -> float:
     """Predicted cost of a step: smaller is faster.
 
-    Unlike the bound this counts what runs: padding, microbatches too small to keep the chip busy,
-    forwards that are repeated, scores, and waiting for copies. By default in FLOPs, in tokens
-    without a shape.
+    Unlike the bound, this includes padding, microbatches too short to fill the device, repeated
+    forwards, scores, and waits for copies. Without a calibration the unit is FLOPs, and without a
+    shape it is tokens.
     """
     meter = meter or meter_of(plan)
     cost = simulate(plan, meter)
@@ -107,10 +107,10 @@ def plan_cost(plan: Plan, meter: Meter | None = None) -> float:
 
 
 def peak_bytes(plan: Plan, meter: Meter, shape: ModelShape) -> int:
-    """Bytes of activations and prefix cache at the worst moment of the program.
+    """Peak of activations and prefix cache over the program, in bytes.
 
-    That is some microbatch's backward: its own activations, and those of the microbatches that are
-    open then and keep theirs.
+    The peak is during the backward of a microbatch. It includes the activations of this microbatch,
+    and those that open microbatches keep.
     """
     held = worst = 0
     for instruction in plan.program.training:
@@ -128,12 +128,12 @@ def peak_bytes(plan: Plan, meter: Meter, shape: ModelShape) -> int:
 
 
 def standing_bytes(plan: Plan, shape: ModelShape) -> int:
-    """Prefix cache, and the most that encoders hold at once, for the whole step."""
+    """Bytes that count for the whole step: prefix cache, and the peak of encoders."""
     return encoder_bytes(plan) + cache_bytes(plan, shape)
 
 
 def encoder_bytes(plan: Plan) -> int:
-    """The most that encoders hold at once: features, their gradients, and activations."""
+    """Peak of encoders in bytes: features, their gradients, and activations."""
     encoder, held, worst = plan.capabilities.encoder, 0, 0
     if encoder is None:
         return 0
@@ -154,7 +154,8 @@ def encoder_bytes(plan: Plan) -> int:
 
 
 def cache_bytes(plan: Plan, shape: ModelShape) -> int:
-    """Prefix cache and its gradients, for the whole step, by heads and where it is gathered."""
+    """Bytes of the prefix cache and its gradients, with copies that context-parallel ranks
+    gather."""
     layers, states = shape.attention_layers, plan.cache_states * shape.state_bytes
     here = layers - plan.host_layers + min(LAYERS_HERE, plan.host_layers)
     each = layer_cache_bytes(plan.cache_tokens, shape)
@@ -164,11 +165,11 @@ def cache_bytes(plan: Plan, shape: ModelShape) -> int:
 
 
 def move_cache(plan: Plan, meter: Meter, shape: ModelShape, budget: int, most: int) -> Plan:
-    """The plan with the prefix cache of as few layers in the host's memory as it takes for its peak
-    to be within the budget; of `most` where that is not enough."""
+    """The plan with the prefix cache of as few layers as needed in host memory, so that its peak is
+    within the budget. At most `most` layers move."""
     over = peak_bytes(plan, meter, shape) - budget
     layer = layer_cache_bytes(plan.cache_tokens, shape)
-    # Two layers in the host's memory free nothing: as many are on the device.
+    # Two layers in host memory free nothing, because two are on the device at a time.
     needed = -(-over // layer) + LAYERS_HERE if layer else 0
     if over <= 0 or min(most, needed) <= LAYERS_HERE:
         return plan
@@ -178,12 +179,12 @@ def move_cache(plan: Plan, meter: Meter, shape: ModelShape, budget: int, most: i
 def microbatches_to_drop(
     plan: Plan, meter: Meter, shape: ModelShape, budget: int
 ) -> frozenset[int]:
-    """As few microbatches as it takes that are not kept, so that the plan's peak is within the
-    budget.
+    """Choose as few microbatches as needed whose activations are dropped, so that the peak is
+    within the budget.
 
-    At each microbatch that would be too much, of the microbatches open around it the outermost go
-    first, whose tokens attend to fewest others. Where even that is not enough the plan would stay
-    above the budget.
+    At each microbatch that exceeds the budget, the outermost open microbatches are chosen first,
+    because their tokens attend to the fewest others. If this is not enough, the plan stays above
+    the budget.
     """
     room = budget - standing_bytes(plan, shape)
     holds: list[int] = []
@@ -192,7 +193,7 @@ def microbatches_to_drop(
     held = 0
     moved: set[int] = set()
     for microbatch in plan.microbatches:
-        # Microbatches lie in visiting order, so those open around one are a stack.
+        # Microbatches are in visiting order, so the open ones form a stack.
         while opened and opened[-1] != microbatch.parent:
             held -= holds[opened.pop()]
         kept = 0 if microbatch.shared_prompt == "received" else meter.kept_bytes(microbatch)
@@ -211,7 +212,7 @@ def microbatches_to_drop(
 
 
 def drop_activations(plan: Plan, microbatches: frozenset[int], activations: str) -> Plan:
-    """The plan with these microbatches not kept."""
+    """The plan with other storage of the activations of these microbatches."""
     changed = (
         replace(r, activations=activations) if r.index in microbatches else r
         for r in plan.microbatches
@@ -220,10 +221,10 @@ def drop_activations(plan: Plan, microbatches: frozenset[int], activations: str)
 
 
 def keep_logits(plan: Plan, meter: Meter, shape: ModelShape, budget: int) -> Plan:
-    """The plan with the logits kept of microbatches without children whose backwards still fit
-    then.
+    """The plan with kept logits of microbatches without children, for those whose backwards still
+    fit.
 
-    All of a microbatch's logits are kept or none.
+    A microbatch keeps either all of its logits or none.
     """
     room = budget - standing_bytes(plan, shape)
     open_bytes: list[int] = []

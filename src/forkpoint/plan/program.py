@@ -1,9 +1,9 @@
 """The program of a plan: every operation of a step, in order, as plain data.
 
-The engine runs a program from its first instruction to its last and decides nothing. What a step
-is predicted to take and to hold is computed from the same list. `waits_for` gives the dependencies
-of each unit of instructions, so that a scheduler can order them differently (`Plan.reordered`).
-Slots of the prefix cache are given after the order is known (`plan.cache`).
+The engine runs the instructions in order and makes no decisions. Predictions of time and memory use
+the same list. `waits_for` gives the dependencies of each unit of instructions, so that a scheduler
+can order them differently (`Plan.reordered`). Slots of the prefix cache are assigned after the
+order is known (`plan.cache`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,9 +23,9 @@ OF_MEDIA = (ENCODE, ENCODE_BACKWARD, RELEASE)
 OPERATIONS = (SCORE, FORWARD, RECOMPUTE, BACKWARD, SHARE, RETURN, *OF_MEDIA)
 BOUNDARY, BLOCKS, HEAD = "boundary", "blocks", "head"
 ENDS = (BOUNDARY, BLOCKS, HEAD)
-"""How far a forward goes, the nearest first."""
+"""Ends of a forward, the earliest first."""
 IDLE = -1
-"""In place of a microbatch: this rank has none for the slot."""
+"""Index instead of a microbatch if this rank has none for the slot."""
 
 PREFIX_FORWARD, LEAF, PREFIX_BACKWARD = "prefix forward", "leaf", "prefix backward"
 PHASES: tuple[str, ...] = (PREFIX_FORWARD, LEAF, PREFIX_BACKWARD)
@@ -38,31 +38,31 @@ class Instruction(NamedTuple):
     """The pass over the microbatches that it belongs to, from 0. A loss that couples rollouts of
     several microbatches needs two: scores, then forwards and backwards."""
     operation: str
-    """SCORE: a forward without a graph. FORWARD. RECOMPUTE: the forward again, for the activations
-    that were not kept. BACKWARD. SHARE: ranks send one another prefix caches of prompts. RETURN:
-    and the gradients of these. Both are of no microbatch, and all ranks of the step take part.
-    ENCODE: the encoder of images or videos runs forward. ENCODE_BACKWARD: and backward. RELEASE:
-    features that get no gradient are dropped. These are of no microbatch either; passes have them
-    from `plan.media.with_encoders`, programs do not."""
+    """SCORE: a forward without a graph. FORWARD. RECOMPUTE: the forward again, for activations that
+    were not kept. BACKWARD. SHARE: ranks send prefix caches of prompts to one another. RETURN:
+    ranks return the gradients of these caches. ENCODE: a forward of the encoder of images or
+    videos. ENCODE_BACKWARD: its backward. RELEASE: features without a gradient are freed. SHARE and
+    RETURN have no microbatch, and all ranks of the step run them. The last three have no microbatch
+    either; `plan.media.with_encoders` adds them to passes, and programs do not have them."""
     slot: int
     """The place in the nesting of forwards and backwards. Ranks whose programs were aligned run
     the same slots at the same time. In the program of one device it is the microbatch."""
     microbatch: int
-    """Its index in `Plan.microbatches`, or IDLE."""
+    """Index in `Plan.microbatches`, or IDLE."""
     ends_at: str = HEAD
-    """How far a forward goes. BOUNDARY: until the last block has computed what other microbatches
-    read of it. BLOCKS: through all blocks, without the head. HEAD: through the head."""
+    """End of a forward. BOUNDARY: inside the last block, after the data that other microbatches
+    read. BLOCKS: after all blocks, without the head. HEAD: after the head."""
     keeps_graph: bool = True
     """Whether autograd keeps the activations of a forward for its backward. False for scores, and
     for a forward that is repeated by a RECOMPUTE or an ENCODE_BACKWARD."""
     last_backward: bool = False
     """Whether it is the last backward of the step, after which gradients may be reduced."""
     media: tuple[int, ...] = ()
-    """The media that are encoded in one call, as numbers among those of the batch; none: idle."""
+    """Media that one call encodes, as indices into the media of the batch; empty if idle."""
 
     @property
     def idle(self) -> bool:
-        """Whether the rank runs no microbatch of its own here.
+        """Whether the rank has no microbatch here.
 
         An idle forward runs one token and an idle backward a gradient of zero, so that the rank
         takes part in the collectives of the other ranks.
@@ -71,24 +71,24 @@ class Instruction(NamedTuple):
 
     @property
     def exchanges(self) -> bool:
-        """Whether it is the ranks' exchange of prefix caches, or of their gradients."""
+        """Whether ranks exchange prefix caches or their gradients."""
         return self.operation in (SHARE, RETURN)
 
     @property
     def runs_microbatch(self) -> bool:
-        """Whether it runs a microbatch, if only an idle one; features run the others."""
+        """Whether it runs a microbatch or an idle one. Features run other instructions."""
         return not self.exchanges and self.operation not in OF_MEDIA
 
     @property
     def counts_routing(self) -> bool:
-        """Whether router statistics of this forward are taken. Of two forwards of one microbatch in
-        a pass it is the second; the first keeps no activations."""
+        """Whether this forward counts in router statistics. If a microbatch has two forwards in a
+        pass, only the second counts."""
         return not self.idle and (self.keeps_graph or self.operation == SCORE)
 
 
 @dataclass(frozen=True)
 class Program:
-    """Instructions in the order in which they run."""
+    """Instructions in their order."""
 
     instructions: tuple[Instruction, ...] = ()
 
@@ -100,10 +100,10 @@ class Program:
 
     @cached_property
     def units(self) -> tuple[tuple[Instruction, ...], ...]:
-        """Entries that a scheduler orders: of the training pass, a RECOMPUTE together with its
-        BACKWARD, and every other instruction alone.
+        """Units that a scheduler orders, of the training pass: a RECOMPUTE with its BACKWARD, and
+        every other instruction alone.
 
-        Recomputed activations take memory until the backward, so nothing runs between the two.
+        Nothing runs between the two, because recomputed activations take memory until the backward.
         """
         found: list[tuple[Instruction, ...]] = []
         for instruction in self.training:
@@ -115,7 +115,7 @@ class Program:
 
     @cached_property
     def scores(self) -> tuple[Instruction, ...]:
-        """The instructions of the pass of scores; empty where there is none."""
+        """The instructions of the pass of scores; empty without one."""
         return tuple(i for i in self.instructions if _scores(i))
 
     @cached_property
@@ -125,8 +125,8 @@ class Program:
 
     @property
     def has_scores(self) -> bool:
-        """Whether the loss is computed from scores of this rank's microbatches. Scores that are all
-        idle serve other ranks."""
+        """Whether the loss is computed from scores of this rank's microbatches. False if all scores
+        are idle."""
         return any(not i.idle for i in self.scores)
 
     @property
@@ -136,13 +136,14 @@ class Program:
 
 
 def _scores(instruction: Instruction) -> bool:
-    """Whether an instruction belongs to the pass of scores, whose exchange records nothing."""
+    """Whether an instruction belongs to the pass of scores. The exchange of that pass keeps no
+    graph."""
     operation = instruction.operation
     return operation == SCORE or (operation == SHARE and not instruction.keeps_graph)
 
 
 def mark_last_backward(instructions: Iterable[Instruction]) -> Program:
-    """The program of these instructions, in which the last backward is the step's last."""
+    """The program of these instructions, with its last backward marked as the last of the step."""
     found = [i._replace(last_backward=False) for i in instructions]
     backwards = (at for at, i in enumerate(found) if i.operation in (BACKWARD, ENCODE_BACKWARD))
     last = max(backwards, default=None)
@@ -152,8 +153,8 @@ def mark_last_backward(instructions: Iterable[Instruction]) -> Program:
 
 
 def phase_of(operation: str, microbatch: Microbatch) -> str:
-    """The phase that an operation's time is counted in: forwards of microbatches that others read,
-    microbatches that none reads, and recomputes and backwards of those that others have read."""
+    """Phase to which the time of an operation counts: "prefix forward", "leaf" or "prefix
+    backward"."""
     if not microbatch.children:
         return LEAF
     return PREFIX_FORWARD if operation in (SCORE, FORWARD) else PREFIX_BACKWARD
@@ -162,12 +163,13 @@ def phase_of(operation: str, microbatch: Microbatch) -> str:
 def step_program(
     microbatches: Sequence[Microbatch], *, scores: bool = False, leaves_early: bool = True
 ) -> Program:
-    """The step on one device: children run between the forward and the backward of their parent.
+    """Program of a step on one device: children run between the forward and the backward of their
+    parent.
 
     Args:
         microbatches: in visiting order, every microbatch after its parent.
         scores: whether a pass of scores comes first.
-        leaves_early: whether the host can leave the last block early (`Capabilities`).
+        leaves_early: as in `Capabilities`.
     """
     first = score_program(microbatches, leaves_early=leaves_early).instructions if scores else ()
     training = nested_instructions(
@@ -188,11 +190,12 @@ def nested_instructions(
     early: str,
     pass_index: int,
 ) -> list[Instruction]:
-    """Forwards and backwards of slots, each slot's children between its own two.
+    """Forwards and backwards of slots, with each slot's children between its forward and its
+    backward.
 
-    By slot, in order of forwards: the slot that it is inside of, or -1; how far the forward goes
-    that its backward belongs to; and whether that one is a RECOMPUTE, after a forward that goes as
-    far as `early`.
+    Arguments for each slot, in order of forwards: the slot around it, or -1; the end of the forward
+    that its backward belongs to; and whether that is a RECOMPUTE, after a forward that ends at
+    `early`.
     """
     found: list[Instruction] = []
     opened: list[int] = []
@@ -212,7 +215,8 @@ def nested_instructions(
 
 
 def score_program(microbatches: Sequence[Microbatch], *, leaves_early: bool = True) -> Program:
-    """Forwards without a graph, of every microbatch in visiting order."""
+    """Program of a pass of scores: a forward without a graph for every microbatch, in visiting
+    order."""
     return Program(
         tuple(
             Instruction(0, SCORE, m.index, m.index, _ends(m, leaves_early), keeps_graph=False)
@@ -222,7 +226,7 @@ def score_program(microbatches: Sequence[Microbatch], *, leaves_early: bool = Tr
 
 
 def _ends(microbatch: Microbatch, leaves_early: bool) -> str:
-    """A microbatch without trained tokens is run for its prefix cache alone."""
+    """A microbatch without trained tokens runs only for its prefix cache."""
     return BOUNDARY if leaves_early and not microbatch.num_loss_entries else HEAD
 
 
@@ -233,13 +237,13 @@ def _ends(microbatch: Microbatch, leaves_early: bool) -> str:
 def waits_for(
     program: Program, microbatches: Sequence[Microbatch], parents: Sequence[frozenset[int]]
 ) -> tuple[tuple[int, ...], ...]:
-    """For each unit of a program the positions of the units that it waits for, directly.
+    """For each unit of a program, the positions of the units for which it waits directly.
 
     A forward waits for the forwards of the microbatches that it reads. A backward, with its
     recompute, waits for the forward and for the backwards of the microbatches that read its prefix
     cache. Scores come before all units.
 
-    parents: by microbatch, the microbatches that hold parents of its segments.
+    parents: for each microbatch, the microbatches that hold parents of its segments.
     """
     units = [unit[-1] for unit in program.units]
     forward_in = {i.slot: at for at, i in enumerate(units) if i.operation == FORWARD}
@@ -269,7 +273,7 @@ def waits_for(
 
 
 def check_order(waits: Sequence[Iterable[int]], order: Sequence[int]) -> None:
-    """Refuse an order in which a unit runs before one that it waits for.
+    """Refuse an order in which a unit runs before a unit for which it waits.
 
     order: positions of units, in the order in which they are to run.
 

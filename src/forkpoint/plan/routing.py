@@ -1,9 +1,10 @@
-"""Demands of a router's statistics on a plan: which tokens run, and whether counts come first.
+"""Demands of router statistics on a plan: tokens that must run, and whether a pass must count
+experts first.
 
-A statistic of a mixture's routers is taken over whole rollouts, so tokens run for it that no loss
-of log-probs needs: the last one of each rollout. A load-balancing loss is a product of two means
-over the same tokens. Where these lie in several microbatches, one mean has to be known before the
-first backward, which takes a pass of scores.
+A router statistic covers whole rollouts, with the last token of each, which a loss of log-probs
+does not need. A load-balancing loss is a product of two means over the same tokens. If these are in
+several microbatches, one mean must be known before the first backward, which takes a pass of
+scores.
 """
 
 from dataclasses import dataclass
@@ -16,18 +17,18 @@ from forkpoint.tree.forest import Forest, IntArray
 
 @dataclass(frozen=True, eq=False)
 class RouterDemand:
-    """Tokens that a plan's routers must see, and those whose counts are one statistic."""
+    """Tokens that a plan must run for router statistics, and the statistic of each rollout."""
 
     last_tokens: bool
-    """Whether rollouts' last tokens run."""
+    """Whether last tokens of rollouts run."""
     parts: IntArray | None = None
-    """int64 [N], the statistic that each rollout is part of, where its counts are needed before the
-    first backward that they enter; None where none are, or where they are given."""
+    """int64 [N], the statistic of each rollout, if its counts are needed before the first backward
+    that uses them; None if they are not, or if the caller passes counts."""
     over_ranks: bool = False
-    """Whether these statistics have tokens of other ranks as well."""
+    """Whether these statistics also contain tokens of other ranks."""
 
     def spans(self, forest: Forest, microbatches: tuple[Microbatch, ...]) -> bool:
-        """Whether the tokens of some statistic lie in several microbatches."""
+        """Whether the tokens of a statistic are in several microbatches."""
         if self.parts is None:
             return False
         if self.over_ranks:
@@ -39,11 +40,11 @@ class RouterDemand:
 def span_microbatches(
     classes: IntArray, segments: IntArray, forest: Forest, microbatches: tuple[Microbatch, ...]
 ) -> bool:
-    """Whether segments of one class lie in several microbatches.
+    """Whether segments of one class are in several microbatches.
 
     Args:
         classes: int64 [n].
-        segments: int64 [n], the segment that each is paired with.
+        segments: int64 [n], the segment of each entry of `classes`.
     """
     microbatch_of = np.zeros(len(forest), np.int64)
     for microbatch in microbatches:
@@ -54,7 +55,7 @@ def span_microbatches(
 
 
 def paths(forest: Forest) -> tuple[IntArray, IntArray]:
-    """Each rollout with each segment on its path: int64 [n] and [n]."""
+    """Pairs of a rollout and a segment on its path: int64 [n] and [n]."""
     levels = list(forest.levels())
     nothing = np.zeros(0, np.int64)
     rollouts, segments = zip(*levels, strict=True) if levels else ((nothing,), (nothing,))

@@ -1,8 +1,8 @@
-"""Tokens that a step runs of each rollout, and those that it leaves out because nothing needs them.
+"""Tokens of each rollout that a step runs, and tokens that it leaves out.
 
-A step needs a rollout's edges up to the last one whose label gives a gradient, a log-prob that was
-asked for, or a statistic of routers. Of most rollouts that is the last trained token. A rollout
-without trained tokens is not run, nor is one whose terms a loss declares to be 0.
+A step runs a rollout up to the last edge whose label has a gradient, a requested log-prob, or a
+router statistic. Usually this label is the last trained token. Rollouts without trained tokens, and
+rollouts whose terms the loss declares to be 0, do not run.
 """
 
 from dataclasses import astuple, dataclass
@@ -18,13 +18,13 @@ from forkpoint.tree.forest import IntArray, SortedRollouts, sort_rollouts
 class LeftOut:
     """Parts of a batch that a plan does not run.
 
-    A plan without sharing runs the other tokens, except one of each rollout: its last label.
+    A plan without sharing runs all other tokens, except one of each rollout: its last label.
     """
 
     rollouts: int = 0
     """Rollouts of two or more tokens that do not run: they give no gradient."""
     groups: int = 0
-    """Groups all of whose rollouts of two or more tokens do not run, and that have one."""
+    """Groups with rollouts of two or more tokens, none of which run."""
     rollout_tokens: int = 0
     """Tokens of these rollouts, the last ones included."""
     tail_tokens: int = 0
@@ -40,9 +40,9 @@ class LeftOut:
 
     @classmethod
     def of(cls, batch: RolloutBatch, runs: IntArray) -> "LeftOut":
-        """Parts that a plan leaves out.
+        """Count the parts of a batch that a plan leaves out.
 
-        runs: int64 [N], how many edges of each rollout it runs.
+        runs: int64 [N], number of edges of each rollout that it runs.
         """
         edges = np.maximum(batch.lengths - 1, 0)
         still = (runs == 0) & (edges > 0)
@@ -55,7 +55,7 @@ class LeftOut:
             rollouts=int(still.sum()),
             groups=int(((running == 0) & (able > 0)).sum()),
             rollout_tokens=int(batch.lengths[still].sum()),
-            # Where last tokens run, more edges do than have labels.
+            # If last tokens run, there are edges without labels.
             tail_tokens=int(np.maximum(edges - runs, 0)[~still].sum()),
         )
 
@@ -67,18 +67,18 @@ def run_lengths(
     whole: bool = False,
     last_tokens: bool = False,
 ) -> IntArray:
-    """How many edges of each rollout run, from its first: int64 [N].
+    """Number of edges of each rollout that run, from its first: int64 [N].
 
     Args:
-        zero: bool [N], rollouts whose terms are 0; None: there are none.
-        whole: whether something needs all of each rollout, as statistics of routers do. Experts
-            that the batch has for its tokens (`routed_experts`) are such statistics, too.
-        last_tokens: whether rollouts' last tokens run besides, which have no label.
+        zero: bool [N], rollouts whose terms are 0; None means that there are none.
+        whole: whether rollouts run to their ends, as router statistics need. Rollouts with
+            `routed_experts` always do.
+        last_tokens: whether last tokens of rollouts run too, which have no label.
     """
     if whole or batch.routed_experts is not None:
         return np.maximum(batch.lengths - (0 if last_tokens else 1), 0)
     trained = np.flatnonzero(batch.loss_mask)
-    # The last trained token before the end of each rollout, if it is one of the rollout's own.
+    # The last trained token before the end of each rollout, which may belong to an earlier rollout.
     at = np.searchsorted(trained, batch.offsets[1:]) - 1
     last = np.append(trained, -1)[at]
     found = np.maximum(last - batch.offsets[:-1], 0)
@@ -86,11 +86,11 @@ def run_lengths(
 
 
 def labels_run(offsets: IntArray, runs: IntArray) -> NDArray[np.bool_]:
-    """For each token of a batch, whether the edge that has it for its label runs: bool [T].
+    """Whether the edge runs whose label is this token, for each token of a batch: bool [T].
 
     Args:
         offsets: [N + 1] where each rollout starts; the last entry is T.
-        runs: [N] how many edges of each run.
+        runs: [N] number of edges of each rollout that run.
     """
     # Numbers of one byte: batches have many more tokens than rollouts.
     change = np.zeros(int(offsets[-1]) + 1, np.int8)
@@ -103,9 +103,9 @@ def labels_run(offsets: IntArray, runs: IntArray) -> NDArray[np.bool_]:
 def sort_running(
     batch: RolloutBatch, runs: IntArray, *, last_tokens: bool = False
 ) -> SortedRollouts:
-    """The rollouts sorted, and what neighbours share of what runs of them: see `sort_rollouts`.
+    """Sort the parts of rollouts that run: see `sort_rollouts`.
 
-    runs: what `run_lengths` gave.
+    runs: the result of `run_lengths`.
     """
     ids, offsets, routes = batch.token_ids, batch.offsets, batch.share_index
     if not last_tokens and (runs < batch.lengths - 1).any():

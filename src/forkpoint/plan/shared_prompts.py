@@ -1,9 +1,9 @@
-"""Prompts that several ranks have: found by digests, each run by one rank for all of them.
+"""Prompts of several ranks, found by digests. One rank runs each of them for all.
 
-A *shared prompt* is what the rollouts of a group share before any trained token, where the group
-has rollouts on several ranks. The rank that owns it runs it. All ranks meet twice: when the prefix
-caches of all shared prompts are there, and when the gradients of these are. Between the two each
-runs the rest of its program.
+A *shared prompt* is the tokens that the rollouts of a group share before any trained token, if
+several ranks have rollouts of the group. The rank that owns the prompt runs it. All ranks exchange
+data twice: prefix caches after the forwards of all shared prompts, and gradients before their
+backwards. In between each rank runs the rest of its program.
 """
 
 import hashlib
@@ -28,12 +28,12 @@ from forkpoint.tree import Microbatch
 from forkpoint.tree.forest import Forest, IntArray
 
 LEAST_SHARE = 0.02
-"""Exchanging is priced where as large a part of all ranks' tokens would not have to run again."""
+"""Smallest part of all ranks' tokens that an exchange must save to be priced."""
 
 
 @dataclass(frozen=True)
 class PromptOfBatch:
-    """First tokens of rollouts of this rank, before any that is trained."""
+    """First tokens that rollouts of this rank share, before any trained token."""
 
     edges: int
     rollouts: tuple[int, ...]
@@ -42,14 +42,14 @@ class PromptOfBatch:
 
 @dataclass(frozen=True)
 class SharedPrompt:
-    """A prompt that several ranks have; the same on all of them."""
+    """A prompt of several ranks. All ranks have equal values."""
 
     digest: str
     edges: int
     owner: int
     """Index of the rank that runs it."""
     ranks: tuple[int, ...]
-    """Indices of those that have rollouts of it, the owner's among them."""
+    """Indices of the ranks with rollouts of it, including the owner."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ class PlannedPrompt:
     """A shared prompt in the plan of one rank that has rollouts of it.
 
     No token of it is trained. The rank that owns it runs it, and sends its prefix cache to the
-    others, whose gradients come back.
+    others, which return gradients.
     """
 
     number: int
-    """Of all shared prompts of the step, the same on all ranks."""
+    """Index among all shared prompts of the step, equal on all ranks."""
     edges: int
     rollouts: tuple[int, ...]
     """Positions in this rank's batch."""
@@ -69,7 +69,7 @@ class PlannedPrompt:
     """Whether another rank owns it."""
 
     def segments(self, forest: Forest) -> list[int]:
-        """Its segments in a forest that is cut where it ends, from the root down."""
+        """Its segments from the root down, in a forest that is cut at its end."""
         path = forest.path(int(forest.leaf[self.rollouts[0]]))
         return [segment for segment in path if forest.start[segment] < self.edges]
 
@@ -79,11 +79,12 @@ class PlannedPrompt:
 
 
 def prompts_of(batch: RolloutBatch, runs: IntArray) -> dict[str, PromptOfBatch]:
-    """By digest of tokens and media, what rollouts of each group share before any trained token.
+    """Tokens that rollouts of each group share before any trained token, by digest of tokens and
+    media.
 
-    Groups that share the same belong together. Rollouts that do not run are left out.
+    Groups with equal shared tokens have one entry. Rollouts that do not run are left out.
 
-    runs: int64 [N], how many edges of each run; none run beyond the last trained token.
+    runs: int64 [N], number of edges of each rollout that run, none beyond the last trained token.
     """
     found: dict[str, PromptOfBatch] = {}
     mask = np.asarray(batch.loss_mask) != 0
@@ -103,10 +104,10 @@ def prompts_of(batch: RolloutBatch, runs: IntArray) -> dict[str, PromptOfBatch]:
 def untrained_prefix(
     token_ids: NDArray[np.integer], offsets: IntArray, mask: NDArray[np.bool_], rollouts: IntArray
 ) -> int:
-    """How many first tokens all of these rollouts share before any of them trains on one.
+    """Number of first tokens that all of these rollouts share and none of them trains.
 
-    token_ids (or `RolloutBatch.token_keys`), mask [T] and offsets [N + 1] are those of the batch,
-    whose positions `rollouts` has.
+    token_ids (or `RolloutBatch.token_keys`), mask [T] and offsets [N + 1] are those of the batch.
+    `rollouts` are positions in it.
     """
     first = int(rollouts[0])
     own = token_ids[offsets[first] : offsets[first + 1]]
@@ -123,15 +124,15 @@ def untrained_prefix(
 def shared_prompts(
     prompts: Sequence[Mapping[str, int]], tokens: Sequence[float]
 ) -> tuple[SharedPrompt, ...]:
-    """Prompts that at least two ranks have, each owned by the rank that has fewest tokens of them.
+    """Prompts that at least two ranks have, with owners.
 
-    All ranks run the prompts that they own before anything else goes on, so these are balanced by
-    themselves: the longest first, and of those as long the ones that fewest ranks could run. Of
-    ranks with equally many the one owns it that has least to do besides.
+    Ranks run the prompts that they own before other work, so these are balanced separately. Prompts
+    are assigned longest first; of equal length, those of the fewest ranks first. The owner is the
+    rank with the fewest owned tokens; of these, the one with the fewest other tokens.
 
     Args:
         prompts: by rank, the edges of each of its prompts, by digest.
-        tokens: by rank, of its microbatches, prompts included.
+        tokens: by rank, number of tokens of its microbatches, with prompts.
     """
     ranks: dict[str, list[int]] = {}
     edges: dict[str, int] = {}
@@ -154,7 +155,7 @@ def shared_prompts(
 
 
 def worth_pricing(prompts: Sequence[SharedPrompt], tokens: Sequence[float]) -> bool:
-    """Whether enough tokens would not have to run again."""
+    """Whether an exchange saves enough tokens to be priced."""
     spared = sum(prompt.edges * (len(prompt.ranks) - 1) for prompt in prompts)
     return spared > LEAST_SHARE * sum(tokens)
 
@@ -162,7 +163,7 @@ def worth_pricing(prompts: Sequence[SharedPrompt], tokens: Sequence[float]) -> b
 def planned_prompts(
     prompts: Sequence[SharedPrompt], own: Mapping[str, PromptOfBatch], index: int
 ) -> tuple[PlannedPrompt, ...]:
-    """Those of the prompts that this rank has, as its plan takes them."""
+    """The prompts of this rank, for its plan."""
     return tuple(
         PlannedPrompt(number, p.edges, own[p.digest].rollouts, received=p.owner != index)
         for number, p in enumerate(prompts)
@@ -171,7 +172,7 @@ def planned_prompts(
 
 
 def cannot_exchange(config: Config) -> str:
-    """The option that keeps a rank from exchanging prompts; empty where none does."""
+    """Option that prevents an exchange of prompts, with its value; empty if none does."""
     if config.sharing == "none":
         return "sharing is 'none'"
     if config.prefix_cache == "host":
@@ -186,12 +187,12 @@ def cannot_exchange(config: Config) -> str:
 def exchanging(program: Program, microbatches: Sequence[Microbatch], *, scores: bool) -> Program:
     """The program of a rank that exchanges prompts with others in the step.
 
-    It does not run the microbatch that it receives. All ranks have run the forwards of prompts that
-    they send, and nothing else, before the prefix caches are exchanged, and run the backwards of
-    these last, once they have the gradients.
+    It does not run the microbatch that it receives. Before the exchange of prefix caches, ranks run
+    only the forwards of the prompts that they send. They run the backwards of these prompts last,
+    after they have received the gradients.
 
     Args:
-        program: what `step_program` gave; prompts lie around everything else.
+        program: the result of `step_program`, with prompts around all other microbatches.
         scores: whether a pass of scores comes first on any rank.
     """
     prompts = {m.index: m.shared_prompt for m in microbatches if m.shared_prompt}
@@ -201,11 +202,11 @@ def exchanging(program: Program, microbatches: Sequence[Microbatch], *, scores: 
 
 
 def around_and_inside(around: Program, inside: Program, *, scores: bool) -> Program:
-    """The program that runs prompts around its exchanges, and the rest between these.
+    """Program with prompts before and after its exchanges, and other work between them.
 
     Args:
         around: forwards of prompts, then their backwards.
-        inside: the rest.
+        inside: all other work.
         scores: whether a pass of scores comes first on any rank.
     """
     number = int(scores)
@@ -223,7 +224,7 @@ def around_and_inside(around: Program, inside: Program, *, scores: bool) -> Prog
 
 
 def split_at_exchanges(program: Program) -> tuple[Program, Program]:
-    """The parts that `around_and_inside` has put together: around the exchanges, and inside."""
+    """Inverse of `around_and_inside`: the parts around the exchanges, and inside."""
     parts: tuple[list[Instruction], list[Instruction]] = [], []
     for instructions in (program.scores, program.training):
         inside = False

@@ -1,9 +1,10 @@
-"""Sizes of microbatches on the stages of a pipeline, chosen by the predicted time of a step.
+"""Choice of the size of microbatches on pipeline stages, by the predicted time of a step.
 
-Short microbatches fill a pipeline sooner, long ones keep devices busy. Under a memory budget,
-activations that are kept spare repeated forwards, and leave room for fewer microbatches in flight.
-So a rank plans its batch in several sizes, data ranks exchange programs and prices of all, and each
-size is ordered on all stages within their memory (`plan.stages`). The fastest that fits is taken.
+Short microbatches fill a pipeline sooner, and long ones fill devices better. Under a memory budget,
+kept activations avoid repeated forwards, but leave room for fewer microbatches in flight. So each
+rank plans its batch in several sizes, and data ranks exchange the programs and prices of all. Each
+size is ordered on all stages within their memory (`plan.stages`), and the fastest that fits is
+chosen.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,27 +32,29 @@ from forkpoint.plan.stages import (
 from forkpoint.units import exactly
 
 HALVINGS = 4
-"""How often the length of microbatches is halved."""
+"""Largest number of times that the length of microbatches is halved."""
 SHORT_TOKENS = 1000
 ENOUGH = 8
-"""Shorter microbatches are looked at only where there are fewer than so many a stage."""
+"""Shorter microbatches are tried only if there are fewer than this number for each stage."""
 
 Planner = Callable[[Config, int | None], Plan]
-"""Makes the plan of a batch with a configuration and a memory budget in bytes (None is no limit),
-or raises PlanError."""
+"""Makes the plan of a batch from a configuration and a memory budget in bytes (None means no
+limit), or raises PlanError."""
 
 
 def plans_of_sizes(
     config: Config, budget_bytes: int | None, stages: int, make: Planner
 ) -> tuple[Plan, ...]:
-    """Plans of a batch that stages of a pipeline may run, the one for a single device first.
+    """Plans of a batch for pipeline stages, in several sizes. The plan for a single device comes
+    first.
 
-    Others have microbatches half as long, a quarter, and so on, unless the configuration limits
-    `max_microbatch_tokens`; short ones only while there are few. Under a budget each length is
-    planned for it, and for as much on each stage, which holds a part of the layers.
+    Unless the configuration limits `max_microbatch_tokens`, other plans have microbatches of a half
+    of the length, a quarter, and so on, while there are few microbatches. Under a budget each
+    length is planned twice: for the budget, and for the budget times the number of stages, because
+    a stage holds a part of the layers.
 
     Args:
-        config: what may be chosen.
+        config: allowed options.
         budget_bytes: of each stage; None is no limit.
         make: the planner of this batch.
 
@@ -70,7 +73,7 @@ def plans_of_sizes(
         lengths += [max(1, halved >> times) for times in range(1, HALVINGS + 1)]
     shared = replace(config, sharing=first.sharing, boundary=first.boundary)
     if config.boundary == AUTO and first.boundary == "within":
-        shared = replace(shared, boundary="mixed")  # which cuts what is too long
+        shared = replace(shared, boundary="mixed")  # which cuts longer rollouts
     found = [first]
     for length in lengths:
         if length < SHORT_TOKENS and len(found[-1].microbatches) >= ENOUGH * stages:
@@ -109,9 +112,9 @@ class SizedOffer(NamedTuple):
 def offers_of(
     plans: Sequence[Plan], programs: Sequence[Program] | None = None
 ) -> tuple[SizedOffer, ...]:
-    """Offers of these plans, by counted prices; one plan, given twice, has one offer.
+    """Offers of these plans with counted prices. Equal objects among the plans have one offer.
 
-    `programs`: by plan, what runs; None takes the plans' own.
+    `programs`: programs of the plans; None takes `Plan.program`.
     """
     found: dict[int, SizedOffer] = {}
     for plan, program in zip(plans, programs or [p.program for p in plans], strict=True):
@@ -123,16 +126,17 @@ def offers_of(
 
 @dataclass(frozen=True, eq=False)
 class StagedStep:
-    """A step of all data ranks on the stages of a pipeline, and what is predicted of it."""
+    """A step of all data ranks on pipeline stages, with its predictions."""
 
     size: int
-    """Which of each rank's offers is taken; of fewer the last."""
+    """Index of the chosen offer. For a rank with fewer offers, its last one is chosen."""
     programs: tuple[Program, ...]
-    """By data rank, of one common shape."""
+    """Aligned programs by data rank."""
     work: StageWork
     schedule: StageSchedule
     scores: Floats
-    """[S, N]: costs of the pass of scores at each stage; N is 0 without one."""
+    """[S, N]: cost of each forward of the pass of scores at each stage. N is 0 without such a
+    pass."""
     budget_bytes: int | None
     """Of each stage; None is no limit."""
 
@@ -153,7 +157,7 @@ class StagedStep:
         return tuple(a + b for a, b in zip(scores, self.schedule.busy, strict=True))
 
     def predicted(self, plan: Plan) -> Plan:
-        """The plan that is taken, with what is predicted of it on the stages."""
+        """The chosen plan, with its predictions on the stages."""
         return replace(
             plan,
             pipeline=self.schedule,
@@ -173,24 +177,24 @@ def choose_size(
     *,
     strict: bool = False,
 ) -> StagedStep:
-    """The fastest step that fits the memory of each stage.
+    """Choose the fastest step that fits the memory of each stage.
 
-    Of those that are as fast, within 1%, the one that comes first. Where none fits, the one that
-    needs least memory.
+    Of steps that are equally fast within 1%, the first is chosen. If none fits, the one with the
+    least memory is chosen.
 
     Args:
         offers: by data rank, of one plan or of several sizes (`plans_of_sizes`).
         budget_bytes: of each stage; None is no limit.
-        strict: whether a step that does not fit is refused.
+        strict: whether to raise PlanError if no step fits.
 
-    It depends on the arguments alone, so that ranks that have exchanged offers agree.
+    The result depends only on the arguments, so ranks with equal arguments agree.
 
     Raises:
         PlanError: `strict`, and no step fits.
     """
     sizes = range(max(map(len, offers)))
     taken = {size: tuple(own[min(size, len(own) - 1)] for own in offers) for size in sizes}
-    # Sizes that come to the same plans on all ranks are looked at once.
+    # Sizes with the same plans on all ranks are tried once.
     distinct = {tuple(map(id, taken[size])): size for size in reversed(sizes)}
     every, most = list[StagedStep](), np.inf
     for size in sorted(distinct.values()):
@@ -219,8 +223,8 @@ def _ordered(
     budget_bytes: int | None,
     most: float,
 ) -> StagedStep | None:
-    """One size on all stages, in the order that takes all memory that there is; None if no order
-    takes at most so long."""
+    """One size on all stages, in the fastest order within the memory; None if each order takes
+    longer than `most`."""
     programs = align([o.program for o in offers], [o.tokens for o in offers])
     prices = [offer.prices for offer in offers]
     work = stage_work(programs, prices, stages)

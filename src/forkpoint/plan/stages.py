@@ -1,8 +1,8 @@
-"""Stages of a pipeline: layers of each, and its program in an order of its own.
+"""Stages of a pipeline: the layers of each stage, and the order of its program.
 
-Layers are cut by predicted cost, the head included. Orders of all stages come from one function of
-the slots' nesting and prices (`plan.pipeline`), so every rank knows what the others send and when.
-Slots of the prefix cache are given for each stage's own order (`Plan.reordered`).
+Layers are divided by predicted cost, with that of the head. One function of the nesting and the
+prices of slots (`plan.pipeline`) gives the orders of all stages, so each rank knows when the others
+send. Slots of the prefix cache are assigned for the order of each stage (`Plan.reordered`).
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ from forkpoint.plan.program import (
 )
 
 BUDGETS = 5
-"""How many budgets are tried: all memory, then less, until orders take longer."""
+"""Largest number of budgets that are tried: all memory, then less, until orders take longer."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ def cut_layers(count: int, stages: int, head: float = 0.0, first: int = 1) -> tu
     """Cut layers of equal costs into stages so that the costliest stage costs least.
 
     Args:
-        count: of layers.
-        stages: how many; each gets a layer at least.
-        head: cost of the head, on the last stage, in that of a layer.
-        first: how many layers the first stage gets at least.
+        count: number of layers.
+        stages: number of stages. Each gets at least one layer.
+        head: cost of the head, which is on the last stage, relative to the cost of a layer.
+        first: smallest number of layers of the first stage.
 
     Raises:
         PlanError: there are fewer layers than stages need.
@@ -84,7 +84,7 @@ def cut_layers(count: int, stages: int, head: float = 0.0, first: int = 1) -> tu
         )
     sizes, least = [count], (np.inf, np.inf)
     for last in range(1, count - first - stages + 3) if stages > 1 else ():
-        # The others get equally many, the earlier ones less where that is not possible.
+        # The other stages get equal numbers of layers, or the earlier ones get fewer.
         own, others = max(first, (count - last) // (stages - 1)), stages - 2
         ends = [(count - last - own) * n // others for n in range(others + 1)] if others else []
         each = [own, *sorted(b - a for a, b in pairwise(ends)), last]
@@ -100,13 +100,14 @@ def cut_layers(count: int, stages: int, head: float = 0.0, first: int = 1) -> tu
 
 
 def stages_of_shape(shape: ModelShape, stages: int, first: int = 1) -> tuple[Stage, ...]:
-    """Cut a model's layers by their multiply-adds and the head's, every token with a label.
+    """Cut a model's layers into stages by the multiply-adds of layers and of the head, with a label
+    for every token.
 
-    It depends on the model alone, so that weights stay where they are whatever a batch is.
-    The first stage gets `first` layers at least.
+    The cut does not depend on batches, so weights stay on their stages. The first stage gets at
+    least `first` layers.
     """
     layer = shape.linear_parameters / shape.layers
-    # A head computes its logits again in the backward, unless they are kept.
+    # The head computes its logits again in the backward, unless they are kept.
     head = float(shape.hidden * shape.vocab) * 4 / 3
     return cut_layers(shape.layers, stages, head / layer, first)
 
@@ -114,7 +115,7 @@ def stages_of_shape(shape: ModelShape, stages: int, first: int = 1) -> tuple[Sta
 def stages_of_layers(held: Sequence[range], layers: int) -> tuple[Stage, ...]:
     """The stages that hold these layers, the first stage's first.
 
-    Raises UnsupportedError where they are not all of the layers in their order.
+    Raises UnsupportedError if they are not all layers in their order.
     """
     if [n for each in held for n in each] != list(range(layers)):
         raise UnsupportedError(
@@ -125,7 +126,7 @@ def stages_of_layers(held: Sequence[range], layers: int) -> tuple[Stage, ...]:
 
 
 def least_sizes(shapes: Sequence[ModelShape]) -> dict[str, Any]:
-    """Sizes that ranks which split modules have parts of, the least of all stages."""
+    """Sizes of modules that tensor-parallel ranks split, the smallest of all stages."""
     names = ("heads", "kv_heads", "intermediate", "vocab", "expert_activations")
     names += ("attention_parameters", "attention_activations")
     every = {name: [getattr(shape, name) for shape in shapes] for name in names}
@@ -133,7 +134,7 @@ def least_sizes(shapes: Sequence[ModelShape]) -> dict[str, Any]:
 
 
 def nesting(program: Program) -> tuple[int, ...]:
-    """By slot of the training pass, the slot that it lies inside of, or -1.
+    """For each slot of the training pass, the slot around it, or -1.
 
     Raises:
         UnsupportedError: ranks exchange prefix caches in the program.
@@ -147,7 +148,7 @@ def nesting(program: Program) -> tuple[int, ...]:
 
 
 class PartPrices(NamedTuple):
-    """Costs and bytes of one rank's microbatches, in one part of the model. M microbatches."""
+    """Costs and bytes of one rank's M microbatches in one part of the model."""
 
     forward: Floats
     """[M]: cost of a forward."""
@@ -164,17 +165,18 @@ class StagePrices:
     """Costs and bytes of one rank's microbatches."""
 
     blocks: PartPrices
-    """Of all layers; a stage has its share of them."""
+    """Prices of all layers. A stage has its share of them."""
     head: PartPrices
-    """Of the head, on the last stage."""
+    """Prices of the head, which is on the last stage."""
     encoders: PartPrices
-    """Of encoders of images, on the first stage. They run before the forward of the microbatch that
-    reads their features first, and after the backward of the last; `working` has all they hold."""
+    """Prices of encoders of images, which are on the first stage. They run before the forward of
+    the first microbatch that reads their features, and after the backward of the last one.
+    `working` has all their bytes."""
     working: Floats
-    """[M]: bytes that a backward needs in addition, at any stage."""
+    """[M]: additional bytes that a backward needs at any stage."""
 
     def at(self, stage: Stage) -> PartPrices:
-        """Those of a stage, with those of the head and of encoders if it has them."""
+        """Prices of a stage, with those of the head and of encoders if it has them."""
         parts = zip(self.blocks, self.head, self.encoders, strict=True)
         ends = stage.is_last, stage.is_first
         found = PartPrices(*(b * stage.share + h * ends[0] + e * ends[1] for b, h, e in parts))
@@ -209,19 +211,19 @@ def stage_prices(plan: Plan, meter: Meter) -> StagePrices:
 def stage_work(
     programs: Sequence[Program], prices: Sequence[StagePrices], stages: Sequence[Stage]
 ) -> StageWork:
-    """Costs and bytes of the slots of a step: in each slot those of the dearest data rank.
+    """Costs and bytes of the slots of a step. Each slot has the largest of all data ranks.
 
     Args:
-        programs: by data rank, of one common shape (`plan.align`).
-        prices: by data rank, of its microbatches.
+        programs: aligned programs by data rank (`plan.align`).
+        prices: by data rank, prices of its microbatches.
 
-    The result is the same on all ranks that are given the same, so data ranks of a stage run their
-    slots in one order, as `fully_shard` needs.
+    The result depends only on the arguments, so data ranks of a stage run their slots in one order,
+    as `fully_shard` needs.
     """
     parents = nesting(programs[0])
     forward, backward, held, working = np.zeros((4, len(stages), len(parents)))
     for program, price in zip(programs, prices, strict=True):
-        # Features of images are held while other ranks run a slot that is idle here.
+        # Features of images stay in memory during idle slots.
         working[0] = np.maximum(working[0], price.encoders.working.max(initial=0.0))
         own_forward, own_backward = np.zeros((2, len(stages), len(parents)))
         at_stages = zip(*map(price.at, stages), strict=True)
@@ -253,8 +255,8 @@ def _forward_costs(instruction: Instruction, price: StagePrices, stages: Sequenc
 def score_costs(
     programs: Sequence[Program], prices: Sequence[StagePrices], stages: Sequence[Stage]
 ) -> Floats:
-    """[S, N]: costs of the pass of scores at each stage, in each slot those of the dearest data
-    rank; N is 0 without such a pass. Arguments are those of `stage_work`."""
+    """[S, N]: cost of each slot of the pass of scores at each stage, the largest of all data ranks.
+    N is 0 without such a pass. Arguments are those of `stage_work`."""
     found = np.zeros((len(stages), len(programs[0].scores)))
     for program, price in zip(programs, prices, strict=True):
         for at, instruction in enumerate(program.scores):
@@ -265,12 +267,12 @@ def score_costs(
 
 
 def _captured_bytes(plan: Plan) -> list[int]:
-    """By microbatch: bytes of the prefix cache that it captures, and of its gradients."""
+    """For each microbatch, bytes of the prefix cache that it captures, with gradients."""
     shape = plan.shape
     if shape is None:
         return [0] * len(plan.microbatches)
     read, forks = captured_segments(plan.forest, plan.microbatches)
-    # One stage has a part of the layers, but as many of them at a time on the device.
+    # A stage has a part of the layers, but the same number of them on the device at a time.
     here = shape.attention_layers - plan.host_layers + min(LAYERS_HERE, plan.host_layers)
     each = here * layer_cache_bytes(1, shape)
     length = plan.forest.length
@@ -284,10 +286,10 @@ def _captured_bytes(plan: Plan) -> list[int]:
 
 
 def schedule_stages(work: StageWork, budget_bytes: float | None = None) -> StageSchedule:
-    """The order of all stages that is fastest within a budget of bytes at each of them.
+    """The fastest order of all stages within a budget of bytes on each.
 
-    Of orders that are as fast, within noise, the one that holds least. `budget_bytes` None is no
-    limit.
+    Of orders that are equally fast within noise, the one with the smallest peak. `budget_bytes`:
+    None means no limit.
     """
     found = [order_stages(work, None if budget_bytes is None else [budget_bytes] * work.stages)]
     fastest = found[0].time
@@ -304,10 +306,10 @@ def schedule_stages(work: StageWork, budget_bytes: float | None = None) -> Stage
 def stage_plan(
     plan: Plan, schedule: StageSchedule, stage: Stage, budget_bytes: int | None = None
 ) -> Plan:
-    """The plan of one stage: the program in the stage's order, and cache slots for that order.
+    """The plan of one stage, with the program in the stage's order, and cache slots for that order.
 
-    Stages before the last run all of their blocks: the next stage reads what the last block gives.
-    `budget_bytes`: of each stage; None is no limit.
+    Forwards of stages before the last run all blocks, because the next stage reads the output of
+    the last block. `budget_bytes`: of each stage; None is no limit.
     """
     units = plan.program.units
     unit_of = {(u[-1].slot, u[-1].operation == BACKWARD): at for at, u in enumerate(units)}

@@ -1,4 +1,5 @@
-"""Numeric layout of microbatches: places, launches of attention, levels of states. In numpy."""
+"""Forests of segments, and layouts of microbatches: places, attention launches, levels of states.
+Imports no torch."""
 
 from forkpoint.tree.launches import FROM_CACHE as FROM_CACHE
 from forkpoint.tree.launches import FROM_GATHER as FROM_GATHER

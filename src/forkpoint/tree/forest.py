@@ -1,9 +1,9 @@
-"""The forest of segments that a batch's rollouts share.
+"""The forest of segments that rollouts of a batch share.
 
-Nodes are edges: a token of a rollout with the token after it. Edge i of a rollout reads token i and
-has token i + 1 as its label, so two rollouts share edge i when their first i + 2 tokens are the
-same, and every fork lies one token before the tokens part. A segment is a maximal run of edges with
-the same set of rollouts through it.
+An edge is a token of a rollout with the token after it. Edge i of a rollout reads token i and has
+token i + 1 as its label. So two rollouts share edge i if their first i + 2 tokens are equal, and a
+fork is one token before the first different tokens. A segment is a maximal run of consecutive edges
+of the same rollouts.
 """
 
 import itertools
@@ -18,39 +18,39 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class SortedRollouts:
-    """Rollouts in the order of their tokens, with what neighbours share.
+    """Rollouts sorted by their tokens, with the numbers of edges that neighbours share.
 
-    In this order every set of rollouts that shares a segment is contiguous, so that the forest, and
-    any forest in which fewer rollouts share, follows from `shared_edges` alone.
+    In this order each set of rollouts that shares a segment is contiguous. So `shared_edges`
+    determines the forest, and every forest in which fewer rollouts share.
     """
 
     rollouts: IntArray
-    """[M] positions in the batch; rollouts without an edge (of one token) are left out."""
+    """[M] positions in the batch. Rollouts without an edge (of one token) are left out."""
     edges: IntArray
-    """[M] how many edges each has: its tokens less one, or its tokens where last tokens run."""
+    """[M] number of edges of each: its tokens minus one, or its tokens if last tokens run."""
     shared_edges: IntArray
-    """[M] how many leading edges each shares with the one before it; entry 0 is 0."""
+    """[M] number of first edges that each shares with the rollout before it; entry 0 is 0."""
 
     def cut(self, where: NDArray[np.bool_]) -> "SortedRollouts":
-        """The same order with nothing shared between entry i - 1 and entry i where `where[i]`."""
+        """The same order, in which entries i - 1 and i share nothing if `where[i]`."""
         return replace(self, shared_edges=np.where(where, 0, self.shared_edges))
 
     def take(self, entries: IntArray) -> "SortedRollouts":
-        """The entries named. Neighbours share what all between them shared; a rollout that follows
-        a later one shares nothing."""
+        """Select entries. Neighbours share the edges that all entries between them share. An entry
+        after one with a larger index shares nothing."""
         shared = self.shared_edges[entries]
         shared[:1] = 0
         after_gap = np.flatnonzero(np.diff(entries) != 1) + 1
         if len(after_gap):
             low, high = entries[after_gap - 1] + 1, entries[after_gap] + 1
             bounds = np.stack([low, high], axis=1).ravel()
-            # The last bound may be the end, where no run can begin.
+            # The last bound may be the end, at which no run can begin.
             least = np.minimum.reduceat(np.append(self.shared_edges, 0), bounds)[::2]
             shared[after_gap] = np.where(low < high, least, 0)
         return SortedRollouts(self.rollouts[entries], self.edges[entries], shared)
 
     def grouped(self, classes: IntArray) -> "SortedRollouts":
-        """Class after class, where only rollouts of the same class share.
+        """The same rollouts sorted by class; only rollouts of one class share.
 
         classes: int64 [N], by position in the batch.
         """
@@ -61,7 +61,8 @@ class SortedRollouts:
 
     @property
     def new_edges(self) -> IntArray:
-        """[M] edges of each that the one before it does not have; their sum is the forest's."""
+        """[M] number of edges that each does not share with the one before it. Their sum is the
+        number of edges of the forest."""
         return self.edges - self.shared_edges
 
 
@@ -73,26 +74,27 @@ def sort_rollouts(
     last_tokens: bool = False,
     routes: NDArray[np.integer] | None = None,
 ) -> SortedRollouts:
-    """Sort a ragged batch by class, then by tokens, and measure what neighbours share.
+    """Sort the rollouts of a batch by class, then by tokens, and count the edges that neighbours
+    share.
 
     Args:
-        token_ids: [T] token ids of all rollouts, back to back, none negative.
-        offsets: [N + 1] where each rollout starts; the last entry is T.
-        classes: [N] only rollouts of the same class may share.
+        token_ids: [T] token ids of all rollouts, concatenated, none negative.
+        offsets: [N + 1] position of the first token of each rollout, then T.
+        classes: [N] class of each rollout; only rollouts of one class may share.
         last_tokens: whether each rollout has one more edge, which reads its last token and has the
-            rollout's end as its label. Only rollouts of equal tokens share that one.
-        routes: [T] a number below 2^32 for what decides, besides the tokens, what a token computes
-            (the experts that it is sent to); an edge is shared where those of its token and of all
-            before it are equal.
+            end of the rollout as its label. Only rollouts with equal tokens share this edge.
+        routes: [T] a number below 2^32 for other inputs of a token, such as its experts or its
+            medium. Rollouts share an edge if these numbers are equal for its token and all tokens
+            before it.
 
-    Runs in time and memory linear in tokens apart from the comparisons of the sort.
+    Time and memory are linear in the number of tokens, except for the comparisons of the sort.
     """
     offsets = np.asarray(offsets, np.int64)
     lengths = np.diff(offsets)
-    # Big-endian bytes compare as the tokens do, and comparing them is one memcmp.
+    # Big-endian bytes have the order of the tokens, and one memcmp compares them.
     width = 4 if token_ids.size == 0 or int(token_ids.max()) < 2**32 else 8
     if routes is not None:
-        # A token comes before its route: rollouts part at the first of either that differs.
+        # A token comes before its route. Rollouts diverge at the first difference of either.
         assert width == 4, "token ids with routes are below 2^32"
         token_ids, width = (
             (np.asarray(token_ids, np.uint64) << 32) | np.asarray(routes, np.uint64),
@@ -128,29 +130,30 @@ def sort_rollouts(
 
 @dataclass(frozen=True, eq=False)
 class Forest:
-    """Segments in depth-first order, parents before children, children in the rollouts' order."""
+    """The forest of a batch: segments in depth-first order, parents before children."""
 
     order: IntArray
-    """[M] rollouts in sorted order; a segment's owners are a slice of it."""
+    """[M] positions of rollouts in the batch, sorted by tokens. The owners of a segment are a slice
+    of it."""
     parent: IntArray
-    """[S] the segment above, -1 for a root."""
+    """[S] parent of each segment, -1 for a root."""
     start: IntArray
-    """[S] position of the segment's first token on its path, the same for every owner."""
+    """[S] position of the segment's first token in its rollouts."""
     length: IntArray
-    """[S] edges of the segment, at least 1."""
+    """[S] number of edges of the segment, at least 1."""
     owner_begin: IntArray
-    """[S] owners are `order[owner_begin : owner_end]`."""
+    """[S] owners of the segment are `order[owner_begin : owner_end]`."""
     owner_end: IntArray
     """[S]"""
     leaf: IntArray
-    """[N] the segment that holds each rollout's last edge, -1 for a rollout of one token."""
+    """[N] segment of each rollout's last edge, -1 for a rollout of one token."""
 
     def __len__(self) -> int:
         return len(self.parent)
 
     @property
     def edges(self) -> int:
-        """How many edges there are: what a plan over this forest computes."""
+        """Number of edges: the tokens that a plan of this forest computes."""
         return int(self.length.sum())
 
     @property
@@ -159,17 +162,18 @@ class Forest:
 
     @property
     def multiplicity(self) -> IntArray:
-        """[S] how many rollouts go through each segment."""
+        """[S] number of rollouts of each segment."""
         return self.owner_end - self.owner_begin
 
     @property
     def edge_offsets(self) -> IntArray:
-        """[S + 1] where each segment's edges start when all are numbered in segment order."""
+        """[S + 1] number of the first edge of each segment, if edges are numbered in the order of
+        segments."""
         return np.concatenate([[0], np.cumsum(self.length)]).astype(np.int64)
 
     @property
     def depth(self) -> IntArray:
-        """[S] how many segments lie above each."""
+        """[S] number of ancestors of each segment."""
         depth = np.zeros(len(self), np.int64)
         for segment, parent in enumerate(self.parent.tolist()):
             if parent >= 0:
@@ -177,11 +181,11 @@ class Forest:
         return depth
 
     def owners(self, segment: int) -> IntArray:
-        """The rollouts through a segment, as positions in the batch."""
+        """Rollouts of a segment, as positions in the batch."""
         return self.order[self.owner_begin[segment] : self.owner_end[segment]]
 
     def path(self, segment: int) -> list[int]:
-        """The segments from the root down to this one, itself included; [] for -1."""
+        """Segments from the root to this one, inclusive; [] for -1."""
         found = []
         while segment >= 0:
             found.append(segment)
@@ -189,7 +193,7 @@ class Forest:
         return found[::-1]
 
     def children(self) -> list[list[int]]:
-        """For each segment, the segments below it."""
+        """Children of each segment."""
         below: list[list[int]] = [[] for _ in range(len(self))]
         for segment, parent in enumerate(self.parent.tolist()):
             if parent >= 0:
@@ -197,7 +201,7 @@ class Forest:
         return below
 
     def subtree_edges(self) -> IntArray:
-        """[S] edges of each segment and all below it."""
+        """[S] number of edges of each segment and all its descendants."""
         total, parents = self.length.tolist(), self.parent.tolist()
         for segment in range(len(self) - 1, -1, -1):
             if parents[segment] >= 0:
@@ -205,9 +209,9 @@ class Forest:
         return np.asarray(total, np.int64)
 
     def token_edges(self, offsets: IntArray) -> IntArray:
-        """[T] for each token of the batch, the edge whose label it is; -1 for first tokens.
+        """[T] the edge whose label is this token, for each token of the batch; -1 for first tokens.
 
-        Edges of last tokens have no label among them.
+        Edges of last tokens do not appear, because they have no label.
         """
         edges = np.full(int(offsets[-1]), -1, np.int64)
         every = np.arange(self.edges)
@@ -228,8 +232,8 @@ class Forest:
         return edges
 
     def levels(self) -> Iterator[tuple[IntArray, IntArray]]:
-        """Rollouts and a segment on the path of each, from their last segments up, level by level:
-        each pair of the two comes once."""
+        """Pairs of rollouts and segments on their paths, level by level, from last segments to
+        roots. Each pair appears once."""
         rollout = np.flatnonzero(self.leaf >= 0)
         segment = self.leaf[rollout]
         while len(segment):
@@ -239,13 +243,14 @@ class Forest:
             rollout, segment = rollout[here], segment[here]
 
     def segment_tokens(self, offsets: IntArray) -> IntArray:
-        """[S] where in the batch's flat tokens each segment's first token stands (one owner's)."""
+        """[S] position in the batch's flat tokens of the first token of each segment, in one of its
+        rollouts."""
         return np.asarray(offsets, np.int64)[self.order[self.owner_begin]] + self.start
 
     def split(self, where: Mapping[int, int]) -> "Forest":
-        """The same edges with each of these segments cut in two after so many edges.
+        """The same edges, with each of these segments cut in two after a number of edges.
 
-        A cut that is no shorter than its segment changes nothing.
+        A cut at or after the end of its segment changes nothing.
         """
         cuts = {s: edges for s, edges in where.items() if 0 < edges < self.length[s]}
         pieces = np.ones(len(self), np.int64)
@@ -255,10 +260,10 @@ class Forest:
         return self._cut(pieces, begin) if cuts else self
 
     def chained(self, max_tokens: int) -> "Forest":
-        """The same edges with every longer segment cut into a chain of at most `max_tokens`.
+        """The same edges, with each longer segment cut into a chain of segments of at most
+        `max_tokens`.
 
-        The pieces of one segment are as equal as whole tokens allow, so that no microbatch is a
-        sliver.
+        The lengths of pieces differ by at most one token, so that no microbatch is very short.
         """
         pieces = -(-self.length // max_tokens)
         if (pieces <= 1).all():
@@ -268,11 +273,11 @@ class Forest:
         return self._cut(pieces, piece * size + np.minimum(piece, longer))
 
     def _cut(self, pieces: IntArray, begin: IntArray) -> "Forest":
-        """The same edges with segments cut into chains.
+        """The same edges, with segments cut into chains.
 
         Args:
-            pieces: [S] how many pieces each segment becomes.
-            begin: [sum of pieces] where each piece begins in its segment.
+            pieces: [S] number of pieces of each segment.
+            begin: [sum of pieces] first edge of each piece in its segment.
         """
         last_piece = np.cumsum(pieces) - 1
         segment = np.repeat(np.arange(len(self)), pieces)
@@ -294,8 +299,8 @@ def build_forest(order: SortedRollouts, rollouts: int) -> Forest:
     """Build the forest of rollouts sorted by their tokens.
 
     Args:
-        order: the sorted rollouts, cut wherever neighbours may not share.
-        rollouts: N, how many rollouts the batch has, those of one token included.
+        order: the sorted rollouts, cut where neighbours may not share.
+        rollouts: N, number of rollouts of the batch, including those of one token.
     """
     # By segment, in the order in which they are found.
     begins: list[int] = []

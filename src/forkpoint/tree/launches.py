@@ -1,8 +1,8 @@
-"""Launches of variable-length attention: which keys each query of a microbatch reads.
+"""Launches of variable-length attention: the keys that each query of a microbatch reads.
 
-A launch is a list of sequences whose queries lie back to back in the microbatch and whose keys lie
-back to back in one source, as every variable-length kernel takes them. The tables are numpy; the
-engine makes tensors of them once a microbatch.
+A launch is a list of sequences with contiguous queries in the microbatch and contiguous keys in one
+source, as variable-length kernels require. The tables are numpy arrays; the engine copies them to
+the device once for each microbatch.
 """
 
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ LAUNCH_COLUMNS: tuple[str, ...] = (
     *("source", "causal", "q_begin", "q_end", "k_begin", "k_end"),
     *("max_q", "max_k", "cu_q_at", "cu_k_at", "count"),
 )
-"""Columns of a table of launches, in order; `AttentionTable.from_numpy` says what they mean."""
+"""Columns of a table of launches, in order. `AttentionTable.from_numpy` describes them."""
 FROM_OWN, FROM_CACHE, FROM_GATHER = 0, 1, 2
-"""The values of the column `source`: keys of the microbatch, of the cache, or gathered."""
+"""Values of the column `source`: keys of the microbatch, of the prefix cache, or gathered keys."""
 
 LONG_TOKENS = 2048
 """Least length of a causal sequence that is a part of its launch, where FlashAttention-4 is
@@ -39,20 +39,20 @@ def padded_length(tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Table:
-    """Launches of one microbatch's attention."""
+    """Attention launches of one microbatch."""
 
     launches: IntArray
     """[n, 11] with the columns of LAUNCH_COLUMNS."""
     cu: NDArray[np.int32]
     """Cumulative lengths that `cu_q_at` and `cu_k_at` point into."""
     key_index: IntArray | None = None
-    """[G] for windowed layers: entries >= 0 are tokens of the microbatch, others cache slot
-    `-1 - entry`."""
+    """[G] gathered keys, for windowed layers: entries >= 0 are tokens of the microbatch, and others
+    are the cache slot `-1 - entry`."""
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Some sequences of one launch: queries [q, q + n) read keys [k, k + m)."""
+    """One sequence of a launch: queries [q, q + n) read keys [k, k + m)."""
 
     source: int
     q: int
@@ -62,7 +62,7 @@ class _Piece:
 
 
 class VisibleKeys:
-    """Runs of keys that each segment of a microbatch reads outside itself."""
+    """Runs of keys of ancestors that each segment of a microbatch reads."""
 
     def __init__(self, forest: Forest, microbatch: Microbatch, cache_of: dict[int, int]) -> None:
         """`cache_of`: the first cache slot of every segment that other microbatches read."""
@@ -74,9 +74,9 @@ class VisibleKeys:
         self._above: dict[int, tuple[tuple[int, int, int], ...]] = {-1: ()}
 
     def above(self, segment: int) -> tuple[tuple[int, int, int], ...]:
-        """(source, begin, end) of all keys above a segment on its path, root first.
+        """Keys of the ancestors of a segment as (source, begin, end), root first.
 
-        Contiguous parts, of the microbatch or of the cache, are one run.
+        Contiguous keys of one source form one run.
         """
         parent = int(self.forest.parent[segment])
         missing = []
@@ -98,11 +98,11 @@ class VisibleKeys:
 
 
 def full_table(forest: Forest, microbatch: Microbatch, cache_of: dict[int, int]) -> Table:
-    """Launches of a layer in which every token sees its whole path.
+    """Launches of a layer in which every token attends to its whole path.
 
-    The first launch is causal over the microbatch's own tokens, by stretches of path; the others
-    are unmasked rectangles, one launch for as many neighbouring rectangles as lie back to back on
-    both sides.
+    The first launch is causal, over runs of the microbatch's tokens that are consecutive on a path.
+    The others are rectangles without a mask. Neighbouring rectangles form one launch if both their
+    queries and their keys are contiguous.
     """
     visible = VisibleKeys(forest, microbatch, cache_of)
     stretches = _stretches(forest, microbatch)
@@ -132,10 +132,10 @@ def full_table(forest: Forest, microbatch: Microbatch, cache_of: dict[int, int])
 
 
 def _stretches(forest: Forest, microbatch: Microbatch) -> list[tuple[int, int, int]]:
-    """(first segment, begin, length) of runs in which each segment follows its parent.
+    """Runs of segments in which each follows its parent, as (first segment, begin, length).
 
-    Such a run is one causal sequence: what lies in it before a token is on the token's path. So a
-    first child attends to its parent within the causal launch, and needs no rectangle and no merge.
+    Such a run is one causal sequence, because all earlier tokens of the run are on a token's path.
+    So a first child attends to its parent in the causal launch, without a rectangle and a merge.
     """
     found: list[tuple[int, int, int]] = []
     before = -1
@@ -160,11 +160,11 @@ def windowed_table(
 ) -> Table:
     """The one launch of a windowed layer.
 
-    Each segment's keys are copied together: the at most `window` - 1 nearest tokens above it on its
-    path, then its own. A scalar window argument, aligned to the end, then masks exactly.
+    The keys of each segment are gathered: at most the `window` - 1 tokens before it on its path,
+    then its own tokens. A kernel's window argument, aligned to the end, then gives the exact mask.
 
-    chunked: a token sees the tokens of its chunk alone. Chunks begin at multiples of `window` on
-    the path, and segments are cut there.
+    chunked: whether a token attends only to tokens of its chunk. Chunks begin at multiples of
+    `window` on the path, and segments are cut there.
     """
     visible = VisibleKeys(forest, microbatch, cache_of)
     pieces, keys, total = [], [], 0

@@ -1,4 +1,4 @@
-"""Microbatches: segments that go through the model in one forward. In numpy."""
+"""Microbatches: segments that run in one forward of the model. Imports no torch."""
 
 from dataclasses import dataclass
 from typing import Literal, Self
@@ -10,51 +10,51 @@ from forkpoint.tree.forest import Forest, IntArray
 
 @dataclass(frozen=True, eq=False)
 class Microbatch:
-    """One packed token sequence that goes through the model in one forward."""
+    """Segments that run as one packed sequence of tokens in one forward of the model."""
 
     index: int
     parent: int
-    """The microbatch that must be open while this one runs, -1 for none."""
+    """Index of the microbatch that must be open while this one runs, -1 for none."""
     segments: tuple[int, ...]
-    """Segments of the plan's forest, in the order in which they lie in the microbatch."""
+    """Segments of the plan's forest, in their order in the microbatch."""
     segment_begin: tuple[int, ...]
-    """Where each segment starts in the microbatch."""
+    """Place of the first token of each segment."""
     cache_begin: tuple[int, ...]
-    """First slot of each segment in the prefix cache; -1 where no other microbatch reads it. A
-    slot holds what all layers keep of one token."""
+    """First cache slot of each segment; -1 if no other microbatch reads it. A slot holds the data
+    of one token in all layers."""
     children: tuple[int, ...]
     tokens: int
-    """Edges of its segments: the tokens that a forward runs."""
+    """Number of edges of its segments: the tokens that a forward runs."""
     state_index: tuple[int, ...] = ()
-    """Slot of each segment's final state; -1 where no segment of another microbatch starts from
-    it. States have slots of their own."""
+    """Slot of each segment's final state; -1 if no segment of another microbatch starts from it.
+    States have separate slots."""
     activations: str = "keep"
-    """Where its activations are while its children run: keep, offload or recompute."""
+    """Storage of its activations while its children run: keep, offload or recompute."""
     checkpointing: str = "none"
-    """Which activations its own backward computes again: none, selective or full."""
+    """Activations that its backward recomputes: none, selective or full."""
     keeps_logits: bool = False
     """Whether its head keeps all logits for the backward instead of computing them again."""
     num_loss_entries: int = 0
-    """Entries that its head computes: edges whose label some rollout trains on, each as often as
-    there are temperatures at which it is trained."""
+    """Number of entries that the head computes: one for each edge with a trained label, and for
+    each temperature at which it is trained."""
     shared_prompt: Literal["", "sent", "received"] = ""
-    """Whether it holds prompts, which several ranks read: sent to the others, or received from
-    them, so that it does not run here."""
+    """Whether it holds prompts of several ranks: "sent" to other ranks, or "received" from one, so
+    that it does not run here; else ""."""
     parts: tuple[Self, ...] = ()
-    """By rank of context parallelism the segments that it runs whole, as a microbatch of their own;
-    they follow one another. Empty where each of these ranks runs a part of every segment."""
+    """For a leaf by responses, the consecutive segments that each context-parallel rank runs, as
+    one microbatch for each rank. Empty if the leaf is split by heads."""
     gathered: bool = False
-    """Whether these ranks, which have its prefix cache by heads, gather it for parts of other
-    microbatches."""
+    """Whether context-parallel ranks gather its prefix cache, which is split by heads, for leaves
+    by responses."""
 
     @property
     def lengths(self) -> IntArray:
-        """int64 [S]: tokens of each segment."""
+        """int64 [S]: number of tokens of each segment."""
         return np.diff([*self.segment_begin, self.tokens])
 
     @property
     def captured_tokens(self) -> int:
-        """Tokens whose prefix cache other microbatches read."""
+        """Number of tokens whose prefix cache other microbatches read."""
         return int(self.lengths[np.asarray(self.cache_begin) >= 0].sum())
 
     @property
@@ -64,13 +64,13 @@ class Microbatch:
 
     @property
     def kept_states(self) -> frozenset[int]:
-        """Segments that a segment of another microbatch starts from."""
+        """Segments from whose final state a segment of another microbatch starts."""
         places = zip(self.segments, self.state_index, strict=True)
         return frozenset(segment for segment, place in places if place >= 0)
 
 
 def token_steps(forest: Forest, microbatch: Microbatch) -> tuple[IntArray, IntArray]:
-    """For each token of a microbatch, its segment and its step in the segment: int64 [T] each."""
+    """Segment of each token of a microbatch, and its position in the segment: int64 [T] each."""
     segments = np.asarray(microbatch.segments)
     lengths = forest.length[segments]
     begin = np.repeat(np.asarray(microbatch.segment_begin), lengths)

@@ -1,9 +1,10 @@
 """Initial states of a microbatch's segments, in layers that carry a state along the path.
 
-A linear-attention layer reads nothing of earlier tokens but a state of fixed size, and the last
-inputs of its short convolution. Both belong to the end of a segment. What lies below it starts from
-them: in the same microbatch, where segments run level by level, or in another one, through the
-cache. All of it is numpy; the engine makes tensors of it once a microbatch.
+A linear-attention layer reads two things from earlier tokens: a state of fixed size, and the last
+inputs of its short convolution. Both are taken at the end of a segment, and the children of the
+segment start from them. In one microbatch, segments run level by level. Other microbatches read
+them from the prefix cache. All arrays are numpy; the engine copies them to the device once for each
+microbatch.
 """
 
 from collections.abc import Mapping
@@ -15,55 +16,57 @@ from forkpoint.tree.forest import Forest, IntArray
 from forkpoint.tree.microbatch import Microbatch
 
 NOTHING = -1
-"""In `ConvolutionLayout.window`: before the rollout's first token, where inputs are zero."""
+"""Entry of `ConvolutionLayout.window` before the first token of a rollout, where inputs are
+zero."""
 
 
 @dataclass(frozen=True, eq=False)
 class Level:
-    """Segments of a microbatch at one depth within it; their starts are the ends of those one
+    """Segments of a microbatch at one depth in it. They start from final states of the level
     above."""
 
     begin: IntArray
-    """[S] first places, ascending."""
+    """[S] place of the first token of each segment, ascending."""
     length: IntArray
     """[S]"""
     parent: IntArray
-    """[S] entries of the level above; at the first level, state slots or -1 for none."""
+    """[S] index of the parent in the level above. At the first level: state slot, or -1 for
+    none."""
     kept: IntArray
-    """Entries of this level whose final state other microbatches read."""
+    """Indices of the segments of this level whose final state other microbatches read."""
     final: bool
     """Whether anything reads a final state of this level."""
 
 
 @dataclass(frozen=True, eq=False)
 class StateLayout:
-    """The levels of one microbatch, and where what it keeps goes."""
+    """The levels of one microbatch, and the slots of the states that it keeps."""
 
     levels: tuple[Level, ...]
     kept_index: IntArray
-    """[K] cache slots of the kept states, level by level."""
+    """[K] state slots of the kept states, level by level."""
 
 
 @dataclass(frozen=True, eq=False)
 class ConvolutionLayout:
-    """Inputs that a causal convolution of `width` reads beyond the segment of its place.
+    """Inputs that a causal convolution of `width` reads from before the segment of a place.
 
     Entries of `window` and `tail` are places of the microbatch, NOTHING, or -2 - i for input i of
-    the cache, which has `width` - 1 inputs for every state slot, oldest first.
+    the cache. The cache has `width` - 1 inputs for every state slot, oldest first.
     """
 
     places: IntArray
-    """[F] places whose inputs do not all lie in their own segment."""
+    """[F] places with inputs outside of their segment."""
     window: IntArray
-    """[F, width] the inputs of each, oldest first."""
+    """[F, width] inputs of each of these places, oldest first."""
     tail: IntArray
-    """[K, width - 1] the last inputs at the end of every kept segment, as `kept_index` has them."""
+    """[K, width - 1] last inputs of every kept segment, in the order of `kept_index`."""
 
 
 def state_layout(
     forest: Forest, microbatch: Microbatch, state_of: Mapping[int, int]
 ) -> StateLayout:
-    """Levels of a microbatch; `state_of`: the state slot of segments that others start from."""
+    """Levels of a microbatch. `state_of`: state slots of segments whose final state is kept."""
     levels: list[Level] = []
     kept_index: list[int] = []
     above: dict[int, int] = {}
@@ -122,8 +125,7 @@ def convolution_layout(
 
 
 def _by_level(forest: Forest, microbatch: Microbatch) -> list[list[int]]:
-    """Positions within the microbatch of the segments at each depth, in the order of their
-    places."""
+    """Positions in the microbatch of the segments at each depth, in the order of their places."""
     depth: dict[int, int] = {}
     levels: list[list[int]] = []
     order = sorted(range(len(microbatch.segments)), key=lambda i: microbatch.segments[i])

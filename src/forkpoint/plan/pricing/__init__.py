@@ -1,1 +1,1 @@
-"""Prices of plans: counted FLOPs and bytes, and milliseconds where a device was calibrated."""
+"""Prices of plans: counted FLOPs and bytes, or milliseconds from a calibration."""

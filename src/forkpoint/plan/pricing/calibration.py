@@ -30,7 +30,7 @@ RATES = ("causal", "rectangle")
 
 @dataclass(frozen=True)
 class Curve:
-    """A forward and a backward figure over a size; `at` ascends."""
+    """Values for forward and backward at ascending sizes `at`."""
 
     at: tuple[float, ...]
     forward: tuple[float, ...]
@@ -44,9 +44,10 @@ class Curve:
             raise ConfigError(f"the sizes of a curve are {short(self.at)}, which do not ascend")
 
     def time(self, size: float, *, backward: bool) -> float:
-        """Milliseconds: between points on the line, above them in proportion, below as the least.
+        """Milliseconds at a size, interpolated linearly between points.
 
-        A size of 0 takes none.
+        Above the points the time is proportional to the size, and below them it is that of the
+        first point. A size of 0 takes 0 ms.
         """
         if size <= 0:
             return 0.0
@@ -56,12 +57,13 @@ class Curve:
         return _interpolated(size, self.at, values)
 
     def rate(self, size: float, *, backward: bool) -> float:
-        """A rate: between points by the logarithm of the size, and beyond them that of the ends."""
+        """Rate at a size, interpolated over the logarithm of the size. Beyond the points it is that
+        of the nearest point."""
         values = self.backward if backward else self.forward
         return _interpolated(math.log2(max(size, 1.0)), self._at_log2, values)
 
     def scaled(self, factor: float) -> "Curve":
-        """The same curve with all figures times a factor."""
+        """The same curve with all values multiplied by a factor."""
         figures = ([factor * x for x in values] for values in (self.forward, self.backward))
         return Curve(self.at, *map(tuple, figures))
 
@@ -71,9 +73,10 @@ class Curve:
 
 
 def _interpolated(x: float, at: Sequence[float], values: Sequence[float]) -> float:
-    """Between points on the line, beyond them as the nearest.
+    """Linear interpolation. Beyond the points the value is that of the nearest point.
 
-    numpy's takes as long for one number as for a thousand, and a plan is priced by thousands.
+    numpy.interp takes as long for one number as for a thousand, and pricing a plan calls this
+    thousands of times.
     """
     if x <= at[0]:
         return values[0]
@@ -87,29 +90,29 @@ def _interpolated(x: float, at: Sequence[float], values: Sequence[float]) -> flo
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Rates of one process group, the same on all of its ranks.
+    """Measured rates of one process group, equal on all of its ranks.
 
-    A transfer of n bytes takes a latency and n over a rate.
+    A transfer of n bytes takes the latency plus n divided by the rate.
     """
 
     ranks: int
-    """How many ranks it was measured with."""
+    """Number of ranks of the measurement."""
     backend: str
-    """Of the process group: nccl or gloo."""
+    """Backend of the process group: nccl or gloo."""
     gather_bytes_per_ms: float
-    """Bytes that each rank receives in an all-gather."""
+    """Bytes that each rank receives in an all-gather, per millisecond."""
     gather_latency_ms: float
     send_bytes_per_ms: float
-    """Bytes that each rank sends to one other, while it receives as many from another."""
+    """Bytes that each rank sends to another rank while it receives as many, per millisecond."""
     send_latency_ms: float
 
     @property
     def rates(self) -> dict[str, float]:
-        """Bytes a millisecond, by name."""
+        """Rates in bytes per millisecond, by name."""
         return {n: x for n, x in vars(self).items() if n.endswith("bytes_per_ms")}
 
     def describe(self) -> str:
-        """Such as "link of 2 ranks measured by nccl"."""
+        """Text such as "link of 2 ranks measured by nccl"."""
         return f"link of {self.ranks} ranks measured by {self.backend}"
 
 
@@ -118,87 +121,87 @@ class LinkPrices:
     """Prices of a measured link, in milliseconds, for one model."""
 
     gathering: float
-    """Receiving all weights of the blocks from other ranks, were all of them elsewhere."""
+    """Time to receive the weights of all blocks, if other ranks held all of them."""
     calls: float
-    """Latencies of these gathers."""
+    """Sum of the latencies of these gathers."""
     byte: float
-    """A byte sent to another rank."""
+    """Time to send a byte to another rank."""
     transfer: float
     """Latency of one transfer."""
 
 
 WIDE_PAIRS = 1 << 26
-"""Pairs (query, key) of a launch without a mask from which other kernels may serve it: torch's
-cuDNN where FlashAttention-4 is missing."""
+"""Number of pairs (query, key) from which other kernels may run a launch without a mask: torch's
+cuDNN if FlashAttention-4 is not installed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """One device and model shape, as measured."""
+    """Measurements of one device for one model shape."""
 
     device: str
     versions: Mapping[str, str]
     compiled: bool
     shape: ModelShape
-    """Of the model that was asked for; it was measured with fewer layers."""
+    """Number of layers of the model. Fewer layers were measured."""
     measured_layers: tuple[int, int]
     block: Curve
-    """Tokens of a microbatch: ms of one decoder block without its attention."""
+    """By tokens of a microbatch: ms of one decoder block without its attention."""
     rest: Curve
-    """Tokens of a microbatch: ms of what is done once a microbatch, the head not counted."""
+    """By tokens of a microbatch: ms of work outside of blocks, without the head."""
     head: Curve
-    """Labelled tokens: ms of the head."""
+    """By labelled tokens: ms of the head."""
     causal: Curve
-    """Length of a segment: visible pairs (query, key) a ms, of causal attention in one layer."""
+    """By length of a segment: visible pairs (query, key) per ms of causal attention in one
+    layer."""
     rectangle: Curve
-    """Length of the keys: the same of attention to an ancestor."""
+    """By number of keys: pairs per ms of attention to an ancestor in one layer."""
     part: Curve
-    """Tokens that have it: ms of a further launch in one layer, its call and its merge."""
+    """By tokens with ancestors: ms of an additional launch in one layer, with its merge."""
     out_bytes_per_ms: float
     back_bytes_per_ms: float
     kept_bytes: Mapping[str, tuple[float, float]]
-    """For each policy of checkpointing: bytes a token that one block keeps for the backward, and
-    that all of a microbatch does besides."""
+    """For each checkpointing policy: bytes per token that one block keeps for the backward, and
+    bytes per token that the rest of a microbatch keeps."""
     working_bytes: tuple[float, float]
-    """Most that a backward needs beyond what was kept: bytes for a microbatch with a head, and
-    bytes a token besides; zeros where the device does not say."""
+    """Largest additional memory of a backward: bytes for a microbatch with a head, and bytes per
+    token. Zeros if the device does not report memory."""
     seconds: float
-    """How long it took, with `first_seconds`."""
+    """Duration of the measurement, with `first_seconds`."""
     host_block_ms: tuple[float, float] = (0.0, 0.0)
-    """Time of the host to issue one block, forward and backward, where the device works behind
-    it. A CPU's times have it in them, as those of earlier versions do."""
+    """Time of the host to issue one block, forward and backward, on devices that work
+    asynchronously. On a CPU and in files of earlier versions, other times include it."""
     host_rest_ms: tuple[float, float] = (0.0, 0.0)
-    """The same of what is done once a microbatch."""
+    """Time of the host to issue the work outside of blocks."""
     host_launch_ms: tuple[float, float] = (0.0, 0.0)
-    """Time of the host for each further launch of a block's attention; zeros where that was not
-    measured."""
+    """Time of the host for each additional launch of a block's attention; zeros if not measured."""
     walk_ms: tuple[float, float] = (0.0, 0.0)
-    """Least time of a further launch in one layer: forward for each key of its longest sequence,
-    and backward for each query. A block of queries reads all keys in turn."""
+    """Smallest time of an additional launch in one layer: forward per key of its longest sequence,
+    and backward per query. A block of queries reads all keys one after another."""
     host_write_ms: tuple[float, float] = (0.0, 0.0)
     """Additional time of the host for each block of a microbatch that others read."""
     host_read_ms: tuple[float, float] = (0.0, 0.0)
     """Additional time of the host for each block of a microbatch that reads another, without the
-    time of its further launch."""
+    time of its additional launch."""
     host_long_ms: tuple[float, float] = (0.0, 0.0)
     """Additional time of the host in each block for each causal sequence of at least
     `tree.LONG_TOKENS`; zeros where these run with the others."""
     host_step_ms: tuple[float, float] = (0.0, 0.0)
-    """Time of the host to check the model, to prepare a step and to end it, while the device is
-    idle: for a step, and for each layer."""
+    """Time of the host to check the model, prepare a step and end it, while the device is idle: per
+    step, and per layer."""
     host_token_ms: float = 0.0
-    """Time of the host to prepare a token of the rollouts, while the device is idle."""
+    """Time of the host to prepare a step, per token of the rollouts, while the device is idle."""
     wide: tuple[float, float] = (0.0, 0.0)
-    """Pairs a ms of attention to an ancestor by launches of at least WIDE_PAIRS, forward and
-    backward; zeros where that was not measured."""
+    """Pairs per ms of attention to an ancestor in launches of at least WIDE_PAIRS, forward and
+    backward; zeros if not measured."""
     first_seconds: float = 0.0
-    """Of `seconds`: the first run of each thing that was measured. It compiles blocks and kernels,
-    which the step that follows needs as well."""
+    """Part of `seconds` for first runs. These compile blocks and kernels, which the next step needs
+    too."""
     link: Link | None = None
-    """Between ranks; None where one process measured alone."""
+    """Link between ranks; None if one process measured alone."""
 
     def __post_init__(self) -> None:
-        # What no measurement gives is refused, so that no plan rests on it.
+        # Values that cannot be measured are refused, so that no plan depends on them.
         positive = {
             "out_bytes_per_ms": self.out_bytes_per_ms,
             "back_bytes_per_ms": self.back_bytes_per_ms,
@@ -226,10 +229,10 @@ class Calibration:
         return f"measured on {self.device}, blocks {compiled}, torch {torch}{link}"
 
     def check_shape(self, shape: ModelShape) -> None:
-        """Refuse a model that this was not measured for.
+        """Raise ConfigError for a model that this was not measured for.
 
         Raises:
-            ConfigError: sizes differ, in more than the number of layers and their windows.
+            ConfigError: sizes other than the number of layers and their windows differ.
         """
         wanted, found = _comparable(shape), _comparable(self.shape)
         if wanted != found:
@@ -244,7 +247,8 @@ class Calibration:
             )
 
     def check_device(self, device: str, *, compiled: bool) -> None:
-        """Refuse another device than this was measured on, or blocks compiled otherwise.
+        """Raise ConfigError for another device than this was measured on, or for blocks compiled
+        differently.
 
         Raises:
             ConfigError: with both values.
@@ -259,10 +263,11 @@ class Calibration:
     def save(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         values = asdict(self)
-        if self.link is None:  # earlier versions read the file as well
+        if self.link is None:  # earlier versions read the file too
             del values["link"]
         text = json.dumps({"schema": SCHEMA, **values}, indent=1)
-        # Whole or not at all: policies find the file by themselves, and refuse half of one.
+        # The file is complete or absent, because policies find it automatically and refuse a part
+        # of one.
         partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
         try:
             partial.write_text(text + "\n", encoding="utf-8")
@@ -272,10 +277,10 @@ class Calibration:
 
     @classmethod
     def load(cls, path: Path) -> "Calibration":
-        """Read what `save` wrote.
+        """Read a calibration that `save` wrote.
 
         Raises:
-            ConfigError: there is no such file, or it is damaged, or of another kind or version.
+            ConfigError: the file does not exist, is damaged, or has another kind or version.
         """
         try:
             if path.stat().st_size > MOST_BYTES:
@@ -315,9 +320,9 @@ def _comparable(shape: ModelShape) -> dict[str, Any]:
 def calibration_path(
     device: str, shape: ModelShape, *, compiled: bool, measured_for: object = None
 ) -> Path:
-    """Where the calibration of a device and model shape is looked for.
+    """Path at which policies look for the calibration of a device and model shape.
 
-    measured_for: versions and kernels that a policy's own measurement is for; None for the file of
+    measured_for: versions and kernels of a policy's automatic measurement; None for the file of
     `forkpoint calibrate`.
 
     The folder is that of the environment variable FORKPOINT_CALIBRATIONS, or `forkpoint` in the
@@ -335,6 +340,7 @@ def calibration_path(
 
 
 def find_calibration(device: str, shape: ModelShape, *, compiled: bool) -> Calibration | None:
-    """The calibration of this device and model shape, if one lies where it is looked for."""
+    """The calibration of this device and model shape; None if there is no file at
+    `calibration_path`."""
     path = calibration_path(device, shape, compiled=compiled)
     return Calibration.load(path) if path.is_file() else None

@@ -1,8 +1,8 @@
 """Counted floating-point operations, bytes and tokens of a batch for a model shape.
 
-The bound of every speed-up is defined here and nowhere else: FLOPs of dense training over FLOPs of
-the edges run, attention on visible pairs, the head on labelled tokens only on both sides (once for
-each temperature), and nothing of ours (recomputation, zero roots, padding) counted as useful.
+This module defines the bound of every speed-up: FLOPs of dense training divided by FLOPs of the
+edges that run. On both sides attention counts visible pairs, and the head counts labelled tokens,
+once for each temperature. Recomputation, idle instructions and padding do not count.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,12 +18,13 @@ from forkpoint.plan.pricing.sizes import MOST_LAYERS, REMEDY, count, needed, siz
 from forkpoint.rollouts.batch import short
 from forkpoint.tree.forest import Forest, IntArray
 
-# A backward runs two matrix products for each one of the forward; attention's runs five for two.
+# A backward runs two matrix products for each product of the forward. The backward of attention
+# runs five for two.
 LINEAR_BACKWARD = 2.0
 ATTENTION_BACKWARD = 2.5
 
 ATTENTION_KINDS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
-"""Values of a configuration's layer_types; hybrids of Granite write the last for the first."""
+"""Values of a configuration's layer_types. Granite hybrids write the last instead of the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,13 +174,13 @@ class ModelShape:
 
     @property
     def leaves_early(self) -> bool:
-        """Whether a microbatch can end in the last block: keys and values there must be made by all
-        blocks before it, and no block may be checkpointed by the model itself."""
+        """Whether forwards can end inside the last block. The last layers must not reuse keys and
+        values of earlier layers, and the model itself must not checkpoint blocks."""
         return not (self.checkpointed or self.reused_layers)
 
     @property
     def linear_parameters(self) -> int:
-        """Weights of the blocks' matrix products, each used once a token."""
+        """Number of weights of the blocks' matrix products, each of which every token uses once."""
         attention = self.attention_parameters
         if attention is None:
             attention = self.hidden * self.head_dim * (self.heads + self.kv_heads)
@@ -194,46 +195,48 @@ class ModelShape:
 
     @property
     def boundary_bytes_per_token(self) -> int:
-        """K and V of one token in all layers that attend."""
+        """Bytes of keys and values of one token in all attention layers."""
         return self.attention_layers * self.boundary_elements * self.dtype_bytes
 
     @property
     def boundary_gradient_bytes_per_token(self) -> int:
-        """The float32 (float64 for a float64 model) gradients of one token's K and V."""
+        """Bytes of the float32 (float64 for a float64 model) gradients of one token's keys and
+        values."""
         return self.attention_layers * self.boundary_elements * max(4, self.dtype_bytes)
 
     @property
     def exchanged_token_bytes(self) -> int:
-        """Bytes that a token of a prompt takes between ranks: keys and values, and gradients."""
+        """Bytes that ranks exchange for each token of a prompt: keys, values and their
+        gradients."""
         return self.boundary_bytes_per_token + self.boundary_gradient_bytes_per_token
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that all recurrent layers keep of the end of one segment, with its gradients."""
+        """Bytes of the states of all recurrent layers at the end of one segment, with gradients."""
         wide = max(4, self.dtype_bytes)
         elements = 2 * self.state_elements * wide + self.tail_elements * (self.dtype_bytes + wide)
         return self.recurrent_layers * -(-elements // self.context)
 
     @property
     def boundary_elements(self) -> int:
-        heads = lcm(self.kv_heads, self.context) // self.context  # repeated where they are fewer
+        heads = lcm(self.kv_heads, self.context) // self.context  # repeated if fewer than ranks
         return heads * (self.head_dim + self.value_dim)
 
     def activation_bytes(self, checkpointing: str = "none") -> int:
-        """Bytes that one token's forward leaves for its backward, counted tensor by tensor.
+        """Bytes that the forward of one token keeps for its backward, counted tensor by tensor.
 
         A block keeps the inputs of its two norms and of its seven matrix products, q, k and v as
-        attention reads them, attention's output, and the gate's, the up's and their product's
-        values; a norm computed in float32 keeps that copy as well. Compiled code computes the norms
-        and the gate's activation again instead. A checkpointed block keeps its input, and one block
-        at a time is whole while it is recomputed. Checkpointing "selective" leaves out what an MLP
-        keeps but its input, and one MLP at a time is whole. A mixture of experts keeps copies of
-        tokens as well (`plan.pricing.mixtures`).
+        attention reads them, the output of attention, and the values of the gate, of the up
+        projection and of their product. A norm in float32 also keeps a float32 copy. Compiled code
+        recomputes the norms and the activation of the gate instead. A checkpointed block keeps its
+        input; one block at a time keeps everything during its recomputation. With checkpointing
+        "selective" this holds for the MLPs alone. A mixture of experts also keeps copies of tokens
+        (`plan.pricing.mixtures`).
         """
         attention = (self.heads + self.kv_heads) * self.head_dim
         values = (self.heads + self.kv_heads) * self.value_dim
         attends = 2 * attention + values + self.attention_activations
-        if self.context > 1:  # its output is kept on both sides of the exchange
+        if self.context > 1:  # the output is kept before and after the exchange
             attends += self.heads * self.value_dim
         blocks = [
             (self.attention_layers, attends),
@@ -255,11 +258,11 @@ class ModelShape:
         return -(-every // self.context)
 
     def part(self, number: int) -> int:
-        """Largest number of tokens or entries that one rank runs, of `number` in all."""
+        """Largest number of tokens or entries of one rank, if all ranks together have `number`."""
         return -(-number // self.context)
 
     def exchanged_bytes(self, tokens: int, *, ends_early: bool = False) -> int:
-        """Bytes that a rank sends around attention in one forward or backward of a microbatch.
+        """Bytes that a rank sends for attention in one forward or backward of a microbatch.
 
         Attention layers send queries, keys, values and outputs of the rank's tokens, without the
         heads that the rank keeps. Recurrent layers send inputs of the convolution, gates and
@@ -288,17 +291,18 @@ class ModelShape:
         return (self.context - 1) * tokens * (gradients if backward else kept)
 
     def repeated_flops_share(self, checkpointing: str) -> float:
-        """The share of a forward of the blocks that a checkpointed backward runs again."""
+        """Part of the FLOPs of the blocks' forward that a checkpointed backward repeats."""
         if self.checkpointed or checkpointing == "full":
             return 1.0
         if checkpointing == "selective":
-            # All of an MLP but its last product, whose output the backward does not need.
+            # An MLP except its last product, whose output the backward does not need.
             return self.layers * 2 * self.hidden * self.intermediate / self.linear_parameters
         return 0.0
 
 
 def _mean_head_dim(config: Mapping[str, Any], kinds: list[str], head_dim: int) -> int:
-    """Over layers, rounded up: those of Gemma 4 that see all tokens have wider heads."""
+    """Mean head dimension of the layers, rounded up. Layers of Gemma 4 that see all tokens have
+    wider heads."""
     wide = config.get("global_head_dim")
     if isinstance(layers := config.get("per_layer_config"), Mapping):
         found = (each.get("head_dim") for each in layers.values() if isinstance(each, Mapping))
@@ -311,7 +315,8 @@ def _mean_head_dim(config: Mapping[str, Any], kinds: list[str], head_dim: int) -
 
 
 def _latent_attention(config: Mapping[str, Any]) -> dict[str, int]:
-    """Multi-head latent attention: keys and values are expanded from a low rank for every head."""
+    """Fields of multi-head latent attention, in which keys and values of every head are expanded
+    from a low rank."""
     hidden, heads = needed(config, "hidden_size"), needed(config, "num_attention_heads")
     nope, rope, value = (
         needed(config, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -328,17 +333,17 @@ def _latent_attention(config: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
-# Layers that carry a state in place of attention. Such a layer's work is the same for every
-# token, wherever it lies on its path: the products of its projections, its convolution, and the
-# recurrence as it is defined, one token after another (kernels do more in chunks, which is not
-# counted as useful). So one number a token says all: its multiply-adds, which a backward has
-# twice as many of, like those of weights.
+# Layers that carry a state instead of attention. Their work does not depend on a token's position.
+# It consists of the products of projections, the convolution, and the recurrence as defined, one
+# token after another. Kernels do more work in chunks, which does not count. So one number of
+# multiply-adds per token is enough. A backward has twice as many, like products of weights.
 CHUNK = 64
-"""Tokens whose triangular matrix a chunked recurrence keeps, for each token and head."""
+"""Chunk length in tokens: a chunked recurrence keeps a row of a triangular matrix of this size for
+each token and head."""
 
 
 def recurrent_kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The kinds among `layer_types` that carry a state."""
+    """Values of `layer_types` for layers that carry a state."""
     known = config.get("linear_num_value_heads") or config.get("mamba_n_heads")
     return ("linear_attention", "mamba") if known else ()
 
@@ -346,7 +351,7 @@ def recurrent_kinds(config: Mapping[str, Any]) -> tuple[str, ...]:
 def recurrent_shape(
     config: Mapping[str, Any], kinds: list[str], dtype_bytes: int
 ) -> dict[str, int]:
-    """The fields of a ModelShape that such models have; empty for others."""
+    """Fields of a ModelShape for models with layers that carry a state; empty for other models."""
     recurrent = [kind for kind in kinds if kind in recurrent_kinds(config)]
     if not recurrent:
         return {}
@@ -356,7 +361,8 @@ def recurrent_shape(
 
 
 def _gated_delta_net(config: Mapping[str, Any]) -> dict[str, int]:
-    """Qwen3-Next and Qwen3.5, whose attention has a gate as well, made by its query projection."""
+    """Fields of Qwen3-Next and Qwen3.5. Their query projection also computes a gate of
+    attention."""
     hidden = needed(config, "hidden_size")
     heads, kv_heads = (needed(config, f"num_{kind}_heads") for kind in ("attention", "key_value"))
     attention_dim = needed(config, "head_dim")
@@ -365,8 +371,8 @@ def _gated_delta_net(config: Mapping[str, Any]) -> dict[str, int]:
     width = needed(config, "linear_conv_kernel_dim")
     mixed, out = 2 * keys * key_dim + values * value_dim, values * value_dim
     state = values * key_dim * value_dim
-    # q, k, v, the gate, beta and the decay in; the output out. The state is read for what it holds
-    # of a key, written to, and read by the query.
+    # q, k, v, the gate, beta and the decay in; the output out. The state is read by the key,
+    # updated, and read by the query.
     weights = hidden * (mixed + out + 2 * values) + out * hidden
     return {
         "attention_parameters": hidden * attention_dim * (3 * heads + 2 * kv_heads),
@@ -377,8 +383,9 @@ def _gated_delta_net(config: Mapping[str, Any]) -> dict[str, int]:
         "recurrent_key_heads": keys,
         "recurrent_key_elements": 2 * key_dim,
         "recurrent_elements": 2 * out + 2 * values,
-        # Before and after the convolution and its activation, and as the recurrence reads it, with
-        # the chunk's triangular matrix; the recurrence's output, the gate, and the norm's result.
+        # Inputs and outputs of the convolution and of its activation, inputs of the recurrence with
+        # the triangular matrix of the chunk, the output of the recurrence, the gate, and the result
+        # of the norm.
         "recurrent_activations": 4 * mixed + CHUNK * values + 4 * out,
     }
 
@@ -390,7 +397,7 @@ def _mamba2(config: Mapping[str, Any], dtype_bytes: int) -> dict[str, int]:
     groups = needed(config, "mamba_n_groups")
     mixed = inner + 2 * groups * state_dim
     state = inner * state_dim
-    # The state is written to and read; x, B, C, the gate and the time steps in, the output out.
+    # The state is updated and read. Inputs are x, B, C, the gate and the time steps.
     weights = hidden * (mixed + inner + heads) + inner * hidden
     return {
         "recurrent_parameters": weights + width * mixed + 2 * state,
@@ -406,15 +413,17 @@ def _mamba2(config: Mapping[str, Any], dtype_bytes: int) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Tokens, visible pairs and labelled tokens; enough to count FLOPs for any model shape."""
+    """Counts of tokens, visible pairs and labelled tokens, from which FLOPs of any model shape
+    follow."""
 
     tokens: int = 0
     pairs: dict[int, int] = field(default_factory=dict)
-    """For each window in use (0 is none): visible (query, key) pairs of one layer and head."""
+    """Visible (query, key) pairs of one layer and head, for each window in use; 0 means no
+    window."""
     num_loss_entries: int = 0
 
     def __add__(self, other: "Work") -> "Work":
-        """Both, one after the other; their windows must be the same."""
+        """Sum of both. Their windows must be equal."""
         assert set(self.pairs) == set(other.pairs)
         return Work(
             tokens=self.tokens + other.tokens,
@@ -426,7 +435,7 @@ class Work:
         return self._flops(shape, 1.0, 1.0)
 
     def step_flops(self, shape: ModelShape) -> float:
-        """Forward and backward."""
+        """FLOPs of forward and backward."""
         return self._flops(shape, 1.0 + LINEAR_BACKWARD, 1.0 + ATTENTION_BACKWARD)
 
     def _flops(self, shape: ModelShape, linear: float, attention: float) -> float:
@@ -438,9 +447,9 @@ class Work:
 
 
 def bound_of(dense: Work, shared: Work, shape: ModelShape | None) -> float:
-    """The counted speed-up over dense: FLOPs where the shape is known, else tokens.
+    """Ratio of dense work to `work`: of FLOPs if the shape is known, else of tokens.
 
-    It is the most that sharing can speed up what a model computes.
+    It is the largest speed-up that sharing can give to the model's computation.
     """
     if not shared.tokens:
         return 1.0
@@ -450,31 +459,33 @@ def bound_of(dense: Work, shared: Work, shape: ModelShape | None) -> float:
 
 
 def visible_pairs(start: IntArray, length: IntArray, window: int) -> int:
-    """Pairs (query, key) that causal attention visits for runs of tokens on their paths.
+    """Number of pairs (query, key) of causal attention, for runs of tokens on their paths.
 
     Args:
-        start: [S] tokens before each run on its path.
-        length: [S] tokens of each run.
-        window: how many positions a query sees, itself included; 0 sees all.
+        start: [S] number of tokens before each run on its path.
+        length: [S] number of tokens of each run.
+        window: number of positions that a query sees, itself included; 0 means all.
     """
     start, length = np.asarray(start, np.int64), np.asarray(length, np.int64)
     if not window:
         return int((length * start + length * (length + 1) // 2).sum())
-    # Position p sees min(p + 1, window): count those still below the window, then the full ones.
+    # Position p sees min(p + 1, window) positions. Count positions below the window first, then the
+    # others.
     growing = np.clip(window - start, 0, length)
     below = growing * start + growing * (growing + 1) // 2
     return int((below + (length - growing) * window).sum())
 
 
 def dense_work(edges: IntArray, num_loss_entries: int, windows: tuple[int, ...]) -> Work:
-    """Work of running every rollout on its own; `edges` [N] are tokens less one, at least 0."""
+    """Work of every rollout without sharing. `edges` [N]: number of tokens minus one, at least
+    0."""
     return segments_work(np.zeros_like(edges), edges, num_loss_entries, windows)
 
 
 def forest_work(
     forest: Forest, num_loss_entries: int, windows: tuple[int, ...], received: Sequence[int] = ()
 ) -> Work:
-    """Work of running each edge of a forest once, but for segments `received` from other ranks."""
+    """Work of each edge of a forest once, without segments `received` from other ranks."""
     start, length = np.delete(forest.start, received), np.delete(forest.length, received)
     return segments_work(start, length, num_loss_entries, windows)
 
@@ -482,6 +493,6 @@ def forest_work(
 def segments_work(
     start: IntArray, length: IntArray, num_loss_entries: int, windows: tuple[int, ...]
 ) -> Work:
-    """Work of running segments, once each; arguments as those of `visible_pairs`."""
+    """Work of segments, once each. Arguments are those of `visible_pairs`."""
     pairs = {window: visible_pairs(start, length, window) for window in {0, *windows}}
     return Work(tokens=int(length.sum()), pairs=pairs, num_loss_entries=num_loss_entries)

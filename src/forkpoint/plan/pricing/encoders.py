@@ -8,18 +8,18 @@ from forkpoint.plan.pricing.cost import LINEAR_BACKWARD
 
 @dataclass(frozen=True)
 class EncoderShape:
-    """Sizes of an encoder and of what projects its features."""
+    """Sizes of an encoder with the projection of its features."""
 
     parameters: int
-    """Weights of its matrix products; each is counted once for a patch."""
+    """Number of weights of its matrix products, each of which every patch uses once."""
     layers: int
     hidden: int
     patches_per_token: float
-    """Patches that are merged into one token."""
+    """Number of patches that are merged into one token."""
     feature_elements: int
-    """Numbers of the features of one token, those of deeper layers among them."""
+    """Number of feature values of one token, with those for deeper layers."""
     activation_elements: int
-    """Numbers that one patch leaves for the backward."""
+    """Number of values that the forward of one patch keeps for the backward."""
     dtype_bytes: int = 2
     trained: bool = True
     """Whether some of its parameters are trained."""
@@ -27,21 +27,22 @@ class EncoderShape:
     """Whether one call encodes several images or videos."""
 
     def forward_flops(self, medium: PlannedMedium) -> float:
-        """Products of weights, and attention of the patches of each frame with one another."""
+        """FLOPs of a forward: products of weights, and attention among the patches of each
+        frame."""
         patches = medium.tokens * self.patches_per_token
         pairs = patches * patches / medium.frames
         return 2.0 * self.parameters * patches + 4.0 * self.layers * self.hidden * pairs
 
     def step_flops(self, medium: PlannedMedium) -> float:
-        """A forward, and a backward if it has trained parameters."""
+        """FLOPs of a forward, and of a backward if the encoder has trained parameters."""
         return self.forward_flops(medium) * (1 + LINEAR_BACKWARD * self.trained)
 
     def kept_bytes(self, medium: PlannedMedium) -> int:
-        """Bytes that a forward leaves for its backward."""
+        """Bytes that a forward keeps for its backward."""
         patches = medium.tokens * self.patches_per_token
         return int(patches * self.activation_elements * self.dtype_bytes)
 
     def feature_bytes(self, medium: PlannedMedium, *, trains: bool) -> int:
-        """Features, with the sums of their gradients if the encoder trains."""
+        """Bytes of features, with the sums of their gradients if the encoder is trained."""
         each = self.dtype_bytes + max(4, self.dtype_bytes) * trains
         return medium.tokens * self.feature_elements * each

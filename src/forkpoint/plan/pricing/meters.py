@@ -1,4 +1,4 @@
-"""Prices of a plan's microbatches: measured, by counted FLOPs or, without a shape, by tokens."""
+"""Prices of a plan's microbatches: measured times, counted FLOPs or, without a shape, tokens."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -25,38 +25,40 @@ from forkpoint.tree import (
     windowed_table,
 )
 
-# Below this many tokens a matrix product is bound by reading its weights, so that fewer tokens take
-# no less time: about the FLOPs per byte at which current GPUs turn from memory- to compute-bound.
+# With fewer tokens a matrix product is bound by reading its weights, so its time does not decrease.
+# This is about the number of FLOPs per byte at which current GPUs change from memory-bound to
+# compute-bound.
 EFFICIENT_TOKENS = 256
 
-# What a query that attends to ancestors by a further launch costs besides, in keys: reading and
-# merging partial outputs, and the backward's passes over its queries. Measured on an H200 with
+# Additional cost of a query that attends to ancestors by an additional launch, in keys: reading and
+# merging partial outputs, and passes of the backward over its queries. Measured on an H200 with
 # FlashAttention-4, heads 32:8 of 128, as what sharing a prefix of 512 tokens adds to replicating it
-# (benchmarks/results/attention-h200.jsonl, small/P512-N8-R2048). There it is a hundredth of what a
-# layer's matrix products take for the token; of small models, whose products are not bound by their
-# FLOPs either, it is at most so much of them.
+# (benchmarks/results/attention-h200.jsonl, small/P512-N8-R2048). In that measurement it is a
+# hundredth of the cost of a layer's matrix products for the token. For small models it is limited
+# to LAUNCH_MOST of that cost, because their products are not bound by FLOPs either.
 LAUNCH_KEYS = 240
 LAUNCH_MOST = 0.02
 
-# FLOPs that a rank of context parallelism computes while it sends a byte to the others; taken where
-# nothing was measured. At 500 TFLOPS it stands for 244 GB/s, about what GPUs of one host send at,
-# which is taken where a calibration has not measured the link.
+# FLOPs that a context-parallel rank computes while it sends a byte, if no link was measured. At 500
+# TFLOPS it corresponds to 244 GB/s, about the rate of GPUs of one host. A calibration without a
+# link uses this rate.
 EXCHANGE_FLOPS = 2048
 EXCHANGE_BYTES_PER_MS = 2.44e8
 
-# Of two plans whose predicted times differ by less than this part, the simpler one is chosen.
+# If the predicted times of two plans differ by less than this part, the simpler plan is chosen.
 NOISE = 0.005
 
-# What each microbatch's backward costs besides, in tokens: it adds to all gradients. 12 ms on an
-# H200 in a model of 8B (benchmarks/results/profile-h200.jsonl, "additions", and writing what is
-# added).
+# Additional cost of the backward of each microbatch, in tokens, because it adds to all gradients.
+# 12 ms on an H200 in a model of 8B (benchmarks/results/profile-h200.jsonl, "additions", and writing
+# what is added).
 ROW_TOKENS = 180
 
-# What the host needs to issue the kernels of one block, forward or backward: 60 ms each way were
-# measured on an H100 for 28 compiled blocks, and the rest of a microbatch is small beside. A GPU
-# works behind the host, so that this counts where the work itself takes less.
+# Time of the host to issue the kernels of one block, forward or backward. On an H100, 60 ms each
+# were measured for 28 compiled blocks; the rest of a microbatch takes little time. A GPU works
+# asynchronously, so this time matters only if the work itself is shorter.
 HOST_BLOCK_MS = 1.0
-# Typical rates, which turn it into FLOPs: of current GPUs by the bytes of a number, and of a CPU.
+# Typical rates, which convert this time into FLOPs: for current GPUs by dtype size in bytes, and
+# for a CPU.
 GPU_FLOPS_PER_MS = {2: 4e11, 4: 5e10, 8: 3e10}
 CPU_FLOPS_PER_MS = 3e7
 
@@ -64,32 +66,35 @@ CPU_FLOPS_PER_MS = 3e7
 class Meter(ABC):
     """Prices of the microbatches of one plan, in one unit.
 
-    They are the same wherever activations of microbatches are meanwhile: a meter of a plan serves
-    those that differ from it in activations alone.
+    Prices do not depend on the storage of activations, so plans that differ only in it can use one
+    meter.
     """
 
     unit: str
 
     @abstractmethod
     def forward(self, microbatch: Microbatch, *, boundary_only: bool = False) -> float:
-        """A forward; with `boundary_only` without the head."""
+        """Cost of a forward. With `boundary_only` it ends inside the last block, without the
+        head."""
 
     @abstractmethod
     def backward(self, microbatch: Microbatch) -> float:
-        """With what its checkpointing computes again."""
+        """Cost of a backward, with the recomputation of checkpointing."""
 
     def host(self, microbatch: Microbatch, *, backward: bool) -> float:
-        """Time of the host to issue the work of one way; 0 where the price of it has that."""
+        """Time of the host to issue a forward or a backward; 0 if `forward` and `backward` include
+        it."""
         return 0.0
 
     def step(self) -> float:
-        """Time of a step outside of its microbatches, while the device is idle."""
+        """Time of the host before and after the microbatches of a step, while the device is
+        idle."""
         return 0.0
 
     def alone(
         self, microbatch: Microbatch, *, backward: bool, boundary_only: bool = False
     ) -> float:
-        """One way of a microbatch that begins with the device idle."""
+        """Cost of a forward or a backward that begins on an idle device."""
         work = (
             self.backward(microbatch)
             if backward
@@ -98,23 +103,25 @@ class Meter(ABC):
         return max(work, self.host(microbatch, backward=backward))
 
     def filled_tokens(self, microbatch: Microbatch) -> float:
-        """Tokens of a long microbatch whose forward takes as long as this one's alone."""
+        """Number of tokens of a long microbatch that take as long as the forward of this
+        microbatch."""
         return max(microbatch.tokens, EFFICIENT_TOKENS)
 
     def head(self, microbatch: Microbatch, *, backward: bool) -> float:
-        """The head's part of a forward, or of a backward."""
+        """Cost of the head in a forward or a backward."""
         return 0.0
 
     def products(self, flops: float) -> float:
-        """Matrix products of so many FLOPs outside of microbatches; 0 where nothing is known."""
+        """Cost of matrix products of `flops` FLOPs outside of microbatches; 0 if unknown."""
         return 0.0
 
     def copy(self, nbytes: int, *, out: bool) -> float | None:
-        """A copy to the host's memory, or back from there; None where its price is unknown."""
+        """Cost of a copy of `nbytes` bytes to host memory (`out`) or back; None if unknown."""
         return None
 
     def link(self, nbytes: int, transfers: int) -> float:
-        """Time in which a rank of context parallelism sends so much to the others."""
+        """Cost of sending `nbytes` bytes to other context-parallel ranks in `transfers`
+        transfers."""
         return 0.0
 
     def kept_bytes(self, microbatch: Microbatch) -> int:
@@ -122,13 +129,13 @@ class Meter(ABC):
         return 0
 
     def working_bytes(self, microbatch: Microbatch) -> int:
-        """Most bytes that its backward needs besides."""
+        """Largest number of additional bytes that its backward needs."""
         return 0
 
 
 class CountedMeter(Meter):
-    """FLOPs of what runs: edges, padding, microbatches too short to fill a device, and what a
-    microbatch and a further launch of attention cost besides. Bytes as counted."""
+    """Prices in FLOPs: edges, padding, microbatches too short to fill a device, and fixed costs of
+    microbatches and of additional launches of attention. Bytes are counted."""
 
     unit: str = "FLOPs"
 
@@ -162,7 +169,7 @@ class CountedMeter(Meter):
     def backward(self, microbatch: Microbatch) -> float:
         linear, head, attention = self._parts(microbatch)
         again = self.shape.repeated_flops_share(microbatch.checkpointing)
-        # What a selective policy runs again are products of MLPs, and no attention.
+        # A selective policy repeats products of MLPs, and no attention.
         repeated = again * linear + (attention if again == 1.0 else 0.0)
         sent = self.link(self.shape.exchanged_bytes(microbatch.tokens), 0)
         gradients = (1 + LINEAR_BACKWARD) * 2.0 * ROW_TOKENS * self.shape.linear_parameters
@@ -191,7 +198,7 @@ class CountedMeter(Meter):
         return kept + logits_bytes(microbatch, self.shape)
 
     def _parts(self, microbatch: Microbatch) -> tuple[float, float, float]:
-        """FLOPs of a forward: blocks without attention, head, attention."""
+        """FLOPs of the parts of a forward: blocks without attention, head, attention."""
         if microbatch.index not in self._parts_of:
             self._parts_of[microbatch.index] = self._counted(microbatch)
         return self._parts_of[microbatch.index]
@@ -212,7 +219,8 @@ class CountedMeter(Meter):
         return linear, head, key * pairs + further * self._queries_of_rectangles(microbatch)
 
     def _queries_of_rectangles(self, microbatch: Microbatch) -> int:
-        """Tokens that have ancestors outside of their causal sequence (see `layout.full_table`)."""
+        """Number of tokens with ancestors outside of their causal sequence (see `full_table` of
+        `tree.launches`)."""
         forest, segments = self.plan.forest, np.asarray(microbatch.segments)
         heads = np.ones(len(segments), bool)
         heads[1:] = forest.parent[segments[1:]] != segments[:-1]
@@ -221,7 +229,7 @@ class CountedMeter(Meter):
 
 
 class TokenMeter(Meter):
-    """Passes of tokens, where nothing is known of the model: a backward counts as two."""
+    """Prices in tokens, for models without a shape. A backward costs twice its forward."""
 
     unit: str = "tokens"
 
@@ -233,21 +241,21 @@ class TokenMeter(Meter):
 
 
 Kind = Literal["causal", "rectangle", "wide"]
-"""Of attention: within a segment, to an ancestor, and that by at least WIDE_PAIRS in one launch."""
+"""Kinds of attention: within a segment, to an ancestor, and to an ancestor in a launch of at least
+WIDE_PAIRS."""
 
 
 class AttentionLaunch(NamedTuple):
     """A launch of a microbatch's attention in one layer."""
 
     pairs: dict[tuple[Kind, float], int]
-    """Visible pairs of its sequences, by their kind and by the length that says how fast they
-    are."""
+    """Visible pairs of its sequences, by kind and by the length that determines their rate."""
     further: int = 0
-    """Its tokens where it is not the first, or keys that are gathered."""
+    """Number of its tokens if it is an additional launch, or of gathered keys."""
     longest: tuple[int, int] = (0, 0)
-    """Keys and queries of its longest sequences, where it is not the first."""
+    """Largest numbers of keys and of queries of its sequences, if it is an additional launch."""
     long_sequences: int = 0
-    """Causal ones of at least LONG_TOKENS."""
+    """Number of its causal sequences of at least LONG_TOKENS."""
 
 
 def full_launches(plan: Plan, microbatch: Microbatch) -> list[AttentionLaunch]:
@@ -278,12 +286,12 @@ def full_launches(plan: Plan, microbatch: Microbatch) -> list[AttentionLaunch]:
 
 
 class MeasuredMeter(Meter):
-    """Milliseconds by a calibration.
+    """Prices in milliseconds, from a calibration.
 
-    A microbatch's time is the sum of its blocks' products by how many tokens it has, of its
-    attention launches by their visible pairs and lengths, of its head by its entries, and of the
-    rest. One rank was measured: of several that run parts of microbatches each has its part of the
-    tokens, heads and entries, and sends what attention reads.
+    The time of a microbatch is the sum of four parts: products of its blocks, by tokens; launches
+    of attention, by visible pairs and lengths; the head, by entries; and the rest. The calibration
+    measured one rank. Each of several context-parallel ranks has its part of the tokens, heads and
+    entries, and sends inputs of attention.
     """
 
     unit: str = "ms"
@@ -295,7 +303,7 @@ class MeasuredMeter(Meter):
         self.shape: ModelShape = plan.shape
         attention = self.shape.linear_parameters / self.shape.layers
         attention -= 3 * self.shape.hidden * self.shape.intermediate
-        # Queries, keys and values: about what a block does before its attention is called.
+        # Queries, keys and values: about the work of a block before its attention.
         self._before_attention = 0.75 * attention * self.shape.layers / self.shape.linear_parameters
         self._attention: dict[tuple[int, bool], float] = {}
         self._launches: dict[tuple[int, int], list[AttentionLaunch]] = {}
@@ -316,7 +324,7 @@ class MeasuredMeter(Meter):
             time += self._attention_ms(microbatch, backward=False)
             time += self._exchange_ms(microbatch, ends_early=False)
         if microbatch.keeps_logits:
-            # The backward that was measured computes them first, as the forward does.
+            # The measured backward computes them first, like the forward.
             entries = self.shape.part(microbatch.num_loss_entries)
             time -= self.calibration.head.time(entries, backward=False)
         return max(time, 0.0)
@@ -350,7 +358,7 @@ class MeasuredMeter(Meter):
         return max(time, 0.0)
 
     def products(self, flops: float) -> float:
-        """As long as the products of blocks take for as many."""
+        """The time that blocks take for the same number of FLOPs."""
         tokens = flops / (2.0 * self.shape.linear_parameters)
         return self.shape.layers * self.calibration.block.time(tokens, backward=False)
 
@@ -361,10 +369,10 @@ class MeasuredMeter(Meter):
     def kept_bytes(self, microbatch: Microbatch) -> int:
         policy = "full" if self.shape.checkpointed else microbatch.checkpointing
         block, rest = self.calibration.kept_bytes[policy]
-        # One block is whole while its backward computes it again.
+        # One block keeps all its activations during its recomputation.
         whole = self.calibration.kept_bytes["none"][0] if policy != "none" else 0.0
         bytes_per_token = self.shape.layers * block + rest + whole
-        if self.shape.context > 1:  # attention's output is kept on both sides of the exchange
+        if self.shape.context > 1:  # the output of attention is kept before and after the exchange
             o_bytes = self.shape.heads * self.shape.value_dim * self.shape.dtype_bytes
             kept_layers = self.shape.attention_layers if policy != "full" else 1
             bytes_per_token += kept_layers * o_bytes
@@ -381,7 +389,7 @@ class MeasuredMeter(Meter):
         layers = float(self.shape.layers)
         attention = self._attention_ms(microbatch, backward=backward)
         if not num_loss_entries:
-            # Such a microbatch ends at the keys and values of its last layer.
+            # Such a forward ends at the keys and values of the last layer.
             attention *= (layers - 1) / layers
             layers += self._before_attention - 1
         tokens, entries = self.shape.part(microbatch.tokens), self.shape.part(num_loss_entries)
@@ -394,7 +402,8 @@ class MeasuredMeter(Meter):
         )
 
     def _exchange_ms(self, microbatch: Microbatch, *, ends_early: bool) -> float:
-        """Time in which ranks of context parallelism exchange tensors around attention, one way."""
+        """Time in which context-parallel ranks exchange tensors for attention, in one forward or
+        backward."""
         sent = self.shape.exchanged_bytes(microbatch.tokens, ends_early=ends_early)
         return self.link(sent, 2 * self.shape.layers - ends_early)
 
@@ -405,7 +414,7 @@ class MeasuredMeter(Meter):
         return nbytes / link.send_bytes_per_ms + transfers * link.send_latency_ms
 
     def _attention_ms(self, microbatch: Microbatch, *, backward: bool) -> float:
-        """All layers' launches of a microbatch."""
+        """Time of the attention launches of a microbatch in all layers."""
         if (microbatch.index, backward) not in self._attention:
             each = {w: self._layer_ms(microbatch, w, backward) for w in set(self.shape.windows)}
             self._attention[microbatch.index, backward] = sum(each[w] for w in self.shape.windows)
@@ -449,11 +458,11 @@ class MeasuredMeter(Meter):
 
 
 class DealtMeter(Meter):
-    """Prices of a plan some of whose microbatches are dealt out by whole segments.
+    """Prices of a plan with microbatches that context-parallel ranks split by responses.
 
-    Such a microbatch takes as long as the rank that takes longest for its part, which one rank
-    alone runs. Others have the prices of microbatches by heads, and those whose prefix cache is
-    gathered that of the transfers.
+    The price of such a microbatch is that of its costliest part, which one rank runs alone. Other
+    microbatches have the prices by heads, plus the cost of gathering their prefix cache if it is
+    gathered.
     """
 
     def __init__(self, plan: Plan, calibration: Calibration | None) -> None:
@@ -461,12 +470,12 @@ class DealtMeter(Meter):
         self._shape = plan.shape
         self._heads = _meter_by_heads(plan, calibration)
         alone = replace(plan, shape=replace(plan.shape, context=1))
-        # A meter each, since parts have the index of their microbatch.
+        # One meter for each part, because all parts have the index of their microbatch.
         self._alone = [_meter_by_heads(alone, calibration) for _ in range(plan.shape.context)]
         self.unit: str = self._heads.unit
 
     def _most(self, microbatch: Microbatch, price: Callable[[Meter, Microbatch], float]) -> float:
-        """The price by heads, or of the part that costs most."""
+        """The price by heads, or that of the costliest part."""
         if not microbatch.parts:
             return price(self._heads, microbatch)
         return max(map(price, self._alone, microbatch.parts))
@@ -514,21 +523,21 @@ class DealtMeter(Meter):
 
 
 def meter_of(plan: Plan, calibration: Calibration | None = None) -> Meter:
-    """The meter of a plan's microbatches: measured where there is a calibration, else counted."""
+    """The meter of a plan's microbatches: measured if there is a calibration, else counted."""
     if any(microbatch.parts for microbatch in plan.microbatches):
         return DealtMeter(plan, calibration)
     return _meter_by_heads(plan, calibration)
 
 
 def _meter_by_heads(plan: Plan, calibration: Calibration | None) -> Meter:
-    """The meter of microbatches that ranks of context parallelism, if any, run by heads."""
+    """The meter of microbatches that context-parallel ranks, if any, split by heads."""
     if plan.shape is None:
         return TokenMeter()
     return CountedMeter(plan) if calibration is None else MeasuredMeter(calibration, plan)
 
 
 def logits_bytes(microbatch: Microbatch, shape: ModelShape) -> int:
-    """Bytes of a microbatch's kept logits, as the head's product leaves them."""
+    """Bytes of the kept logits of a microbatch, in the dtype of the model."""
     return (
         shape.part(microbatch.num_loss_entries) * shape.vocab * shape.dtype_bytes
         if microbatch.keeps_logits

@@ -1,10 +1,10 @@
-"""Counts of mixtures of experts, whose layers send a token to a few experts.
+"""Counts of work and memory of mixtures of experts.
 
-Products are those of an MLP as wide as all experts that a token goes through. What its forward
-leaves for its backward is more: each expert gets a copy of the token, and gives an output of its
-own, which the backward needs for the gradient of the expert's weight in the sum. transformers'
-grouped_mm keeps these two; eager the weighed output as well, which index_add keeps; batched_mm a
-copy of an expert's matrices for every token.
+Products are those of an MLP as wide as all experts of a token together. A forward keeps more for
+its backward than such an MLP: each expert gets a copy of the token and has a separate output, which
+the backward needs for the gradient of the expert's weight. In transformers, grouped_mm keeps these
+two tensors. eager also keeps the weighted output, for index_add. batched_mm keeps a copy of the
+matrices of an expert for every token.
 """
 
 from collections.abc import Mapping
@@ -14,20 +14,20 @@ from forkpoint.plan.pricing.sizes import count, needed
 
 EAGER, GROUPED, BATCHED = "eager", "grouped_mm", "batched_mm"
 ROUTER_FLOAT_BYTES = 4
-"""Routers compute their softmax in float32, and the backward needs it."""
+"""Bytes of a router's float32 softmax, which the backward needs."""
 COMPUTED_WIDE = ("n_routed_experts", "n_shared_experts")
-"""Sizes by which DeepSeek-V3 and GLM-4-MoE are known, whose routers' products are in float32: of
-narrower models they keep a copy of the token."""
+"""Keys of the configurations of DeepSeek-V3 and GLM-4-MoE. Their routers multiply in float32, and
+keep a float32 copy of the token in narrower models."""
 INDEX_BYTES = 8
 INDICES = 4
-"""Orders and indices of a token's experts that are kept: what is sorted, its inverse, and who is
-who."""
+"""Number of kept index values for each expert of a token: the sorted order, its inverse, and the
+indices of the tokens."""
 
 
 def active_intermediate(config: Mapping[str, Any], layers: int) -> int:
-    """The MLP's width that one token goes through, as the mean over layers.
+    """Width of the MLP for one token, as the mean over layers.
 
-    In mixtures of experts these are the experts that a token is routed to, and the shared ones.
+    In mixtures of experts it is the total width of the routed and the shared experts of the token.
     """
     dense = 0 if only_experts(config) else needed(config, "intermediate_size")
     if config.get("use_double_wide_mlp"):  # of layers that reuse keys and values (Gemma 4)
@@ -51,7 +51,7 @@ def active_intermediate(config: Mapping[str, Any], layers: int) -> int:
 
 
 def mixture_shape(config: Mapping[str, Any], layers: int, dtype_bytes: int) -> dict[str, int]:
-    """The fields of a ModelShape that mixtures have; empty for others."""
+    """Fields of a ModelShape for mixtures of experts; empty for other models."""
     chosen = _routed(config)
     if not chosen or config.get("num_local_experts") == 0:
         return {}
@@ -69,9 +69,11 @@ def mixture_shape(config: Mapping[str, Any], layers: int, dtype_bytes: int) -> d
 
 
 def expert_activations(config: Mapping[str, Any], implementation: str | None) -> int:
-    """Numbers that a token keeps in one layer of experts, besides those of an MLP of that width.
+    """Number of values that a token keeps in one layer of experts, in addition to those of an MLP
+    of the same width.
 
-    implementation: of transformers' experts; others than these are counted as grouped_mm.
+    implementation: implementation of experts in transformers. Others than eager and batched_mm
+    count as grouped_mm.
     """
     chosen, hidden = _routed(config), needed(config, "hidden_size")
     kept = (3 if implementation == EAGER else 2) * chosen * hidden
@@ -81,21 +83,21 @@ def expert_activations(config: Mapping[str, Any], implementation: str | None) ->
     width = count(config, "moe_intermediate_size", dense)
     # Configurations of gpt-oss name the limit from transformers 5.18 on or so.
     if config.get("swiglu_limit") is not None or config.get("model_type") == "gpt_oss":
-        kept += 3 * chosen * width  # of its gate, which is clamped
+        kept += 3 * chosen * width  # for the clamped gate
     if implementation == BATCHED:
         kept += 3 * chosen * hidden * width
     return kept
 
 
 def only_experts(config: Mapping[str, Any]) -> bool:
-    """Whether no layer has an MLP of its own, so that the configuration has no width for one."""
+    """Whether all layers have experts, so that the configuration needs no width of an MLP."""
     experts = config.get("num_experts_per_tok") and config.get("moe_intermediate_size")
     return bool(experts) and "intermediate_size" not in config
 
 
 def _routed(config: Mapping[str, Any]) -> int:
-    """To how many experts a token is sent. In Llama 4 all experts compute all tokens, most of them
-    as zeros."""
+    """Number of experts that compute a token. In Llama 4 all experts compute all tokens, most of
+    them with zeros."""
     if _is_llama4(config):
         return count(config, "num_local_experts")
     if config.get("enable_moe_block"):
@@ -108,7 +110,7 @@ def _is_llama4(config: Mapping[str, Any]) -> bool:
 
 
 def _llama4_layers(config: Mapping[str, Any], layers: int) -> int:
-    """How many layers have experts."""
+    """Number of layers of Llama 4 with experts."""
     given = config.get("moe_layers")
     if isinstance(given, list | tuple):
         return min(layers, len(given))
@@ -116,5 +118,5 @@ def _llama4_layers(config: Mapping[str, Any], layers: int) -> int:
 
 
 def _first_dense(config: Mapping[str, Any], layers: int) -> int:
-    """Layers at the beginning that have an MLP in place of experts."""
+    """Number of first layers that have an MLP instead of experts."""
     return min(layers, count(config, "first_k_dense_replace"))

@@ -1,4 +1,4 @@
-"""Whole numbers of a model's configuration, which may come from a file of anybody."""
+"""Checks of whole numbers in a model's configuration, which may be a file from others."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ REMEDY = "Give the config.json that save_pretrained wrote."
 
 
 def size(name: str, value: object, most: int = MOST) -> int:
-    """`value`, if it is a whole number from 1 to `most`; raises ConfigError otherwise."""
+    """Return `value` if it is a whole number from 1 to `most`. Raises ConfigError otherwise."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigError(
             f"{name} is {short(value)}; it takes a whole number of at least 1. {REMEDY}"
@@ -25,16 +25,17 @@ def size(name: str, value: object, most: int = MOST) -> int:
 
 
 def needed(config: Mapping[str, Any], name: str) -> int:
-    """A size that a configuration must have. Raises ConfigError where it is missing or none."""
+    """Return a required size of a configuration. Raises ConfigError if it is missing or not a
+    size."""
     if config.get(name) is None:
         raise ConfigError(f"the model configuration lacks {name}. {REMEDY}")
     return size(name, config[name])
 
 
 def count(config: Mapping[str, Any], name: str, default: int = 0) -> int:
-    """A number that a configuration may leave out, or have as null or 0: then the default.
+    """Return an optional number of a configuration; the default if it is missing, null or 0.
 
-    Raises ConfigError for anything but whole numbers of at least 0.
+    Raises ConfigError unless it is a whole number of at least 0.
     """
     value = config.get(name)
     if value is None or (value == 0 and type(value) is int):

@@ -1,4 +1,4 @@
-"""Sums over the plans of many batches, in the memory of a few numbers. Imports no torch."""
+"""Sums over the plans of many batches. Imports no torch."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -16,9 +16,9 @@ from forkpoint.tree.forest import IntArray, build_forest
 def work_by_sharing(
     batch: RolloutBatch, runs: IntArray | None = None, shape: ModelShape | None = None
 ) -> dict[str, Work]:
-    """Tokens run, visible pairs and labelled tokens by who shares: "none", "group" or "tree".
+    """Work of a batch for each kind of sharing: "none", "group" and "tree".
 
-    `runs`: int64 [N], how many edges of each rollout run, from its first; None: all.
+    `runs`: int64 [N], number of edges of each rollout that run, from its first; None means all.
     """
     runs = run_lengths(batch, whole=True) if runs is None else runs
     windows = shape.windows if shape else ()
@@ -34,19 +34,20 @@ def work_by_sharing(
 
 @dataclass
 class EncoderTotals:
-    """Runs and FLOPs of encoders of images and video, summed over plans, and those of dense
+    """Runs and FLOPs of encoders of images and video, summed over plans, with those of dense
     training."""
 
     places: int = 0
-    """Images and videos of all rollouts: runs of the encoder in dense training."""
+    """Number of images and videos of all rollouts, each of which dense training encodes."""
     forwards: int = 0
     backwards: int = 0
     flops: float = 0.0
-    """Of one forward and backward for each distinct medium of a batch; 0 without its sizes."""
+    """FLOPs of a forward and backward for each distinct medium of a batch; 0 if the encoder's sizes
+    are unknown."""
     dense_flops: float = 0.0
-    """Of one for each image or video of all rollouts."""
+    """FLOPs of a forward and backward for each image or video of all rollouts."""
     decoder_flops: float = 0.0
-    """Of forward and backward of the language model, in the plans."""
+    """FLOPs of forward and backward of the language model in the plans."""
     dense_decoder_flops: float = 0.0
 
     def add(self, plan: Plan) -> None:
@@ -67,15 +68,15 @@ class EncoderTotals:
 
     @property
     def share(self) -> float | None:
-        """The encoder's part of a step's FLOPs; None where its sizes are not known."""
+        """The encoder's part of a step's FLOPs; None if its sizes are unknown."""
         if not self.flops:
             return None
         return self.flops / (self.flops + self.decoder_flops)
 
     @property
     def bound(self) -> float | None:
-        """FLOPs of dense training over those of the plans, with encoders; None where the encoder's
-        sizes are not known."""
+        """FLOPs of dense training divided by FLOPs of the plans, with encoders; None if the
+        encoder's sizes are unknown."""
         if not self.flops:
             return None
         dense = self.dense_flops + self.dense_decoder_flops
@@ -84,9 +85,9 @@ class EncoderTotals:
 
 @dataclass
 class Totals:
-    """Sums over plans, one a batch: what an epoch of optimizer steps runs, and what it saves.
+    """Sums over the plans of batches, such as those of an epoch.
 
-    Fields not described here are sums of those of the plans.
+    Fields without a description are sums over the plans.
     """
 
     shape: ModelShape | None = None
@@ -95,38 +96,38 @@ class Totals:
     groups: int = 0
     microbatches: int = 0
     forking: int = 0
-    """Microbatches that others read tokens of."""
+    """Number of microbatches that other microbatches read."""
     logical_tokens: int = 0
     unique_tokens: int = 0
-    """Distinct (path, token) pairs of each whole batch."""
+    """Number of tokens, with each token that rollouts of the batch share counted once."""
     group_tokens: int = 0
-    """The same of each group."""
+    """Number of tokens, with each token that rollouts of one group share counted once."""
     trained_tokens: int = 0
     computed_tokens: int = 0
     left_out: LeftOut = field(default_factory=LeftOut)
     work: dict[str, Work] = field(default_factory=dict)
-    """Of `work_by_sharing`, with what the plans leave out left out."""
+    """Result of `work_by_sharing`, without tokens that the plans leave out."""
     encoders: EncoderTotals = field(default_factory=EncoderTotals)
     checkpointing: Counter[str] = field(default_factory=Counter)
-    """How many microbatches have each policy."""
+    """Number of microbatches for each checkpointing policy."""
     kinds: Counter[str] = field(default_factory=Counter)
-    """How many batches each "sharing + boundary" was taken for."""
+    """Number of batches for each chosen "sharing + boundary"."""
     predicted_ms: float | None = None
-    """Of all steps; None without a calibration."""
+    """Predicted time of all steps in milliseconds; None without a calibration."""
     predicted_peak_bytes: int | None = None
-    """The largest of any batch; None without a model's shape."""
+    """Largest peak of any batch; None without a model shape."""
     rests_on: str = ""
     cost: float = 0.0
-    """Of the plans as the planner prices them, in `cost_unit`."""
+    """Predicted cost of the plans, in `cost_unit`."""
     cost_unit: str = ""
     unlimited_cost: float | None = None
-    """Of the plans that would be made if memory had no limit; None where none were made."""
+    """Predicted cost of plans without a limit of memory; None if none were made."""
     _dense_cost: float | None = 0.0
 
     def add(self, batch: RolloutBatch, plan: Plan, unlimited: Plan | None = None) -> None:
-        """Count one more batch and its plan; all plans are made with the same settings.
+        """Count a batch and its plan. All plans must have the same settings.
 
-        `unlimited`: the plan of the batch if memory had no limit.
+        `unlimited`: the plan of the batch without a limit of memory.
         """
         self.batches += 1
         self.shape, self.rests_on = plan.shape, plan.rests_on
@@ -160,17 +161,17 @@ class Totals:
             self._dense_cost = self._dense_cost + min(dense) if dense else None
 
     def bound(self, mode: str = "tree") -> float:
-        """Dense over `mode`, in FLOPs where there is a shape, else in tokens.
+        """Dense work divided by the work of `mode`, in FLOPs if there is a shape, else in tokens.
 
-        The ratio of "tree" is the bound of the rollouts: the largest speed-up that sharing can give
-        to the model's computation. A plan's limits do not enter it.
+        The ratio for "tree" is the bound of the rollouts: the largest speed-up that sharing can
+        give to the model's computation, without limits of memory.
         """
         return bound_of(self.work["none"], self.work[mode], self.shape)
 
     @property
     def predicted_speedup(self) -> float | None:
-        """Dense over the plans as the planner prices them: with padding, microbatches too short to
-        fill a device and repeated forwards. None where dense was not looked at."""
+        """Predicted cost of dense training divided by that of the plans, with padding, short
+        microbatches and repeated forwards. None if dense was not compared."""
         if not self._dense_cost or not self.cost:
             return None
         return self._dense_cost / self.cost
