@@ -100,7 +100,9 @@ def test_plan_prices_encoders_without_pixels(frozen: bool, shell: Shell, tmp_pat
     assert 0.9 < fits["weights_bytes"] / (8 * parameters) <= 1
     unpriced = shell("plan", file)
     assert unpriced.result["encoder"]["share"] is None
-    assert "for 6 images and videos in rollouts; not priced without its model" in unpriced.out
+    assert (
+        "for 6 images and videos in rollouts; without its model FLOPs are unknown" in unpriced.out
+    )
 
 
 def test_plan_obeys_its_options(shell: Shell, rollouts: Path, config: Path) -> None:
@@ -247,7 +249,7 @@ def test_a_device_is_planned_for(shell: Shell, rollouts: Path) -> None:
     facts = too_much.result["device_memory"]
     assert not facts["fits"]
     ranks = facts["fits_from_ranks"]
-    assert f"next          fits from {ranks} ranks on (--ranks {ranks} " in too_much.out
+    assert f"next          fits on {ranks} or more ranks (--ranks {ranks} " in too_much.out
     sharded = shell(*plan, "--dtype", "float32", "--ranks", ranks)
     assert f"each rank     1/{ranks} of all and, in a step, " in sharded.out
     sharded = sharded.result["device_memory"]
@@ -313,7 +315,7 @@ def test_what_fits_is_computed_with_what_is_said() -> None:
     shares = [replace(device, trained_share=share).least_ranks(0) for share in (0.01, 0.1)]
     assert device.least_ranks(0) is None and shares == [2, 4]
     assert _what_fits(device, 0) == (
-        "fits from 2 ranks on (--ranks 2 --shard fully --trained-share 0.01)"
+        "fits on 2 or more ranks (--ranks 2 --shard fully --trained-share 0.01)"
     )
 
 
@@ -371,14 +373,14 @@ def test_prompts_that_part_are_named(shell: Shell, tmp_path: Path, config: Path)
         Rollout([1, 2, 50 + n, *rest, n], [0] * 53 + [1], 1.0, group_id="g") for n in range(3)
     ]
     done = shell("plan", write_rollouts(tmp_path / "stamped.jsonl", stamped))
-    assert "parts         prompts of group g part at token 2, 50 equal tokens" in done.out
+    assert "diverge       prompts of group g diverge at token 2, 50 equal tokens" in done.out
     parts = {"grouped": True, "group": "g", "token": 2, "following": 50}
     assert "next" in done.out and done.result["prompts_part"] == parts
     priced = shell("plan", tmp_path / "stamped.jsonl", "--model", config)
     assert f"next          {MOVE}" in priced.out
     few = [Rollout([n, 7, n], [0, 0, 1], 1.0, group_id="g") for n in range(1, 4)]
     other = shell("plan", write_rollouts(tmp_path / "few.jsonl", few), "--model", config)
-    assert "parts         1 group at token 0, within the prompt; rollouts of 3 tokens" in other.out
+    assert "diverge       1 group at token 0, within the prompt; rollouts of 3 tokens" in other.out
     assert MOVE not in other.out and other.result["prompts_part"] is None
 
 
@@ -393,7 +395,7 @@ def test_where_each_group_parts(shell: Shell, tmp_path: Path) -> None:
     file = write_rollouts(tmp_path / "pairs.jsonl", pairs)
     done = shell("plan", file, "--details", "--batch-rollouts", str(2 * count - 2))
     assert (
-        f"parts         {count} groups at token 2 to 10, after the prompt; rollouts of 3 to 12"
+        f"diverge       {count} groups at token 2 to 10, after the prompt; rollouts of 3 to 12"
         in (done.out)
     )
     listed = done.result["groups_part"]

@@ -162,6 +162,6 @@ def test_a_plan_from_before_gradient_checkpointing_is_refused() -> None:
     plan = policy.plan(batch)
     here.train()
     checkpoint_blocks(here, use_reentrant=False)
-    with pytest.raises(PlanError, match="leaves the last block of the model early"):
+    with pytest.raises(PlanError, match="ends forwards inside the last block"):
         policy.forward_backward(batch, losses.GRPO(), plan=plan)
     policy.forward_backward(batch, losses.GRPO(), plan=policy.plan(batch))

@@ -243,7 +243,7 @@ def test_plans_count_what_is_sent_and_kept(name: str, tmp_path: Path) -> None:
     case, kept = PRICED[name]
     for (sent, *told), explained, printed, part in on_ranks_of(case, tmp_path, counted):
         assert told == [sent, sent] and sent > 0
-        assert "bytes that each sends around attention" in explained
+        assert "bytes that each sends for attention" in explained
         assert f"each rank sends {format_bytes(int(sent))}" in printed
         assert part == kept
 

@@ -118,13 +118,13 @@ def chosen(folder: Path, case: Case, flops: float) -> tuple[dict[str, Any], str]
     alone = forkpoint.wrap(case.made(), case.config)
     if any(m.parts for m in first.plan.microbatches):
         refusal = said(lambda: alone.forward_backward(batch, case.loss, plan=first.plan))
-        assert "this plan assigns leaves to 2 ranks" in refusal, refusal
+        assert "splits leaves by responses over 2 context-parallel ranks" in refusal, refusal
     return found, first.plan.dealing
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "flops, taken", [(1e9, "leaves dealt out to ranks whole"), (0.0, "leaves run by heads")]
+    "flops, taken", [(1e9, "leaves split by responses"), (0.0, "leaves split by heads")]
 )
 def test_plans_deal_leaves_where_sending_is_dear(flops: float, taken: str, tmp_path: Path) -> None:
     for found, dealing in on_ranks_of(LONG, tmp_path, chosen, flops):

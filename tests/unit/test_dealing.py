@@ -118,7 +118,7 @@ def test_bytes_that_are_sent_and_held() -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt, response, taken", [(101, 2000, "dealt out to ranks whole"), (4001, 20, "by heads")]
+    "prompt, response, taken", [(101, 2000, "split by responses"), (4001, 20, "split by heads")]
 )
 def test_the_planner_deals_where_that_is_predicted_to_be_faster(
     prompt: int, response: int, taken: str
@@ -152,7 +152,7 @@ def test_leaves_that_do_not_fit_run_by_heads() -> None:
 def test_layers_that_carry_a_state_run_by_heads() -> None:
     shape = replace(TWO, layers=5, recurrent_layers=1, recurrent_parameters=1)
     plan = make_plan(group(101, 400, 8), shape, ACROSS)
-    assert plan.dealing == "leaves run by heads: some layers carry a state"
+    assert plan.dealing == "leaves split by heads: some layers carry a state"
 
 
 def test_other_ranks_than_the_plan_was_made_for_are_refused() -> None:
@@ -168,5 +168,5 @@ def test_models_with_states_refuse_whole_leaves() -> None:
     plan = dealt(group(1001, 400, 5))
     plan.check_host(Capabilities())
     by_heads(group(1001, 400, 5)).check_host(BY_HEADS)
-    with pytest.raises(PlanError, match="carry a state, which run by heads alone"):
+    with pytest.raises(PlanError, match="carry a state, which allows only a split by heads"):
         plan.check_host(BY_HEADS)

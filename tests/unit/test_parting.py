@@ -86,4 +86,4 @@ def test_the_first_step_warns_once(sharing, caplog: pytest.LogCaptureFixture) ->
             policy.forward_backward(batch([1, *REST], [2, *REST]), forkpoint.losses.GRPO())
     said = [r.getMessage() for r in caplog.records if "shares little" in r.getMessage()]
     assert len(said) == (sharing == "auto")
-    assert all("part at token 0, 40 equal tokens follow" in message for message in said)
+    assert all("diverge at token 0, 40 equal tokens follow" in message for message in said)

@@ -49,7 +49,7 @@ def group(
 def test_auto_is_dense_where_nothing_is_shared() -> None:
     plan = make_plan(batch_of(group(prompt=1, response=300)))
     assert (plan.sharing, plan.boundary) == ("none", "within")
-    assert plan.reason == "nothing that shares costs less than dense"
+    assert plan.reason == "no plan that shares costs less than dense"
     assert plan.bound == 1.0
 
 
@@ -354,4 +354,4 @@ def test_what_was_looked_at_has_its_predicted_speed_up() -> None:
         assert re.search(line, text)
     assert dense > plan.cost
     shared = make_plan(batch_of([[1, 2, 3], [1, 2, 4]]), SHAPE, Config(sharing="tree")).explain()
-    assert "cost against the plan" in shared, "nothing dense was looked at"
+    assert "cost relative to the plan" in shared, "no dense plan was compared"

@@ -162,5 +162,5 @@ def test_a_host_that_is_not_left_early_gets_no_such_plan() -> None:
     assert ends[1] == ["blocks", "head", "head", "head", "head"]
     plans[0].check_host(Capabilities())
     plans[1].check_host(Capabilities())
-    with pytest.raises(PlanError, match="leaves the last block of the model early"):
+    with pytest.raises(PlanError, match="ends forwards inside the last block"):
         plans[0].check_host(Capabilities(leaves_early=False))

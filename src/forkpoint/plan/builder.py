@@ -122,7 +122,7 @@ class Builder:
         if self.calibration is not None:
             if self.shape is None:
                 raise PlanError(
-                    f"a calibration is given ({self.calibration.describe()}), but without a model "
+                    f"a calibration is set ({self.calibration.describe()}), but without a model "
                     "shape plans are priced in tokens; name the model, or give no calibration."
                 )
             self.calibration.check_shape(self.shape)
@@ -134,8 +134,8 @@ class Builder:
             )
         if self.config.prefix_cache == "host" and self.shape is None:
             raise PlanError(
-                "prefix_cache is 'host', but without a model shape it is not known how many layers "
-                "there are; name the model, or leave prefix_cache to the planner."
+                "prefix_cache is 'host', but without a model shape the number of layers is "
+                "unknown; name the model, or leave prefix_cache to the planner."
             )
         self.soft: bool = self.config.memory_budget == AUTO
         """Whether plans beyond the budget are made where nothing fits."""
@@ -411,31 +411,33 @@ class Builder:
         faster and fits."""
         if plan.shape is None or plan.shape.context == 1:
             return plan
-        by_heads, why_not = "leaves run by heads", ""
+        by_heads, why_not = "leaves split by heads", ""
         if not self.capabilities.deals_segments:
             why_not = "some layers carry a state"
         if plan.host_layers:
-            why_not = "prefix caches are in the host's memory"
+            why_not = "prefix caches are in host memory"
         if why_not:
             return replace(plan, dealing=f"{by_heads}: {why_not}")
         dealt = self._deal(plan)
         if dealt is plan:
-            return replace(plan, dealing=f"{by_heads}: none holds as many trees as there are ranks")
+            return replace(
+                plan, dealing=f"{by_heads}: no leaf has as many trees as there are ranks"
+            )
         dealt = self._with_price(dealt, meter_of(dealt, self.calibration))
         if dealt.cost >= plan.cost * (1 - NOISE):
             ratio = dealt.cost / plan.cost
             return replace(
                 plan,
-                dealing=f"{by_heads}: predicted {ratio:.2f}x faster than dealt out to ranks whole",
+                dealing=f"{by_heads}: predicted {ratio:.2f}x faster than by responses",
             )
         if not dealt.fits:
             return replace(
-                plan, dealing=f"{by_heads}: dealt out whole they do not fit the memory budget"
+                plan, dealing=f"{by_heads}: by responses they do not fit the memory budget"
             )
         ratio = plan.cost / dealt.cost
         return replace(
             dealt,
-            dealing=f"leaves dealt out to ranks whole: predicted {ratio:.2f}x faster than by heads",
+            dealing=f"leaves split by responses: predicted {ratio:.2f}x faster than by heads",
         )
 
     def _deal(self, plan: Plan) -> Plan:

@@ -13,7 +13,7 @@ LITTLE = 0.95
 WORTH_MOVING = 32
 """Smallest number of equal tokens after a difference for which moving the difference is
 suggested."""
-MOVE = "move what differs (a timestamp, an id) behind the equal tokens"
+MOVE = "move the difference (a timestamp, an id) behind the equal tokens"
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Parting:
         of = "prompts of different groups"
         if self.grouped:
             of = f"prompts of {'a group' if self.group is None else f'group {self.group}'}"
-        return f"{of} part at token {self.token:,}, {self.following:,} equal tokens follow"
+        return f"{of} diverge at token {self.token:,}, {self.following:,} equal tokens follow"
 
 
 @dataclass

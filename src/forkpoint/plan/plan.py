@@ -427,8 +427,8 @@ class Plan:
             name = short(batch.rollout_ids[first])
             raise PlanError(
                 f"this plan runs {self.run_lengths[first]} tokens of rollout {name}, and this call "
-                f"needs {needed[first]}{others}: the plan leaves out what had no gradient. Leave "
-                "plan= out, or make a plan for this call: policy.plan(batch, loss)."
+                f"needs {needed[first]}{others}: the plan leaves out tokens without gradient. "
+                "Leave plan= out, or make a plan for this call: policy.plan(batch, loss)."
             )
 
     def check_host(self, capabilities: Capabilities) -> None:
@@ -449,15 +449,15 @@ class Plan:
             )
         if any(m.parts for m in self.microbatches) and not capabilities.deals_segments:
             raise PlanError(
-                "this plan assigns leaves to ranks of context parallelism, and some of the model's "
-                "layers carry a state, which run by heads alone. Make the plan again with "
-                "policy.plan."
+                "this plan splits leaves by responses over context-parallel ranks, and some layers "
+                "of the model carry a state, which allows only a split by heads. Make the plan "
+                "again with policy.plan."
             )
         if self.capabilities.leaves_early and not capabilities.leaves_early:
             raise PlanError(
-                "this plan leaves the last block of the model early, and the model cannot be left "
-                "early now: it checkpoints itself (gradient_checkpointing). Make the plan again "
-                "with policy.plan, in the state in which the model is trained."
+                "this plan ends forwards inside the last block, which the model cannot do now, "
+                "because it checkpoints its blocks itself (gradient_checkpointing). Make the plan "
+                "again with policy.plan, in the state in which the model is trained."
             )
 
     def check_ranks(self, context: int) -> None:
@@ -472,8 +472,8 @@ class Plan:
         dealt = {len(microbatch.parts) for microbatch in self.microbatches if microbatch.parts}
         if dealt - {context}:
             raise PlanError(
-                f"this plan assigns leaves to {max(dealt)} ranks of context parallelism, and the "
-                f"model has {context}. Make a plan with policy.plan(batch)."
+                f"this plan splits leaves by responses over {max(dealt)} context-parallel ranks, "
+                f"and the model has {context}. Make a plan with policy.plan(batch)."
             )
 
     def check_coupling(self, batch: RolloutBatch, coupling: IntArray) -> None:
@@ -616,8 +616,8 @@ def _summary(plan: Plan) -> Table:
     if away.tokens:
         found = f"{away.rollouts:,} ({away.groups:,})"
         add("rollouts (whole groups) without gradient, not run", found)
-        add("their tokens, not run", f"{away.rollout_tokens:,}")
-        add("tokens after rollouts' last trained ones, not run", f"{away.tail_tokens:,}")
+        add("tokens of these rollouts, not run", f"{away.rollout_tokens:,}")
+        add("tokens after the last trained one of a rollout, not run", f"{away.tail_tokens:,}")
     if plan.last_tokens:
         ends = int(np.unique(plan.forest.leaf[plan.forest.leaf >= 0]).size)
         add("last tokens among them, for routers", f"{ends:,}")
@@ -632,18 +632,18 @@ def _summary(plan: Plan) -> Table:
     if plan.shape is not None and (copies := plan.cache_copies) is not None:
         of = f"{plan.host_layers:,} of {plan.shape.attention_layers:,}"
         add("layers with their prefix cache in host memory", of)
-        add("host memory for it", format_bytes(plan.host_cache_bytes))
+        add("host memory for prefix caches", format_bytes(plan.host_cache_bytes))
         moved = [copies.of(i) for i in plan.program.instructions if i.microbatch >= 0]
         ways = (format_bytes(sum(way)) for way in zip(*moved, strict=True))
         add("bytes copied to the host and back in a step", ", ".join(ways))
     if plan.shape is not None and plan.shape.context > 1:
         add("ranks that run parts of each microbatch", f"{plan.shape.context:,}")
         whole = any(microbatch.gathered for microbatch in plan.microbatches)
-        also = ", and of gathered prefix cache" * whole
-        add(f"bytes that each sends around attention{also}", format_bytes(plan.sent_bytes))
+        also = ", and for gathered prefix caches" * whole
+        add(f"bytes that each sends for attention{also}", format_bytes(plan.sent_bytes))
     if plan.shape is not None:
         dense, shared = plan.dense.step_flops(plan.shape), plan.shared.step_flops(plan.shape)
-        same = ", with the same left out" * bool(away.tokens)
+        same = ", without the tokens left out" * bool(away.tokens)
         add(f"FLOPs without sharing{same}", flops_text(dense))
         add("FLOPs of this step", flops_text(shared))
         again = shared + plan.shared.forward_flops(plan.shape)
@@ -658,11 +658,11 @@ def _summary(plan: Plan) -> Table:
         add("peak of activations and prefix cache", format_bytes(plan.predicted_peak_bytes))
     if plan.pipeline is not None:
         add("stages of the pipeline", f"{len(plan.pipeline.orders):,}")
-        add("idle part of their time", f"{plan.pipeline.bubble:.1%}")
+        add("idle part of the stages' time", f"{plan.pipeline.bubble:.1%}")
         peaks = ", ".join(format_bytes(round(peak)) for peak in plan.pipeline.peak_bytes)
         add("predicted peaks of the stages", peaks)
     if plan.memory_budget_bytes is not None:
-        name = "budget for them" if plan.fits else "budget for them, which DOES NOT FIT"
+        name = "memory budget" if plan.fits else "memory budget, DOES NOT FIT"
         add(name, format_bytes(plan.memory_budget_bytes))
     if plan.predicted_ms is not None:
         add("predicted time of a step, ms", f"{plan.predicted_ms:,.1f}")
@@ -679,7 +679,7 @@ def _candidates(plan: Plan) -> Table:
     costs = {(c.sharing, c.boundary): c.cost for c in plan.candidates}
     chosen = plan.sharing, plan.boundary
     dense = min((c for (sharing, _), c in costs.items() if sharing == "none" and c), default=None)
-    figure = "cost against the plan" if dense is None else "predicted speed-up"
+    figure = "cost relative to the plan" if dense is None else "predicted speed-up"
     table = Table(title="plans compared")
     for name in ("sharing", "boundary", figure, "remark"):
         table.add_column(name, justify="right" if name == figure else "left")
@@ -718,7 +718,7 @@ def _microbatches(plan: Plan) -> Table:
             *([microbatch.activations if microbatch.children else "-"] if moved else []),
         )
     if len(plan.microbatches) > MOST_ROWS:
-        table.caption = f"and {len(plan.microbatches) - MOST_ROWS:,} microbatches more"
+        table.caption = f"and {len(plan.microbatches) - MOST_ROWS:,} more microbatches"
     return table
 
 
@@ -737,5 +737,5 @@ def _tree(plan: Plan) -> Tree | Text:
             label = f"{int(forest.length[segment]):,} x {int(multiplicity[segment])}  {name}"
             nodes[segment] = nodes[parent].add(label)
     if hidden := len(forest) - (len(nodes) - 1):
-        top.add(f"and {hidden:,} segments more")
+        top.add(f"and {hidden:,} more segments")
     return top

@@ -158,8 +158,8 @@ def _passed_over(cost: float | None, chosen: float) -> str | None:
     if cost is None or cost >= chosen:
         return None
     if chosen <= cost * (1 + NOISE):
-        return f"cheaper by less than {NOISE:.1%}, and the simpler is taken"
-    return f"cheaper by less than {KEEPING_IS_WORTH:.0%}, and does not keep all activations"
+        return f"cheaper by less than {NOISE:.1%}; the simpler plan is chosen"
+    return f"cheaper by less than {KEEPING_IS_WORTH:.0%}; does not keep all activations"
 
 
 def _chosen(plans: list[Plan]) -> Plan:
@@ -175,13 +175,13 @@ def _chosen(plans: list[Plan]) -> Plan:
 
 def _reason(plan: Plan, dense: float | None, config: Config) -> str:
     if not plan.fits:
-        return "needs about the least; nothing fits the budget"
+        return "no plan fits the budget; needs about the least memory"
     if config.sharing == "none" or "auto" not in (config.sharing, config.boundary):
         return "as asked"
     if dense is None:
-        return "the cheapest of those looked at"
+        return "the cheapest of the compared plans"
     if plan.sharing == "none":
-        return "nothing that shares costs less than dense"
+        return "no plan that shares costs less than dense"
     if dense < plan.cost * (1 + NOISE):
         return "predicted as fast as dense"
     return f"predicted {dense / plan.cost:.2f}x faster than dense"

@@ -197,7 +197,7 @@ class Device:
         if model is None or shape is None:
             raise ConfigError(
                 f"device_memory is {self.device_memory}, but without a model bytes cannot be "
-                "predicted. Add --model Qwen/Qwen3-8B, say."
+                "predicted. Add a model, such as --model Qwen/Qwen3-8B."
             )
         parameters, embeddings = parameters_of_model(model, shape)
         return DeviceMemory(

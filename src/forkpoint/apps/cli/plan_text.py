@@ -33,7 +33,7 @@ def answers(plan: Plan, totals: Totals, partings: Partings) -> dict[str, str]:
     """
     found = {
         "shares": _shares(totals),
-        "parts": str(partings),
+        "diverge": str(partings),
         "left out": _left_out(totals),
         "encoder": _encoder(totals.encoders),
         "speed-up": _speed_up(totals),
@@ -73,7 +73,7 @@ def _encoder(found: EncoderTotals) -> str:
     runs = f"{counted(found.forwards, 'forward')} and {counted(found.backwards, 'backward')}"
     runs += f" for {found.places:,} images and videos in rollouts"
     if found.share is None or found.bound is None:
-        return f"{runs}; not priced without its model"
+        return f"{runs}; without its model FLOPs are unknown"
     return f"{runs}; {found.share:.0%} of the step's FLOPs; with it at most {found.bound:.2f}x"
 
 
@@ -86,7 +86,7 @@ def _speed_up(totals: Totals) -> str:
     predicted = f"predicted {totals.predicted_speedup:.2f}x over dense"
     if totals.predicted_speedup > rollouts_bound:
         # Short microbatches leave a device idle, dense the more often.
-        return f"{predicted} in these limits; bound {rollouts_bound:.2f}x in {unit}"
+        return f"{predicted} within these limits; bound {rollouts_bound:.2f}x in {unit}"
     if totals.predicted_ms is not None:
         predicted += " (calibrated)"
     return f"{predicted}, of {bound}"
@@ -172,7 +172,7 @@ def _plan(plan: Plan, totals: Totals) -> str:
     if totals.batches > 1:
         kind, count = totals.kinds.most_common(1)[0]
         others = f", others in {totals.batches - count:,}" if count < totals.batches else ""
-        why = "as asked" if plan.reason == "as asked" else "as is predicted to be fastest"
+        why = "as asked" if plan.reason == "as asked" else "predicted to be fastest"
         return f"{kind} in {count:,} batches{others}, {why}"
     able = sum(candidate.cost is not None for candidate in plan.candidates)
     chosen = f", chosen of {able}" if able > 1 and plan.sharing != "none" else ""
@@ -189,14 +189,14 @@ def further(
 ) -> str:
     """The next thing to do. `peak_bytes`: of one device."""
     if model is None:
-        return "add --model Qwen/Qwen3-8B, say, to count FLOPs (or --details)"
+        return "to count FLOPs, add --model, such as --model Qwen/Qwen3-8B (or --details)"
     peak = peak_bytes or 0
     if device is not None and not device.fits(peak):
         return _what_fits(device, peak)
     if partings.needless is not None:
         return MOVE
     if all(kind.startswith("none ") for kind in totals.kinds):
-        return "nothing to gain here; --details shows what was looked at"
+        return "sharing saves nothing here; --details shows the compared plans"
     weights = shlex.quote(str(model)) if model.exists() else "DIR"
     return f"forkpoint verify {shlex.quote(file)} --model {weights} (or --details)"
 
@@ -214,11 +214,11 @@ def parting_table(groups: Sequence[GroupParting]) -> Table:
         )
         for one in groups[:MOST_GROUPS]
     ]
-    columns = ("group_id", "first rollout", "rollouts", "tokens each", "parts at token", "where")
+    columns = ("group_id", "first rollout", "rollouts", "tokens each", "diverge at token", "where")
     caption = "positions of rollouts and tokens count from 0"
     if len(groups) > MOST_GROUPS:
-        caption += f"; {counted(len(groups) - MOST_GROUPS, 'further group')} with --json"
-    return table("where groups part", rows, columns, caption)
+        caption += f"; {counted(len(groups) - MOST_GROUPS, 'more group')} with --json"
+    return table("where groups diverge", rows, columns, caption)
 
 
 def smaller_answers(device: DeviceMemory | None, peak_bytes: int | None) -> dict[str, str]:
@@ -250,7 +250,7 @@ def _what_fits(device: DeviceMemory, peak_bytes: int) -> str:
     for options, other in smaller.items():
         if (ranks := other.least_ranks(peak_bytes)) is not None:
             given = f"--ranks {ranks} --shard fully {options}".rstrip()
-            return f"fits from {ranks} ranks on ({given})"
+            return f"fits on {ranks} or more ranks ({given})"
     return f"does not fit on {MOST_RANKS:,} sharded ranks; --stages N divides layers"
 
 
@@ -281,9 +281,9 @@ def mode_table(totals: Totals, name: str) -> Table:
         for mode, values in modes(totals).items()
     ]
     unit = "tokens" if totals.shape is None else "FLOPs"
-    columns = ("who shares", "tokens run", "of dense", "FLOPs", "speed-up")
-    caption = f"forward and backward; at most that speed-up, counted in {unit}"
-    caption += "; none of them runs the last token of a rollout"
+    columns = ("sharing", "tokens run", "of dense", "FLOPs", "speed-up")
+    caption = f"forward and backward; the speed-up is a bound, counted in {unit}"
+    caption += "; without the last token of each rollout"
     if totals.left_out.tokens:
-        caption += " or tokens without gradient"
+        caption += " and tokens without gradient"
     return table(f"what sharing saves on {name}", rows, columns, caption)

@@ -30,7 +30,7 @@ class Pipeline:
         if shape is None:
             raise ConfigError(
                 f"stages is {count}, but without a model there are no layers to divide. Add "
-                "--model Qwen/Qwen3-8B, say."
+                "a model, such as --model Qwen/Qwen3-8B."
             )
         return cls(stages_of_shape(shape, count), busy=[0.0] * count, peak_bytes=[0.0] * count)
 
