@@ -84,7 +84,7 @@ def test_leaves_with_fewer_trees_than_ranks_run_by_heads() -> None:
     assert not any(m.parts for m in dealt(batch, replace(SHAPE, context=4)).microbatches)
     plan = make_plan(batch, replace(SHAPE, context=4), ACROSS)
     assert not any(m.parts or m.gathered for m in plan.microbatches)
-    assert "none holds as many trees as there are ranks" in plan.explain()
+    assert "no leaf has as many trees as there are ranks" in plan.explain()
 
 
 def test_milliseconds_of_parts_and_of_gathering_by_hand() -> None:
@@ -160,7 +160,7 @@ def test_other_ranks_than_the_plan_was_made_for_are_refused() -> None:
     plan.check_ranks(2)
     by_heads(group(1001, 400, 5)).check_ranks(1)
     for ranks in (1, 4):
-        with pytest.raises(PlanError, match=f"2 ranks of context parallelism.* model has {ranks}"):
+        with pytest.raises(PlanError, match=f"2 context-parallel ranks.* model has {ranks}"):
             plan.check_ranks(ranks)
 
 

@@ -141,7 +141,7 @@ def test_the_least_budget_is_named() -> None:
 
 def test_what_fits_nowhere_is_planned_with_the_least_memory() -> None:
     plan = planned(0.01)
-    assert not plan.fits and "nothing fits the budget" in plan.reason
+    assert not plan.fits and "no plan fits the budget" in plan.reason
     assert "DOES NOT FIT" in plan.explain()
     # Prefix cache of a chain, which one rollout of 5,000 tokens takes.
     assert peak_of(plan) < 1.25 * 2.2 * GIB
