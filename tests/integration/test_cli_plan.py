@@ -408,7 +408,7 @@ def test_where_each_group_parts(shell: Shell, tmp_path: Path) -> None:
     rows = [row for row in cells if row and row[-1] == "after the prompt"]
     assert len(rows) == MOST_GROUPS
     assert rows[4] == ["4", "8", "2", "7 to 8", "6", "after the prompt"]
-    assert "1 further group with --json" in done.out
+    assert "1 more group with --json" in done.out
     assert shell("plan", write_rollouts(tmp_path / "x.jsonl")).result["prompts_part"] is None
 
 

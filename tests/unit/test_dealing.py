@@ -118,7 +118,7 @@ def test_bytes_that_are_sent_and_held() -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt, response, taken", [(101, 2000, "split by responses"), (4001, 20, "split by heads")]
+    "prompt, response, taken", [(101, 2000, "by responses"), (4001, 20, "by heads")]
 )
 def test_the_planner_deals_where_that_is_predicted_to_be_faster(
     prompt: int, response: int, taken: str
@@ -128,7 +128,7 @@ def test_the_planner_deals_where_that_is_predicted_to_be_faster(
     plan = make_plan(batch, TWO, config, calibration=calibration)
     heads = make_plan(batch, TWO, config, calibration=calibration, capabilities=BY_HEADS)
     whole = deal(heads, segment_entries(heads.forest, batch))
-    assert plan.dealing.startswith(f"leaves {'run ' * (taken == 'by heads')}{taken}: predicted")
+    assert plan.dealing.startswith(f"leaves split {taken}: predicted")
     assert plan.dealing in " ".join(plan.explain().split())
     assert any(m.parts for m in plan.microbatches) == (taken != "by heads")
     assert whole.microbatches[-1].parts
