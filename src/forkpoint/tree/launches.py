@@ -7,6 +7,7 @@ the device once for each microbatch.
 
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,8 +51,7 @@ class Table:
     are the cache slot `-1 - entry`."""
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     """One sequence of a launch: queries [q, q + n) read keys [k, k + m)."""
 
     source: int
