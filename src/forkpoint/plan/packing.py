@@ -83,13 +83,13 @@ def microbatches_of_whole_paths(
 def _cuts(order: SortedRollouts, max_microbatch_tokens: int) -> NDArray[np.bool_]:
     """Positions at which trees larger than a microbatch are cut: before each rollout that no longer
     fits."""
-    tree = np.cumsum(order.shared_edges == 0) - 1
-    sizes = np.bincount(tree, weights=order.new_edges).astype(np.int64)
+    tree, new_edges = np.cumsum(order.shared_edges == 0) - 1, order.new_edges
+    sizes = np.bincount(tree, weights=new_edges).astype(np.int64)
     where = np.zeros(len(order.edges), bool)
     used = 0
     for entry in np.flatnonzero(sizes[tree] > max_microbatch_tokens).tolist():
         first = entry == 0 or tree[entry] != tree[entry - 1]
-        new = int(order.new_edges[entry])
+        new = int(new_edges[entry])
         if first or used + new > max_microbatch_tokens:
             where[entry] = True
             new, used = int(order.edges[entry]), 0
