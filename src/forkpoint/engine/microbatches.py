@@ -228,12 +228,12 @@ def prepare_microbatches(
     # Among the entries of its microbatch.
     place_of_entry = np.full(entries.numbers, -1, np.int64)
     pending = []
-    first_token = forest.segment_tokens(batch.offsets)
+    first_token, first_edge = forest.segment_tokens(batch.offsets), forest.edge_offsets
     for microbatch in plan.microbatches:
         segment, step = token_steps(forest, microbatch)
         tokens = first_token[segment] + step
         positions = forest.start[segment] + step if axes_AT is None else axes_AT[:, tokens]
-        edges = forest.edge_offsets[segment] + step
+        edges = first_edge[segment] + step
         microbatch_of_edge[edges] = microbatch.index
         places, numbers = entries.at(edges)
         place_of_entry[numbers] = np.arange(len(numbers))
