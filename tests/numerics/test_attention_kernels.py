@@ -84,7 +84,7 @@ def test_auto_takes_the_fastest_that_can_serve(changes: dict, expected: str) -> 
 
 
 def test_no_kernel_takes_integers() -> None:
-    with pytest.raises(UnsupportedError, match=r"not torch.int8. Able to serve here: none"):
+    with pytest.raises(UnsupportedError, match=r"not torch.int8. Usable here: none"):
         select("reference", dtype=torch.int8)
 
 

@@ -137,8 +137,8 @@ def test_fla_is_refused_where_it_cannot_serve(
         ({"fla-core": "0.6.0", "pytorch-triton": "3.8.0+git1234"}, None),
         ({"flash-linear-attention": "0.2.1", "triton": "3.7.1"}, "0.2.1 has not been shown exact"),
         ({"fla-core": "0.6.0rc1", "triton": "3.7.1"}, "0.6.0rc1 has not been shown exact"),
-        ({"triton": "3.7.1"}, "flash-linear-attention is there, but not as an installed package"),
-        ({"fla-core": "0.6.0"}, "triton is there, but not as an installed package"),
+        ({"triton": "3.7.1"}, "flash-linear-attention can be imported but is no installed package"),
+        ({"fla-core": "0.6.0"}, "triton can be imported but is no installed package"),
     ],
     ids=str,
 )
@@ -159,7 +159,7 @@ def test_a_slower_kernel_is_told_of(machine: Machine, caplog: pytest.LogCaptureF
         assert select_delta_kernel("auto", asked).name == "chunked"
     [record] = caplog.records
     assert record.levelname == "WARNING" and record.name == "forkpoint"
-    assert "'chunked' serves and not the faster 'fla', because Triton 3.6.0" in record.message
+    assert "'chunked' runs instead of the faster 'fla', because Triton 3.6.0" in record.message
     caplog.clear()
     select_delta_kernel("chunked", asked)
     select_delta_kernel("auto", asked._replace(device=torch.device("cpu")))

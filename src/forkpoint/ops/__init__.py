@@ -1,2 +1,2 @@
-"""Operators on packed microbatches that read prefix cache of other microbatches; they know no
-engine or host."""
+"""Operators on packed microbatches that read prefix caches of other microbatches. They do not
+depend on engine or hosts."""

@@ -1,4 +1,4 @@
-"""The choice among the kernels of an operator: by name, or the fastest that can serve."""
+"""Chooses a kernel of an operator: by name, or the fastest that can serve."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,42 +12,43 @@ AUTO = "auto"
 
 
 class Asked(NamedTuple):
-    """Request to a kernel, but for its launches."""
+    """Properties of an attention or a recurrence that a kernel is chosen for."""
 
     device: torch.device
     dtype: torch.dtype
     head_dim: int
-    """Of keys."""
+    """Head dim of keys."""
     value_dim: int
     softcap: float = 0.0
     window: int = 0
     deterministic: bool = False
     heads: int = 1
-    """Of queries."""
+    """Number of query heads."""
     kv_heads: int = 1
 
 
 def no_refusal(*_: object) -> str | None:
-    """The refusal of a kernel that serves everything that it is asked for."""
+    """The default of `refuses`: nothing is refused."""
     return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A kernel by name, and what has been shown of it; the rest is refused."""
+    """A kernel and the properties for which it has been shown exact. Others are refused."""
 
     name: str
     device_types: tuple[str, ...] | None
-    """Types of device it runs on; None is any."""
+    """Device types on which it runs; None is any."""
     dtypes: tuple[torch.dtype, ...]
     capability: int = 0
-    """The least major compute capability of a GPU."""
+    """Least major compute capability of a GPU."""
     refuses_device: Callable[[torch.device], str | None] = no_refusal
-    """Why a device of the right type cannot be served (package missing, old chip), or None."""
+    """Returns why it cannot run on a device of the right type (missing package, old GPU), or
+    None."""
     refuses: Callable[[Asked], str | None] = no_refusal
-    """Why it cannot serve, beyond the other fields ("it needs ..."), or None."""
+    """Returns another reason why it cannot serve ("it needs ..."), or None."""
     deterministic: bool = False
-    """Its backward gives the same bits each time, if that is asked for."""
+    """Whether its backward can give the same bits each time."""
 
     def refusal(self, asked: Asked) -> str | None:
         """Why it cannot serve, worded to follow its name; None if it can."""
@@ -94,10 +95,10 @@ def choose_kernel(what: str, kernels: Sequence[Kernel], name: str, asked: Asked)
     if name not in refusals:
         known = ", ".join(repr(kernel.name) for kernel in kernels)
         raise UnsupportedError(
-            f"There is no {what} kernel {name!r}; there are {AUTO!r}, {known}. Able to serve here: "
+            f"There is no {what} kernel {name!r}; there are {AUTO!r}, {known}. Usable here: "
             f"{can_serve}. Name one of these, or {AUTO!r}."
         )
     raise UnsupportedError(
-        f"{what.capitalize()} kernel {name!r} cannot serve: {refusals[name]}. Able to serve here: "
-        f"{can_serve}. Name one of these, or leave the choice to {AUTO!r}."
+        f"{what.capitalize()} kernel {name!r} cannot serve: {refusals[name]}. Usable here: "
+        f"{can_serve}. Name one of these, or {AUTO!r}."
     )

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of lse, of states, of sums over launches and of boundary gradients.
+    """The dtype of log-sum-exps, states, sums over launches and boundary gradients.
 
     float32, and float64 for float64.
     """
@@ -15,6 +15,6 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """Autocast reaches into operators: here it would round float32 sums and products to 16 bit."""
+    """Disable autocast, which would round float32 sums and products within operators to 16 bits."""
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()

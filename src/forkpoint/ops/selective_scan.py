@@ -24,10 +24,10 @@ def chunked_scan(
     sequences: Sequences,
     final: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Matrix products in place of a loop over tokens (section 6 of the paper).
+    """Compute the scan by matrix products instead of a loop over tokens (section 6 of the paper).
 
-    Within a chunk, tokens attend to one another without a softmax, with decays; what came
-    before the chunk is a state.
+    Within a chunk, tokens attend to one another with decays and without a softmax. A state carries
+    earlier chunks.
     """
     dtype = accumulate_dtype(x_TGE.dtype)
     heads, value_dim = x_TGE.shape[1:]
@@ -41,7 +41,7 @@ def chunked_scan(
         return y_NHCD.repeat_interleave(heads // y_NHCD.shape[1], dim=1)
 
     x_NGCE, b_NHCD, c_NHCD = cut(x_TGE), cut(b_THD), cut(c_THD)
-    # Behind the end of a sequence a and x are 0: the state passes through unchanged.
+    # After the end of a sequence, a and x are 0, which leaves the state unchanged.
     a_NGC = cut(a_TG)
     decay_NGCC = pairwise_decay(a_NGC)
     from_start_NGC1 = a_NGC.cumsum(-1).exp()[..., None]
@@ -76,16 +76,17 @@ def selective_scan(
     Args:
         x_TGE: [T, G, E] values, multiplied by their time steps.
         a_TG: [T, G] log of the decay, at most 0.
-        b_THD, c_THD: [T, H, D] what values are written and read with; G is a multiple of H.
-        initial_SGED: [S, G, E, D] float32 (float64), what the S segments of the first level start
-            from; None for zeros.
+        b_THD, c_THD: [T, H, D] vectors with which values are written and read; G is a multiple of
+            H.
+        initial_SGED: [S, G, E, D] float32 (float64), initial states of the S segments of the first
+            level; None for zeros.
         kernel: "chunked", which runs on any device in any floating dtype, or "auto".
 
     Returns:
         [T, G, E] and [K, G, E, D], both float32 (float64); the latter in the order of
         `table.kept_index`, or None if no other microbatch starts from any.
 
-    Raises UnsupportedError for a kernel that is none.
+    Raises UnsupportedError for an unknown kernel.
     """
     if kernel not in ("auto", "chunked"):
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""Attention of packed microbatches over shared prefixes: one composition over stock kernels."""
+"""Attention of packed microbatches over shared prefixes, composed of stock kernels."""
 
 from forkpoint.ops.attention.kernel import Kernel
 from forkpoint.ops.attention.operator import shared_attention

@@ -8,12 +8,12 @@ in torch 2.11 and 2.13:
 - float64, float32, bfloat16, float16. Key-value heads may be fewer than query heads, in both
   directions. Value and key head dims must be equal.
 - is_causal aligns top-left, so it is used where there are as many keys as queries. attn_mask is
-  additive, in the dtype of q; it has no window of its own, and a full mask makes it compute what it
-  masks. Windows therefore go in blocks of queries, each with the keys that it reaches.
+  additive, in the dtype of q. There is no window argument, and masked scores are computed. So
+  windows are computed in blocks of queries, each with only the keys in its windows.
 - No softcap.
-- The backward sums dk and dv over blocks of queries in the dtype of the inputs. In bfloat16 that
-  costs digits (relative error 3e-3 with 1,000 queries, 1.5e-2 with 40,000), and many queries below
-  one prefix are our normal case; so 16-bit inputs are differentiated in float32.
+- The backward sums dk and dv over blocks of queries in the dtype of the inputs. In bfloat16 this is
+  inexact (relative error 3e-3 with 1,000 queries, 1.5e-2 with 40,000), and prefixes have many
+  queries. So the backward of 16-bit inputs runs in float32.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 _BLOCK_QUERIES = 256
-"""Queries of a masked block: more waste work on masked keys, fewer waste it on calls."""
+"""Queries of a masked block. More would waste time on masked keys, fewer on calls."""
 
 
 def forward(
@@ -69,7 +69,7 @@ def backward(
     dtype = accumulate_dtype(q_THD.dtype)
     do_THE, q_THD, k_TKD, v_TKE, o_THE = (x.to(dtype) for x in (do_THE, q_THD, k_TKD, v_TKE, o_THE))
     dq_THD = torch.empty_like(q_THD)
-    # Blocks of one sequence share keys, so that these gradients are sums.
+    # Blocks of one sequence share keys, so their gradients are summed.
     dk_TKD, dv_TKE = torch.zeros_like(k_TKD), torch.zeros_like(v_TKE)
     for call in _calls(launch, options.window):
         dq, dk, dv = _flash_backward(
@@ -92,8 +92,8 @@ def backward(
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One call of the stock kernel: in each of `batch` sequences of equal lengths, back to back
-    from q_at and k_at on, the queries `block_q` and the keys `block_k`."""
+    """One call of the stock kernel, for the queries `block_q` and the keys `block_k` of each of
+    `batch` adjacent sequences of equal lengths, which begin at q_at and k_at."""
 
     batch: int
     q_at: int
@@ -127,7 +127,7 @@ class _Call:
 
 @lru_cache(maxsize=8)  # blocks differ only near the starts and ends of segments
 def _mask(queries: int, keys: int, window: int, dtype: torch.dtype) -> Tensor:
-    """Bias for the scores of a block whose last query is at its last key."""
+    """Additive mask [queries, keys] of a block whose last query is at its last key."""
     hidden = torch.ones(queries, keys, dtype=torch.bool, device="cpu").triu(keys - queries + 1)
     if window:
         hidden |= torch.ones_like(hidden).tril(keys - queries - window)
@@ -141,8 +141,8 @@ def _batch(x_THD: Tensor, at: int, batch: int, length: int) -> Tensor:
 
 
 def _calls(launch: Launch, window: int) -> Iterator[_Call]:
-    """The calls that make up a launch: one for each run of neighbours of equal lengths, or, where a
-    mask is needed that the kernel lacks, one for each block of queries of such a run."""
+    """The calls of a launch: one for each run of adjacent sequences of equal lengths. If the kernel
+    lacks the mask, one for each block of queries of such a run."""
     q_at = k_at = 0
     lengths = ((q1 - q0, k1 - k0) for q0, q1, k0, k1 in launch.sequences())
     for (queries, keys), run in groupby(lengths):

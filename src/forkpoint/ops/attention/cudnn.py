@@ -5,15 +5,15 @@ Source: `aten::_scaled_dot_product_cudnn_attention` and its backward, found by e
 - Tensors are [B, H, T, D] in any strides with a last dimension of stride 1, so equal packed
   sequences go in as views; K may be less than H. lse is float32 [B, H, T, 1].
 - float16 and bfloat16; D and E up to 256 on Hopper and up to 128 on other chips, in multiples of 8.
-  On compute capability 10 cuDNN 9.11 takes 192 and 128 as well. The operator itself checks none of
-  it: these are what torch's attention asks for before it calls it (`check_cudnn_tensor_shapes`).
+  On compute capability 10 cuDNN 9.11 takes 192 and 128 as well. The operator does not check these
+  limits. torch's attention checks them before it calls it (`check_cudnn_tensor_shapes`).
 - is_causal aligns top-left, so it is used where there are as many keys as queries. No softcap; no
   window.
-- A plan is built for each new shape (tens of milliseconds) and kept. torch's variable-length entry
-  builds it at every call, which is why there is none here.
+- cuDNN builds a plan for each new shape (tens of milliseconds) and keeps it. With torch's
+  variable-length operator it builds one at every call, so that operator is not used.
 - With 2^31 elements of queries or more its backward is wrong, without an error: dq was off by 0.4
   of its norm for 600,000 queries of 16 x 256 that see 4,096 keys (cuDNN 9.19, H200).
-- A sequence of one query and one key is an error of its own.
+- A sequence of one query and one key raises an error.
 - The backward takes the optional tensors that its schema declares required: None is passed.
 """
 
@@ -26,7 +26,7 @@ from forkpoint.ops.attention.kernel import Asked, Kernel, Options, refuses_eleme
 from forkpoint.ops.attention.table import Launch
 
 _LATENT_ON_BLACKWELL = 91_100
-"""The first cuDNN with head dims of 192 and 128 there."""
+"""The first version of cuDNN with head dims of 192 and 128 on compute capability 10."""
 
 _cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 _cudnn_backward: Any = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
@@ -123,7 +123,7 @@ KERNEL = Kernel(
     refuses_device=_refuses_device,
     refuses=_refuses,
     refuses_launch=_refuses_launch,
-    # A plan for a new shape takes 30 ms on an H200, once forward and once backward; over the layers
-    # of a model that is what its speed over FA2 wins back from about so many pairs on.
+    # Least number of pairs for which its speed over FA2, summed over the layers of a model, repays
+    # the plans of a new shape. A plan takes 30 ms on an H200, once forward and once backward.
     auto_pairs=1 << 26,
 )

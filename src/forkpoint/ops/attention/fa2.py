@@ -1,13 +1,14 @@
-"""FlashAttention-2 as torch ships it: variable lengths on any GPU from Ampere on.
+"""FlashAttention-2 as torch ships it: variable lengths on Ampere and newer GPUs.
 
 Source: `aten::_flash_attention_forward` and `aten::_flash_attention_backward`, found by experiment
 in torch 2.11:
 - q [Tq, H, D], k [Tk, K, D], v [Tk, K, D] with int32 cumulative lengths; lse float32 [H, Tq].
 - float16 and bfloat16; D up to 256 in multiples of 8, E equal to D. On compute capability 8.6 to
-  8.9 and 12 its backward has no D from 200 to 224, which torch's own attention refuses as well.
+  8.9 and 12, its backward does not support D from 200 to 224. torch's own attention refuses these
+  too.
 - Causal masks and windows align to the end (bottom-right). No softcap.
-- Its backward adds dq with atomics, in any order, unless torch is asked for deterministic
-  algorithms.
+- Its backward adds dq with atomics, so the order varies, unless torch's deterministic algorithms
+  are enabled.
 """
 
 from collections.abc import Iterator

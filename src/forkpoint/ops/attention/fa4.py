@@ -5,20 +5,20 @@ Source: `flash_attn.cute.interface._flash_attn_fwd` and `_flash_attn_bwd` of fla
 - q [Tq, H, D], k [Tk, K, D], v [Tk, K, E] with int32 cumulative lengths; lse float32 [H, Tq].
 - float16 and bfloat16; D and E from 8 to 256 in multiples of 8. On compute capability 9 its
   backward takes K < H with D equal to E alone.
-- On 10 and 11, by its source: D and E up to 128, or 192 and 128, or both 256, and the latter
-  without softcap or window. On 12 its backward has no softcap and is not deterministic, and which
-  head dims it takes nothing checks.
+- On 10 and 11, by its source: D and E up to 128, or 192 and 128, or both 256 without softcap and
+  window. On 12, its backward has no softcap and is not deterministic, and head dims are not
+  checked.
 - Causal masks and windows align to the end (bottom-right).
-- Its backward takes dO . O and lse from what it is given, so the merged ones are right.
+- Its backward computes dO . O and P from the given o and lse, so merged ones are correct.
 - An input whose address or strides are not multiples of 16 bytes is copied first.
 - It compiles for a configuration at its first use, a few seconds each: dtype, head dims, query
   heads a key-value head, mask, softcap's value, tile, whether there are cumulative lengths, whether
   all queries fit in one tile, in the backward all keys as well, and, with cumulative lengths,
-  whether there are more than a few hundred. Nothing else of the lengths enters.
+  whether there are more than a few hundred. It depends on nothing else of the lengths.
 
-What is chosen here for compute capability 9, by benchmarks/history/log.md: sequences of one length
-are given as a batch, which has a cheaper schedule, and heads of 128 take tiles of 192 queries where
-these need fewer rounds of all multiprocessors.
+Choices for compute capability 9 (benchmarks/history/log.md): sequences of one length are passed as
+a batch, which has a cheaper schedule. Heads of 128 use tiles of 192 queries if these need less time
+in rounds of all multiprocessors.
 """
 
 import math
@@ -38,22 +38,22 @@ from forkpoint.ops.attention.table import Launch
 CAPABILITIES = (9, 10, 11)
 """Major compute capabilities of GPUs that it runs on: Hopper and Blackwell."""
 MOST_IN_A_BATCH = 65_535
-"""Sequences: they are one dimension of a grid of blocks."""
+"""Most sequences of a batch, which are one dimension of the grid of blocks."""
 
 OLDEST = "4.0.0b36"
 TUNED = "4.0.0b36"
-"""The version whose tiles were measured; others choose for themselves."""
+"""The version whose tiles were measured. Other versions use their default tiles."""
 
 LONG_TILE: int = 192
 SHORT_TILE: int = 128
 LONG_TILE_TIME = 1.4
-"""Time of a round of tiles of 192 queries over one of 128. By whole rounds, where there are
-several, 1.36 to 1.48 was measured in a batch and 1.27 to 1.43 with cumulative lengths
+"""Time of a round of tiles of 192 queries, relative to a round of tiles of 128. Measured over
+several whole rounds: 1.36 to 1.48 in a batch, 1.27 to 1.43 with cumulative lengths
 (benchmarks/results/fa4-tiles-h200.jsonl)."""
 
 LONG_TILE_OPTIONS: dict[str, object] = {
     "tile_mn": (LONG_TILE, 128),
-    # The probabilities of so many queries do not fit in registers besides the rest.
+    # The probabilities of so many queries do not fit in registers with the rest.
     "mma_pv_is_rs": False,
     "num_threads": 512,
 }
@@ -116,9 +116,10 @@ def backward(
 
 
 def _batched(launch: Launch, device: torch.device) -> int:
-    """How many sequences are given as a batch [B, T, H, D]; 0 where cumulative lengths are given.
+    """Number of sequences that are passed as a batch [B, T, H, D]; 0 if cumulative lengths are
+    passed.
 
-    Measured and compared on compute capability 9; on newer ones a batch is served by other kernels.
+    Only for compute capability 9, where it was measured. Newer ones run other kernels for a batch.
     """
     if launch.ragged or launch.count > MOST_IN_A_BATCH or not _is_hopper(device):
         return 0
@@ -145,7 +146,8 @@ def _lengths(launch: Launch) -> dict[str, object]:
 def _tile(
     q_THD: Tensor, v_TKE: Tensor, launch: Launch, softcap: float, window: int
 ) -> dict[str, object]:
-    """Options for the forward besides its own choice, which for heads of 128 is tiles of 128."""
+    """Options for tiles of the forward; {} for its default, which is 128 queries for heads of
+    128."""
     if q_THD.shape[2] != 128 or v_TKE.shape[2] != 128 or softcap or window:
         return {}
     processors = _processors(q_THD.device)
@@ -154,7 +156,7 @@ def _tile(
     group = q_THD.shape[1] // kv_heads
     at_most = (len(q_THD) * group // SHORT_TILE + launch.count) * kv_heads
     if at_most <= processors or not processors:
-        return {}  # one round of short tiles, as most launches of small microbatches are
+        return {}  # one round of short tiles, as in most launches of small microbatches
     queries = [(end - begin) * group for begin, end in pairwise(launch.cu_q_cpu.tolist())]
     long, short = (
         math.ceil(sum(-(-n // tile) for n in queries) * kv_heads / processors)
@@ -170,7 +172,7 @@ def _is_hopper(device: torch.device) -> bool:
 
 @cache
 def _processors(device: torch.device) -> int:
-    """Multiprocessors of a device for which tiles were measured, else 0."""
+    """Number of multiprocessors of a device for which tiles were measured, otherwise 0."""
     if _version() != TUNED or not _is_hopper(device):
         return 0
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -190,7 +192,8 @@ def _version() -> str | None:
 
 
 def is_installed() -> bool:
-    # flash-attn 2 has a flash_attn.cute too, of another interface: the package's own name tells.
+    # flash-attn 2 also has a flash_attn.cute, with another interface. So the package's name is
+    # checked.
     return _version() is not None and find_spec("flash_attn.cute") is not None
 
 
@@ -234,7 +237,7 @@ def _refuses(asked: Asked) -> str | None:
 
 
 def _refuses_launch(launch: Launch, asked: Asked) -> str | None:
-    # More than its indices' 32 bits has not been shown exact.
+    # More elements than 32-bit indices allow have not been shown exact.
     queries, keys = launch.q_end - launch.q_begin, launch.k_end - launch.k_begin
     return refuses_elements(queries, keys, asked)
 

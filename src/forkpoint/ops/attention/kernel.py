@@ -1,4 +1,4 @@
-"""Interface of a kernel: two functions and a record of what they can do."""
+"""Interface of an attention kernel: two functions and a record of what they support."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,28 +33,29 @@ Backward = Callable[
 ]
 """do, q, k, v, o, lse of one launch -> dq, dk, dv, in the inputs' dtype or in `accumulate_dtype`.
 
-o and lse are those of the merged result, not of this launch: P = exp(s - lse) and the row sums of
-do * o are all that a flash backward takes from them, so its gradients are this launch's part of the
-true ones. All three are freshly allocated, shaped as q, k and v.
+o and lse are those of the merged result, not of this launch. A flash backward uses only P = exp(s -
+lse) and the row sums of do * o, so it returns this launch's part of the exact gradients. All three
+are freshly allocated, with the shapes of q, k and v.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel(Candidate):
-    """A kernel's pair of functions, and what has been shown of it; the rest is False."""
+    """An attention kernel, and the properties for which it has been shown exact. Others are
+    refused."""
 
     forward: Forward
     backward: Backward
     refuses_launch: Callable[[Launch, Asked], str | None] = no_refusal
-    """Why a launch cannot be served, beyond the other fields ("it needs ..."), or None."""
+    """Returns another reason why it cannot serve a launch ("it needs ..."), or None."""
     softcap: bool = False
     window: bool = False
     causal_offset: bool = False
-    """Causal launches whose sequences have more keys than queries; windowed layers need it."""
+    """Whether causal launches may have more keys than queries, as in windowed layers."""
     ragged: bool = False
-    """Sequences of different lengths in one launch."""
+    """Whether sequences of a launch may differ in length."""
     auto_pairs: int = 0
-    """Launches of fewer (query, key) pairs are left to the next kernel by "auto"."""
+    """"auto" prefers the next kernel for launches with fewer (query, key) pairs."""
 
     def refusal(self, asked: Asked) -> str | None:
         """Why it cannot serve such attention, worded to follow its name; None if it can."""

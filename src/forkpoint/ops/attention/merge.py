@@ -1,4 +1,4 @@
-"""Joining the partial results of a microbatch's launches by log-sum-exp."""
+"""Merges the partial results of a microbatch's launches by log-sum-exp."""
 
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ class Part(NamedTuple):
 def merge(parts: list[Part], sinks_H: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """O = sum over parts of exp(lse_p - LSE) o_p, with LSE = log(sum exp lse_p + exp sink).
 
-    parts: the first covers all queries, later ones a contiguous range each. Returns o [T, H, E] in
+    parts: the first covers all queries, each later one a contiguous range. Returns o [T, H, E] in
     `dtype` and lse [H, T] in float32 (float64 for float64), contiguous; inputs may be reused.
     """
     _, first_THE, lse_HT = parts[0]

@@ -1,10 +1,10 @@
 """The attention of a microbatch: its forward and its exact backward.
 
-A query sees its own segment causally and every ancestor whole. That is one causal call over the
-microbatch's segments and one unmasked call for each further level of ancestors; the partial results
-are merged by log-sum-exp. Since P = exp(s - LSE) and only the row sums of dO * O are needed
-besides, each call's stock backward, given the merged O and LSE, returns its part of the exact
-gradients.
+A query attends causally to its own segment and fully to every ancestor. So there is one causal
+launch over the microbatch's segments, and one unmasked launch for each further level of ancestors.
+Their partial results are merged by log-sum-exp. A flash backward uses only P = exp(s - LSE) and the
+row sums of dO * O. So each launch's stock backward, with the merged O and LSE, returns its part of
+the exact gradients.
 """
 
 from collections.abc import Sequence
@@ -55,8 +55,8 @@ def shared_attention(
     counter does not guard the cache: other slices of its buffer may be written between forward and
     backward, but not this one. There is no second derivative.
 
-    Raises UnsupportedError where the kernel cannot serve; AssertionError for inputs that contradict
-    one another or the table.
+    Raises UnsupportedError if no kernel, or not the named one, can serve, and AssertionError for
+    inputs that contradict one another or the table.
     """
     options = Options(scale, softcap, window, deterministic)
     return _SharedAttention.apply(  # type: ignore[return-value]
@@ -76,7 +76,7 @@ class Reading(NamedTuple):
 def attend(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, reading: Reading
 ) -> tuple[Tensor, Tensor]:
-    """The forward: o and lse."""
+    """Compute the forward. Returns o and lse."""
     table, options = reading.table, reading.options
     cache = None if reading.cache is None else reading.cache.open()
     kernels = _select(q, k, v, reading, cache)
@@ -100,7 +100,8 @@ def attend(
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, reading: Reading, cache: CacheSlice | None) -> None:
-    """Raise AssertionError where tensors and launches contradict one another; never a sync."""
+    """Raise AssertionError if tensors and launches contradict one another. Does not wait for the
+    device."""
     calls, window = reading.table.calls, reading.options.window
     cached = 0 if cache is None else len(cache.k)
     gathers = reading.table.own_gather is not None
@@ -130,7 +131,8 @@ def attend_backward(
     reading: Reading,
     wants: Sequence[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients by q, k, v and sinks, each empty unless wanted; the cache's are added to."""
+    """The gradients of q, k, v and sinks, each empty unless wanted. Adds to the cache's
+    gradients."""
     table, options = reading.table, reading.options
     cache = None if reading.cache is None else reading.cache.open()
     wants_q, wants_k, wants_v, wants_sinks = wants
@@ -166,7 +168,7 @@ def attend_backward(
             values.add_grad(launch, dv, wants_v, options.deterministic)
         if reading.cache is not None:
             reading.cache.close()
-        # An operator returns tensors, not None: what is not wanted is an empty one.
+        # An operator must return tensors, so unwanted gradients are empty ones.
         return (
             dq_sum.result() if wants_q else q.new_empty(0),
             keys.grad.result() if wants_k else q.new_empty(0),
@@ -178,7 +180,8 @@ def attend_backward(
 
 
 def _sinks_gradient(do_THE: Tensor, o_THE: Tensor, lse_HT: Tensor, sinks_H: Tensor) -> Tensor:
-    """A sink has the share exp(s_h - LSE) of a softmax and no value: ds = share * (0 - dO . O)."""
+    """The gradient of sinks. A sink has the weight exp(s_h - LSE) and the value 0, so ds = weight *
+    (0 - dO . O)."""
     dtype = lse_HT.dtype
     delta_HT = (do_THE.to(dtype) * o_THE).sum(-1).T
     share_HT = (sinks_H.to(dtype)[:, None] - lse_HT).exp_()
@@ -193,8 +196,8 @@ class _SharedAttention(torch.autograd.Function):
         o_THE, lse_HT = attend(q, k, v, sinks, reading)
         ctx.mark_non_differentiable(lse_HT)
         ctx.save_for_backward(q, k, v, o_THE, lse_HT, sinks)
-        # Not saved for backward: autograd would take a write to any slice of the cache for an
-        # error, and offloading would take the cache for an activation of this microbatch.
+        # save_for_backward is not used: autograd would raise an error after a write to any slice of
+        # the cache, and the cache would be offloaded as an activation of this microbatch.
         ctx.reading = reading
         return o_THE, lse_HT
 
@@ -217,9 +220,9 @@ class _SharedAttention(torch.autograd.Function):
 def _select(
     q: Tensor, k: Tensor, v: Tensor, reading: Reading, cache: CacheSlice | None
 ) -> list[Kernel]:
-    """The kernel of each launch, the same in forward and backward and in layers that are alike.
+    """The kernel of each launch, the same in forward and backward and in equal layers.
 
-    Raises AssertionError where tensors and launches contradict one another.
+    Raises AssertionError if tensors and launches contradict one another.
     """
     shapes = (q.shape, k.shape, v.shape, None if cache is None else len(cache.k))
     key = (reading.kernel, reading.options, q.dtype, shapes)
@@ -234,5 +237,5 @@ def _select(
 
 
 def _dense_last(x: Tensor) -> Tensor:
-    """Kernels take any strides but in the last dimension."""
+    """Kernels need a stride of 1 in the last dimension."""
     return x if x.stride(-1) == 1 else x.contiguous()

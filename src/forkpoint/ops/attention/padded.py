@@ -2,10 +2,10 @@
 
 cuDNN's attention is about 1.7 times as fast as FlashAttention-2 on Hopper, but builds a plan for
 each new shape (140 to 170 ms forward and backward, once in a process). Lengths of segments differ
-from group to group; padded, a process meets at most 16 shapes between two powers of two.
+between groups. With padding, there are at most 16 shapes between two powers of two.
 
-Padding changes no value: a causal query sees no key behind it, and padded queries have a zero
-gradient of the output, so they add zeros to the gradients of all keys.
+Padding changes no value: a causal query does not attend to later keys, and padded queries have
+output gradients of 0, so they add 0 to the gradients of keys.
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
-"""The reference kernel: any device and dtype, softmax attention as one writes it down.
+"""The reference kernel: softmax attention in plain torch, for any device and dtype.
 
-Slow, with all scores of a sequence in memory at once; every other kernel is tested against the same
-mathematics. Computes in float32 (float64 for float64) and returns that.
+It is slow and holds all scores of a sequence at once. It computes and returns float32 (float64 for
+float64).
 """
 
 import torch
@@ -64,7 +64,7 @@ def backward(
 def _scores(
     q_KND: Tensor, k_KMD: Tensor, queries: int, causal: bool, options: Options
 ) -> tuple[Tensor, Tensor | None]:
-    """Scores [K, N, M] with -inf where masked, and softcap's derivative where there is one."""
+    """Scores [K, N, M], -inf where masked, and the derivative of the softcap, if any."""
     s_KNM = q_KND @ k_KMD.mT * options.scale
     slope_KNM = None
     if options.softcap:
@@ -76,19 +76,19 @@ def _scores(
         seen_NM = seen_NM.tril(keys - queries)
         if options.window:
             seen_NM = seen_NM.triu(keys - queries - options.window + 1)
-        # The microbatches of a group are its heads' queries, one head after the other.
+        # The rows of a group are the queries of its heads, one head after the other.
         s_KNM.view(len(s_KNM), -1, queries, keys).masked_fill_(~seen_NM, -torch.inf)
     return s_KNM, slope_KNM
 
 
 def _by_group(x_THD: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """[T, H, D] -> [K, H/K * T, D]: query heads that share a key-value head, under one another."""
+    """[T, H, D] -> [K, H/K * T, D]: stacks query heads that share a key-value head."""
     x_HTD = x_THD.to(dtype).transpose(0, 1)
     return x_HTD.reshape(groups, -1, x_HTD.shape[2])
 
 
 def _by_head(x_KND: Tensor, heads: int) -> Tensor:
-    """The inverse of `_by_group`, but for the dtype."""
+    """The inverse of `_by_group`, without the change of dtype."""
     return x_KND.reshape(heads, -1, x_KND.shape[2]).transpose(0, 1)
 
 

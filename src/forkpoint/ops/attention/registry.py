@@ -1,4 +1,4 @@
-"""The kernels there are, and which of them serves."""
+"""The attention kernels, and the choice of one for a launch."""
 
 from functools import lru_cache
 
@@ -16,13 +16,13 @@ KERNELS: tuple[Kernel, ...] = (
     cpu_flash.KERNEL,
     reference.KERNEL,
 )
-"""Fastest first: "auto" takes the first that can serve. Each serves only what its record says."""
+"""Kernels, fastest first: "auto" takes the first that can serve."""
 
 
 def launch_kernel(name: str, launch: Launch, asked: Asked) -> Kernel:
-    """The kernel for one launch: partial results of different kernels merge.
+    """The kernel for one launch. Partial results of different kernels can be merged.
 
-    Raises UnsupportedError as `select_kernel`, and where a named kernel cannot serve the launch.
+    Raises UnsupportedError as `select_kernel`, and if a named kernel cannot serve the launch.
     """
     able = _able(asked) if name == AUTO else (select_kernel(name, asked),)
     refusals = {kernel.name: kernel.launch_refusal(launch, asked) for kernel in able}
@@ -52,15 +52,15 @@ def _able(asked: Asked) -> tuple[Kernel, ...]:
 
 @lru_cache(maxsize=1024)
 def select_kernel(name: str, asked: Asked) -> Kernel:
-    """The kernel of that name, or for "auto" the first of KERNELS that can serve.
+    """The kernel with this name; for "auto", the first of KERNELS that can serve.
 
-    Raises UnsupportedError for a name that is none, for a named kernel that cannot serve, and where
-    no kernel can; the message has the reason and what can serve instead.
+    Raises UnsupportedError for an unknown name, and if the named kernel or all kernels cannot
+    serve. The message has the reason and usable kernels.
     """
     return choose_kernel("attention", KERNELS, name, asked)
 
 
 def forget_choices() -> None:
-    """Forget the choices that are kept; call this where KERNELS has changed."""
+    """Clear cached choices, after a change of KERNELS."""
     _able.cache_clear()
     select_kernel.cache_clear()

@@ -1,4 +1,4 @@
-"""Where a launch's keys or values lie, and where their gradients go."""
+"""Reads the keys or values of a launch, and adds up their gradients."""
 
 from dataclasses import dataclass
 
@@ -11,19 +11,20 @@ from forkpoint.tree import FROM_CACHE, FROM_OWN
 
 
 def rows(x_TKD: Tensor, begin: int, end: int) -> Tensor:
-    """Some of a tensor's rows; the tensor itself if these are all, since a view takes host time."""
+    """Rows begin:end of a tensor; the tensor itself for all rows, because a view takes host
+    time."""
     return x_TKD if begin == 0 and end == x_TKD.shape[0] else x_TKD[begin:end]
 
 
 def dense(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor contiguous and in a dtype."""
+    """Make a tensor contiguous, in this dtype."""
     return (x if x.dtype == dtype else x.to(dtype)).contiguous()
 
 
 class RowSum:
     """The gradient of a microbatch's q, k or v: a sum of parts that each cover some of its tokens.
 
-    Summed in float32 (float64 for float64) and cast once; a part that is alone is kept as it is.
+    Summed in float32 (float64 for float64) and cast once. A single part is not copied.
     """
 
     def __init__(self, like_TKD: Tensor) -> None:
@@ -32,7 +33,8 @@ class RowSum:
         self._wide: Tensor | None = None
 
     def add(self, part_TKD: Tensor, begin: int) -> None:
-        """Add to the tokens from `begin` on. Owns the part from here on."""
+        """Add a part that begins at the token `begin`. The caller must not use the part
+        afterwards."""
         self._parts.append((begin, part_TKD))
 
     def add_at(self, places: Tensor, part_TKD: Tensor, deterministic: bool) -> None:
@@ -42,7 +44,7 @@ class RowSum:
         _add_at(self._wide, places, part_TKD, deterministic)
 
     def result(self) -> Tensor:
-        """The sum, contiguous and in the dtype of what it is the gradient of."""
+        """The sum, contiguous, in the dtype of q, k or v."""
         like, parts = self._like, self._parts
         if self._wide is None:
             if not parts:
@@ -83,7 +85,7 @@ class Source:
         self.grad: RowSum = RowSum(self._microbatch)
 
     def read(self, launch: Launch) -> Tensor:
-        """Keys or values that the launch reads: a view, or, if it gathers, a copy."""
+        """Keys or values of the launch: a view, or a copy if the launch gathers them."""
         if launch.source == FROM_OWN:
             return rows(self._microbatch, launch.k_begin, launch.k_end)
         if launch.source == FROM_CACHE:
@@ -100,8 +102,8 @@ class Source:
         return gathered_GKD
 
     def add_grad(self, launch: Launch, part_TKD: Tensor, wanted: bool, deterministic: bool) -> None:
-        """Add the gradient of what the launch read: the microbatch's if wanted, the cache's if it
-        has somewhere to go."""
+        """Add the gradient of the keys or values of a launch: to the microbatch's sum if `wanted`,
+        and to `cache_grad` if given."""
         if launch.source == FROM_OWN:
             if wanted:
                 self.grad.add(part_TKD, launch.k_begin)
@@ -118,10 +120,10 @@ class Source:
 
 
 def _add_at(total_TKD: Tensor, places: Tensor, part_TKD: Tensor, deterministic: bool) -> None:
-    """Add entries of a tensor at places that may repeat, in place."""
+    """Add rows to a tensor in place, at indices that may repeat."""
     part_TKD = part_TKD.to(total_TKD.dtype)
     if deterministic and total_TKD.is_cuda:
-        # There index_add_ is atomic and in any order, while index_put_ sorts.
+        # On CUDA, index_add_ adds by atomics in any order, and index_put_ sorts.
         total_TKD.index_put_((places,), part_TKD, accumulate=True)
     else:
         total_TKD.index_add_(0, places, part_TKD)

@@ -1,7 +1,7 @@
-"""Inputs of one microbatch's attention: its launches, and prefix cache of other microbatches.
+"""Inputs of one microbatch's attention: its launches, and prefix caches of other microbatches.
 
-Built once a microbatch and used by all of its layers and passes. Plain objects, no dataclasses:
-FSDP copies dataclasses that it meets in call arguments.
+They are built once a microbatch, and used by all layers and passes. AttentionTable is no dataclass,
+because FSDP copies dataclasses in call arguments.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
@@ -21,8 +21,8 @@ class Launch:
     """One variable-length attention call: `count` sequences, back to back on both sides.
 
     Sequence i has queries `cu_q[i]` to `cu_q[i+1]` and keys `cu_k[i]` to `cu_k[i+1]`, counted from
-    the start of what a kernel is given. It sees all of its keys, or, if causal, those up to its own
-    position with the last query at the last key (bottom-right). No sequence is empty.
+    the start of the launch. Queries attend to all keys of their sequence or, if causal, to keys up
+    to their own position, with the last query at the last key (bottom-right). No sequence is empty.
     """
 
     source: int
@@ -60,9 +60,9 @@ class Launch:
 class AttentionTable:
     """The launches of one microbatch; build it with `from_numpy`.
 
-    own_gather and cache_gather are None but in windowed layers: int64 [2, *] on the device,
-    positions among the gathered keys above the places of the microbatch, or of the cache, that they
-    are read from.
+    own_gather and cache_gather are None except in windowed layers. They are int64 [2, *] on the
+    device: indices of gathered keys in the first row, and in the second row the places of the
+    microbatch, or the slots of the cache, from which these keys are read.
     """
 
     def __init__(
@@ -75,7 +75,8 @@ class AttentionTable:
         self.own_gather: Tensor | None = own_gather
         self.cache_gather: Tensor | None = cache_gather
         self.chosen: dict[Hashable, list[Any]] = {}
-        """The operator's kernels for `calls`, by what it was asked for: layers choose once."""
+        """Chosen kernels for `calls`, by the properties of the attention, so that equal layers
+        choose once."""
 
     @classmethod
     def from_numpy(
@@ -94,8 +95,8 @@ class AttentionTable:
             : cu_q_at + count + 1]` and `cu[cu_k_at : ...]`. The first launch covers every query of
             the microbatch; later ones cover contiguous parts of it.
         cu: integers [*], runs of cumulative lengths, each starting at 0.
-        key_index: integers [G]; an entry >= 0 is a place of the microbatch, an entry < 0 is place
-            -1 - entry of the cache. A table with it has exactly one launch, of source 2.
+        key_index: integers [G]; i >= 0 is the place i of the microbatch, i < 0 is the entry -1 - i
+            of the cache. A table with key_index has exactly one launch, of source 2.
         """
         own_gather = cache_gather = None
         if key_index is not None:
@@ -110,19 +111,19 @@ class AttentionTable:
 
 
 class Ancestors(Protocol):
-    """Prefix cache of one layer, which is on the device while it is open."""
+    """Prefix cache of one layer. It is on the device between `open` and `close`."""
 
     def open(self) -> "CacheSlice":
         """The cache, for one forward or backward of attention."""
         ...
 
     def close(self) -> None:
-        """A backward has added to the gradients."""
+        """Called after a backward has added to the gradients."""
         ...
 
 
 class CacheSlice:
-    """Prefix cache of ancestors in other microbatches, in one layer, as a microbatch sees it.
+    """Prefix cache of one layer, of the ancestors of a microbatch in other microbatches.
 
     k [A, K, D] and v [A, K, E] in the dtype of the microbatch's own; constants here, never
     differentiated. grad_k and grad_v, both or neither, float32 (float64 for float64) of the same
@@ -138,7 +139,7 @@ class CacheSlice:
         self, k: Tensor, v: Tensor, grad_k: Tensor | None = None, grad_v: Tensor | None = None
     ) -> None:
         assert not (k.requires_grad or v.requires_grad), (
-            "an cache is constant: detach it, and let its gradients go to grad_k and grad_v"
+            "a cache is constant: detach it, and take its gradients from grad_k and grad_v"
         )
         self.k: Tensor = k
         self.v: Tensor = v
@@ -146,11 +147,11 @@ class CacheSlice:
         self.grad_v: Tensor | None = grad_v
 
     def open(self) -> Self:
-        """Itself, because it is always on the device."""
+        """Return self, because it is always on the device."""
         return self
 
     def close(self) -> None:
-        """Nothing has to be done."""
+        """Does nothing."""
 
 
 def _read_launches(
@@ -171,7 +172,7 @@ def _read_launches(
             parts[-1].append(part)
             lengths.append(bounds - begin)
             at += len(bounds)
-    # Where each tensor is to be is said: the user may have set another default device.
+    # Devices are explicit, because the user may have set another default device.
     cu_cpu = torch.tensor(np.concatenate(lengths), dtype=torch.int32, device="cpu")
     cu_device = to_device(cu_cpu, device)
 
@@ -198,10 +199,10 @@ def _read_launches(
 
 
 def _cut_long(row: dict[str, int], cu: np.ndarray) -> list[tuple[int, int]]:
-    """First sequences of a launch's parts and the ends of these; none without a long sequence."""
+    """First sequence and end of each part of a launch; none without a long sequence."""
     long = np.diff(cu[row["cu_q_at"] :][: row["count"] + 1]) >= LONG_TOKENS
     if not (row["causal"] and row["source"] == FROM_OWN and long.any()):
         return []
-    # A part begins at a long sequence and behind one.
+    # A part begins at each long sequence and after each.
     begins = np.flatnonzero(long | np.append(True, long[:-1])).tolist()
     return list(zip(begins, [*begins[1:], row["count"]], strict=True))

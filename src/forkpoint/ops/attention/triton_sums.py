@@ -1,9 +1,9 @@
-"""One pass over several partial results: the merge of outputs, and the sums of gradients.
+"""Triton kernel that merges outputs or sums gradients of several launches in one pass.
 
 Every part covers a contiguous range of the result's tokens; the first covers all of them. A part is
-read once and the result written once: over the first part, where that has the result's dtype, so
-that tokens which are in no other part are left alone. Import this only where there is a GPU: it
-needs Triton.
+read once and the result is written once. If the first part has the result's dtype, it is
+overwritten, and tokens that are in no other part are not touched. Import this module only with a
+GPU, because it needs Triton.
 """
 
 import torch
@@ -12,7 +12,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 MOST_PARTS = 4
-"""Parts of one launch; more go in turns, with float32 in between."""
+"""Most parts of one launch. More parts take several launches, with float32 in between."""
 
 _BLOCK_TOKENS = 16
 
@@ -75,11 +75,12 @@ def sum_parts(
     total_HT: Tensor | None = None,
     alone_is_whole: bool = True,
 ) -> Tensor:
-    """Sum parts [T_p, H, D] that begin at a token each; the first begins at 0 and covers all.
+    """Sum parts (begin, x [T_p, H, D]), where x begins at the token `begin`. The first covers all
+    tokens.
 
-    With `lses_HT` [H, T_p] and `total_HT` [H, T], contiguous, part p counts exp(lse_p - total). The
-    result is contiguous [T, H, D] in `dtype`, summed in float32; the first part may be overwritten
-    by it. `alone_is_whole` says that a token which is in the first part alone has total = lse_0.
+    With `lses_HT` [H, T_p] and `total_HT` [H, T], contiguous, part p has the weight exp(lse_p -
+    total). The result is contiguous [T, H, D] in `dtype`, summed in float32. It may overwrite the
+    first part. `alone_is_whole`: total = lse_0 at tokens that only the first part has.
     """
     while True:
         now, parts = parts[:MOST_PARTS], parts[MOST_PARTS:]
@@ -90,7 +91,7 @@ def sum_parts(
             return result
         parts = [(0, result), *parts]
         if lses_HT is not None:
-            # What is summed already counts in full.
+            # The sum so far has the weight 1.
             assert total_HT is not None
             lses_HT = [total_HT, *lses_HT[MOST_PARTS:]]
 
@@ -117,7 +118,7 @@ def _launch(
     tensors = [x for _, x in filled]
     begins = [begin for begin, _ in filled[1:]]
     ends = [begin + len(x) for begin, x in filled[1:]]
-    # Without weights these are not read, but a pointer is wanted.
+    # Without weights these are not read, but the kernel needs pointers.
     lses = [out] * MOST_PARTS
     if lses_HT is not None:
         lses = [*lses_HT, *[lses_HT[0]] * (MOST_PARTS - len(lses_HT))]

@@ -1,10 +1,10 @@
-"""The chunked form in plain torch: any device and dtype, matrix products in place of a loop.
+"""The chunked form in plain torch, for any device and dtype: matrix products instead of a loop.
 
-Source: Yang et al., Gated Delta Networks (arXiv 2412.06464), section 3.3. Within a chunk the values
-that are written, u_i = beta_i (v_i - exp(g_i) S_{i-1}^T k_i), depend on one another through a lower
-triangular system, which one solve takes apart into a part of the values and a part of the state
-before the chunk. All chunks are prepared at once; what is left is a loop over the places of chunks
-in their sequences, in which all sequences step together.
+Source: Yang et al., Gated Delta Networks (arXiv 2412.06464), section 3.3. Within a chunk, the
+written values u_i = beta_i (v_i - exp(g_i) S_{i-1}^T k_i) depend on one another by a lower
+triangular system. One solve separates the contributions of the values and of the state before the
+chunk. All chunks are prepared at once. Then a loop over chunks of a sequence advances all sequences
+together.
 """
 
 import torch
@@ -30,7 +30,7 @@ def scan(
     dtype = accumulate_dtype(v_TGE.dtype)
     heads, value_dim = v_TGE.shape[1:]
     key_dim = q_THD.shape[2]
-    # Chunks no longer than the longest sequence: short ones would only be padding.
+    # Chunks are no longer than the longest sequence, because more would only be padding.
     chunks = sequences.chunks(min(CHUNK, int(sequences.lengths.max())))
 
     def cut(x_T: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def scan(
     q_NGCD = cut(by_value_head(normalized(q_THD.to(dtype)), heads)) * key_dim**-0.5
     k_NGCD = cut(by_value_head(normalized(k_THD.to(dtype)), heads))
     v_NGCE = cut(v_TGE.to(dtype))
-    # Behind the end of a sequence g and beta are 0: the state passes through unchanged.
+    # After the end of a sequence, g and beta are 0, which leaves the state unchanged.
     g_NGC, beta_NGC = cut(g_TG.to(dtype)), cut(beta_TG.to(dtype))
 
     decay_NGCC = pairwise_decay(g_NGC)
@@ -48,7 +48,7 @@ def scan(
 
     system_NGCC = (k_NGCD * beta_NGC[..., None]) @ k_NGCD.mT * decay_NGCC
     sides = torch.cat([v_NGCE, k_NGCD * from_start_NGC1], -1) * beta_NGC[..., None]
-    # Unit triangular: what is on the diagonal is not read.
+    # Unit triangular, so the diagonal is not read.
     solved = torch.linalg.solve_triangular(system_NGCC, sides, upper=False, unitriangular=True)
     written_NGCE, read_NGCD = solved.split([value_dim, key_dim], -1)
     within_NGCC = q_NGCD @ k_NGCD.mT * decay_NGCC

@@ -7,18 +7,16 @@ there and in its issues:
   of initial and from final states.
 - Key dims up to 256.
 - On Hopper its Triton backward gives wrong gradients for Triton from 3.4 and before 3.7.1 (its
-  issue 640; that 3.7.1 is right is its word alone). With Triton from 3.4 on it calls tilelang there
-  where it can, and before 3.7.1 raises in the backward where it cannot: where tilelang or the nvcc
-  that it compiles with is not found, or is switched off. On Blackwell gradients of some shapes are
-  NaN (its issue 913).
-- Ragged lengths are right as they are, with tilelang 0.1.15 on an H200, and so is every variant of
-  its Triton kernels that a tuner may choose: no gradient that is not finite, and errors against
-  float64 as large as with sequences of whole chunks. Changing lengths compile nothing anew there,
-  and tune hardly anything anew in Triton (fla_tuning.py). The measurements are in
-  benchmarks/history/upstream-delta-rule.md.
-- FlashQLA, another package, would be called in its place on Hopper, and has not been shown exact.
-- One token in all would go to kernels without a backward in some versions: another, all zero, which
-  neither decays a state nor writes to it, follows as a sequence of its own.
+  issue 640; only the issue says that 3.7.1 is right). With Triton 3.4 and newer, it calls tilelang
+  there if it can. Before 3.7.1 it raises in the backward if it cannot, because tilelang or its nvcc
+  is missing or disabled. On Blackwell, gradients of some shapes are NaN (its issue 913).
+- With tilelang 0.1.15 on an H200, ragged lengths are correct, with every variant of its Triton
+  kernels that a tuner may choose: all gradients are finite, and errors against float64 are as large
+  as with sequences of whole chunks. New lengths cause no compilation, and almost no tuning in
+  Triton (fla_tuning.py). Measurements: benchmarks/history/upstream-delta-rule.md.
+- On Hopper it calls the package FlashQLA instead, if installed, which has not been shown exact.
+- For a total of one token, some versions call kernels without a backward. So a second sequence of
+  one zero token follows, which neither decays a state nor writes to it.
 """
 
 import os
@@ -42,11 +40,12 @@ from forkpoint.ops.recurrence import Sequences, StateTable, over_levels
 OLDEST = Version("0.6.0")
 OLDEST_TILELANG = Version("0.1.15")
 DISTRIBUTIONS = ("fla-core", "flash-linear-attention")
-"""The kernels are in the first, which serves alone; in old versions they are in the second."""
+"""The first has the kernels in newer versions, the second in older ones."""
 TRITON_DISTRIBUTIONS = ("triton", "pytorch-triton")
-"""The second comes with nightly builds of torch."""
+"""The second is part of nightly builds of torch."""
 WRONG_ON_HOPPER = (Version("3.4.0"), Version("3.7.1"))
-"""The first Triton whose code for Hopper computes wrong gradients, and the first after these."""
+"""The first version of Triton whose code for Hopper computes wrong gradients, and the first correct
+version after it."""
 
 
 @cache
@@ -94,7 +93,8 @@ def scan(
 def scan_levels(
     inputs: tuple[Tensor, ...], table: StateTable, initial_SGDE: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Results of `over_levels`, by inner functions in versions where these are known."""
+    """Results of `over_levels`, by internal functions of flash-linear-attention in known
+    versions."""
     _chunk_gated_delta_rule()
     if _knows_inside():
         return fla_levels.scan_levels(inputs, table, initial_SGDE)
@@ -108,13 +108,13 @@ def _knows_inside() -> bool:
 
 
 def _one_more(x: Tensor) -> Tensor:
-    """Zeros behind the last entry."""
+    """Append zeros as one more entry."""
     return F.pad(x, (*(0, 0) * (x.dim() - 1), 0, 1))
 
 
 @cache
 def _two_single_tokens(device: torch.device) -> Sequences:
-    """Kept, for kernels know cumulative lengths by identity."""
+    """Cached, because kernels compare cumulative lengths by identity."""
     return Sequences(np.asarray([1, 1]), device)
 
 
@@ -132,8 +132,8 @@ def _refuses_device(device: torch.device) -> str | None:
     if found is None or triton is None:
         unknown = "flash-linear-attention" if found is None else "triton"
         return (
-            f"{unknown} is there, but not as an installed package, so that its version cannot be "
-            f"told; install it with pip (pip install -U {unknown})"
+            f"{unknown} can be imported but is no installed package, so its version is not known; "
+            f"install it with pip (pip install -U {unknown})"
         )
     if found < OLDEST:
         return (
@@ -148,14 +148,14 @@ def _refuses_device(device: torch.device) -> str | None:
         )
     if major not in (8, 9):
         return (
-            f"on compute capability {major}.{minor} its backward has not been shown exact (NaN "
-            "gradients are known of 10.0); allowed are 8.x and 9.0"
+            f"on compute capability {major}.{minor} its backward has not been shown exact (10.0 "
+            "has NaN gradients); supported are 8.x and 9.0"
         )
     first, right = WRONG_ON_HOPPER
     missing = _wants_for_tilelang()
     if major == 9 and first <= triton < right and missing:
         return (
-            f"Triton {triton} computes wrong gradients of it on Hopper; {missing}, or install "
+            f"Triton {triton} computes wrong gradients for it on Hopper; {missing}, or install "
             f"Triton {right} or newer"
         )
     asked = os.environ.get("FLA_TILELANG", "0") != "0"
@@ -164,7 +164,7 @@ def _refuses_device(device: torch.device) -> str | None:
 
 
 def _wants_for_tilelang() -> str | None:
-    """Advice for flash-linear-attention to call tilelang on Hopper; None if it does."""
+    """Advice how to make flash-linear-attention call tilelang on Hopper; None if it does."""
     if os.environ.get("FLA_DISABLE_BACKEND_DISPATCH") == "1":
         return "unset FLA_DISABLE_BACKEND_DISPATCH, so that it calls tilelang there"
     if find_spec("tilelang") is None:
@@ -180,7 +180,7 @@ def _wants_for_tilelang() -> str | None:
 
 
 def _refuses_tilelang(major: int) -> str | None:
-    """Why what it would call has not been shown exact, or None."""
+    """Why tilelang, which it would call, has not been shown exact; None if it has."""
     if major != 9:
         return (
             "with FLA_TILELANG it calls tilelang, shown exact on Hopper alone; unset FLA_TILELANG"
@@ -195,8 +195,8 @@ def _refuses_tilelang(major: int) -> str | None:
 
 
 def _has_nvcc() -> bool:
-    """By flash-linear-attention's own word, which decides what it calls. A version that no longer
-    has it is taken not to ask for one."""
+    """Whether flash-linear-attention finds a usable nvcc, which decides what it calls. Versions
+    without this function are assumed to need none."""
     try:
         from fla.utils import has_usable_nvcc  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -205,12 +205,12 @@ def _has_nvcc() -> bool:
 
 
 def _installed(package: str, switch: str) -> bool:
-    """Whether a package is there and the variable does not say to leave it alone."""
+    """Whether a package is installed and the variable `switch` does not disable it."""
     return find_spec(package) is not None and os.environ.get(switch, "1") != "0"
 
 
 def _version(*distributions: str) -> Version | None:
-    """The version of the first that is installed."""
+    """The version of the first installed distribution."""
     for name in distributions:
         try:
             return Version(metadata.version(name))

@@ -1,15 +1,14 @@
-"""All levels of a microbatch by flash-linear-attention's kernels: what needs no state runs once a
-microbatch.
+"""All levels of a microbatch by flash-linear-attention's kernels. Kernels that need no state run
+once a microbatch.
 
-Most of what a chunked gated delta rule does is within chunks, and the same whatever state its
-sequence starts from (arXiv 2412.06464, section 3.3): norms, sums of decays, the triangular systems,
-and, once the states before all chunks are known, the outputs. Only the pass of states from chunk to
-chunk waits for the sequences above. So of nine kernels forward and a dozen backward one each is
-launched level by level, and a microbatch that is a tree costs hardly more launches than one that is
-not.
+Most work of a chunked gated delta rule is within chunks, and does not depend on initial states
+(arXiv 2412.06464, section 3.3): norms, sums of decays, triangular systems, and the outputs once the
+states before all chunks are known. Only the pass of states from chunk to chunk needs the states of
+the level above. So one of nine kernels forward, and one of twelve backward, is launched for each
+level, and a tree needs few more launches than a single level.
 
-This calls functions within flash-linear-attention 0.6.0; other versions, and microbatches of one
-level, are served through its public function.
+This calls internal functions of flash-linear-attention 0.6.0. Other versions, and microbatches of
+one level, use its public function.
 """
 
 from functools import cache
@@ -27,7 +26,7 @@ from forkpoint.ops.recurrence import StateTable
 
 CHUNK = 64
 SHOWN = (0, 6, 0)
-"""The version whose inner functions are known."""
+"""The version with known internal functions."""
 
 
 @cache
@@ -59,7 +58,7 @@ def _kernels() -> Any:
 
 
 class _Chunks:
-    """How sequences that lie back to back are cut, as kernels look it up."""
+    """Chunks of adjacent sequences, as arguments of the kernels."""
 
     def __init__(self, lengths: np.ndarray, device: torch.device) -> None:
         counts = -(-lengths // CHUNK)
@@ -80,7 +79,7 @@ class _Chunks:
 
 
 class _MicrobatchChunks:
-    """A microbatch's chunks, all together in the order of its levels, and of each level."""
+    """Chunks of a whole microbatch, in the order of its levels, and of each level."""
 
     def __init__(self, table: StateTable, device: torch.device) -> None:
         lengths = [level.sequences.lengths for level in table.levels]
@@ -96,7 +95,7 @@ _microbatches: WeakKeyDictionary[StateTable, _MicrobatchChunks] = WeakKeyDiction
 
 
 def scan_levels(inputs: tuple[Tensor, ...], table: StateTable, initial_SGDE: Tensor | None) -> Any:
-    """As `over_levels` of the kernel's scan: outputs, and the states that are kept or None."""
+    """As `over_levels` of the kernel's scan. Returns outputs, and kept states or None."""
     if table not in _microbatches:
         _microbatches[table] = _MicrobatchChunks(table, inputs[0].device)
     return _Levels.apply(*inputs, initial_SGDE, table, _microbatches[table])
@@ -111,7 +110,7 @@ def _states(
     g: Tensor,
     initial: Tensor | None,
 ) -> tuple[Tensor, Tensor, list[Tensor | None], list[Tensor | None]]:
-    """States before all chunks, values as written, and by level what it starts from and ends in."""
+    """States before all chunks, written values, and the initial and final states of each level."""
     before, written, starts, ends = [], [], [], []
     state = initial
     given = zip(*(microbatch.parts(x) for x in (k, w, u, g)), strict=True)
@@ -137,7 +136,8 @@ def _states(
 
 
 class _Levels(torch.autograd.Function):
-    """q, k [T, H, D], v [T, G, E], g, beta [T, G], states the first level starts from or None."""
+    """Autograd function of q, k [T, H, D], v [T, G, E], g, beta [T, G], and initial states or
+    None."""
 
     @staticmethod
     def forward(
@@ -180,7 +180,7 @@ class _Levels(torch.autograd.Function):
         table, microbatch, scale = ctx.table, ctx.microbatch, ctx.scale
         run, cut = _kernels(), microbatch.all.cut
         grad_o, grad_kept = gradients
-        # Backward may be called under autocast; the forward ran outside it.
+        # The backward may be called under autocast, unlike the forward.
         with torch.autocast(v.device.type, enabled=False):
             do = torch.zeros_like(v) if grad_o is None else table.ordered(grad_o).contiguous()[None]
             plain = {name: x for name, x in cut.items() if name != "chunk_size"}
@@ -212,9 +212,9 @@ def _states_backward(
     grad_kept: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of the states before all chunks, of values as written, and of the first states.
+    """Gradients of the states before all chunks, of written values, and of initial states.
 
-    From the last level to the first: what children start from is what their parents end in.
+    Runs from the last level to the first, because children start from the final states of parents.
     """
     kept_parts: list[Tensor | None] = [None] * len(table.levels)
     if grad_kept is not None:

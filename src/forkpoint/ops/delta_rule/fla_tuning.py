@@ -1,15 +1,14 @@
-"""One choice of flash-linear-attention's tuned kernels for microbatches of all lengths, and calls
-by it.
+"""Reuses one choice of flash-linear-attention's autotuner for microbatches of all lengths.
 
-Triton's autotuner chooses anew for each value of a kernel's keys and for each list of dtypes of the
-tensors it is given. Microbatches of a tree differ in both without a reason to choose anew: `NB` of
-the norms is a count of tokens that the kernel does not use, and whether there are states to
-start from, or states wanted, changes the list. Each such choice compiles and times up to 30
-variants, several seconds of a step. Here a choice serves whatever differs from it in these alone.
+Triton's autotuner chooses again for each value of a kernel's keys and each list of tensor dtypes.
+Microbatches of a tree differ in both without need for another choice: the key `NB` of the norms is
+a token count that the kernel does not use, and optional initial and final states change the list.
+Each choice compiles and times up to 30 variants, which takes several seconds of a step. So choices
+are shared by calls that differ only in these.
 
-A tree of short segments waits for the host, which calls some 17 kernels for each layer and level
-forward and backward. So a kernel whose choice is known is called at once, past two tuners that
-each look it up again: half of what a call costs.
+With short segments, the device waits for the host, which calls about 17 kernels for each layer and
+level. So a kernel with a known choice is called directly, without two tuners that would each look
+it up. This halves the host time of a call.
 """
 
 import sys
@@ -19,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 COUNTS = ("NB",)
-"""Keys that count tokens."""
+"""Keys that are token counts."""
 MODULES = (
     "fla.ops.gated_delta_rule",
     "fla.ops.common",
@@ -30,7 +29,7 @@ MODULES = (
 
 
 def share_choices() -> None:
-    """Have every tuner of the modules in `MODULES` that are imported share its choices."""
+    """Make the tuners of imported modules in `MODULES` share their choices."""
     from triton.runtime.autotuner import Autotuner  # pyright: ignore[reportMissingImports]
     from triton.runtime.errors import OutOfResources  # pyright: ignore[reportMissingImports]
 
@@ -39,13 +38,13 @@ def share_choices() -> None:
 
 
 def tuners(kind: type) -> Iterator[Any]:
-    """Tuners below the module-level kernels, each once."""
+    """Tuners inside the module-level kernels, each once."""
     seen: set[int] = set()
     for name, module in sorted(sys.modules.items()):
         if not name.startswith(MODULES) or module is None:
             continue
         for kernel in list(vars(module).values()):
-            # Heuristics and tuners hold what they wrap as `fn`.
+            # Heuristics and tuners have the wrapped kernel as `fn`.
             while type(kernel).__module__.partition(".")[0] in ("triton", "fla"):
                 if isinstance(kernel, kind) and id(kernel) not in seen:
                     seen.add(id(kernel))
@@ -56,10 +55,10 @@ def tuners(kind: type) -> Iterator[Any]:
 
 
 def share(tuner: Any, does_not_fit: type[Exception]) -> None:
-    """Calls of `tuner.run` take the choice made for the first call of their kind.
+    """Make calls of `tuner.run` use the choice of the first call of their kind.
 
-    Where it does not fit the device for another (`does_not_fit` is raised), each of that kind is
-    left to the tuner, which then knows it by all it is given.
+    If that choice does not fit the device in a later call (`does_not_fit` is raised), calls of this
+    kind go to the original tuner.
     """
     names = tuple(name for name in tuner.keys if name not in COUNTS)
     tuned = tuner.run
@@ -67,7 +66,7 @@ def share(tuner: Any, does_not_fit: type[Exception]) -> None:
     alone: set[tuple[Any, ...]] = set()
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        # What is given by position is not looked at.
+        # Calls with positional arguments go to the original tuner.
         if args or any(name not in kwargs for name in names):
             return tuned(*args, **kwargs)
         dtypes = frozenset(x.dtype for x in kwargs.values() if isinstance(x, Tensor))

@@ -1,4 +1,5 @@
-"""Interface of a kernel of the gated delta rule: one differentiable function and a record of it."""
+"""Interface of a kernel of the gated delta rule: a differentiable function, and what it
+supports."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,23 +21,23 @@ DeltaScan = Callable[
 ]
 """q, k [T, H, D], v [T, G, E], g, beta [T, G], initial, sequences, final -> o, states.
 
-Sequences lie back to back. o is [T, G, E] in v's dtype; states are those at the end of each
-sequence if `final`, [S, G, D, E] in float32 (float64 for float64), which is also the dtype of
-`initial`; None is zeros. Differentiable by autograd in all of them.
+Sequences are adjacent. o is [T, G, E] in v's dtype. With `final`, states at the ends of sequences
+are [S, G, D, E] in float32 (float64 for float64), which is also the dtype of `initial`; None is
+zeros. All outputs are differentiable by autograd.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaKernel(Candidate):
-    """A kernel's function, and what has been shown of it; the rest is refused."""
+    """A kernel and the properties for which it has been shown exact. Others are refused."""
 
     scan: DeltaScan
     scan_levels: Callable[..., tuple[Tensor, Tensor | None]] | None = None
-    """(inputs, table, initial) -> what `over_levels` gives with `scan`, in fewer launches."""
+    """(inputs, table, initial) -> results of `over_levels` with `scan`, in fewer launches."""
 
 
 def normalized(x_THD: Tensor) -> Tensor:
-    """Vectors of length one, as queries and keys are before they meet the state."""
+    """Normalize queries or keys to length 1."""
     return x_THD * torch.rsqrt((x_THD * x_THD).sum(-1, keepdim=True) + NORM_EPS)
 
 
@@ -46,5 +47,6 @@ def by_value_head(x_THD: Tensor, heads: int) -> Tensor:
 
 
 def decay_gate(a_TG: Tensor, log_rate_G: Tensor, bias_G: Tensor) -> Tensor:
-    """g = -exp(log_rate) softplus(a + bias): the logarithm of what a token leaves of the state."""
+    """g = -exp(log_rate) softplus(a + bias): the log of the factor by which a token decays the
+    state."""
     return -log_rate_G.exp() * F.softplus(a_TG + bias_G)

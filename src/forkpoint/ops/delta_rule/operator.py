@@ -1,5 +1,4 @@
-"""The gated delta rule of a microbatch: segments level by level, each level by the kernel that
-serves."""
+"""The gated delta rule of a microbatch, level by level."""
 
 import logging
 from functools import lru_cache
@@ -14,26 +13,26 @@ from forkpoint.ops.dtypes import accumulate_dtype, without_autocast
 from forkpoint.ops.recurrence import StateTable, over_levels
 
 DELTA_KERNELS: tuple[DeltaKernel, ...] = (fla.KERNEL, chunked.KERNEL)
-"""Fastest first: "auto" takes the first that can serve. Each serves only what its record says."""
+"""Kernels, fastest first: "auto" takes the first that can serve."""
 
 _log = logging.getLogger("forkpoint")
 
 
 @lru_cache(maxsize=1024)
 def select_delta_kernel(name: str, asked: Asked) -> DeltaKernel:
-    """The kernel of that name, or for "auto" the first of DELTA_KERNELS that can serve.
+    """The kernel with this name; for "auto", the first of DELTA_KERNELS that can serve.
 
-    Raises UnsupportedError for a name that is none and for a named kernel that cannot serve; the
-    message has the reason and what can serve instead.
+    Raises UnsupportedError for an unknown name, and if the named kernel cannot serve. The message
+    has the reason and usable kernels.
     """
     chosen = choose_kernel("delta-rule", DELTA_KERNELS, name, asked)
     fastest = DELTA_KERNELS[0]
     is_slower = chosen is not fastest and asked.dtype in fastest.dtypes
     if name == AUTO and asked.device.type == "cuda" and is_slower:
-        # Its package, or what that needs, may merely be missing. Choices are kept, so that this is
-        # said once for each kind of call.
+        # The user may only need to install a package. Choices are cached, so this is logged once
+        # for each kind of call.
         _log.warning(
-            "gated delta rule: %r serves and not the faster %r, because %s.",
+            "gated delta rule: %r runs instead of the faster %r, because %s.",
             chosen.name,
             fastest.name,
             fastest.refusal(asked),
@@ -55,19 +54,19 @@ def gated_delta_rule(
     """Outputs of every token of a microbatch, and the states that other microbatches start from.
 
     Args:
-        q_THD, k_THD: [T, H, D]; they are divided by their length here, and q by the root of D.
+        q_THD, k_THD: [T, H, D]; both are normalized here, and q is divided by the root of D.
         v_TGE: [T, G, E] in the same dtype; G is a multiple of H.
         g_TG: [T, G] log of the decay, at most 0, float32 (float64 for float64).
-        beta_TG: [T, G] how much of a value is written, from 0 to 1.
-        initial_SGDE: [S, G, D, E] float32 (float64), what the S segments of the first level start
-            from; None for zeros.
+        beta_TG: [T, G] fraction of a value that is written, from 0 to 1.
+        initial_SGDE: [S, G, D, E] float32 (float64), initial states of the S segments of the first
+            level; None for zeros.
         kernel: one of DELTA_KERNELS by name, or "auto".
 
     Returns:
         [T, G, E] in v's dtype, and [K, G, D, E] float32 (float64) in the order of
         `table.kept_index`, or None if no other microbatch starts from any.
 
-    Raises UnsupportedError where no kernel, or not the one named, can serve.
+    Raises UnsupportedError if no kernel, or not the named one, can serve.
     """
     assert q_THD.shape == k_THD.shape and v_TGE.shape[:2] == g_TG.shape == beta_TG.shape
     assert v_TGE.shape[1] % q_THD.shape[1] == 0 and q_THD.dtype == v_TGE.dtype

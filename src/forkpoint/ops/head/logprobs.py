@@ -1,15 +1,15 @@
 """Log-probs and entropies of chosen tokens from hidden states, with few logits alive at a time.
 
 A vocabulary is a hundred times wider than a hidden state, so the logits of a long microbatch are
-the largest tensor of a training step. Here few exist at a time, unless there is room to keep them
-for the backward, which saves a third of its products. The forward goes over chunks of tokens and
-keeps a few numbers per token (the largest logit, the sum of exponentials, the entropy). With these
-every logit's gradient is known by itself, so that the backward can go over slices of the
-vocabulary: the weight's gradient is then one product over all tokens for each slice, where chunks
-of tokens would add to all of it again and again, in a float32 copy of the largest weight there is.
-The result is that of a linear layer followed by a log-softmax in float32. On CUDA logits are read
-once each way (triton_softmax), where there is Triton and neither a bias, whose gradient is a sum of
-unrounded ones, nor a softcap.
+the largest tensor of a training step. Here few exist at a time, unless memory suffices to keep them
+for the backward, which saves a third of its products. The forward runs over chunks of tokens, and
+keeps a few numbers per token: the largest logit, the sum of exponentials, the entropy. With these,
+the gradient of each logit can be computed separately, so the backward runs over slices of the
+vocabulary. The weight's gradient is then one product over all tokens for each slice. Chunks of
+tokens would add to the whole gradient many times, in a float32 copy of the largest weight. The
+result is that of a linear layer and a log-softmax in float32. On CUDA, one pass over logits
+suffices in each direction (triton_softmax) if there is Triton, no softcap, and no bias, whose
+gradient is a sum of unrounded gradients.
 """
 
 from importlib.util import find_spec
@@ -30,7 +30,7 @@ _NO_PROBABILITY = -1e4
 
 
 STATISTICS = ("mean_logits", "is_top1", "log_sum_sq_probs")
-"""Numbers of a token's distribution that have no gradient; see `token_outputs`."""
+"""Names of statistics of a token's distribution, without gradients; see `token_outputs`."""
 
 
 class _Options(NamedTuple):
@@ -61,34 +61,34 @@ def token_outputs(
     shard: VocabularyShard | None = None,
     statistics: tuple[str, ...] = (),
 ) -> dict[str, Tensor]:
-    """Outputs of each token's next-token distribution by name, such as its label's log-prob.
+    """Compute the label's log-prob and other outputs of each token's next-token distribution.
 
-    With `z = hidden_TC @ weight_VC.T + bias_V`, then `z * logit_scale`, then
-    `softcap * tanh(z / softcap)`, then `z / temperature_T` (each where given), the distribution of
-    token i is `softmax(z_i)`; all results are of this, temperature included.
+    With `z = hidden_TC @ weight_VC.T + bias_V`, then `z * logit_scale`, then `softcap * tanh(z /
+    softcap)`, then `z / temperature_T` (each where given), the distribution of token i is
+    `softmax(z_i)`. All results, also entropies, include the temperature.
 
     The product is computed in the operands' dtype (under autocast in autocast's, as by a linear
     layer; float64 stays), everything after it in float32, or float64 for float64 operands. No
     tensor has more than `chunk_tokens` x V elements of logits, forward or backward, unless the
-    product is kept, in its own dtype. Log-probs and entropies can be differentiated once, by
-    `hidden_TC`, `weight_VC` and `bias_V`; a gradient nobody needs is not computed. Hidden and bias
-    gradients are summed in float32 (float64 for float64).
+    product is kept, in its own dtype. Log-probs and entropies can be differentiated once with
+    respect to `hidden_TC`, `weight_VC` and `bias_V`. Gradients that are not required are not
+    computed. Hidden and bias gradients are summed in float32 (float64 for float64).
 
     Args:
         hidden_TC: floating point, [T, C]; T may be 0.
         weight_VC: the head's weight, [V, C], of hidden's dtype except under autocast.
-        labels_T: int64 [T], each in [0, V). There is no ignored label: leave such tokens out.
+        labels_T: int64 [T], each in [0, V). No label is ignored.
         bias_V: [V], of the weight's dtype.
         temperature_T: [T], positive; it gets no gradient.
-        entropy: whether entropies are wanted; they cost one more pass over the logits.
+        entropy: whether to compute entropies, which takes one more pass over the logits.
         softcap: positive bound of the logits (Gemma 2's final_logit_softcapping).
         logit_scale: factor of the logits (Cohere's logit_scale).
-        chunk_tokens: how many tokens' logits exist at a time.
-        keep_logits: keep all of them for the backward, T x V, instead of computing them again.
-        shard: the rows of `weight_VC` and `bias_V` are those of this rank, of a vocabulary that
-            several ranks hold; labels are of the whole. All ranks of its group call this, with the
-            same tokens, and get the same results; its backward is collective as well.
-        statistics: names among STATISTICS; none with a shard.
+        chunk_tokens: number of tokens whose logits exist at a time.
+        keep_logits: keep all T x V logits for the backward instead of computing them again.
+        shard: `weight_VC` and `bias_V` have only this rank's rows of the vocabulary. Labels are of
+            the whole vocabulary. All ranks of the group must call this with the same tokens, and
+            get the same results. The backward is collective as well.
+        statistics: names in STATISTICS; empty with a shard.
 
     Returns:
         "logprobs", "entropies" if asked for, and statistics without a gradient: "mean_logits",
@@ -161,7 +161,7 @@ class _TokenLogprobs(torch.autograd.Function):
         scale_T = _scale(labels_T, temperature_T, options) if options.fused else None
         kept_TV = F.linear(_cast(hidden_TC, options), weight, bias) if options.keeps else None
         shard, vocab = options.shard, len(weight_VC)
-        # Of another rank's label any entry's log-prob will do, and is not read.
+        # For a label of another rank, the log-prob of any entry is computed and not used.
         here_T = labels_T if shard is None else labels_T.clamp(0, max(0, vocab - 1))
         if not vocab:
             max_T.fill_(-torch.inf)
@@ -193,8 +193,8 @@ class _TokenLogprobs(torch.autograd.Function):
                 continue
             temperature_c = None if temperature_T is None else temperature_T[chunk]
             logits_cV, _ = _logits(product_cV, temperature_c, options)
-            # The maximum comes off first: a log-sum-exp of logits as they are is rounded at their
-            # size, and of 1 - p, where the model is sure of a token, only that would be left.
+            # The maximum is subtracted first. Otherwise the log-sum-exp is rounded relative to the
+            # size of the logits, and if p is close to 1, the result is mostly rounding.
             max_T[chunk] = logits_cV.amax(-1)
             logits_cV.sub_(max_T[chunk, None])
             sum_T[chunk] = logits_cV.exp().sum(-1)
@@ -209,7 +209,7 @@ class _TokenLogprobs(torch.autograd.Function):
             hidden_TC, weight_VC, bias_V, labels_T, temperature_T, max_T, sum_T, entropies_T
         )
         ctx.options = options
-        # Not among the saved tensors: the backward overwrites it, and lets it go.
+        # Not a saved tensor, because the backward overwrites and frees it.
         ctx.kept_TV = kept_TV
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*others)
@@ -229,7 +229,7 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_logprobs_T = torch.zeros_like(max_T)
         gradients_T = grad_logprobs_T, grad_entropies_T
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        # Kept logits need no parts where one kernel turns them into their gradient in place.
+        # Kept logits need no slices if one kernel replaces them by their gradient.
         whole = options.keeps and options.fused
         parts = _parts(len(labels_T), len(weight_VC), options.chunk_tokens)
         parts = [slice(0, len(weight_VC))] if whole else parts
@@ -241,7 +241,7 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_hidden_TC = hidden_TC.new_zeros(hidden_TC.shape, dtype=options.softmax_dtype)
         grad_weight_VC = torch.empty_like(weight_VC) if needs_weight else None
         grad_bias_V = torch.empty_like(bias_V) if needs_bias and bias_V is not None else None
-        # Backward may be called under autocast or outside it; what counts is where forward ran.
+        # The backward may run with or without autocast. Only the autocast of the forward counts.
         with torch.autocast(hidden_TC.device.type, enabled=False):
             hidden = _cast(hidden_TC, options)
             for part in parts:
@@ -280,7 +280,7 @@ def _gradient(
     grad_logprobs_T: Tensor,
     grad_entropies_T: Tensor | None,
 ) -> Tensor:
-    """The gradient of a part of the logits as the linear layer left them."""
+    """The gradient of a slice of the linear layer's output."""
     *_, labels_T, temperature_T, max_T, sum_T, entropies_T = ctx.saved_tensors
     options: _Options = ctx.options
     logits_Tv, tanh_Tv = _logits(product_Tv, temperature_T, options)
@@ -315,7 +315,7 @@ def _fused_gradient(
     grad_logprobs_T: Tensor,
     grad_entropies_T: Tensor | None,
 ) -> Tensor:
-    """The same by one kernel, in the dtype of the logits, which it overwrites."""
+    """The same by one kernel, in the dtype of the logits. It overwrites the logits."""
     from forkpoint.ops.head.triton_softmax import softmax_gradient_
 
     *_, labels_T, temperature_T, max_T, sum_T, entropies_T = ctx.saved_tensors
@@ -334,7 +334,7 @@ def _fused_gradient(
 
 
 def _scale(labels_T: Tensor, temperature_T: Tensor | None, options: _Options) -> Tensor | None:
-    """Factor of each token's logits, float32; None where there is none."""
+    """Factor of each token's logits, float32; None for 1."""
     if temperature_T is not None:
         return (options.logit_scale or 1.0) / temperature_T.float()
     if options.logit_scale is not None:
@@ -350,9 +350,10 @@ def _chunks(labels_T: Tensor, options: _Options) -> list[slice]:
 
 
 def _parts(tokens: int, vocab: int, chunk_tokens: int) -> list[slice]:
-    """Slices of the vocabulary, about equal: each for all tokens has no more logits than a chunk.
+    """About equal slices of the vocabulary. A slice has at most as many logits, over all tokens, as
+    a chunk.
 
-    Unless they are narrow, their widths are multiples of 64, as matrix products like them.
+    Widths of 64 or more are multiples of 64, with which matrix products are faster.
     """
     widest = max(1, chunk_tokens * vocab // max(1, tokens))
     widest -= widest % 64 if widest >= 64 else 0
@@ -379,9 +380,10 @@ def _statistic(name: str, logits_cV: Tensor, labels_c: Tensor) -> Tensor:
 def _logits(
     product_cV: Tensor, temperature_c: Tensor | None, options: _Options, *, copy: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """A chunk's logits, the caller's to overwrite, and the cap's tanh for its derivative.
+    """The logits of a chunk, which the caller may overwrite, and the softcap's tanh for its
+    derivative.
 
-    A product that is kept stays as it is, and any with `copy`; others may be overwritten as well.
+    The product may be overwritten, except with `copy` or if it is kept for the backward.
     """
     logits_cV = product_cV.to(options.softmax_dtype, copy=copy or options.keeps)
     tanh_cV = None
@@ -396,7 +398,8 @@ def _logits(
 
 
 def _add_product(sum_TC: Tensor, left_Tv: Tensor, right_vC: Tensor) -> None:
-    """sum_TC += left_Tv @ right_vC, rounding no product to 16 bits where the device can add it."""
+    """sum_TC += left_Tv @ right_vC, without rounding the product to 16 bits if the device supports
+    that."""
     if sum_TC.dtype == right_vC.dtype:
         sum_TC.addmm_(left_Tv, right_vC)
     elif sum_TC.is_cuda:
@@ -406,7 +409,7 @@ def _add_product(sum_TC: Tensor, left_Tv: Tensor, right_vC: Tensor) -> None:
 
 
 def _put_product(out_vC: Tensor, left_vT: Tensor, right_TC: Tensor) -> None:
-    """out_vC = left_vT @ right_TC, rounded to 16 bits no more than the device has to."""
+    """out_vC = left_vT @ right_TC, without rounding to 16 bits if the device supports that."""
     if out_vC.dtype == right_TC.dtype:
         torch.mm(left_vT, right_TC, out=out_vC)
     elif out_vC.is_cuda and out_vC.dtype == torch.float32:

@@ -1,9 +1,9 @@
 """Kernels of the head for a chunk of logits: one pass over them each way.
 
 Elementwise operations of torch read and write a chunk in float32 a dozen times, which for a large
-vocabulary takes as long as a third of the matrix products. Here the forward reads the logits once,
-in the dtype in which the product left them, and the backward reads them once and overwrites them
-with their gradient. All arithmetic is in float32. Import this only where there is Triton.
+vocabulary takes a third of the time of the matrix products. Here the forward reads the logits once,
+in the dtype of the product. The backward reads them once and overwrites them with their gradient.
+All arithmetic is in float32. Import this module only with Triton installed.
 """
 
 import triton  # pyright: ignore[reportMissingImports]
@@ -31,7 +31,7 @@ def _stats_kernel(
         x = tl.load(microbatch + v, mask=v < VOCAB, other=-float("inf")).to(tl.float32) * factor
         before = largest
         largest = tl.maximum(before, tl.max(x, 0))
-        # Where all that has been seen is masked there is nothing to add, and -inf - -inf is NaN.
+        # If all entries so far are masked, nothing is added, because -inf - -inf is NaN.
         at = tl.where(largest == -float("inf"), 0.0, largest)
         less = tl.where(before == -float("inf"), 0.0, before - at)
         y = x - at
@@ -41,12 +41,12 @@ def _stats_kernel(
             weighted = (weighted + total * less) * rescale + tl.sum(e * tl.maximum(y, LEAST), 0)
         total = total * rescale + tl.sum(e, 0)
     label = tl.load(microbatch + tl.load(labels + t)).to(tl.float32) * factor
-    # The maximum comes off first: what is left of 1 - p is lost in a sum of the two.
+    # The maximum is subtracted first, because 1 - p would be lost in a sum of the two.
     tl.store(logprobs + t, (label - largest) - tl.log(total))
     tl.store(maxima + t, largest)
     tl.store(sums + t, total)
     if ENTROPY:
-        # Both terms are positive, so that nothing cancels.
+        # Both terms are positive, so there is no cancellation.
         tl.store(entropies + t, tl.log(total) - weighted / total)
 
 
@@ -83,10 +83,11 @@ def softmax_stats(
     entropies_c: Tensor | None,
     least: float,
 ) -> None:
-    """Write, for z = logits * scale, the label's log-prob, max z, sum exp(z - max), the entropy.
+    """Compute the label's log-prob, max z, sum exp(z - max) and the entropy for z = logits * scale.
 
-    Logits are [c, V] and contiguous in any dtype of at most 32 bits, all else is [c], contiguous
-    and float32, labels int64. Log-probs below `least` count as such in the entropy.
+    Logits are [c, V], contiguous, in any dtype of at most 32 bits. Others are [c], contiguous,
+    float32, and labels int64. Results are written to the given tensors. The entropy raises
+    log-probs below `least` to `least`.
     """
     assert logits_cV.is_contiguous()
     tokens, vocab = logits_cV.shape
@@ -121,7 +122,7 @@ def softmax_gradient_(
 ) -> Tensor:
     """Overwrite logits with their gradient, in their dtype; arguments as in `softmax_stats`.
 
-    They are those of a part of the vocabulary, from the entry `first` on.
+    Logits are a slice of the vocabulary that begins at the entry `first`.
     """
     assert logits_cV.is_contiguous()
     tokens, width = logits_cV.shape

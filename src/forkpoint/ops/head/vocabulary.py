@@ -1,9 +1,9 @@
-"""A head whose vocabulary lies on several ranks: each has some of its rows, and none gathers them.
+"""A head whose vocabulary is split over ranks by rows, which are not gathered.
 
-Every rank computes what a softmax over its own logits needs, and three numbers per token are
-combined: the largest logit, the sum of exponentials, and the label's logit, which one rank has; for
-the entropy a fourth. So no rank sees the logits of another. (As in Megatron-LM, arXiv 1909.08053,
-section 3, which computes the cross-entropy this way.)
+Every rank computes softmax statistics of its own logits. Three numbers per token are combined over
+ranks: the largest logit, the sum of exponentials, and the label's logit, which one rank has; a
+fourth for the entropy. Logits are not exchanged. (Megatron-LM, arXiv 1909.08053, section 3,
+computes the cross-entropy this way.)
 """
 
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class VocabularyShard:
-    """The rows of a head that this rank has, of those that a group of ranks has together.
+    """This rank's rows of a head that is split over a group of ranks.
 
     All ranks of the group compute the same tokens at the same time.
     """
 
     group: dist.ProcessGroup
     start: int
-    """The vocabulary entry of the first row here."""
+    """The vocabulary entry of this rank's first row."""
 
     def combine(
         self,
@@ -33,22 +33,23 @@ class VocabularyShard:
         sum_T: Tensor,
         entropies_T: Tensor | None,
     ) -> None:
-        """Replace numbers of this rank's logits by those of all ranks. Collective.
+        """Replace statistics of this rank's logits by those of all ranks' logits, in place.
+        Collective.
 
         Args:
-            labels_T: int64 [T], counted from this rank's first row; outside of [0, vocab) they are
-                another rank's.
-            vocab: rows here; 0 where the others have all.
-            logprobs_T: of the labels under the softmax of this rank's logits; not read where the
-                label is another rank's.
+            labels_T: int64 [T], relative to this rank's first row. Labels outside of [0, vocab) are
+                other ranks'.
+            vocab: number of this rank's rows; 0 if other ranks have all.
+            logprobs_T: log-probs of labels under the softmax of this rank's logits. Not read for
+                labels of other ranks.
             max_T: largest logits.
             sum_T: sums of exp(logit - max).
-            entropies_T: of the softmax of this rank's logits, or None.
+            entropies_T: entropies of the softmax of this rank's logits, or None.
         """
         if not len(labels_T):
             return
         inside_T = (labels_T >= 0) & (labels_T < vocab)
-        # A rank all of whose entries are masked, or that has none, takes no part.
+        # A rank contributes nothing if it has no rows, or if all of its entries are masked.
         there_T = max_T > -torch.inf
         largest_T = max_T.clone()
         dist.all_reduce(largest_T, dist.ReduceOp.MAX, group=self.group)
@@ -58,7 +59,7 @@ class VocabularyShard:
         label_T = torch.where(inside_T, logprobs_T + logs_T + shift_T, 0)
         found = [share_T, label_T]
         if entropies_T is not None:
-            # The mean of logit - max under this rank's softmax is its log-sum less its entropy.
+            # The mean of logit - max under this rank's softmax is log(sum) minus the entropy.
             found.append(torch.where(there_T, share_T * (logs_T - entropies_T + shift_T), 0))
         sums = torch.stack(found)
         dist.all_reduce(sums, group=self.group)

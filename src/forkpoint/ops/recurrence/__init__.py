@@ -1,4 +1,4 @@
-"""Parts shared by layers that carry a state along the path: levels, chunks, convolution."""
+"""Parts shared by recurrent layers: levels, chunks, convolution."""
 
 from forkpoint.ops.recurrence.convolution import (
     ConvolutionTable,

@@ -1,11 +1,10 @@
 """The short causal convolution before a recurrence, over a microbatch of segments.
 
-It is the plain convolution of the whole microbatch, in which the first tokens of every segment come
-out wrong, for they see the end of whatever lies before them in the microbatch. Those are computed
-again, from
-windows gathered along their paths: their own segment, ancestors in the microbatch, and the last
-    inputs of ancestors in other microbatches. So any convolution serves, whatever the lengths, and
-    only a few tokens a segment are copied.
+It is the plain convolution of the whole microbatch, which is wrong at the first tokens of every
+segment, because they see the tokens before them in the microbatch. These are computed again from
+windows that are gathered along their paths: from their own segment, ancestors in the microbatch,
+and the last inputs of ancestors in other microbatches. So any convolution can be used, for any
+lengths, and only a few tokens of a segment are copied.
 """
 
 import numpy as np
@@ -20,7 +19,8 @@ from forkpoint.tree import NOTHING, ConvolutionLayout
 
 
 class _Source:
-    """Entries `to` of a result are rows `from_` of one tensor; some rows are read several times."""
+    """Indices of a gather: entries `to` of the result are rows `from_` of a tensor. Rows may
+    repeat."""
 
     def __init__(self, to: np.ndarray, from_: np.ndarray, device: torch.device | str) -> None:
         rows, inverse = np.unique(from_, return_inverse=True)
@@ -34,14 +34,13 @@ class _Source:
         self.inverse: Tensor = tensor(inverse)
 
     def sums(self, grad: Tensor, dtype: torch.dtype) -> Tensor:
-        """Sums in `dtype` over the reads of each of `rows`."""
+        """Sum the gradients of all reads of each of `rows`, in `dtype`."""
         total = grad.new_zeros((len(self.rows), *grad.shape[1:]), dtype=dtype)
         return total.index_add_(0, self.inverse, grad.index_select(0, self.to).to(dtype))
 
 
 class GatherTable:
-    """Where each entry of a gathered tensor comes from: the microbatch, the cache, or nowhere
-    (zero)."""
+    """Sources of the entries of a gathered tensor: the microbatch, the cache, or none (zero)."""
 
     def __init__(self, flat: np.ndarray, device: torch.device | str) -> None:
         self.entries: int = len(flat)
@@ -58,14 +57,14 @@ class ConvolutionTable:
     def __init__(self, layout: ConvolutionLayout, *, device: torch.device | str = "cpu") -> None:
         self.width: int = layout.window.shape[1]
         self.firsts: int = len(layout.places)
-        """Places whose inputs do not all lie in their own segment."""
+        """F, the number of places with inputs outside their own segment."""
         self.places: Tensor = to_device(torch.from_numpy(layout.places), device)
-        """[F] those."""
+        """[F] these places."""
         self.tails: int = len(layout.tail)
-        """Segments that other microbatches start from."""
+        """Number of segments that other microbatches continue."""
         both = np.concatenate([layout.window.ravel(), layout.tail.ravel()])
         self.inputs: GatherTable = GatherTable(both, device)
-        """Where the windows' inputs come from, and after them the tails'."""
+        """Sources of the inputs of windows, then of tails."""
 
 
 def gathered_inputs(
@@ -74,7 +73,7 @@ def gathered_inputs(
     cache_AC: Tensor | None = None,
     cache_grad_AC: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Inputs of a convolution from other microbatches, and those that they need of this one.
+    """Gather a convolution's inputs across segments, and the inputs that other microbatches need.
 
     Args:
         x_TC: [T, C] inputs of the microbatch's tokens.
@@ -82,9 +81,9 @@ def gathered_inputs(
         cache_grad_AC: the same in float32 (float64): the backward adds their gradients to it.
 
     Returns:
-        the inputs, to be used in their place (so that their gradient is made in one piece); [F, W,
-        C] the windows of `table.places`, oldest first; and [K, W - 1, C] the last inputs of the
-        segments that other microbatches start from, None if there are none.
+        x_TC, with which the caller must continue, so that its gradient is computed in one piece;
+        [F, W, C] the windows of `table.places`, oldest first; and [K, W - 1, C] the last inputs of
+        the segments that other microbatches continue, or None.
     """
     x_TC, found = _Gather.apply(x_TC, table.inputs, cache_AC, cache_grad_AC)
     windows, tails = found.split([table.firsts * table.width, table.tails * (table.width - 1)])
@@ -99,16 +98,16 @@ def short_convolution(
 ) -> Tensor:
     """A depthwise causal convolution along every path.
 
-    Where it is compiled, it is a sum of products with the inputs shifted, which fuses with what is
-    around it: one pass over the tokens, where the library's convolution takes three, for it wants
-    channels first. Products are summed in float32 (float64) and rounded once.
+    In compiled code it is a sum of products with shifted inputs, which is fused with surrounding
+    operations into one pass over the tokens. The library's convolution takes three, because it
+    needs channels first. Products are summed in float32 (float64) and rounded once.
 
     Args:
         x_TC: [T, C] inputs of the microbatch's tokens.
         weight_CW: [C, W], oldest input first.
         bias_C: [C] or None.
-        windows_FWC: [F, W, C] the inputs that count for `index_F`, from `gathered_inputs`.
-        index_F: [F] slots whose inputs do not all lie in their own segment.
+        windows_FWC: [F, W, C] the windows of `index_F`, from `gathered_inputs`.
+        index_F: [F] places with inputs outside their own segment.
 
     Returns:
         [T, C] before any activation.
@@ -129,7 +128,7 @@ def short_convolution(
 
 
 def _operand_dtype(x_TC: Tensor, weight_CW: Tensor) -> torch.dtype:
-    """Convolutions are among the operations that autocast casts."""
+    """The dtype of the operands. Autocast casts convolutions."""
     kind = x_TC.device.type
     if torch.is_autocast_enabled(kind) and weight_CW.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)
@@ -137,15 +136,15 @@ def _operand_dtype(x_TC: Tensor, weight_CW: Tensor) -> torch.dtype:
 
 
 class _ShiftedSum(torch.autograd.Function):
-    """The plain convolution, by products with the inputs shifted.
+    """The plain convolution, as a sum of products with shifted inputs.
 
-    The backward shifts the gradient and not, as autograd would, the inputs: compiled code keeps
-    what is padded in the forward for it, in float32 and for every shift.
+    The backward shifts the gradient instead of the inputs. With autograd, compiled code would save
+    the padded inputs, in float32, for every shift.
 
-    Dynamo of torch 2.11 makes every tensor and size of a Function's forward an output of it. If the
-    result is there under two names, as one that is cast to the dtype it has, the gradient goes to
-    the other name and is lost, silently (pytorch issue 180642; torch 2.12.1 is right). A size that
-    turns out to be a constant ends compilation. So the forward makes neither.
+    In torch 2.11, Dynamo makes every tensor and size in a Function's forward an output. If the
+    result has two names, as after a cast to its own dtype, the gradient reaches the other name and
+    is lost silently (pytorch issue 180642; fixed in torch 2.12.1). A size that is a constant ends
+    compilation. So the forward has neither.
     """
 
     @staticmethod
@@ -154,14 +153,14 @@ class _ShiftedSum(torch.autograd.Function):
         ctx.biased = bias_C is not None
         wide = accumulate_dtype(x_TC.dtype)
         x, tokens = x_TC.to(wide), len(x_TC)
-        # No range over weight_CW.shape[1], which may be a size that is not known as a constant.
+        # No range over weight_CW.shape[1], because it may be a dynamic size.
         newest, *older = reversed(weight_CW.to(wide).unbind(1))
         total = x * newest
         for back, weight_C in enumerate(older, 1):
             total = total + F.pad(x, (0, 0, back, 0))[:tokens] * weight_C
         if bias_C is not None:
             total = total + bias_C.to(wide)
-        # Not `to` in any case: see above.
+        # Never `to`: see above.
         return total if total.dtype == x_TC.dtype else total.to(x_TC.dtype)
 
     @staticmethod
@@ -179,15 +178,15 @@ class _ShiftedSum(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """The identity of a tensor, and rows of it and of the cache by index.
+    """Returns a tensor unchanged, and rows of it and of the cache by index.
 
-    What is read of a microbatch often adds up in float32, and joins the microbatch's other gradient
-    there.
+    Gradients of rows that are read several times add up in float32, before they are added to the
+    tensor's gradient.
     """
 
     @staticmethod
     def forward(ctx, x_TC, table, cache_AC, cache_grad_AC):  # type: ignore[override]
-        # Not save_for_backward: the cache is written on purpose until this backward adds to it.
+        # Not save_for_backward: the cache may be written until this backward adds to it.
         ctx.table, ctx.cache_grad = table, cache_grad_AC
         out = x_TC.new_zeros(table.entries, *x_TC.shape[1:])
         out.index_copy_(0, table.row.to, x_TC.index_select(0, table.row.from_))

@@ -1,4 +1,4 @@
-"""Segments of one microbatch that start where others of it end: level by level, parents first."""
+"""Runs the segments of one microbatch level by level, parents before children."""
 
 from collections.abc import Callable, Sequence
 
@@ -32,7 +32,7 @@ class LevelTable:
 
 
 class StateTable:
-    """A microbatch's levels, what its first level starts from, and what it keeps; built once a
+    """A microbatch's levels, and the cache slots of its initial and kept states. Built once a
     microbatch."""
 
     def __init__(self, layout: StateLayout, *, device: torch.device | str = "cpu") -> None:
@@ -42,15 +42,16 @@ class StateTable:
         first = layout.levels[0].parent
         (reading,) = np.nonzero(first >= 0)
         self.starts: int = len(first)
-        """Segments of the first level."""
+        """Number of segments of the first level."""
         self.reading: Tensor | None = (
             to_device(torch.from_numpy(reading), device) if len(reading) else None
         )
-        """Those that start from a state of another microbatch; None if none does."""
+        """Segments of the first level that start from a state of another microbatch; None if none
+        does."""
         self.read_index: Tensor = to_device(torch.from_numpy(first[reading]), device)
-        """The cache slots they start from."""
+        """Cache slots of these states."""
         self.kept_index: Tensor = to_device(torch.from_numpy(layout.kept_index), device)
-        """[K] where the cache keeps the states that other microbatches start from."""
+        """[K] cache slots of the states that other microbatches start from."""
         order = np.concatenate([level.positions for level in self.levels])
         self._tokens: list[int] = [len(level.positions) for level in self.levels]
         self._order: Tensor | None = None
@@ -69,7 +70,7 @@ class StateTable:
         return x_T if self._inverse is None else x_T.index_select(0, self._inverse)
 
     def split(self, x_T: Tensor) -> Sequence[Tensor]:
-        """The levels' tokens. One gather for all, so that there is one sum of their gradients."""
+        """The tokens of each level, by one gather, so that gradients are summed once."""
         return (x_T,) if len(self.levels) == 1 else self.ordered(x_T).split(self._tokens)
 
     def join(self, outputs: list[Tensor]) -> Tensor:
@@ -83,14 +84,14 @@ def over_levels(
     """Run a scan over all segments of a microbatch, each from the state at the end of its parent.
 
     Args:
-        scan: a recurrence over sequences that lie back to back.
+        scan: a recurrence over adjacent sequences.
         inputs: each [T, ...], the microbatch's tokens.
-        initial_S: states that the first level starts from; None for zeros.
+        initial_S: initial states of the first level; None for zeros.
 
     Returns:
-        What the scan gives for every token [T, ...], and the final states [K, ...] that other
-        microbatches start from, in the order of `table.kept_index`; None if there are none.
-        Gradients of children add up in the dtype of the states.
+        The scan's outputs [T, ...], and the final states [K, ...] that other microbatches start
+        from, in the order of `table.kept_index`, or None. Gradients of children are summed in the
+        dtype of the states.
     """
     outputs, kept = [], []
     state = initial_S

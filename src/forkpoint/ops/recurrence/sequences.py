@@ -1,4 +1,4 @@
-"""Sequences of different lengths, back to back, and how they are cut into chunks."""
+"""Adjacent sequences of different lengths, and their chunks."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -12,10 +12,10 @@ from forkpoint.device import to_device
 
 
 class Chunks:
-    """Sequences cut into chunks of equal size, so that all chunks at one place run together.
+    """Chunks of equal size. The i-th chunks of all sequences run together.
 
-    Sequences are sorted by length, longest first, and chunks by their place in the sequence: those
-    at place i are `at[i] : at[i + 1]`, one for each of the first `at[i + 1] - at[i]` sequences.
+    Sequences are sorted by length, longest first. Chunks are sorted by their index i in the
+    sequence: the i-th chunks are `at[i] : at[i + 1]`, for the first `at[i + 1] - at[i]` sequences.
     """
 
     def __init__(self, lengths: np.ndarray, size: int, device: torch.device | str) -> None:
@@ -33,26 +33,27 @@ class Chunks:
         where = np.zeros(begins[-1] + 1, np.int64)
         where[token] = np.arange(len(token))
         self.order: Tensor = to_device(torch.from_numpy(order), device)
-        """[S] the sequences, longest first."""
+        """[S] indices of the sequences, longest first."""
         self.rank: Tensor = to_device(torch.from_numpy(np.argsort(order, kind="stable")), device)
-        """[S] where each sequence is in that order."""
+        """[S] index of each sequence in that order."""
         self._token = to_device(torch.from_numpy(token), device)
         self._where = to_device(torch.from_numpy(where[:-1]), device)
 
     def cut(self, x_T: Tensor) -> Tensor:
-        """[T, ...] -> [chunks, size, ...], zeros behind the end of a sequence."""
+        """[T, ...] -> [chunks, size, ...], with zeros after the end of a sequence."""
         padded = F.pad(x_T, (*(0, 0) * (x_T.dim() - 1), 0, 1))
         return padded.index_select(0, self._token).unflatten(0, (-1, self.size))
 
     def carry(
         self, state_S: Tensor, step: Callable[[slice, Tensor], tuple[Tensor, Tensor]], final: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Hand a state from chunk to chunk: all sequences at one place step together.
+        """Carry states from chunk to chunk, for all sequences together.
 
         Args:
-            state_S: [S, ...] what the sequences start from.
-            step: (chunks at one place, states before them) -> (their outputs, states after them).
-            final: whether to return the states at the ends, [S, ...].
+            state_S: [S, ...] initial states of the sequences.
+            step: (slice of the i-th chunks, states before them) -> (their outputs, states after
+                them).
+            final: whether to return the final states, [S, ...].
         """
         state = state_S.index_select(0, self.order)
         outputs, ended = [], []
@@ -75,9 +76,9 @@ class Chunks:
 def pairwise_decay(g_NGC: Tensor) -> Tensor:
     """Decay from each token of a chunk to each later one.
 
-    Each exponent is summed by itself (the segment sum of Dao and Gu, arXiv 2405.21060, listing 1).
-    Differences of cumulative sums would cancel: in the decays, and worse in the gradient of g, in
-    which terms of the diagonal are by far the largest if tokens forget much.
+    Each exponent is summed separately (the segment sum of Dao and Gu, arXiv 2405.21060, listing 1).
+    Differences of cumulative sums would cancel, in the decays and even more in the gradient of g,
+    whose diagonal terms are by far the largest for strong decays.
 
     Args:
         g_NGC: log decays of the C tokens of each chunk, at most 0.
@@ -88,12 +89,12 @@ def pairwise_decay(g_NGC: Tensor) -> Tensor:
     size = g_NGC.shape[-1]
     later_CC = torch.ones(size, size, dtype=torch.bool, device=g_NGC.device).triu(1)
     between_NGCC = g_NGC[..., :, None].expand(*g_NGC.shape, size).masked_fill(~later_CC.T, 0)
-    # Masked before exp: a decay of 0 and its gradient are then exact.
+    # Masked before exp, so that a decay of 0 and its gradient are exact.
     return between_NGCC.cumsum(-2).masked_fill(later_CC, -torch.inf).exp()
 
 
 class Sequences:
-    """Lengths of sequences that lie back to back, on the CPU and on the device."""
+    """Lengths of adjacent sequences, on the CPU and on the device."""
 
     def __init__(self, lengths: np.ndarray, device: torch.device | str) -> None:
         self.lengths = lengths
@@ -106,7 +107,7 @@ class Sequences:
         self._chunks: dict[int, Chunks] = {}
 
     def chunks(self, size: int) -> Chunks:
-        """Built once and kept, for all layers and passes."""
+        """The chunks of this size, built once for all layers and passes."""
         if size not in self._chunks:
             self._chunks[size] = Chunks(self.lengths, size, self.device)
         return self._chunks[size]
