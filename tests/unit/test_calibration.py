@@ -175,6 +175,28 @@ def test_a_row_without_labels_ends_in_its_last_layer() -> None:
     assert plan.predicted_ms == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("windows", "gathered"), [((0,) * 4, 0), ((0, 0, 16, 16), 15 + 32 * 24)])
+def test_short_sequences_take_memory_of_their_own(windows: tuple[int, ...], gathered: int) -> None:
+    shape = replace(SHAPE, windows=windows)
+    calibration = made_up(shape=shape, working_bytes=(0.0, 3.0))
+    plan = make_plan(
+        group(prompt=16, response=9, count=32),
+        shape,
+        Config(sharing="group", boundary="within"),
+        capabilities=Capabilities(runs_ahead=True),
+        calibration=calibration,
+    )
+    (microbatch,) = plan.microbatches
+    assert (len(microbatch.segments), microbatch.tokens) == (33, 15 + 32 * 9)
+    meter = MeasuredMeter(calibration, plan)
+    padding = 33 * 128 * shape.heads * shape.head_dim * 4
+    heads = 2 * shape.kv_heads + shape.heads
+    keys = gathered * heads * (shape.head_dim + shape.value_dim) * shape.dtype_bytes
+    assert meter.working_bytes(microbatch) == 3 * microbatch.tokens + padding + keys
+    on_cpu = replace(plan, capabilities=Capabilities())
+    assert MeasuredMeter(calibration, on_cpu).working_bytes(microbatch) == 3 * microbatch.tokens
+
+
 def test_kept_logits_are_not_computed_again() -> None:
     """The head's backward was measured with a forward's product in it."""
     measured = made_up(head=line(1e-2, backward=3.0))

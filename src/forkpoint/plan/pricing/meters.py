@@ -45,6 +45,10 @@ LAUNCH_MOST = 0.02
 EXCHANGE_FLOPS = 2048
 EXCHANGE_BYTES_PER_MS = 2.44e8
 
+# For sequences of several lengths, FlashAttention-2 and 4 sum gradients of queries in float32, with
+# space for so many more queries in each sequence.
+PADDED_QUERIES = 128
+
 # If the predicted times of two plans differ by less than this part, the simpler plan is chosen.
 NOISE = 0.005
 
@@ -382,7 +386,25 @@ class MeasuredMeter(Meter):
     def working_bytes(self, microbatch: Microbatch) -> int:
         head, token = self.calibration.working_bytes
         tokens = self.shape.part(microbatch.tokens)
-        return int(tokens * token + (head if microbatch.num_loss_entries else 0.0))
+        measured = int(tokens * token + (head if microbatch.num_loss_entries else 0.0))
+        return measured + self._attention_bytes(microbatch)
+
+    def _attention_bytes(self, microbatch: Microbatch) -> int:
+        """Bytes that the backward of attention in one layer needs for many short sequences.
+
+        A calibration measures one long sequence.
+        """
+        shape = self.shape
+        sixteen_bits = shape.dtype_bytes == 2  # others have kernels without padding
+        if not (shape.attention_layers and self.plan.capabilities.runs_ahead and sixteen_bits):
+            return 0
+        padding = PADDED_QUERIES * len(microbatch.segments)
+        windows = set(shape.windows) - {0}
+        keys = max((self._launches_of(microbatch, w)[0].further for w in windows), default=0)
+        # Gathered keys and values, their gradients, and gradients for each head of queries.
+        queries = shape.heads * (shape.head_dim + shape.value_dim) // shape.context
+        key_bytes = (2 * shape.boundary_elements + queries) * shape.dtype_bytes
+        return padding * 4 * shape.heads * shape.head_dim // shape.context + keys * key_bytes
 
     def _pass(self, microbatch: Microbatch, num_loss_entries: int, *, backward: bool) -> float:
         found = self.calibration
