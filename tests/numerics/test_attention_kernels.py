@@ -229,6 +229,11 @@ def test_launches_that_a_record_does_not_claim_are_refused(monkeypatch: pytest.M
         for name in ("cudnn", "fa4"):
             why = RECORDS[name].launch_refusal(square, asked._replace(**changes)) or ""
             assert ("fewer than 97 elements, and a launch has" in why) == refused
+    # In a backward of several sequences, flash-attn-4 adds queries to each.
+    monkeypatch.setattr(kernels, "MOST_ELEMENTS", (5 + 128) * 8)
+    assert "has 1,064" in (RECORDS["fa4"].launch_refusal(ragged, asked) or "")
+    monkeypatch.setattr(kernels, "MOST_ELEMENTS", (5 + 128) * 8 + 1)
+    assert RECORDS["fa4"].launch_refusal(ragged, asked) is None
     # And the operator asks.
     with only(monkeypatch, dataclasses.replace(RECORDS["reference"], ragged=False)):
         x = torch.ones(5, 1, 4)

@@ -40,6 +40,9 @@ CAPABILITIES = (9, 10, 11)
 MOST_IN_A_BATCH = 65_535
 """Most sequences of a batch, which are one dimension of the grid of blocks."""
 
+MOST_PADDING = 128
+"""Most queries that its backward adds to a sequence, in the float32 sums of their gradients."""
+
 OLDEST = "4.0.0b36"
 TUNED = "4.0.0b36"
 """The version whose tiles were measured. Other versions use their default tiles."""
@@ -239,6 +242,8 @@ def _refuses(asked: Asked) -> str | None:
 def _refuses_launch(launch: Launch, asked: Asked) -> str | None:
     # More elements than 32-bit indices allow have not been shown exact.
     queries, keys = launch.q_end - launch.q_begin, launch.k_end - launch.k_begin
+    # Its backward adds up to a block of queries to each sequence.
+    queries += MOST_PADDING * (launch.count - 1)
     return refuses_elements(queries, keys, asked)
 
 
