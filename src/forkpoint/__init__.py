@@ -61,8 +61,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-# Names are imported when first used that need torch, or more than most need: plans and the CLI's
-# help need no torch.
+# Names that need torch, or many other imports, are imported at first use, because plans and the
+# help of the CLI need no torch.
 _LAZY = {
     "Policy": "forkpoint.policy",
     "Scores": "forkpoint.policy",

@@ -51,17 +51,17 @@ class Config:
             automatic budget reserves them until the optimizer has allocated its states. Set 2 for
             AdamW in 8 bits and 0 for SGD. None means AdamW in the dtype of the parameters: 8 bytes
             in float32, 4 in bfloat16.
-        activations: Storage of a microbatch's activations while its children run: on the device
-            (keep), in host memory (offload), or nowhere (recompute), which runs a second forward.
-            auto keeps the activations that fit.
+        activations: Storage of activations of microbatches that others read: on the device (keep),
+            in host memory (offload), or nowhere (recompute), which runs a second forward. auto
+            keeps the activations that fit.
         checkpointing: Activations that the backward of a microbatch computes again: none, those of
             the MLPs (selective), or those of whole decoder blocks (full). auto takes none if that
             fits the budget, else the cheapest choice that fits.
         prefix_cache: Storage of keys and values that other microbatches read, and of their
             gradients: on the device, or in host memory, with two layers at a time on the device.
             With auto they stay on the device if they fit. Otherwise as few layers as needed move to
-            host memory. They also move if that is predicted to be faster than recomputation, by a
-            calibration.
+            host memory. With a calibration they also move if that is predicted to be faster than
+            recomputation.
         host_memory: Largest amount of host memory for offloaded activations and prefix caches, in
             the format of memory_budget. It is pinned on CUDA, and held as long as the policy
             exists. Data beyond it goes to offload_folder, or stays on the device. None means no
@@ -71,7 +71,7 @@ class Config:
             ends.
             Copies take longer than to pinned memory, and predicted times do not include this. None
             means no files.
-        calibration: Prices that the planner compares plans with. auto takes the file that
+        calibration: Measured prices, by which the planner compares plans. auto takes the file that
             `forkpoint calibrate` wrote for this device and model shape. Without such a file, a
             policy on CUDA measures a few layers of random weights at its first plan. This takes
             some seconds, once for each device and software version. On other devices, and with
@@ -106,11 +106,11 @@ class Config:
         grad_accumulation_dtype: Dtype in which a step sums gradients of microbatches: that of each
             parameter, in `.grad`, or float32. Float32 sums take 4 bytes per parameter and are added
             to `.grad` at the end of the step. A step that fails earlier leaves gradients unchanged.
-        self_check: Comparison of log-probs of a small sample with those of the stock model, before
-            the first step and after each change of the model's code, hooks or configuration. False
-            (--no-self-check) turns it off; see docs/concepts/self-check.md.
-        restore_grads: Copy of existing gradients before each step, so that a failed step can
-            restore them. True (--restore-grads) turns it on.
+        self_check: Whether to compare log-probs of a small sample with those of the stock model,
+            before the first step and after each change of the model's code, hooks or configuration;
+            see docs/concepts/self-check.md. --no-self-check sets False.
+        restore_grads: Whether to copy existing gradients before each step, so that a failed step
+            can restore them.
 
     Raises:
         ConfigError: a value is not allowed.

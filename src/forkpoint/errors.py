@@ -14,11 +14,11 @@ class RolloutError(ForkpointError, ValueError):
 
 
 class TraceError(RolloutError):
-    """A recorded trace that was truncated, or has another schema, or is no trace of forkpoint."""
+    """A recorded trace that is truncated, has another schema, or is not a trace of forkpoint."""
 
 
 class ConfigError(ForkpointError, ValueError):
-    """A value of an option that is not allowed, alone or together with another option."""
+    """A value of an option that is not allowed, alone or with another option."""
 
 
 class PlanError(ForkpointError, ValueError):

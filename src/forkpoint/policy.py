@@ -32,7 +32,7 @@ class Policy:
     def __init__(
         self, host: ModelHost, config: Config, model_state: ModelState | None = None
     ) -> None:
-        """Raises ConfigError if the options do not fit the way ranks hold the model."""
+        """Raises ConfigError if the options do not fit the parallelism of the model."""
         check_config(host, config)
         self.host: ModelHost = host
         self.config: Config = config

@@ -20,9 +20,10 @@ from forkpoint.verify.dense import dense_run as dense_run
 
 @contextmanager
 def registered_kernel(kernel: Kernel) -> Iterator[None]:
-    """Within it `Config(attention_kernel=kernel.name)` finds the kernel, and "auto" asks it first.
+    """Register a kernel inside the block, for `Config(attention_kernel=kernel.name)`; "auto" tries
+    it first.
 
-    For kernels that are being written; see docs/develop/adding-a-kernel.md.
+    Use it to develop a kernel; see docs/develop/adding-a-kernel.md.
     """
     before = registry.KERNELS
     assert kernel.name not in {k.name for k in before}, f"there is a kernel {kernel.name!r} already"
@@ -45,8 +46,8 @@ def tiny_model(
 ) -> PreTrainedModel:
     """A random model of a family (llama, qwen3): 3 layers, 4 query and 2 key-value heads.
 
-    critic: whether it is the family's token classifier with one label and no dropout, in place of
-        its language model.
+    critic: whether to make the family's token classifier with one label and no dropout, instead of
+    its language model.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
@@ -68,12 +69,13 @@ def tiny_model(
     state = torch.get_rng_state()
     torch.manual_seed(seed)
     softcap = getattr(config, "attn_logit_softcapping", None)
-    # Some versions of transformers choose sdpa, which leaves a softcap out.
+    # Some versions of transformers choose sdpa, which ignores a softcap.
     options = {} if softcap is None else {"attn_implementation": "eager"}
     model = auto.from_config(config, **options)
     with torch.no_grad():
         for parameter in model.parameters():
-            # The usual initialisation is so small that attention is uniform and norms are all one.
+            # With the usual initialisation, attention is nearly uniform and all norm weights are
+            # one.
             spread = 0.3 if parameter.dim() > 1 else 0.2
             noise = torch.randn(parameter.shape) * spread
             parameter.copy_(noise if parameter.dim() > 1 else 1 + noise)

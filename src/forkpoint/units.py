@@ -1,4 +1,4 @@
-"""Amounts of memory as people write them. Imports no torch."""
+"""Amounts of memory as text. Imports no torch."""
 
 import re
 
@@ -16,7 +16,7 @@ MemorySize = int | str
 
 
 def size_in_bytes(given: MemorySize | None, name: str = "memory_limit") -> int | None:
-    """The bytes that a number or a text such as "8GB", "8 GiB" or "8000000000" stands for.
+    """Number of bytes of a number, or of text such as "8GB", "8 GiB" or "8000000000".
 
     Raises ConfigError, naming the option `name`, for anything else and for less than 1 byte.
     """
@@ -29,7 +29,7 @@ def size_in_bytes(given: MemorySize | None, name: str = "memory_limit") -> int |
         unit = (found[2] or "").lower()
         size = int(float(found[1]) * {**_UNITS, **_BINARY}[unit])
     if size < 1:
-        # The command line gives numbers as text.
+        # The command line passes numbers as text.
         bare = isinstance(given, str) and given.lstrip("-").isdigit()
         raise ConfigError(
             f"{name} is {given if bare else repr(given)[:80]}; it takes a number of bytes of "
@@ -44,7 +44,7 @@ def size_in_bytes(given: MemorySize | None, name: str = "memory_limit") -> int |
 
 
 def format_bytes(count: float) -> str:
-    """A number of bytes as messages show it: 1.5 GiB."""
+    """Format a number of bytes for messages: 1.5 GiB."""
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if count >= unit:
             return f"{count / unit:,.1f} {name}"
@@ -52,5 +52,5 @@ def format_bytes(count: float) -> str:
 
 
 def exactly(count: int) -> str:
-    """A number of bytes in both forms: 1.5 GiB (1,610,612,737 bytes)."""
+    """Format a number of bytes with the exact number: 1.5 GiB (1,610,612,737 bytes)."""
     return format_bytes(count) if count < KIB else f"{format_bytes(count)} ({count:,} bytes)"

@@ -1,4 +1,4 @@
-"""Commands by name, and their arguments as tyro reads them. Imports no torch."""
+"""Commands by name, with arguments that tyro parses. Imports no torch."""
 
 import importlib
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from forkpoint import __version__
 from forkpoint.apps.cli.output import Output
 from forkpoint.errors import ConfigError
 
-# Help is in docstrings; a search for it in comments would take half the time.
+# Help is in docstrings. The search for help in comments would take half of the time.
 TYRO_CONFIG = (FlagCreatePairsOff, HelptextFromCommentsOff, OmitArgPrefixes)
 
 
@@ -24,7 +24,7 @@ class App:
     prog: str
     about: str
     commands: Mapping[str, str]
-    """By name the module and the class of a command, whose fields are its options."""
+    """Module and class of each command, by name. The fields of the class are the options."""
 
     def command(self, name: str) -> Any:
         """The class of a command. Raises ConfigError for an unknown name."""

@@ -22,7 +22,7 @@ File = DisallowNone[
 
 @dataclass(frozen=True, kw_only=True)
 class Calibrate:
-    """Measure this device with a model's shape, so that plans are priced in milliseconds.
+    """Measure this device for a model's shape, to predict the time of plans in milliseconds.
 
     It takes under two minutes, with a few layers of random weights. Weights of the model are not
     read. Under torchrun (torchrun --nproc-per-node 8 -m forkpoint calibrate ...) the first rank

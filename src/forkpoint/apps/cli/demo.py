@@ -1,4 +1,4 @@
-"""`forkpoint demo`: a GRPO loop on a CPU, every gradient taken shared and dense."""
+"""`forkpoint demo`: a GRPO loop on a CPU that computes each gradient twice, shared and dense."""
 
 import json
 from contextlib import nullcontext
@@ -29,14 +29,15 @@ MODEL: dict[str, Any] = {
     "tie_word_embeddings": True,
     "initializer_range": 0.1,
 }
-# Rounding of float32 gives about 1e-6 here. A gradient that lacks a part is off by far more.
+# Rounding of float32 gives about 1e-6 here. A missing part of the gradient gives a much larger
+# difference.
 GRADIENT_BAR = 1e-4
 SHOWN_WORDS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """Train with GRPO on a CPU, and compare each gradient, shared and dense, without downloads.
+    """Train with GRPO on a CPU, and compare shared with dense gradients. Nothing is downloaded.
 
     A tiny Qwen3 with random weights answers long prompts in a made-up language of five dialects.
     The reward is the share of a response's words in the most frequent dialect of its prompt.
@@ -49,7 +50,7 @@ class Demo:
         response_tokens: Number of tokens of a response.
         lr: Learning rate of AdamW.
         seed: Seed of the weights, the prompts and the sampling.
-        output: Folder of demo.jsonl, which has one row per step.
+        output: Folder for demo.jsonl, which gets one row per step.
         json: Print one line of JSON and nothing else.
     """
 
@@ -76,7 +77,7 @@ class Demo:
             longest = self.prompt_tokens + self.response_tokens
             make = make_optimizer("adamw", self.lr)
             rows.parent.mkdir(parents=True, exist_ok=True)
-            rows.write_bytes(b"")  # an error of the folder comes before the steps
+            rows.write_bytes(b"")  # to raise errors of the folder before the steps
             config = {**MODEL, "max_position_embeddings": longest}
             model = random_model(config, torch.float32, self.seed)
         loop = Loop(
@@ -107,7 +108,7 @@ class Demo:
             f" {'speed-up':>9}  gradients apart"
         )
         steps: list[Step] = []
-        # The lines of the steps are the progress, unless they are not shown.
+        # The lines of the steps show the progress, unless the output is JSON.
         with out.progress("training", self.steps) if self.json else nullcontext() as advance:
             for number in range(1, self.steps + 1):
                 sampled = first if number == 1 else loop.rollouts()

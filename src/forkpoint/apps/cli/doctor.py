@@ -20,12 +20,12 @@ HEAD_DIM = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor:
-    """Show versions, devices and kernels, and check a tiny model's gradients here.
+    """Show versions, devices and kernels, and check gradients of a tiny model on this machine.
 
     The exit code is 1 if the check fails.
 
     Attributes:
-        quick: Check eager blocks alone: compiling blocks takes most of the time.
+        quick: Check only eager blocks. Compiling blocks takes most of the time.
         json: Print one line of JSON and nothing else.
     """
 
@@ -78,7 +78,8 @@ class Doctor:
 
 
 def list_kernels(kernels: Sequence[Any], devices: Iterable[str]) -> list[dict[str, Any]]:
-    """List all kernels by device and dtype: whether auto takes them, or why they cannot serve."""
+    """List all kernels for each device and dtype, with the kernel that auto takes, and reasons for
+    kernels that cannot run."""
     import torch
 
     from forkpoint.ops.choice import Asked
@@ -115,10 +116,10 @@ def devices() -> list[dict[str, Any]]:
 
 
 def self_test(*, compile_blocks: bool) -> "tuple[VerifyReport, str | None]":
-    """Gradients of a tiny model, shared and dense, on the best device here.
+    """Compare shared and dense gradients of a tiny model, on the best device of this machine.
 
-    The dtype is float64. Compiled blocks on CUDA have float32, because float64 models are not
-    compiled there.
+    The dtype is float64, or float32 for compiled blocks on CUDA, where float64 models are not
+    compiled.
 
     Returns:
         The comparison, and the error of the compiler if it failed, else None.
@@ -133,7 +134,7 @@ def self_test(*, compile_blocks: bool) -> "tuple[VerifyReport, str | None]":
 
     cuda = torch.cuda.is_available()
     single = compile_blocks and cuda
-    # A block of few kernels: on a CPU each takes the C++ compiler two seconds.
+    # A block with few kernels, because the C++ compiler takes two seconds for each kernel on a CPU.
     model = tiny_model("llama", dtype=torch.float32 if single else torch.float64)
     model.to("cuda" if cuda else "cpu")  # pyright: ignore[reportArgumentType]  (a decorator of transformers)
     rollouts = synthetic_rollouts(
@@ -146,7 +147,7 @@ def self_test(*, compile_blocks: bool) -> "tuple[VerifyReport, str | None]":
     )
     config = Config(sharing="tree", boundary="across", compile_blocks=compile_blocks)
     policy = wrap(model, config)
-    policy.host.compiling.announced = True  # the command says itself what it is doing
+    policy.host.compiling.announced = True  # the command shows its own progress
     report = policy.verify(RolloutBatch(rollouts), GRPO())
     return report, policy.host.compiling.failure
 

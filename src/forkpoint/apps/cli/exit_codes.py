@@ -24,7 +24,7 @@ MAX_REASON_CHARACTERS = 300
 
 
 def guarded(run: Callable[[list[str]], int], argv: Sequence[str] | None = None) -> int:
-    """Exit code of `run`, also if it raises.
+    """Run a command and return its exit code, also if the command raises.
 
     Args:
         run: a command line; it gets the arguments without `--debug`.
@@ -32,11 +32,11 @@ def guarded(run: Callable[[list[str]], int], argv: Sequence[str] | None = None) 
     """
     given = list(sys.argv[1:] if argv is None else argv)
     debug = DEBUG in given or os.environ.get("FORKPOINT_DEBUG", "0") not in ("", "0")
-    # Python has None for streams that the process was started without.
+    # Streams are None if the process was started without them.
     sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115
     sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
-        # A locale without UTF-8 lacks characters of tables and of file names.
+        # A locale without UTF-8 cannot encode some characters of tables and file names.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
@@ -47,10 +47,10 @@ def guarded(run: Callable[[list[str]], int], argv: Sequence[str] | None = None) 
         print_error("interrupted")
         return INTERRUPTED
     except BrokenPipeError:
-        return OUTPUT_CLOSED  # the reader of the output (head, a pager) has enough
-    except SystemExit as stop:  # of tyro after help or wrong arguments, of rich for a broken pipe
+        return OUTPUT_CLOSED  # the reader of the output (head, a pager) has closed it
+    except SystemExit as stop:  # raised by tyro, and by rich for a broken pipe
         return stop.code if isinstance(stop.code, int) else OUTPUT_CLOSED
-    except BaseException as error:  # a panic of a library in Rust is no Exception
+    except BaseException as error:  # a panic of a Rust library is not an Exception
         if debug:
             print_error("".join(traceback.format_exception(error)).rstrip("\n"))
         code, message = _explained(error)

@@ -1,4 +1,4 @@
-"""Losses as the command line names them: NAME, or NAME,option=value,... Imports no torch."""
+"""Losses in the syntax of the command line: NAME, or NAME,option=value,... Imports no torch."""
 
 import ast
 from dataclasses import MISSING, dataclass, fields
@@ -19,7 +19,7 @@ CLASSES = {
     "dpo": "DPO", "simpo": "SimPO",
 }
 # fmt: on
-"""Classes of forkpoint.losses by the names that trainers use."""
+"""Classes of forkpoint.losses, by the names of trainers."""
 
 LossText = DisallowNone[
     Annotated[
@@ -47,7 +47,7 @@ class Objective:
     loss: LossText = None
 
     def make(self) -> "Loss":
-        """The loss with its options. Imports torch.
+        """Make the loss with its options. Imports torch.
 
         Raises ConfigError for an unknown name, and for options that the loss does not take.
         """
@@ -82,7 +82,7 @@ class RoutedObjective(Objective):
     router_loss: RouterText = None
 
     def make_router(self) -> "RouterLoss | None":
-        """The loss of routers; None where none is asked for. Imports torch."""
+        """Make the router loss; None without --router-loss. Imports torch."""
         if self.router_loss is None:
             return None
         from forkpoint.losses import RouterLoss
@@ -93,7 +93,7 @@ class RoutedObjective(Objective):
 
 
 def _check_options(kind: type[Any], options: dict[str, Any], what: str) -> None:
-    """Raises ConfigError for options that are no arguments of a dataclass."""
+    """Raises ConfigError for options that are not arguments of a dataclass."""
     takes = [f.name for f in fields(kind) if f.init]
     if unknown := [option for option in options if option not in takes]:
         raise ConfigError(
@@ -102,7 +102,7 @@ def _check_options(kind: type[Any], options: dict[str, Any], what: str) -> None:
 
 
 def _options(words: list[str], field: str) -> dict[str, Any]:
-    """Options from OPTION=VALUE each; values are literals of Python, or else text."""
+    """Parse options of the form OPTION=VALUE. Values are Python literals, or else text."""
     options: dict[str, Any] = {}
     for word in words:
         option, equals, value = word.partition("=")

@@ -1,4 +1,4 @@
-"""Making the model that a command runs: a folder's weights, or random ones. Imports torch."""
+"""Models for commands, with weights from a folder or random weights. Imports torch."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,10 +24,10 @@ from forkpoint.plan import ModelShape
 
 
 def load_model(model: Path, options: Runtime) -> PreTrainedModel:
-    """The model in training mode on its device; nothing is downloaded.
+    """Load a model in training mode on its device. Nothing is downloaded.
 
     Raises:
-        ConfigError: there is no such model, it cannot be made, or there is no such device.
+        ConfigError: the model or the device does not exist, or the model cannot be made.
         UnsupportedError: forkpoint does not know its family.
     """
     device = _device(options.device)
@@ -39,15 +39,16 @@ def load_model(model: Path, options: Runtime) -> PreTrainedModel:
         )
     dtype = getattr(torch, options.dtype)
     logging.disable_progress_bar()
-    # Transformers checks what it reads by errors of many kinds, each of them about the user's file.
+    # transformers raises errors of many classes, all of which concern the user's file.
     try:
         if model.is_dir():
             made = _load(model, _class_of(config), dtype)
         else:
-            # On a CPU billions of random weights take minutes. A seed means others on each kind.
+            # Billions of random weights take minutes on a CPU, so they are drawn on the device. A
+            # seed gives different weights there.
             with torch.device(device):
                 made = random_model(config, dtype, options.seed)
-            if device.type == "cpu":  # elsewhere kernels might be compiled for it
+            if device.type == "cpu":  # on other devices this might compile kernels
                 _run_once(made)
     except ForkpointError:
         raise
@@ -76,7 +77,8 @@ def _device(name: str) -> torch.device:
 
 
 def random_model(config: dict[str, Any], dtype: torch.dtype, seed: int) -> PreTrainedModel:
-    """A model of a configuration (the keys of a config.json), drawn as transformers draws it."""
+    """Make a model of a configuration (the keys of a config.json) with random weights from
+    transformers."""
     torch.manual_seed(seed)
     return _class_of(config).from_config(AutoConfig.for_model(**config), dtype=dtype)
 
@@ -87,16 +89,16 @@ def _class_of(config: dict[str, Any]) -> Any:
 
 
 def _run_once(model: PreTrainedModel) -> None:
-    """Run two tokens, which fails where sizes of a configuration do not fit each other.
+    """Run two tokens. This fails if sizes of the configuration are inconsistent.
 
-    The random numbers that this takes are drawn again.
+    The state of the random generators is restored afterwards.
     """
     with torch.no_grad(), torch.random.fork_rng(devices=()):
         model.eval()(torch.zeros((1, 2), dtype=torch.int64), use_cache=False)
 
 
 def _load(folder: Path, auto: Any, dtype: torch.dtype) -> PreTrainedModel:
-    # Code of the folder is not run, and pickled weights (pytorch_model.bin) are not read.
+    # Code in the folder is not run, and pickled weights (pytorch_model.bin) are not read.
     loaded: Any = auto.from_pretrained(
         folder,
         local_files_only=True,
@@ -118,7 +120,8 @@ def _load(folder: Path, auto: Any, dtype: torch.dtype) -> PreTrainedModel:
 def shallow_models(
     model: Path, *, dtype: str, device: str
 ) -> tuple[Callable[[int], PreTrainedModel], ModelShape]:
-    """Factory of models of a configuration with few layers, and the shape of the whole model.
+    """Factory of models of a configuration with a given number of layers, and the shape of the
+    whole model.
 
     Raises as `load_model`.
     """

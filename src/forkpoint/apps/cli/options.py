@@ -1,4 +1,4 @@
-"""Options that several commands have. Imports no torch.
+"""Options of several commands. Imports no torch.
 
 The texts under Attributes are the help of the command line.
 """
@@ -27,13 +27,14 @@ from forkpoint.rollouts.traces import RolloutFile, open_rollouts
 from forkpoint.units import size_in_bytes
 
 MAX_SEED = 2**63 - 1
-"""The largest that every random generator takes."""
+"""Largest seed that every random generator accepts."""
 PLAN_ROLLOUT_BYTES = 2560
 PLAN_TOKEN_BYTES = 96
-"""Bytes of a batch and its plan for each rollout and for each of its tokens, besides the rollouts'
-own arrays: 1.3 KB and 70 to 90 bytes were measured with `forkpoint plan`."""
+"""Bytes of a batch and its plan, for each rollout and for each token, without the arrays of the
+rollouts. 1.3 KB and 70 to 90 bytes were measured with `forkpoint plan`."""
 BATCH_TOKENS = 4_000_000
-"""Tokens after which a batch of a long file ends with its group, or with as many again."""
+"""Number of tokens after which a batch of a long file ends, at the end of the present group or
+after the same number again."""
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 DtypeName = Literal["float32", "bfloat16", "float64"]
 ModelDtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
@@ -64,7 +65,7 @@ def whole_number(least: int, most: int | None = None) -> PrimitiveConstructorSpe
 
 
 def require_extra(extra: str, *packages: str) -> None:
-    """Raises ConfigError where packages of an extra are not installed."""
+    """Raises ConfigError if packages of an extra are not installed."""
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -94,21 +95,21 @@ Tokenizer = DisallowNone[
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Options that decide how much memory the model takes.
+    """Options that determine the memory of the model.
 
     Attributes:
         dtype: Dtype of the parameters and activations. auto takes the dtype of the model's
             configuration, or float32 if it names none.
-        gradient_checkpointing: Checkpoint the model itself, as transformers'
-            gradient_checkpointing_enable does, for a model that is trained so. The planner then
-            cannot choose. Otherwise use --checkpointing.
+        gradient_checkpointing: Enable the model's own checkpointing (gradient_checkpointing_enable
+            of transformers), as in your training. The planner then cannot choose checkpointing.
+            Otherwise use --checkpointing.
     """
 
     dtype: ModelDtype = "auto"
     gradient_checkpointing: Flag = False
 
     def shape(self, model: Path | None) -> ModelShape | None:
-        """The sizes that FLOPs and bytes are counted from; None without a model.
+        """Sizes for counts of FLOPs and bytes; None without a model.
 
         `model` is a folder, a config.json, or else a name that `forkpoint.plan.known_name` knows.
         Raises ConfigError for anything else, and UnsupportedError for an unknown family.
@@ -121,9 +122,10 @@ class Memory:
         )
 
     def dtype_of(self, model: Path) -> str:
-        """A name of DTYPE_BYTES. Raises ConfigError where the configuration names another."""
+        """The dtype, a key of DTYPE_BYTES. Raises ConfigError if the configuration names another
+        dtype."""
         # from_config builds such a model in float32. from_pretrained takes the dtype of the
-        # weights, which are not read here.
+        # weights, but commands do not read these.
         found = (dtype_of_model(model) or "float32") if self.dtype == "auto" else self.dtype
         if found not in DTYPE_BYTES:
             raise ConfigError(
@@ -168,7 +170,7 @@ class Device:
             output says whether the step fits.
         trained_share: Part of the parameters that is trained, from 0 to 1, such as 0.01 with
             adapters.
-        shard: Division of the model over --ranks. fully divides weights, gradients and optimizer
+        shard: Sharding of the model over --ranks. fully divides weights, gradients and optimizer
             states, as fully_shard does. none keeps all of them on each rank, as DDP does.
     """
 
@@ -183,9 +185,10 @@ class Device:
         optimizer_bytes: float | None,
         ranks: int | None,
     ) -> DeviceMemory | None:
-        """Memory of the device, and what weights take of it; None where no device is given.
+        """Memory of the device, with that of weights; None without --device-memory.
 
-        Raises ConfigError for a device without a model, and for numbers that are not allowed.
+        Raises ConfigError for --device-memory without a model, and for numbers that are not
+        allowed.
         """
         total = size_in_bytes(self.device_memory, "device_memory")
         if not 0 <= self.trained_share <= 1:
@@ -219,8 +222,8 @@ class Reading:
 
     Attributes:
         format: Trainer that wrote the file, which decides the names of fields. auto detects it.
-        on_error: Action at a record that cannot be read. stop ends with an error. skip leaves the
-            record out, and shows the number of skipped records and the reasons.
+        on_error: Action for records that cannot be read. stop ends with an error. skip leaves such
+            records out, and shows their number and the reasons.
         tokenizer: Tokenizer for files with text or messages: a tokenizer.json, a folder, or a name
             on the Hub. It is refused for files with token ids.
         memory_limit: Largest memory for reading FILE, for the rollouts and for their plan, such as
@@ -251,7 +254,7 @@ class Reading:
 
 
 def load_batch(file: str, limit: int | None, reading: Reading, out: Output) -> RolloutBatch:
-    """Read the rollouts of a file as one batch. Skipped records and notes are shown."""
+    """Read the rollouts of a file as one batch. Shows skipped records and notes."""
     source = reading.open(file, limit)
     batch = RolloutBatch(source.read())
     show_source(source, out)
@@ -259,10 +262,11 @@ def load_batch(file: str, limit: int | None, reading: Reading, out: Output) -> R
 
 
 def batches_of(source: RolloutFile, count: int | None = None) -> Iterator[RolloutBatch]:
-    """The rollouts of a file as batches, in the memory of one.
+    """Yield the rollouts of a file as batches, in the memory of one batch.
 
-    A batch has `count` rollouts, or BATCH_TOKENS and the rest of its group, if that is no longer
-    than BATCH_TOKENS. It counts towards the limit on memory until the next batch is asked for.
+    A batch has `count` rollouts. Without `count` it has BATCH_TOKENS, and the rest of its group if
+    that is at most BATCH_TOKENS more. It counts towards the limit on memory until the next batch is
+    requested.
     """
     held: list[Rollout] = []
     tokens = cost = 0
@@ -282,7 +286,7 @@ def batches_of(source: RolloutFile, count: int | None = None) -> Iterator[Rollou
 
 
 def _group(rollout: Rollout) -> str | bytes:
-    """Key of a rollout's group, as in a batch."""
+    """Key of the group of a rollout, with the rules of a batch."""
     if rollout.group_id is not None:
         return rollout.group_id
     mask = rollout.loss_mask
@@ -290,7 +294,7 @@ def _group(rollout: Rollout) -> str | bytes:
 
 
 def recorded_batches(source: RolloutFile) -> Iterator[RolloutBatch]:
-    """The batches of a trace, one at a time. Raises TraceError where there is none yet."""
+    """Yield the batches of a trace. Raises TraceError if there are none yet."""
     assert source.trace is not None
     if not len(source.trace):
         raise TraceError(
@@ -301,7 +305,7 @@ def recorded_batches(source: RolloutFile) -> Iterator[RolloutBatch]:
 
 
 def show_source(source: RolloutFile, out: Output) -> None:
-    """Show how a file was read, and put it into the JSON line."""
+    """Show how a file was read, and add this to the JSON line."""
     skipped = source.skipped
     if source.format != "forkpoint" or skipped.count:
         out.show(f"{source.path.name}: {source.container}, format {source.format}")

@@ -16,21 +16,22 @@ from forkpoint.apps.cli.text import visible
 from forkpoint.rollouts.schema import finite
 
 PIPE_WIDTH = 100
-"""Columns of tables if stdout is no terminal."""
+"""Width of tables in characters if stdout is not a terminal."""
 
 
 class _Console(Console):
-    """A console whose text cannot steer the terminal."""
+    """A console that escapes control characters of text."""
 
     def render_str(self, text: str, *arguments: Any, **options: Any) -> Text:
         return super().render_str(visible(text), *arguments, **options)
 
 
 class Output:
-    """Text and tables to stdout, or the JSON line alone; progress to stderr if it is a terminal."""
+    """Writes text and tables to stdout, or only the JSON line, and progress to stderr if it is a
+    terminal."""
 
     def __init__(self, *, json_only: bool, silent: bool = False) -> None:
-        """`silent`: another process shows everything."""
+        """`silent`: show nothing, because another process shows everything."""
         self.json_only = json_only
         self.silent = silent
         self.facts: dict[str, Any] = {}
@@ -43,7 +44,7 @@ class Output:
         self._shows_progress = self._errors.is_interactive and not silent
 
     def show(self, *things: RenderableType) -> None:
-        """Print text or tables, unless only the JSON line was asked for.
+        """Print text or tables, unless --json is set.
 
         Lines of text are wrapped only on a terminal.
         """
@@ -52,15 +53,15 @@ class Output:
                 self._console.print(thing, soft_wrap=isinstance(thing, str) and not self._terminal)
 
     def result(self, values: dict[str, Any]) -> None:
-        """Print the JSON line, if it was asked for. NaN and infinities become null."""
+        """Print the JSON line if --json is set. NaN and infinities become null."""
         if self.json_only and not self.silent:
             print(json.dumps(plain({**values, **self.facts}), allow_nan=False))
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[Callable[[str], None]]:
-        """Show what is being done while the block runs.
+        """Show a status while the block runs.
 
-        Yields a function to call with the newest state of the work.
+        Yields a function that shows further text.
         """
         if not self._shows_progress:
             yield lambda newest: None
@@ -70,7 +71,8 @@ class Output:
 
     @contextmanager
     def progress(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
-        """Show a bar with the time left. Yields a function to call with the steps just done."""
+        """Show a progress bar with the remaining time. Yields a function that adds a number of
+        finished steps."""
         with Progress(
             console=self._errors, transient=True, disable=not self._shows_progress
         ) as bar:
@@ -81,9 +83,9 @@ class Output:
 def table(
     title: str, rows: Iterable[Iterable[object]], columns: Iterable[str] = (), caption: str = ""
 ) -> Table:
-    """A table whose first column is aligned left, and the others right.
+    """Make a table. The first column is aligned left, the others right.
 
-    Without names of columns it has no header.
+    Without `columns` it has no header.
     """
     made = Table(
         title=title, title_justify="left", show_header=bool(columns), caption=caption or None
@@ -96,7 +98,7 @@ def table(
 
 
 def options(command: Any) -> dict[str, Any]:
-    """A command's options, flat, as the JSON line records them."""
+    """Flat dictionary of a command's options, for the JSON line."""
     found: dict[str, Any] = {}
     for name, value in asdict(command).items():
         found |= value if isinstance(value, dict) else {name: value}
@@ -104,5 +106,5 @@ def options(command: Any) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """The same tree as JSON can hold it: paths as text, NaN and infinities as null."""
+    """Convert a tree for JSON: paths become text, NaN and infinities become null."""
     return json.loads(json.dumps(finite(value), default=str))

@@ -53,9 +53,9 @@ _MEMORY = {
         *("prefix_cache", "head_logits"),
     )
 }
-"""Defaults of the options that trade memory for time."""
+"""Defaults of the options that trade time for memory."""
 LABEL = 14
-"""Characters of the names of answers."""
+"""Width of the names of answers in characters."""
 AnyModel = DisallowNone[
     Annotated[
         Path | None,
@@ -132,7 +132,7 @@ class Plan:
             planner = _Planner(self, source, model, shape, device, pipeline)
             ranks = None
             if self.ranks is not None:
-                # Losses of pairs need both rollouts on one rank.
+                # Losses of pairs need both rollouts of a pair on one rank.
                 pairs = planner.loss.decomposition == "joint"
                 calibration = planner.calibration
                 ranks = Ranks(self.ranks, shape, calibration, self.config, whole_groups=pairs)
@@ -183,7 +183,8 @@ class Plan:
         return 0
 
     def _checked_device(self, model: Path | None, shape: ModelShape | None) -> DeviceMemory | None:
-        """The memory of the device, if it is given; options that do not go together raise."""
+        """The memory of the device; None without --device-memory. Raises ConfigError for options
+        that exclude each other."""
         if self.ranks is not None:
             check_ranks(self.ranks)
         each = self.config.optimizer_bytes_per_parameter
@@ -240,7 +241,7 @@ class Plan:
 
 
 class _Planner:
-    """Plans batches of a file for one device, or for each rank or stage."""
+    """Plans batches of a file for one device, for ranks, or for stages."""
 
     def __init__(
         self,
@@ -265,7 +266,7 @@ class _Planner:
             self.budget_bytes = device.budget_bytes
 
     def plan(self, batch: RolloutBatch) -> MadePlan:
-        """The plan of a batch of the file."""
+        """Plan a batch of the file."""
         if self.shape is not None:
             batch.check_vocabulary(self.shape.vocab)
         if self.pipeline is None:
@@ -277,9 +278,9 @@ class _Planner:
         )
 
     def unlimited(self, batch: RolloutBatch) -> MadePlan | None:
-        """The plan of a batch without a limit and without options of memory.
+        """Plan a batch without a memory limit and without options that save memory.
 
-        None if no limit and no such option is set, without the sizes of a model, and for stages.
+        None if neither is set, without the sizes of a model, and for stages.
         """
         changed = [name for name, value in _MEMORY.items() if getattr(self.config, name) != value]
         limited = self.budget_bytes is not None or changed
@@ -296,8 +297,8 @@ class _Planner:
         config: Config | None = None,
         budget_bytes: int | None = None,
     ) -> MadePlan:
-        """The plan of some rollouts of the file on one device. `config` and `budget_bytes`: others
-        than the command's."""
+        """Plan some rollouts for one device. `config` and `budget_bytes` replace those of the
+        command."""
         encoder = self._encoder() if batch.media else None
         return make_plan(
             batch,
@@ -312,7 +313,7 @@ class _Planner:
         )
 
     def longest_prompt(self, plan: MadePlan) -> LongestPrompt | None:
-        """The longest prompt that fits; None without a limit, and where other things do not fit."""
+        """The longest prompt that fits; None without a limit, or if fixed memory does not fit."""
         device = self.device
         if device is not None and device.left_bytes < (plan.memory_budget_bytes or 0):
             return None
@@ -327,17 +328,17 @@ class _Planner:
         return found and replace(found, trained=not self.command.frozen_encoder)
 
     def _edges_to_run(self, batch: RolloutBatch) -> IntArray:
-        """How many edges of each rollout run: int64 [N]."""
+        """Number of edges of each rollout that run: int64 [N]."""
         from forkpoint.losses.zeros import zero_rollouts
 
-        # With rewards in the place of advantages it is not known which give no gradient.
+        # If the file has rewards and no advantages, rollouts without gradient are unknown.
         if self.source.rewarded or self.config.all_logprobs:
             return run_lengths(batch)
         return run_lengths(batch, zero_rollouts(self.loss, batch))
 
 
 def _encoder_facts(found: EncoderTotals) -> dict[str, Any] | None:
-    """Runs of encoders in the JSON line; None where rollouts have no images or video."""
+    """Fields of the JSON line about encoders; None if rollouts have no images or video."""
     if not found.places:
         return None
     return {

@@ -1,4 +1,4 @@
-"""Answers of `forkpoint plan` as text. Imports no torch."""
+"""Lines and tables of `forkpoint plan`. Imports no torch."""
 
 import shlex
 from collections.abc import Collection, Sequence
@@ -20,16 +20,16 @@ from forkpoint.units import format_bytes
 
 NO = "no"
 MOST_GROUPS = 50
-"""Groups in the table of where they part."""
+"""Largest number of groups in the table of where they diverge."""
 _WHERE = {"group": "within groups", "tree": "within the batch"}
 _SHARING = {"none": "none (dense)", "group": "within a group", "tree": "within a batch (tree)"}
 
 
 def answers(plan: Plan, totals: Totals, partings: Partings) -> dict[str, str]:
-    """Answers about sharing by their names, each a line.
+    """Lines about sharing, by their names.
 
-    `plan` is that of one batch; all are planned with the same settings. `totals` are of all
-    batches.
+    `plan` is the plan of one batch. All batches are planned with the same settings. `totals` are
+    sums over all batches.
     """
     found = {
         "shares": _shares(totals),
@@ -85,7 +85,7 @@ def _speed_up(totals: Totals) -> str:
         return bound
     predicted = f"predicted {totals.predicted_speedup:.2f}x over dense"
     if totals.predicted_speedup > rollouts_bound:
-        # Short microbatches leave a device idle, dense the more often.
+        # Short microbatches leave the device idle, more often in dense training.
         return f"{predicted} within these limits; bound {rollouts_bound:.2f}x in {unit}"
     if totals.predicted_ms is not None:
         predicted += " (calibrated)"
@@ -102,9 +102,9 @@ def _microbatches(plan: Plan, totals: Totals) -> str:
 def memory_answers(
     peak_bytes: int | None, checkpointing: Collection[str], device: DeviceMemory | None
 ) -> dict[str, str]:
-    """Answers about the memory of one device by their names.
+    """Lines about the memory of one device, by their names.
 
-    `checkpointing`: the policies of its microbatches.
+    `checkpointing`: checkpointing policies of its microbatches.
     """
     if peak_bytes is None:
         return {"memory": "not predicted without a model"}
@@ -135,7 +135,8 @@ def _of_each_rank(device: DeviceMemory) -> str:
 
 
 def cost_answers(totals: Totals, config: Config) -> dict[str, str]:
-    """Answers by their names: what limits and options of memory cost, and which have no effect."""
+    """Lines about the cost of memory limits and options, and about options without effect, by their
+    names."""
     found: dict[str, str] = {}
     if totals.unlimited_cost:
         more = totals.cost / totals.unlimited_cost - 1
@@ -156,11 +157,11 @@ def cost_answers(totals: Totals, config: Config) -> dict[str, str]:
 
 
 def plan_answers(plan: Plan, totals: Totals) -> dict[str, str]:
-    """Answers about the choice of a plan by their names; arguments of `answers`."""
+    """Lines about the choice of the plan, by their names. Arguments are those of `answers`."""
     found = {"plan": _plan(plan, totals)}
     cheaper = [c for c in plan.candidates if c.cost is not None and c.refused]
     best = min(cheaper, key=lambda c: c.cost or 0.0, default=None)
-    # Those that cost less by no more than noise are in the table of --details.
+    # Plans that cost less only within noise are in the table of --details.
     if best is not None and best.cost is not None and best.cost * (1 + NOISE) < plan.cost:
         faster = plan.cost / best.cost
         name = f"{best.sharing} + {best.boundary}"
@@ -187,7 +188,7 @@ def further(
     device: DeviceMemory | None,
     peak_bytes: int | None,
 ) -> str:
-    """The next thing to do. `peak_bytes`: of one device."""
+    """Text of the line "next". `peak_bytes`: predicted peak of one device."""
     if model is None:
         return "to count FLOPs, add --model, such as --model Qwen/Qwen3-8B (or --details)"
     peak = peak_bytes or 0
@@ -202,7 +203,7 @@ def further(
 
 
 def parting_table(groups: Sequence[GroupParting]) -> Table:
-    """Table of the tokens at which groups of one batch part."""
+    """Table of the tokens at which groups of one batch diverge."""
     rows = [
         (
             "-" if one.group is None else one.group,
@@ -222,8 +223,7 @@ def parting_table(groups: Sequence[GroupParting]) -> Table:
 
 
 def smaller_answers(device: DeviceMemory | None, peak_bytes: int | None) -> dict[str, str]:
-    """Answers by their names: options that make a step fit on the devices given, where not so many
-    bytes do."""
+    """Line with options that make a step fit on the present devices; empty if it fits already."""
     peak = peak_bytes or 0
     if device is None or device.fits(peak):
         return {}
@@ -236,7 +236,8 @@ def smaller_answers(device: DeviceMemory | None, peak_bytes: int | None) -> dict
 
 
 def _smaller(device: DeviceMemory) -> dict[str, tuple[str, DeviceMemory]]:
-    """By options, their names and the device with them: smaller states, fewer trained."""
+    """Options with smaller optimizer states, or fewer trained parameters: for each, its name and
+    the device with it."""
     eight_bits = replace(device, optimizer_bytes_per_parameter=2)
     return {
         "--optimizer-bytes-per-parameter 2": ("8-bit AdamW", eight_bits),
@@ -245,7 +246,7 @@ def _smaller(device: DeviceMemory) -> dict[str, tuple[str, DeviceMemory]]:
 
 
 def _what_fits(device: DeviceMemory, peak_bytes: int) -> str:
-    """The number of ranks on which so many bytes fit, with other options if they need them."""
+    """Number of ranks on which a step fits, with further options if necessary."""
     smaller = {"": device} | {options: other for options, (_, other) in _smaller(device).items()}
     for options, other in smaller.items():
         if (ranks := other.least_ranks(peak_bytes)) is not None:
@@ -255,7 +256,7 @@ def _what_fits(device: DeviceMemory, peak_bytes: int) -> str:
 
 
 def modes(totals: Totals) -> dict[str, dict[str, Any]]:
-    """Tokens that run, FLOPs of forward and backward, and speed-up, by kind of sharing."""
+    """Tokens that run, FLOPs of forward and backward, and bound, for each kind of sharing."""
     shape = totals.shape
     return {
         mode: {
@@ -268,7 +269,7 @@ def modes(totals: Totals) -> dict[str, dict[str, Any]]:
 
 
 def mode_table(totals: Totals, name: str) -> Table:
-    """Table of the savings by kind of sharing."""
+    """Table of the savings for each kind of sharing."""
     dense = max(1, totals.work["none"].tokens)
     rows = [
         (

@@ -1,4 +1,4 @@
-"""Costs of a step on several ranks, for `forkpoint plan --ranks`. Imports no torch."""
+"""Predicted steps on several ranks, for `forkpoint plan --ranks`. Imports no torch."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -21,19 +21,19 @@ from forkpoint.plan.shared_prompts import PlannedPrompt, SharedPrompt, cannot_ex
 from forkpoint.rollouts.batch import RolloutBatch
 
 MakePlan = Callable[[RolloutBatch, tuple[PlannedPrompt, ...] | None], Plan]
-"""Makes the plan of some rollouts; with prompts, of ranks that exchange them."""
+"""Plans some rollouts. With prompts, the ranks exchange these."""
 
 
 @dataclass
 class Sums:
-    """Sums over batches of one placement. Costs are those of plans, in their unit."""
+    """Sums over batches for one placement. Costs have the unit of plans."""
 
     step: float = 0.0
-    """A step whose ranks wait for each other in every forward and backward."""
+    """Cost of steps whose ranks wait for each other in every forward and backward."""
     mean: float = 0.0
-    """A rank's cost on average without waiting."""
+    """Mean cost of a rank, without waits."""
     exchanged: float = 0.0
-    """The step in which ranks exchange the prompts that several of them have."""
+    """Cost of steps in which ranks exchange prompts."""
     tokens: int = 0
     groups_split: int = 0
     prompts: int = 0
@@ -41,7 +41,7 @@ class Sums:
 
 @dataclass
 class Ranks:
-    """Steps of many ranks, batch by batch, by placement of their rollouts.
+    """Predicted steps of several ranks, for each placement of the rollouts.
 
     The rollouts of each rank are planned as its policy would plan them, with the same options.
     """
@@ -51,20 +51,21 @@ class Ranks:
     calibration: Calibration | None
     config: Config
     whole_groups: bool
-    """Whether the loss couples rollouts of a group."""
+    """Whether the loss couples the rollouts of a group."""
     one_rank: float = 0.0
     """Cost of the batches on one rank."""
     computed_tokens: int = 0
     """Tokens that one rank runs."""
     groups: int = 0
     predicted_peak_bytes: int | None = None
-    """The largest of any rank with rollouts placed by forkpoint; None without a model's shape."""
+    """Largest peak of any rank, with rollouts placed by forkpoint; None without a model shape."""
     checkpointing: Counter[str] = field(default_factory=Counter)
-    """Number of their microbatches by policy of checkpointing."""
+    """Number of their microbatches for each checkpointing policy."""
     sums: dict[str, Sums] = field(default_factory=lambda: defaultdict(Sums))
 
     def add(self, batch: RolloutBatch, one_rank: Plan, make: MakePlan) -> None:
-        """Place one batch by each method, and predict the step. `one_rank`: plan on one rank."""
+        """Place a batch by each method, and predict the step. `one_rank`: plan of the batch on one
+        rank."""
         groups, count = batch.group_index, self.ranks
         rates = Rates.of(self.shape, self.calibration)
         paths = Paths.of_batch(batch, one_rank.run_lengths)
@@ -129,7 +130,7 @@ class Ranks:
         return {"ranks": self.ranks, "placements": found}
 
     def answers(self) -> dict[str, str]:
-        """Answers by their names, each a line."""
+        """Lines of the output, by their names."""
         ours, by_count, order = self.facts()["placements"].values()
         more = max(0, ours["replicated_tokens"])
         found = {

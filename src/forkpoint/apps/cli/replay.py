@@ -1,4 +1,4 @@
-"""`forkpoint replay`: real optimizer steps over a file's groups, shared and dense."""
+"""`forkpoint replay`: optimizer steps on the groups of a file, shared and dense."""
 
 import math
 import shlex
@@ -76,8 +76,8 @@ class Recording:
 
     Attributes:
         output: Folder of the results. Its rows.jsonl gets one row per step.
-        checkpoint_every: Save the state of both models in the output folder every N steps. The
-            state after the last step is always saved.
+        checkpoint_every: Save the state of the models in the output folder every N steps. The state
+            after the last step is always saved.
         resume: Continue the replay in the output folder from its last checkpoint, or begin it if
             the folder has none. A replay with other rollouts, weights or options is refused.
     """
@@ -95,8 +95,8 @@ class Recording:
 class Replay:
     """Train a model for some steps on a file of rollouts or a trace, and measure it.
 
-    With --baseline dense every step is also run by ordinary dense training (whole rollouts packed
-    into microbatches), and the two are compared. The line of --json holds what the table shows.
+    With --baseline dense, dense training (whole rollouts packed into microbatches) also runs each
+    step, and the two are compared. The line of --json has the values of the table.
 
     Attributes:
         file: Rollouts of a trainer or of forkpoint, or the folder of a trace. Each batch of a trace
@@ -134,7 +134,7 @@ class Replay:
             from forkpoint.apps.replay.loop import replay
             from forkpoint.device import versions
 
-            # Before a large model is loaded for a file that the loss cannot use.
+            # This check comes before a large model is loaded.
             router = self.objective.make_router()
             optimizer = make_optimizer(training.optimizer, training.lr)
             batches, loss = self._batches(trace, batch)
@@ -179,7 +179,8 @@ class Replay:
         return 0
 
     def _trace(self, out: Output) -> "Trace | None":
-        """The trace that the file is; options that a trace has no use for raise."""
+        """The trace in `file`; None if it is not a trace. Raises ConfigError for options that a
+        trace does not use."""
         given = options(self.reading)
         usual = options(Reading(memory_limit=self.reading.memory_limit))
         unused = [name for name, value in usual.items() if given[name] != value]
@@ -197,7 +198,8 @@ class Replay:
     def _batches(
         self, trace: "Trace | None", batch: RolloutBatch | None
     ) -> "tuple[RolloutBatch | TraceBatches, Loss]":
-        """Batches and the loss, which must be named for a trace that was recorded with one."""
+        """The batches and the loss. Raises ConfigError if a trace was recorded with a loss and
+        --loss is not set."""
         objective = self.objective
         if trace is None:
             assert batch is not None
@@ -215,9 +217,9 @@ class Replay:
 
 
 def make_optimizer(name: OptimizerName, lr: float) -> "MakeOptimizer":
-    """Torch's optimizer of that name with its other defaults.
+    """Make torch's optimizer of this name, with its defaults except for the rate.
 
-    Raises ConfigError for a rate that is negative or not finite.
+    Raises ConfigError if the rate is negative or not finite.
     """
     import torch
 
@@ -228,7 +230,7 @@ def make_optimizer(name: OptimizerName, lr: float) -> "MakeOptimizer":
 
 
 def show_report(out: Output, report: "ReplayReport") -> None:
-    """The steps as a table, and what they add up to."""
+    """Show the steps as a table, with their sums."""
     values = report.to_dict()
     columns = ["step", "given", "run", "shared loss", "shared ms"]
     if values["dense_ms"] is not None:
@@ -248,7 +250,7 @@ def show_report(out: Output, report: "ReplayReport") -> None:
 
 
 def _summary(v: dict[str, Any]) -> str:
-    """`v`: of ReplayReport.to_dict."""
+    """Summary of a replay. `v`: result of ReplayReport.to_dict."""
     left_out = f"; {v['left_out_tokens']:,} give no gradient and are left out"
     lines = [
         f"tokens run: {v['computed_tokens']:,} of {v['logical_tokens']:,} given"

@@ -1,4 +1,4 @@
-"""`forkpoint report`: a picture of lanes of a pipeline. Imports no torch."""
+"""`forkpoint report`: draws lanes of a pipeline. Imports no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Steps on the stages of a pipeline, for `forkpoint plan --stages`. Imports no torch."""
+"""Predicted steps on pipeline stages, for `forkpoint plan --stages`. Imports no torch."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,14 +15,14 @@ from forkpoint.units import format_bytes
 
 @dataclass
 class Pipeline:
-    """Sums over batches of steps on stages; times are costs of plans, in their unit."""
+    """Sums over batches of predicted steps on stages. Times have the unit of costs of plans."""
 
     stages: tuple[Stage, ...]
     time: float = 0.0
     busy: list[float] = field(default_factory=list)
-    """By stage: time in which it runs something."""
+    """For each stage, the time in which it runs something."""
     peak_bytes: list[float] = field(default_factory=list)
-    """By stage: the most bytes of activations and prefix cache of any batch."""
+    """For each stage, the largest peak of activations and prefix cache of any batch, in bytes."""
 
     @classmethod
     def of(cls, shape: ModelShape | None, count: int) -> "Pipeline":
@@ -35,8 +35,8 @@ class Pipeline:
         return cls(stages_of_shape(shape, count), busy=[0.0] * count, peak_bytes=[0.0] * count)
 
     def plan(self, config: Config, budget_bytes: int | None, make: Planner) -> Plan:
-        """The plan of one batch whose microbatches have the best size for the stages; it is added
-        to the sums. `budget_bytes`: of each stage; None is no limit."""
+        """Plan one batch with the best size of microbatches for the stages, and add it to the sums.
+        `budget_bytes`: budget of each stage; None means no limit."""
         plans = plans_of_sizes(config, budget_bytes, len(self.stages), make)
         strict = config.memory_budget_bytes is not None
         found = choose_size([offers_of(plans)], self.stages, budget_bytes, strict=strict)
@@ -49,14 +49,15 @@ class Pipeline:
 
     @property
     def peak(self) -> int:
-        """The most bytes of activations and prefix cache of any stage."""
+        """Largest peak of activations and prefix cache of any stage, in bytes."""
         return round(max(self.peak_bytes))
 
     def device(self, whole: DeviceMemory) -> DeviceMemory:
-        """Memory of the device of the stage with most parameters, from that of the whole model."""
+        """Memory of the device of the stage with the most parameters, from that of the whole
+        model."""
         blocks = whole.parameters - whole.embeddings
         share = max(stage.share for stage in self.stages)
-        # The first stage has the embeddings and the last the head, if they are not the same.
+        # The first stage has the embeddings and the last stage the head, if these are not tied.
         ends = whole.embeddings if len(self.stages) == 1 else -(-whole.embeddings // 2)
         return replace(whole, parameters=int(blocks * share) + ends, embeddings=ends)
 
@@ -77,7 +78,7 @@ class Pipeline:
         }
 
     def answers(self) -> dict[str, str]:
-        """Answers by their names, each a line."""
+        """Lines of the output, by their names."""
         facts = self.facts()
         found = {
             "stages": f"{len(self.stages)} stages: step {facts['step_over_share']:.2f}x an equal "

@@ -6,17 +6,18 @@ _HIDDEN = re.compile(
     "["
     "\x00-\x08\x0b-\x1f\x7f-\x9f"  # controls but tab and line feed
     "\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f"  # directions, and what has no width
-    "\u2028\u2029\ufeff\ufff9-\ufffb\ufffe\uffff"  # separators, marks, no characters
-    "\ud800-\udfff"  # halves of surrogate pairs, which no encoding can write
+    "\u2028\u2029\ufeff\ufff9-\ufffb\ufffe\uffff"  # separators, marks, non-characters
+    "\ud800-\udfff"  # halves of surrogate pairs, which cannot be encoded
     "\U000e0000-\U000e007f"  # tags
     "]"
 )
 
 
 def visible(text: str) -> str:
-    """The text with escapes in place of characters that are invisible or change others.
+    """Replace characters that are invisible or change other text by escapes.
 
-    These are control characters (also those that steer a terminal), those that turn the direction
-    of writing, and what UTF-8 or XML cannot hold. Tabs and line feeds stay.
+    These are control characters (including those of terminals), characters that change the
+    direction of writing, and characters that UTF-8 or XML cannot encode. Tabs and line feeds are
+    kept.
     """
     return _HIDDEN.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)

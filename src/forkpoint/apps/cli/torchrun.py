@@ -1,4 +1,4 @@
-"""Commands that torchrun starts on several ranks: their numbers and the process group."""
+"""Ranks and the process group of commands that torchrun starts on several ranks."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def is_on_ranks() -> bool:
-    """Whether torchrun, or what sets the same variables, has started this process."""
+    """Whether torchrun, or a launcher with the same variables, has started this process."""
     return all(name in os.environ for name in VARIABLES)
 
 
@@ -27,12 +27,12 @@ def _variable(name: str, alone: int) -> int:
 
 
 def rank() -> int:
-    """The number of this process; 0 where it is alone."""
+    """Rank of this process; 0 without torchrun."""
     return _variable("RANK", 0)
 
 
 def local_rank() -> int:
-    """The number of this process on its host; 0 where it is alone."""
+    """Rank of this process on its host; 0 without torchrun."""
     return _variable("LOCAL_RANK", 0)
 
 
@@ -42,9 +42,9 @@ def size() -> int:
 
 
 def from_the_first(work: Callable[[], T]) -> T:
-    """Result of `work` in the first process, in all of them. Collective.
+    """Run `work` on the first rank, and return its result on all ranks. Collective.
 
-    Raises its error there; RankError, with its text, in the others.
+    Raises the error of `work` on the first rank, and RankError with its text on the others.
     """
     from forkpoint.parallel.call import RankGroup
     from forkpoint.parallel.ranks import DataRanks, ranks_of
@@ -54,7 +54,7 @@ def from_the_first(work: Callable[[], T]) -> T:
 
 
 def measured_link(device: DeviceName) -> "Link":
-    """The link between the processes. Collective."""
+    """Measure the link between the ranks. Collective."""
     from forkpoint.step.calibrate.link import measure_link
 
     return measure_link(_own_device(device))
@@ -93,5 +93,5 @@ def process_group(device: DeviceName) -> Iterator[None]:
         torch.cuda.set_device(own)
     dist.init_process_group("cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo")
     yield
-    # After an error the others may not come to its end.
+    # After an error the other ranks may not reach the end of the block.
     dist.destroy_process_group()

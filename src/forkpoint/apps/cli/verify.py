@@ -1,4 +1,4 @@
-"""`forkpoint verify`: is sharing exact on this model and these rollouts?"""
+"""`forkpoint verify`: checks that sharing is exact for a model and rollouts."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -31,7 +31,8 @@ CODES = {"passed": 0, "failed": 1, "nothing to verify": 3}
 
 @dataclass(frozen=True, kw_only=True)
 class Verify:
-    """Check on your model and rollouts that shared gradients are as exact as dense training's.
+    """Check that gradients with sharing are as exact as those of dense training, for your model and
+    rollouts.
 
     The command compares the gradient of every parameter, shared and dense, with a dense run in
     higher precision (float32 for 16-bit models, else float64). It compares two plans: one that
@@ -43,8 +44,8 @@ class Verify:
         file: Rollouts of a trainer or of forkpoint, or the folder of a trace.
         model: A transformers model's folder, or a config.json for random weights. Nothing is
             downloaded.
-        limit_groups: Use the first N groups that give a gradient, as one batch. Groups whose
-            advantages are all 0 give none to losses of advantages.
+        limit_groups: Use the first N groups with a gradient, as one batch. With losses of
+            advantages, groups whose advantages are all 0 have none.
         limit: Read only the first N rollouts of the file.
         json: Print one line of JSON and nothing else.
         config: Options of planning and running, as in forkpoint.Config.
@@ -68,7 +69,7 @@ class Verify:
             from forkpoint.device import versions
             from forkpoint.wrapping import wrap
 
-            # Before a large model is loaded for a file that the loss cannot use.
+            # This check comes before a large model is loaded.
             loss, router = self.objective.make(), self.objective.make_router()
             members = groups_with_gradient(everything, loss)[: self.limit_groups]
             if not members:
@@ -97,7 +98,7 @@ class Verify:
 
 
 def groups_with_gradient(batch: RolloutBatch, loss: "Loss") -> list[IntArray]:
-    """The groups that train some token: without any, shared and dense agree by both being 0."""
+    """Groups with a gradient. Without a gradient the comparison would prove nothing."""
     from forkpoint.losses.zeros import zero_rollouts
 
     untrained = batch.where_all_trained(np.zeros(batch.logical_tokens, bool))
