@@ -283,7 +283,7 @@ def test_what_it_reports(shell: Shell, rollouts: Path, config: Path) -> None:
     text = done.out
     for word in ("shared loss", "dense ms", "speed-up: ", "bound", "first step includes warm-up"):
         assert word in text
-    assert f"tokens run: {unique - 3} of {batch.logical_tokens} given" in text
+    assert f"tokens run: {unique - 3} of {batch.logical_tokens}" in text
     for loss in result["shared_losses"]:
         assert f"{loss:.6f}" in text
 

@@ -176,7 +176,7 @@ def test_another_replay_is_refused(
     make: Callable[[], dict[str, Any]], said: str, begun: Path
 ) -> None:
     before = files(begun)
-    with pytest.raises(ConfigError, match=f"was begun with other (?s:.)*{said}"):
+    with pytest.raises(ConfigError, match=f"was started with other (?s:.)*{said}"):
         run(begun, **{"steps": 2, **make()})
     assert files(begun) == before
 
@@ -197,10 +197,10 @@ def test_another_torch_is_refused(begun: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_folder_in_use_is_refused(begun: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds a replay already"):
+    with pytest.raises(ConfigError, match="already has a replay"):
         run(begun, steps=2, resume=False)
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="holds files, and no replay"):
+    with pytest.raises(ConfigError, match="has files, but no replay"):
         run(tmp_path, steps=2)
     assert (tmp_path / "thesis.txt").read_text() == "mine"
 
@@ -263,15 +263,15 @@ def test_every_state_comes_back(dtype: torch.dtype, optimizer: Any, tmp_path: Pa
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "cut": (lambda f: os.truncate(f / CHECKPOINT, 9999), "no checkpoint that torch can read"),
+    "cut": (lambda f: os.truncate(f / CHECKPOINT, 9999), "not a checkpoint that torch can read"),
     "pickle": (
         lambda f: (f / CHECKPOINT).write_bytes(pickle.dumps(Path("x"), protocol=2)),
-        "no checkpoint that torch can read",
+        "not a checkpoint that torch can read",
     ),
-    "manifest": (lambda f: (f / MANIFEST).write_text("{"), "is not of a replay of this version"),
+    "manifest": (lambda f: (f / MANIFEST).write_text("{"), "is not the manifest of a replay"),
     "version": (
         lambda f: (f / MANIFEST).write_text('{"schema": 3}'),
-        "is not of a replay of this version",
+        "is not the manifest of a replay",
     ),
 }
 

@@ -121,7 +121,7 @@ def test_only_what_is_replayed_has_to_be_the_same(tmp_path: Path) -> None:
 def test_an_empty_trace_is_refused(tmp_path: Path) -> None:
     with forkpoint.record(tmp_path / "trace"):
         pass
-    with pytest.raises(ConfigError, match="no whole batch yet"):
+    with pytest.raises(ConfigError, match="no complete batch yet"):
         TraceBatches(open_trace(tmp_path / "trace"), 3)
 
 

@@ -1,4 +1,4 @@
-"""A picture of lanes of a pipeline, by matplotlib. Imports no torch."""
+"""Drawings of lanes of a pipeline with matplotlib. Imports no torch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +30,7 @@ STYLE: Any = {
 
 
 def draw_lanes(path: Path, found: Lanes) -> None:
-    """Draw a lane for each stage, the first at the top: predicted, and measured below where it is.
+    """Draw a lane for each stage, the first at the top: predicted and, if measured, measured below.
 
     The suffix of the path is the format, such as .svg or .png. In an SVG, bars of stage 0 that are
     predicted forwards are the group "predicted-stage-0-forward".
@@ -54,13 +54,13 @@ def draw_lanes(path: Path, found: Lanes) -> None:
 
 
 def idle_parts(lanes: Sequence[Lane]) -> list[float]:
-    """By stage: the part of the step's time in which it runs nothing, 0 to 1."""
+    """For each stage, the part of the step's time in which it runs nothing, from 0 to 1."""
     end = _end(lanes)
     return [1 - lane.busy / end if end else 0.0 for lane in lanes]
 
 
 def _draw(axes: Axes, how: str, lanes: Sequence[Lane]) -> set[str]:
-    """Draw lanes, and return the kinds of bars that they have."""
+    """Draw lanes, and return their kinds of bars."""
     end, shown = _end(lanes), set[str]()
     for stage, lane in enumerate(lanes):
         for kind, bars in _bars(lane, end).items():
@@ -80,7 +80,7 @@ def _end(lanes: Sequence[Lane]) -> float:
 
 
 def _bars(lane: Lane, end: float) -> dict[str, list[tuple[float, float]]]:
-    """By kind of work, the begin and the length of each bar of a lane."""
+    """For each kind of work, begin and length of the bars of a lane."""
     found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in COLORS}
     last = 0.0
     for event, ready, stop in zip(lane.events, lane.ready, lane.ends, strict=True):

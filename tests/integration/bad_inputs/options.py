@@ -123,7 +123,9 @@ OPTIONS = (
         *(*REPLAY, "--loss", "dpo,bata=0.2"),
     ),
     option_kind(
-        "loss has 'kl', which is no option or comes twice", None, *(*REPLAY, "--loss", "grpo,kl")
+        "loss has 'kl', which is not OPTION=VALUE or repeats an option",
+        None,
+        *(*REPLAY, "--loss", "grpo,kl"),
     ),
     option_kind(
         "groups_per_step is 4, and the rollouts have 3 groups",

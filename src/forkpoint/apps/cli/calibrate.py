@@ -14,9 +14,7 @@ if TYPE_CHECKING:
     from forkpoint.plan.pricing.calibration import Calibration
 
 File = DisallowNone[
-    Annotated[
-        Path | None, arg(metavar="FILE", help_behavior_hint="(default: where policies look for it)")
-    ]
+    Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: where policies look)")]
 ]
 
 

@@ -105,7 +105,7 @@ class Demo:
             loop.warm_up(first.batch)
         out.show(
             f"\n{'step':>4} {'reward':>7} {'sampling ms':>12} {'dense ms':>9} {'shared ms':>10}"
-            f" {'speed-up':>9}  gradients apart"
+            f" {'speed-up':>9}  grad difference"
         )
         steps: list[Step] = []
         # The lines of the steps show the progress, unless the output is JSON.
@@ -150,17 +150,17 @@ class Demo:
         examples = ", ".join(WORDS[d * len(CONSONANTS)] for d in range(len(VOWELS)))
         tokens = self.groups * self.rollouts_per_group * (self.prompt_tokens + self.response_tokens)
         return (
-            f"Language: {len(VOWELS)} dialects of {len(CONSONANTS)} words, told apart by the vowel "
-            f"({examples}). Half of a prompt's words are of its dialect, the rest of any.\n"
+            f"Language: {len(VOWELS)} dialects of {len(CONSONANTS)} words, distinguished by the "
+            f"vowel ({examples}). Half of a prompt's words are of its dialect, the rest of any.\n"
             "Reward: the share of a response's words that are of the dialect most frequent in its "
             f"prompt. Without reading the prompt it is {BLIND_REWARD:.2f} on average.\n"
             f"Model: Qwen3, {MODEL['num_hidden_layers']} layers, {parameters:,} random parameters, "
             f"float32, {threads} CPU {'thread' if threads == 1 else 'threads'}.\n"
             f"A step: {self.groups} prompts of {self.prompt_tokens:,} tokens, "
             f"{self.rollouts_per_group} responses of {self.response_tokens} to each ({tokens:,} "
-            "tokens in all), sampled from the policy; one gradient dense and one shared from the "
-            "same weights, which goes first alternating; AdamW with the shared one. The loss "
-            f"is GRPO's with an entropy bonus of {entropy_bonus}."
+            "tokens in all), sampled from the policy; a dense and a shared gradient from the same "
+            "weights, in alternating order; AdamW applies the shared one. The loss is GRPO's with "
+            f"an entropy bonus of {entropy_bonus}."
         )
 
 
@@ -193,7 +193,7 @@ def _conclusion(values: dict[str, Any], steps: int) -> str:
         f"agreement in float32: gradients of every step within {difference:.1e} of their norm "
         f"({verdict}; allowed {GRADIENT_BAR:.0e}); the sampler's log-probs within "
         f"{values['max_sampler_logprob_difference']:.1e} of training's\n"
-        f"tokens run: {values['computed_tokens']:,} of {values['logical_tokens']:,} given\n"
+        f"tokens run: {values['computed_tokens']:,} of {values['logical_tokens']:,}\n"
         f"time of the gradients, planning included: shared {values['shared_ms']:,.0f} ms (median "
         f"step {values['shared_median_ms']:,.0f}), dense {values['dense_ms']:,.0f} ms (median step "
         f"{values['dense_median_ms']:,.0f}); sampling {values['sampling_ms']:,.0f} ms\n"

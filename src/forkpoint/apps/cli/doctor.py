@@ -34,7 +34,7 @@ class Doctor:
 
     def run(self) -> int:
         out = Output(json_only=self.json)
-        with out.waiting("looking around"):
+        with out.waiting("reading versions and devices"):
             from forkpoint.device import versions
             from forkpoint.hosts.transformers.families import FAMILIES, MULTIMODAL
             from forkpoint.ops.attention import KERNELS
@@ -67,7 +67,7 @@ class Doctor:
             if not report.passed:
                 out.show(report.table(width=out.width))
             if failure is not None:
-                out.show(f"The compiler failed here ({failure}), so blocks run eagerly in steps.")
+                out.show(f"The compiler failed ({failure}), so steps run blocks eagerly.")
             tests[blocks] = {**report.to_dict(), "compiler_failure": failure}
         passed = all(test["passed"] for test in tests.values())
         out.result(
@@ -153,7 +153,7 @@ def self_test(*, compile_blocks: bool) -> "tuple[VerifyReport, str | None]":
 
 
 def _rows(kernels: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
-    serves = {True: "serves; auto takes it", False: "serves"}
+    serves = {True: "runs; auto takes it", False: "runs"}
     return [
         (f"{k['device']} {k['dtype']}", k["kernel"], k["refusal"] or serves[k["auto"]])
         for k in kernels

@@ -108,7 +108,7 @@ def _options(words: list[str], field: str) -> dict[str, Any]:
         option, equals, value = word.partition("=")
         if not equals or option in options:
             raise ConfigError(
-                f"{field} has {word!r}, which is no option or comes twice; it takes "
+                f"{field} has {word!r}, which is not OPTION=VALUE or repeats an option; it takes "
                 "NAME,OPTION=VALUE,... with each option once."
             )
         try:

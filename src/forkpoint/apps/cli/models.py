@@ -35,7 +35,7 @@ def load_model(model: Path, options: Runtime) -> PreTrainedModel:
     if config.get("quantization_config") is not None:
         raise UnsupportedError(
             f"{path} has a quantization_config; quantized parameters have not been shown exact. "
-            "Give an unquantized checkpoint, or take it out for random weights."
+            "Give an unquantized checkpoint, or a config.json without it for random weights."
         )
     dtype = getattr(torch, options.dtype)
     logging.disable_progress_bar()

@@ -86,7 +86,7 @@ Size = DisallowNone[
     Annotated[str | None, arg(metavar="SIZE", help_behavior_hint="(default: no limit)")]
 ]
 MemoryText = DisallowNone[
-    Annotated[str | None, arg(metavar="SIZE", help_behavior_hint="(default: by the file)")]
+    Annotated[str | None, arg(metavar="SIZE", help_behavior_hint="(default: by the size of FILE)")]
 ]
 Tokenizer = DisallowNone[
     Annotated[str | None, arg(metavar="FILE|DIR|NAME", help_behavior_hint="(default: none)")]
@@ -130,7 +130,7 @@ class Memory:
         if found not in DTYPE_BYTES:
             raise ConfigError(
                 f"the configuration of {model} names the dtype {found!r}; allowed are "
-                f"{', '.join(DTYPE_BYTES)}. Give the one that it is trained in (--dtype)."
+                f"{', '.join(DTYPE_BYTES)}. Set the dtype of training with --dtype."
             )
         return found
 
@@ -298,7 +298,7 @@ def recorded_batches(source: RolloutFile) -> Iterator[RolloutBatch]:
     assert source.trace is not None
     if not len(source.trace):
         raise TraceError(
-            f"{source.path} has no whole batch yet. Wait until its recorder has added one, or "
+            f"{source.path} has no complete batch yet. Wait until its recorder has added one, or "
             "record again."
         )
     return (step.batch for step in source.trace)

@@ -83,10 +83,10 @@ class Recording:
     """
 
     output: DisallowNone[
-        Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: keep nothing)")]
+        Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: write no files)")]
     ] = None
     checkpoint_every: Annotated[
-        int | None, WholeNumber, arg(help_behavior_hint="(default: at the end alone)")
+        int | None, WholeNumber, arg(help_behavior_hint="(default: only at the end)")
     ] = None
     resume: Flag = False
 
@@ -188,8 +188,8 @@ class Replay:
         unused += ["groups_per_step"] if self.training.groups_per_step != 1 else []
         if unused:
             raise ConfigError(
-                f"{self.file} is a trace, whose batches are replayed as they are: "
-                f"{', '.join(unused)} has no meaning here. Leave it out."
+                f"{self.file} is a trace, whose batches are replayed unchanged: "
+                f"{', '.join(unused)} has no effect. Leave it out."
             )
         source = self.reading.open(self.file, None)
         show_source(source, out)
@@ -210,8 +210,8 @@ class Replay:
 
         if objective.loss is None and trace.loss is not None:
             raise ConfigError(
-                f"{trace.path} was recorded with the loss {short(trace.loss)}. Say with --loss "
-                "which to take, as in --loss grpo,clip=0.2."
+                f"{trace.path} was recorded with the loss {short(trace.loss)}. Set --loss, as "
+                "in --loss grpo,clip=0.2."
             )
         return TraceBatches(trace, self.training.steps), objective.make()
 
@@ -232,7 +232,7 @@ def make_optimizer(name: OptimizerName, lr: float) -> "MakeOptimizer":
 def show_report(out: Output, report: "ReplayReport") -> None:
     """Show the steps as a table, with their sums."""
     values = report.to_dict()
-    columns = ["step", "given", "run", "shared loss", "shared ms"]
+    columns = ["step", "tokens", "run", "shared loss", "shared ms"]
     if values["dense_ms"] is not None:
         columns += ["dense loss", "dense ms", "speed-up"]
     rows = []
@@ -244,16 +244,16 @@ def show_report(out: Output, report: "ReplayReport") -> None:
             row += [f"{other.loss:.6f}", f"{other.ms:,.0f}", f"{other.ms / one.ms:.2f}x"]
         rows.append(row)
     more = len(report.steps) - MOST_STEPS
-    title = f"optimizer steps, tokens given and run: {', '.join(values['plans'])}"
-    out.show(table(title, rows, columns, f"and {more:,} steps more" if more > 0 else ""))
+    title = f"optimizer steps, with tokens of rollouts and tokens run: {', '.join(values['plans'])}"
+    out.show(table(title, rows, columns, f"and {more:,} more steps" if more > 0 else ""))
     out.show(_summary(values))
 
 
 def _summary(v: dict[str, Any]) -> str:
     """Summary of a replay. `v`: result of ReplayReport.to_dict."""
-    left_out = f"; {v['left_out_tokens']:,} give no gradient and are left out"
+    left_out = f"; {v['left_out_tokens']:,} are left out, because they have no gradient"
     lines = [
-        f"tokens run: {v['computed_tokens']:,} of {v['logical_tokens']:,} given"
+        f"tokens run: {v['computed_tokens']:,} of {v['logical_tokens']:,}"
         + left_out * bool(v["left_out_tokens"]),
         f"time, planning and optimizer included: shared {v['shared_ms']:,.0f} ms "
         f"(median step {v['shared_median_ms']:,.0f})",

@@ -5,7 +5,7 @@ import re
 _HIDDEN = re.compile(
     "["
     "\x00-\x08\x0b-\x1f\x7f-\x9f"  # controls but tab and line feed
-    "\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f"  # directions, and what has no width
+    "\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f"  # directions, characters without width
     "\u2028\u2029\ufeff\ufff9-\ufffb\ufffe\uffff"  # separators, marks, non-characters
     "\ud800-\udfff"  # halves of surrogate pairs, which cannot be encoded
     "\U000e0000-\U000e007f"  # tags

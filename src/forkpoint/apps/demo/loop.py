@@ -1,9 +1,9 @@
 """The loop of the demo: sample from the policy, reward, compare both gradients, take a step.
 
-In every step the dense and the shared gradient are taken from the same weights on the same
-rollouts. The optimizer applies the shared one. The policy that samples is the policy that is
-trained, so GRPO's ratio of new to old probabilities is 1. The sampler's log-probs differ from those
-of training by rounding; this difference is measured.
+Each step computes the dense and the shared gradient from the same weights and rollouts. The
+optimizer applies the shared gradient. The trained policy samples the rollouts, so GRPO's ratio of
+new to old probabilities is 1. The sampler's log-probs differ from those of training by rounding;
+the loop measures this difference.
 """
 
 import copy
@@ -29,39 +29,39 @@ from forkpoint.verify.comparison import VerifyReport
 from forkpoint.wrapping import wrap
 
 ENTROPY_BONUS = 0.03
-"""GRPO's entropy coefficient. It keeps the policy from repeating one word, where responses become
-the same and are shared whole."""
+"""Entropy coefficient of GRPO. Without it the policy repeats one word, so that responses become
+equal and are shared whole."""
 DENSE_ROLLOUTS_PER_ROW = (1, 4, None)
-"""Row lengths that dense is tried with; None is the planner's own."""
+"""Lengths of microbatches that dense tries; None leaves the length to the planner."""
 TRIALS = 2
 STANDARD_ERRORS = 3.0
-"""A rise of the reward that is no more than this many is called noise."""
+"""A rise of the reward by at most this number of standard errors counts as noise."""
 
 
 class Sampled(NamedTuple):
-    """Rollouts of one step, with their rewards as extras."""
+    """Rollouts of one step, with rewards in their extras."""
 
     batch: RolloutBatch
     logprobs_t: Tensor
-    """Log-probs with which the tokens of the responses were drawn."""
+    """Log-probs of the sampled tokens of the responses, from the sampler."""
     ms: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step as it was measured."""
+    """Measurements of one step."""
 
     step: int
     """From 1."""
     reward: float
-    """The mean over all responses."""
+    """Mean reward of all responses."""
     gradient_difference: float
-    """The norm of shared less dense, relative to the norm of dense."""
+    """Norm of (shared gradient - dense gradient), relative to the norm of the dense gradient."""
     sampler_logprob_difference: float
-    """The largest between what the sampler drew a token with and the training forward's."""
+    """Largest difference between log-probs of the sampler and of the training forward."""
     sampling_ms: float
     shared_ms: float
-    """Planning, forward and backward."""
+    """Time of planning, forward and backward."""
     dense_ms: float
     """The same."""
     logical_tokens: int
@@ -72,7 +72,8 @@ class Step:
 
 @dataclass(eq=False)
 class Loop:
-    """A policy and its rollouts. Deterministic for a seed except for the times.
+    """A model with its dense and shared policies. For a given seed, all results except times are
+    equal.
 
     Sizes are those of one step.
     """
@@ -88,7 +89,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         self.loss: GRPO = GRPO(entropy=ENTROPY_BONUS)
-        # Log-probs of all rollouts are compared with the sampler's.
+        # All log-probs are needed for the comparison with the sampler.
         self.shared: Policy = wrap(self.model, Config(all_logprobs=True))
         self.dense: Policy = wrap(self.model, Config(sharing="none", all_logprobs=True))
         self._random = np.random.default_rng(self.seed)
@@ -125,9 +126,9 @@ class Loop:
         return Sampled(RolloutBatch(rollouts), logprobs_GNR.flatten(), ms)
 
     def warm_up(self, batch: RolloutBatch) -> None:
-        """Run both policies untimed, and choose the row length that dense is fastest with.
+        """Run both policies without timing, and choose the fastest microbatch length of dense.
 
-        The trials run the batch's first group.
+        Trials run the first group of the batch.
         """
         self._gradient(self.shared, batch)
         group = _first_group(batch)
@@ -139,13 +140,14 @@ class Loop:
         self.dense = tried[int(np.min(times, axis=0).argmin())]
 
     def exact_report(self, batch: RolloutBatch) -> VerifyReport:
-        """The first group's gradients, shared and dense, on a float64 copy of the model."""
+        """Compare shared and dense gradients of the first group, on a float64 copy of the model."""
         return wrap(copy.deepcopy(self.model).double()).verify(_first_group(batch), self.loss)
 
     def step(self, number: int, sampled: Sampled) -> Step:
-        """Take both gradients from the same weights, and one optimizer step with the shared one.
+        """Compute both gradients from the same weights, and take an optimizer step with the shared
+        one.
 
-        The gradient that is taken first alternates.
+        The order of the two gradients alternates.
         """
         batch = sampled.batch
         order = (self.dense, self.shared) if number % 2 else (self.shared, self.dense)
@@ -179,7 +181,7 @@ class Loop:
     def _gradient(
         self, policy: Policy, batch: RolloutBatch
     ) -> tuple[StepStats, float, list[Tensor]]:
-        """One gradient and its time in ms; leaves `.grad` None."""
+        """Compute a gradient, and its time in ms. `.grad` is None afterwards."""
         began = time.perf_counter()
         stats = policy.forward_backward(batch, self.loss)
         ms = (time.perf_counter() - began) * 1e3
@@ -192,9 +194,9 @@ class Loop:
 def sample(
     model: PreTrainedModel, prompt_ids_GP: Tensor, *, responses: int, tokens: int, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """Draw responses at temperature 1, each of so many tokens.
+    """Sample responses of a fixed number of tokens, at temperature 1.
 
-    Each prompt runs once; the cache of its keys and values is then repeated for its responses.
+    Each prompt runs once. The cache of its keys and values is then repeated for its responses.
 
     Returns token ids, int64 [G, N, R], and the log-probs with which they were drawn, [G, N, R] in
     the dtype of the model.
@@ -210,7 +212,7 @@ def sample(
             "learning rate."
         )
     cache.batch_repeat_interleave(responses)
-    cache.crop(-1)  # generate runs the last token again
+    cache.crop(-1)  # generate would run the last token again
     generate: Any = model.generate
     config = GenerationConfig(
         do_sample=True,
@@ -240,7 +242,7 @@ def _first_group(batch: RolloutBatch) -> RolloutBatch:
 
 
 def summary(steps: list[Step]) -> dict[str, Any]:
-    """Sums over the steps, and their lists; ready for JSON."""
+    """Sums over the steps and lists of their values, for JSON."""
 
     def every(name: str) -> list[Any]:
         return [getattr(step, name) for step in steps]
@@ -266,11 +268,11 @@ def summary(steps: list[Step]) -> dict[str, Any]:
 
 
 def rise(rewards: list[float]) -> dict[str, Any]:
-    """Mean reward of the first and of the last quarter of the steps, and whether it rose.
+    """Mean rewards of the first and the last quarter of the steps, and whether the reward rose.
 
-    It rose if the last quarter's mean is above the first's by more than `STANDARD_ERRORS` times the
-    standard error of their difference, as the spread between steps gives it. With fewer than two
-    steps in a quarter there is no spread, and `reward_rose` is None.
+    It rose if the means differ by more than `STANDARD_ERRORS` standard errors of their difference,
+    estimated from the spread between steps. With fewer than two steps in a quarter there is no
+    estimate, and `reward_rose` is None.
     """
     few = max(1, len(rewards) // 4)
     first, last = rewards[:few], rewards[-few:]

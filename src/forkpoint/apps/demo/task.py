@@ -7,8 +7,8 @@ and `bulu` are one word in five dialects. A prompt is a long text mostly in one 
     the reward of a response is the share of its words that are of the dialect most frequent in its
     prompt.
 
-Every dialect is as likely as another. So a policy that does not read the prompt is rewarded with
-1/5 on average, whatever it says, and what is above shows that the prompt is read.
+All dialects have equal probability. So the mean reward of a policy that ignores the prompt is 1/5,
+and a higher reward shows that the policy reads the prompt.
 """
 
 import itertools
@@ -20,15 +20,16 @@ from forkpoint.tree.forest import IntArray
 VOWELS = "aeiou"
 CONSONANTS = ("bl", "dr", "fn", "gm", "kt", "ld", "ms", "nk", "pr", "rv", "sb", "tl")
 WORDS = tuple(f"{c[0]}{v}{c[1]}{v}" for v, c in itertools.product(VOWELS, CONSONANTS))
-"""The vocabulary: token id n is the word WORDS[n]; dialect d has twelve in a row."""
+"""The vocabulary: token id n is the word WORDS[n]. Each dialect has twelve consecutive words."""
 BLIND_REWARD = 1 / len(VOWELS)
-"""The mean reward of any policy whose responses do not depend on the prompt."""
+"""Mean reward of a policy whose responses do not depend on the prompt."""
 OWN_WORDS = 0.5
-"""The share of a prompt's words that are drawn from its dialect; the others are any words."""
+"""Part of a prompt's words that are drawn from its dialect. Other words are drawn from all
+dialects."""
 
 
 def make_prompt(tokens: int, random: np.random.Generator) -> IntArray:
-    """[tokens] token ids of a new prompt, whose dialect is drawn first."""
+    """Draw a dialect and a prompt in it: token ids [tokens]."""
     own = int(random.integers(len(VOWELS))) * len(CONSONANTS)
     return np.where(
         random.random(tokens) < OWN_WORDS,
@@ -38,15 +39,15 @@ def make_prompt(tokens: int, random: np.random.Generator) -> IntArray:
 
 
 def dialect_of(token_ids: IntArray) -> int:
-    """The dialect with the most words in a text, the first of them where several have."""
+    """The dialect with the most words in a text, the first one if several have equally many."""
     return int(np.bincount(token_ids // len(CONSONANTS), minlength=len(VOWELS)).argmax())
 
 
 def reward(prompt: IntArray, response: IntArray) -> float:
-    """The rule: the share of the response's words that are of the prompt's dialect, 0 to 1."""
+    """Reward of a response: the part of its words in the prompt's dialect, from 0 to 1."""
     return float((response // len(CONSONANTS) == dialect_of(prompt)).mean())
 
 
 def spell(token_ids: IntArray) -> str:
-    """The words of a text."""
+    """Words of token ids."""
     return " ".join(WORDS[token] for token in token_ids)

@@ -1,1 +1,1 @@
-"""Real optimizer steps on frozen batches, shared beside dense, recorded step by step."""
+"""Optimizer steps on recorded batches, shared and dense, with records of each step."""

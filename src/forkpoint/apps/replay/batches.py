@@ -1,4 +1,4 @@
-"""The batch of each step of a replay: of a file of rollouts, or of a trace."""
+"""Batches of the steps of a replay, from a file of rollouts or from a trace."""
 
 import hashlib
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from forkpoint.rollouts.traces import Trace
 from forkpoint.rollouts.traces.batch_file import encode
 
 MOST_NUMBER = 1e30
-"""Of a step's scale: torch makes float32 of it, which holds 3e38."""
+"""Largest absolute value of a scale. torch converts it to float32, whose largest number is 3e38."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -29,7 +29,8 @@ class StepInput:
 
 
 class GroupBatches:
-    """The groups of one batch of rollouts, so many a step, cycling."""
+    """Batches of consecutive groups of one batch of rollouts, which start again after the last
+    group."""
 
     def __init__(self, batch: RolloutBatch, groups_per_step: int = 1) -> None:
         self.batch: RolloutBatch = batch
@@ -42,19 +43,19 @@ class GroupBatches:
             )
 
     def at(self, step: int) -> StepInput:
-        """The batch of a step, counted from 0, and what its loss is given."""
+        """Inputs of a step, counted from 0."""
         first = step * self.groups_per_step
         chosen = [self.groups[(first + n) % len(self.groups)] for n in range(self.groups_per_step)]
         wanted = (int(index) for members in chosen for index in members)
         return StepInput(batch=self.batch.select(wanted))
 
     def every(self) -> Iterator[RolloutBatch]:
-        """All rollouts, to be checked before the first step."""
+        """All rollouts, for checks before the first step."""
         yield self.batch
 
     def describe(self) -> dict[str, Any]:
-        """Sizes and a digest, ready for JSON: equal only if every step's batch is."""
-        # Extras have no effect on a step, and JSON may not hold them.
+        """Sizes and a digest for JSON, equal only if the batches of all steps are equal."""
+        # Extras have no effect on a step, and JSON cannot represent all of them.
         plain = RolloutBatch(replace(rollout, extras=None) for rollout in self.batch)
         digest = hashlib.blake2b(encode(plain, {}, {}), digest_size=16)
         return {
@@ -66,19 +67,19 @@ class GroupBatches:
 
 
 class TraceBatches:
-    """The batches of a trace, one a step, again from the first after the last.
+    """Batches of a trace, one for each step, which start again after the last batch.
 
-    Of the loss inputs, `denominators` and `scale` are what `forward_backward` takes; a batch with
-    any other is refused. Every batch is read and checked before the first step.
+    The loss inputs may be `denominators` and `scale`, the arguments of `forward_backward`. Batches
+    with other loss inputs are refused. All batches are read and checked before the first step.
     """
 
     def __init__(self, trace: Trace, steps: int) -> None:
-        """`steps` is how many the replay has: of a trace that still grows, no more are looked at.
+        """`steps`: number of steps of the replay. Later batches of a growing trace are ignored.
 
         Raises ConfigError for a trace without batches.
         """
         if not len(trace):
-            raise ConfigError(f"{trace.path} has no whole batch yet. Wait for the recorder.")
+            raise ConfigError(f"{trace.path} has no complete batch yet. Wait for the recorder.")
         self.trace: Trace = trace
         self.count: int = min(steps, len(trace))
 
@@ -90,8 +91,8 @@ class TraceBatches:
         if inputs:
             raise ConfigError(
                 f"{where} was recorded with the loss inputs {', '.join(sorted(inputs))}, and a "
-                "replay can give a loss only denominators and scale. Record without them, or put "
-                "what the loss needs into the rollouts."
+                "replay supports only denominators and scale. Record without the others, or put "
+                "their values into the rollouts."
             )
         try:
             if scale is not None and not (is_number(scale) and abs(scale) <= MOST_NUMBER):

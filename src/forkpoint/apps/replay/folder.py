@@ -1,12 +1,12 @@
-"""The folder of a replay: its rows, and the state from which it resumes.
+"""The folder of a replay, with its rows and the state from which it resumes.
 
-    manifest.json     what must stay the same (`fixed`), and further facts (`about`)
-    calibration.json  prices of plans, if the device was measured
-    rows.jsonl        one row a step, as it goes
+    manifest.json     inputs that must stay equal (`fixed`), and further facts (`about`)
+    calibration.json  measured prices of plans, if any
+    rows.jsonl        one row for each step
     checkpoint.pt     tensors, random generators and rows up to the last saved step
 
-Each file but rows.jsonl is written beside its place and renamed, so that there is always a whole
-one. A replay that resumes writes the rows of the checkpoint anew, and goes on after them.
+Files other than rows.jsonl are written under a temporary name and renamed, so they are always
+complete. A resumed replay writes the rows of the checkpoint again, and continues after them.
 """
 
 import hashlib
@@ -32,35 +32,34 @@ SCHEMA = 4
 MANIFEST, ROWS, CHECKPOINT = "manifest.json", "rows.jsonl", "checkpoint.pt"
 CALIBRATION = "calibration.json"
 MOST_NAMED = 8
-"""Differences that are named, of a replay that is not the one that was begun."""
+"""Largest number of differences that an error names."""
 
 
 class ReplayFolder:
-    """Where a replay writes, and from where it is resumed.
+    """Folder to which a replay writes, and from which it resumes.
 
     Attributes:
         path: the folder.
-        begun: `fixed` of the replay that is resumed; None where one begins.
+        begun: `fixed` of the resumed replay; None for a new replay.
     """
 
     def __init__(self, path: Path, *, resume: bool) -> None:
-        """Raises ConfigError for a folder that holds anything, unless it is to be resumed."""
+        """Raises ConfigError if the folder has files, except those of a replay to resume."""
         self.path = path
         self.begun: dict[str, Any] | None = None
         if path.exists() and not path.is_dir():
             raise ConfigError(f"{path} is a file; a replay is a folder. Give another path.")
         if not (path / MANIFEST).is_file():
-            # A replay that was killed as it began leaves a calibration and hidden files.
+            # A replay that is killed at its start leaves a calibration and hidden files.
             names = [entry.name for entry in path.iterdir()] if path.is_dir() else []
             if not all(name.startswith((".", CALIBRATION)) for name in names):
                 raise ConfigError(
-                    f"{path} holds files, and no replay. Give an empty or a new folder."
+                    f"{path} has files, but no replay. Give an empty or a new folder."
                 )
             return
         if not resume:
             raise ConfigError(
-                f"{path} holds a replay already. Add --resume to go on with it, or give another "
-                "folder."
+                f"{path} already has a replay. Add --resume to continue it, or give another folder."
             )
         try:
             manifest = json.loads((path / MANIFEST).read_bytes())
@@ -68,27 +67,27 @@ class ReplayFolder:
             manifest = None
         if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
             raise ConfigError(
-                f"{path / MANIFEST} is not of a replay of this version, whose schema is {SCHEMA}. "
-                "Begin again in another folder."
+                f"{path / MANIFEST} is not the manifest of a replay of schema {SCHEMA}, which this "
+                "version writes. Start in another folder."
             )
         self.begun = manifest["fixed"]
 
     def calibration(self) -> Calibration | None:
-        """The prices that the replay to be resumed was begun with; None if there are none."""
+        """Calibration of the resumed replay; None for a new replay or without a calibration."""
         path = self.path / CALIBRATION
         return Calibration.load(path) if self.begun is not None and path.is_file() else None
 
     def open(
         self, fixed: Mapping[str, Any], about: Mapping[str, Any], prices: Calibration | None
     ) -> None:
-        """Begin, or check that what is to be resumed is the same replay.
+        """Start a replay, or check that the resumed replay has the same inputs.
 
         Args:
-            fixed: what decides every result; on resuming, all of it must be as it was.
-            about: further facts, kept from the beginning.
-            prices: the calibration that plans are made with, if any.
+            fixed: inputs that determine the results. A resumed replay must have equal ones.
+            about: further facts, which are stored at the start.
+            prices: the calibration of the plans, if any.
 
-        Raises ConfigError for a replay that differs; it names in what.
+        Raises ConfigError, which names the differences, if inputs differ.
         """
         values = finite({"schema": SCHEMA, "fixed": fixed, "about": about})
         content = json.dumps(values, indent=1, default=str)
@@ -101,18 +100,18 @@ class ReplayFolder:
         if changed := differences(self.begun, json.loads(content)["fixed"]):
             more = f"\nand {len(changed) - MOST_NAMED} more" * (len(changed) > MOST_NAMED)
             raise ConfigError(
-                f"the replay in {self.path} was begun with other input:\n"
+                f"the replay in {self.path} was started with other inputs:\n"
                 + "\n".join(f"  {line}" for line in changed[:MOST_NAMED])
-                + f"{more}\nResume with what it was begun with, or begin anew in another folder."
+                + f"{more}\nResume with the same inputs, or start in another folder."
             )
 
     def add_row(self, row: ReplayStep) -> None:
-        """Append a row; readers see it at once."""
+        """Append a row, which readers see at once."""
         with (self.path / ROWS).open("ab") as file:
             file.write(_line(row))
 
     def save(self, rows: Sequence[ReplayStep], sides: Mapping[str, Side]) -> None:
-        """Make the state after these rows the checkpoint."""
+        """Save a checkpoint of the state after these rows."""
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
         state = {
             "rows": [asdict(row) for row in rows],
@@ -127,7 +126,7 @@ class ReplayFolder:
 
     @torch.no_grad()
     def restore(self, sides: Mapping[str, Side]) -> list[ReplayStep]:
-        """Put the checkpoint back, and return the rows up to it; none without a checkpoint.
+        """Restore the checkpoint, and return its rows; none without a checkpoint.
 
         Raises ConfigError for a file that torch cannot read.
         """
@@ -139,7 +138,7 @@ class ReplayFolder:
                 state = torch.load(path, weights_only=True)
             except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
                 raise ConfigError(
-                    f"{path} is no checkpoint that torch can read. Begin anew in another folder."
+                    f"{path} is not a checkpoint that torch can read. Start in another folder."
                 ) from error
             rows = [step_of(row) for row in state["rows"]]
             for name, (model, optimizer) in sides.items():
@@ -158,7 +157,7 @@ class ReplayFolder:
 
 
 def differences(before: Any, now: Any, name: str = "") -> list[str]:
-    """Every value that differs between two trees of JSON, by its path and both values."""
+    """Texts of all differences between two JSON trees, with the path and both values."""
     if isinstance(before, dict) and isinstance(now, dict):
         return [
             line
@@ -188,10 +187,10 @@ def _line(row: ReplayStep) -> bytes:
 
 
 def _of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """The parameters of an optimizer, over all of its groups."""
+    """Parameters of all groups of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _trained(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters that training changes; all others, and buffers, are in the digest."""
+    """Trainable parameters by name. The digest covers all other parameters, and buffers."""
     return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}

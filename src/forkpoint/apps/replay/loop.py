@@ -1,7 +1,7 @@
-"""Real optimizer steps over frozen batches: shared and, from the same state, dense beside it.
+"""Optimizer steps on recorded batches: shared and, from the same initial state, dense.
 
-The dense side is a policy too, with sharing none: rollouts packed into microbatches, the same head,
-kernels and loss. The only difference is that the shared side computes each shared token once.
+The dense side is a policy with sharing="none": rollouts packed into microbatches, with the same
+head, kernels and loss. The only difference is that the shared side computes each shared token once.
 """
 
 import copy
@@ -38,7 +38,7 @@ from forkpoint.wrapping import wrap
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Schedule = Literal["constant", "linear", "cosine"]
 CHUNK_ELEMENTS = 1 << 24
-"""How many parameters are compared in float64 at a time."""
+"""Number of parameter elements that are compared in float64 at a time."""
 
 
 def replay(
@@ -62,40 +62,40 @@ def replay(
     on_step: Callable[[ReplayStep], None] | None = None,
     on_resume: Callable[[int], None] | None = None,
 ) -> ReplayReport:
-    """Train on frozen batches, cycling through them, and measure every step.
+    """Train on recorded batches, and measure every step. Steps start again after the last batch.
 
     Args:
-        model: a supported model, which is trained; with a baseline, a copy of it is trained too.
-        batches: what step i trains on, such as the batches of a trace (`TraceBatches`). Of one
-            batch of rollouts, step i takes the `groups_per_step` groups that follow those of step
-            i - 1.
+        model: a supported model. It is trained; with a baseline a copy of it is trained too.
+        batches: the batches of the steps (`TraceBatches`), or one batch of rollouts, of which each
+            step takes the next `groups_per_step` groups.
         loss: one of `forkpoint.losses`, or a function of (outputs, batch).
-        optimizer: makes an optimizer of a list of parameters; called once for each model.
-        steps: how many optimizer steps.
-        groups_per_step: how many groups of one batch of rollouts make the batch of one step.
+        optimizer: makes an optimizer from a list of parameters. It is called once for each model.
+        steps: number of optimizer steps.
+        groups_per_step: number of groups in the batch of a step, for one batch of rollouts.
         baseline: whether to train dense as well. Dense gets the best plan without sharing under the
-            limits of `config`. Which of the two goes first alternates from step to step.
-        config: how batches are planned and run.
-        schedule: the learning rates after the warm-up: constant, or down to 0 after the last step.
-        warmup_steps: steps over which the learning rates rise in equal parts.
-        max_grad_norm: gradients of a larger norm are scaled down to it, on both sides.
-        router: an auxiliary loss of a mixture's routers, on both sides. A scope that is a list is
-            of the rollouts of each step.
+            limits of `config`. The order of the two alternates between steps.
+        config: options of planning and running.
+        schedule: learning rates after the warm-up: constant, or a linear or cosine decay to 0.
+        warmup_steps: number of steps over which the learning rates rise linearly.
+        max_grad_norm: largest norm of the gradients. Larger gradients are scaled down to it, on
+            both sides.
+        router: a router loss, for both sides. A scope that is a list refers to the rollouts of each
+            step.
         output: a folder, new or empty, in which rows and checkpoints are written.
-        resume: go on with the replay in that folder from its last checkpoint; begin if none has
-            begun. One process writes into a folder at a time.
-        checkpoint_every: after how many steps the state of both sides is saved; it is saved after
-            the last step in any case. Needs a folder.
-        about: what the folder's manifest says besides, such as the command; ready for JSON.
-        on_step: called after each step that this run makes.
-        on_resume: called once with the number of steps done before, where this run resumes.
+        resume: whether to continue the replay in `output` from its last checkpoint, or to start it
+            if there is none. Only one process may write to a folder.
+        checkpoint_every: number of steps between checkpoints of both sides. The state after the
+            last step is always saved. Needs `output`.
+        about: further entries of the manifest, such as the command, as JSON values.
+        on_step: callback after each step of this run.
+        on_resume: callback with the number of earlier steps, if the run resumes.
 
     Raises:
-        ConfigError: fewer groups than `groups_per_step`, a count below 1, or a folder that holds
-            another replay than this one; what differs is named.
+        ConfigError: fewer groups than `groups_per_step`, a count below 1, or a folder with another
+            replay (the message names the differences).
         UnsupportedError: several ranks hold the model, or it is a stage of a pipeline.
 
-    Otherwise as `Policy.forward_backward`; what can be checked is checked before the first step.
+    Otherwise the errors of `Policy.forward_backward`, before the first step where possible.
     """
     config, loss = config or Config(), as_loss(loss)
     _refuse_ranks(model)
@@ -115,7 +115,7 @@ def replay(
         sides["dense"] = _Side(copy.deepcopy(model), plain, optimizer, router)
     shared = sides["shared"] = _Side(model, config, optimizer, router)
     policy = shared.policy
-    # All of it decides the results, and has to be the same on resuming.
+    # Inputs that determine the results. They must be equal when the replay resumes.
     fixed: dict[str, Any] = {
         "batches": batches.describe(),
         "loss": repr(loss),
@@ -135,7 +135,7 @@ def replay(
     trained = {name: (side.model, side.optimizer) for name, side in sides.items()}
     if folder is not None:
         fixed |= _facts(shared)
-        # Plans are chosen by these, and another order of work rounds otherwise.
+        # These determine the plans, whose order of work affects rounding.
         fixed["runs_on"] |= {
             "calibration": policy.plan(batches.at(0).batch, loss, router=router).rests_on,
             "memory_budget_bytes": policy.memory_budget_bytes,
@@ -181,13 +181,13 @@ def _check_options(
 def _check_batches(
     policy: Policy, batches: Batches, loss: Loss, router: RouterLoss | None, steps: int
 ) -> None:
-    """Refuse what any step would refuse, before the first."""
+    """Run the checks of all steps before the first step."""
     host = policy.host
     loss.check_head(host.head)
     for part in batches.every():
         loss.check(part)
         host.check(part, training=True, routed=router is not None)
-    # A scope that is a list is of the rollouts of a step.
+    # A scope that is a list refers to the rollouts of a step.
     listed = router is not None and not isinstance(router.scope, str)
     for part in (batches.at(n).batch for n in range(steps)) if listed else batches.every():
         router_work(host, part, router)
@@ -223,7 +223,8 @@ def rate_factor(index: int, schedule: Schedule, warmup_steps: int, steps: int) -
 
 
 def _set_budgets(sides: list["_Side"], config: Config, folder: ReplayFolder | None) -> None:
-    """Let all sides plan for the memory that is free for each, or that was when the replay began.
+    """Set the memory budgets of all sides: the memory that is free for each, or that of the resumed
+    replay.
 
     Gradients and optimizers of all sides stay allocated while one of them runs.
     """
@@ -242,7 +243,7 @@ def _set_budgets(sides: list["_Side"], config: Config, folder: ReplayFolder | No
 def _set_prices(
     sides: list["_Side"], config: Config, folder: ReplayFolder | None
 ) -> Calibration | None:
-    """Let all sides plan by one calibration: that of the replay to be resumed, or what is found or
+    """Set one calibration for all sides: that of the resumed replay, or one that is found or
     measured now."""
     policy = sides[0].policy
     if config.calibration != AUTO:
@@ -255,7 +256,7 @@ def _set_prices(
 
 
 class _Side:
-    """A policy with its own optimizer."""
+    """A policy with its optimizer."""
 
     def __init__(
         self, model: nn.Module, config: Config, optimizer: MakeOptimizer, router: RouterLoss | None
@@ -270,9 +271,9 @@ class _Side:
     def step(
         self, given: StepInput, loss: Loss, factor: float, max_grad_norm: float | None
     ) -> tuple[StepRecord, Plan]:
-        """Train once. The gradient's norm is taken with the clock stopped.
+        """Run one optimizer step. The time excludes the norm of the gradient.
 
-        `factor`: of the learning rates.
+        `factor`: factor of the learning rates.
         """
         device = self.policy.host.device
         cuda = device.type == "cuda"
@@ -320,7 +321,7 @@ class _Side:
 
 
 class _Clock:
-    """Adds up the milliseconds of the blocks it is entered for, each begun and ended idle."""
+    """Sum of the times of blocks in ms, with an idle device at both ends of each."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.ms, self.began = device, 0.0, 0.0
@@ -347,7 +348,7 @@ def _train_once(
     max_grad_norm: float | None,
     start: list[Tensor],
 ) -> ReplayStep:
-    """Train each side once, and compare them. `start`: the parameters before the first step."""
+    """Run a step of each side, and compare them. `start`: parameters before the first step."""
     order = sides if index % 2 == 0 else reversed(sides)
     ran = {n: sides[n].step(given, loss, factor, max_grad_norm) for n in order}
     shared, difference = sides["shared"], None
@@ -373,7 +374,7 @@ def _train_once(
 def parameter_difference(
     shared: nn.Module, dense: nn.Module, start: list[Tensor]
 ) -> ParameterDifference:
-    """Compare two models of one architecture; `start` is where both began, on any device."""
+    """Compare two models of one architecture. `start`: their initial parameters, on any device."""
     largest = signed = absolute = squares = change = 0.0
     count = 0
     for a, b, before in zip(shared.parameters(), dense.parameters(), start, strict=True):
@@ -382,7 +383,7 @@ def parameter_difference(
             apart = one.double() - other.double()
             moved = other.double() - old.to(other.device).double()
             worst = float(apart.abs().max())
-            # Python's max would let a NaN pass.
+            # Python's max may ignore NaN.
             largest = worst if worst > largest or math.isnan(worst) else largest
             signed += float(apart.sum())
             absolute += float(apart.abs().sum())
@@ -399,13 +400,13 @@ def parameter_difference(
 
 
 def _on_host(parameter: nn.Parameter) -> Tensor:
-    """A copy that takes no memory of the device, pinned where it is read back at each step."""
+    """A copy in host memory, pinned if each step copies it back."""
     copied = parameter.detach().cpu().clone()
     return copied.pin_memory() if parameter.is_cuda else copied
 
 
 def _gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
-    """Summed in float64, whatever the gradients' dtype: 16 bits would hide what is compared."""
+    """Norm of the gradients, summed in float64, because sums in 16 bits would hide differences."""
     norms = [
         torch.linalg.vector_norm(p.grad, dtype=torch.float64)
         for p in parameters
@@ -417,7 +418,7 @@ def _gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
 
 
 def _facts(side: _Side) -> dict[str, Any]:
-    """Facts of a model and where it runs that must be the same for a replay to go on."""
+    """Facts of a model and its device that must be equal when a replay resumes."""
     model, optimizer, device = side.model, side.optimizer, side.policy.host.device
     config: Any = getattr(model, "config", None)
     return {
@@ -429,7 +430,7 @@ def _facts(side: _Side) -> dict[str, Any]:
             "initial_parameters": digest_of((*model.named_parameters(), *model.named_buffers())),
         },
         "optimizer": {"kind": type(optimizer).__name__, **optimizer.defaults},
-        # These decide the last bit of a result.
+        # These affect the last bits of results.
         "runs_on": {
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "threads": torch.get_num_threads(),

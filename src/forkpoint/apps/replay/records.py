@@ -12,18 +12,19 @@ from forkpoint.plan.program import PHASES
 class StepRecord:
     """One optimizer step, shared or dense.
 
-    Times are the only values that differ between two runs of one replay; their names end in `ms`.
+    Two runs of a replay differ only in times, whose names end in `ms`.
     """
 
     loss: float
     gradient_norm: float
-    """Of all trained parameters' gradients, before any clipping."""
+    """Norm of the gradients of all trained parameters, before clipping."""
     ms: float
-    """Planning, forward, backward and the optimizer's step, with the device idle at both ends."""
+    """Time of planning, forward, backward and the optimizer's step, with an idle device at both
+    ends."""
     phase_ms: dict[str, float]
-    """Of `ms`, the phases of `StepStats.phase_ms`."""
+    """Times of the phases, as in `StepStats.phase_ms`."""
     events: tuple[str, ...]
-    """The order of work, such as "forward prefix 0" (`Plan.events`)."""
+    """Order of work, such as "forward prefix 0" (`Plan.events`)."""
     event_ms: tuple[float, ...]
     sharing: str
     boundary: str
@@ -32,57 +33,57 @@ class StepRecord:
     flops: float
     """Counted FLOPs of the tokens that run."""
     peak_memory_bytes: int | None
-    """The most that CUDA held above what it held when the step began; None on the CPU."""
+    """Peak of CUDA memory above the memory at the begin of the step; None on the CPU."""
     predicted_peak_bytes: int | None
-    """Activations and prefix cache at the plan's worst moment, as counted."""
+    """Predicted peak of activations and prefix cache."""
     router_loss: float | None = None
-    """Of the routers of a mixture, with its coefficients; `loss` is without it."""
+    """Router loss with its coefficients, which `loss` does not include."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterDifference:
-    """Differences of the two models' parameters over all elements: shared less dense."""
+    """Differences (shared - dense) of the parameters of two models, over all elements."""
 
     max: float
-    """The largest absolute difference."""
+    """Largest absolute difference."""
     mean: float
-    """With its sign: rounding averages out, a bias does not."""
+    """Mean difference with its sign. Rounding averages out, but a bias does not."""
     mean_absolute: float
     rms: float
     rms_change: float
-    """How far the dense model has come from where both began, for comparison."""
+    """Root mean square change of the dense model's parameters since the start, for comparison."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayStep:
-    """One batch, trained on shared and, with a baseline, dense."""
+    """One step of the shared side and, with a baseline, of the dense side."""
 
     step: int
-    """Counted from 1."""
+    """Number of the step, from 1."""
     fingerprint: str
-    """Of the batch; equal for equal batches."""
+    """Digest of the batch."""
     lr: float
-    """The learning rate of the first parameter group."""
+    """Learning rate of the first parameter group."""
     rollouts: int
     logical_tokens: int
     unique_tokens: int
     left_out_tokens: int
-    """Tokens that give no gradient and are not run, on both sides."""
+    """Number of tokens without gradient, which neither side runs."""
     dense_flops: float
-    """Counted FLOPs of running each rollout by itself."""
+    """Counted FLOPs without sharing."""
     shared: StepRecord
     dense: StepRecord | None
     difference: ParameterDifference | None
-    """After this step; None without a baseline."""
+    """Difference of the parameters after this step; None without a baseline."""
 
     @property
     def bound(self) -> float:
-        """Counted FLOPs of dense training over those of the tokens that run."""
+        """Counted FLOPs of dense training divided by those of the tokens that run."""
         return self.dense_flops / self.shared.flops if self.shared.flops else 1.0
 
 
 def step_of(values: Mapping[str, Any]) -> ReplayStep:
-    """The step whose `dataclasses.asdict` these values are."""
+    """Inverse of `dataclasses.asdict` for a step."""
     kinds = {"shared": StepRecord, "dense": StepRecord, "difference": ParameterDifference}
     inner = {name: values[name] and kind(**values[name]) for name, kind in kinds.items()}
     return ReplayStep(**{**values, **inner})
@@ -94,11 +95,11 @@ class ReplayReport:
 
     steps: tuple[ReplayStep, ...]
     resumed_at: int | None = None
-    """How many steps had been done before this run, where it resumed one."""
+    """Number of steps before this run, if it resumed a replay."""
 
     @property
     def difference(self) -> ParameterDifference | None:
-        """Between the parameters after the last step; None without a baseline."""
+        """Difference of the parameters after the last step; None without a baseline."""
         return self.steps[-1].difference
 
     @property
@@ -108,7 +109,7 @@ class ReplayReport:
         return sum(step.dense_flops for step in self.steps) / flops if flops else 1.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Sums over the steps, lists with an entry for each, and their comparison; for JSON."""
+        """Sums over the steps, lists with an entry for each step, and comparisons, for JSON."""
         shared = [step.shared for step in self.steps]
         dense = [step.dense for step in self.steps if step.dense is not None]
         difference = {} if self.difference is None else asdict(self.difference)
@@ -141,7 +142,7 @@ class ReplayReport:
 
 
 def _summed(records: list[StepRecord]) -> dict[str, Any]:
-    """Values of one side over all steps; None for each without steps."""
+    """Sums of one side over all steps; None if it has no steps."""
     ms = [record.ms for record in records]
     return {
         "ms": sum(ms) if ms else None,
