@@ -201,4 +201,4 @@ def test_doctor_where_the_compiler_fails(shell: Shell, monkeypatch: pytest.Monke
     torch._dynamo.reset()
     assert done.code == 0
     assert done.result["compiled_self_test"]["compiler_failure"] == "RuntimeError: no ptxas"
-    assert "The compiler failed here (RuntimeError: no ptxas), so blocks run eagerly" in done.out
+    assert "The compiler failed (RuntimeError: no ptxas), so steps run blocks eagerly" in done.out

@@ -167,7 +167,7 @@ CHANGES: list[tuple[Callable[[], dict[str, Any]], str]] = [
         lambda: {"optimizer": lambda p: torch.optim.AdamW(p, lr=0.5)},
         "optimizer.lr was 0.01 and is now 0.5",
     ),
-    (lambda: {"steps": 3}, "input:\n  steps was 2 and is now 3\nResume"),
+    (lambda: {"steps": 3}, "inputs:\n  steps was 2 and is now 3\nResume"),
 ]
 
 

@@ -1,7 +1,7 @@
-"""Comparison of every parameter's gradient between steps that share and ordinary training.
+"""Comparison of the gradients of all parameters between steps that share and ordinary training.
 
-Both are compared with ordinary training in higher precision, the reference. In 16 bits sharing may
-be no further from the reference than ordinary training is.
+The reference is ordinary training in higher precision. In 16 bits, errors of steps that share must
+not exceed those of ordinary training, relative to the reference.
 """
 
 import gc
@@ -45,27 +45,27 @@ from forkpoint.verify.report import VerifyReport as VerifyReport
 Gradients = Mapping[str, Tensor | None]
 
 REFERENCE, DENSE = "reference", "dense"
-"""Names of the runs of single rollouts."""
+"""Names of the runs of single rollouts, for `progress`."""
 
 OVERALL_RATIO = 1.1
 WORST_RATIO = 1.5
 FLOAT64_BAR = 1e-10
-# An error is one draw of rounding, and where dense happened to draw a small one, a ratio to it says
-# little. So units in the last place are allowed on top: of the gradient of each parameter, and of
-# the gradient as a whole, where draws average out. Those of float32 differ between processors, by
-# whose products small models err 0.5 to 2 times as much.
+# Rounding errors are random, and the error of the dense run may be small by chance. So additional
+# units in the last place are allowed: for the gradient of each parameter, and for the whole
+# gradient, in which errors average out. float32 errors differ between processors: matrix products
+# give small models 0.5 to 2 times the error.
 PARAMETER_ULPS = {torch.float32: 24.0, torch.bfloat16: 1 / 4, torch.float16: 1 / 4}
 OVERALL_ULPS = {torch.float32: 16.0, torch.bfloat16: 1 / 16, torch.float16: 1 / 16}
-# A parameter whose gradient is less than this part of the others' is measured by that part: a
-# gradient that cancels to nearly nothing is all rounding.
+# If the gradient of a parameter is smaller than this part of the others', its error is relative to
+# that part, because a gradient that nearly cancels consists of rounding errors.
 LEAST_PART = 0.01
 PIECE_ELEMENTS = 1 << 24
-"""Elements of a gradient that are compared at a time."""
+"""Number of elements of a gradient that are compared at a time."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """The reference, and how far ordinary training is from it."""
+    """Gradients of the reference, and the errors of the dense run."""
 
     run: DenseRun
     norms: dict[str, float]
@@ -73,7 +73,7 @@ class Reference:
 
     @property
     def norm(self) -> float:
-        """Norm of the whole gradient, by which errors are divided."""
+        """Norm of the whole reference gradient. Errors are relative to it."""
         return math.hypot(*self.norms.values()) or 1.0
 
     @property
@@ -121,16 +121,16 @@ def verify(
 
 
 class Comparison:
-    """One comparison: its arguments, and what all its runs use."""
+    """One comparison, with its arguments and the state that its runs share."""
 
     routes: Routes | None
-    """Experts that the reference chooses, for other runs to choose the same; None if each run
-    chooses its own."""
+    """Experts that the reference chose, which other runs use too; None if each run chooses its
+    experts."""
     not_held: str | None
-    """Why a mixture's runs choose their own; None for a model without experts too."""
+    """Reason why each run chooses its experts; None otherwise, and for models without experts."""
     routed: RouterWork | None
     denominators: Denominators
-    """Counts over all ranks that the loss's means are taken over."""
+    """Denominators of the loss, over all ranks."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class Comparison:
         router: RouterLoss | None,
         changes: Changes,
     ) -> None:
-        """`given`: denominators, by the caller."""
+        """`given`: denominators of the caller."""
         self.policy: StepPolicy = policy
         self.batch: RolloutBatch = batch
         self.loss: Loss = loss
@@ -158,7 +158,7 @@ class Comparison:
         self.double: bool = self.dtype == torch.float64
         """Whether the model is its own reference."""
         self.last_tokens: bool = router is not None and router.last_token
-        """Whether rollouts' last tokens run."""
+        """Whether last tokens of rollouts run."""
 
     def report(self, *, hold_routes: bool, progress: Callable[[str], None] | None) -> VerifyReport:
         host, comm, batch = self.host, self.comm, self.batch
@@ -217,7 +217,7 @@ class Comparison:
         )
 
     def _check_and_plan(self) -> tuple[RouterWork | None, Choice]:
-        """Refuse what a step refuses, before anything runs, and choose plans."""
+        """Run the checks of a step, and choose plans, before anything runs."""
         host, batch, loss = self.host, self.batch, self.loss
         loss.check_head(host.head)
         if len(batch):
@@ -266,8 +266,9 @@ class Comparison:
     ) -> tuple[DenseRun, ForcedRoutes | None]:
         """Run rollouts one at a time in `dtype`. Gradients of the reference are in host memory.
 
-        Where memory runs out, the run is repeated in ways that take less. Collective where ranks
-        hold parts of the model: all copy it together, and before anything can fail on one.
+        If memory runs out, the run is repeated with options that take less memory. Collective if
+        ranks hold parts of the model: all ranks copy the model together, before any work can fail
+        on one rank.
         """
         host, mark, whole = self.host, self.changes.mark, self.comm.whole
         is_wider = dtype != host.compute_dtype
@@ -305,7 +306,7 @@ class Comparison:
 
         def undo() -> None:
             self.changes.undo(mark)
-            forget_lists()  # which would keep the copy alive until the end
+            forget_lists()  # which would keep the copy alive
 
         found, routes = self.comm.run(partial(run_in_memory, strategies, attempt, undo))
         joined.clear()
@@ -316,22 +317,24 @@ class Comparison:
                 if gradient is not None:
                     found.gradients[name] = gradient.cpu()
             if host.device.type == "cuda":
-                gc.collect()  # the copy, whose modules refer to one another
+                gc.collect()  # frees the copy, whose modules refer to one another
                 torch.cuda.empty_cache()
         return found, routes
 
     def _strategies(self, dtype: torch.dtype, *, copies: bool) -> tuple[MemoryStrategy, ...]:
-        """Ways to run that take less and less memory. `copies`: whether the model is copied."""
+        """Strategies in order of decreasing memory. `copies`: whether the run uses a copy of the
+        model."""
         found = (PLAIN, SMALL, STREAMED) if copies and self.comm.whole else (PLAIN, SMALL)
         if copies and not has_room(self.host.model, dtype, self.host.device):
             found = (STREAMED,)
-        # Ranks exchange counts of experts once in a run.
+        # Ranks exchange counts of experts once in each run, so a run cannot be repeated on one
+        # rank.
         return found[-1:] if self.routed is not None and self.routed.on_ranks else found
 
     def _train(
         self, model: nn.Module, routes: ForcedRoutes | None, strategy: MemoryStrategy
     ) -> DenseRun:
-        """Run rollouts one at a time, without forkpoint's code."""
+        """Run rollouts one at a time, without the code of steps."""
         host, routed, routers = self.host, self.routed, None
         if routed is not None:
             found = host.routers.found
@@ -388,14 +391,15 @@ class Comparison:
         loss_difference = stats.loss - wanted.loss
         router_difference = _difference(stats.router_loss, wanted.router_loss)
         wanted_T = wanted.per_token[host.head]
-        # Log-probs of what the plan leaves out are NaN. That it has no gradient is compared above.
+        # Log-probs of rollouts that the plan leaves out are NaN. The comparison above shows that
+        # they have no gradient.
         run_T = torch.from_numpy(labels_run(self.batch.offsets, plan.run_lengths))
         off_T = (stats.per_token[host.head] - wanted_T)[run_T.to(wanted_T.device)]
         difference = comm.most(_largest(off_T))
         if self.double:
             allowed = FLOAT64_BAR
             loss_error = comm.most(abs(loss_difference) / max(1.0, abs(wanted.loss)))
-            # Values of a critic have any scale.
+            # Values of a critic may have any scale.
             scale = comm.most(max(1.0, _largest(wanted_T))) if host.head == "values" else 1.0
             if router_difference is not None:
                 size = max(1.0, abs(wanted.router_loss or 0.0))
@@ -424,8 +428,8 @@ class Comparison:
         )
 
     def _shared(self, plan: Plan, routes: RouteReplay | None) -> tuple[Gradients, StepStats]:
-        """Run one plan. Gradients are whole."""
-        unchecked = self.policy.with_config(self_check=False)  # it compares more than a sample does
+        """Run one plan. Gradients are complete on each rank."""
+        unchecked = self.policy.with_config(self_check=False)  # the comparison covers more
         request = ComparedRequest(
             batch=self.batch,
             loss=self.loss,
@@ -455,7 +459,7 @@ def _largest(values_T: Tensor) -> float:
 
 
 def distances(found: Gradients, wanted: Gradients) -> dict[str, float]:
-    """Norm of the difference of gradients, by parameter."""
+    """Norms of the differences of gradients, by parameter."""
     return {name: distance_of(found[name], other) for name, other in wanted.items()}
 
 
@@ -490,7 +494,7 @@ def parameter_errors(
 
 
 def _pieces(gradient: Tensor) -> Iterator[Tensor]:
-    """Flat pieces, so that copies in double precision stay small beside the largest parameter."""
+    """Flat pieces of a tensor, so that copies in double precision are small."""
     return iter(gradient.detach().reshape(-1).split(PIECE_ELEMENTS))
 
 

@@ -1,4 +1,4 @@
-"""Ordinary dense training, to compare with.
+"""Ordinary training on single rollouts, as a baseline for exactness.
 
 It runs the forward of the stock model on one rollout at a time, with a log-softmax over its logits.
 All exactness tests compare with it. It uses the views of losses (`losses.views`) and the recorder
@@ -53,19 +53,19 @@ class DenseRun:
 
 @dataclass(frozen=True, eq=False)
 class RouterSums:
-    """Part of one rank in the statistics of routers, before any backward."""
+    """Part of one rank in router statistics, before any backward."""
 
     statistics: int
     """Number of statistics of the rollouts of this rank."""
     counts_E: Tensor | None
-    """float64 [E], on the CPU: choices of each expert, where one statistic is taken over the
-    rollouts of all ranks; None where there are none."""
+    """float64 [E], on the CPU: number of choices of each expert, if one statistic covers the
+    rollouts of all ranks; else None."""
     rows: int
     """Number of pairs of token and layer in the statistics."""
 
 
 class DenseRouters:
-    """The loss of the routers of a stock model, one rollout's graph at a time.
+    """Router loss of a stock model, with the graph of one rollout at a time.
 
     It follows the definitions of `losses.RouterLoss`. A first pass without a graph counts experts;
     counts have no gradient. In a second pass each rollout adds its term, which is linear in the
@@ -84,17 +84,18 @@ class DenseRouters:
     ) -> None:
         """
         Args:
-            routers: those of the model that runs, in the order of its layers.
-            changes: their outputs are recorded until these are undone.
-            last_token: whether rollouts' last tokens count.
-            joins: whether one statistic is taken over the rollouts of all ranks.
-            gather: the sums of all ranks, from this one's; None where it is alone.
+            routers: routers of the model, in the order of its layers.
+            changes: hooks that record their outputs are added to these changes, and removed when
+                these are undone.
+            last_token: whether last tokens of rollouts count.
+            joins: whether one statistic covers the rollouts of all ranks.
+            gather: collects the sums of all ranks; None for one process.
         """
         self.last_token: bool = last_token
         self._joins, self._gather, self._terms = joins, gather, terms
         self._parts = int(terms.parts.max(initial=-1)) + 1
         self._mean_over = self._parts
-        """Statistics that the loss is the mean of."""
+        """Number of statistics of all ranks, over which the loss is a mean."""
         self.outputs: RouterOutputs = RouterOutputs(len(routers))
         self._sums: tuple[Tensor, Tensor, Tensor] | None = None
         """float64: counts [P, E], probabilities [P, E] and squared log-sum-exps [P]."""
@@ -103,7 +104,7 @@ class DenseRouters:
 
     @torch.no_grad()
     def count(self, rollout: int, dtype: torch.dtype) -> None:
-        """Add a rollout's tokens to its statistic. dtype: of the loss."""
+        """Count the experts of a rollout's tokens. dtype: dtype of the loss."""
         part = int(self._terms.parts[rollout])
         for logits_TE, chosen_Tk in self.outputs.by_layer.values():
             x = logits_TE.to(dtype)
@@ -231,12 +232,12 @@ def dense_run(
 
 
 Use = Callable[[Tensor, dict[str, Tensor]], Tensor | None]
-"""From trained tokens (positions in the batch) and what the model gives of each to a scalar whose
-gradients are wanted, if any."""
+"""Maps positions of trained tokens, and the model's outputs for them, to a scalar to differentiate,
+or None."""
 
 
 class _Passes:
-    """Two passes of a stock model over the rollouts of a batch, one rollout at a time."""
+    """Passes of a stock model over the rollouts of a batch, one rollout at a time."""
 
     def __init__(
         self,
@@ -247,7 +248,7 @@ class _Passes:
         head_tokens: int | None,
         routers: DenseRouters | None,
     ) -> None:
-        """Arguments as of `dense_run`."""
+        """Arguments are those of `dense_run`."""
         weight = next(model.parameters())
         self.device: torch.device = weight.device
         self.dtype: torch.dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
@@ -263,7 +264,7 @@ class _Passes:
         }
 
     def outputs(self) -> LossOutputs:
-        """The values that the loss reads, which take gradients from now on."""
+        """Outputs for the loss. They collect gradients from now on."""
         wanted = {name: self.per_token[name].requires_grad_() for name in self._wanted}
         return LossOutputs(**wanted)
 
@@ -278,14 +279,15 @@ class _Passes:
             self._routers.counted()
 
     def compute_gradients(self) -> None:
-        """Add the parameters' gradients, from those of the values."""
+        """Add the gradients of the parameters, from those of the outputs."""
         for rollout in range(len(self._batch)):
             self._run(rollout, self._weigh)
 
     def add_zeros(self) -> None:
         """Add zeros to the gradients of the parameters that the forward reads.
 
-        Ordinary training multiplies every token's loss by the mask: all gradients are zeros.
+        Ordinary training multiplies the loss of every token by the mask, so all gradients are
+        zeros.
         """
         with torch.enable_grad():
             ids = torch.as_tensor(self._batch.token_ids[:1].copy(), device=self.device)
@@ -306,8 +308,8 @@ class _Passes:
         return total
 
     def _run(self, rollout: int, use: Use) -> None:
-        """Run one rollout, and a backward from what `use` returns of its trained tokens and from
-        its part of the routers' loss."""
+        """Run one rollout, and a backward of the result of `use` for its trained tokens and of its
+        part of the router loss."""
         batch, stock, routers = self._batch, self._stock, self._routers
         begin, end = int(batch.offsets[rollout]), int(batch.offsets[rollout + 1])
         if self._entering is not None:
@@ -315,7 +317,7 @@ class _Passes:
         trained = torch.as_tensor(np.flatnonzero(batch.loss_mask[begin:end]), device=self.device)
         ids = torch.as_tensor(batch.token_ids[begin:end].copy(), device=self.device)
         shown = batch.shown([rollout])
-        # A medium whose last token is the rollout's is not cut; no trained token sees it.
+        # A medium that ends at the end of the rollout is not cut. No trained token attends to it.
         whole = shown is not None and shown.types_NL[0, -1] > 0
         read = ids if whole or self._runs_last else ids[:-1]
         if shown is not None:

@@ -33,7 +33,7 @@ class MemoryStrategy:
     """Whether weights of blocks stay in host memory. Only the copy of the reference may do so."""
 
     def apply(self, blocks: Sequence[nn.Module], device: torch.device, changes: Changes) -> None:
-        """Let blocks run with less memory, until the changes are undone."""
+        """Apply the options to a model, until the changes are undone."""
         if self.streamed:
             _stream(blocks, device, changes)
         elif self.head_tokens is not None:
@@ -62,7 +62,7 @@ def run_in_memory(
     run: Callable[[MemoryStrategy], T],
     undo: Callable[[], None],
 ) -> T:
-    """Call `run` with the first strategy, and with each further one where memory runs out.
+    """Call `run` with the first strategy, and with the next one if memory runs out.
 
     `undo` is called between two attempts.
     """
@@ -77,7 +77,7 @@ def run_in_memory(
 
 
 class _Block(nn.Module):
-    """A block's own forward, to be called with other parameters."""
+    """The forward of a block, called with other parameters."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -89,9 +89,9 @@ class _Block(nn.Module):
 
 
 def _stream(blocks: Sequence[nn.Module], device: torch.device, changes: Changes) -> None:
-    """Bring each block's parameters to the device for its forward, and again for its backward.
+    """Copy the parameters of each block to the device for its forward, and again for its backward.
 
-    Their gradients are left in the host's memory.
+    Their gradients stay in host memory.
     """
 
     def run(block: _Block, *args: Any, **kwargs: Any) -> Any:

@@ -56,7 +56,7 @@ class SharedCounts:
         return self.saved_tokens > 0 and self.shared_segments > 0
 
     def is_kind(self, kind: Kind) -> bool:
-        """Whether such a plan shares, within microbatches or across them."""
+        """Whether the plan shares within microbatches ("within"), or across them ("across")."""
         fits = self.read_across > 0 if kind == ACROSS else self.with_children == 0
         return self.shares and fits
 
@@ -120,7 +120,7 @@ class Choice:
     Attributes:
         plans: by kind (see PlanFindings), in the order in which they run.
         left_out: kinds that are not compared.
-        reason: why there is nothing to verify; then nothing is compared.
+        reason: reason why there is nothing to compare; else None.
     """
 
     plans: dict[Kind, Plan]
@@ -148,7 +148,7 @@ def choose_plans(
     if nothing is not None and not zero_rollouts(loss, batch).any():
         return Choice({}, reason=nothing)
     chosen = policy.plan(batch, loss, router=router)
-    # What the loss declares to be zero is compared as well, also where nothing is shared.
+    # Rollouts that the loss declares to be zero are compared too, also without shared tokens.
     declared = chosen.dense.num_loss_entries < batch.trained_tokens
     if nothing is not None:
         return Choice({CHOSEN: chosen}) if declared else Choice({}, reason=nothing)
@@ -201,10 +201,10 @@ def _plan_of(
     loss: Loss,
     router: RouterLoss | None,
 ) -> Plan | LeftOut:
-    """A plan of this kind within the policy's options.
+    """A plan of this kind within the options of the policy, or the reason why there is none.
 
-    Microbatches are made longer until they share something within, or shorter until prefix cache of
-    what is shared is written and read.
+    Microbatches become longer until they share tokens within, or shorter until they read prefix
+    caches of shared tokens.
     """
     config = policy.config
     if config.boundary not in ("auto", kind) and (kind, config.boundary) != (ACROSS, "mixed"):

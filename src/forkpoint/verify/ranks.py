@@ -1,8 +1,8 @@
-"""Exchanges of `verify` between the ranks that hold a model, each with its own rollouts.
+"""Communication of `verify` between the ranks of a model, each with its rollouts.
 
-Plans run through the wrapper, on all ranks. Ordinary training and the reference run on a whole copy
-of the model, on each rank with that rank's rollouts; their gradients are then added up. Ranks that
-hold one copy of the model together have one batch, which is counted once.
+All ranks run plans on the wrapped model. For ordinary training and the reference, each rank runs
+its rollouts on a whole copy of the model, and gradients are then summed. Ranks that hold one copy
+of the model together have one batch, which counts once.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,7 +34,8 @@ T = TypeVar("T")
 
 
 class RankComm:
-    """The ranks of a comparison. Every method is collective; one process exchanges nothing."""
+    """Communication of the ranks of a comparison. Every method is collective, and does nothing on
+    one process."""
 
     def __init__(self, group: Distributed, loss: Loss, links: Links) -> None:
         """Prepare the exchanges of one comparison.
@@ -55,21 +56,21 @@ class RankComm:
             )
         self.group = group
         self.mean: bool = is_own(loss)
-        """Whether each rank's loss is its own, so that gradients are averaged."""
+        """Whether each rank has its own loss, so that gradients are averaged."""
         self.links: Links = links
         self.staged: bool = "stage" in group.relations
         """Whether this rank has some of the blocks."""
         parts = group.topology.reduces or group.topology.splits_modules
         self.whole: bool = not (parts or self.staged)
-        """Whether the model is whole on this rank, so that it can run by itself."""
+        """Whether this rank has the whole model and can run it without other ranks."""
         self._told = False
-        """Whether all ranks know that one has failed in this run."""
+        """Whether all ranks know about a failure of one rank in this run."""
 
     def _exchange(self, value: T) -> list[T]:
         return self.group.ranks.exchange(value)
 
     def _of_batches(self, value: T) -> list[T]:
-        """The values of all ranks, those with one batch once."""
+        """Values of all ranks, with those of one batch once."""
         every = self._exchange(value)
         return [every[n] for n in self.group.topology.contributors]
 
@@ -82,13 +83,13 @@ class RankComm:
         self._told = False
         try:
             found = work()
-        except Exception as raised:  # any, since the others wait
+        except Exception as raised:  # any error, because the other ranks wait
             if self._told:
                 raise
             error = raised
         try:
             texts = self._exchange(None if error is None else described(error))
-        except RuntimeError:  # of the backend: the others have ended
+        except RuntimeError:  # an error of the backend: the other ranks have ended
             if error is not None:
                 raise error from None
             raise
@@ -100,8 +101,9 @@ class RankComm:
         return found  # pyright: ignore[reportReturnType]
 
     def gather(self, value: T) -> list[T]:
-        """The values of all batches, within `run` and once in it. Raises as `run` does."""
-        # In a tuple: a rank that has failed gives its error's text, in `run`.
+        """Collect the values of all batches. Call it inside `run`, once. Raises the errors of
+        `run`."""
+        # Values are in a tuple, because a failed rank sends the text of its error.
         found: list[Any] = self._exchange((value,))
         for rank, each in zip(self.group.ranks.global_ranks, found, strict=True):
             if not isinstance(each, tuple):
@@ -110,8 +112,8 @@ class RankComm:
         return [found[n][0] for n in self.group.topology.contributors]
 
     def check_routers(self, router: RouterLoss | None, work: RouterWork | None) -> None:
-        """Raise RankError or ConfigError where ranks do not take the same statistics of routers,
-        and RolloutError where these have no tokens."""
+        """Raise RankError or ConfigError if ranks have different router statistics, and
+        RolloutError if these have no tokens."""
         ranks = self.group.ranks
         every = self._exchange((describe_routers(router), work.share() if work else None))
         calls = {call: rank for rank, (call, _) in zip(ranks.global_ranks, every, strict=True)}
@@ -155,7 +157,7 @@ class RankComm:
         )
 
     def denominators(self, batch: RolloutBatch) -> Denominators:
-        """Counts that the loss's means are taken over."""
+        """Denominators of the loss, over all ranks."""
         own = batch_denominators(batch)
         if self.mean:
             return own
@@ -188,7 +190,7 @@ class RankComm:
             p = parameters[name]
             if gradient is None:
                 gradient = torch.zeros(p.shape, dtype=dtype, device=p.device)
-            # A gradient of a block that stays in the host's memory is there.
+            # Gradients of blocks in host memory are in host memory.
             added = full(gradient).contiguous().to(p.device)
             self.group.all_reduce(added)
             sums[name] = added.to(gradient.device) / (len(every) if self.mean else 1)
@@ -201,7 +203,7 @@ class RankComm:
         )
 
     def of_stages(self, values: Mapping[str, T]) -> dict[str, T]:
-        """Values of the parameters of all stages, by name."""
+        """Merge values by parameter name over all stages."""
         return {name: x for each in self.links.exchange(values) for name, x in each.items()}
 
     def every(self, passed: bool) -> bool:
@@ -209,17 +211,17 @@ class RankComm:
         return all(self._exchange(passed))
 
     def most(self, value: float) -> float:
-        """The largest value of all ranks."""
+        """Largest value of all ranks."""
         return max(self._exchange(value))
 
     def counts(self, counts: SharedCounts) -> SharedCounts:
-        """Counts of all ranks' plans."""
+        """Counts of the plans of all ranks."""
         every = self._of_batches(counts)
         added = {name: sum(getattr(each, name) for each in every) for name in vars(counts)}
         return SharedCounts(**{**added, "cache_tokens": max(each.cache_tokens for each in every)})
 
     def tokens(self, count: int) -> int:
-        """Tokens of all ranks."""
+        """Number of tokens of all ranks."""
         return sum(self._of_batches(count))
 
 
