@@ -5,12 +5,23 @@ from collections.abc import Iterator
 from importlib import metadata
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 
 from forkpoint import UnsupportedError
 from forkpoint.ops.choice import Asked
-from forkpoint.ops.delta_rule import fla, select_delta_kernel
+from forkpoint.ops.delta_rule import (
+    DeltaKernel,
+    chunked,
+    fla,
+    gated_delta_rule,
+    kernel,
+    operator,
+    select_delta_kernel,
+)
+from forkpoint.ops.recurrence import StateTable
+from forkpoint.tree import Level, StateLayout
 
 
 def test_the_default_on_a_cpu() -> None:
@@ -20,6 +31,33 @@ def test_the_default_on_a_cpu() -> None:
         select_delta_kernel("quick", asked)
     with pytest.raises(UnsupportedError, match="'fla' cannot serve: it runs on cuda, not on cpu"):
         select_delta_kernel("fla", asked)
+
+
+def test_tensors_beyond_32_bits_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Asked] = []
+
+    def select(name: str, each: Asked) -> DeltaKernel:
+        asked.append(each)
+        return chunked.KERNEL
+
+    monkeypatch.setattr(operator, "select_delta_kernel", select)
+    lengths = np.array([5, 1])
+    zeros = np.zeros(2, np.int64)
+    level = Level(np.array([0, 5]), lengths, zeros - 1, zeros[:0], final=False)
+    table = StateTable(StateLayout((level,), zeros[:0]))
+    q, v, g = torch.ones(6, 1, 4), torch.ones(6, 2, 8), torch.zeros(6, 2)
+    # Values have 96 elements, and states of two chunks 128.
+    for most, is_large in ((128, True), (129, False)):
+        monkeypatch.setattr(kernel, "MOST_ELEMENTS", most)
+        gated_delta_rule(q, q, v, g, g, table=table)
+        assert asked.pop().is_large == is_large
+    few = torch.ones(640, 2, 8)
+    for most, is_large in ((640 * 16, True), (640 * 16 + 1, False)):
+        monkeypatch.setattr(kernel, "MOST_ELEMENTS", most)
+        assert kernel.is_large(few, key_dim=4, sequences=1) == is_large
+    large = Asked(torch.device("cuda"), torch.bfloat16, 128, 128, is_large=True)
+    refused(fla.KERNEL.refuses(large), "fewer than 2,147,483,648 elements")
+    refused(fla.KERNEL.refuses(large._replace(is_large=False)), None)
 
 
 class Machine:

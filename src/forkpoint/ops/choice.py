@@ -25,6 +25,8 @@ class Asked(NamedTuple):
     heads: int = 1
     """Number of query heads."""
     kv_heads: int = 1
+    is_large: bool = False
+    """Whether a recurrence has a tensor with more elements than 32-bit indices allow."""
 
 
 def no_refusal(*_: object) -> str | None:

@@ -10,11 +10,9 @@ together.
 import torch
 from torch import Tensor
 
-from forkpoint.ops.delta_rule.kernel import DeltaKernel, by_value_head, normalized
+from forkpoint.ops.delta_rule.kernel import CHUNK, DeltaKernel, by_value_head, normalized
 from forkpoint.ops.dtypes import accumulate_dtype
 from forkpoint.ops.recurrence import Sequences, pairwise_decay
-
-CHUNK = 64
 
 
 def scan(

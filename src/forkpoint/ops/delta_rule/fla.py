@@ -34,7 +34,7 @@ from torch.nn import functional as F
 from forkpoint.ops.choice import Asked
 from forkpoint.ops.delta_rule import fla_levels
 from forkpoint.ops.delta_rule.fla_tuning import share_choices
-from forkpoint.ops.delta_rule.kernel import DeltaKernel
+from forkpoint.ops.delta_rule.kernel import MOST_ELEMENTS, DeltaKernel
 from forkpoint.ops.recurrence import Sequences, StateTable, over_levels
 
 OLDEST = Version("0.6.0")
@@ -119,8 +119,15 @@ def _two_single_tokens(device: torch.device) -> Sequences:
 
 
 def _refuses(asked: Asked) -> str | None:
-    dim = asked.head_dim
-    return None if dim <= 256 else f"it needs key dims of at most 256, not {dim}"
+    if asked.head_dim > 256:
+        return f"it needs key dims of at most 256, not {asked.head_dim}"
+    if asked.is_large:
+        # Not all of its kernels have 64-bit indices.
+        return (
+            f"it needs tensors of fewer than {MOST_ELEMENTS:,} elements, and this microbatch has "
+            "too many tokens or sequences for that; lower max_microbatch_tokens"
+        )
+    return None
 
 
 def _refuses_device(device: torch.device) -> str | None:

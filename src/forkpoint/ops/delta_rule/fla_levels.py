@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from forkpoint.device import to_device
+from forkpoint.ops.delta_rule.kernel import CHUNK
 from forkpoint.ops.recurrence import StateTable
 
-CHUNK = 64
 SHOWN = (0, 6, 0)
 """The version with known internal functions."""
 

@@ -13,6 +13,10 @@ from forkpoint.ops.recurrence import Sequences
 
 NORM_EPS = 1e-6
 """Added to the squared length of queries and keys before they are divided by its root."""
+CHUNK = 64
+"""Tokens of a chunk, for which kernels have one state."""
+MOST_ELEMENTS = 1 << 31
+"""Elements of a tensor that 32-bit indices do not allow."""
 
 
 DeltaScan = Callable[
@@ -34,6 +38,15 @@ class DeltaKernel(Candidate):
     scan: DeltaScan
     scan_levels: Callable[..., tuple[Tensor, Tensor | None]] | None = None
     """(inputs, table, initial) -> results of `over_levels` with `scan`, in fewer launches."""
+
+
+def is_large(v_TGE: Tensor, key_dim: int, sequences: int) -> bool:
+    """Whether the values, or the states at the starts of all chunks, have too many elements for
+    32-bit indices. States of many short sequences have more than values."""
+    tokens, heads, value_dim = v_TGE.shape
+    chunks = tokens // CHUNK + sequences
+    largest = max(tokens * max(key_dim, value_dim), chunks * key_dim * value_dim)
+    return heads * largest >= MOST_ELEMENTS
 
 
 def normalized(x_THD: Tensor) -> Tensor:

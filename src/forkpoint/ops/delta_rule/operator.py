@@ -8,7 +8,7 @@ from torch import Tensor
 
 from forkpoint.ops.choice import AUTO, Asked, choose_kernel
 from forkpoint.ops.delta_rule import chunked, fla
-from forkpoint.ops.delta_rule.kernel import DeltaKernel
+from forkpoint.ops.delta_rule.kernel import DeltaKernel, is_large
 from forkpoint.ops.dtypes import accumulate_dtype, without_autocast
 from forkpoint.ops.recurrence import StateTable, over_levels
 
@@ -74,6 +74,7 @@ def gated_delta_rule(
     asked = Asked(
         *(v_TGE.device, v_TGE.dtype, q_THD.shape[2], v_TGE.shape[2]),
         deterministic=torch.are_deterministic_algorithms_enabled(),
+        is_large=is_large(v_TGE, q_THD.shape[2], sum(x.sequences.count for x in table.levels)),
     )
     chosen = select_delta_kernel(kernel, asked)
     inputs = (q_THD, k_THD, v_TGE, g_TG, beta_TG)
