@@ -383,7 +383,7 @@ def _faults(outcome: Outcome) -> list[str]:
         if rank == victim or (end.exit_code == 0 and not end.step):
             continue
         told = f"{end.step} {end.after} {end.stderr}"
-        if f"the ranks do not call the same: rank {victim}" in told:
+        if f"the ranks make different calls: rank {victim}" in told:
             continue  # it was interrupted between two calls, and has begun another
         if f"rank {victim}" not in told or CAUSES[kind] not in told:
             found.append(f"rank {rank} does not name rank {victim} and its cause: {told[:500]}")

@@ -175,7 +175,7 @@ def other_calls() -> str:
 
 def test_ranks_that_call_something_else_are_told() -> None:
     for found in run_ranks(2, other_calls):
-        assert found.startswith("RankError: the ranks do not call the same")
+        assert found.startswith("RankError: the ranks make different calls")
         assert "score" in found and "GSPO" in found
 
 

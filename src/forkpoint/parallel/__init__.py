@@ -1,1 +1,1 @@
-"""Steps of several ranks: who they are, and what they agree on before each step."""
+"""Steps of several ranks: their topology, and their agreement before each step."""

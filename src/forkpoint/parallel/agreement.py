@@ -1,4 +1,5 @@
-"""The agreement of ranks before a step: one exchange over CPUs, the same answer everywhere."""
+"""The agreement of ranks before a step, which each rank computes from the same exchanged
+proposals."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -35,9 +36,9 @@ from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.media import MediumOutline
 
 Coupling = Literal["", "groups", "batch"]
-"""Rollouts that a loss needs together: none, those of each group, or all."""
+"""Rollouts that a loss couples: none, those of each group, or all."""
 GatherOption = Literal["", "auto", "microbatch", "step"]
-"""`Config.gather`; "" where weights are not sharded."""
+"""`Config.gather`; "" if weights are not sharded."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +46,14 @@ class Proposal:
     """One rank's part of a step."""
 
     call: str
-    """The call and all of its options that must be the same on every rank, as text."""
+    """The call as text, with all options that must be the same on every rank."""
     error: str | None = None
-    """Why this rank cannot run the step; then the rest is empty."""
+    """Reason why this rank cannot run the step. If set, other fields are empty."""
     offer: Offer = field(default_factory=Offer)
     budget_bytes: int | None = None
-    """The memory budget that the program was planned for; None is no limit."""
+    """The memory budget of the plan; None is no limit."""
     calibration: Calibration | None = None
-    """The one that the plan is priced by, until ranks have agreed on it."""
+    """The calibration that prices the plan, until ranks have agreed on one."""
     trains: bool = False
     """Whether this rank's plan trains on any token."""
     trainable: bool = True
@@ -60,62 +61,63 @@ class Proposal:
     trained_tokens: int = 0
     rollouts: int = 0
     groups: NDArray[np.uint64] | None = None
-    """Digests of the rollouts' groups; those of one group are the same on all ranks."""
+    """Digests of the rollouts' groups. A group has the same digest on all ranks."""
     couples: Coupling = ""
     gathered: RolloutBatch | None = None
-    """This rank's rollouts, where the loss is computed from those of all ranks."""
+    """This rank's rollouts, if the loss is computed from those of all ranks."""
     statistics: StatisticsShare | None = None
-    """This rank's part of statistics of routers, where the step takes any."""
+    """This rank's part of router statistics, if the step computes any."""
     contents: Contents | None = None
-    """Of the step, where several ranks have the same batch."""
+    """Contents of the step, if several ranks have the same batch."""
     sample: RolloutBatch | None = None
-    """For the comparison with the stock model, where this rank wants it."""
+    """Sample for a self-check, if one is due on this rank."""
     prompts: Mapping[str, int] = field(default_factory=dict)
-    """By digest, the edges of what this rank would have another compute, or compute for others."""
+    """Number of edges of prompts that this rank can exchange, by digest."""
     exchanged: Offer | str | None = None
-    """This rank's part of a step in which prompts are exchanged, or why it cannot run one; None
-    before ranks have found that they have some in common."""
+    """This rank's offer for a step in which prompts are exchanged, or the reason why it has none.
+    None before ranks have found common prompts."""
     sizes: tuple[SizedOffer, ...] = ()
-    """Of plans of several sizes, where the model is cut into stages of a pipeline."""
+    """Offers of plans of several sizes, on stages of a pipeline."""
     trains_encoder: bool = False
-    """Whether the encoder of the offer's media is trained."""
+    """Whether the encoder is trained."""
     outline: MediumOutline | None = None
-    """Of one of these media, where fully_shard may gather weights for each microbatch."""
+    """Outline of one of the offer's media, if fully_shard may gather weights for each
+    microbatch."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """The same on all ranks, but for `program`."""
+    """The result of an agreement. It is the same on all ranks, except `program`."""
 
     program: Program
-    """This rank's, in the common shape; its own where weights are gathered once a step."""
+    """This rank's program, in the common shape unless weights are gathered once a step."""
     gathering: Choice[Gather] | None
-    """How weights are held; None where they are not sharded."""
+    """How often weights are gathered; None if they are not sharded."""
     counts: Denominators
-    """Of all ranks' rollouts as one batch."""
+    """Denominators of all ranks' rollouts as one batch."""
     trains: bool
     """Whether any rank's plan trains on any token."""
     sample: RolloutBatch | None
     parts: tuple[RolloutBatch, ...] = ()
-    """By rank, its rollouts, where the loss is computed from those of all ranks."""
+    """Rollouts of each rank, if the loss is computed from those of all ranks."""
     splitting: Choice[Split] | None = None
-    """Treatment of prompts that several ranks have; None where there are none."""
+    """Whether common prompts are replicated or exchanged; None if there are none."""
     prompts: tuple[SharedPrompt, ...] = ()
-    """Those that ranks exchange."""
+    """Exchanged prompts."""
     statistics: StatisticsOfRanks | None = None
-    """Of routers, where the step takes any."""
+    """Statistics of routers, if the step computes any."""
     staged: StagedStep | None = None
-    """The step on stages of a pipeline, where the model is cut into some and trained."""
+    """The training step on stages of a pipeline, if there are several."""
     encoders: CommonEncoders | None = None
-    """Encoder runs of all ranks, where they run in lockstep and have other batches with media."""
+    """Encoder runs of all ranks, if ranks with different batches run in lockstep."""
 
     @property
     def lockstep(self) -> bool:
-        """Whether all ranks run programs of one shape."""
+        """Whether all ranks run programs of one common shape."""
         return self.gathering is not None and self.gathering.taken == "microbatch"
 
     def step(self, ranks: DataRanks, *, mean: bool) -> RankStep:
-        """The step; with `mean` each rank's loss is its own."""
+        """Make the step. `mean`: whether each rank has a separate loss."""
         digest = ""
         if self.lockstep:
             shape = "".join(
@@ -146,20 +148,20 @@ def agreed(
     stages: Sequence[Stage] = (),
     strict: bool = False,
 ) -> Agreement:
-    """The step that all ranks run.
+    """Compute the step that all ranks run.
 
     Args:
         proposals: by rank.
         names: by rank, its number in messages.
-        gather: as in the configuration; "" where weights are not sharded. Gathered for each
+        gather: as in `Config`; "" if weights are not sharded. If weights are gathered for each
             microbatch, programs need one common shape.
-        batches: by rank, which batch it has; ranks of one are counted once. None: each its own.
-        prompts: that ranks may exchange.
-        shape: of the model; prices their transfers.
-        stages: of a pipeline, where the model is cut into some.
-        strict: whether a step on stages beyond the memory budget is refused.
+        batches: number of the batch, by rank. Ranks with one batch count once. None: all differ.
+        prompts: prompts that ranks may exchange.
+        shape: shape of the model, for prices of exchanges.
+        stages: stages of the pipeline, if there are several.
+        strict: whether to refuse a step on stages that exceeds the memory budget.
 
-    Raises RankError, naming the rank, where one cannot run the step or calls something else.
+    Raises RankError, which names the rank, if a rank cannot run the step or makes another call.
     """
     _check_calls(proposals, names)
     if not any(proposal.trainable for proposal in proposals):
@@ -207,7 +209,7 @@ def agreed(
 
 
 def _encoders(schedule: "_Schedule", proposals: Sequence[Proposal]) -> CommonEncoders | None:
-    """Encoder runs of all batches; None where no rank waits for those of another batch."""
+    """Encoder runs of all batches; None if no rank waits for those of another batch."""
     outline = next((p.outline for p in proposals if p.outline is not None), None)
     if outline is None or not schedule.lockstep or len(proposals) == 1:
         return None
@@ -220,37 +222,36 @@ def _encoders(schedule: "_Schedule", proposals: Sequence[Proposal]) -> CommonEnc
 
 
 def _check_calls(proposals: Sequence[Proposal], names: Sequence[int]) -> None:
-    """Raises RankError where a rank cannot run the step, or ranks call different things."""
+    """Raises RankError if a rank cannot run the step, or if ranks make different calls."""
     refused = [n for n, proposal in enumerate(proposals) if proposal.error is not None]
     if refused:
         first = refused[0]
         others = f" (and {len(refused) - 1} other ranks)" if len(refused) > 1 else ""
         raise RankError(
             f"rank {names[first]}{others} cannot run this step, so no rank does, and gradients are "
-            f"as they were: {proposals[first].error} Mend it there; the step can then be repeated "
-            "on all ranks."
+            f"unchanged: {proposals[first].error} Fix it there, then repeat the step on all ranks."
         )
     calls = {proposal.call: names[n] for n, proposal in reversed(list(enumerate(proposals)))}
     if len(calls) > 1:
         found = "; ".join(f"rank {rank}: {call}" for call, rank in calls.items())
         raise RankError(
-            f"the ranks do not call the same: {found}. Every rank must make the same calls of its "
-            "policy in the same order, with the same options; a rank without rollouts gives "
+            f"the ranks make different calls: {found}. Every rank must make the same calls of its "
+            "policy in the same order, with the same options; a rank without rollouts passes "
             "RolloutBatch([])."
         )
 
 
 @dataclass(frozen=True)
 class _Schedule:
-    """Programs of all ranks, and how weights are held while they run."""
+    """Programs of all ranks, and how often weights are gathered."""
 
     programs: Sequence[Program]
-    """By rank; of one common shape where ranks run in lockstep."""
+    """Programs by rank; of one common shape if ranks run in lockstep."""
     gathering: Choice[Gather] | None
     cost: float
     """The predicted cost of the step."""
     media: Sequence[tuple[PlannedMedium, ...]]
-    """By rank."""
+    """Planned media by rank."""
 
     @property
     def lockstep(self) -> bool:
@@ -258,7 +259,8 @@ class _Schedule:
 
 
 def _schedule(gather: GatherOption, names: Sequence[int], offers: Sequence[Offer]) -> _Schedule:
-    """The schedule with the better way to hold weights; the arguments are those of `agreed`."""
+    """The cheaper schedule of those that gather weights once a step or for each microbatch.
+    Arguments as in `agreed`."""
     programs, held = [offer.program for offer in offers], [offer.held for offer in offers]
     aligned: Sequence[Program] = ()
     if gather and gather != "step":
@@ -279,9 +281,9 @@ def _split(
     shape: ModelShape | None,
     replicated: _Schedule,
 ) -> tuple[_Schedule | None, Choice[Split]]:
-    """Treatment of prompts, and the schedule where ranks exchange them.
+    """Whether prompts are exchanged, and the schedule for that case.
 
-    replicated: the schedule where every rank computes them itself.
+    replicated: the schedule in which every rank computes common prompts.
     """
     offers: list[Offer] = []
     for rank, proposal in zip(names, proposals, strict=True):
@@ -300,7 +302,7 @@ def _split(
 
 
 def _check_coupling(proposals: Sequence[Proposal]) -> None:
-    """Rollouts that a loss couples are on one rank."""
+    """Raises RankError if coupled rollouts are on several ranks."""
     couples = max((p.couples for p in proposals), key=("", "groups", "batch").index)
     there = [p.groups for p in proposals if p.groups is not None and len(p.groups)]
     if couples == "batch" and len(there) > 1:
@@ -321,7 +323,7 @@ def _check_coupling(proposals: Sequence[Proposal]) -> None:
 
 
 def coupled(loss: Loss | None, batch: RolloutBatch) -> Coupling:
-    """Rollouts that must be on one rank, because a loss needs them together."""
+    """Which rollouts must be on one rank, because the loss couples them."""
     if loss is None or is_own(loss) or loss.decomposition != "joint" or loss.across_ranks:
         return ""
     coupling = loss.coupling(batch)
@@ -332,10 +334,10 @@ def coupled(loss: Loss | None, batch: RolloutBatch) -> Coupling:
 
 
 def group_digests(batch: RolloutBatch) -> NDArray[np.uint64]:
-    """A number for each group of a batch, the same wherever its rollouts are.
+    """A digest of each group of a batch, the same on every rank.
 
-    A group is known by its id. Without one it is the rollouts whose prompts are equal, as in a
-    batch (`RolloutBatch.group_index`).
+    A group is identified by its id. Without ids, rollouts with equal prompts are a group, as in
+    `RolloutBatch.group_index`.
     """
     _, firsts = np.unique(batch.group_index, return_index=True)
     found, prompts = np.zeros(len(firsts), np.uint64), batch.prompt_lengths
@@ -352,8 +354,7 @@ def group_digests(batch: RolloutBatch) -> NDArray[np.uint64]:
 
 
 def least_budget(proposals: Sequence[Proposal]) -> int | None:
-    """The least memory budget of the ranks, where they differ; None where there is none or all
-    have the same."""
+    """The smallest memory budget of the ranks; None if there is none, or if all are equal."""
     if any(proposal.error is not None for proposal in proposals):
         return None
     budgets = {proposal.budget_bytes for proposal in proposals}
@@ -361,7 +362,7 @@ def least_budget(proposals: Sequence[Proposal]) -> int | None:
 
 
 def common_calibration(proposals: Sequence[Proposal]) -> Calibration | None:
-    """The first rank's calibration, where they differ; None where all have the same or none."""
+    """The first rank's calibration; None if there is none, or if all are equal."""
     if any(proposal.error is not None for proposal in proposals):
         return None
     every = [proposal.calibration for proposal in proposals]

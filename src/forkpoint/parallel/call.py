@@ -1,4 +1,4 @@
-"""One call of several ranks: it ends on all of them, however it ends on one."""
+"""A call of several ranks, which ends on all ranks even if one of them fails."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -21,19 +21,21 @@ def run_on_ranks(
     lockstep: bool,
     succeeded: Callable[[], bool],
 ) -> T:
-    """Call `work` together with the other ranks; if it fails on one, none of them waits for ever.
+    """Call `work` together with the other ranks. If it fails on one rank, no other rank waits
+    forever.
 
     Args:
-        ranks: those of the call; all of them come here.
-        work: the call. If it raises, it has undone its changes.
+        ranks: ranks of the call. All of them must call this.
+        work: the call. It must undo its changes if it raises.
         lockstep: whether ranks issue collectives in forwards and backwards, unless weights are
-            gathered for the step.
-        succeeded: whether the call has happened, although it raised.
+            gathered once a step.
+        succeeded: returns whether the call has succeeded, although it raised.
 
-    Raises what `work` does; and in place of a collective's error RankError, which names the rank
-    that has failed or died. A rank that fails before it has joined the others, or within a step
-    without collectives, tells them: all raise, and the next call works. One that fails within
-    collectives leaves the others in them, and can only say so: `Watch` ends them.
+    Raises the error of `work`. An error of a collective becomes RankError, which names the rank
+    that has failed or died. A rank that fails before the agreement, or in a step without
+    collectives, tells the other ranks. Then all raise, and the next call works. If a rank fails
+    between collectives, the others wait in them and cannot be woken, so `Watch` ends their
+    processes.
     """
     ranks.phase = "apart"
     call = _Call(ranks, lockstep, succeeded)
@@ -48,14 +50,14 @@ def run_on_ranks(
                 raise
             raise RankError(cause) from error
     except BaseException as error:
-        call.leave(error)  # once more, where an interrupt has ended the first
+        call.leave(error)  # again, if an interrupt has ended the first
         raise
     finally:
         call.watch.end()
 
 
 class _Call:
-    """Reports of a call that fails, for the other ranks."""
+    """Reports the failure of a call to the other ranks."""
 
     def __init__(self, ranks: DataRanks, lockstep: bool, succeeded: Callable[[], bool]) -> None:
         self.ranks = ranks
@@ -65,7 +67,7 @@ class _Call:
         ranks.watch = self.watch
 
     def tell(self, error: BaseException) -> None:
-        """Tell the other ranks of this one's error, where they come to hear of it."""
+        """Send this rank's error to the other ranks, if they come to an exchange."""
         ranks = self.ranks
         if ranks.broken is not None or self.succeeded():
             return
@@ -81,12 +83,12 @@ class _Call:
             error.add_note(f"forkpoint: the other ranks could not be told: {described(other)}")
 
     def _comes_to_the_end(self) -> bool:
-        """Whether the other ranks come to the step's end, whatever this one does."""
+        """Whether the other ranks reach the step's end without this rank."""
         phase = self.ranks.phase
         return phase == "alone" or (phase == "joined" and not self.lockstep)
 
     def caused_by(self, error: BaseException) -> str | None:
-        """Message in the place of a collective's error; None for any other."""
+        """Message that replaces a collective's error; None for other errors."""
         ranks = self.ranks
         if ranks.phase == "told" or ranks.broken is not None or not of_backend(error):
             return None
@@ -100,7 +102,7 @@ class _Call:
         )
 
     def leave(self, error: BaseException, blamed: str | None = None) -> None:
-        """Where the others may wait for this rank within collectives, say that it does not come."""
+        """Tell ranks that may wait in collectives that this rank has failed."""
         ranks = self.ranks
         if ranks.phase == "told" or ranks.broken is not None or self.succeeded():
             return
@@ -112,7 +114,7 @@ class _Call:
 
 
 def of_backend(error: BaseException) -> bool:
-    """Whether a collective has failed, and not what this rank did."""
+    """Whether an error was raised by a collective."""
     text = str(error)
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and ("gloo" in text or "NCCL" in text)
@@ -124,7 +126,7 @@ def of_backend(error: BaseException) -> bool:
 
 
 def lost_rank(error: BaseException) -> BaseException:
-    """The error to raise for one of a collective; other errors are returned as they are."""
+    """Convert an error of a collective to RankError. Other errors are returned unchanged."""
     if isinstance(error, ForkpointError) or not of_backend(error):
         return error
     return RankError(
@@ -134,13 +136,14 @@ def lost_rank(error: BaseException) -> BaseException:
 
 
 class RankGroup:
-    """Ranks whose work outside of a policy's calls fails on all of them or on none."""
+    """Runs work of several ranks outside of a policy's calls. It fails on all ranks or on none."""
 
     def __init__(self, ranks: DataRanks) -> None:
         self.ranks = ranks
 
     def exchange(self, value: T) -> list[T]:
-        """The values of all ranks. Collective. Raises RankError if one has died or ended."""
+        """Exchange the values of all ranks. Collective. Raises RankError if a rank has died or
+        ended."""
         try:
             found = self.ranks.exchange(value)
         except RuntimeError as error:
@@ -161,8 +164,8 @@ class RankGroup:
     ) -> T:
         """Call `work` on every rank. Collective.
 
-        If it fails on one rank with one of the errors `tells`, that rank raises the error and the
-        others RankError, which names the rank.
+        If it fails on one rank with an error of a class in `tells`, that rank raises it, and the
+        others raise RankError, which names the rank.
         """
         value, error = None, None
         try:

@@ -1,8 +1,7 @@
-"""Ranks that hold one copy of a model together: they have the same batch, and run the same plan.
+"""Checks that ranks which hold one copy of a model together have the same batch and plan.
 
-Under tensor parallelism each rank has a part of every layer. What one computes of a token is added
-to what the others compute of it, so ranks with other tokens would add what does not belong
-together, and nothing would tell.
+With tensor parallelism, each rank has a part of every layer, and partial results of a token are
+summed over ranks. If the ranks had different tokens, the sums would be wrong without an error.
 """
 
 import hashlib
@@ -20,7 +19,7 @@ from forkpoint.rollouts.batch import RolloutBatch
 
 T = TypeVar("T")
 RELATIVE = 1e-3
-"""Numbers that ranks compute from the same values on different devices may differ by so much."""
+"""Relative tolerance of numbers that ranks compute from the same values."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +27,11 @@ class Contents:
     """Digests and numbers that ranks with the same batch compare before a step."""
 
     rollouts: str
-    """A digest of everything that a loss may read of the batch."""
+    """Digest of all fields of the batch that a loss may read."""
     plan: str
-    """A digest of the microbatches and what each holds."""
+    """Digest of microbatches and programs."""
     numbers: tuple[float, ...] = ()
-    """Factors of the loss, and sums of gradients that a caller's loss has given."""
+    """Factors of the loss, and sums of gradients that a caller's loss passes."""
 
 
 def contents_of(batch: RolloutBatch, plans: Sequence[Plan], numbers: Sequence[float]) -> Contents:
@@ -49,7 +48,7 @@ def contents_of(batch: RolloutBatch, plans: Sequence[Plan], numbers: Sequence[fl
             digest.update(np.ascontiguousarray(array).tobytes())
     if batch.media:
         digest.update(batch.content(0, batch.logical_tokens))
-    # Objects that print their address are other objects on every rank.
+    # The repr of some objects has their address, which differs between ranks.
     extras = re.sub(r" at 0x[0-9a-f]+", "", repr((batch.group_ids, batch.extras)))
     digest.update(extras.encode(errors="replace"))
     microbatches = hashlib.blake2b(digest_size=16)
@@ -66,16 +65,16 @@ def check_copies(
     difference: Callable[[T, T], str | None],
     error: type[ForkpointError] = RankError,
 ) -> None:
-    """Compare values of ranks that hold one copy of the model together.
+    """Check that values agree between ranks that hold one copy of the model together.
 
     Args:
         values: by rank.
         names: by rank, its number in messages.
-        batches: by rank, which batch it has: ranks of one copy have the same.
-        difference: says how two values differ and what to do, None where they do not.
-        error: to raise.
+        batches: number of the batch, by rank. Ranks of one copy have the same batch.
+        difference: returns how two values differ, with a remedy; None if they agree.
+        error: class of the error.
 
-    Raises `error` on every rank that calls this, naming two that differ.
+    Raises `error` on every rank that calls this. It names two ranks that differ.
     """
     leaders: dict[int, int] = {}
     for rank, batch in enumerate(batches):
@@ -90,8 +89,9 @@ def check_copies(
 def check_same_batches(
     contents: Sequence[Contents | None], names: Sequence[int], batches: Sequence[int]
 ) -> None:
-    """Ranks with the same batch have the same rollouts, plans and numbers: see `check_copies`."""
-    no_step = "so no rank runs this step, and gradients are as they were."
+    """Check that ranks with the same batch have the same rollouts, plans and numbers, as
+    `check_copies`."""
+    no_step = "so no rank runs this step, and gradients are unchanged."
 
     def difference(one: Contents | None, other: Contents | None) -> str | None:
         assert one is not None and other is not None
@@ -118,7 +118,7 @@ def check_same_batches(
 def check_same_losses(
     losses: Sequence[float], names: Sequence[int], batches: Sequence[int]
 ) -> None:
-    """Ranks with the same batch have come to the same loss: see `check_copies`."""
+    """Check that ranks with the same batch have computed the same loss, as `check_copies`."""
 
     def difference(one: float, other: float) -> str | None:
         if alike([one], [other]):
@@ -132,7 +132,7 @@ def check_same_losses(
 
 
 def alike(one: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether numbers agree but for rounding."""
+    """Whether numbers agree up to rounding."""
     return len(one) == len(other) and all(
         x == y or (math.isnan(x) and math.isnan(y)) or math.isclose(x, y, rel_tol=RELATIVE)
         for x, y in zip(one, other, strict=True)

@@ -1,4 +1,4 @@
-"""Process groups, made once for the same ranks and used by all policies.
+"""Process groups, which are made once for the same ranks and shared by all policies.
 
 A group of gloo has three threads, and a group of NCCL has memory on the device. torch keeps groups
 until the default group is destroyed.
@@ -12,22 +12,22 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 Ranks = tuple[int, ...]
-"""Numbers in the default group."""
+"""Ranks by their numbers in the default group."""
 
 
 @dataclass(eq=False)
 class _Made:
-    """Objects made within one default group, alike on all of its ranks."""
+    """Groups and numbers that were made in one default group, equal on all of its ranks."""
 
     groups: dict[tuple[Ranks, str | None, bool], dist.ProcessGroup | None] = field(
         default_factory=dict
     )
-    """By the arguments of `process_group`."""
+    """Groups by the arguments of `process_group`."""
     numbers: int = 0
 
 
 _made: WeakKeyDictionary[dist.ProcessGroup, _Made] = WeakKeyDictionary()
-"""Groups of each default group: those of a destroyed one are not used again."""
+"""Groups by default group, so that those of a destroyed one are not used again."""
 
 
 def _made_here() -> _Made:
@@ -39,10 +39,10 @@ def _made_here() -> _Made:
 def process_group(
     ranks: Ranks, backend: str | None = None, *, members_only: bool = False
 ) -> dist.ProcessGroup | None:
-    """The process group of these ranks; None if this rank is not one of them.
+    """Make or find the process group of these ranks. Returns None if this rank is not in it.
 
-    Collective the first time, over the default group, or with `members_only` over these ranks.
-    `backend`: None for that of the default group.
+    Collective the first time: over the default group, or with `members_only` over these ranks.
+    `backend`: None for the backend of the default group.
     """
     groups, key = _made_here().groups, (ranks, backend, members_only)
     if key not in groups:
@@ -52,7 +52,7 @@ def process_group(
 
 
 def exchange_with_all(value: T) -> list[T]:
-    """The values of all ranks of the default group. Collective over it."""
+    """Exchange the values of all ranks of the default group. Collective over it."""
     every = tuple(range(dist.get_world_size()))
     found: list[T | None] = [None] * len(every)
     dist.all_gather_object(found, value, group=process_group(every, "gloo"))
@@ -60,7 +60,8 @@ def exchange_with_all(value: T) -> list[T]:
 
 
 def next_number() -> int:
-    """A new number, the same on all ranks of the default group, which call this together."""
+    """A new number, the same on all ranks of the default group. All ranks must call this
+    together."""
     made = _made_here()
     made.numbers += 1
     return made.numbers

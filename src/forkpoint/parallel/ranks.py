@@ -1,4 +1,4 @@
-"""The ranks that train one model on rollouts of their own."""
+"""Ranks that train one model, and their exchanges."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,63 +14,63 @@ from forkpoint.parallel.watch import Watch, store_of
 
 T = TypeVar("T")
 Phase = Literal["apart", "exchanging", "joined", "alone", "told", "settled"]
-"""Where a rank is in a call.
+"""State of a rank in a call.
 
-apart: before the first exchange; the others wait for it.
-exchanging: within an exchange, which others may have left.
-joined: all run the step, and will exchange once more at its end.
-alone: as joined, and no collective lies before that: weights are gathered for the step.
-told: all know how the call ends, or it has ended.
-settled: all know that no rank has failed, and take the step's gradients.
+apart: before the first exchange. Other ranks wait there.
+exchanging: within an exchange. Other ranks may have left it.
+joined: all ranks run the step, and exchange once more at its end.
+alone: as joined, without collectives before that, because weights are gathered for the step.
+told: all ranks know how the call ends, or it has ended.
+settled: all ranks know that none has failed, and apply the step's gradients.
 """
 
 
 @dataclass(eq=False)
 class DataRanks:
-    """Ranks whose rollouts together are one batch, and a group over which they agree on CPUs.
+    """Ranks that step together, with a CPU group for their exchanges.
 
-    By default this process alone, which exchanges nothing.
+    By default this process only, without exchanges.
     """
 
     index: int = 0
-    """This rank's number among them, from 0."""
+    """This rank's index among them, from 0."""
     size: int = 1
     global_ranks: tuple[int, ...] = (0,)
-    """By index, the number in the default process group, which messages name."""
+    """Numbers in the default process group, by index. Messages use these."""
     cpu_group: dist.ProcessGroup | None = None
     number: int = 0
     """Number of the policy's model, the same on all of these ranks."""
     store: Store | None = None
-    """Of these ranks and this number, for ranks that fail or wait."""
+    """Store of these ranks and this number, for messages of `Watch`."""
     batches: tuple[int, ...] = ()
-    """By index, which batch a rank has, from 0: ranks of one hold one copy of the model together
-    (tensor parallelism). By default each has its own."""
+    """Numbers of batches from 0, by index. Ranks with one batch hold one copy of the model
+    together, as in tensor parallelism. By default all differ."""
     calls: int = 0
-    """How many calls all ranks have come to."""
+    """Number of calls that all ranks have joined."""
     phase: Phase = "told"
     broken: str | None = None
-    """Why no further step is possible: this rank has left the collectives of one."""
+    """Reason why no further step is possible, because this rank has left collectives of a step."""
     watch: Watch | None = None
-    """Of the call under way."""
+    """Watch of the running call."""
     device_group: dist.ProcessGroup | None = None
-    """For tensors on a device, once some were sent."""
+    """Group for tensors on a device, made when first needed."""
 
     def __post_init__(self) -> None:
         self.batches = self.batches or tuple(range(self.size))
 
     @property
     def is_alone(self) -> bool:
-        """Whether no process group connects this process with others."""
+        """Whether this process has no other ranks."""
         return self.cpu_group is None
 
     def exchange(self, value: T) -> list[T]:
-        """The values of all ranks, by index. Collective.
+        """Exchange the values of all ranks. Returns them by index. Collective.
 
-        The phase is "exchanging" until the caller sets what follows from the values: an interrupt
-        between the two leaves others with values of which this rank knows nothing.
+        The phase is "exchanging" until the caller sets the next one, because after an interrupt in
+        between, other ranks may have values that this rank does not have.
 
-        Raises RankError where this rank has failed within a step's collectives before, or where
-        other ranks exchange values of another model's policy.
+        Raises RankError if this rank has failed within a step's collectives before, or if other
+        ranks call the policy of another model.
         """
         if self.cpu_group is None:
             return [value]
@@ -87,8 +87,8 @@ class DataRanks:
         return [each for _, each in found]
 
     def _check_model(self, numbers: Sequence[int]) -> None:
-        """Raise RankError unless all ranks exchange values of one model. Models that the same
-        ranks hold share a process group."""
+        """Raise RankError unless all ranks call policies of one model. Models on the same ranks
+        share a process group, so calls could be mixed up."""
         other = next((n for n, number in enumerate(numbers) if number != numbers[0]), None)
         if other is None:
             return
@@ -101,22 +101,22 @@ class DataRanks:
         )
 
     def group_of(self, device: torch.device) -> dist.ProcessGroup:
-        """The group to send tensors of a device over. Collective the first time."""
+        """The process group for tensors on a device. Collective the first time."""
         if device.type == "cpu":
             assert self.cpu_group is not None
             return self.cpu_group
         if self.device_group is None:
             group = process_group(self.global_ranks, members_only=True)
             assert group is not None
-            # NCCL connects all ranks at the first collective of a group; a first exchange between
-            # two of them alone is undefined.
+            # NCCL connects all ranks at the first collective of a group. Behaviour is undefined if
+            # the first operation is between two ranks.
             dist.all_reduce(torch.zeros(1, device=device), group=group)
             self.device_group = group
         return self.device_group
 
     def may_be_missed(self, error: BaseException) -> None:
-        """Say that this rank may not come to collectives in which others wait. They end, unless
-        the call does meanwhile: then it was the same on all ranks, or there were none."""
+        """Tell ranks that this one may not come to collectives in which they wait. They end unless
+        their call ends first, because all ranks had the same error or there were no collectives."""
         if self.watch is not None:
             text = " ".join(str(error).split())
             self.watch.stuck(f"{self.name}: {type(error).__name__}: {text}")
@@ -128,15 +128,15 @@ class DataRanks:
 
 
 def group_leaders(batches: Sequence[int]) -> tuple[int, ...]:
-    """By batch, in order, the index of the first rank that has it: what all ranks of a batch
-    compute alike is counted once. `batches`: by rank, which batch it has."""
+    """The index of the first rank of each batch, in the order of batches. Equal results of a
+    batch's ranks are counted only for this rank. `batches`: number of the batch, by rank."""
     return tuple(list(batches).index(batch) for batch in sorted(set(batches)))
 
 
 def ranks_of(members: tuple[int, ...], batches: tuple[int, ...] = ()) -> DataRanks:
-    """The group of these ranks (numbers in the default group), which include this one.
+    """Make the `DataRanks` of these ranks (numbers in the default group), which include this rank.
 
-    Collective over the default group: ranks whose groups are disjoint do this at the same time.
+    Collective over the default group. Ranks of disjoint groups must call this at the same time.
     """
     group = process_group(members, "gloo")
     assert group is not None

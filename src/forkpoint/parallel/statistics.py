@@ -1,4 +1,4 @@
-"""Statistics of routers over several ranks: what each brings, and what they are together."""
+"""Statistics of routers over several ranks: each rank's part, and the total."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,27 +17,27 @@ class StatisticsShare:
     joins: bool
     """Whether one statistic is taken over the rollouts of all ranks."""
     gathers: bool
-    """Whether its counts are added up over ranks within the step, after a pass of scores."""
+    """Whether counts are summed over ranks within the step, after a pass of scores."""
     tokens: int
-    """Tokens of this rank that count."""
+    """Number of this rank's tokens that count."""
     statistics: int
-    """Statistics of this rank's own."""
+    """Number of this rank's statistics."""
     counts: str
-    """A digest of the counts given; "" without. Of one statistic over all ranks they are the same
-    on all of them."""
+    """Digest of the caller's router_counts; "" without. They must be equal on all ranks if one
+    statistic is taken over all ranks."""
     parts: str
-    """A digest of the statistic that each rollout is part of."""
+    """Digest of the assignment of rollouts to statistics."""
 
 
 @dataclass(frozen=True)
 class StatisticsOfRanks:
-    """Statistics of all ranks' rollouts."""
+    """Totals of the statistics of all ranks."""
 
     tokens: int | None
-    """Tokens of the one statistic over all ranks; None where each rank has statistics of its
-    own."""
+    """Number of tokens of a single statistic over all ranks; None if ranks have separate
+    statistics."""
     statistics: int
-    """Statistics that the loss is the mean of."""
+    """Number of statistics whose mean is the loss."""
     gathers: bool
 
 
@@ -46,15 +46,15 @@ def joined(
     names: Sequence[int],
     batches: Sequence[int] | None = None,
 ) -> StatisticsOfRanks | None:
-    """The statistics of all ranks, by the share of each; None where the step takes none.
+    """Combine the statistics of all ranks; None if the step computes none.
 
     Args:
         shares: by rank.
         names: by rank, its number in messages.
-        batches: by rank, which batch it has; ranks of one are counted once. None: each its own.
+        batches: number of the batch, by rank. Ranks with one batch count once. None: all differ.
 
-    Raises ConfigError where ranks were given different counts or ranks with one batch different
-    scopes, and RolloutError where no token of any rank counts: the same on all ranks.
+    Raises ConfigError if ranks have different counts, or ranks with one batch different scopes, and
+    RolloutError if no token counts. All ranks raise the same error.
     """
     known = [share for share in shares if share is not None]
     if not known:
@@ -84,7 +84,7 @@ def joined(
 
 
 def _difference(one: StatisticsShare, other: StatisticsShare) -> str | None:
-    """How the statistics of ranks with one batch differ."""
+    """Describe how the statistics of ranks with one batch differ; None if they agree."""
     for what, same in (
         ("lists of rollouts as the scope of the router loss", one.parts == other.parts),
         ("router_counts", one.counts == other.counts),
@@ -96,7 +96,7 @@ def _difference(one: StatisticsShare, other: StatisticsShare) -> str | None:
 
 @dataclass(frozen=True, eq=False)
 class RouterEnd:
-    """Results of routers at the end of a step, of one rank or of all."""
+    """Results of routers at the end of a step, of one rank or of all ranks."""
 
     loss: float
     logical_LE: Tensor

@@ -25,33 +25,33 @@ class Ending(NamedTuple):
     loss: float = 0.0
     digest: str = ""
     router: RouterEnd | None = None
-    """Where the step takes statistics of routers."""
+    """Results of routers, if the step computes router statistics."""
 
 
 @dataclass(eq=False)
 class RankStep:
-    """Facts that a step needs of its ranks in addition to its program, and how it ends.
+    """Properties of a step on several ranks, and its exchanges.
 
-    By default it is of this process alone, which exchanges nothing.
+    By default for this process only, without exchanges.
     """
 
     ranks: DataRanks = field(default_factory=DataRanks)
     any_trains: bool = False
     """Whether any rank trains on any token."""
     mean: bool = False
-    """Whether each rank's loss is its own, so that gradients are reduced as the wrapper reduces
-    those of any other loss; otherwise the ranks' losses are parts of one."""
+    """Whether each rank has a separate loss, whose gradients are reduced as in ordinary training.
+    Otherwise the losses of ranks are parts of one loss."""
     lockstep: bool = False
     """Whether ranks wait for one another within the step."""
     digest: str = ""
-    """Of the common shape of all programs."""
+    """Digest of the common shape of all programs."""
     parts: tuple[RolloutBatch, ...] = ()
-    """By rank, its rollouts, where the loss is computed from those of all ranks."""
+    """Rollouts of each rank, if the loss is computed from those of all ranks."""
     router: RouterEnd | None = None
-    """Of all ranks, once the step has ended, where it takes statistics of routers."""
+    """Results of routers of all ranks after the step, if it computes router statistics."""
 
     def same(self, error: Exception | None) -> None:
-        """Raise `error`, or RankError if another rank has one, before the step. Collective."""
+        """Raise `error`, or RankError if another rank has an error, before the step. Collective."""
         ranks = self.ranks
         own = Ending(None if error is None else described(error), digest=self.digest)
         try:
@@ -67,14 +67,14 @@ class RankStep:
         for rank, text in zip(ranks.global_ranks, errors, strict=True):
             if text is not None:
                 raise RankError(
-                    f"rank {rank} failed before this step, so no rank runs it: {text} The step "
-                    "can be repeated on all ranks once that is mended."
+                    f"rank {rank} failed before this step, so no rank runs it: {text} Fix it "
+                    "there, then repeat the step on all ranks."
                 )
 
     def gather(self, values: Mapping[str, T]) -> list[Mapping[str, T]]:
-        """The values of all ranks, by index, within the step. Collective.
+        """Exchange the values of all ranks within the step. Returns them by index. Collective.
 
-        Raises RankError where another rank has failed in the place of giving its own.
+        Raises RankError if another rank has failed instead of sending its values.
         """
         before = self.ranks.phase
         found = self.ranks.exchange(values)
@@ -92,11 +92,10 @@ class RankStep:
         gradients: bool = True,
         router: Callable[[], RouterEnd] | None = None,
     ) -> Tensor:
-        """The loss of all ranks, or of this one with `mean`, once all have come to the end.
+        """End the step on all ranks. Returns the loss of all ranks, or of this one with `mean`.
 
-        Collective. Without `gradients` no gradient is to be taken afterwards. `router` gives
-        this rank's part of what `self.router` is afterwards. Raises `failure`, or RankError where
-        another rank has failed.
+        Collective. `gradients`: whether gradients are applied afterwards. `router`: returns this
+        rank's part of `self.router`. Raises `failure`, or RankError if another rank has failed.
         """
         if self.ranks.is_alone:
             assert failure is None, "it was raised at once"
@@ -115,8 +114,8 @@ class RankStep:
         digests = {each.digest: rank for rank, each in zip(names, found, strict=True)}
         if len(digests) > 1:
             raise RankError(
-                f"the ranks ran different schedules ({digests}), so their gradients are not to be "
-                "trusted and none is kept. This is a defect of forkpoint: report it."
+                f"the ranks ran different schedules ({digests}), so their gradients may be wrong "
+                "and none is kept. This is a defect of forkpoint: report it."
             )
         losses = [each.loss for each in found]
         try:
@@ -135,12 +134,12 @@ class RankStep:
 
 def _failed(rank: int, error: str) -> RankError:
     return RankError(
-        f"rank {rank} failed in this step, so no rank keeps its gradients: {error} The step can be "
-        "repeated on all ranks once that is mended."
+        f"rank {rank} failed in this step, so no rank keeps its gradients: {error} Fix it there, "
+        "then repeat the step on all ranks."
     )
 
 
 def described(error: BaseException) -> str:
-    """An error in one line, for other ranks."""
+    """Describe an error in one line, for other ranks."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else f"{type(error).__name__}."

@@ -1,4 +1,5 @@
-"""Ranks that hold one model: by which parallelism, who shares a batch, and who contributes."""
+"""The topology of a model's ranks: kinds of parallelism, shared batches, and parts of
+microbatches."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,85 +13,84 @@ from forkpoint.tree import Microbatch
 from forkpoint.tree.forest import IntArray
 
 Relation = Literal["data", "tensor", "expert", "context", "stage"]
-"""A kind of parallelism, by which ranks are connected."""
+"""A kind of parallelism that connects ranks."""
 SHARING: tuple[Relation, ...] = ("tensor", "context", "stage")
-"""Those of ranks with the same batch."""
+"""Relations of ranks with the same batch."""
 
 
 class Places:
-    """The places of a microbatch that this rank runs: all of them.
+    """The places of a microbatch that this rank runs. This class: all places.
 
-    Ranks that run parts of one (context parallelism) override the methods. Attention there sees
-    all places, with a part of the heads.
+    Subclasses are for ranks that run parts of a microbatch (context parallelism). There, attention
+    runs all places with a part of the heads.
     """
 
     whole: bool = True
-    """Whether each rank runs all places, so that no method changes anything."""
+    """Whether each rank runs all places. Then no method changes anything."""
     size: int = 1
-    """Ranks that run parts of a microbatch."""
+    """Number of ranks that share a microbatch."""
     rank: int = 0
-    """This one among them."""
+    """Index of this rank among them."""
 
     def of(self, microbatch: Microbatch) -> "Places":
-        """Those of one microbatch, whose segments may be dealt out whole (`Microbatch.parts`)."""
+        """The places of one microbatch. Its segments may be dealt out whole
+        (`Microbatch.parts`)."""
         return self
 
     def own(self, tokens: int) -> IntArray | None:
-        """int64 [t]: the places that this rank runs of a microbatch of `tokens`; None if all."""
+        """int64 [t]: the places that this rank runs, of `tokens` places; None for all."""
         return None
 
     def padding(self, tokens: int) -> int:
-        """How many of these, the last ones, are padding, which repeats places of other ranks."""
+        """Number of places at the end of `own` that are padding, which repeats other places."""
         return 0
 
     def own_entries(self, places: IntArray) -> tuple[IntArray, IntArray] | None:
-        """Which entries of the head this rank computes, and where their tokens are among its own;
-        None if all, where they are.
+        """Indices of the head's entries that this rank computes, and of their tokens among this
+        rank's places; None for all, without change.
 
-        places: int64 [n], of the entries, in the microbatch.
+        places: int64 [n], places of the entries in the microbatch.
         """
         return None
 
     def joined(
         self, per_token: Mapping[str, Tensor], entries: Tensor | None, count: int
     ) -> Mapping[str, Tensor]:
-        """Outputs [count] for all of a microbatch's entries, from those for this rank's `entries`.
-        Collective."""
+        """Exchange outputs of the head. Takes those of this rank's `entries`, and returns those of
+        all `count` entries. Collective."""
         return per_token
 
     def to_heads(self, tensors: Sequence[Tensor], tokens: int) -> Sequence[Tensor]:
-        """Of tensors [t, H, D] at this rank's places the part of the heads that attention runs
-        here, at all places: [tokens, h, D]. Collective, and so is its backward."""
+        """Convert tensors [t, H, D] of this rank's places to [tokens, h, D]: all places, with the
+        heads whose attention this rank runs. Collective, also in the backward."""
         return tensors
 
     def to_places(self, o_THD: Tensor, tokens: int) -> Tensor:
-        """The reverse of `to_heads`, of attention's output."""
+        """Convert attention's output back: the reverse of `to_heads`."""
         return o_THD
 
     def all_heads(self, x_ThD: Tensor) -> Tensor:
-        """A tensor of the heads of each rank, without a gradient, with those of all: [T, H, D].
-        Collective."""
+        """Gather the heads of all ranks, without a gradient: [T, H, D]. Collective."""
         return x_ThD
 
     def sum_of_heads(self, x_THD: Tensor) -> Tensor:
-        """The sum over ranks of tensors of all heads, of the heads here: [T, h, D]. Collective."""
+        """Sum tensors of all heads over ranks. Returns this rank's heads: [T, h, D]. Collective."""
         return x_THD
 
     def own_heads(self, x_H: Tensor) -> Tensor:
-        """The part of a parameter of each head, [H, ...], that belongs to the heads here."""
+        """This rank's heads of a parameter [H, ...]."""
         return x_H
 
     def heads_here(self, heads: int) -> int:
-        """How many heads attention runs here of so many."""
+        """Number of heads whose attention this rank runs, of `heads`."""
         return heads
 
     def summed(self, x: Tensor) -> Tensor:
-        """The sum of a tensor, without a gradient, over the ranks that run parts of a microbatch.
-        Collective."""
+        """Sum a tensor, without a gradient, over the ranks that share a microbatch. Collective."""
         return x
 
     def all_of(self, x: Tensor) -> list[Tensor]:
-        """A tensor, without a gradient, of each of these ranks. Collective."""
+        """Gather a tensor, without a gradient, from each of these ranks. Collective."""
         return [x]
 
 
@@ -98,9 +98,9 @@ ALL_PLACES = Places()
 
 
 class PaddedPlaces(Places):
-    """All places of a microbatch, and copies of its last one up to a multiple of some length.
+    """All places of a microbatch, padded by copies of its last place to a multiple of a length.
 
-    For modules that split sequences over ranks evenly, as sequence parallelism does.
+    For modules that split sequences evenly over ranks (sequence parallelism).
     """
 
     whole = False
@@ -123,25 +123,23 @@ class PaddedPlaces(Places):
 
 @dataclass(frozen=True)
 class Topology:
-    """The ranks of one model and what each does in a step, read once from the model and its mesh.
+    """The ranks of one model and their parts in a step, read once from the model and its mesh.
 
-    Ranks are named by their numbers in the default process group. The defaults are of a rank that
-    holds its model alone.
+    Ranks are numbers in the default process group. Defaults are for a model on one rank.
     """
 
     rank: int = 0
     """This rank."""
     relations: Mapping[Relation, tuple[int, ...]] = field(default_factory=dict)
-    """By kind of parallelism, the ranks (this one among them) over which the model is held:
-    "data" sums gradients over them, "tensor" splits modules over them, "expert" deals experts out,
-    "context" deals out the places of each microbatch, "stage" gives
-    each some of the blocks.
+    """The ranks, this one included, that hold the model by each kind of parallelism. "data" sums
+    gradients over them, "tensor" splits modules, "expert" distributes experts, "context" deals out
+    the places of each microbatch, "stage" distributes blocks.
     """
     members: tuple[int, ...] = (0,)
-    """All ranks that any of the relations connects: they step together."""
+    """All ranks that any relation connects. They step together."""
     batches: tuple[int, ...] = (0,)
-    """By member, the number of its batch, from 0. Ranks of one tensor, context or stage relation
-    have the same."""
+    """The number of the batch of each member, from 0. Ranks of one tensor, context or stage
+    relation have the same batch."""
     lockstep: bool = False
     """Whether forwards and backwards issue collectives, so that all ranks run the same program,
     unless weights are gathered for the step."""
@@ -150,11 +148,12 @@ class Topology:
     reduces: bool = False
     """Whether the last backward reduces gradients; otherwise a step reduces them after it."""
     listens: bool = False
-    """Whether a wrapper takes any backward that reaches the parameters for that of its last stock
-    forward, so that a step's backwards must reach others (`gradient_sums.twins`)."""
+    """Whether a wrapper mistakes any backward that reaches its parameters for that of its last
+    stock forward. Then a step's backwards must reach other parameters
+    (`engine.gradients.twins`)."""
 
     length_multiple: int = 1
-    """Stock forwards take sequences whose length is a multiple of it."""
+    """Lengths of sequences in stock forwards must be multiples of this."""
     places: Places = ALL_PLACES
     """The places of each microbatch that this rank runs."""
 
@@ -170,19 +169,19 @@ class Topology:
 
     @property
     def contributors(self) -> tuple[int, ...]:
-        """By batch, the index among members of the rank whose loss, counts and per-token values
-        count. Other ranks of the batch compute the same ones."""
+        """For each batch, the index among members of the rank whose loss, counts and per-token
+        values count. Other ranks of the batch compute the same values."""
         return tuple(self.batches.index(batch) for batch in sorted(set(self.batches)))
 
 
 def connected(
     groups: Mapping[int, Mapping[Relation, tuple[int, ...]]], rank: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ranks that relations connect with one rank, and by rank which batch it has.
+    """The ranks that relations connect with one rank, and the number of each rank's batch.
 
     Args:
-        groups: by rank, its relations.
-        rank: the one to begin with.
+        groups: relations of each rank.
+        rank: the rank to begin with.
     """
     ordered = _reached(groups, rank, ("data", "tensor", "expert", "context", "stage"))
     # Batches are in the order of the first rank that has each.
@@ -192,7 +191,7 @@ def connected(
 
 
 def partition(groups: Mapping[int, Mapping[Relation, tuple[int, ...]]]) -> list[tuple[int, ...]]:
-    """All ranks, in the groups that relations connect."""
+    """Partition all ranks into groups that relations connect."""
     found: list[tuple[int, ...]] = []
     seen: set[int] = set()
     for rank in groups:

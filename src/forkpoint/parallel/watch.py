@@ -1,8 +1,8 @@
-"""A thread that ends this process where a call of several ranks would wait for a rank for ever.
+"""A thread that ends this process if a call of several ranks would wait for a rank forever.
 
-A rank that fails within a model's forward or backward has issued some of its collectives and not
-others, and the ranks that wait in them cannot be woken. The failed rank says so in the process
-group's store; a rank that has died stops its beats there. The others then end with the reason.
+If a rank fails within a model's forward or backward, other ranks wait in collectives that it has
+not issued, and cannot be woken. The failed rank writes the reason to the process group's store. A
+rank that has died stops its heartbeats there. The other ranks then end with the reason.
 """
 
 import os
@@ -17,9 +17,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 POLL_S = 0.5
 BEAT_S = 2.0
 DEAD_S = 30.0
-"""A rank without a beat for so long has died, or its process stands still."""
+"""Seconds without a heartbeat after which a rank is considered dead."""
 GRACE_S = 10.0
-"""How long a rank has to end by itself after another has failed."""
+"""Seconds in which a rank may end by itself after another has failed."""
 EXIT_CODE = 75
 FAILED = "failed"
 
@@ -32,10 +32,10 @@ class Watch:
     ) -> None:
         """
         Args:
-            index: this rank's, among those of the call.
-            names: by index, numbers for messages.
-            number: of the call, the same on all of its ranks, and greater for each call.
-            store: of these ranks; None where there is none, and then nothing is watched.
+            index: index of this rank among those of the call.
+            names: numbers of ranks for messages, by index.
+            number: number of the call, the same on all ranks, and increasing.
+            store: store of these ranks; None: nothing is watched.
         """
         self.index = index
         self.names = names
@@ -53,33 +53,34 @@ class Watch:
         self._thread.start()
 
     def failed(self, reason: str, blamed: str | None = None) -> None:
-        """Tell the other ranks that this one cannot go on; `blamed` is the cause, if another is."""
+        """Tell the other ranks that this one has failed. `blamed`: the cause, if it is another
+        rank."""
         self._own_failure = True
         if self.store is not None:
             self._say(self.store, blamed or f"rank {self.names[self.index]}: {reason}")
 
     def stuck(self, reason: str) -> None:
-        """Tell the other ranks that they may wait for this one within collectives of this call."""
+        """Tell the other ranks that they may wait for this one in collectives of this call."""
         self._own_failure = True
         if self.store is not None:
             self.store.set(f"stuck/{self.number}", reason)
 
     def end(self) -> None:
-        """The call has ended on this rank; ending again does nothing."""
+        """End watching, because the call has ended on this rank. May be called again."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join(2 * BEAT_S)
 
     def blamed(self) -> str | None:
-        """The rank because of which a collective has failed here, and why, as far as is known.
+        """The rank that made a collective fail, and the reason; None if not known.
 
-        Waits a few beats for a rank that says so itself, or for one that is silent.
+        Waits a few heartbeats for a message of that rank, or for the lack of its heartbeats.
         """
         if self.store is None:
             return None
         try:
             before = self._states(self.store)
-            # A rank that lives beats meanwhile.
+            # Living ranks have new heartbeats after this time.
             end = time.monotonic() + 2 * BEAT_S + POLL_S
             while time.monotonic() < end:
                 if (said := self._said(self.store)) is not None:
@@ -93,7 +94,7 @@ class Watch:
             for n, (one, other) in enumerate(zip(before, after, strict=True))
             if n != self.index and one == other
         ]
-        return None if not silent else f"{_ranks(silent)}: no sign of life; died, or has left"
+        return None if not silent else f"{_ranks(silent)}: no heartbeat; died or has left"
 
     def _watch(self) -> None:
         assert self.store is not None
@@ -116,36 +117,36 @@ class Watch:
                 elif now - since > DEAD_S:
                     self._say(
                         self.store,
-                        f"rank {self.names[neighbour]}: no sign of life for {DEAD_S:.0f} s; its "
-                        "process has died or stands still",
+                        f"rank {self.names[neighbour]}: no heartbeat for {DEAD_S:.0f} s; its "
+                        "process has died or hangs",
                     )
                 if self._ended.wait(POLL_S):
                     break
             self.store.set(f"state/{self.index}", f"{self.number} done")
-        except RuntimeError as error:  # of any store: it is gone, and the process that holds it
+        except RuntimeError as error:  # of any store: the process that holds it has ended
             self._give_up(self._seen or _gone(error))
 
     def _states(self, store: Store) -> list[str]:
         return [self._state(store, index) for index in range(len(self.names))]
 
     def _state(self, store: Store, index: int) -> str:
-        """The number of a rank's call and its beats, or that it is done."""
+        """The number of a rank's call, with its number of heartbeats or "done"."""
         key = f"state/{index}"
         return store.get(key).decode() if store.check([key]) else ""
 
     def _said(self, store: Store) -> str | None:
-        """The rank that has failed, and why, if one has said so."""
+        """The message of a failed rank, if there is one."""
         for key in (FAILED, f"stuck/{self.number}"):
             if self._seen is None and store.check([key]):
                 self._seen = store.get(key).decode(errors="replace")
         return self._seen
 
     def _say(self, store: Store, reason: str) -> None:
-        if self._said(store) is None:  # the first is the cause of others
+        if self._said(store) is None:  # the first failure is the cause of others
             store.set(FAILED, reason)
 
     def _give_up(self, reason: str) -> None:
-        """End the process, unless the call ends by itself."""
+        """End the process, unless the call ends first."""
         if self._ended.wait(GRACE_S):
             return
         leave(
@@ -168,12 +169,14 @@ def _gone(error: RuntimeError) -> str:
 
 
 def store_of(name: str) -> Store | None:
-    """Keys of the default group's store below a name; None where torch does not give the store."""
+    """The part of the default group's store below a name; None if torch does not expose the
+    store."""
     find: Callable[[], Store] | None = getattr(c10d, "_get_default_store", None)
     return None if find is None else PrefixStore(f"forkpoint/{name}", find())
 
 
 def leave(message: str) -> None:
-    """End this process at once: its main thread waits in a collective and cannot be woken."""
+    """End this process at once, because its main thread waits in a collective and cannot be
+    woken."""
     print(message, file=sys.stderr, flush=True)
     os._exit(EXIT_CODE)

@@ -146,9 +146,9 @@ MODELS: tuple[Kind, ...] = (
     ),
     Kind(
         error=RankError,
-        message="the ranks do not call the same: rank 1: score; rank 0: forward_backward of SFT(). "
+        message="the ranks make different calls: rank 1: score; rank 0: forward_backward of SFT(). "
         "Every rank must make the same calls of its policy in the same order, with the same "
-        "options; a rank without rollouts gives RolloutBatch([]).",
+        "options; a rank without rollouts passes RolloutBatch([]).",
         call=lambda: agreed(
             [Proposal("forward_backward of SFT()"), Proposal("score")], 0, [0, 1], gather="auto"
         ),

@@ -71,7 +71,7 @@ def differ(other: Contents) -> Any:
 
 
 WHO = "ranks 2 and 3 hold one copy of the model, and "
-NO_STEP = "so no rank runs this step, and gradients are as they were. "
+NO_STEP = "so no rank runs this step, and gradients are unchanged. "
 
 SPLITS: tuple[Kind, ...] = (
     Kind(
