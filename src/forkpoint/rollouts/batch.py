@@ -444,8 +444,8 @@ class RolloutBatch:
 
         It is True for a rollout without trained tokens. `condition_T` is bool [T].
         """
-        missed = np.concatenate([[0], np.cumsum(self.loss_mask & np.logical_not(condition_T))])
-        return missed[self.offsets[1:]] == missed[self.offsets[:-1]]
+        missed_T = self.loss_mask & np.logical_not(condition_T)
+        return np.logical_not(np.logical_or.reduceat(missed_T, self.offsets[:-1]))
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises RolloutError for token ids that are not below `vocab_size`; it names the first."""

@@ -46,8 +46,11 @@ class PaddedLayout:
     @classmethod
     def of_lengths(cls, lengths: Iterable[int]) -> "PaddedLayout":
         """The layout of rollouts of these lengths, padded on the right to the longest."""
-        columns = [np.arange(length) for length in lengths]
-        return cls.of_columns(max(map(len, columns), default=0), columns)
+        found = np.fromiter(lengths, np.int64)
+        offsets = np.concatenate([[0], np.cumsum(found)])
+        columns = np.arange(offsets[-1])
+        columns -= np.repeat(offsets[:-1], found)
+        return cls(int(found.max(initial=0)), offsets, columns)
 
     @property
     def shape(self) -> tuple[int, int]:
