@@ -23,9 +23,9 @@ from forkpoint.rollouts.rollout import Rollout as Rollout
 from forkpoint.rollouts.rollout import store, with_id
 
 _OPTIONAL = ("old_logprobs", "reference_logprobs", "weights", "returns", "old_values")
-"""Fields of floats that all rollouts of a batch have, or none."""
+"""Fields of floats that either all rollouts of a batch have, or none."""
 _ONE_PER_ROLLOUT = ("advantages", "weights", "returns")
-"""Fields that `with_` takes as one number per rollout too."""
+"""Fields for which `with_` also takes one number per rollout."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, init=False, eq=False, repr=False)
@@ -156,7 +156,7 @@ class RolloutBatch:
         return self.rollouts[index]
 
     def shown(self, rollouts: Sequence[int]) -> ShownMedia | None:
-        """The media of rollouts of one length, as rows of an ordinary forward; None without any."""
+        """The media of rollouts of equal length, as rows of a dense forward; None without media."""
         found = [self[index] for index in rollouts]
         if not any(rollout.media for rollout in found):
             return None
@@ -310,7 +310,7 @@ class RolloutBatch:
         return _keys(self.token_ids, self.media_of)
 
     def content(self, begin: int, end: int) -> bytes:
-        """Bytes that are equal, also in other processes, for equal tokens with equal media.
+        """Bytes that are equal for equal tokens with equal media, also between processes.
 
         begin, end: positions in the batch's flat tokens.
         """
@@ -319,7 +319,7 @@ class RolloutBatch:
             return tokens
         of, rows = self.media_of[begin:end], self.media_row[begin:end]
         numbers, firsts = np.unique(of, return_index=True)
-        # Numbers of media are those of this batch.
+        # Indices of media are valid only in this batch.
         order = numbers[np.argsort(firsts)]
         named = [self.media[n].digest for n in order.tolist() if n >= 0]
         if not named:
@@ -335,7 +335,8 @@ class RolloutBatch:
 
     @property
     def prompt_lengths(self) -> NDArray[np.int64]:
-        """Number of tokens before the first trained one of each rollout, or of all: int64 [N]."""
+        """Number of tokens before the first trained one of each rollout, or of all its tokens if
+        none is trained: int64 [N]."""
         return prompt_lengths(self.loss_mask, self.offsets)
 
     @property
@@ -418,7 +419,7 @@ class RolloutBatch:
         return self._of(Made(rollouts, self.layout, self.completion_layout, has_advantages))
 
     def _parts(self, name: str, values: ArrayLike | None) -> Sequence[Any]:
-        """A field's value for each rollout, N arrays or numbers."""
+        """The values of a field: N arrays or numbers."""
         if values is None:
             return [None] * len(self)
         takes = "it takes a flat list, array or tensor of numbers."
@@ -435,7 +436,8 @@ class RolloutBatch:
         )
 
     def groups(self) -> list[NDArray[np.int64]]:
-        """Ascending int64 indices of each group's rollouts; groups in order of first appearance."""
+        """Indices of the rollouts of each group: int64, ascending. Groups are in order of first
+        appearance."""
         by_group = np.argsort(self.group_index, kind="stable")
         return np.split(by_group, np.cumsum(np.bincount(self.group_index))[:-1])
 
@@ -448,7 +450,7 @@ class RolloutBatch:
         return np.logical_not(np.logical_or.reduceat(missed_T, self.offsets[:-1]))
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises RolloutError for token ids that are not below `vocab_size`; it names the first."""
+        """Raises RolloutError, naming the first, for token ids that are not below `vocab_size`."""
         outside = self.token_ids >= vocab_size
         if outside.any():
             flat = int(outside.argmax())
@@ -465,7 +467,7 @@ def check_rollouts(given: Iterable[Rollout], what: str, *, least: int = 1) -> li
 
     Args:
         given: the rollouts.
-        what: the object that they are for, in messages, such as "a batch".
+        what: the object that takes them, for messages, such as "a batch".
         least: smallest number of rollouts.
 
     Raises:
@@ -495,7 +497,8 @@ def _keys(token_ids: NDArray[np.int64], media_of: NDArray[np.int64] | None) -> N
 
 
 def _of_all(rollouts: Sequence[Rollout], field: str) -> list[Any] | None:
-    """`field` of each rollout; None where none has it. Refuses what only some have."""
+    """Values of a field, one for each rollout; None if no rollout has it. Raises RolloutError if
+    only some have it."""
     values = [getattr(rollout, field) for rollout in rollouts]
     without = [value is None for value in values]
     if all(without):
@@ -510,7 +513,7 @@ def _of_all(rollouts: Sequence[Rollout], field: str) -> list[Any] | None:
 
 
 def _column(rollouts: Sequence[Rollout], field: str) -> NDArray[np.float64] | None:
-    """`field` of all rollouts, flat over their tokens: float64 [T]; None where none has it."""
+    """Values of a field, one for each token: float64 [T]; None if no rollout has it."""
     values = _of_all(rollouts, field)
     if values is None:
         return None
@@ -519,7 +522,7 @@ def _column(rollouts: Sequence[Rollout], field: str) -> NDArray[np.float64] | No
 
 
 def _experts(rollouts: Sequence[Rollout]) -> NDArray[np.int16] | None:
-    """routed_experts of all rollouts, int16 [T, L, K]; None where none has them."""
+    """routed_experts of all rollouts: int16 [T, L, K]; None if no rollout has them."""
     values = _of_all(rollouts, "routed_experts")
     if values is None:
         return None

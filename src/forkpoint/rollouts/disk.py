@@ -9,11 +9,11 @@ from typing import BinaryIO
 
 TEMPORARY = ".tmp"
 PIXELS = ".media.safetensors"
-"""Suffix of the file with the inputs of media, after the name of the file of rollouts."""
+"""Suffix that the name of a file of rollouts gets for the file with the inputs of media."""
 
 
 def pixels_path(path: Path) -> Path:
-    """The file beside a file of rollouts that holds the inputs of their media."""
+    """Path of the file with the inputs of media, in the folder of a file of rollouts."""
     return path.with_name(path.name + PIXELS)
 
 

@@ -9,7 +9,7 @@ from forkpoint.errors import RolloutError
 from forkpoint.rollouts.fields import host_values
 
 MAX_EXPERT = 2**15 - 1
-"""The largest number of an expert."""
+"""Largest index of an expert."""
 
 
 def read_routed_experts(who: str, values: Any, length: int) -> NDArray[np.int16]:

@@ -1,7 +1,7 @@
 """Conversion of single values and vectors to numpy, with errors that name the field.
 
-Lists, numpy arrays and torch tensors of any device are read. Imports no torch: a tensor can only be
-given by code that has imported it. `who` is the rollout as error messages name it.
+Values may be lists, numpy arrays and torch tensors on any device. Imports no torch. `who` is the
+name of the rollout in error messages.
 """
 
 import reprlib
@@ -13,15 +13,15 @@ import numpy as np
 from forkpoint.errors import RolloutError
 
 MAX_TOKEN_ID = 2**31 - 1
-"""Kernels index vocabularies with int32; a larger id is never a token."""
+"""Largest token id, because kernels index vocabularies with int32."""
 
 _MOST_BITS = 256
-"""Of integers that messages show: the digits of larger ones may exceed Python's limit."""
+"""Largest number of bits of integers that messages show. Python may refuse to print larger ones."""
 _MOST_BYTES = 80
 
 
 class _Short(reprlib.Repr):
-    """Values cut short, without writing out what is large."""
+    """Shortens values for messages, without formatting large values whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,35 +39,35 @@ _REPR = _Short()
 
 
 def short(value: object) -> str:
-    """`value` as an error message shows it: numbers exactly, text and containers cut short."""
+    """Format a value for an error message: numbers exactly, text and containers shortened."""
     if isinstance(value, np.generic):
         value = value.item()
     return _REPR.repr(value)
 
 
 def named(rollout_id: str) -> str:
-    """A rollout that has an id, as error messages name it."""
+    """Name of a rollout with an id, for error messages."""
     return f"Rollout {short(rollout_id)}"
 
 
 def host_values(who: str, field: str, value: Any) -> Any:
-    """A torch tensor as a numpy array; anything else as it is.
+    """Convert a torch tensor to a numpy array; return other values unchanged.
 
     A tensor may have any real dtype that torch converts (bfloat16 and float8 become float32), be
     on any device, require gradients and have any strides. It is copied to the host at once.
 
-    Raises RolloutError for tensors whose numbers cannot be read here (sparse, nested, quantized,
+    Raises RolloutError for tensors whose numbers cannot be read (sparse, nested, quantized,
     distributed, without storage), and for numpy arrays with masked entries.
     """
     if isinstance(value, np.ndarray):
-        # The type first: numpy.ma is imported when it is first looked at.
+        # The type is checked first, because access to numpy.ma imports it.
         is_plain = type(value) is np.ndarray
         if not is_plain and isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
             raise RolloutError(
                 f"{who}: {field} is a numpy array with masked entries, which have no value. Fill "
                 "them with .filled(0)."
             )
-        # bfloat16 and float8 of the package ml_dtypes are of numpy's kind for unknown types.
+        # bfloat16 and float8 of the package ml_dtypes have numpy's kind for unknown types.
         if value.dtype.kind == "V" and np.can_cast(value.dtype, np.float32):
             return value.astype(np.float32)
         return value
@@ -80,7 +80,7 @@ def host_values(who: str, field: str, value: Any) -> Any:
         if on_host.is_floating_point() and on_host.dtype not in numpy_floats:
             on_host = on_host.float()
         return on_host.numpy()
-    # What torch raises where a tensor of another kind has no such conversion.
+    # torch raises these for tensors without such a conversion.
     except (RuntimeError, TypeError):
         kind = f"{type(value).__name__} of {value.dtype}, {value.layout}, on {value.device}"
         raise RolloutError(
@@ -91,7 +91,7 @@ def host_values(who: str, field: str, value: Any) -> Any:
 
 
 def read_temperature(who: str, value: Any) -> float:
-    """A finite number above 0."""
+    """Read a temperature: a finite number above 0."""
     value = host_values(who, "temperature", value)
     if isinstance(value, (list, tuple)) or not is_number(value) or not 0 < value < np.inf:
         raise RolloutError(
@@ -102,7 +102,7 @@ def read_temperature(who: str, value: Any) -> float:
 
 
 def read_identifier(who: str, field: str, value: Any) -> str | None:
-    """Text or None; a whole number becomes text."""
+    """Read an id: text or None. A whole number becomes text."""
     value = host_values(who, field, value)
     if value is None:
         return None
@@ -121,10 +121,10 @@ def read_identifier(who: str, field: str, value: Any) -> str | None:
 def read_vector(
     who: str, field: str, values: Any, kinds: str, takes: str, *, missing: bool = False
 ) -> np.ndarray:
-    """`values` as a one-dimensional array of one of numpy's `kinds`.
+    """Read a one-dimensional array of one of numpy's `kinds`.
 
-    Lists are looked at value by value, because numpy would turn [5, True] into [5, 1]. With
-    `missing`, None in a list stands for no number and becomes NaN.
+    Each value of a list is checked, because numpy would convert [5, True] to [5, 1]. With
+    `missing`, None in a list becomes NaN.
     """
     values = host_values(who, field, values)
     if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind == "O":
@@ -150,7 +150,7 @@ def read_mask(who: str, field: str, values: Any, takes: str) -> np.ndarray:
 
 
 def refuse_where(who: str, field: str, refused: np.ndarray, values: Any, rule: str) -> None:
-    """Raises RolloutError for the first value that is refused; `rule` ends the message."""
+    """Raises RolloutError for the first refused value. `rule` ends the message."""
     if refused.any():
         at = int(refused.argmax())
         raise RolloutError(f"{who}: {field}[{at}] is {short(values[at])}{rule}")
@@ -176,7 +176,7 @@ def _of_list(
 
 
 def _number(who: str, field: str, value: Any) -> Any:
-    """The number in an array or tensor without dimensions; anything else as it is."""
+    """The number in an array or tensor without dimensions; other values unchanged."""
     value = host_values(who, field, value)
     if isinstance(value, np.generic) and np.dtype(type(value)).kind == "V":
         value = host_values(who, field, np.asarray(value))
@@ -192,6 +192,6 @@ def _kind(value_type: type) -> str:
 
 
 def is_number(value: Any) -> bool:
-    """Whether `value` is one integer or float; a boolean is none."""
+    """Whether `value` is an integer or a float, and not a boolean."""
     array = np.asarray(value)
     return array.ndim == 0 and array.dtype.kind in "iuf"

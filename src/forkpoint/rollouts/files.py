@@ -1,8 +1,8 @@
 """Writes files of rollouts in forkpoint's format, JSON lines. Imports no torch.
 
-A line holds one JSON object whose keys are the fields of `Rollout`; token_ids, loss_mask and
+Each line has one JSON object, whose keys are the fields of `Rollout`. token_ids, loss_mask and
 advantage are required. Blank lines between objects are allowed. Inputs of media are in a second
-file beside it (`media_entries.py`).
+file in the same folder (`media_entries.py`).
 """
 
 import gzip
@@ -41,7 +41,7 @@ def as_path(path: str | os.PathLike[str], of: str) -> Path:
 
 
 def import_extra(package: str, extra: str, what: str) -> Any:
-    """Import a package of an extra, which the feature `what` needs.
+    """Import a package of an extra. `what`: the feature that needs it.
 
     Raises ConfigError, with the command that installs the extra, if the package is missing.
     """
@@ -87,7 +87,8 @@ def save_rollouts(path: str | os.PathLike[str], rollouts: Iterable[Rollout]) -> 
             for position, rollout in enumerate(rollouts):
                 writer.write(_line(rollout, position, arrays))
         if arrays:
-            # Names have the SHA-256 of a medium, so that one file serves the old and the new lines.
+            # Names contain the SHA-256 of a medium, so one file can have the inputs for the old and
+            # the new lines.
             replaced = {n: x for n, x in _arrays_of(pixels).items() if n not in arrays}
             write_file(pixels, encode_arrays(replaced | arrays))
     if not arrays:
@@ -109,7 +110,7 @@ def rollout_of(record: dict[str, Any]) -> Rollout:
     known = {key: value for key, value in record.items() if key in _FIELDS}
     unknown = {key: value for key, value in record.items() if key not in _FIELDS}
     extras = {} if known.get("extras") is None else known["extras"]
-    if unknown and isinstance(extras, dict):  # Rollout refuses anything else
+    if unknown and isinstance(extras, dict):  # Rollout refuses other types
         if twice := unknown.keys() & extras.keys():
             raise RolloutError(
                 f"{short(min(twice))} is a key of the line and of its extras. Unknown keys of a "
@@ -120,8 +121,8 @@ def rollout_of(record: dict[str, Any]) -> Rollout:
 
 
 def _writer(file: BinaryIO, suffix: str) -> AbstractContextManager[Any]:
-    """Writer that compresses into `file`; leaving it ends the stream and keeps `file` open."""
-    if suffix == ".gz":  # no name and no time, so that equal rollouts make equal files
+    """Writer that compresses into `file`. Its exit ends the stream, and `file` stays open."""
+    if suffix == ".gz":  # no name and no time, so that equal rollouts give equal files
         return gzip.GzipFile(filename="", mode="wb", compresslevel=6, fileobj=file, mtime=0)
     if suffix == ".zst":
         zstandard = import_extra("zstandard", "zstd", "a file that ends in .zst")
@@ -130,8 +131,7 @@ def _writer(file: BinaryIO, suffix: str) -> AbstractContextManager[Any]:
 
 
 def _arrays_of(path: Path) -> Arrays:
-    """The arrays of a file of pixels; none where there is no such file, or one that rollouts cannot
-    read either."""
+    """Arrays of a file of pixels; none if the file does not exist or cannot be read."""
     try:
         return safetensors.numpy.load_file(path)
     except (OSError, safetensors.SafetensorError, KeyError):  # KeyError: a dtype that numpy lacks
@@ -139,7 +139,7 @@ def _arrays_of(path: Path) -> Arrays:
 
 
 def encode_arrays(arrays: Arrays) -> bytes:
-    """The content of a safetensors file."""
+    """Encode arrays as the content of a safetensors file."""
     # safetensors writes the memory of a view, not its elements.
     return safetensors.numpy.save(
         {name: np.ascontiguousarray(x).reshape(x.shape) for name, x in arrays.items()}
@@ -148,7 +148,7 @@ def encode_arrays(arrays: Arrays) -> bytes:
 
 def _line(rollout: Rollout, position: int, arrays: Arrays) -> bytes:
     record: dict[str, Any] = {}
-    for name in ("group_id", "rollout_id", *_FIELDS):  # names first, for who reads the file
+    for name in ("group_id", "rollout_id", *_FIELDS):  # names come first, for human readers
         value: Any = getattr(rollout, name)
         if name == "loss_mask":
             value = value.astype(int)  # 0 and 1 take a third of the bytes of false and true
@@ -162,20 +162,20 @@ def _line(rollout: Rollout, position: int, arrays: Arrays) -> bytes:
 
 
 def media_entries(rollout: Rollout, position: int, arrays: Arrays) -> Any:
-    """The entries of a rollout's media, None without any; their arrays are added to `arrays`."""
+    """Entries of a rollout's media; None without media. Their arrays are added to `arrays`."""
     return entries_of(rollout.media, arrays, _named(rollout, position)) or None
 
 
 def check_writable(rollout: Rollout, position: int) -> None:
     """Raises RolloutError, naming the rollout, for extras that JSON would change.
 
-    `position` is the rollout's place among those that are written.
+    `position`: position of the rollout among those to write.
     """
     try:
         text = json.dumps(rollout.extras, allow_nan=False)
         same = json.loads(text) == rollout.extras
     except (TypeError, ValueError, RecursionError) as error:
-        reason = str(error).partition(": ")[0]  # from Python 3.12 on the value follows
+        reason = str(error).partition(": ")[0]  # Python 3.12 and later append the value
         raise RolloutError(
             f"{_named(rollout, position)}: extras {short(rollout.extras)} cannot be written as "
             f"JSON: {reason}. Keep only text, finite numbers, booleans, None, lists and dicts "

@@ -1,4 +1,4 @@
-"""Formats of trainers: the names of their fields, and which entries belong to which tokens."""
+"""Formats of trainers: names of fields, and the tokens to which entries belong."""
 
 from collections.abc import Iterable
 
@@ -10,16 +10,16 @@ from forkpoint.rollouts.formats.trainers import FORMATS as FORMATS
 
 
 def format_named(name: str) -> Format:
-    """The format of that name. Raises ConfigError if there is none."""
+    """Find a format by its name. Raises ConfigError if there is none."""
     if name not in FORMATS:
         raise ConfigError(f"format is {short(name)}; allowed are {', '.join(FORMATS)}.")
     return FORMATS[name]
 
 
 def detect(keys: Iterable[str], where: str) -> Format:
-    """The format of a record with these keys.
+    """Find the format of a record by its keys.
 
-    Raises RolloutError if it is of none, or might be of several.
+    Raises RolloutError if no format or several formats match.
     """
     found = frozenset(key for key in keys if isinstance(key, str))
     fits = [format for format in FORMATS.values() if format.matches(found)]
@@ -29,7 +29,7 @@ def detect(keys: Iterable[str], where: str) -> Format:
         names = " or ".join(format.name for format in fits)
         raise RolloutError(f"{where}: may be of format {names}. Say which (format=, --format).")
     if "token_ids" in found:
-        return FORMATS["forkpoint"]  # which says what is missing
+        return FORMATS["forkpoint"]  # whose reader names the missing key
     raise RolloutError(
         f"{where} is of no format that is known; its keys are {short(sorted(found))}. Formats are "
         f"{', '.join(FORMATS)}. Rename the keys to token_ids, loss_mask, advantage, or name the "

@@ -1,4 +1,5 @@
-"""Samples as text or messages: TRL's completions, prompts and completions, pairs. No torch."""
+"""Samples with text or messages: TRL's completions, prompts with completions, pairs. Imports no
+torch."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,11 +11,11 @@ from forkpoint.rollouts.formats.record import Made, Record, RecordError, make
 from forkpoint.rollouts.formats.trainers import NO_TEMPERATURE, TEXT_NOTE, Rollouts, format_of
 
 MOST_MESSAGES = 1024
-"""Messages of one sample; a template is rendered once for each answer among them."""
+"""Largest number of messages of one sample. The template is rendered once for each answer."""
 
 
 class Piece(NamedTuple):
-    """A part of a sample's text, and whether its tokens are trained."""
+    """Part of a sample's text, and whether its tokens are trained."""
 
     text: str
     trained: bool
@@ -31,17 +32,17 @@ class Piece(NamedTuple):
     notes=(TEXT_NOTE, NO_TEMPERATURE),
 )
 def _chat(record: Record) -> Rollouts:
-    """A prompt and its completion, a conversation, or a chosen and a rejected one.
+    """Reader of a prompt with its completion, a conversation, or a chosen and a rejected one.
 
-    Trained are completions of text, and messages of the assistant that do not belong to the prompt.
-    Without advantage and reward, the advantage is 1, and -1 of what is rejected.
+    Completions of text, and messages of the assistant outside of the prompt, are trained. Without
+    advantage and reward, the advantage is 1, or -1 for the rejected one.
     """
     prompt = record.get("prompt")
     if record.has("chosen"):
         chosen, rejected = record.get("chosen"), record.get("rejected")
         if prompt is None:
             prompt, chosen, rejected = _parted(record, chosen, rejected)
-        pair = record.where.rpartition(", ")[2]  # where a record stands in its file
+        pair = record.where.rpartition(", ")[2]  # position of a record in its file
         for name, sample, advantage in (("chosen", chosen, 1.0), ("rejected", rejected, -1.0)):
             yield _sample(record, name, prompt, sample, group_id=pair, advantage=advantage)
         return
@@ -49,7 +50,7 @@ def _chat(record: Record) -> Rollouts:
     given = None if record.has("advantage") or record.has("reward") else 1.0
     group = record.text(record.first("group_id", "step"))
     if group is not None and not record.has("group_id"):
-        group = f"{group}: {group_of(repr(prompt))}"  # steps of TRL may have equal prompts
+        group = f"{group}: {group_of(repr(prompt))}"  # several steps of TRL may have equal prompts
     yield _sample(record, name, prompt, record.get(name), group_id=group, advantage=given)
 
 
@@ -81,7 +82,7 @@ def _sample(record: Record, name: str, prompt: Any, sample: Any, **given: Any) -
 
 
 def _pieces(record: Record, name: str, prompt: Any, sample: Any) -> list[Piece]:
-    """The text of messages, cut before and after each answer that is trained."""
+    """The text of messages, cut before and after each trained answer."""
     given = _messages(record, "prompt", [] if prompt is None else prompt)
     messages, first = [*given, *_messages(record, name, sample)], len(given)
     if len(messages) > MOST_MESSAGES:
@@ -114,7 +115,7 @@ def _pieces(record: Record, name: str, prompt: Any, sample: Any) -> list[Piece]:
 
 
 def _messages(record: Record, name: str, messages: Any) -> list[dict[str, Any]]:
-    """Messages without what is null, which parquet adds. Raises RecordError for anything else."""
+    """Messages without null values, which parquet adds. Raises RecordError for other values."""
     if not isinstance(messages, list | tuple) or any(
         not isinstance(message, dict) or not isinstance(message.get("role"), str)
         for message in messages
@@ -150,7 +151,7 @@ def _rendered(record: Record, name: str, messages: Sequence[Any], *, answers: bo
         return record.tokenize.render(messages, answers, record.get("tools"))
     except MemoryError:
         raise
-    except Exception as error:  # of any kind: templates raise their own
+    except Exception as error:  # any error, because templates raise their own
         reason = short(f"{type(error).__name__}: {error}")
         raise RecordError(
             f"{record.where}: the chat template refuses the messages of {name}: {reason}. Correct "
@@ -160,12 +161,12 @@ def _rendered(record: Record, name: str, messages: Sequence[Any], *, answers: bo
 
 
 def _parted(record: Record, chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
-    """The prompt that both begin with, and what follows of each."""
+    """Split a chosen and a rejected conversation into the common prompt and the rest of each."""
     if not (isinstance(chosen, str) and isinstance(rejected, str)):
         chosen = _messages(record, "chosen", chosen)
         rejected = _messages(record, "rejected", rejected)
     pairs = zip(chosen, rejected, strict=False)
     least = min(len(chosen), len(rejected))
-    # As text, because values of a file may be arrays.
+    # Compared as text, because values of a file may be arrays.
     count = next((n for n, (one, other) in enumerate(pairs) if repr(one) != repr(other)), least)
     return chosen[:count], chosen[count:], rejected[count:]

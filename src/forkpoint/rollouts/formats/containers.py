@@ -1,6 +1,6 @@
-"""Files of records: JSON lines, parquet, safetensors and torch files, told by content.
+"""Files of records: JSON lines, parquet, safetensors and torch files, recognised by content.
 
-Each gives the tables or samples that it holds, with where each stands.
+Each reader yields the tables or samples of a file with their positions.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,16 +16,16 @@ from forkpoint.rollouts.formats.limits import MemoryLimit
 from forkpoint.rollouts.formats.record import SHARED, RecordError
 
 Part = tuple[str, Mapping[str, Any] | RecordError]
-"""Where something stands, and what it is, or why it cannot be read."""
+"""Position of a value in a file, and the value, or the error of reading it."""
 _PICKLE_MAGICS = tuple(bytes([0x80, protocol]) for protocol in range(2, 6))
 _MOST_LISTS = 8
-"""How deeply samples or batches may lie in lists of lists."""
+"""Largest depth of lists of lists around samples or batches."""
 
 
 def container_of(path: Path) -> str:
-    """The kind of a file, told by its first bytes.
+    """Find the kind of a file by its first bytes.
 
-    Raises RolloutError if it is missing, a folder, or of a kind that is refused.
+    Raises RolloutError if the file is missing, a folder, or of a refused kind.
     """
     if not path.is_file():
         what = "does not exist"
@@ -62,10 +62,10 @@ def container_of(path: Path) -> str:
 
 
 def parts(path: Path, container: str, memory: MemoryLimit) -> Iterator[Part]:
-    """Contents of a file, in its order.
+    """Yield the contents of a file in order.
 
-    Raises RolloutError, naming the file, if the file as a whole cannot be read, or takes more
-    memory than is left.
+    Raises RolloutError, naming the file, if the file as a whole cannot be read, or exceeds the
+    memory limit.
     """
     if container == "parquet":
         yield from parquet.rows(path, memory)
@@ -84,7 +84,7 @@ def parts(path: Path, container: str, memory: MemoryLimit) -> Iterator[Part]:
 
 
 def _tables(value: Any, where: str, depth: int) -> Iterator[Part]:
-    """The tables or samples in what was loaded: one, several in a list, or under known keys."""
+    """The tables or samples in a loaded value: one, several in a list, or under known keys."""
     found = value.get("samples") if isinstance(value, Mapping) else value
     if isinstance(found, list) and depth < _MOST_LISTS:
         for n, item in enumerate(found):
@@ -94,7 +94,7 @@ def _tables(value: Any, where: str, depth: int) -> Iterator[Part]:
         message = f"{where}: is {short(value)}; a batch is a dict of its fields."
         yield where, RecordError(message, "record")
         return
-    for name in ("rollout_data", "batch"):  # slime's train data before it wrote samples; verl's
+    for name in ("rollout_data", "batch"):  # keys of slime's older train data, and of verl
         if isinstance(value.get(name), Mapping):
             table: dict[str, Any] = {}
             for part in (name, SHARED, "non_tensor_batch"):

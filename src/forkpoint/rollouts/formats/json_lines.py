@@ -1,4 +1,5 @@
-"""JSON lines, plain or compressed with gzip or zstd: one object a line, parsed strictly.
+"""Reader of JSON lines, plain or compressed with gzip or zstd: one object per line, parsed
+strictly.
 
 Imports no torch; zstandard is imported when a file is compressed with zstd.
 """
@@ -19,21 +20,22 @@ from forkpoint.units import MIB
 
 GZIP_MAGIC = b"\x1f\x8b"
 ZSTD_MAGICS = (b"\x28\xb5\x2f\xfd", *(bytes([0x50 + n]) + b"\x2a\x4d\x18" for n in range(16)))
-"""First bytes of a frame, and of a skippable one, which holds nothing; pzstd writes one first."""
+"""First bytes of a zstd frame, and of a skippable frame, which has no content. pzstd writes a
+skippable frame first."""
 COMPRESSED = (GZIP_MAGIC, *ZSTD_MAGICS)
 _ZSTD_PIECE_BYTES = 1 << 9
-"""Compressed bytes that are decompressed at a time: four of them may stand for 128 KiB."""
+"""Number of compressed bytes that are decompressed at a time. Four bytes can expand to 128 KiB."""
 _USUAL_WINDOW_BYTES = 128 * MIB
 _LARGEST_WINDOW_BYTES = 1 << 31
 
 
 def json_lines(path: Path, memory: MemoryLimit) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file that are not blank, with their numbers from 1.
+    """Yield the lines of a file that are not blank, with their numbers from 1.
 
-    The content tells whether it is plain, gzip or zstd. A line may take a sixteenth of the memory
-    that is left, because parsing it takes up to 16 times its bytes.
+    Compression is recognised by content. A line may take a sixteenth of the remaining memory,
+    because parsing takes up to 16 times its bytes.
 
-    Raises RolloutError if the file is cut short or damaged, or has a longer line.
+    Raises RolloutError if the file is truncated or damaged, or has a longer line.
     """
     number, parts, size = 1, [], 0
     for piece in _pieces(path, memory):
@@ -50,7 +52,7 @@ def json_lines(path: Path, memory: MemoryLimit) -> Iterator[tuple[int, bytes]]:
 
 
 def _pieces(path: Path, memory: MemoryLimit) -> Iterator[bytes]:
-    """The content of a file, decompressed."""
+    """Yield the decompressed content of a file."""
     with path.open("rb") as file:
         head = file.read(4)
         file.seek(0)
@@ -66,7 +68,7 @@ def _pieces(path: Path, memory: MemoryLimit) -> Iterator[bytes]:
 
 
 def _zstd_pieces(path: Path, file: io.BufferedReader, memory: MemoryLimit) -> Iterator[bytes]:
-    """zstandard's own stream_reader takes a file that is cut short for a complete one."""
+    """Yield the content of a zstd file. zstandard's stream_reader accepts truncated files."""
     zstandard = import_extra("zstandard", "zstd", f"{path} is compressed with zstd, which")
     window = min(_LARGEST_WINDOW_BYTES, max(_USUAL_WINDOW_BYTES, memory.limit_bytes // 4))
     frame: Any = None
@@ -89,7 +91,7 @@ def _damaged(path: Path, reason: object) -> RolloutError:
 
 
 def parse_object(line: bytes, where: str) -> dict[str, Any]:
-    """The JSON object on a line. Raises RolloutError, naming `where`, for anything else."""
+    """Parse the JSON object of a line. Raises RolloutError, naming `where`, for other values."""
     try:
         record = parse_json(line, allow_nan=True)
     except SchemaError as error:

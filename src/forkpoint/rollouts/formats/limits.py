@@ -1,7 +1,7 @@
-"""The limit on the memory that reading takes. Imports no torch.
+"""Memory limit of reading. Imports no torch.
 
-A reader estimates the bytes that it will take and refuses more than is left; rollouts that are kept
-stay charged.
+A reader estimates sizes before it allocates memory, and raises an error if the limit would be
+exceeded. Kept rollouts stay charged.
 """
 
 import sys
@@ -17,23 +17,23 @@ from forkpoint.rollouts.disk import pixels_path
 from forkpoint.units import MIB, format_bytes
 
 LEAST_BYTES = 640 * MIB
-"""The default limit for any file, however small."""
+"""Smallest default limit."""
 TIMES_FILE = 16
-"""The default limit for larger files, as a multiple of their bytes on disk; and the memory that
-JSON takes while it is parsed, as a multiple of its bytes."""
+"""Ratio of the default limit to the size on disk, for larger files; also the ratio of memory to
+bytes while JSON is parsed."""
 ROLLOUT_BYTES = 512
-"""A `Rollout` without the numbers in its arrays."""
+"""Bytes of a `Rollout` without the data of its arrays."""
 
 
 def bytes_on_disk(path: Path) -> int:
-    """Bytes that a file takes on disk, with pixels beside it; of a folder, of the files in it.
+    """Size on disk of a file with its file of pixels, or of the files in a folder.
 
-    A file with holes takes fewer than its length.
+    A sparse file takes fewer bytes than its length.
     """
     if path.is_dir():
         return sum(bytes_on_disk(entry) for entry in path.iterdir() if entry.is_file())
     found = path.stat()
-    # Some file systems count no blocks, and Windows has no such count.
+    # Some file systems report no blocks, and neither does Windows.
     blocks = 0 if sys.platform == "win32" else found.st_blocks
     held = min(found.st_size, blocks * 512) if blocks else found.st_size
     beside = pixels_path(path)
@@ -41,13 +41,13 @@ def bytes_on_disk(path: Path) -> int:
 
 
 class MemoryLimit:
-    """The memory that reading one file may take, and an account of what is held.
+    """Memory limit for reading one file, with the bytes that are charged.
 
-    limit_bytes: as given; by default LEAST_BYTES or TIMES_FILE times the file's bytes on disk,
-        whichever is larger.
-    held_bytes: what is charged at present.
-    rollout_bytes, token_bytes: what the caller needs for each rollout that it keeps, and for each
-        of its tokens, besides the rollout itself.
+    limit_bytes: the limit; by default LEAST_BYTES, or TIMES_FILE times the size on disk if that is
+    larger.
+    held_bytes: bytes that are charged at present.
+    rollout_bytes, token_bytes: additional bytes that the caller needs for each kept rollout, and
+    for each of its tokens.
     """
 
     def __init__(self, path: Path, given: int | None = None) -> None:
@@ -60,11 +60,11 @@ class MemoryLimit:
 
     @property
     def left_bytes(self) -> int:
-        """How much more can be charged."""
+        """Bytes that can still be charged."""
         return self.limit_bytes - self.held_bytes
 
     def check(self, count: int, what: str) -> None:
-        """Raises RolloutError if `count` bytes, which `what` takes, are more than is left."""
+        """Raises RolloutError if fewer than `count` bytes are left. `what` needs them."""
         if count > self.left_bytes:
             held = f" and {format_bytes(self.held_bytes)} are held" if self.held_bytes else ""
             raise RolloutError(
@@ -74,32 +74,32 @@ class MemoryLimit:
             )
 
     def hold(self, count: int, what: str) -> None:
-        """Charge `count` bytes before they are allocated. Raises as `check` does."""
+        """Charge `count` bytes before their allocation. Raises the error of `check`."""
         self.check(count, what)
         self.held_bytes += count
 
     def keep(self, rollout: Rollout) -> int:
-        """Charge a rollout that the caller keeps, and return its bytes, for `release`."""
+        """Charge a rollout that the caller keeps, and return its size for `release`."""
         count = bytes_of(rollout)
-        if self.token_bytes:  # the caller makes batches, which copy the arrays
+        if self.token_bytes:  # the caller makes batches, which copy arrays
             count += count + self.rollout_bytes + self.token_bytes * len(rollout)
         self.hold(count, "one more rollout")
         return count
 
     def release(self, count: int) -> None:
-        """Give back what `keep` charged."""
+        """Release bytes that `keep` has charged."""
         self.held_bytes -= count
 
 
 def bytes_of(rollout: Rollout) -> int:
-    """Bytes that a rollout takes in memory, extras included."""
+    """Bytes of a rollout in memory, with extras."""
     values = (getattr(rollout, name) for name in Rollout.__slots__)
     arrays = sum(value.nbytes for value in values if isinstance(value, np.ndarray))
     return ROLLOUT_BYTES + arrays + tree_bytes(rollout.extras)
 
 
 def tree_bytes(value: Any) -> int:
-    """Bytes of a tree of Python objects; what several places of it share is counted once."""
+    """Bytes of a tree of Python objects. Shared objects count once."""
     seen: set[int] = set()
     waiting, count = [value], 0
     while waiting:

@@ -1,4 +1,4 @@
-"""Parquet files, row by row in batches, by pyarrow, which is imported when a file is read."""
+"""Reader of parquet files, by batches of rows. pyarrow is imported when a file is read."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,16 +11,16 @@ from forkpoint.rollouts.formats.limits import MemoryLimit
 
 MAGIC = b"PAR1"
 _ROWS = 64
-"""Rows that are decoded at a time."""
+"""Number of rows that are decoded at a time."""
 _VALUE_BYTES = 16
-"""Of a value while it is decoded: 64 bits, how deep it lies in lists, and a copy of both."""
+"""Bytes of a value while it is decoded: 64 bits, its depth in lists, and a copy of both."""
 
 
 def rows(path: Path, memory: MemoryLimit) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The rows of a file, each with its place.
+    """Yield the rows of a file with their positions.
 
-    Raises RolloutError, naming the file, if it cannot be read or declares row groups that take more
-    memory than is left, and ConfigError if pyarrow is missing.
+    Raises RolloutError, naming the file, if it cannot be read or declares row groups that exceed
+    the memory limit, and ConfigError if pyarrow is missing.
     """
     import_extra("pyarrow", "parquet", f"{path} is a parquet file, which")
     from pyarrow.parquet import ParquetFile
@@ -53,13 +53,13 @@ def rows(path: Path, memory: MemoryLimit) -> Iterator[tuple[str, Mapping[str, An
 
 
 def _declared_bytes(group: Any) -> int:
-    """Bytes of the columns of a row group once they are decoded, as its metadata declare them."""
+    """Decoded bytes of the columns of a row group, from its metadata."""
     columns = [group.column(at) for at in range(group.num_columns)]
     return sum(max(0, c.total_uncompressed_size) + _VALUE_BYTES * c.num_values for c in columns)
 
 
 def _values(column: Any) -> list[Any]:
-    """The values of an Arrow array; numpy arrays for lists of numbers."""
+    """Values of an Arrow array. Lists of numbers are numpy arrays."""
     from pyarrow import types
 
     kind = column.type

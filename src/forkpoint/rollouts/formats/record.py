@@ -1,6 +1,6 @@
-"""Samples of a trainer's dump: their values by name, and the rollouts made of them.
+"""Samples of a trainer's dump: values by name, and the rollouts made from them.
 
-Imports no torch. Values are those of any kind of file: numbers, text, lists and numpy arrays.
+Imports no torch. Values are numbers, text, lists and numpy arrays.
 """
 
 from collections import ChainMap
@@ -18,9 +18,9 @@ from forkpoint.rollouts.formats.text import Tokenizer
 from forkpoint.rollouts.media_entries import MediaEntries
 
 Made = tuple[Rollout, bool]
-"""A rollout, and whether its advantage is a reward for now."""
+"""A rollout, and whether its advantage is still a reward."""
 SHARED = "meta_info"
-"""The key of a table under which its samples' common settings are."""
+"""Key of a table for settings that its samples share."""
 _MEDIA = (
     *("multi_modal_inputs", "multi_modal_data", "pixel_values", "image_grid_thw", "mm_kwargs"),
     *("multimodal_inputs", "multimodal_train_inputs", "images", "mm_train_inputs"),
@@ -28,9 +28,9 @@ _MEDIA = (
 
 
 class RecordError(RolloutError):
-    """A record that cannot be read; another record of the same file may be.
+    """Error for a record that cannot be read. Other records of the file may be valid.
 
-    field: the field of the record that is wrong, or "record" for all of it.
+    field: the wrong field, or "record" for the whole record.
     """
 
     def __init__(self, message: str, field: str) -> None:
@@ -40,13 +40,13 @@ class RecordError(RolloutError):
 
 @dataclass(frozen=True)
 class Record:
-    """Values of one sample by the names that its trainer gives them.
+    """Values of one sample by the trainer's names.
 
     where: file and record, for messages.
-    values: arrays and lists of one dimension, numbers, text; a RecordError for a value that cannot
-        be assigned to the sample.
-    tokenize: makes ids of text and messages, for formats that hold these.
-    media: reads images and videos, for formats that have them.
+    values: one-dimensional arrays and lists, numbers, and text; or a RecordError for a value that
+    cannot be assigned to the sample.
+    tokenize: computes ids of text and messages, for formats with text.
+    media: reader of images and videos, for formats with media.
     """
 
     where: str
@@ -55,7 +55,7 @@ class Record:
     media: MediaEntries | None = None
 
     def with_values(self, values: Mapping[str, Any], where: str = "") -> "Record":
-        """The same sample with other values of some names."""
+        """The same sample with other values for some names."""
         changed = ChainMap(dict(values), dict(self.values))
         return replace(self, where=self.where + where, values=changed)
 
@@ -63,7 +63,7 @@ class Record:
         return RecordError(f"{self.where}: {message}", field)
 
     def get(self, name: str) -> Any:
-        """The value, or None. Raises RecordError for one that cannot be assigned to the sample."""
+        """The value, or None. Raises RecordError if it cannot be assigned to the sample."""
         value = self.values.get(name)
         if isinstance(value, RecordError):
             raise value
@@ -73,15 +73,15 @@ class Record:
         return self.get(name) is not None
 
     def first(self, *names: str) -> str:
-        """The first name that has a value; the first of all if none has."""
+        """The first name with a value; the first name if none has a value."""
         return next((name for name in names if self.has(name)), names[0])
 
     def row(self, name: str, kinds: str, what: str) -> NDArray[Any]:
-        """One row of numbers, [n].
+        """Read one row of numbers: [n].
 
         Args:
-            kinds: numpy's letters of the kinds that are allowed.
-            what: the kinds in words.
+            kinds: numpy's letters of the allowed kinds.
+            what: the kinds in words, for messages.
 
         Raises RecordError if the field is missing, is not one row, or has other values.
         """
@@ -97,7 +97,7 @@ class Record:
             raise RecordError(str(error), name) from None
 
     def ids(self, name: str) -> NDArray[np.int64]:
-        """Token ids, int64 [n]; `Rollout` checks their range."""
+        """Read token ids: int64 [n]. `Rollout` checks their range."""
         array = self.row(name, "iu", "whole numbers of 64 bits")
         if (beyond := array > np.iinfo(np.int64).max).any():
             at = int(beyond.argmax())
@@ -105,12 +105,12 @@ class Record:
         return array.astype(np.int64)
 
     def mask(self, name: str, length: int, of: str) -> NDArray[np.bool_]:
-        """0 and 1 or booleans, as many as `of` has: bool [length]."""
+        """Read a mask of 0 and 1 or booleans, as long as `of`: bool [length]."""
         array = self._read(name, read_mask, "it takes one row of 0 and 1.")
         return self._as_long(name, array, length, of)
 
     def floats(self, name: str, length: int, of: str) -> NDArray[np.float64]:
-        """Numbers, as many as `of` has: float64 [length]."""
+        """Read numbers, as many as the entries of `of`: float64 [length]."""
         array = self._as_long(name, self.row(name, "iuf", "numbers"), length, of)
         with np.errstate(invalid="ignore", over="ignore"):  # signalling NaN; wider floats
             return array.astype(np.float64)
@@ -123,7 +123,7 @@ class Record:
         return array
 
     def number(self, name: str) -> float | None:
-        """A finite number, or None; a list or array of one entry is its entry."""
+        """Read a finite number, also from a list or array of one entry; or None."""
         value: Any = self.get(name)
         while isinstance(value, list | tuple) and len(value) == 1:
             value = value[0]
@@ -138,7 +138,7 @@ class Record:
         raise self.fail(name, f"{name} is {short(self.values[name])}; it takes one finite number.")
 
     def count(self, name: str, most: int, of: str) -> int:
-        """A whole number from 0 to the number of tokens of `of`."""
+        """Read a whole number from 0 to the number of entries of `of`."""
         found = self.number(name)
         if found is None or found != int(found) or not 0 <= found <= most:
             raise self.fail(
@@ -149,7 +149,7 @@ class Record:
         return int(found)
 
     def text(self, name: str) -> str | None:
-        """Text, a whole number as text, or None."""
+        """Read text, a whole number as text, or None."""
         value = self.get(name)
         if isinstance(value, np.ndarray) and value.size == 1:
             value = value.reshape(()).item()
@@ -164,14 +164,14 @@ class Record:
 
 @dataclass(frozen=True)
 class Format:
-    """A format by its name, the keys that tell it, and how a record of it becomes rollouts.
+    """A format: its name, its keys, and the function that makes rollouts from a record.
 
-    signatures: sets of keys; a record with all keys of one of them is of this format ...
-    without: ... unless it has one of these keys.
-    key: fields; the nesting of the first that is there tells a batch from one sample.
-    rollouts: the rollouts of one record, almost always one.
-    text: whether `key` is text, so that a list of texts is a batch.
-    notes: facts that a user of the rollouts has to know.
+    signatures: sets of keys. A record has this format if it has all keys of one set ...
+    without: ... and none of these keys.
+    key: fields. The nesting of the first one in a table distinguishes a batch from one sample.
+    rollouts: makes the rollouts of one record, usually one.
+    text: whether values of `key` are text, so that a list of texts is a batch.
+    notes: remarks for users of the rollouts.
     """
 
     name: str
@@ -193,7 +193,7 @@ def samples(
     tokenize: Tokenizer | None,
     media: MediaEntries | None = None,
 ) -> Iterator[Record]:
-    """The samples of a table, or the one sample that it is."""
+    """Yield the samples of a table, or the table itself if it is one sample."""
     settings = table.get(SHARED)
     shared: dict[str, Any] = dict(settings) if isinstance(settings, Mapping) else {}
     key = next((name for name in format.key if table.get(name) is not None), None)
@@ -209,7 +209,7 @@ def samples(
             columns[name] = value
         elif isinstance(value, list) and not value:
             shared[name] = None  # a field that was never filled
-        else:  # an error if the format reads this field
+        else:  # raises an error only if the format reads this field
             shared[name] = RecordError(
                 f"{where}: {short(name)} has {len(value)} rows, but {key} has {count}. Write one "
                 "row per rollout.",
@@ -221,7 +221,7 @@ def samples(
 
 
 def _is_batch(value: Any, *, text: bool) -> bool:
-    """Whether it holds the values of many samples: rows of tokens, or a list of texts."""
+    """Whether it has values of several samples: rows of tokens, or a list of texts."""
     if isinstance(value, np.ndarray) and value.ndim != 1:
         return value.ndim > 1
     if not isinstance(value, list | np.ndarray) or not len(value):
@@ -241,23 +241,23 @@ def make(
     padding: tuple[tuple[str, NDArray[np.bool_]], ...] = (),
     **given: Any,
 ) -> Made:
-    """The rollout of a record: padding is removed, and entries are moved to their tokens.
+    """Make the rollout of a record. Padding is removed, and entries are moved to their tokens.
 
     Args:
-        columns: for fields of Rollout besides ids and mask, and for "reward", the column that has
-            it, or several in order of preference.
+        columns: for other fields of Rollout, and for "reward", the column, or several columns in
+            order of preference.
         ids: all tokens, with padding: [W].
         trained: the loss mask of the last tokens: [up to W].
         names: columns of ids and of the loss mask, for messages.
-        entries: the column that columns per token are as long as, and its length; they are of the
-            last tokens of `ids`. None: all of `ids`.
-        prompt: the number of tokens of the prompt, with padding; None: those before the first
+        entries: the column whose length columns per token have, and this length. They belong to the
+            last tokens of `ids`. None means all of `ids`.
+        prompt: number of tokens of the prompt, with padding. None means the tokens before the first
             trained one.
         padding: columns and masks, together [W], that are 0 at padding.
         given: further fields of Rollout; None takes them from the record.
 
-    Raises RecordError for a value that no rollout has, media, and padding that is between tokens or
-    trained.
+    Raises RecordError for values that a rollout cannot have, for media, and for padding that is
+    between tokens or trained.
     """
     for name in _MEDIA:
         if not _is_nothing(record.get(name)):
@@ -282,7 +282,7 @@ def make(
         elif record.has(name):
             values[field] = _at_the_end(record.floats(name, length, of), len(ids))[real]
     values |= {name: value for name, value in given.items() if value is not None}
-    if "old_values" not in values:  # without a critic trainers write the advantages as returns too
+    if "old_values" not in values:  # trainers without a critic also write the advantages as returns
         values.pop("returns", None)
     for field in ("advantage", "weights", "returns"):
         values[field] = _one_number(values.get(field), mask)
@@ -306,7 +306,7 @@ def make(
 
 
 def _total_reward(record: Record, reward: Any, sources: Mapping[str, str]) -> float:
-    """The sum of a record's rewards, where it has no advantage. `sources`: columns of fields."""
+    """Sum of the rewards of a record without advantage. `sources`: columns of fields."""
     wanted = sources.get("advantage", sources.get("reward", "advantage"))
     if reward is None:
         raise record.fail(wanted, f"there is neither {wanted} nor a reward. Add one of them.")
@@ -341,12 +341,12 @@ def _check_padding(
 
 
 def _at_the_end(values: NDArray[Any], length: int) -> NDArray[Any]:
-    """[length] with zeros before the values."""
+    """The values with zeros before them: [length]."""
     return np.concatenate([np.zeros(length - len(values), values.dtype), values])
 
 
 def _is_row(value: Any, length: int) -> bool:
-    """Whether there are numbers per token rather than one number, perhaps in a list."""
+    """Whether a value has numbers per token, not one number or a list of one."""
     if isinstance(value, np.ndarray) and not value.ndim:
         return False
     is_listed = isinstance(value, list | tuple | np.ndarray)
@@ -354,7 +354,7 @@ def _is_row(value: Any, length: int) -> bool:
 
 
 def _one_number(values: Any, mask: NDArray[np.bool_]) -> Any:
-    """Numbers per token as one number if all trained tokens have the same: no other is read."""
+    """One number instead of numbers per token, if all trained tokens have the same number."""
     if not isinstance(values, np.ndarray) or not np.isfinite(values).all():
         return values
     used = values[mask]
@@ -364,7 +364,8 @@ def _one_number(values: Any, mask: NDArray[np.bool_]) -> Any:
 
 
 def _is_nothing(value: Any) -> bool:
-    """None, an empty container, or one that holds None alone, as trainers write for text alone."""
+    """Whether a value is None, empty, or contains only None, as trainers write for samples without
+    media."""
     if isinstance(value, np.ndarray):
         if value.dtype != object:
             return not value.size
@@ -375,5 +376,5 @@ def _is_nothing(value: Any) -> bool:
 
 
 def field_of(error: RolloutError) -> str:
-    """The field of Rollout that its refusal names; "record" if it names none."""
+    """The field that an error of Rollout names; "record" if it names none."""
     return next((name for name in Rollout.__slots__ if f": {name}" in str(error)), "record")

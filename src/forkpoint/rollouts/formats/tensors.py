@@ -1,4 +1,4 @@
-"""Torch files, read by `torch.load(weights_only=True)`, and safetensors, as numpy arrays.
+"""Readers of torch files, by `torch.load(weights_only=True)`, and of safetensors, as numpy arrays.
 
 torch is imported when a file is read.
 """
@@ -36,13 +36,13 @@ def refuse_pickle(path: Path) -> RolloutError:
 
 
 def read_torch(path: Path, memory: MemoryLimit) -> Any:
-    """The value that torch.save wrote: dicts, lists, numbers, text, and numpy arrays for tensors.
+    """Read a value that torch.save wrote: dicts, lists, numbers, text, and numpy arrays for
+    tensors.
 
     Arrays are views of the mapped file.
 
-    Raises RolloutError, naming the file, if it is damaged, holds values that
-    `torch.load(weights_only=True)` does not build, or has objects that take more memory than is
-    left.
+    Raises RolloutError, naming the file, if it is damaged, has values that
+    `torch.load(weights_only=True)` does not build, or has objects that exceed the memory limit.
     """
     import torch
 
@@ -66,7 +66,8 @@ def read_torch(path: Path, memory: MemoryLimit) -> Any:
 
 
 def read_safetensors(path: Path) -> dict[str, Any]:
-    """The arrays of a safetensors file by name, views of the mapped file if numpy has their dtype.
+    """Read the arrays of a safetensors file by name. They are views of the mapped file if numpy has
+    their dtype.
 
     Raises RolloutError, naming the file, if it is damaged.
     """
@@ -85,9 +86,9 @@ def read_safetensors(path: Path) -> dict[str, Any]:
 
 
 def _check_archive(path: Path) -> int:
-    """Bytes of the pickle in an archive.
+    """Check an archive, and return the size of its pickle in bytes.
 
-    torch checks neither that entries are stored as they are nor their checksums.
+    torch checks neither that entries are uncompressed nor their checksums.
     """
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
@@ -108,9 +109,9 @@ def _first(message: str) -> str:
 
 
 def _plain(value: Any, where: str, made: dict[int, Any], depth: int) -> Any:
-    """A value with numpy arrays for its tensors, and lists of arrays for nested ones.
+    """Convert tensors in a value to numpy arrays, and nested tensors to lists of arrays.
 
-    made: results by the ids of what they were made of, because a file may name one list many times.
+    made: results by the id of the original, because a file may refer to one list many times.
 
     Raises RolloutError, naming the place, for tensors whose numbers cannot be read (sparse,
     quantized), and for lists and dicts that are nested more than 64 deep.

@@ -1,4 +1,4 @@
-"""Token ids of text and of messages, for files without ids. Imports no torch."""
+"""Token ids of text and messages, for files without ids. Imports no torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,23 +10,25 @@ from forkpoint.rollouts.batch import short
 from forkpoint.rollouts.formats.limits import MemoryLimit
 
 TEXT_BYTES = 400
-"""Memory that tokenizers takes for a byte of text that is a token of its own: up to 312 bytes were
-measured."""
+"""Bytes of memory that tokenizers takes for each byte of text, if each byte is a token. Up to 312
+were measured."""
 Encode = Callable[[str], list[int]]
 Render = Callable[[Sequence[Any], bool, Any], str]
-"""The text of messages; whether the header of an answer ends it; and tools, or None."""
+"""Renders messages as text. Arguments: messages, whether to add the header of an answer, and tools
+or None."""
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Token ids of text, without special tokens besides those written in it."""
+    """Computes token ids of text, without special tokens that the text does not contain."""
 
     encode: Encode
     render: Render | None = None
-    """The chat template; None where there is none."""
+    """The chat template; None if there is none."""
 
     def within(self, memory: MemoryLimit) -> "Tokenizer":
-        """The same, refusing text whose tokens might take more memory than is left."""
+        """The same tokenizer, which raises an error if tokens of a text may exceed the memory
+        limit."""
 
         def encode(text: str) -> list[int]:
             memory.check(TEXT_BYTES * len(text.encode(errors="replace")), "the tokens of a text")
@@ -36,8 +38,8 @@ class Tokenizer:
 
 
 def tokenizer_of(given: Any) -> Tokenizer:
-    """A tokenizer from a function from text to ids, a tokenizer of transformers, or the path of a
-    tokenizer.json.
+    """Make a Tokenizer from a function from text to ids, a tokenizer of transformers, or the path
+    of a tokenizer.json.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -50,7 +52,7 @@ def tokenizer_of(given: Any) -> Tokenizer:
 
     try:
         made = Fast.from_file(str(given))
-    except Exception as error:  # the library raises plain Exception
+    except Exception as error:  # the library raises Exception itself
         raise ConfigError(
             f"tokenizer {given} cannot be read: {short(str(error))}. Give a tokenizer.json as "
             "Hugging Face's tokenizers write it."

@@ -1,6 +1,6 @@
-"""Formats of trainers: the names of their columns, and the tokens that entries belong to.
+"""Formats of trainers: names of columns, and the tokens to which entries belong.
 
-Each function makes the rollouts of one record: one sample, or one packed row. Imports no torch.
+Each function makes the rollouts of one record, which is a sample or a packed row. Imports no torch.
 """
 
 import itertools
@@ -32,7 +32,7 @@ Rollouts = Iterator[Made]
 def format_of(
     name: str, *signatures: str, key: str, without: str = "", **options: Any
 ) -> Callable[[Callable[[Record], Rollouts]], Callable[[Record], Rollouts]]:
-    """Registers a format: see `Format`. Keys are given as text with spaces between them."""
+    """Register a format: see `Format`. Keys are separated by spaces."""
 
     def register(rollouts: Callable[[Record], Rollouts]) -> Callable[[Record], Rollouts]:
         sets = tuple(frozenset(keys.split()) for keys in signatures)
@@ -54,7 +54,7 @@ def _forkpoint(record: Record) -> Rollouts:
     values = {name: _plain(record.get(name)) for name in record.values}
     for name in ("group_id", "rollout_id"):
         if isinstance(values.get(name), int):
-            values[name] = record.text(name)  # which refuses numbers of thousands of digits
+            values[name] = record.text(name)  # raises an error for numbers of thousands of digits
     if record.media is not None and values.get("media") is not None:
         try:
             values["media"] = record.media.read(values["media"], "media")
@@ -69,7 +69,7 @@ def _forkpoint(record: Record) -> Rollouts:
 
 
 def _plain(value: Any) -> Any:
-    """A number or text as Python has it, and a copy of an array, which may be a mapped file."""
+    """A Python number or text; for arrays a copy, because they may be views of a mapped file."""
     if isinstance(value, np.ndarray):
         return value.copy()
     return value.item() if isinstance(value, np.generic) else value
@@ -79,7 +79,8 @@ def _plain(value: Any) -> Any:
     "verl", "prompts responses response_mask", "prompts responses attention_mask", key="responses"
 )
 def _verl(record: Record) -> Rollouts:
-    """DataProto: prompts padded on the left, responses on the right, entries of responses."""
+    """DataProto of verl: prompts padded on the left, responses on the right, entries for
+    responses."""
     prompts, responses = record.ids("prompts"), record.ids("responses")
     ids, both = record.ids("input_ids"), np.concatenate([prompts, responses])
     if len(ids) != len(both):
@@ -100,8 +101,8 @@ def _verl(record: Record) -> Rollouts:
             raise record.fail(
                 "position_ids", "position_ids do not count the tokens of attention_mask from 0."
             )
-    # Before there was response_mask, turns of tools were in loss_mask, over prompt and response;
-    # without either verl trains all of the response.
+    # Older versions have loss_mask over prompt and response instead of response_mask, which
+    # excludes turns of tools. Without either, verl trains the whole response.
     mask = record.first("response_mask", "loss_mask", "attention_mask")
     if mask == "response_mask":
         trained = record.mask(mask, len(responses), "responses")
@@ -126,7 +127,7 @@ def _verl(record: Record) -> Rollouts:
     "verl-text", "input output score", key="input", text=True, notes=(TEXT_NOTE, NO_TEMPERATURE)
 )
 def _verl_text(record: Record) -> Rollouts:
-    """A line of the text that is logged with rollout_data_dir: a tokenizer makes the ids."""
+    """A line of text that verl logs with rollout_data_dir. A tokenizer computes the ids."""
     texts: list[str] = []
     for name in ("input", "output"):
         text = record.text(name)
@@ -143,7 +144,7 @@ def _verl_text(record: Record) -> Rollouts:
     prompt, response = (record.tokenize.encode(text) for text in texts)
     group = record.text("uid")
     if group is not None and (parts := re.fullmatch(r"(.+)_\d+_\d+", group)):
-        group = parts[1]  # verl's trainer with a queue writes uid_rollout_output there
+        group = parts[1]  # verl's trainer with a queue writes uid_rollout_output here
     yield make(
         record,
         {"reward": "score"},
@@ -162,7 +163,8 @@ def _verl_text(record: Record) -> Rollouts:
     notes=(NO_TEMPERATURE,),
 )
 def _trl(record: Record) -> Rollouts:
-    """A batch of GRPOTrainer: no group id, rows shuffled, entries of completions."""
+    """A batch of TRL's GRPOTrainer, without group ids, with shuffled rows and entries for
+    completions."""
     prompts, completions = record.ids("prompt_ids"), record.ids("completion_ids")
     shown = record.mask("prompt_mask", len(prompts), "prompt_ids")
     kept = record.mask("completion_mask", len(completions), "completion_ids")
@@ -189,7 +191,7 @@ def _trl(record: Record) -> Rollouts:
     notes=(NO_TEMPERATURE,),
 )
 def _trl_async(record: Record) -> Rollouts:
-    """A RolloutSample of AsyncGRPO: entries stand at their tokens."""
+    """A RolloutSample of TRL's AsyncGRPO. Entries are at their tokens."""
     ids = record.ids("input_ids")
     yield make(
         record,
@@ -202,8 +204,9 @@ def _trl_async(record: Record) -> Rollouts:
 
 @format_of("openrlhf", "sequences action_mask", key="sequences", notes=(NO_TEMPERATURE,))
 def _openrlhf(record: Record) -> Rollouts:
-    """An Experience: the A entries of the action arrays belong to the last A tokens of the row."""
-    if record.has("loss_mask"):  # SkyRL's Experience has the same other names
+    """An Experience of OpenRLHF. The A entries of action arrays belong to the last A tokens of the
+    row."""
+    if record.has("loss_mask"):  # SkyRL's Experience has the same names otherwise
         raise record.fail(
             "loss_mask",
             "there is a loss_mask besides action_mask, which OpenRLHF's Experience has not. Leave "
@@ -236,9 +239,10 @@ def _openrlhf(record: Record) -> Rollouts:
     notes=(NO_TEMPERATURE,),
 )
 def _nemo_rl(record: Record) -> Rollouts:
-    """Train data of GRPO or PPO: padded on the right to input_lengths, entries at their tokens.
+    """Train data of NeMo RL for GRPO or PPO, padded on the right after input_lengths. Entries are
+    at their tokens.
 
-    `values` are shifted already: entry i is of the state in which token i was chosen.
+    `values` are already shifted: entry i is the value of the state in which token i was chosen.
     """
     name = record.first("input_ids", "token_ids")
     ids = record.ids(name)
@@ -270,7 +274,7 @@ def _nemo_rl(record: Record) -> Rollouts:
     key="token_ids completion_ids input_ids",
 )
 def _prime_rl(record: Record) -> Rollouts:
-    """A sample, one of prompt and completion, or a packed microbatch."""
+    """A sample of prime-rl, a prompt with its completion, or a packed microbatch."""
     if record.has("inference_logprobs"):
         yield from _microbatch(record)
     elif record.has("completion_ids"):
@@ -289,7 +293,7 @@ def _prime_rl(record: Record) -> Rollouts:
 
 
 def _prime_rl_sample(record: Record, name: str, mask: str, logprobs: str) -> Made:
-    """A sample whose entries all stand at their tokens."""
+    """A sample whose entries are at their tokens."""
     ids = record.ids(name)
     trained = record.mask(mask, len(ids), name)
     temperature = None
@@ -321,9 +325,9 @@ def _prime_rl_sample(record: Record, name: str, mask: str, logprobs: str) -> Mad
     notes=(NO_TEMPERATURE,),
 )
 def _prime_rl_tokens(record: Record) -> Rollouts:
-    """A line of token_exports/, which the trainer writes with enable_token_export.
+    """A line of token_exports/, which prime-rl's trainer writes with enable_token_export.
 
-    A column that a batch does not have is a row of null there.
+    Columns that the batch lacks are rows of null.
     """
     weights = record.get("rl_weights")
     if isinstance(weights, list) and all(value is None for value in weights):
@@ -332,7 +336,8 @@ def _prime_rl_tokens(record: Record) -> Rollouts:
 
 
 def _microbatch(record: Record) -> Rollouts:
-    """Samples packed into one row: they begin where positions begin again at 0; padding ends it."""
+    """Samples packed into one row. A sample begins where positions restart at 0. Padding may
+    follow."""
     ids, positions = record.ids("input_ids"), record.ids("position_ids")
     if len(positions) != len(ids) or not len(ids) or positions[0] != 0:
         raise record.fail(
@@ -354,7 +359,7 @@ def _microbatch(record: Record) -> Rollouts:
             columns[name] = record.floats(name, len(ids), "input_ids")
     for begin, end in itertools.pairwise([*np.flatnonzero(positions == 0).tolist(), len(ids)]):
         part = {name: value[begin:end] for name, value in columns.items()}
-        # What fills the row up: ids of 1, not trained, without log-probs, with positions from 0.
+        # Padding: ids of 1 that are not trained, without log-probs, with positions from 0.
         is_padding = begin and end == len(ids) and (part["input_ids"] == 1).all()
         if is_padding and not part["loss_mask"].any() and not part["inference_logprobs"].any():
             return
@@ -370,7 +375,7 @@ def _microbatch(record: Record) -> Rollouts:
     notes=(NO_TEMPERATURE,),
 )
 def _slime(record: Record) -> Rollouts:
-    """A Sample, or one of the train data: entries are of the response, at the end."""
+    """A Sample of slime, or one of its train data. Entries belong to the response at the end."""
     ids = record.ids("tokens")
     count = record.count(record.first("response_length", "response_lengths"), len(ids), "tokens")
     mask = record.first("loss_mask", "loss_masks")
@@ -381,7 +386,7 @@ def _slime(record: Record) -> Rollouts:
         trained = np.zeros(count, np.bool_)
     yield make(
         record,
-        # Rewards of train data are normalised already.
+        # Rewards of train data are already normalised.
         {"advantage": ("advantages", "rewards"), "reward": "reward",
          "old_logprobs": ("log_probs", "rollout_log_probs"), "reference_logprobs": "ref_log_probs",
          "returns": "returns", "old_values": "values", "group_id": "group_index"},
@@ -397,7 +402,7 @@ def _slime(record: Record) -> Rollouts:
     "skyrl", "prompt_token_ids response_ids loss_masks", key="response_ids", notes=(NO_TEMPERATURE,)
 )
 def _skyrl(record: Record) -> Rollouts:
-    """A sample of a GeneratorOutput: entries are of the response."""
+    """A sample of SkyRL's GeneratorOutput. Entries belong to the response."""
     if record.number("is_last_step") == 0:
         raise record.fail(
             "is_last_step",
@@ -406,7 +411,7 @@ def _skyrl(record: Record) -> Rollouts:
         )
     prompt, response = record.ids("prompt_token_ids"), record.ids("response_ids")
     group = record.get("trajectory_ids")
-    if isinstance(group, Mapping):  # not if it is text of two ids
+    if isinstance(group, Mapping):  # not text that consists of two ids
         group = Record(record.where, group).text("instance_id")
     yield make(
         record,
