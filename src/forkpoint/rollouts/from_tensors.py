@@ -1,4 +1,4 @@
-"""Rollouts from the rows of padded tensors, of prompts and completions, and of jagged tensors."""
+"""Rollouts from rows of padded tensors, from prompts with completions, and from jagged tensors."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -39,8 +39,8 @@ class BatchFields(TypedDict, total=False):
     """
 
     advantages: Any
-    """Per token; or [N] or [N, 1], one number per rollout; or a single number for all. Without
-    advantages `has_advantages` is False."""
+    """One number per token, one per rollout ([N] or [N, 1]), or one for all. Without advantages,
+    `has_advantages` is False."""
     old_logprobs: Any
     """Per token."""
     reference_logprobs: Any
@@ -74,9 +74,9 @@ class Made:
 
 @dataclass(frozen=True)
 class _Entries:
-    """The entries of rows that belong to tokens: `starts[n] : stops[n]` of row n.
+    """Entries of rows that belong to tokens: `starts[n] : stops[n]` of row n.
 
-    like: the field that has these rows.
+    like: name of the field with these rows.
     rows: the rows of that field, as arrays.
     """
 
@@ -86,9 +86,9 @@ class _Entries:
     stops: list[int]
 
     def of(self, field: str, values: Any, *, may_exceed: bool = True) -> list[Row]:
-        """The entries of another field that has rows as long as these.
+        """The entries of another field with rows of equal lengths.
 
-        Without `may_exceed`, entries that belong to no token are refused where they are not 0.
+        Without `may_exceed`, other entries must be 0.
         """
         rows = _rows(field, values)
         if len(rows) != len(self.rows):
@@ -206,9 +206,9 @@ def _made(
     layout: PaddedLayout,
     prompts: list[np.ndarray] | None = None,
 ) -> Made:
-    """Rollouts with these ids, loss masks and given fields.
+    """Make rollouts with these ids, loss masks and fields.
 
-    prompts: of the rollouts, where `masks` and `entries` are over responses alone.
+    prompts: prompts of the rollouts, if `masks` and `entries` cover only responses.
     """
     if unknown := given.keys() - BatchFields.__annotations__.keys():
         takes = ", ".join(BatchFields.__annotations__)
@@ -270,11 +270,12 @@ def _after_zeros(count: int, row: Row) -> Row:
     return np.concatenate([np.zeros(count, row.dtype), row])
 
 
-# Values as they are given -----------------------------------------------------------------------
+# Conversion of arguments -----------------------------------------------------------------------
 
 
 def _on_host(field: str, values: Any) -> Any:
-    """Tensors as arrays, nested tensors and arrays of objects as lists, anything else as it is."""
+    """Convert tensors to arrays, and nested tensors and arrays of objects to lists. Other values
+    stay unchanged."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(values, torch.Tensor) and values.is_nested:
         parts = values.detach().unbind()
@@ -293,7 +294,7 @@ def _has_rows(values: Any) -> bool:
 
 
 def _rows(field: str, values: Any) -> list[Row]:
-    """The rows of an array or a tensor [N, W], of a nested tensor, or of a list of rows."""
+    """Rows of an array or a tensor [N, W], of a nested tensor, or of a list."""
     values = _on_host(field, values)
     takes = "it takes one row per rollout: a tensor or an array [N, W], or a list of rows"
     if not isinstance(values, list | tuple):
@@ -319,7 +320,7 @@ def _ids(field: str, values: Any) -> list[np.ndarray]:
 
 
 def _attended(like: str, ids: Any, field: str, mask: Any) -> _Entries:
-    """The entries of ids [N, W] where the attention mask is 1, which are neighbours in a row."""
+    """Entries of ids [N, W] where the attention mask is 1. They must be consecutive in each row."""
     rows = _ids(like, ids)
     if uneven := [n for n, row in enumerate(rows) if len(row) != len(rows[0])]:
         raise RolloutError(
@@ -346,7 +347,7 @@ def _attended(like: str, ids: Any, field: str, mask: Any) -> _Entries:
 
 
 def _per_rollout(field: str, values: Any, count: int, *, one: bool = False) -> list[Any]:
-    """One value per rollout; with `one`, a single value is that of all."""
+    """One value per rollout. With `one`, a single value holds for all."""
     values = _on_host(field, values)
     if isinstance(values, np.ndarray):
         values = values.tolist()

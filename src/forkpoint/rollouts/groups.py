@@ -11,7 +11,8 @@ from forkpoint.rollouts.fields import short
 
 
 def check_unique(rollout_ids: Sequence[str | None], what: str) -> None:
-    """Raises RolloutError where a rollout_id is there twice in `what`, such as "a batch"."""
+    """Raises RolloutError if a rollout_id appears twice. `what`: the collection, such as "a
+    batch"."""
     seen: dict[str, int] = {}
     for position, name in enumerate(rollout_ids):
         if name is not None and seen.setdefault(name, position) != position:
@@ -39,7 +40,7 @@ def fill_ids(rollout_ids: Sequence[str | None]) -> tuple[str, ...]:
 def prompt_lengths(loss_mask: NDArray[np.bool_], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
     """Number of tokens before the first trained token of each rollout: int64 [N].
 
-    It is the length of a rollout without trained tokens.
+    For a rollout without trained tokens it is the length of the rollout.
     """
     begins, ends = offsets[:-1], offsets[1:]
     bounds = zip(begins.tolist(), ends.tolist(), strict=True)
@@ -53,17 +54,17 @@ def group_index(
     offsets: NDArray[np.int64],
     prompts: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """The group of each rollout, int64 [N], numbered in order of first appearance.
+    """Group of each rollout: int64 [N], numbered in order of first appearance.
 
-    Rollouts without a group_id form one group where their prompts are equal; `prompts` are the
-    lengths of these, [N].
+    Rollouts without a group_id form a group if their prompts are equal. `prompts`: lengths of the
+    prompts, [N].
     """
     numbers: dict[str | bytes, int] = {}
     index = np.empty(len(group_ids), np.int64)
     begins, lengths = offsets.tolist(), prompts.tolist()
     for n, group_id in enumerate(group_ids):
         key: str | bytes | None = group_id
-        if key is None:  # bytes, so that no group_id can be equal to it
+        if key is None:  # bytes, so that no group_id equals it
             key = token_ids[begins[n] : begins[n] + lengths[n]].tobytes()
         index[n] = numbers.setdefault(key, len(numbers))
     return index
@@ -71,7 +72,7 @@ def group_index(
 
 def group_of(prompt: NDArray[np.int64] | str) -> str:
     """A group_id that is equal for equal prompts."""
-    if isinstance(prompt, str):  # which may hold half a surrogate pair, as JSON may
+    if isinstance(prompt, str):  # text from JSON may contain half of a surrogate pair
         content = prompt.encode("utf-8", "surrogatepass")
     else:
         content = prompt.astype("<i8").tobytes()

@@ -1,4 +1,4 @@
-"""The cells of padded tensors that hold the tokens of a batch, and values put into those cells."""
+"""Layouts of padded tensors: the cells of a batch's tokens."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -12,12 +12,12 @@ from forkpoint.errors import ConfigError, RolloutError
 from forkpoint.rollouts.fields import short
 
 NO_CELL = -1
-"""The column of tokens that a padded tensor has no cells for."""
+"""Column of tokens without a cell in a padded tensor."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class PaddedLayout:
-    """The cells of a padded tensor [N, W] that hold the T tokens of a batch; rollout n is in row n.
+    """Cells of the T tokens of a batch in a padded tensor [N, W]. Rollout n is in row n.
 
     Attributes:
         width: number of columns, W.
@@ -39,7 +39,7 @@ class PaddedLayout:
 
     @classmethod
     def of_columns(cls, width: int, columns: Sequence[NDArray[np.int64]]) -> "PaddedLayout":
-        """The layout of rollouts whose tokens are in these columns, one array a rollout."""
+        """Make a layout from the columns of the tokens, one array for each rollout."""
         offsets = np.cumsum([0, *map(len, columns)], dtype=np.int64)
         return cls(width, offsets, np.concatenate([np.zeros(0, np.int64), *columns]))
 
@@ -58,16 +58,16 @@ class PaddedLayout:
         return len(self.offsets) - 1, self.width
 
     def mask(self) -> NDArray[np.bool_]:
-        """Mask of the cells that hold tokens: bool [N, W]."""
+        """Mask of the cells with tokens: bool [N, W]."""
         return self.pad(np.ones(len(self.columns), np.bool_), False)
 
     def select(self, rollouts: Sequence[int]) -> "PaddedLayout":
-        """The layout of these rollouts, in this order; W stays."""
+        """The layout of these rollouts, in this order, with equal W."""
         rows = np.split(self.columns, self.offsets[1:-1])
         return PaddedLayout.of_columns(self.width, [rows[n] for n in rollouts])
 
     def pad(self, values: Any, fill: float = 0) -> Any:
-        """`values` [T, ...] in their cells: [N, W, ...], `fill` elsewhere.
+        """Copy `values` [T, ...] to their cells, and `fill` to the others: [N, W, ...].
 
         Arguments, result and errors are those of RolloutBatch.to_padded.
         """
@@ -96,9 +96,10 @@ class PaddedLayout:
         return padded.reshape(*self.shape, *values.shape[1:])
 
     def _check(self, values: Any, fill: Any, limits: Any, *, whole: bool) -> None:
-        """Raises for values of another length, and for a `fill` that whole numbers cannot be.
+        """Raises RolloutError for values of another length, and ConfigError for a `fill` that their
+        dtype cannot represent.
 
-        `limits` has the least and the largest of these, None of booleans.
+        `limits`: smallest and largest number of an integer dtype; None for booleans.
         """
         if not values.ndim or len(values) != len(self.columns):
             raise RolloutError(
@@ -118,7 +119,7 @@ class PaddedLayout:
 def _array(values: Any) -> np.ndarray:
     try:
         array = np.asarray(values)
-    except ValueError:  # of lists of different lengths
+    except ValueError:  # for lists of different lengths
         array = np.empty(0, np.object_)
     if array.dtype.kind not in "biufc":
         raise RolloutError(

@@ -1,4 +1,4 @@
-"""Images and videos of rollouts, as a model's processor made them. Imports no torch."""
+"""Images and videos of rollouts, after a model's processor. Imports no torch."""
 
 import hashlib
 import math
@@ -92,7 +92,7 @@ class Media:
 
     @property
     def is_absent(self) -> bool:
-        """Whether inputs have no numbers. Such a medium can be planned, but not run."""
+        """Whether some inputs are `Absent`. Such a medium can be planned, but not run."""
         return any(isinstance(x, Absent) for x in self.inputs.values())
 
     def array(self, name: str) -> NDArray[Any]:
@@ -102,7 +102,7 @@ class Media:
 
     @cached_property
     def is_finite(self) -> bool:
-        """Whether all numbers of its inputs are finite; computed once."""
+        """Whether all numbers of the inputs are finite; computed once."""
         for name, value in self.inputs.items():
             if "float" not in str(value.dtype) or value.dtype.itemsize < 2 or 0 in value.shape:
                 continue
@@ -142,7 +142,7 @@ class Media:
 
 
 def _check_input(name: Any, value: Any) -> None:
-    """Refuse an input that the encoder cannot be given."""
+    """Raise RolloutError for an input that an encoder cannot take."""
     if not isinstance(name, str):
         raise RolloutError(f"A medium has an input named {short(name)}; names are text.")
     if isinstance(value, Absent):
@@ -174,21 +174,21 @@ def _check_input(name: Any, value: Any) -> None:
 
 
 def _dtype(value: Any) -> str:
-    """numpy's name of a dtype; float32 for narrow floats, which numpy lacks."""
+    """Name of the dtype in numpy; float32 for narrow floats, which numpy lacks."""
     dtype = value.dtype
     name = dtype.name if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
     return "float32" if name.startswith(("bfloat16", "float8", "float4")) else name
 
 
 class MediumOutline(NamedTuple):
-    """Shapes of a medium's inputs, so that other ranks can make a medium of zeros."""
+    """Shapes and dtypes of a medium's inputs, from which other ranks make a medium of zeros."""
 
     kind: MediaKind
     tokens: int
     floats: dict[str, tuple[tuple[int, ...], str]]
     """Shape and dtype of inputs such as pixels, by name."""
     others: dict[str, NDArray[Any]]
-    """Inputs such as grids."""
+    """Values of other inputs, such as grids."""
 
     @classmethod
     def of(cls, medium: Media) -> "MediumOutline":
@@ -207,9 +207,9 @@ class MediumOutline(NamedTuple):
 def read_media(
     who: str, media: Sequence[Media], types: Any, loss_mask: NDArray[np.bool_]
 ) -> tuple[tuple[Media, ...], NDArray[np.int8] | None]:
-    """The media of a rollout and the types of its tokens, if they are given.
+    """Read the media of a rollout and the types of its tokens, if any.
 
-    Raises RolloutError where tokens and media do not go together.
+    Raises RolloutError if tokens and media do not fit.
     """
     if not isinstance(media, list | tuple) or not all(isinstance(m, Media) for m in media):
         raise RolloutError(f"{who}: media is {short(media)}; it takes a tuple of forkpoint.Media.")

@@ -1,8 +1,8 @@
-"""Images and videos in files of rollouts: an entry of JSON each, and their arrays once a file.
+"""Images and videos in files of rollouts: a JSON entry for each occurrence, and each array once.
 
 An entry has the kind, tokens, SHA-256 and digest of a medium, and the dtype and shape of each
-input. A few numbers, such as a grid, are in the entry; longer inputs are arrays named
-`SHA256.INPUT`. So plans can be made of the entries alone. Imports no torch.
+input. Short inputs, such as a grid, are in the entry. Longer inputs are arrays named
+`SHA256.INPUT`. Plans need only the entries. Imports no torch.
 """
 
 import json
@@ -27,7 +27,7 @@ MOST_VALUES = 64
 _WHOLE = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 _DTYPES = ("bool", *_WHOLE, "float16", "float32", "float64")
 _ENTRY_BYTES = 4096
-"""Memory of a medium without its arrays."""
+"""Bytes of a medium without its arrays."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,13 @@ class _Entry:
 
 Arrays = dict[str, NDArray[Any]]
 ArrayOf = Callable[[str, Absent], NDArray[Any]]
-"""The array of a name, of this shape and dtype. Raises SchemaError where it is another."""
+"""Returns the array with this name, shape and dtype. Raises SchemaError if they differ."""
 
 
 def entries_of(media: tuple[Media, ...], arrays: Arrays, where: str) -> list[dict[str, Any]]:
-    """The entries of media; the arrays that they name are added to `arrays`.
+    """Make entries of media. The arrays that they name are added to `arrays`.
 
-    Raises RolloutError, beginning with `where`, for inputs that files do not hold.
+    Raises RolloutError, beginning with `where`, for inputs that files cannot have.
     """
     return [_entry_of(medium, arrays, where) for medium in media]
 
@@ -85,7 +85,7 @@ def _entry_of(medium: Media, arrays: Arrays, where: str) -> dict[str, Any]:
 
 
 class MediaEntries:
-    """Reads entries of one file: equal entries give one medium.
+    """Reads the entries of one file. Equal entries give one `Media` object.
 
     Args:
         array_of: reads an array; None leaves out the numbers of arrays (`Media.is_absent`).
@@ -96,14 +96,14 @@ class MediaEntries:
         self._array_of, self._memory = array_of, memory
         self._known: dict[str, Media] = {}
         self._sha256: dict[Media, str] = {}
-        """Of the first of equal media, which steps run in the place of all."""
+        """SHA-256 of the first of equal media, which steps run instead of the others."""
 
     def read(self, entries: Any, field: str) -> tuple[Media, ...]:
-        """The media of a list of entries.
+        """Read the media of a list of entries.
 
         Raises:
             SchemaError: an entry is wrong, or its arrays are missing or differ.
-            RolloutError: they take more memory than is left, or no array can be read.
+            RolloutError: they exceed the memory limit, or arrays cannot be read.
         """
         if not isinstance(entries, list):
             raise SchemaError(f"{field} is {short(entries)}; it takes a list")
@@ -137,7 +137,7 @@ class MediaEntries:
                 inputs[name] = outline
             else:
                 inputs[name] = self._array_of(f"{entry.sha256}.{name}", outline)
-        kind: Any = entry.kind  # which Media checks
+        kind: Any = entry.kind  # Media checks it
         try:
             if self._array_of is None:
                 return Media.absent(kind, inputs, entry.tokens, entry.digest, sha256=entry.sha256)
@@ -153,7 +153,7 @@ class MediaEntries:
 
 
 def _of_values(values: tuple[Any, ...], outline: Absent, field: str) -> NDArray[Any]:
-    """The array of an entry's values. That they are those written is seen by the medium's hash."""
+    """The array of an entry's values. The hash of the medium shows whether they have changed."""
     try:
         with np.errstate(over="ignore", invalid="ignore"):
             return np.array(values, outline.dtype).reshape(outline.shape)
@@ -165,7 +165,8 @@ def _of_values(values: tuple[Any, ...], outline: Absent, field: str) -> NDArray[
 
 
 class PixelFile:
-    """The arrays beside a file of rollouts, in a safetensors file that is opened when needed."""
+    """The safetensors file with the arrays of a file of rollouts. It is opened at the first
+    access."""
 
     def __init__(self, path: Path, memory: MemoryLimit) -> None:
         self.path: Path = pixels_path(path)
@@ -174,12 +175,11 @@ class PixelFile:
         self._names: frozenset[str] = frozenset()
 
     def array_of(self, name: str, outline: Absent) -> NDArray[Any]:
-        """The array of this name.
+        """Read the array with this name.
 
         Raises:
-            SchemaError: there is none, or it has another shape or dtype.
-            RolloutError: there is no such file, it is damaged, or the array takes more memory than
-                is left.
+            SchemaError: the array is missing, or has another shape or dtype.
+            RolloutError: the file is missing or damaged, or the array exceeds the memory limit.
         """
         try:
             if self._file is None:
@@ -204,7 +204,7 @@ class PixelFile:
                 f"there. Keep FILE and FILE{PIXELS} in one folder; only forkpoint plan needs no "
                 "pixels."
             ) from None
-        # The last two are of dtypes that numpy lacks.
+        # numpy raises the last two for dtypes that it lacks.
         except (OSError, safetensors.SafetensorError, TypeError, AttributeError) as error:
             raise RolloutError(
                 f"{self.path} cannot be read as safetensors: {short(str(error))}. Copy or write "

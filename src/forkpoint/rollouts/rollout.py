@@ -180,7 +180,7 @@ class Rollout:
 
 
 def store(target: object, **attributes: Any) -> None:
-    """Set the attributes of a frozen object; its arrays become read-only."""
+    """Set attributes of a frozen object. Arrays become read-only."""
     for name, value in attributes.items():
         if isinstance(value, np.ndarray):
             value.flags.writeable = False
@@ -196,7 +196,7 @@ def with_id(rollout: Rollout, rollout_id: str) -> Rollout:
 
 
 class _Reader:
-    """Reads and validates the per-token fields of one rollout; `who` names it in errors."""
+    """Reads and validates the per-token fields of one rollout. `who`: its name in errors."""
 
     def __init__(self, who: str, token_ids: Any, loss_mask: Any) -> None:
         self.who = who
@@ -219,7 +219,7 @@ class _Reader:
             )
 
     def floats(self, field: str, values: Any, advice: str = _FINITE) -> NDArray[np.float64] | None:
-        """One number per token: float64 [T], or None."""
+        """Read one number per token: float64 [T], or None."""
         if values is None:
             return None
         takes = f"it takes numbers, {PER_TOKEN}."
@@ -235,7 +235,7 @@ class _Reader:
         return floats
 
     def logprobs(self, field: str, values: Any) -> NDArray[np.float64] | None:
-        """Log-probs, float64 [T], 0 at the first token; or None."""
+        """Read log-probs: float64 [T], 0 at the first token; or None."""
         logprobs = self.floats(field, values, _FINITE_LOGPROB)
         if logprobs is not None:
             logprobs[0] = 0.0
@@ -244,7 +244,7 @@ class _Reader:
         return logprobs
 
     def number_or_floats(self, field: str, values: Any) -> float | NDArray[np.float64] | None:
-        """One number, or float64 [T]; or None."""
+        """Read one number, or float64 [T]; or None."""
         if values is None:
             return None
         values = host_values(self.who, field, values)

@@ -1,6 +1,6 @@
-"""JSON from files that others may have changed, read as dataclasses. Imports no torch.
+"""Validated JSON, read as dataclasses, from files that others may have changed. Imports no torch.
 
-Readers turn a SchemaError into an error of `forkpoint.errors` that names the file and what to do.
+Readers convert a SchemaError to an error of `forkpoint.errors` with the file and a remedy.
 """
 
 import json
@@ -22,13 +22,13 @@ _hints = cache(get_type_hints)
 
 
 class SchemaError(ValueError):
-    """A value that the schema does not allow; the text is a clause without a full stop."""
+    """A value that the schema does not allow. The text is a clause without a full stop."""
 
 
 def parse_json(content: bytes, *, allow_nan: bool = False) -> Any:
-    """The value of strict JSON in UTF-8: no key twice in an object, no NaN, no infinity.
+    """Parse strict JSON in UTF-8, without repeated keys, NaN and infinities.
 
-    Raises SchemaError for anything else, and for values that Python cannot hold (nesting too deep,
+    Raises SchemaError for other text, and for values that Python cannot parse (deep nesting,
     integers of thousands of digits).
     """
     constant = float if allow_nan else _refuse_constant
@@ -45,7 +45,7 @@ def parse_json(content: bytes, *, allow_nan: bool = False) -> Any:
 
 
 def finite(value: Any) -> Any:
-    """The same tree with numbers that JSON lacks (NaN, infinities) as null."""
+    """Replace numbers that JSON lacks (NaN, infinities) by None."""
     if isinstance(value, Mapping):
         return {key: finite(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -66,16 +66,17 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read(kind: Any, value: Any, field: str) -> Any:
-    """A value of JSON as the kind that an annotation names.
+    """Convert a JSON value to the type of an annotation.
 
     Args:
-        kind: a dataclass, whose fields without a default must be there and which has no others;
-            float and int (finite, at least 0), bool, str, Any, a Literal, `X | None`, or a tuple
-            or Mapping of these.
-        value: of `parse_json`.
-        field: the value's name, for messages.
+        kind: a dataclass (fields without a default are required, and unknown fields are refused);
+            float and int (finite, at least 0), bool, str, Any, a Literal, `X | None`, or a tuple or
+            Mapping of these.
+        value: result of `parse_json`.
+        field: name of the value, for messages.
 
-    Raises SchemaError with the field, the value and what is allowed, and what a dataclass raises.
+    Raises SchemaError with the field, the value and the allowed values, and the errors of
+    dataclasses.
     """
     origin, of = get_origin(kind), get_args(kind)
     if kind is Any:
@@ -128,8 +129,8 @@ def _scalar(kind: Any, value: Any, field: str) -> Any:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite number of JSON."""
-    # A whole number may be too large for a float, and is compared exactly.
+    """Whether a value is a finite JSON number."""
+    # A whole number may be too large for a float, so it is compared exactly.
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
@@ -138,6 +139,6 @@ def _refused(field: str, value: Any, takes: str) -> SchemaError:
 
 
 def _below(field: str, key: str) -> str:
-    """The name of a field within another; keys that are no plain names are quoted."""
+    """Name of a field in another field. Keys that are not identifiers are quoted."""
     name = key if re.fullmatch(r"[\w/.-]{1,80}", key, re.ASCII) else short(key)
     return f"{field}.{name}" if field else name

@@ -68,6 +68,7 @@ def synthetic_rollouts(
 
 
 def normalised(rewards: np.ndarray) -> np.ndarray:
-    """Advantages of one group: [n] rewards less their mean, over their standard deviation."""
+    """Advantages of one group: [n] rewards minus their mean, divided by their standard
+    deviation."""
     spread = rewards.std()
     return (rewards - rewards.mean()) / (spread if spread > 0 else 1.0)

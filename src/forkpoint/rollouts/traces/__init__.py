@@ -1,6 +1,6 @@
-"""Traces of training, recorded by any loop and read by batch; readers of any file of rollouts.
+"""Traces of training, which any loop can record, and readers of all files of rollouts.
 
-Imports no torch; torch files are read without it.
+Imports no torch. Torch files are read with torch, which is imported then.
 """
 
 from forkpoint.rollouts.formats import FORMATS as FORMATS

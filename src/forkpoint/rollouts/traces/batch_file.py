@@ -1,8 +1,8 @@
 """One recorded batch as a safetensors file. Imports no torch.
 
-`rollouts.N.FIELD` is a field of rollout N that is an array, `loss_inputs.NAME` a loss input that is
-one, `media.SHA256.INPUT` an input of an image or video. `json` uint8 holds everything else as JSON:
-for each rollout its other fields, and the loss inputs that are no arrays.
+Arrays are `rollouts.N.FIELD` (a field of rollout N), `loss_inputs.NAME` (a loss input), and
+`media.SHA256.INPUT` (an input of an image or video). The array `json`, uint8, is JSON text with the
+other fields of each rollout and the other loss inputs.
 """
 
 import json
@@ -26,7 +26,7 @@ from forkpoint.rollouts.schema import SchemaError, parse_json, read
 Arrays = dict[str, NDArray[Any]]
 
 ARRAYS = frozenset({"json", "rollouts.0.token_ids"})
-"""Arrays that every batch file has, and no other file of rollouts."""
+"""Names of arrays that identify a batch file."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class _Json:
 
 
 def encode(batch: RolloutBatch, loss_arrays: Arrays, loss_values: Mapping[str, Any]) -> bytes:
-    """The content of the file of a batch.
+    """Encode a batch as the content of a file.
 
     Args:
         batch: the rollouts.
         loss_arrays: the loss inputs that are arrays, by name.
-        loss_values: the other loss inputs, as JSON returns them.
+        loss_values: the other loss inputs, as JSON values.
     """
     arrays = {f"loss_inputs.{name}": value for name, value in loss_arrays.items()}
     others: list[dict[str, Any]] = [{} for _ in batch]
@@ -64,11 +64,11 @@ def encode(batch: RolloutBatch, loss_arrays: Arrays, loss_values: Mapping[str, A
 
 
 def decode(content: bytes, memory: MemoryLimit) -> tuple[RolloutBatch, dict[str, Any]]:
-    """The batch and the loss inputs of a file.
+    """Read the batch and the loss inputs of a file.
 
     Raises:
-        SchemaError: the content is no batch.
-        RolloutError: it takes more memory than is left.
+        SchemaError: the content is not a batch.
+        RolloutError: the batch exceeds the memory limit.
     """
     try:
         arrays = safetensors.numpy.load(content)
@@ -79,7 +79,7 @@ def decode(content: bytes, memory: MemoryLimit) -> tuple[RolloutBatch, dict[str,
     values = read(_Json, parse_json(text), "json")
     rollouts, loss_inputs = values.rollouts, values.loss_inputs
     tokens = sum(ids.size for name, ids in arrays.items() if name.endswith(".token_ids"))
-    # Nine numbers of 8 bytes per token at most, in a rollout and again in the batch.
+    # A token has at most nine numbers of 8 bytes, in the rollout and again in the batch.
     taken_bytes = 4 * len(content) + 2 * ROLLOUT_BYTES * len(rollouts) + 144 * tokens
     memory.check(taken_bytes, "a batch")
     pixels: Arrays = {}
@@ -98,7 +98,7 @@ def decode(content: bytes, memory: MemoryLimit) -> tuple[RolloutBatch, dict[str,
     def array_of(name: str, _: Absent) -> NDArray[Any]:
         if name not in pixels:
             raise SchemaError(f"the array media.{short(name)} is missing")
-        return pixels[name]  # the hash of the medium shows other shapes, dtypes and values
+        return pixels[name]  # the hash of the medium covers shapes, dtypes and values
 
     media = MediaEntries(array_of, memory)
     for number, rollout in enumerate(rollouts):
@@ -106,5 +106,5 @@ def decode(content: bytes, memory: MemoryLimit) -> tuple[RolloutBatch, dict[str,
             rollout["media"] = media.read(rollout["media"], f"rollouts[{number}].media")
     try:
         return RolloutBatch(Rollout(**rollout) for rollout in rollouts), loss_inputs
-    except (RolloutError, TypeError) as error:  # TypeError: fields that are missing or unknown
+    except (RolloutError, TypeError) as error:  # TypeError: missing or unknown fields
         raise SchemaError(str(error)) from None

@@ -1,4 +1,4 @@
-"""Reading files of rollouts, whichever trainer wrote them. Imports no torch by itself."""
+"""Readers of files of rollouts from all trainers. Imports torch only for torch files."""
 
 import logging
 import os
@@ -30,7 +30,7 @@ from forkpoint.units import MemorySize, format_bytes, size_in_bytes
 OnError = Literal["raise", "skip"]
 MOST_MESSAGES = 10
 _ID_BYTES = 256
-"""Bytes for recognising a rollout_id again, besides its text."""
+"""Bytes for each rollout_id, in addition to its text, to find repeated ids."""
 _REWARDS = (
     "The file has rewards and no advantages: advantages are the rewards less their group's mean, "
     "over their group's standard deviation (0 where that is 0)."
@@ -40,12 +40,12 @@ _log = logging.getLogger("forkpoint")
 
 @dataclass
 class Skipped:
-    """Records that were left out of a file, and why.
+    """Records of a file that were left out, with the reasons.
 
-    count: how many records.
-    fields: how many for each field that was wrong ("JSON" for lines that are no JSON object,
-        "format" for records of no known format, before the first that is of one).
-    messages: the first errors, whole.
+    count: number of records.
+    fields: number of records for each wrong field ("JSON" for lines that are not JSON objects,
+    "format" for records without a known format, before the first one that has one).
+    messages: whole texts of the first errors.
     """
 
     count: int = 0
@@ -132,7 +132,8 @@ class RolloutFile:
         return rollouts
 
     def _made(self) -> Iterator[Made]:
-        """The rollouts, up to the limit; records that cannot be read are refused or left out."""
+        """Yield rollouts up to the limit. Records that cannot be read raise an error or are left
+        out."""
         self.format, self.skipped, self.notes, self.rewarded = self._asked, Skipped(), (), False
         self.memory.held_bytes = count = 0
         try:
@@ -301,9 +302,9 @@ def load_rollouts(
 
 
 def _downloaded(url: str, reader: RolloutFile, pixels: bool) -> Path:
-    """A local copy of the file at a url, removed when the reader is garbage-collected.
+    """Download a file. The local copy is removed when the reader is garbage-collected.
 
-    With `pixels`, the file of its media comes with it, if there is one.
+    With `pixels`, its file of media is downloaded too, if there is one.
     """
     folder = tempfile.mkdtemp(prefix="forkpoint-")
     weakref.finalize(reader, shutil.rmtree, folder, ignore_errors=True)
@@ -315,7 +316,7 @@ def _downloaded(url: str, reader: RolloutFile, pixels: bool) -> Path:
         files.get_file(remote, str(copy))
         if pixels and files.exists(remote + PIXELS):
             files.get_file(remote + PIXELS, str(pixels_path(copy)))
-    except Exception as error:  # of any kind: each protocol raises its own
+    except Exception as error:  # any error, because protocols raise their own
         raise RolloutError(
             f"{url} cannot be fetched: {type(error).__name__}: {short(str(error))}. Check the "
             "address, your access and the package of its protocol, or give a local file."

@@ -1,4 +1,4 @@
-"""Recording a trace: the batches that a training loop trains on. Imports no torch."""
+"""Recorder of traces: the batches of a training loop. Imports no torch."""
 
 import json
 import os
@@ -42,13 +42,13 @@ def record(
 
     Args:
         path: a folder that does not exist or is empty. It is made.
-        model: a transformers model, its configuration, or a mapping of settings. The settings are
-            kept as JSON, the weights are not.
+        model: a transformers model, its configuration, or a mapping of settings. Settings are
+            stored as JSON. Weights are not stored.
         loss: one of `forkpoint.losses`, any other dataclass, or a mapping.
-        optimizer: a torch optimizer, whose settings are kept, or a mapping.
-        notes: anything else, as JSON holds it.
-        resume: go on with the trace in `path`; then model, loss, optimizer and notes must be those
-            of the beginning, or None. Without a trace in `path` one is begun.
+        optimizer: a torch optimizer, whose settings are stored, or a mapping.
+        notes: any further JSON values.
+        resume: whether to continue the trace in `path`. Then model, loss, optimizer and notes must
+            equal those of the trace, or be None. If `path` has no trace, a new one is started.
 
     Use one recorder per folder at a time; forkpoint does not check this. A trace can be read while
     it is recorded.
@@ -57,9 +57,9 @@ def record(
         The recorder, which is a context manager.
 
     Raises:
-        ConfigError: JSON cannot hold the settings, or `path` is of another type.
-        TraceError: `path` holds something already, or with `resume` it is no trace, is damaged, or
-            was recorded with other settings.
+        ConfigError: JSON cannot represent the settings, or `path` has another type.
+        TraceError: `path` is not empty; or, with `resume`, it is not a trace, is damaged, or was
+            recorded with other settings.
     """
     return Recorder(
         as_path(path, "a folder"), _settings(model, loss, optimizer, notes), resume=resume
@@ -67,7 +67,7 @@ def record(
 
 
 class Recorder:
-    """Writes batches into a trace. Made by `record`."""
+    """Writes batches to a trace. `record` makes it."""
 
     def __init__(self, path: Path, settings: dict[str, Any], *, resume: bool) -> None:
         self.path = path
@@ -88,26 +88,26 @@ class Recorder:
         """Do nothing, because `add` has written each batch to the disk."""
 
     def __len__(self) -> int:
-        """The number of batches in the trace."""
+        """Number of batches in the trace."""
         return len(batch_files(self.path))
 
     def add(
         self, batch: RolloutBatch | Iterable[Rollout], loss_inputs: Mapping[str, Any] | None = None
     ) -> int:
-        """Append a batch; when this returns it is on the disk.
+        """Append a batch, and wait until it is on the disk.
 
         Args:
             batch: the rollouts of one step.
             loss_inputs: further inputs of the loss, by name: numbers, text, dataclasses such as
-                `losses.Denominators`, mappings and lists of these, and arrays or tensors, which
-                are kept as numbers: bfloat16 and narrower as float32.
+                `losses.Denominators`, mappings and lists of these, and arrays or tensors. bfloat16
+                and narrower floats are stored as float32.
 
         Returns the number of the batch.
 
         Raises:
-            RolloutError: no rollouts, extras that JSON cannot return, or a loss input that is a
-                tensor without numbers, such as a sparse one.
-            ConfigError: JSON cannot hold a loss input. The message names it.
+            RolloutError: the batch is empty, JSON would change extras, or a loss input is a tensor
+                whose numbers cannot be read, such as a sparse one.
+            ConfigError: JSON cannot represent a loss input. The message names it.
 
         After any error, such as a full disk, the trace has the batches that it had before, and add
         can be called again. After an interrupt, `len` of the recorder says whether the batch is in.
@@ -159,12 +159,11 @@ def _version() -> str:
         return "unknown"
 
 
-# Settings and loss inputs, as a trace holds them
-# ------------------------------------------------------------
+# Settings and loss inputs as JSON ------------------------------------------------------------
 
 
 def _settings(model: Any, loss: Any, optimizer: Any, notes: Any) -> dict[str, Any]:
-    # A model has its configuration as .config, and a configuration becomes a dict by .to_dict().
+    # A model has a configuration .config, which .to_dict() converts to a dict.
     config = getattr(model, "config", model)
     config = config.to_dict() if hasattr(config, "to_dict") else config
     if hasattr(optimizer, "param_groups"):
@@ -184,7 +183,7 @@ def _settings(model: Any, loss: Any, optimizer: Any, notes: Any) -> dict[str, An
 
 
 def _split(inputs: Mapping[str, Any]) -> tuple[Arrays, dict[str, Any]]:
-    """The loss inputs that are arrays, and the others as JSON."""
+    """Split loss inputs into arrays, and JSON values."""
     arrays: Arrays = {}
     values: dict[str, Any] = {}
     for name, value in inputs.items():
@@ -203,7 +202,7 @@ def _split(inputs: Mapping[str, Any]) -> tuple[Arrays, dict[str, Any]]:
 
 
 def _json(value: Any, what: str) -> Any:
-    """`value` as JSON returns it: tuples as lists, infinities and NaN as their names."""
+    """Convert a value for JSON: tuples become lists, infinities and NaN become their names."""
     try:
         return json.loads(json.dumps(value, default=_plain), parse_constant=str)
     except (TypeError, ValueError) as error:
@@ -216,7 +215,7 @@ def _json(value: Any, what: str) -> Any:
 def _plain(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
-    if hasattr(value, "__array__") and np.ndim(value) == 0:  # scalars of numpy and of torch
+    if hasattr(value, "__array__") and np.ndim(value) == 0:  # scalars of numpy and torch
         return value.item()
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)

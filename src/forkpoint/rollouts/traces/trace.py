@@ -1,7 +1,7 @@
-"""Reading a trace, also while it is recorded. Imports no torch.
+"""Reader of traces, also while they are recorded. Imports no torch.
 
-A trace is a folder of `trace.json`, which holds the settings, and one safetensors file per batch.
-Each file is complete or absent.
+A trace is a folder with `trace.json`, which has the settings, and one safetensors file for each
+batch. Each file is complete or absent.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ class _Header:
 class TraceBatch:
     """One recorded batch.
 
-    index: its number in the trace, from 0.
+    index: index of the batch in the trace, from 0.
     batch: the rollouts, equal to those that were recorded.
     loss_inputs: the further inputs of the loss, by name: arrays as numpy arrays, other values as
         JSON returns them (a `losses.Denominators` is a dict of its fields).
@@ -54,21 +54,21 @@ class TraceBatch:
 
 
 def batch_name(index: int) -> str:
-    """The file name of batch `index`."""
+    """Name of the file of batch `index`."""
     return f"batch-{index:06d}.safetensors"
 
 
 def open_trace(path: str | os.PathLike[str], *, memory_limit: MemorySize | None = None) -> "Trace":
-    """The trace that `forkpoint.record` writes, or wrote, into the folder `path`.
+    """Open a trace that `forkpoint.record` has written, or is still writing.
 
     Args:
         path: the folder.
-        memory_limit: the most memory for one batch, as a number of bytes or text such as "8GB".
-            None takes 640 MiB, or 16 times what the folder has on disk if that is more.
+        memory_limit: limit on memory for one batch, in bytes or as text such as "8GB". None means
+            640 MiB, or 16 times the size of the folder on disk if that is more.
 
     Raises:
-        TraceError: there is no trace, a batch is missing, or its schema is another one. Batch files
-            are checked when they are read.
+        TraceError: the folder is not a trace, a batch is missing, or the schema is not supported.
+            Batch files are checked when they are read.
         ConfigError: an argument is not allowed.
     """
     folder, limit_bytes = as_path(path, "a trace's folder"), size_in_bytes(memory_limit)
@@ -111,7 +111,7 @@ class Trace:
 
         Raises:
             IndexError: there is no such batch.
-            TraceError: the file of the batch is missing, or is not what was recorded.
+            TraceError: the file of the batch is missing or has changed.
         """
         where = self.files[index]
         if not where.is_file():
@@ -126,7 +126,7 @@ class Trace:
         return TraceBatch(index=range(len(self))[index], batch=batch, loss_inputs=loss_inputs)
 
     def digest(self, count: int) -> str:
-        """SHA-256 of the files of the first batches: equal for equal batches."""
+        """SHA-256 of the files of the first batches, equal for equal batches."""
         digest = hashlib.sha256()
         for file in self.files[:count]:
             with file.open("rb") as content:
@@ -156,7 +156,7 @@ class Trace:
 
 
 def batch_files(path: Path) -> list[Path]:
-    """The files of batches in a folder, by number."""
+    """Files of batches in a folder, by number."""
     return sorted(path.glob("batch-*.safetensors"))
 
 
@@ -175,7 +175,7 @@ def check_is_trace(path: Path) -> None:
 
 
 def refuse_part_of_trace(values: Mapping[str, Any], path: Path) -> None:
-    """Raises RolloutError if a file's values are those of a part of a trace."""
+    """Raises RolloutError if a file is a part of a trace, from its values."""
     kind = values.get("kind")
     if (isinstance(kind, str) and kind == KIND) or values.keys() >= ARRAYS:
         raise RolloutError(
