@@ -109,7 +109,7 @@ BOMBS: dict[str, tuple[Callable[[], bytes], int | str]] = {
     "a parquet row of 50 million tokens": (
         lambda: parquet("token_ids", one_row(50 * 10**6)), "row group 0 takes"),
     "a parquet text of 2 MiB for 20,000 rows": (
-        lambda: parquet("x", one_text(2 * MIB, 20_000)), "no format that is known"),
+        lambda: parquet("x", one_text(2 * MIB, 20_000)), "no known format"),
     "parquet without metadata": (lambda: b"PAR1" + bytes(1000) + b"PAR1", "cannot be read as parq"),
     "safetensors of 2**62 entries": (lambda: safetensors([2**62]), "cannot be read as safetensors"),
 }  # fmt: skip

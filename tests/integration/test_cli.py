@@ -128,7 +128,7 @@ def test_commands_read_what_trainers_write(shell: Shell, tmp_path: Path, config:
     file = dumps.write_torch(tmp_path / "batch.pt", dumps.tensors(dumps.trl(made)))
     done = shell("plan", file)
     assert done.code == 0 and "batch.pt: torch, format trl" in done.out
-    assert "Note: This format does not say the sampling temperature" in done.out
+    assert "Note: This format has no sampling temperature" in done.out
     own = shell("plan", write_rollouts(tmp_path / "own.jsonl", made)).result
     for name in ("rollouts", "logical_tokens", "group_tokens", "unique_tokens", "modes"):
         assert done.result[name] == own[name]

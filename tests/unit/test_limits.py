@@ -203,5 +203,5 @@ def test_memory_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise MemoryError
 
     monkeypatch.setattr("forkpoint.rollouts.formats.containers.parse_object", without)
-    with pytest.raises(RolloutError, match="takes more memory than there is for this process"):
+    with pytest.raises(RolloutError, match="takes more memory than this process can allocate"):
         load_rollouts(write(tmp_path, GOOD))

@@ -208,7 +208,7 @@ CHANGES: dict[str, tuple[str, Change]] = {
     "an empty digest": ("digest is ''", lambda entry, _: entry.update(digest="")),
     "other tokens": ("sha256 is .*, and its inputs have", lambda entry, _: entry.update(tokens=3)),
     "a kind of none": ("kind is 'sound'", lambda entry, _: entry.update(kind="sound")),
-    "a field too many": ("path is no field", lambda entry, _: entry.update(path="/etc/passwd")),
+    "a field too many": ("path is not a field", lambda entry, _: entry.update(path="/etc/passwd")),
     "a field too few": ("sha256 is missing", lambda entry, _: entry.pop("sha256")),
 }
 
@@ -232,7 +232,7 @@ def test_damaged_media_are_named(name: str, tmp_path: Path) -> None:
 def test_pixels_that_cannot_be_read_end_the_reading(tmp_path: Path) -> None:
     path, beside = tmp_path / "r.jsonl", tmp_path / f"r.jsonl{BESIDE}"
     save_rollouts(path, [rollout(5, image(0)), rollout(6)])
-    with pytest.raises(RolloutError, match=r"has the pixels of rollouts.* beside it, r\.jsonl\."):
+    with pytest.raises(RolloutError, match=r"has pixels of rollouts.* the rollouts, r\.jsonl\."):
         load_rollouts(beside)
     large = Media("image", {"pixel_values": np.ones((1024, 24), np.float32)}, 4)
     save_rollouts(tmp_path / "large.jsonl", [rollout(5, large), rollout(6)])
@@ -275,7 +275,7 @@ def test_damaged_media_of_a_trace_are_named(change: str, tmp_path: Path) -> None
         arrays[name] = arrays[name].astype("f8") if "dtype" in change else arrays[name] + 1
     safetensors.numpy.save_file(arrays, file)
     said = "is missing" if change == "missing" else "sha256 is"
-    with pytest.raises(TraceError, match=rf"is no batch of a trace: .*{said}"):
+    with pytest.raises(TraceError, match=rf"is not a batch of a trace: .*{said}"):
         open_trace(folder)[0]
 
 

@@ -197,7 +197,7 @@ def test_skipping_what_is_before_the_first_known_record(tmp_path: Path) -> None:
     """A heading, or a damaged first record, tells no format; the next one does."""
     rows = [{"kind": "heading"}, {"loss_mask": [0]}, *rows_of(dumps.trl(truth()))]
     path = write_json(tmp_path / "x.jsonl", rows)
-    with pytest.raises(RolloutError, match=r"line 1 is of no format that is known"):
+    with pytest.raises(RolloutError, match=r"line 1 has no known format"):
         load_rollouts(path)
     reader = open_rollouts(path, on_error="skip")
     same(reader.read(), truth())

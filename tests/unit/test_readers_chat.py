@@ -101,7 +101,7 @@ IMAGE = [{"type": "image", "image": "a.png"}]
         ({"messages": [message("user", "a")]}, tokenizer(), "no message of the role assistant"),
         ({"messages": "a"}, tokenizer(), "takes text, or messages with role and content"),
         ({"messages": [["user"]]}, tokenizer(), "takes text, or messages with role and content"),
-        ({"messages": [message("user", IMAGE)]}, tokenizer(), "which is no text"),
+        ({"messages": [message("user", IMAGE)]}, tokenizer(), "which is not text"),
         ({"messages": [message("assistant", "a")] * 1025}, tokenizer(), "at most 1,024"),
         ({"messages": [message("user", "j"), message("assistant", "a")]}, tokenizer(), "no j"),
         ({"messages": [message("assistant", "a")]}, tokenizer(None), "has no chat template"),
@@ -109,7 +109,7 @@ IMAGE = [{"type": "image", "image": "a.png"}]
         (
             {"messages": [message(role, role[0]) for role in ("user", "assistant") * 2]},
             tokenizer("{{ messages[-1].content }}"),
-            "the chat template changes what comes before message",
+            "the chat template changes the text before message",
         ),
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else "",

@@ -132,10 +132,10 @@ def test_refuses_archives_that_are_cut_short_or_damaged(tmp_path, suffix):
         with pytest.raises(RolloutError, match=re.escape(str(path))):
             load_rollouts(path)
     path.write_bytes(whole[:-1])
-    with pytest.raises(RolloutError, match=refusal(f"{path} is cut short or damaged", "again")):
+    with pytest.raises(RolloutError, match=refusal(f"{path} is truncated or damaged", "again")):
         load_rollouts(path)
     path.write_bytes(whole + b"rubbish")
-    with pytest.raises(RolloutError, match="cut short or damaged"):
+    with pytest.raises(RolloutError, match="truncated or damaged"):
         load_rollouts(path)
 
 

@@ -26,7 +26,7 @@ class Point:
         (b"{", "not JSON (Expecting"),
         ("{}".encode("utf-16"), "not JSON ('utf-8' codec"),
         (b"\xef\xbb\xbf{}", "not JSON"),
-        (b"[-Infinity]", "not JSON (-Infinity is no number there)"),
+        (b"[-Infinity]", "not JSON (-Infinity is not allowed)"),
         (b'{"a": 1, "b": {"c": 1, "c": 1}}', "an object that has the key 'c' twice"),
         (b"[" * 100_000, "not JSON that can be read (nested too deep)"),
         (b"9" * 5_000, "not JSON (Exceeds the limit"),

@@ -144,15 +144,15 @@ BATCH = "batch-000001.safetensors"
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a file missing": (lambda p: (p / BATCH).unlink(), f"batch-000002.* and no {BATCH}"),
     "a file with a hole": (lambda p: os.truncate(p / BATCH, 1 << 40), "batch 1 takes 1"),
-    "a file cut short": (lambda p: os.truncate(p / BATCH, 99), "is no batch of a trace"),
+    "a file cut short": (lambda p: os.truncate(p / BATCH, 99), "is not a batch of a trace"),
     "settings that are not JSON": (
         lambda p: (p / "trace.json").write_bytes(b"[" * 100_000),
         "trace.json: not JSON",
     ),
     "a setting of another type": (edit(notes="two"), "trace.json: notes is 'two'"),
-    "another file": (edit(kind="x"), "it does not hold the settings of a trace"),
+    "another file": (edit(kind="x"), "it does not have the settings of a trace"),
     "an old trace": (edit(schema=1), "is a trace of schema 1, .* record again"),
-    "no settings": (lambda p: (p / "trace.json").unlink(), "is no trace"),
+    "no settings": (lambda p: (p / "trace.json").unlink(), "is not a trace"),
 }
 
 
@@ -208,13 +208,13 @@ def test_a_batch_that_no_recorder_wrote(kind: str, tmp_path: Path) -> None:
     put(path, safetensors.numpy.save({**arrays, "json": text}))
     with pytest.raises(TraceError, match=said) as caught:
         list(open_trace(path))
-    assert "batch-000000.safetensors is no batch of a trace" in str(caught.value)
+    assert "batch-000000.safetensors is not a batch of a trace" in str(caught.value)
 
 
 @pytest.mark.parametrize("content", [b"\0", (2**60).to_bytes(8, "little") + b"{}"])
 def test_a_file_of_another_kind(content: bytes, tmp_path: Path) -> None:
     put(path := recorded(tmp_path / "t", 1), content)
-    with pytest.raises(TraceError, match="is no batch of a trace"):
+    with pytest.raises(TraceError, match="is not a batch of a trace"):
         list(open_trace(path))
 
 

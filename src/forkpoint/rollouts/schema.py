@@ -54,7 +54,7 @@ def finite(value: Any) -> Any:
 
 
 def _refuse_constant(name: str) -> float:
-    raise SchemaError(f"not JSON ({name} is no number there)")
+    raise SchemaError(f"not JSON ({name} is not allowed)")
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def read(kind: Any, value: Any, field: str) -> Any:
             raise SchemaError(f"{_below(field, name)} is missing; the schema requires it")
     if unknown := [key for key in value if key not in known]:
         raise SchemaError(
-            f"{_below(field, unknown[0])} is no field of this schema, which has "
+            f"{_below(field, unknown[0])} is not a field of this schema, which has "
             f"{', '.join(known)}; a newer forkpoint may have written it"
         )
     found = {key: read(hints[key], entry, _below(field, key)) for key, entry in value.items()}

@@ -69,7 +69,8 @@ FILES = (
     ),
     read(
         "\n  \r\n",
-        "bad.jsonl holds no rollouts: it is empty or has only blank lines. Look at what wrote it.",
+        "bad.jsonl holds no rollouts: it is empty or has only blank lines. Check "
+        "the program that wrote it.",
     ),
     read(
         f"{GOOD}\n{GOOD[:30]}",
@@ -88,7 +89,7 @@ FILES = (
     ),
     read(
         b"\x93NUMPY\x01\x00v\x00{'descr': '<i8'}",
-        "bad.npy is of no kind that is read, or is cut short: it begins with "
+        "bad.npy has an unknown file type, or is truncated: it begins with "
         "b'\\x93NUMPY\\x01\\x00'. Give JSON lines (plain, gzip or zstd), parquet, safetensors or a "
         "torch file.",
         "bad.npy",

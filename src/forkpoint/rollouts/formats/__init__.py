@@ -27,11 +27,11 @@ def detect(keys: Iterable[str], where: str) -> Format:
         return fits[0]
     if fits:
         names = " or ".join(format.name for format in fits)
-        raise RolloutError(f"{where}: may be of format {names}. Say which (format=, --format).")
+        raise RolloutError(f"{where}: the format may be {names}. Set it (format=, --format).")
     if "token_ids" in found:
         return FORMATS["forkpoint"]  # whose reader names the missing key
     raise RolloutError(
-        f"{where} is of no format that is known; its keys are {short(sorted(found))}. Formats are "
-        f"{', '.join(FORMATS)}. Rename the keys to token_ids, loss_mask, advantage, or name the "
-        "format (format=, --format) to see what it lacks."
+        f"{where} has no known format; its keys are {short(sorted(found))}. Formats are "
+        f"{', '.join(FORMATS)}. Rename the keys to token_ids, loss_mask, advantage, or set the "
+        "format (format=, --format) to see which keys are missing."
     )

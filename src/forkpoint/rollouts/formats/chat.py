@@ -106,8 +106,8 @@ def _pieces(record: Record, name: str, prompt: Any, sample: Any) -> list[Piece]:
         if not (before.startswith(done) and after.startswith(before)):
             raise record.fail(
                 name,
-                f"the chat template changes what comes before message {n}, so that no tokens of "
-                "turns can be told. Write token ids, or use a template that keeps earlier turns.",
+                f"the chat template changes the text before message {n}, so the tokens of turns "
+                "are unknown. Write token ids, or use a template that keeps earlier turns.",
             )
         pieces += [Piece(before[len(done) :], False), Piece(after[len(before) :], True)]
         done = after
@@ -130,8 +130,8 @@ def _messages(record: Record, name: str, messages: Any) -> list[dict[str, Any]]:
             if not is_text and not isinstance(part, str | None):
                 raise record.fail(
                     name,
-                    f"{name} holds {short(part)}, which is no text. Rollouts of text alone can be "
-                    "read.",
+                    f"{name} has {short(part)}, which is not text. This format is read for text "
+                    "only.",
                 )
     return [{k: v for k, v in message.items() if v is not None} for message in messages]
 

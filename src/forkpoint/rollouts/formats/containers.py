@@ -38,7 +38,7 @@ def container_of(path: Path) -> str:
         )
     if path.name.endswith(PIXELS):
         raise RolloutError(
-            f"{path} has the pixels of rollouts, and no rollouts. Give the file beside it, "
+            f"{path} has pixels of rollouts, but no rollouts. Give the file of the rollouts, "
             f"{path.name.removesuffix(PIXELS)}."
         )
     with path.open("rb") as file:
@@ -55,8 +55,8 @@ def container_of(path: Path) -> str:
     known = path.suffix in (".safetensors", ".parquet", ".pt", ".pth")
     if known or (b"\0" in head and not head.startswith(COMPRESSED)):
         raise RolloutError(
-            f"{path} is of no kind that is read, or is cut short: it begins with {short(head[:8])}."
-            " Give JSON lines (plain, gzip or zstd), parquet, safetensors or a torch file."
+            f"{path} has an unknown file type, or is truncated: it begins with {short(head[:8])}. "
+            "Give JSON lines (plain, gzip or zstd), parquet, safetensors or a torch file."
         )
     return "JSON lines"
 

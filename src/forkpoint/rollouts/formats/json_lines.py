@@ -87,7 +87,7 @@ def _zstd_pieces(path: Path, file: io.BufferedReader, memory: MemoryLimit) -> It
 
 
 def _damaged(path: Path, reason: object) -> RolloutError:
-    return RolloutError(f"{path} is cut short or damaged: {reason}. Copy or write the file again.")
+    return RolloutError(f"{path} is truncated or damaged: {reason}. Copy or write the file again.")
 
 
 def parse_object(line: bytes, where: str) -> dict[str, Any]:

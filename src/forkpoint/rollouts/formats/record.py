@@ -263,8 +263,8 @@ def make(
         if not _is_nothing(record.get(name)):
             raise record.fail(
                 name,
-                f"{name} holds media besides the tokens, and two rollouts with the same tokens and "
-                "other media share nothing. Rollouts of text alone can be read.",
+                f"{name} has media, which this format is not read with: rollouts with equal tokens "
+                "and different media must not share. Give rollouts of text.",
             )
     real = np.concatenate([m for _, m in padding]) if padding else np.ones(len(ids), np.bool_)
     _check_padding(record, padding, real, trained, names[1])

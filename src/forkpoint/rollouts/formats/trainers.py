@@ -18,12 +18,12 @@ from forkpoint.rollouts.formats.record import Format, Made, Record, RecordError,
 from forkpoint.rollouts.schema import SchemaError
 
 NO_TEMPERATURE = (
-    "This format does not say the sampling temperature; 1 is taken. If it was another, log-probs "
-    "and gradients differ."
+    "This format has no sampling temperature; 1 is used. With another temperature, log-probs and "
+    "gradients are wrong."
 )
 TEXT_NOTE = (
-    "The file holds text: token ids were made again by the tokenizer given, without special tokens "
-    "that its writer left out. Savings are near; losses are not exact."
+    "The file has text: the tokenizer computed the token ids again, without special tokens that "
+    "the writer left out. Savings are approximate, and losses are not exact."
 )
 FORMATS: dict[str, Format] = {}
 Rollouts = Iterator[Made]

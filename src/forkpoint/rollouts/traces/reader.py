@@ -150,12 +150,12 @@ class RolloutFile:
                     break
         except MemoryError:
             raise RolloutError(
-                f"{self.path} takes more memory than there is for this process, and memory_limit "
+                f"{self.path} takes more memory than this process can allocate, and memory_limit "
                 f"is {format_bytes(self.memory.limit_bytes)}. Lower it to the free memory "
                 "(memory_limit=, --memory-limit), or read fewer rollouts (limit=, --limit)."
             ) from None
         if not count:
-            what = "it is empty or has only blank lines. Look at what wrote it."
+            what = "it is empty or has only blank lines. Check the program that wrote it."
             if self.skipped.count:
                 what = f"{self.skipped}; first: {self.skipped.messages[0]}"
             raise RolloutError(f"{self.path} holds no rollouts: {what}")

@@ -134,7 +134,7 @@ class Recorder:
         if left:
             raise TraceError(
                 f"{self.path} is not empty: it holds {short(left[0])}. Give an empty or new "
-                "folder, or resume=True to go on with a trace."
+                "folder, or resume=True to continue a trace."
             )
         values = {"kind": KIND, "schema": SCHEMA, "forkpoint": _version(), **settings}
         write_file(self.path / SETTINGS, json.dumps(values, allow_nan=False).encode() + b"\n")
@@ -177,7 +177,7 @@ def _settings(model: Any, loss: Any, optimizer: Any, notes: Any) -> dict[str, An
         if value is not None and not isinstance(value, Mapping):
             raise ConfigError(
                 f"{name.removesuffix('_config')} is {short(value)} of type "
-                f"{type(value).__name__}, whose settings are not known. Give them as a mapping."
+                f"{type(value).__name__}, whose settings are unknown. Give them as a mapping."
             )
     return {name: _json(value, name) for name, value in settings.items()}
 
@@ -207,7 +207,7 @@ def _json(value: Any, what: str) -> Any:
         return json.loads(json.dumps(value, default=_plain), parse_constant=str)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"{what} is {short(value)}, which JSON cannot hold: {error}. Give numbers, text, "
+            f"{what} is {short(value)}, which JSON cannot represent: {error}. Give numbers, text, "
             "booleans, None, lists and mappings of these."
         ) from None
 

@@ -22,7 +22,7 @@ from forkpoint.units import MemorySize, size_in_bytes
 SCHEMA = 3
 SETTINGS = "trace.json"
 KIND = "forkpoint trace"
-AGAIN = "Take a copy of the trace as it was recorded."
+AGAIN = "Restore the trace from a copy."
 
 Settings = Mapping[str, Any] | None
 
@@ -121,7 +121,7 @@ class Trace:
             batch, loss_inputs = decode(where.read_bytes(), self._memory)
         except SchemaError as error:
             raise TraceError(
-                f"{where} is no batch of a trace: {str(error).rstrip('.')}. {AGAIN}"
+                f"{where} is not a batch of a trace: {str(error).rstrip('.')}. {AGAIN}"
             ) from None
         return TraceBatch(index=range(len(self))[index], batch=batch, loss_inputs=loss_inputs)
 
@@ -138,7 +138,7 @@ class Trace:
         try:
             values = parse_json(path.read_bytes())
             if not isinstance(values, dict) or values.get("kind") != KIND:
-                raise SchemaError("it does not hold the settings of a trace")
+                raise SchemaError("it does not have the settings of a trace")
             if values.get("schema") != SCHEMA:
                 raise TraceError(
                     f"{self.path} is a trace of schema {short(values.get('schema'))}, written by "
@@ -169,7 +169,7 @@ def check_is_trace(path: Path) -> None:
     """Raises TraceError if `path` is not the folder of a trace."""
     if not is_trace(path):
         raise TraceError(
-            f"{path} is no trace: there is no {SETTINGS} in it. Give the folder that "
+            f"{path} is not a trace: it has no {SETTINGS}. Give the folder that "
             "forkpoint.record wrote."
         )
 
