@@ -204,7 +204,7 @@ def test_skipping_what_is_before_the_first_known_record(tmp_path: Path) -> None:
     assert reader.format == "trl" and reader.skipped.fields == {"format": 2}
     path = write_json(tmp_path / "y.jsonl", rows[:2])
     with pytest.raises(
-        RolloutError, match=r"2 skipped \(format 2\); first: .* line 1 is of no for"
+        RolloutError, match=r"2 skipped \(format 2\); first: .* line 1 has no known for"
     ):
         load_rollouts(path, on_error="skip")
 
