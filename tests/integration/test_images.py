@@ -238,8 +238,12 @@ EYE, GRID = np.eye(16, 96), np.array([[1, 4, 4]])
 TILES = np.zeros((1, 2, 3, 16, 16))
 REFUSED: dict[str, tuple[str, list[Rollout], str]] = {
     "text alone": ("glm4v", trained([3, *FOUR, 4], [ONE], [0, 1, 1, 1, 1, 0]), "text alone"),
-    "both ways": ("gemma3", trained([3, *FOUR, 4], [ONE], [0, 1, 1, 1, 1, 0]), "both ways"),
-    "both ways too": ("gemma4", trained([3, *FOUR, 4], [ONE], [0, 1, 1, 1, 1, 0]), "both ways"),
+    "both ways": ("gemma3", trained([3, *FOUR, 4], [ONE], [0, 1, 1, 1, 1, 0]), "both directions"),
+    "both ways too": (
+        "gemma4",
+        trained([3, *FOUR, 4], [ONE], [0, 1, 1, 1, 1, 0]),
+        "both directions",
+    ),
     "input": (
         "qwen3_vl",
         trained([3, *FOUR, 4], [pixels("qwen3_vl", sizes=np.ones(1))], [0, 1, 1, 1, 1, 0]),

@@ -1,7 +1,7 @@
-"""The second stage of a step: ranks agree on it, by one exchange over CPUs or a few.
+"""The second stage of a step: ranks agree on it by one or a few exchanges on CPUs.
 
-A rank proposes its plan with what the plan costs in both ways to hold sharded weights
-(`Config.gather`). If ranks have prompts in common, each plans once more, for their exchange.
+A rank proposes its plan, with costs for both values of `Config.gather`. If ranks have common
+prompts, each rank plans again for their exchange.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,19 +49,19 @@ class RankPlans:
     """This rank's plans for one set of exchanged prompts."""
 
     lockstep: Plan
-    """For weights that are gathered for each microbatch."""
+    """The plan if weights are gathered for each microbatch."""
     once: Plan | None
-    """For weights that are gathered once a step; None if there is none."""
+    """The plan if weights are gathered once a step; None if there is none."""
     costs: RankCosts
     prompts: tuple[PlannedPrompt, ...] = ()
     """Exchanged prompts of this rank."""
 
 
 def agree(policy: StepPolicy, local: LocalStep) -> AgreedStep:
-    """Agree on a step with the other ranks; in one process it runs as it was planned.
+    """Agree on a step with the other ranks. In a single process, the local plan is used.
 
-    Collective. On ranks this runs within `run_on_ranks`, which tells them of an error here. Raises
-    RankError if another rank cannot run the step.
+    Collective. With several ranks this runs within `run_on_ranks`, which reports errors to the
+    other ranks. Raises RankError if another rank cannot run the step.
     """
     group = policy.host.group
     if not group.ranks.is_alone:
@@ -89,7 +89,7 @@ def _agree_with_others(policy: StepPolicy, group: Distributed, local: LocalStep)
         least, prices = least_budget(proposals), common_calibration(proposals)
         if least is None and prices is None:
             break
-        # Plan again, alike; the others come to this exchange once more.
+        # Plan again with the same budget and prices. All ranks repeat this exchange.
         ranks.phase = "apart"
         if least is not None:
             budgets.agree(policy.config, least)
@@ -100,7 +100,7 @@ def _agree_with_others(policy: StepPolicy, group: Distributed, local: LocalStep)
         policy.model_state.agreed.add(policy.config.attention_kernel)
     shared, exchanging = _common_prompts(policy, proposals), None
     if shared:
-        # The others come to this exchange once more, with the plans for it.
+        # All ranks repeat this exchange, with plans that exchange prompts.
         ranks.phase = "apart"
         scored = any(each.offer.program.scores for each in proposals)
         offer, exchanging = _exchanging(policy, local, shared, own, ranks.index, scores=scored)
@@ -135,7 +135,8 @@ def _agreed_step(
     agreement: Agreement,
     plans: RankPlans,
 ) -> AgreedStep:
-    """The step of this rank: its plan for how weights are held and which prompts are exchanged."""
+    """The step of this rank, with its plan for the agreed gathering of weights and exchange of
+    prompts."""
     host, scores = policy.host, local.request.scores
     gathering, splitting = agreement.gathering, agreement.splitting
     plan, program, staged = plans.lockstep, agreement.program, agreement.staged
@@ -188,7 +189,7 @@ def _proposal(
     own: Mapping[str, PromptOfBatch],
     gather: GatherOption,
 ) -> Proposal:
-    """Proposal of this rank to the others. `own`: prompts that it can exchange."""
+    """Make this rank's proposal. `own`: prompts that it can exchange."""
     request, batch, plan, loss = local.request, local.batch, local.plan, local.loss
     host = policy.host
     call = f"{local.call}, gather={gather!r}" if gather else local.call
@@ -229,18 +230,18 @@ def _proposal(
 
 
 def _is_sample_due(policy: StepPolicy, local: LocalStep) -> bool:
-    """Whether the model is to be compared with its stock forward before this step."""
+    """Whether a self-check is due before this step."""
     return local.checked is not None and policy.model_state.checks.is_due(local.checked)
 
 
 def _program(plan: Plan, scores: bool, gathers: bool) -> Program:
-    """Instructions that a rank runs: `scores` alone, or with those first that a loss `gathers`."""
+    """A rank's instructions: only scores with `scores`, or scores first with `gathers`."""
     if scores:
         return plan.score_program
     return plan.with_program(scores=True).program if gathers else plan.program
 
 
-# Plans in both ways to hold weights
+# Plans for both ways to gather weights
 # ------------------------------------------------------------
 
 
@@ -252,7 +253,7 @@ def _priced(
     why_not: str,
     prompts: tuple[PlannedPrompt, ...] = (),
 ) -> RankPlans:
-    """A plan, the one for weights that are gathered once a step, and what both cost."""
+    """The plans for both ways to gather weights, with their costs."""
     calibration = policy.model_state.calibration(policy.host, policy.config)
     scores = local.request.scores
     costs = costs_of_rank(plan, once, calibration, scores=scores, why_not=why_not)
@@ -262,9 +263,9 @@ def _priced(
 def _plan_once(
     policy: StepPolicy, local: LocalStep, plan: Plan, prompts: tuple[PlannedPrompt, ...] = ()
 ) -> tuple[Plan | None, str]:
-    """The plan for weights that are gathered once, or None and why there is none.
+    """The plan if weights are gathered once a step, or None and the reason why there is none.
 
-    Whole weights count against the memory budget, unless the configuration asks for them.
+    Gathered weights count against the memory budget, unless the configuration asks for them.
     """
     if not policy.host.topology.gathers or policy.config.gather == "step":
         return plan, ""
@@ -307,7 +308,7 @@ def _replan(
 def _prompts_of_rank(policy: StepPolicy, local: LocalStep) -> dict[str, PromptOfBatch]:
     """By digest, the prompts of this rank that it can exchange, if other ranks have them."""
     able = local.request.exchanges and local.request.plan is None
-    # Digests of prompts do not tell routes apart.
+    # Digests of prompts do not include routed_experts.
     able = able and local.batch.routed_experts is None
     if not able or policy.host.topology.shares_batches:
         return {}
@@ -317,8 +318,8 @@ def _prompts_of_rank(policy: StepPolicy, local: LocalStep) -> dict[str, PromptOf
 
 
 def _common_prompts(policy: StepPolicy, proposals: Sequence[Proposal]) -> tuple[SharedPrompt, ...]:
-    """Prompts of several ranks that are to be priced, the same on all; none if ranks do not make
-    the same call, which is refused."""
+    """Prompts of several ranks for which an exchange is priced, the same on all ranks. None if
+    ranks make different calls, which are refused later."""
     if any(p.error is not None for p in proposals) or len({p.call for p in proposals}) > 1:
         return ()
     tokens = [sum(proposal.offer.tokens) for proposal in proposals]
@@ -336,13 +337,14 @@ def _exchanging(
     *,
     scores: bool,
 ) -> tuple[Offer | str, RankPlans | None]:
-    """This rank's part of a step in which prompts are exchanged, or why it has none.
+    """This rank's offer and plans for a step in which prompts are exchanged, or the reason why it
+    has none.
 
-    `shared`: all prompts of the step; `own`: those that this rank has. `scores`: whether a pass of
-    scores comes first on all ranks.
+    `shared`: all exchanged prompts of the step. `own`: prompts of this rank. `scores`: whether all
+    ranks run a pass of scores first.
     """
     if local.request.plan is not None:
-        return "its plan was given", None
+        return "the caller passed a plan", None
     plan = local.plan
     prompts = planned_prompts(shared, own, index)
     if prompts:

@@ -1,12 +1,12 @@
-"""Log-probs that any loss can differentiate: the two halves of a step as one autograd function.
+"""Log-probs with a backward, for any loss: a step in two halves, as one autograd function.
 
-The forward scores the batch without a graph. The backward runs the plan, forwards and backwards,
-with the gradients that arrive as weights of the log-probs: by the chain rule sum(weight * log-prob)
-has the gradient of the loss that was computed from them.
+The forward scores the batch without a graph. The backward runs the plan's forwards and backwards,
+with the incoming gradients as weights. By the chain rule, sum(weight * log-prob) has the gradient
+of the loss that was computed from the log-probs.
 
-The plan runs at the end of the backward that asks for it, when everything else in it is done. A
-stock loss of the same model may be another term of that backward, and fully_shard and
-DistributedDataParallel reduce its gradients by state that knows of one backward at a time.
+The plan runs at the end of the user's backward, after everything else in it. That backward may
+include another term of the loss that was computed with the same model in the ordinary way, and the
+state of fully_shard and DistributedDataParallel allows one backward at a time.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.step.weight_changes import Weights
 
 GivenWeights = dict[str, Tensor | None]
-"""Gradients of a loss by name of the values that it was computed from."""
+"""Gradients of a loss with respect to log-probs, values and entropies, by name."""
 PUT_OFF = 2
-"""How often the plan is put off at the end of a backward, behind the calls queued there until then:
-fully_shard and DistributedDataParallel finish from such a queue, the latter (static_graph) from a
-call that queues another."""
+"""Number of times that the plan is put back in the queue of calls at the end of a backward.
+fully_shard and DistributedDataParallel finish in calls of this queue, the latter with static_graph
+in a call that queues another."""
 BESIDE = (
-    "forkpoint: what else the loss of this backward was computed from has its gradients in .grad "
-    "already; only those of policy.logprobs are meant here."
+    "forkpoint: this concerns only the gradients of policy.logprobs; gradients of other terms of "
+    "the loss are in .grad already."
 )
 MOST = {torch.bfloat16: 0.5, torch.float16: 0.1}
-"""By dtype of computation: the most that rounding makes of the difference of two runs' values (root
-mean square)."""
+"""Largest difference of two runs' values that rounding explains (root mean square), by dtype of
+computation."""
 MOST_OTHERWISE = 1e-3
 
 
 @dataclass(eq=False)
 class FirstHalf:
-    """The forward of `logprobs`, as far as its backward needs it."""
+    """Data of the forward of `logprobs` that its backward needs."""
 
     batch: RolloutBatch
     plan: Plan
     values_T: Tensor
-    """Of the head."""
+    """Outputs of the head."""
     dtype: torch.dtype
-    """The narrowest that the model computes in."""
+    """The narrowest dtype that the model computes in."""
     settings: Computation
     weights: Weights
     done: bool = False
-    """Whether a backward has begun to run."""
+    """Whether its backward has begun."""
 
     def check_unchanged(self, settings: Computation) -> None:
         """Raises UnsupportedError if settings or weights of the model have changed since."""
@@ -74,8 +74,8 @@ class FirstHalf:
     def check_values(self, now_T: Tensor) -> None:
         """Raises UnsupportedError if the second run gives other values than the first.
 
-        Both run one plan, so that they differ by less than two plans do. This finds changes that
-        nothing counts, such as writes to `parameter.data`.
+        Both runs use the same plan, so their difference is small. This finds changes that torch
+        does not count, such as writes to `parameter.data`.
         """
         trained = on_device(np.flatnonzero(self.batch.loss_mask), now_T.device)
         difference = (now_T - self.values_T)[trained].double()
@@ -83,40 +83,40 @@ class FirstHalf:
         most = MOST.get(self.dtype, MOST_OTHERWISE)
         if apart > most:
             raise UnsupportedError(
-                "the model gives other values than policy.logprobs gave: they differ by "
-                f"{apart:.3g}, and rounding explains at most {most}. Weights or code have changed "
-                "in between. Call loss.backward() before the change, or policy.logprobs again."
+                f"the model's values differ from those of policy.logprobs by {apart:.3g}, and "
+                f"rounding explains at most {most}. Weights or code have changed in between. Call "
+                "loss.backward() before the change, or policy.logprobs again."
             )
 
 
 @dataclass(eq=False)
 class Pending:
-    """A backward that is to come, and whether it may still run.
+    """A backward of `logprobs` that may follow.
 
-    It holds the batch, the plan and the policy, and no activations.
+    It keeps the batch, the plan and the policy alive, but no activations.
     """
 
     names: tuple[str, ...]
-    """Of the values that gradients arrive at."""
+    """Names of the outputs of `logprobs`."""
     first: FirstHalf
     run: Callable[[GivenWeights], None]
-    """Adds the gradients of the weighted sum to `.grad`, once it has checked that nothing has
-    changed since."""
+    """Checks that the model has not changed, and adds the gradients of the weighted sum to
+    `.grad`."""
     listens: bool = False
-    """Whether DistributedDataParallel takes any backward that reaches a parameter, though without a
-    gradient, for that of its last stock forward."""
+    """Whether DistributedDataParallel mistakes any backward that reaches a parameter, even without
+    a gradient, for that of its last stock forward."""
 
     def __post_init__(self) -> None:
         parameters = [p for _, p in self.first.weights.parameters if p.requires_grad]
-        # These let the values require a gradient. By the parameters themselves a backward that was
-        # asked for gradients of some comes here as well, and is refused.
+        # Values require a gradient because of these. With the parameters themselves, a backward for
+        # gradients of only some parameters reaches this too, and is refused.
         self.leaves: list[Tensor] = (
             [torch.zeros((), requires_grad=True)] if self.listens else list(parameters)
         )
         self._autocast = autocast_as_now(parameters[0].device)
 
     def receive(self, gradients: Sequence[Tensor | None]) -> None:
-        """Run the plan with the gradients as weights, at the end of the backward that calls this.
+        """Run the plan with the gradients as weights, at the end of the running backward.
 
         Raises UnsupportedError for a backward that `check_backward` refuses, or for weights that
         have changed.
@@ -125,14 +125,14 @@ class Pending:
         self._put_off(dict(zip(self.names, gradients, strict=True)), PUT_OFF)
 
     def _put_off(self, given: GivenWeights, times: int) -> None:
-        """Run the plan when all that is queued for the end of this backward has run."""
+        """Run the plan after `times` more turns of the queue of this backward."""
         again = partial(self._put_off, given, times - 1)
         after_this_backward(again if times else partial(self._run_last, given))
 
     def _run_last(self, given: GivenWeights) -> None:
         _check_unused("policy.logprobs", done=self.first.done)
         try:
-            # Backwards run outside of the caller's autocast, on CUDA in another thread.
+            # Backwards run without the caller's autocast, and on CUDA in another thread.
             with torch.no_grad(), self._autocast():
                 self.run(given)
         except BaseException as error:
@@ -141,32 +141,32 @@ class Pending:
 
 
 def after_this_backward(work: Callable[[], None]) -> None:
-    """Call `work` when the backward that runs now is done; its error is the backward's."""
+    """Call `work` at the end of the running backward, which raises its error."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(work)
 
 
 def autocast_as_now(device: torch.device) -> Callable[[], torch.autocast]:
-    """Makes a context with the autocast that is in force now, for a backward that comes later."""
+    """Return a function that makes a context with the present autocast, for a later backward."""
     kind, cached = device.type, torch.is_autocast_cache_enabled()
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     return lambda: torch.autocast(kind, dtype, enabled=enabled, cache_enabled=cached)
 
 
 def check_backward(leaves: Sequence[Tensor], what: str, *, done: bool) -> None:
-    """Refuse a backward of `what`, which is running, unless it is the only one and an ordinary one.
+    """Refuse the running backward of `what` unless it is the first one and an ordinary one.
 
     Raises UnsupportedError for torch.autograd.grad, create_graph, and a second backward.
     """
     if torch.is_grad_enabled():
         raise UnsupportedError(
-            f"the backward of {what} was asked for a graph of its own (create_graph), and "
-            "gradients of gradients are not computed. Call loss.backward() without create_graph."
+            f"the backward of {what} was called with create_graph, and gradients of gradients are "
+            "not supported. Call loss.backward() without create_graph."
         )
-    # Those that were frozen since have no node to ask for; `Weights.changed` names them.
+    # Leaves that were frozen since have no node; `Weights.changed` names them.
     if not all(_accumulates(leaf) for leaf in leaves if leaf.requires_grad):
         raise UnsupportedError(
-            "gradients of some tensors were asked for (torch.autograd.grad, or "
+            "gradients of only some tensors were requested (torch.autograd.grad, or "
             f"backward(inputs=...)), and the backward of {what} adds to .grad of all trainable "
             "parameters. Call loss.backward(), and read .grad after the step."
         )
@@ -182,11 +182,11 @@ def _check_unused(what: str, *, done: bool) -> None:
 
 
 def _accumulates(leaf: Tensor) -> bool:
-    """Whether the backward that runs adds to this leaf's `.grad`."""
+    """Whether the running backward adds to this leaf's `.grad`."""
     node = get_gradient_edge(leaf).node
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # torch.autograd.grad asks for this one
+    except RuntimeError:  # torch.autograd.grad requests this leaf
         return False
 
 
@@ -197,7 +197,8 @@ class Differentiable(torch.autograd.Function):
     def forward(
         ctx: Any, receiver: Any, count: int, *values_and_leaves: Tensor
     ) -> tuple[Tensor, ...]:
-        """`count` values, then the leaves, which make the result require a gradient."""
+        """`values_and_leaves`: `count` values, then leaves because of which the results require a
+        gradient."""
         ctx.receiver, ctx.others = receiver, len(values_and_leaves) - count
         ctx.set_materialize_grads(False)
         return tuple(x.view_as(x) for x in values_and_leaves[:count])

@@ -1,4 +1,4 @@
-"""A line of the log, once in a process, that names a package whose kernels are faster."""
+"""Logs once in a process that a package with faster kernels is missing."""
 
 import logging
 from dataclasses import replace
@@ -12,7 +12,7 @@ from forkpoint.tree import LONG_TOKENS
 
 _log = logging.getLogger("forkpoint")
 _is_settled = False
-"""Whether this process has said it, or has the package, which takes 0.5 ms to look for."""
+"""Whether this process has logged it or has the package. Looking for the package takes 0.5 ms."""
 
 TFLOPS = {"products": 620.0, "fa2": 261.0, "padded": 464.0, "fa4": 560.0}
 """Rates of an H100 in bfloat16, forward and backward: matrix products, and causal attention of
@@ -22,14 +22,14 @@ MOST_DIM = 128
 LEAST_GAIN = 1.02
 SAID = (
     "attention runs on torch's kernels. With FlashAttention-4 this step is predicted to be %.2f "
-    "times as fast, by rates of an H100: pip install 'forkpoint[fa4]'. This is said once."
+    "times as fast, by rates of an H100: pip install 'forkpoint[fa4]'. This message is logged once."
 )
 
 
 def note_faster_kernels(plan: Plan, device: torch.device, kernel: str) -> None:
-    """Log that FlashAttention-4 is missing, where it could serve this GPU.
+    """Log that FlashAttention-4 is missing, if it could serve this GPU.
 
-    kernel: as asked for in Config.
+    kernel: the kernel in Config.
     """
     global _is_settled
     shape = plan.shape

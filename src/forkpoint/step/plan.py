@@ -1,4 +1,4 @@
-"""The first stage of a step: a request is checked, and its batch planned, on this rank alone."""
+"""The first stage of a step: checks a request and plans its batch, on this rank only."""
 
 import logging
 import math
@@ -45,7 +45,7 @@ _log = logging.getLogger("forkpoint")
 def check_and_plan(policy: StepPolicy, request: Request) -> LocalStep:
     """Check a request, and plan its batch.
 
-    Raises as `Policy.forward_backward` for whatever keeps this rank from running it.
+    Raises as `Policy.forward_backward` if this rank cannot run the request.
     """
     if isinstance(request, BackwardRequest):
         return _check_backward(policy, request)
@@ -53,7 +53,7 @@ def check_and_plan(policy: StepPolicy, request: Request) -> LocalStep:
     check_batch(host, batch)
     gives_gradients = request.training and (request.scores or request.announced)
     if gives_gradients and not policy.model_state.checked_reduction:
-        # Before the first gradients: who reduces them over ranks.
+        # Before the first gradients, check that they will be reduced over ranks.
         check_reduced(host.model, host.group)
         policy.model_state.checked_reduction = True
     loss, scale, counts = None, 1.0, None
@@ -66,8 +66,8 @@ def check_and_plan(policy: StepPolicy, request: Request) -> LocalStep:
     check_routed_experts(host, batch)
     if isinstance(request, ScoreRequest) and request.entropy and host.head == "values":
         raise UnsupportedError(
-            "entropies were asked for, but the model is a critic, which gives values; ask "
-            "the policy for them, or leave entropy=True out."
+            "entropies were asked for, but the model is a critic, which gives values; ask the "
+            "policy for them, or leave entropy=True out."
         )
     router = request.router
     fingerprint = host.check(batch, training=request.training, routed=router is not None)
@@ -79,7 +79,8 @@ def check_and_plan(policy: StepPolicy, request: Request) -> LocalStep:
         if request.scores:
             raise UnsupportedError(
                 "log-probs with gradients were asked for, and ordinary training of this model "
-                "counts its experts, which their backward does not. Use policy.forward_backward."
+                "counts tokens of its experts, which their backward does not. Use "
+                "policy.forward_backward."
             )
         counted = counted or not isinstance(request, ComparedRequest)
     work = router_work(host, batch, router, counts, expert_counts=counted)
@@ -141,9 +142,9 @@ def plan_batch(
     loss: Loss | LossFunction | None,
     routers: RouterDemand | None,
 ) -> Plan:
-    """The plan of a batch within the policy's memory budget; it becomes the last one planned.
+    """Plan a batch within the policy's memory budget.
 
-    On stages of a pipeline it is the one of the size that is best for this rank's batch alone.
+    On stages of a pipeline, the size of the plan is the best one for this rank's batch.
     """
     plans = plans_of_batch(policy, batch, loss, routers)
     plan, links = plans[0], policy.host.links
@@ -160,8 +161,8 @@ def plans_of_batch(
     loss: Loss | LossFunction | None,
     routers: RouterDemand | None,
 ) -> tuple[Plan, ...]:
-    """The plan of a batch within the policy's memory budget, as the last one planned; on stages of
-    a pipeline plans of several sizes (`plan.stage_sizes`)."""
+    """Plan a batch within the policy's memory budget; on stages of a pipeline, in several sizes
+    (`plan.stage_sizes`)."""
     budgets, stages = policy.model_state.budgets, policy.host.links.stages
     budget_bytes = budgets.of(policy.host, policy.config)
 
@@ -180,7 +181,7 @@ def plans_of_batch(
 
 
 def _warn_of_parting(batch: RolloutBatch, plan: Plan, config: Config) -> None:
-    """Say once why a batch shares little, if equal tokens follow a difference of prompts."""
+    """Log once why a batch shares little, if equal tokens follow a difference of prompts."""
     if config.sharing == "none" or plan.computed_tokens < LITTLE * plan.dense.tokens:
         return
     parting = where_prompts_part(batch)
@@ -198,10 +199,10 @@ def plan_within(
     prompts: tuple[PlannedPrompt, ...] | None = None,
     config: Config | None = None,
 ) -> Plan:
-    """The plan of a batch within a budget for activations and prefix cache (None is no limit).
+    """Plan a batch within a budget for activations and prefix caches (None is no limit).
 
-    `loss` is None for scores and log-probs. `prompts`: those that ranks exchange. `config`: None
-    is the policy's.
+    `loss`: None for scores and log-probs. `prompts`: exchanged prompts. `config`: None for the
+    policy's.
     """
     host, config = policy.host, config or policy.config
     loss = None if loss is None else as_loss(loss)
@@ -223,10 +224,10 @@ def plan_within(
 
 
 def _capabilities(host: ModelHost, shape: ModelShape, batch: RolloutBatch) -> Capabilities:
-    """Those of the host, with its encoder if the batch has media."""
+    """Capabilities of the host, with its encoder if the batch has media."""
     found, encoder = host.capabilities(shape), host.encoder_shape() if batch.media else None
     if encoder is not None and "stage" in host.topology.relations:
-        # Stages plan alike, and the first alone knows whether it trains.
+        # All stages must plan equally, and only the first knows whether the encoder trains.
         encoder = replace(encoder, trained=True)
     return replace(found, encoder=encoder) if batch.media else found
 
@@ -234,9 +235,9 @@ def _capabilities(host: ModelHost, shape: ModelShape, batch: RolloutBatch) -> Ca
 def _edges_to_run(
     policy: StepPolicy, batch: RolloutBatch, loss: Loss | None, routers: RouterDemand | None
 ) -> IntArray:
-    """How many edges of each rollout a call needs: int64 [N]. `loss` is None for log-probs."""
+    """Number of edges of each rollout that a call needs: int64 [N]. `loss`: None for log-probs."""
     zero = None
-    # Rollouts of other ranks may be coupled with those that are zero here.
+    # Rollouts of other ranks may be coupled with rollouts that are zero on this rank.
     gathers = loss is not None and loss.across_ranks and not policy.host.group.ranks.is_alone
     if loss is not None and not gathers and not policy.config.all_logprobs:
         zero = zero_rollouts(loss, batch)
@@ -251,9 +252,9 @@ def _plans(
     loss: Loss | None,
     work: RouterWork | None,
 ) -> tuple[Plan, ...]:
-    """The plan of a request: a new one, or the one that the caller gave, if it is right.
+    """The plan of a request: a new one, or the caller's plan after checks.
 
-    On stages of a pipeline a training request gets several new ones. Ranks choose one together.
+    On stages of a pipeline, a training request gets several new plans, from which ranks choose.
     """
     plan, demand = request.plan, None if work is None else work.demand(scored=request.scores)
     if plan is None and request.scores:
@@ -270,7 +271,7 @@ def _plans(
             "this plan is of a step in which ranks exchanged prefix caches, and it lacks the plans "
             "of the other ranks. Make a plan with policy.plan(batch), or leave plan= out."
         )
-    if plan.pipeline is not None:  # of an earlier step; orders are made anew
+    if plan.pipeline is not None:  # of an earlier step; its orders are made again
         plan = replace(plan.with_program(scores=plan.program.has_scores), pipeline=None)
     shape = policy.host.shape
     plan.check_batch(batch)
@@ -289,7 +290,7 @@ def _plans(
 
 
 def as_batch(given: object) -> RolloutBatch:
-    """A batch itself, or the batch of a list of rollouts.
+    """Return a batch unchanged, or make the batch of a list of rollouts.
 
     Raises RolloutError for anything else.
     """
@@ -313,7 +314,7 @@ def check_batch(host: ModelHost, batch: RolloutBatch) -> None:
 
 
 def finite(name: str, value: object) -> float:
-    """An argument as a number: it may be one of Python, numpy or a tensor of one element."""
+    """Convert an argument to a number: a number of Python or numpy, or a tensor of one element."""
     try:
         number = float(value)  # pyright: ignore[reportArgumentType]
     except (TypeError, ValueError):
@@ -324,14 +325,15 @@ def finite(name: str, value: object) -> float:
 
 
 def describe_loss(loss: Loss) -> str:
-    """A loss's class and options, as far as they can be told; of a function, that it is one."""
+    """Describe a loss by its class and, for dataclasses, its options; "a function" for
+    functions."""
     if is_own(loss):
         return "a function"
     return repr(loss) if is_dataclass(loss) else type(loss).__qualname__
 
 
 def check_config(host: ModelHost, config: Config) -> None:
-    """Raises ConfigError if a configuration does not fit what holds the model on ranks."""
+    """Raises ConfigError if a configuration does not fit the holders of the model."""
     topology, on_ranks = host.topology, not host.group.ranks.is_alone
     if config.gather != "auto" and not topology.reduces:
         raise ConfigError(

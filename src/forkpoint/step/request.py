@@ -1,4 +1,4 @@
-"""Typed values that pass between the stages of a step (step/run.py)."""
+"""Values that are passed between the stages of a step (step/run.py)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ Rollouts = RolloutBatch | Sequence[Rollout]
 
 
 class StepPolicy(Protocol):
-    """A policy as the stages of a step see it: see `forkpoint.Policy`."""
+    """The interface of a policy to the stages of a step: see `forkpoint.Policy`."""
 
     last_step: StepOutcome | None
 
@@ -49,25 +49,26 @@ class StepPolicy(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
-    """One call of a policy: its arguments, before they are checked."""
+    """A call of a policy: its unchecked arguments."""
 
     training: ClassVar[bool] = True
     """Whether forwards record a graph."""
     scores: ClassVar[bool] = False
-    """Whether forwards alone run."""
+    """Whether only forwards run."""
     announced: ClassVar[bool] = True
-    """Whether `Policy.last_step` and notes on exceptions tell what became of the gradients."""
+    """Whether the outcome for gradients is reported in `Policy.last_step` and in notes on
+    exceptions."""
 
     batch: Rollouts
     plan: Plan | None = None
-    """The one that the caller gave, if any."""
+    """The caller's plan, if any."""
     router: RouterLoss | None = None
     expert_counts: bool = False
-    """Whether experts are counted without a router loss too."""
+    """Whether experts are counted even without a router loss."""
 
     @property
     def exchanges(self) -> bool:
-        """Whether ranks may exchange prompts that several of them have."""
+        """Whether ranks may exchange common prompts."""
         return False
 
 
@@ -87,12 +88,12 @@ class TrainRequest(Request):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ComparedRequest(TrainRequest):
-    """A step that `verify` compares: it is no step of the user's."""
+    """A step that `verify` compares. It is not reported as a step of the user."""
 
     announced: ClassVar[bool] = False
 
     replay: RouteReplay | None = None
-    """Experts that routers are forced to choose; None: those that the batch has, if any."""
+    """Experts that routers are forced to choose; None: those of the batch, if any."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -107,7 +108,7 @@ class ScoreRequest(Request):
 
 
 class LogprobsRequest(ScoreRequest):
-    """A call of `logprobs` whose values are to be differentiated: a backward may follow."""
+    """A call of `logprobs` with gradients: a backward may follow."""
 
     training: ClassVar[bool] = True
 
@@ -118,37 +119,37 @@ class BackwardRequest(Request):
 
     first: FirstHalf
     weights: Mapping[str, Tensor | None]
-    """Gradients by name of the values, [T] each."""
+    """Gradients [T] with respect to the values, by name."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LocalStep:
-    """This rank's step: a request that was checked, and its plans."""
+    """This rank's step: a checked request, and its plans."""
 
     request: Request
     batch: RolloutBatch
     plans: tuple[Plan, ...]
-    """One plan. On stages of a pipeline one for each size, from which ranks choose."""
+    """One plan; on stages of a pipeline, one for each size, from which ranks choose."""
     call: str
     """The call, with the options that must be the same on every rank."""
     checked: CheckedModel | None = None
-    """The model in its present state, if it may be compared with its stock forward."""
+    """The model in its present state, for self-checks; None if they are disabled."""
     loss: Loss | None = None
     scale: float = 1.0
     routers: RouterWork | None = None
     settings: Computation | None = None
-    """Of the model; only if a backward may follow."""
+    """Settings of the model, if a backward may follow."""
     factors: tuple[float, ...] = ()
     """Numbers that must agree between ranks with the same batch, up to rounding."""
 
     @property
     def plan(self) -> Plan:
-        """The plan of one device."""
+        """The plan, without stages of a pipeline."""
         return self.plans[0]
 
     @property
     def averages(self) -> bool:
-        """Whether gradients are averaged over ranks: each has a loss by itself."""
+        """Whether each rank has a separate loss, whose gradients are averaged over ranks."""
         return self.loss is None or is_own(self.loss)
 
     @property
@@ -159,21 +160,21 @@ class LocalStep:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AgreedStep:
-    """The step that runs, on which ranks have agreed."""
+    """The step on which ranks have agreed."""
 
     local: LocalStep
     plan: Plan
     program: Program
-    """The instructions that run."""
+    """Instructions of the step."""
     ranks: RankStep
     sample: RolloutBatch | None
-    """Rollouts to compare the model on; None if that is not due."""
+    """Sample for a self-check; None if none is due."""
     denominators: Denominators | None = None
-    """Counts of all ranks' rollouts, if they share a loss; None: this rank's are taken."""
+    """Denominators of all ranks' rollouts, if ranks share a loss; None: those of this rank."""
     statistics: StatisticsOfRanks | None = None
-    """Of routers, over all ranks."""
+    """Statistics of routers over all ranks."""
     exchange: PromptExchange | None = None
     encoders: CommonEncoders | None = None
-    """Encoder runs of ranks in lockstep; None where no rank waits for those of another batch."""
+    """Encoder runs of ranks in lockstep; None if no rank waits for those of another batch."""
     gather: Gather | None = None
-    """How sharded weights are held."""
+    """How often sharded weights are gathered."""

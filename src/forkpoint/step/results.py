@@ -1,4 +1,4 @@
-"""Results of steps and of scores, and the metrics of a step."""
+"""Results of steps and scores, and metrics."""
 
 import logging
 from collections.abc import Mapping
@@ -27,11 +27,11 @@ NAMES = {"logprobs": "logprob", "entropies": "entropy", "values": "value"}
 def policy_metrics(
     per_token: Mapping[str, Tensor], batch: RolloutBatch, loss: Loss
 ) -> dict[str, float]:
-    """Metrics by name, of the trained tokens that have run; see docs/reference/losses.md#metrics.
+    """Metrics by name, over the trained tokens that ran; see docs/reference/losses.md#metrics.
 
     Args:
-        per_token: [T] by name, NaN at tokens that have not run.
-        loss: the step's.
+        per_token: [T] by name, NaN at tokens that did not run.
+        loss: the loss of the step.
     """
     found = {"trained_tokens": float(batch.trained_tokens)}
     if not per_token or not batch.trained_tokens:
@@ -47,7 +47,7 @@ def policy_metrics(
 
     means = {NAMES.get(name, name): mean(values_T) for name, values_T in per_token.items()}
     if "logprobs" in per_token:
-        # Rollouts that have not run are whole, so that 0 in their place changes no other rollout.
+        # Tokens that did not run are whole rollouts, so 0 at these tokens changes no other rollout.
         logprobs_T = per_token["logprobs"].nan_to_num(0.0)
         if view.old_logprobs is not None:
             change_T = torch.where(ran_T, logprobs_T - view.old_logprobs, 0)
@@ -200,7 +200,7 @@ class StepStats(PerToken, WithExperts):
         return f"StepStats({', '.join(parts)})"
 
     def _cancels(self) -> bool:
-        """Whether the loss is 0 because every ratio is 1: the gradient is not."""
+        """Whether the loss is 0 only because every ratio is 1, so that the gradient is not 0."""
         advantages = np.abs(self.batch.advantages[self.batch.loss_mask])
         if not isinstance(self.objective, PolicyLoss) or self.batch.old_logprobs is not None:
             return False
@@ -217,13 +217,13 @@ def _plan_text(plan: Plan) -> str:
 
 
 class Ratios:
-    """Warns once if log-probs of the model are far from `old_logprobs` of the rollouts."""
+    """Warns once if log-probs of the model are far from `old_logprobs`."""
 
     def __init__(self) -> None:
         self._warned = False
 
     def read(self, loss: Tensor, logprobs_T: Tensor | None, batch: RolloutBatch) -> float:
-        """The loss of a step, read from the device together with the largest ratio.
+        """Read the loss of a step from the device, together with the largest ratio.
 
         logprobs_T: log-probs of the model; None for a critic.
         """
@@ -234,7 +234,7 @@ class Ratios:
         device = logprobs_T.device
         old_t = on_device(old[trained], device, logprobs_T.dtype)
         apart_t = (logprobs_T.detach()[on_device(trained, device)] - old_t).abs()
-        apart_t = apart_t.nan_to_num(0.0)  # of rollouts that did not run
+        apart_t = apart_t.nan_to_num(0.0)  # NaN at rollouts that did not run
         found = (loss.detach(), apart_t.max(), (apart_t >= LARGE_LOG_RATIO).sum())
         value, largest, count = torch.stack([x.double() for x in found]).tolist()
         if count:

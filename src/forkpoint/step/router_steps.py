@@ -1,4 +1,4 @@
-"""Arguments of a policy's calls that are about the routers of a mixture of experts."""
+"""Arguments for routers in a policy's calls."""
 
 import hashlib
 from dataclasses import dataclass
@@ -25,16 +25,17 @@ from forkpoint.tree.forest import IntArray
 
 @dataclass(frozen=True, eq=False)
 class RouterWork:
-    """Statistics of routers that a call computes."""
+    """The router statistics that a call computes."""
 
     router: RouterLoss
     terms: RouterTerms
     tokens: IntArray
-    """int64 [N], those of each rollout that count."""
+    """int64 [N], number of tokens that count, by rollout."""
     on_ranks: bool = False
     """Whether several ranks hold the model."""
     on_stages: bool = False
-    """Whether routers lie on several stages of a pipeline, whose counts a loss needs together."""
+    """Whether routers are on several stages of a pipeline. A loss then needs the counts of all
+    stages."""
 
     @property
     def joins(self) -> bool:
@@ -43,11 +44,11 @@ class RouterWork:
 
     @property
     def has_loss(self) -> bool:
-        """Whether a loss is computed; else experts are counted alone."""
+        """Whether a router loss is computed. Otherwise experts are only counted."""
         return bool(self.terms.load_balancing or self.terms.z)
 
     def share(self) -> StatisticsShare | None:
-        """This rank's part of the statistics of all ranks; None if it is alone."""
+        """This rank's part of the statistics of all ranks; None without other ranks."""
         if not self.on_ranks:
             return None
         given = self.terms.given
@@ -61,15 +62,15 @@ class RouterWork:
         )
 
     def demand(self, *, scored: bool = False) -> RouterDemand:
-        """Its demands on a plan. `scored`: a pass of scores comes before it in any case."""
+        """The demands on a plan. `scored`: whether a pass of scores comes first in any case."""
         known = scored or self.terms.given is not None or not self.terms.load_balancing
         parts = None if known else self.terms.parts
         over_ranks = self.joins or self.on_stages
         return RouterDemand(self.router.last_token, parts, over_ranks=over_ranks)
 
     def check_plan(self, plan: Plan, *, scored: bool = False) -> None:
-        """Raises PlanError if the plan was not made for it: other tokens run than count, or the
-        counts that the loss needs do not come first."""
+        """Raises PlanError if the plan does not run the tokens that count, or if it has no pass of
+        scores and the loss needs counts first."""
         if plan.last_tokens is not self.router.last_token:
             raise PlanError(
                 f"this plan {'runs' if plan.last_tokens else 'does not run'} rollouts' last "
@@ -91,7 +92,7 @@ def _digest(values: NDArray[Any]) -> str:
 
 
 def describe_routers(router: object, counts: object = None, *, expert_counts: bool = False) -> str:
-    """The arguments of a call that are about routers and the same on all ranks, as text."""
+    """Describe the arguments for routers that must be the same on all ranks."""
     if not isinstance(router, RouterLoss):
         return ", expert_counts=True" if expert_counts else ""
     scope = router.scope if isinstance(router.scope, str) else "lists of rollouts"
@@ -110,17 +111,17 @@ def router_work(
     *,
     expert_counts: bool = False,
 ) -> RouterWork | None:
-    """The work that a call asks of the routers of a supported model; None if it asks none.
+    """The router statistics that a call requests; None if it requests none.
 
     Args:
         router: the loss, if any.
-        counts: of experts, if they are known beforehand.
-        expert_counts: whether experts are counted, also without a loss.
+        counts: counts of experts, if the caller has them.
+        expert_counts: whether to count experts even without a loss.
 
     Raises:
-        ConfigError: an argument is none of its kind, or there are counts without a loss.
+        ConfigError: an argument has a wrong type, or there are counts without a loss.
         RolloutError: a statistic has no tokens.
-        UnsupportedError: the model has no routers, or its family no such loss.
+        UnsupportedError: the model has no routers, or its family has no router loss.
     """
     if router is not None and not isinstance(router, RouterLoss):
         raise ConfigError(
@@ -136,7 +137,7 @@ def router_work(
     if router is None and not expert_counts:
         return None
     _check_has_routers(host, "router= or expert_counts= were given")
-    # Models that count experts by themselves are trained on all tokens of a rollout but the last.
+    # Models that count experts themselves are trained on all tokens of a rollout except the last.
     asked = router or RouterLoss(load_balancing=0.0, z=0.0, last_token=not host.entry.counts.kept)
     known = asked.load_balancing
     load_balancing = host.routers.coefficient if known is None else float(known)
@@ -176,8 +177,8 @@ def _check_has_routers(host: ModelHost, given: str) -> None:
 
 
 def check_averaged(group: Distributed, loss: object) -> None:
-    """Raises UnsupportedError for a router loss beside a loss whose gradients are averaged over
-    ranks with several batches."""
+    """Raises UnsupportedError for a router loss together with a loss whose gradients are averaged
+    over ranks."""
     if len(set(group.ranks.batches)) > 1 and is_own(loss):
         raise UnsupportedError(
             "router= was given with a loss that is a function, on several ranks. Gradients of a "
@@ -187,11 +188,11 @@ def check_averaged(group: Distributed, loss: object) -> None:
 
 
 def check_routed_experts(host: ModelHost, batch: RolloutBatch) -> None:
-    """Refuse experts that the model's routers cannot be forced to choose.
+    """Refuse routed_experts that do not fit the model's routers.
 
     Raises:
-        RolloutError: they are those of another model.
-        UnsupportedError: the model is no mixture.
+        RolloutError: they are of another model.
+        UnsupportedError: the model has no experts.
     """
     given_TLK = batch.routed_experts
     if given_TLK is None:
@@ -216,7 +217,7 @@ def check_routed_experts(host: ModelHost, batch: RolloutBatch) -> None:
 
 
 def route_replay(host: ModelHost, plan: Plan, batch: RolloutBatch) -> RouteReplay | None:
-    """The experts that a step's routers are forced to choose; None if the batch has none."""
+    """Make the feature that forces the batch's routed_experts; None if it has none."""
     if batch.routed_experts is None:
         return None
     routers = host.routers
@@ -225,7 +226,7 @@ def route_replay(host: ModelHost, plan: Plan, batch: RolloutBatch) -> RouteRepla
 
 
 def move_biases(host: ModelHost, counts: object, rate: float, *, centered: bool) -> None:
-    """The work of `Policy.update_router_biases`."""
+    """Implement `Policy.update_router_biases`."""
     routers = host.routers
     biases = routers.biases
     if not routers.layers or len(biases) != len(routers.found):

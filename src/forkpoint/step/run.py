@@ -2,15 +2,15 @@
 
     Request ─check_and_plan─► LocalStep ─agree─► AgreedStep ─execute─► Executed ─finish─► StepStats
 
-`perform` is that path, the same for `forward_backward`, `score`, `logprobs`, the backward of
-`logprobs`, and for the steps that `verify` compares. Stages are functions, and values between them
-are frozen (step/request.py). Changes of the model, of gradients and of the thread go through one
-transaction (engine/transaction.py).
+`perform` runs these stages for `forward_backward`, `score`, `logprobs`, the backward of `logprobs`,
+and the steps that `verify` compares. Stages are functions, and the values between them are frozen
+(step/request.py). All changes of the model, gradients and thread are recorded in one transaction
+(engine/transaction.py).
 
-- `check_and_plan` (step/plan.py): refuses what has not been shown exact, and plans the batch.
-- `agree` (step/agree.py): one exchange with the other ranks; nothing in one process.
-- `execute`: the self-check on a sample, if that is due, then the engine's passes.
-- `finish`: one function for each kind of result. It waits for the device, whose errors it raises.
+- `check_and_plan` (step/plan.py): checks the request and the model, and plans the batch.
+- `agree` (step/agree.py): exchanges with the other ranks; skipped in a single process.
+- `execute`: the self-check on a sample, if it is due, then the engine's passes.
+- `finish`: makes the result. It waits for the device, and raises its errors.
 """
 
 from collections.abc import Callable
@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Executed:
-    """Results of the passes of a step, and the features that have results too."""
+    """Results of the passes of a step, and features with further results."""
 
     passes: PassResult
     routing: Routing | None
@@ -63,15 +63,15 @@ class Executed:
 
 
 Finish = Callable[[StepPolicy, AgreedStep, Executed], T]
-"""Makes the result of a step from what its passes have computed."""
+"""Makes the result of a step from the results of its passes."""
 
 
 def run(policy: StepPolicy, request: Request, finish: Finish[T]) -> T:
-    """Run a request, and once more with a lower memory budget if memory runs out.
+    """Run a request. If the device runs out of memory, run it again with a lower memory budget.
 
-    Each run has a transaction. If it raises, everything is as before, unless the step has
-    succeeded. A plan of the caller's has no other budget. Nothing is repeated if earlier gradients
-    were lost, or if several ranks would have to do so together.
+    Each run has a transaction. If it raises, all changes are undone, unless the step has succeeded.
+    A request is not repeated if the caller passed a plan, if earlier gradients were lost, or if
+    there are several ranks.
     """
     before, group, repeats = policy.last_step, policy.host.group, request.plan is None
     work = partial(perform, policy, request, finish)
@@ -95,7 +95,7 @@ def run(policy: StepPolicy, request: Request, finish: Finish[T]) -> T:
 
 
 def perform(policy: StepPolicy, request: Request, finish: Finish[T], transaction: Transaction) -> T:
-    """Take a request through all stages, within `transaction.run`."""
+    """Run all stages of a request, within `transaction.run`."""
     policy.host.prepare(transaction.changes)
     local = check_and_plan(policy, request)
     agreed = agree(policy, local)
@@ -113,7 +113,7 @@ def perform(policy: StepPolicy, request: Request, finish: Finish[T], transaction
 
 
 def execute(policy: StepPolicy, agreed: AgreedStep, transaction: Transaction) -> Executed:
-    """Compare the model on a sample, if that is due, and run the passes of the step."""
+    """Run the self-check, if it is due, and the passes of the step."""
     _check_sample(policy, agreed, transaction)
     local, request = agreed.local, agreed.local.request
     engine = _engine(policy, agreed, transaction)
@@ -130,7 +130,7 @@ def execute(policy: StepPolicy, agreed: AgreedStep, transaction: Transaction) ->
 
 
 def _engine(policy: StepPolicy, agreed: AgreedStep, transaction: Transaction) -> Engine:
-    """The engine of a step, with the features that its request and its ranks need."""
+    """Make the engine of a step, with the features that its request and its ranks need."""
     host, local, plan = policy.host, agreed.local, agreed.plan
     request, work = local.request, local.routers
     forced = request.replay if isinstance(request, ComparedRequest) else None
@@ -153,7 +153,7 @@ def _engine(policy: StepPolicy, agreed: AgreedStep, transaction: Transaction) ->
 
 
 def _score(engine: Engine, agreed: AgreedStep, request: ScoreRequest) -> Executed:
-    """Run forwards alone, and end them on all ranks."""
+    """Run a pass of scores, and end it on all ranks."""
     routing, own = engine.routing, None
     sums = routing is not None and request.router is not None
     if routing is not None:
@@ -168,9 +168,9 @@ def _score(engine: Engine, agreed: AgreedStep, request: ScoreRequest) -> Execute
 
 
 def _check_sample(policy: StepPolicy, agreed: AgreedStep, transaction: Transaction) -> None:
-    """Compare the model with its stock forward on a sample, if that is due. Collective.
+    """Run the self-check on a sample, if it is due. Collective.
 
-    Afterwards weights are held as was agreed.
+    Then set the agreed gathering of weights.
     """
     host, holder, local, sample = policy.host, policy.host.group, agreed.local, agreed.sample
     if sample is not None:
@@ -181,12 +181,12 @@ def _check_sample(policy: StepPolicy, agreed: AgreedStep, transaction: Transacti
             if error is None and local.checked is not None:
                 checked = local.checked._replace(encodes=bool(sample.media))
                 policy.model_state.checks.passed(checked)
-        except RankError:  # of another rank, of which all know
+        except RankError:  # of another rank, and known to all
             raise
         except ForkpointError as caught:
             if holder.topology.lockstep:
-                # It came within the forwards. If it did on this rank alone, the others wait in
-                # collectives of these, and do not come to the exchange below.
+                # The error arose within forwards. If only this rank has it, the others wait in
+                # collectives of the forwards, and do not reach the exchange below.
                 agreed.ranks.ranks.may_be_missed(caught)
             error = caught
         holder.reshard()
@@ -200,10 +200,10 @@ def _check_sample(policy: StepPolicy, agreed: AgreedStep, transaction: Transacti
 
 
 def finish_training(policy: StepPolicy, agreed: AgreedStep, executed: Executed) -> StepStats:
-    """The results of `forward_backward`."""
+    """Make the result of `forward_backward`."""
     result, plan, device = executed.passes, agreed.plan, policy.host.device
     routing, replay, end = executed.routing, executed.replay, agreed.ranks.router
-    # An error of the device is raised here at the latest: the loss is waited for.
+    # Errors of the device are raised here at the latest, because this waits for the loss.
     batch, objective = agreed.local.batch, agreed.local.loss
     assert objective is not None
     loss = policy.model_state.ratios.read(result.loss, result.per_token.get("logprobs"), batch)
@@ -240,7 +240,7 @@ def finish_training(policy: StepPolicy, agreed: AgreedStep, executed: Executed) 
 
 
 def finish_scores(policy: StepPolicy, agreed: AgreedStep, executed: Executed) -> Scores:
-    """The results of `score`."""
+    """Make the result of `score`."""
     result, own = executed.passes, executed.own_router_loss
     routing, replay, end = executed.routing, executed.replay, agreed.ranks.router
     return Scores(
@@ -259,9 +259,9 @@ def finish_scores(policy: StepPolicy, agreed: AgreedStep, executed: Executed) ->
 
 
 def logprobs(policy: StepPolicy, request: ScoreRequest) -> tuple[Tensor, ...]:
-    """Log-probs [T] (and entropies) of a batch; for a `LogprobsRequest` with a graph.
+    """Compute log-probs [T] (and entropies) of a batch; with a graph for a `LogprobsRequest`.
 
-    The backward runs the plan again, at the end of the backward that asks for it.
+    Their backward runs the plan again, at the end of the user's backward.
     """
     agreed, executed = run(policy, request, _keep)
     host, per_token = policy.host, executed.passes.per_token
@@ -273,7 +273,7 @@ def logprobs(policy: StepPolicy, request: ScoreRequest) -> tuple[Tensor, ...]:
     first = FirstHalf(
         agreed.local.batch,
         agreed.plan,
-        # A copy: callers may write to the values that are returned.
+        # A copy, because callers may write to the returned values.
         per_token[host.head].clone(),
         host.compute_dtype,
         settings,
@@ -292,7 +292,7 @@ def _keep(
 
 
 def _run_backward(policy: StepPolicy, first: FirstHalf, weights: GivenWeights) -> None:
-    """The second half of `logprobs`, once gradients have arrived as weights of its values."""
+    """Run the second half of `logprobs`, with gradients of its values as weights."""
     request = BackwardRequest(batch=first.batch, plan=first.plan, first=first, weights=weights)
     run(policy, request, _finish_backward)
 

@@ -1,10 +1,10 @@
-"""Self-check: the model on a sample by forkpoint, and by its own stock forward.
+"""Self-check: compares forkpoint with the model's own (stock) forward on a sample.
 
 Before the first step, the second, and the first after a change of the model, three short sequences
-run as microbatches that share tokens, and as the stock model runs them. Values that differ by more
-than rounding refuse the step: something changes what the model computes that forkpoint does not
-run, or runs differently. The effect of rounding is measured: the stock model runs once more with
-embeddings that are off by a rounding.
+run as microbatches that share tokens, and by the stock forward. If values differ by more than
+rounding, the step is refused, because the model has code that forkpoint does not run, or runs
+differently. The effect of rounding is measured: the stock forward runs again with embeddings that
+are perturbed by one rounding.
 """
 
 import random
@@ -34,26 +34,27 @@ from forkpoint.rollouts.media import KINDS
 from forkpoint.step.weight_changes import OptimizerSteps
 
 WIDTH_TOKENS = 160
-"""The longest sequence of a sample."""
+"""Largest length of a sample's sequences."""
 LEAST_TOKENS = 8
-"""Shorter rollouts are continued to this length."""
+"""Least length of a sample's sequences. Shorter rollouts are extended."""
 MOST_STATES = 64
-"""States of a model, such as training and evaluation, that are remembered as checked."""
+"""Number of checked states of a model that are remembered. Training and evaluation are two
+states."""
 NOISE_FACTOR = 10.0
-"""A difference may be this many times what one rounding of the embeddings does. Of 34 families with
-random weights in four dtypes, 4 to 36 layers deep, the largest ratio seen is 3.9, most are 1."""
+"""Allowed difference, relative to the effect of one rounding of the embeddings. For 34 families
+with random weights in four dtypes and 4 to 36 layers, the largest ratio was 3.9, and most are 1."""
 FLOOR_ROUNDINGS = 0.5
-"""Roundings, in the dtype that the model computes in, of a value's size that are allowed in any
-case."""
+"""Difference that is always allowed, in roundings of a value in the model's dtype."""
 FLOOR_VALUE_ROUNDINGS = 4.0
-"""The same in the dtype of the values, to which each of the two runs rounds them a few times. In a
-sample of few tokens all of these may fall on one side while the rounded embeddings move nothing."""
+"""The same in roundings of the dtype of values, because each run rounds them a few times. In a
+sample of few tokens, all of these may have the same sign while the rounded embeddings have no
+effect."""
 CEILING_ROUNDINGS = 1e4
-"""Roundings that are never allowed: what moves values by more is no rounding."""
+"""Difference that is never allowed, in roundings of a value in the model's dtype."""
 ELSEWHERE = 0.02
-"""The part of a mixture's choices of experts that may differ in any case."""
+"""Fraction of choices of experts that may always differ."""
 ELSEWHERE_FACTOR = 3.0
-"""And so many times the part that differs by one rounding of the embeddings."""
+"""Allowed fraction, relative to the fraction that differs after one rounding of the embeddings."""
 
 
 @dataclass(frozen=True)
@@ -63,24 +64,25 @@ class SampleComparison:
     head: str
     """Name of the values."""
     difference: float
-    """Root mean square of the values here less the stock model's."""
+    """Root mean square of differences between forkpoint's values and those of the stock forward."""
     largest: float
     """The largest of these differences."""
     repeated: float
-    """The same of the stock model run on one sequence at a time, and on all at once."""
+    """The root mean square of differences between stock forwards of single sequences and of all at
+    once."""
     allowed: float
-    """The most that `difference` and `repeated` may be."""
+    """Limit of `difference` and `repeated`."""
     elsewhere: float
-    """The part of a mixture's choices of experts that the stock model makes otherwise."""
+    """Fraction of choices of experts that differ in the stock forward."""
     allowed_elsewhere: float
-    """The most that `elsewhere` may be."""
+    """Limit of `elsewhere`."""
     dtype: str
     tokens: int
     where: str
     """The token of the largest difference, with both values."""
 
     def fault(self) -> UnsupportedError | None:
-        """Error for refused steps: the two differ, or runs of the stock model differ; else None."""
+        """The error if values or choices differ too much; None if the model passes."""
         sample = f"on a sample of {self.tokens} tokens"
         if self.repeated > self.allowed:
             return UnsupportedError(
@@ -90,9 +92,9 @@ class SampleComparison:
             )
         if self.elsewhere > self.allowed_elsewhere:
             return UnsupportedError(
-                f"{sample} the stock model sends {self.elsewhere:.2%} of them to other experts "
-                f"than forkpoint (allowed {self.allowed_elsewhere:.2%}). Remove patches and hooks "
-                "of routers, or turn this check off with Config(self_check=False)."
+                f"{sample} the unmodified model sends {self.elsewhere:.2%} of them to other "
+                f"experts than forkpoint (allowed {self.allowed_elsewhere:.2%}). Remove patches "
+                "and hooks of routers, or turn this check off with Config(self_check=False)."
             )
         if not self.difference <= self.allowed:  # NaN as well
             return UnsupportedError(
@@ -104,32 +106,34 @@ class SampleComparison:
 
 
 class CheckedModel(NamedTuple):
-    """A model in one state, with one version of its weights."""
+    """A state of a model, with a version of its weights."""
 
     state: Hashable
     encodes: bool
-    """Whether it is run with media."""
+    """Whether it runs media."""
     version: tuple[int, int]
 
 
 class SampleChecks:
-    """Self-checks of one model: before its first step, its second, and the first after a change.
+    """Records the self-checks of one model, which are due before its first step, its second, and
+    the first after a change.
 
-    At the second step weights have moved: values that a hook derives from them are then renewed.
+    Before the second step, weights have changed, so values that a hook derives from them are
+    computed again.
     """
 
     def __init__(self) -> None:
         self._agreed: dict[Hashable, list[tuple[int, int]]] = {}
-        """By state of the model: at which versions of its weights its sample has agreed."""
+        """Versions of weights with which the model has passed, by state of the model."""
         self._steps: OptimizerSteps | None = None
 
     def is_due(self, model: CheckedModel) -> bool:
-        """Whether the model is to be compared on this rank."""
+        """Whether a self-check is due on this rank."""
         versions = self._agreed.get(model[:2], [])
         return len(versions) < 2 and model.version not in versions
 
     def passed(self, model: CheckedModel) -> None:
-        """Remember that a sample of the model has agreed."""
+        """Remember that the model has passed."""
         self._agreed.setdefault(model[:2], []).append(model.version)
         while len(self._agreed) > MOST_STATES:
             self._agreed.pop(next(iter(self._agreed)))
@@ -137,7 +141,7 @@ class SampleChecks:
     def model(
         self, host: ModelHost, config: Config, fingerprint: int, *, training: bool, encodes: bool
     ) -> CheckedModel | None:
-        """A model in its present state; None if it is never compared."""
+        """The model in its present state; None if self-checks are disabled."""
         if not config.self_check:
             return None
         kind = host.device.type
@@ -163,27 +167,29 @@ def self_check(
     *,
     training: bool,
 ) -> SampleComparison:
-    """Compare values of a sample, cut from `batch`, by forkpoint with those of the stock model.
+    """Compare values by forkpoint with those of the stock forward, on a sample from `batch`.
 
-    In the transaction the model is prepared and not entered. `training`: whether forwards record a
-    graph. Raises UnsupportedError if one of the two fails. Random generators are left as they were.
+    The model must be prepared and not entered. `training`: whether forwards record a graph. Raises
+    UnsupportedError if microbatches or the stock forward fail. The state of random number
+    generators is restored.
     """
     mark = transaction.changes.mark
     _convolve_in_float32(transaction.changes)
     sample = sample_of(batch, host)
     comparison = StockComparison(transaction, host, config, sample, training)
     keep_random_state(host.device, transaction.changes)
-    # Microbatches come first: a stock forward may renew what a hook derives from parameters,
-    # such as the weight of a head under weight normalisation, and so hide that these do not.
+    # Microbatches run first. A stock forward may update values that a hook derives from parameters,
+    # such as a head's weight under weight normalisation, and so hide that microbatches do not
+    # update them.
     found = comparison.compared(comparison.shared())
     transaction.changes.undo(mark)
     return found
 
 
 def _convolve_in_float32(changes: Changes) -> None:
-    """Let cuDNN round no input of a float32 convolution to TF32, which it does by default.
+    """Prevent cuDNN from rounding inputs of float32 convolutions to TF32, as it does by default.
 
-    It does so in some of its algorithms, and chooses these by the size of a batch.
+    Some of its algorithms do this, and it chooses algorithms by the size of a batch.
     """
     convolutions = torch.backends.cudnn.conv  # type: ignore[attr-defined]
     changes.later(setattr, convolutions, "fp32_precision", convolutions.fp32_precision)
@@ -191,12 +197,13 @@ def _convolve_in_float32(changes: Changes) -> None:
 
 
 def sample_of(batch: RolloutBatch, host: ModelHost) -> RolloutBatch:
-    """Three sequences of one length, cut from a batch: two share three quarters, all share half.
+    """Make a sample from a batch: three sequences of one length. All share the first half, and two
+    share three quarters.
 
-    Of text alone the length is a multiple of what the host's ranks divide it by.
+    Without media, the length is a multiple of `Topology.length_multiple`.
 
-    The tokens that all share are not trained, so that their microbatch ends without a head as
-    prompts do; all others are. Of a batch with media all have one, behind their first token.
+    Tokens that all share are not trained, so that their microbatch ends without a head, as prompts
+    do. All others are trained. If the batch has media, each sequence has one after its first token.
     """
     every, begins = batch.token_ids, batch.offsets
     if batch.media_of is not None:
@@ -210,7 +217,7 @@ def sample_of(batch: RolloutBatch, host: ModelHost) -> RolloutBatch:
     if width > len(shared_prompt):
         shared_prompt = np.resize(shared_prompt, width)
     known = np.unique(every)
-    # A text of one token only: with 0 and 1 there are two.
+    # A batch with one distinct token: 0 and 1 give two.
     known = known if len(known) > 1 else np.array([0, 1])
     sequences = [shared_prompt[:width]]
     for fork, donor in ((width * 3 // 4, -1), (width // 2, 0)):
@@ -225,7 +232,7 @@ def sample_of(batch: RolloutBatch, host: ModelHost) -> RolloutBatch:
     assert batch.media_of is not None
     number = next(n for n, other in enumerate(batch.media) if other.kind == medium.kind)
     token = batch.token_ids[batch.media_of == number][0]
-    at = np.ones(medium.tokens, np.int64)  # where placeholders go
+    at = np.ones(medium.tokens, np.int64)  # positions of placeholders
     types = np.insert(np.zeros(width, np.int64), at, KINDS.index(medium.kind) + 1)
     mask = np.insert(mask, at, False)
     return RolloutBatch(
@@ -240,7 +247,7 @@ def sample_of(batch: RolloutBatch, host: ModelHost) -> RolloutBatch:
 
 @dataclass(eq=False)
 class StockComparison:
-    """Runs of one sample: n sequences of W tokens, values [n, W] with zeros first."""
+    """Runs of one sample of n sequences of W tokens. Values are [n, W], with 0 at first tokens."""
 
     transaction: Transaction
     host: ModelHost
@@ -273,10 +280,10 @@ class StockComparison:
         self.run: RouteReplay | None = None
 
     def routed(self, *, record: bool = False) -> RouteReplay | None:
-        """The experts of the first run, which records them; None if they cannot be forced.
+        """Make the feature that records the experts of the first run and forces them in later ones;
+        None for a model without routers.
 
-        Unless it records them, the stock model is forced to choose them until the changes are
-        undone.
+        Without `record`, the stock forward is forced to choose them until the changes are undone.
         """
         if self.routes is None:
             return None
@@ -293,14 +300,14 @@ class StockComparison:
         return self.run
 
     def shared(self) -> Tensor:
-        """Values by forkpoint."""
+        """Compute values by forkpoint."""
         mark = self.changes.mark
         run = self.routed(record=True)
         engine = Engine(
             self.host, self.config, self.transaction, self.plan, self.sample, replay=run
         )
         try:
-            # Routers that are forced would be compiled anew, layer by layer, for the sample.
+            # Forced routers would be compiled again in each layer, only for the sample.
             result = engine.score(entropy=False, graph=self.training, compiled=run is None)
         except (ForkpointError, torch.OutOfMemoryError):
             raise
@@ -309,11 +316,11 @@ class StockComparison:
                 raise  # other ranks wait within their microbatches
             self.changes.undo(mark)
             self.run = None
-            self.stock(self.ids_NW)  # raises what the model raises by itself
+            self.stock(self.ids_NW)  # raises the model's own error, if any
             raise UnsupportedError(
                 f"microbatches of a sample raised {type(error).__name__}: {short(str(error))}. The "
-                "stock model runs them. Remove hooks and patches that read arguments or outputs "
-                "which forkpoint does not pass."
+                "unmodified model runs the sample without an error. Remove hooks and patches that "
+                "read arguments or outputs which forkpoint does not pass."
             ) from error
         self.changes.undo(mark)
         if self.routes is not None:
@@ -321,7 +328,8 @@ class StockComparison:
         return result.per_token[self.host.head].view(self.ids_NW.shape)
 
     def stock(self, ids_NW: Tensor, begin: int = 0) -> Tensor:
-        """Values by the model's own forward, of sequences from the sample's token `begin` on."""
+        """Compute values by the stock forward. `begin`: position of the first token in the
+        sample."""
         dtype = self.host.loss_dtype
         if self.run is not None:
             self.run.at(np.arange(begin, begin + ids_NW.numel()))
@@ -339,18 +347,18 @@ class StockComparison:
         return nn.functional.pad(torch.stack(logprobs), (1, 0))
 
     def compared(self, shared: Tensor) -> SampleComparison:
-        """Differences between `shared`, the stock model, and runs of the stock model."""
+        """Compare `shared`, the values by forkpoint, with several stock forwards."""
         mark, width = self.changes.mark, self.ids_NW.shape[1]
         run = self.routed()
         alone = [self.stock(ids_W[None], i * width) for i, ids_W in enumerate(self.ids_NW)]
         stock = torch.cat(alone)
         self.changes.undo(mark)
         together = self._held_stock()
-        # With the same random numbers as the run before: what they do is no rounding.
+        # With the same random numbers as the previous run, so that only rounding differs.
         rounded = self._held_stock(rounded=True)
         elsewhere, elsewhere_rounded = (x.routes.elsewhere if x else 0.0 for x in (run, self.run))
         finite = stock.isfinite() & together.isfinite() & rounded.isfinite()
-        # If the model itself overflows there is nothing to compare.
+        # If the model itself overflows, nothing can be compared.
         there = self.trained_NW & finite
         if not bool(there.any()):
             there = self.trained_NW
@@ -374,7 +382,8 @@ class StockComparison:
         )
 
     def _held_stock(self, *, rounded: bool = False) -> Tensor:
-        """Values by the model's own forward of all at once, with the random numbers kept."""
+        """Compute values by a stock forward of all sequences, and restore the state of random
+        number generators."""
         mark = self.changes.mark
         keep_random_state(self.host.device, self.changes)
         if rounded:
@@ -391,14 +400,14 @@ def rms(values: Tensor) -> float:
 
 
 def _rounding(host: ModelHost) -> float:
-    """One rounding of the dtype that a model computes in."""
+    """Relative size of one rounding in the model's dtype."""
     return torch.finfo(host.rounding_dtype).eps
 
 
 def allowed_difference(host: ModelHost, noise: float, size: float) -> float:
-    """The difference of values of this size that rounding explains, as root mean squares.
+    """Largest difference that rounding explains for values of this size, as root mean squares.
 
-    noise: what one rounding of the embeddings does.
+    noise: effect of one rounding of the embeddings.
     """
     eps = _rounding(host)
     last = torch.finfo(host.loss_dtype).eps / eps
@@ -408,7 +417,8 @@ def allowed_difference(host: ModelHost, noise: float, size: float) -> float:
 
 
 def keep_random_state(device: torch.device, changes: Changes) -> None:
-    """Return to the present state of the global random generators once the changes are undone."""
+    """Restore the present state of the global random number generators when the changes are
+    undone."""
     changes.later(torch.set_rng_state, torch.get_rng_state())
     changes.later(random.setstate, random.getstate())
     changes.later(np.random.set_state, np.random.get_state())  # noqa: NPY002
@@ -417,7 +427,8 @@ def keep_random_state(device: torch.device, changes: Changes) -> None:
 
 
 def round_embeddings(host: ModelHost, changes: Changes) -> None:
-    """Let the embeddings be off by up to one rounding of their size, at random."""
+    """Perturb the embeddings by random relative errors of up to one rounding, until the changes are
+    undone."""
     generator, eps = torch.Generator("cpu").manual_seed(0), _rounding(host)
     own = threading.get_ident()
 

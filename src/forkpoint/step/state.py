@@ -15,33 +15,33 @@ from forkpoint.step.self_check import SampleChecks
 
 
 class ModelState:
-    """State of one model that outlives its steps, shared by policies of other options."""
+    """State of one model that its policies share and that outlives steps."""
 
     def __init__(self) -> None:
         self.staging: Staging | None = None
-        """ModelHost memory for offloaded activations and prefix caches, made when first needed."""
+        """Host memory for offloaded activations and prefix caches, made when first needed."""
         self.found: dict[str, Calibration | None] = {}
-        """By the attention kernel asked for: the calibration of this device and model, once it was
-        looked for."""
+        """The calibration of this device and model, or None, by attention kernel in `Config`; a
+        missing key was not looked for."""
         self.agreed: set[str] = set()
-        """Kernels for which all ranks have the same calibration."""
+        """Attention kernels for which all ranks have the same calibration."""
         self.checked_reduction: bool = False
         """Whether the reduction of gradients over ranks was checked."""
         self.checks: SampleChecks = SampleChecks()
         self.budgets: MemoryBudgets = MemoryBudgets()
         self.looked_at_prompts: bool = False
-        """Whether the first batch was looked at for prompts that keep it from sharing."""
+        """Whether the first batch was checked for prompts that prevent sharing."""
         self.ratios: Ratios = Ratios()
 
     def calibration(self, host: ModelHost, config: Config) -> Calibration | None:
-        """The prices of plans, as the configuration says; None: nominal rates.
+        """The calibration that prices plans, by `Config.calibration`; None: nominal rates.
 
-        By default it is what `forkpoint calibrate` wrote for this device and model, else what is
-        measured here, once.
+        By default, the result of `forkpoint calibrate` for this device and model, or else an
+        automatic measurement, made once.
         """
         if config.calibration is None:
             return None
-        # If the compiler has failed, prices of compiled blocks still choose plans.
+        # If the compiler has failed, plans are still priced with compiled blocks.
         compiled = host.compiles or host.compiling.failure is not None
         device, kernel = device_name(host.device), config.attention_kernel
         if config.calibration != AUTO:
@@ -55,21 +55,21 @@ class ModelState:
         return self.found[kernel]
 
     def to_agree(self, host: ModelHost, config: Config) -> Calibration | None:
-        """The calibration that was found or measured here, until ranks have agreed on it."""
+        """This rank's calibration, until ranks have agreed on one."""
         if config.calibration != AUTO or config.attention_kernel in self.agreed:
             return None
         return self.calibration(host, config)
 
     def use_calibration(self, config: Config, calibration: Calibration | None) -> None:
-        """Price by this in place of what is found or measured."""
+        """Use this calibration instead of one that was found or measured."""
         self.found[config.attention_kernel] = calibration
 
     def staging_of(
         self, plan: Plan, host: ModelHost, config: Config, *, training: bool = True
     ) -> Staging | None:
-        """Host memory for what a plan has there; None if it has nothing there.
+        """Host memory for a plan; None if it stores nothing there.
 
-        `training`: whether backwards follow, without which no activations are kept.
+        `training`: whether backwards run. Otherwise no activations are kept.
         """
         offloads = training and any(m.activations == "offload" for m in plan.microbatches)
         if not offloads and not plan.host_layers:

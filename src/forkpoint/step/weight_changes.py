@@ -1,4 +1,4 @@
-"""Changes to weights, which tell whether they are still those of an earlier moment."""
+"""Detects changes to weights since an earlier moment."""
 
 import weakref
 from collections.abc import Iterable
@@ -11,9 +11,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 class OptimizerSteps:
-    """The number of steps that optimizers have taken on some parameters since this was made.
+    """Counts the steps that optimizers have taken on some parameters since its construction.
 
-    torch counts changes of a tensor in `_version`, but not those of its fused optimizers, which
+    torch counts changes of a tensor in `_version`, except those by its fused optimizers, which
     transformers' trainers use by default.
     """
 
@@ -34,8 +34,7 @@ class OptimizerSteps:
 
 
 class Weights:
-    """Parameters and buffers as they are at one moment: where they lie, and torch's counts of
-    changes."""
+    """Parameters and buffers at one moment: their addresses, and torch's counts of changes."""
 
     def __init__(
         self, parameters: Iterable[tuple[str, nn.Parameter]], buffers: Iterable[tuple[str, Tensor]]
@@ -47,9 +46,9 @@ class Weights:
         self._places = [_place(x) for _, x in self._all]
 
     def changed(self) -> str | None:
-        """A weight that is another now, and how it was changed; None if none is known to be.
+        """Describe a change of some weight; None if no change was detected.
 
-        torch does not count writes to `tensor.data` in place.
+        torch does not count in-place writes to `tensor.data`.
         """
         if self._steps.count:
             return "an optimizer has taken a step"

@@ -125,7 +125,7 @@ TRL = (
     ),
     Kind(
         call=arrived(lambda _, loss, __: loss.backward(create_graph=True)),
-        message="the backward of this loss was asked for a graph of its own (create_graph), and",
+        message="the backward of this loss was called with create_graph, and gradients of",
     ),
     Kind(
         call=arrived(changed),

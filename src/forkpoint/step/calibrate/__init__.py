@@ -1,1 +1,1 @@
-"""Measurements of a device that plans are priced by: `forkpoint calibrate`."""
+"""Measurements of a device from which plans are priced: `forkpoint calibrate`."""

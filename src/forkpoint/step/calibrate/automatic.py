@@ -1,8 +1,8 @@
-"""The measurement that a policy makes of its device, at its first plan.
+"""The automatic measurement of a device at a policy's first plan.
 
-It runs layers of the model's sizes and random weights, never the model itself, and takes at most 3
-seconds besides their compilation, which the first step needs anyway. Later processes on the same
-device with the same versions find its file.
+It runs layers with the model's sizes and random weights, not the model itself. It takes at most 3
+seconds, without compilation, which the first step needs anyway. Later processes on the same device
+with the same versions use its file.
 """
 
 import logging
@@ -19,29 +19,30 @@ from forkpoint.step.calibrate.calibrator import MORE, QUICK, calibrate
 _log = logging.getLogger("forkpoint")
 
 MEASURED = {"cuda"}
-"""Types of devices that are measured. Tests change it."""
+"""Types of measured devices. Tests change this."""
 MEASUREMENT = 9
-"""Raised when what is measured, or a kernel of ours, changes: earlier files are not found then."""
+"""Increase this when the measurement or a kernel changes, so that earlier files are not used."""
 BEGINS = (
-    "measuring layers of this model on this device, to price plans (once: the file is kept for "
-    "later processes). Config(calibration=None) leaves it out."
+    "measuring layers of this model on this device, to price plans (once: the result is saved for "
+    "later processes). Config(calibration=None) skips this."
 )
 DONE = (
-    "measured in %.1f s, after %.1f s of first runs, which compiled the layers; the step that "
-    "follows needs that as well."
+    "measured in %.1f s, after %.1f s of first runs that compiled the layers; the next step needs "
+    "the compiled layers too."
 )
 FAILED = (
-    "this device was not measured for the model (%s); plans are priced by nominal rates. "
-    "forkpoint calibrate measures it; Config(calibration=None) leaves the attempt out."
+    "this device was not measured for the model (%s); plans are priced by nominal rates. Run "
+    "forkpoint calibrate to measure it; Config(calibration=None) skips the attempt."
 )
 NOT_SAVED = "the measurement of this device was not saved (%s); the next process measures again."
 
 
 def measured(host: ModelHost, kernel: str, *, compiled: bool) -> Calibration | None:
-    """This device's calibration for a model: the file of an earlier measurement, or a new one.
+    """This device's calibration for a model, from the file of an earlier measurement or a new one.
 
-    None where nothing is measured: on a CPU, for layers that carry a state, are frozen or split
-    over ranks, where memory does not suffice for a few layers more, and where measuring fails.
+    Returns None if nothing is measured: on a CPU, for layers that carry a state, are frozen or are
+    split over ranks, if memory does not suffice for a few more layers, and if the measurement
+    fails.
 
     compiled: whether blocks are compiled.
     """
@@ -56,7 +57,7 @@ def measured(host: ModelHost, kernel: str, *, compiled: bool) -> Calibration | N
             found.check_shape(shape)
             return found
         except ConfigError:
-            pass  # damaged: it is written anew
+            pass  # damaged, so it is written again
     try:
         found = _measure(host, kernel)
     except Exception as error:
@@ -75,7 +76,7 @@ def _measure(host: ModelHost, kernel: str) -> Calibration | None:
         layer = sum(p.numel() * p.element_size() for p in host.blocks[0].parameters())
         free, _ = torch.cuda.mem_get_info(host.device)
         free += torch.cuda.memory_reserved(host.device) - torch.cuda.memory_allocated(host.device)
-        # Weights and gradients of two models, activations about as much.
+        # Weights and gradients of two models, and about as many bytes of activations.
         if 4 * (MORE + 1) * layer > free:
             return None
     if host.shallow(1) is None:
@@ -87,7 +88,7 @@ def _measure(host: ModelHost, kernel: str) -> Calibration | None:
         return model
 
     devices = [host.device] if host.device.type == "cuda" else []
-    # A policy may be asked for scores under torch.inference_mode.
+    # Scores may be requested under torch.inference_mode.
     with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad():
         _log.warning(BEGINS)
         found = calibrate(

@@ -1,9 +1,9 @@
-"""Measurements of this device that a calibration predicts from: in seconds, or in two minutes.
+"""Measures this device for a calibration, in seconds or in two minutes.
 
-Rows of several lengths run forward and backward through two models of the shape that was asked for,
-of few layers; the difference is a block's, what is left is a row's. Attention is timed by itself,
-as the operator that layers call, and taken off the blocks. Bytes are those of the storages that
-autograd keeps, which needs no allocator's word and so works on a CPU as well.
+Rows of several lengths run forward and backward through two models of the shape, with few layers.
+The difference of the two is the time of a block, and the rest is that of a row. Attention is timed
+separately, as the operator that layers call, and subtracted from blocks. Bytes are counted from
+storages that autograd saves, not from the allocator, so this also works on a CPU.
 """
 
 import time
@@ -30,24 +30,24 @@ LAYERS = FEW, MORE = (1, 3)
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """Sizes that are measured, and how often."""
+    """Measured sizes, and numbers of repeats."""
 
     row_tokens: tuple[int, ...]
     key_tokens: tuple[int, ...]
-    """Of ancestors that are attended to."""
+    """Numbers of tokens of attended ancestors."""
     wide_tokens: int = 0
-    """Queries and keys of a launch of WIDE_PAIRS; 0: not measured."""
+    """Number of queries, and of keys, of a launch of WIDE_PAIRS; 0: not measured."""
     repeats: int
     busy_products: int = 0
-    """Products that the device runs while the host issues a row."""
+    """Number of matrix products that the device runs while the host issues a row."""
     busy_products_of_parts: int = 0
-    """The same for one operator, which the host issues sooner."""
+    """The same for one operator, which takes the host less time."""
     copy_bytes: int
     memory: bool = True
-    """Whether bytes of checkpointing and of backwards are measured; else they are counted."""
+    """Whether bytes of checkpointing and of backwards are measured. Otherwise they are counted."""
     max_seconds: float
-    """Of samples: what would be done later is not begun, so that it is priced by the rest. First
-    runs, which compile what a step needs as well, are left out."""
+    """Time limit for all samples. Later measurements are then skipped and extrapolated. First runs,
+    which compile code that a step also needs, do not count."""
 
 
 THOROUGH = {
@@ -91,7 +91,8 @@ QUICK = {
 }
 
 MakeModel = Callable[[int], nn.Module]
-"""Makes a model of the shape in question with so many layers, on the device, in training mode."""
+"""Makes a model of the measured shape with this number of layers, on the device, in training
+mode."""
 
 
 def calibrate(
@@ -103,13 +104,13 @@ def calibrate(
     efforts: Mapping[str, Effort] = THOROUGH,
     announces: bool = True,
 ) -> Calibration:
-    """Measure all; sizes for which the time is over are left to extrapolation.
+    """Measure all sizes. Sizes beyond the time limit are extrapolated.
 
     Args:
-        make_model: makes the models that run; their vocabulary may be another.
+        make_model: makes the measured models. Their vocabulary may differ.
         compile_blocks, kernel: as in Config.
         efforts: by the device's type.
-        announces: whether the log says that blocks are compiled.
+        announces: whether to log that blocks are compiled.
 
     Raises:
         UnsupportedError: some layers carry a state.
@@ -117,7 +118,7 @@ def calibrate(
     if shape.recurrent_layers:
         raise UnsupportedError(
             f"{shape.recurrent_layers} of the model's {shape.layers} layers carry a state; "
-            "forkpoint measures models whose layers all attend. Without a calibration plans "
+            "forkpoint measures only models whose layers all attend. Without a calibration, plans "
             "are priced in counted FLOPs."
         )
     begin = time.perf_counter()
@@ -133,8 +134,9 @@ def calibrate(
         host.device, repeats=effort.repeats, busy_products=effort.busy_products_of_parts
     )
     parts = Parts(of_parts, host.shape, kernel=kernel)
-    # Memory first: it warms up and compiles all that is timed below. A length that a model's
-    # size may equal would be compiled as a constant, and blocks once more for other lengths.
+    # Memory first, which also warms up and compiles all code that is timed below. If a length
+    # equals a size of the model, it is compiled as a constant, and blocks are compiled again for
+    # other lengths.
     first = sizes[1] - 1
     none = whole.kept_bytes(hosts, first, "none")
     counted = shape.activation_bytes("selective") / shape.activation_bytes("none")
@@ -157,8 +159,8 @@ def calibrate(
     block, rest = _block(done, rows, causal.pairs), _rest(done, rows, head)
     wide, share = (0.0, 0.0), 1.0
     if host.device.type == "cuda":
-        # By the kernels that serve long segments. cuDNN takes 1.6 s to build its first plan of
-        # a launch without a mask.
+        # With the kernels for long segments. cuDNN takes 1.6 s for its first plan of a launch
+        # without a mask.
         wide = tuple(causal.pairs.rate(sizes[-1], backward=way) for way in (False, True))
     if effort.wide_tokens:
         wide = parts.wide(sizes[0], effort.wide_tokens, rectangles.part)
@@ -168,13 +170,13 @@ def calibrate(
     token_ms = 0.0
     of_host = dict.fromkeys(("block", "rest", "write", "read"), (0.0, 0.0))
     if host.device.type == "cuda":
-        # The prompt's sequence ends before its last token. Many rollouts of short responses have
-        # more tokens than the device runs. Rotary frequencies may not allow such a length.
+        # The prompt's sequence ends before its last token. The rollouts have more tokens than the
+        # device runs, and rotary frequencies may not allow a longer prompt.
         with suppress(UnsupportedError):
             long, short = whole.step_ms(host, LONG_TOKENS + 1, 16, 16), steps[FEW]
             token_ms = max(long.outside - short.outside, 0.0) / (long.tokens - short.tokens)
         of_host = _host_times(done, rows, steps, rectangles.issued, causal.long_ms)
-    # Last, since compiled blocks are compiled once more for it.
+    # Last, because it compiles blocks again.
     if effort.memory and left() > 0:
         kept["selective"] = whole.kept_bytes(hosts, first, "selective")
     working = whole.working_bytes(host, done) if effort.memory else (0.0, 0.0)
@@ -213,12 +215,13 @@ def calibrate(
 def _timed_rows(
     whole: Rows, hosts: dict[int, ModelHost], effort: Effort, left: Callable[[], float]
 ) -> tuple[list[int], dict[int, list[Times]]]:
-    """Lengths of rows that were timed, at least two, and their times by the number of layers."""
+    """Time rows. Returns their lengths, at least two, and their times by the number of layers."""
     done: list[int] = []
     rows: dict[int, list[Times]] = {n: [] for n in hosts}
     for tokens in effort.row_tokens:
         if len(done) >= 2:
-            # Products take most of a row's time and grow with its length; the host's time hardly.
+            # Matrix products take most of a row's time and grow with its length. Host time hardly
+            # grows.
             more = tokens / done[-1]
             last = [times[-1] for times in rows.values()]
             each = (
@@ -241,7 +244,7 @@ def _block(sizes: list[int], rows: dict[int, list[Times]], causal: Curve) -> Cur
     def at(index: int, backward: bool) -> float:
         tokens, each = sizes[index], _of_block(rows, index, int(backward))
         attention = tokens * (tokens + 1) / 2 / causal.rate(tokens, backward=backward)
-        # Noise must not make a block cost nothing.
+        # With noise the difference could be 0 or negative.
         return max(each - attention, 0.05 * each, 1e-6)
 
     return curve(sizes, at)
@@ -257,7 +260,7 @@ def _rest(sizes: list[int], rows: dict[int, list[Times]], head: Curve) -> Curve:
 
 
 def _host_step(steps: Mapping[int, StepTimes]) -> tuple[float, float]:
-    """Time of a step outside of its microbatches: for a step, and for each layer."""
+    """Time of a step outside of its microbatches: per step, and per layer."""
     few, more = steps[FEW].outside, steps[MORE].outside
     layer = max((more - few) / (MORE - FEW), 0.0)
     return max(few - FEW * layer, 0.0), layer
@@ -270,10 +273,10 @@ def _host_times(
     launch: tuple[float, float],
     long: tuple[float, float],
 ) -> dict[str, tuple[float, float]]:
-    """The host's times of microbatches, forward and backward, by what a calibration calls them.
+    """Host times of microbatches, forward and backward, by names of fields of a calibration.
 
     sizes: lengths of the rows.
-    launch, long: of a further launch and of a long sequence.
+    launch, long: host times of a further launch and of a long sequence.
     """
     found: dict[str, list[float]] = {}
     for way in (0, 1):
@@ -281,7 +284,7 @@ def _host_times(
             (getattr(steps[MORE], part)[way] - getattr(steps[FEW], part)[way]) / (MORE - FEW)
             for part in ("prompt", "reader")
         )
-        # The host's speed differs from one moment to the next. A prompt takes no less.
+        # The host's speed varies between measurements. A prompt takes at least as long.
         block = fmean(
             _of_block(rows, index, 2 + way) - long[way] * (tokens >= LONG_TOKENS)
             for index, tokens in enumerate(sizes)

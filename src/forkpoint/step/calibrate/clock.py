@@ -1,9 +1,9 @@
-"""Times a forward and a backward on one device, by its own events where it has them.
+"""Times a forward and a backward on one device, with events on CUDA.
 
-A GPU at its power limit runs at a lower clock than one that has just been idle: what takes a few
-milliseconds between pauses would seem faster than it is within a step, and small rows more so than
-large ones. So the device is kept busy before each sample. The host then issues the sample's work
-while the device has other work, as in a step, and the host's own time is told apart.
+A GPU at its power limit runs at a lower clock than an idle GPU. So work of a few milliseconds
+between pauses would seem faster than within a step, small rows more than large ones. Therefore the
+device is kept busy before each sample. The host then issues the sample's work while the device is
+busy, as in a step, and host time is measured separately.
 """
 
 import time
@@ -15,18 +15,19 @@ import torch
 
 BUSY_SIZE = 8192
 STEADY = 6
-"""Least number of timed repeats. As many run before them untimed."""
+"""Least number of timed repeats. The same number of untimed repeats runs first."""
 STEADY_MS = 300.0
-"""Least time of each of both halves. The device lowers its clock after some time under load."""
+"""Least time of the timed and of the untimed repeats. The device lowers its clock after some time
+under load."""
 LEAST_SHARE = 0.7
-"""Least that a time within a step is taken to be of one behind matrix products."""
+"""Lower limit of `steady_share`."""
 
 Result = TypeVar("Result")
 
 
 class Times(NamedTuple):
-    """Typical milliseconds of the device, and of the host to issue the work; those are 0 on a CPU,
-    which does both."""
+    """Typical milliseconds of the device, and of the host to issue the work. Host times are 0 on a
+    CPU."""
 
     forward: float
     backward: float
@@ -35,7 +36,7 @@ class Times(NamedTuple):
 
     @property
     def waits_for_host(self) -> bool:
-        """Whether the device might wait for the host among repeats of the same work."""
+        """Whether the device may wait for the host between repeats of the same work."""
         issued = self.issued_forward + self.issued_backward
         return issued > 0.8 * (self.forward + self.backward)
 
@@ -47,18 +48,19 @@ class Clock:
         """
         Args:
             repeats: samples of each figure, after one round to warm up.
-            busy_products: matrix products of 8,192 before each sample on a GPU; each takes 2 ms.
+            busy_products: number of matrix products of size 8,192 before each sample on a GPU; each
+                takes 2 ms.
         """
         self.device: torch.device = device
         self.kind: str = device.type
         self.repeats: int = repeats
         self.seconds: float = 0.0
-        """Time of samples. First runs, which compile and choose kernels, are not in it."""
+        """Time of all samples, without first runs, which compile and choose kernels."""
         self._busy_products = busy_products
         self._operand: torch.Tensor | None = None
 
     def times(self, forward: Callable[[], Result], backward: Callable[[Result], None]) -> Times:
-        """Times of both."""
+        """Measure the times of both."""
         samples: list[Times] = []
         for _ in range(1 + self.repeats):
             begin = time.perf_counter()
@@ -79,11 +81,12 @@ class Clock:
     def steady_share(
         self, forward: Callable[[], Result], backward: Callable[[Result], None], alone: Times
     ) -> float:
-        """Time of both among repeats of themselves over that behind matrix products, at most 1.
+        """Ratio, at most 1, of the time of both in repeats of themselves to their time after matrix
+        products.
 
-        Products draw more power than other work, so that a GPU at its limit runs at a lower clock
-        behind them than within a step. 1 on a CPU, and where the host takes longer than the device.
-        `alone`: their `times`.
+        Matrix products draw more power than other work, so a GPU at its power limit runs at a lower
+        clock after them than within a step. The ratio is 1 on a CPU, and if the host takes longer
+        than the device. `alone`: the `times` of both.
         """
         if self.kind != "cuda" or alone.waits_for_host:
             return 1.0
@@ -107,7 +110,7 @@ class Clock:
             torch.mm(self._operand, self._operand)
 
     def typical(self, samples_ms: list[float]) -> float:
-        """The median; on a CPU the least, since what else the machine does can only add to it."""
+        """The median; on a CPU the minimum, because other load of the machine can only add time."""
         return median(samples_ms) if self.kind == "cuda" else min(samples_ms)
 
     def _mark(self) -> float | torch.cuda.Event:

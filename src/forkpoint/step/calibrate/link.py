@@ -1,7 +1,7 @@
 """Measurement of the link between ranks: an all-gather, and sending to the next rank in a ring.
 
-Two sizes are timed. The larger less the smaller gives the rate, and what is left of the smaller the
-latency. The slowest rank's times count, so that all ranks come to the same numbers.
+Two sizes are timed. Their difference gives the rate, and the rest of the smaller one the latency.
+The times of the slowest rank are used, so all ranks get the same results.
 """
 
 import time
@@ -15,7 +15,7 @@ from forkpoint.plan.pricing.calibration import Link
 
 MIB = 1 << 20
 SIZES = (MIB, 64 * MIB)
-"""Bytes that each rank receives."""
+"""Number of bytes that each rank receives."""
 REPEATS = 7
 
 
@@ -26,7 +26,7 @@ def measure_link(
     sizes: tuple[int, int] = SIZES,
     repeats: int = REPEATS,
 ) -> Link:
-    """Measure the link of a process group, by default of the default one. Collective.
+    """Measure the link of a process group, by default the default group. Collective.
 
     Args:
         group: of at least two ranks.
@@ -43,7 +43,7 @@ def measure_link(
             run = make(device, group, nbytes)
             _timed(run, device, group)
             times.append(median(_timed(run, device, group) for _ in range(repeats)))
-    # As the slowest rank has it, and the same for all.
+    # The slowest rank's time, the same on all ranks.
     found = torch.tensor(times, dtype=torch.float64, device=device)
     dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
     gather_small, send_small, gather_large, send_large = found.tolist()
@@ -91,7 +91,7 @@ def _sends(
 
 
 def _timed(run: Callable[[], None], device: torch.device, group: dist.ProcessGroup | None) -> float:
-    """Milliseconds of one call, which all ranks begin together."""
+    """Milliseconds of one call. All ranks begin it together."""
     dist.all_reduce(torch.zeros(1, device=device), group=group)
     _synchronize(device)
     begin = time.perf_counter()
@@ -106,10 +106,11 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _line(sizes: tuple[int, int], times_ms: tuple[float, float]) -> tuple[float, float]:
-    """Bytes a ms, and the latency, of the line through two points.
+    """Rate in bytes per ms, and latency in ms, of the line through two points.
 
-    At most half of the larger transfer's time is latency. A smaller transfer that took longer than
-    that was disturbed, and the difference of the two times is noise: it can be 0 or negative.
+    The latency is at most half of the larger transfer's time. If the smaller transfer took longer
+    than that, it was disturbed, and the difference of the two times is noise, perhaps 0 or
+    negative.
     """
     large = max(times_ms[1], 1e-6)
     small = min(times_ms[0], large / 2)

@@ -1,4 +1,4 @@
-"""Rows and steps of a model of few layers: their times, and the bytes that rows keep and need."""
+"""Measures rows and steps of a model with few layers: times, saved bytes and peak bytes."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -32,16 +32,16 @@ HEAD_TOKENS = 1024
 
 
 class StepTimes(NamedTuple):
-    """Milliseconds of a short step of two microbatches, which wait for the host."""
+    """Milliseconds of a short step of two microbatches, in which the device waits for the host."""
 
     prompt: tuple[float, float]
-    """Forward and backward of the microbatch that the other one reads."""
+    """Forward and backward of the microbatch that the other reads."""
     reader: tuple[float, float]
-    """Forward and backward of the other one."""
+    """Forward and backward of the other microbatch."""
     outside: float
-    """Before and after the microbatches."""
+    """Time outside of the microbatches."""
     tokens: int = 0
-    """Of all rollouts."""
+    """Number of tokens of all rollouts."""
 
 
 @dataclass
@@ -53,13 +53,14 @@ class Rows:
     vocab: int
 
     def row_ms(self, host: ModelHost, tokens: int) -> Times:
-        """One row's forward and backward; it has one labelled token."""
+        """Time the forward and backward of a row with one labelled token."""
         inputs, run = self._row(host, tokens, num_loss_entries=1)
         with host.entered():
             return self.clock.times(lambda: run(inputs), lambda logprobs: logprobs.sum().backward())
 
     def step_ms(self, host: ModelHost, prompt: int, response: int, count: int = 2) -> StepTimes:
-        """A step of two microbatches: a prompt of so many tokens, and `count` responses to it."""
+        """Time a step of two microbatches: a prompt of `prompt` tokens, and `count` responses to
+        it."""
         ids = np.random.default_rng(0).integers(0, self.vocab, (count, prompt + response))
         ids[:, :prompt], ids[:, prompt] = ids[0, :prompt], np.arange(count)
         mask = np.arange(prompt + response) >= prompt
@@ -77,7 +78,7 @@ class Rows:
 
         found: list[list[float]] = []
         for repeat in range(1 + 2 * self.clock.repeats):
-            forget_lists()  # a step makes them, unless it runs within another one
+            forget_lists()  # lists of modules are made in a step, unless it runs within another
             begin = time.perf_counter()
             result = Transaction(host.device).run(work)
             float(result.loss)  # waits for the device
@@ -85,17 +86,17 @@ class Rows:
             if repeat:
                 self.clock.seconds += whole_ms / 1e3
                 found.append([*result.event_ms, whole_ms - sum(result.event_ms)])
-        forget_lists()  # which would keep the model alive until the end of that step
+        forget_lists()  # they would keep the model alive until the end of that step
         typical = (self.clock.typical(list(each)) for each in zip(*found, strict=True))
         forward, reader, reader_back, backward, outside = typical
         return StepTimes((forward, backward), (reader, reader_back), outside, plan.logical_tokens)
 
     def steady_share(self, host: ModelHost, tokens: int, alone: Times) -> float:
-        """Time of a row within a step, over that behind matrix products: `Clock.steady_share`.
+        """Ratio of a row's time within a step to that after matrix products: `Clock.steady_share`.
 
-        The row has twice as many tokens where the host is slow and memory suffices.
+        The row has twice as many tokens if the host is slow and memory suffices.
 
-        alone: times of a row of so many tokens.
+        alone: times of a row of `tokens`.
         """
         with suppress(torch.OutOfMemoryError):
             if alone.waits_for_host:
@@ -110,14 +111,14 @@ class Rows:
     def kept_bytes(
         self, hosts: Mapping[int, ModelHost], tokens: int, policy: str
     ) -> tuple[float, float]:
-        """Bytes a token that a block keeps, and the rest of a row, from models of two depths."""
+        """Saved bytes per token of a block, and of the rest of a row, from models of two depths."""
         few, more = sorted(hosts)
         total = {n: self._saved_bytes(host, tokens, policy) for n, host in hosts.items()}
         block = (total[more] - total[few]) / (more - few)
         return block / tokens, max(total[few] - few * block, 0.0) / tokens
 
     def _saved_bytes(self, host: ModelHost, tokens: int, policy: str) -> int:
-        """Bytes of the storages that autograd keeps of a row, its parameters' not counted."""
+        """Bytes of storages that autograd saves for a row, without parameters."""
         held = {storage_id(p) for _, p in host.named_parameters()}
         inputs, run = self._row(host, tokens, num_loss_entries=1, checkpointing=policy)
         kept: dict[int, Tensor] = {}
@@ -135,7 +136,8 @@ class Rows:
         return nbytes
 
     def working_bytes(self, host: ModelHost, sizes: list[int]) -> tuple[float, float]:
-        """Memory of a backward besides what is kept: bytes a row, and a token; 0 on a CPU."""
+        """Peak memory of a backward in addition to saved bytes: per row and per token; 0 on a
+        CPU."""
         if self.clock.kind != "cuda":
             return 0.0, 0.0
         found = []

@@ -1,4 +1,5 @@
-"""Parts of a step by themselves: attention as layers call it, the head, copies to the host."""
+"""Measures parts of a step separately: attention as layers call it, the head, copies to the
+host."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -24,38 +25,38 @@ class Causal(NamedTuple):
     """Costs of segments that attend to themselves alone."""
 
     pairs: Curve
-    """Pairs a ms by their length."""
+    """Pairs per ms, by length of the segments."""
     long_ms: tuple[float, float]
-    """Additional time of the host for each segment of at least LONG_TOKENS."""
+    """Additional host time for each segment of at least LONG_TOKENS."""
 
 
 class Rectangles(NamedTuple):
     """Costs of attention to ancestors."""
 
     part: Curve
-    """Of a further launch, by its queries."""
+    """Time of a further launch, by number of its queries."""
     pairs: Curve
-    """Pairs a ms by the length of its keys."""
+    """Pairs per ms, by number of keys."""
     walk_ms: tuple[float, float]
-    """Least time for each key of a sequence forward, and for each query backward."""
+    """Least time per key of a sequence in the forward, and per query in the backward."""
     issued: tuple[float, float]
-    """The host's time of a launch."""
+    """Host time of a launch."""
 
 
 class Parts:
-    """Measures parts of a model of that shape on one device."""
+    """Measures parts of a model of this shape on one device."""
 
     def __init__(self, clock: Clock, shape: ModelShape, *, kernel: str) -> None:
         self.clock: Clock = clock
         self.shape: ModelShape = shape
         self.kernel: str = kernel
         self._alone: dict[int, Times] = {}
-        """Times of so many segments without an ancestor."""
+        """Times of segments without ancestors, by number of segments."""
         self._dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[shape.dtype_bytes]
 
     def causal(self, sizes: tuple[int, ...]) -> Causal:
         """Costs of segments that attend to themselves alone."""
-        # The fixed time of a launch then counts for the block.
+        # The fixed time of a launch then counts as part of the block.
         fill = _fill(sizes)
         counts = [max(1, fill // length) for length in sizes]
         times = [self._attention_ms(n, count, 0) for n, count in zip(sizes, counts, strict=True)]
@@ -66,7 +67,7 @@ class Parts:
 
         long_ms = (0.0, 0.0)
         if sizes[0] < LONG_TOKENS <= sizes[-1]:
-            # The shortest of them, for a launch has more: noise counts for less.
+            # The shortest long segments, because a launch has more of them, which reduces noise.
             first = next(n for n, length in enumerate(sizes) if length >= LONG_TOKENS)
             added = [max(times[first][n] - times[0][n], 0.0) / counts[first] for n in (2, 3)]
             long_ms = (added[0], added[1])
@@ -75,10 +76,10 @@ class Parts:
     def rectangles(self, sizes: tuple[int, ...], keys: tuple[int, ...]) -> Rectangles:
         """Costs of attention to ancestors.
 
-        Queries are as many as a microbatch has: few would not fill the device. Two launches that
-        fill it separate the time of a query from that of a pair. A launch with few keys measures
-        the backward of one block of keys. One with few queries measures the forward of one block
-        of queries.
+        Launches have as many queries as a microbatch, because fewer would not fill the device. Two
+        such launches separate the time of a query from that of a pair. A launch with few keys
+        measures the backward of one block of keys. A launch with few queries measures the forward
+        of one block of queries.
         """
         fill, short = _fill(sizes), sizes[0]
         # Launches of WIDE_PAIRS may run on another kernel.
@@ -89,7 +90,7 @@ class Parts:
         few_queries = self._added(short, short, keys[-1])
 
         def filled(backward: bool) -> float:
-            """Time of as many queries as fill the device, without their pairs."""
+            """Time of the queries of a launch that fills the device, without pairs."""
             (q, p), (other_q, other_p) = ((queries[i], queries[i] * keys[i]) for i in (0, -1))
             first, last = whole[0][int(backward)], whole[-1][int(backward)]
             each = (first * other_p - last * p) / (q * other_p - other_q * p)
@@ -109,7 +110,8 @@ class Parts:
         return Rectangles(part, curve(keys, at), walk, (call[2], call[3]))
 
     def wide(self, length: int, tokens: int, part: Curve) -> tuple[float, float]:
-        """Pairs a ms of as many queries, in segments of `length`, as keys of an ancestor."""
+        """Pairs per ms of a launch with equal numbers of queries, in segments of `length`, and of
+        keys."""
         found = []
         for way, time_ms in enumerate(self._added(length, tokens, tokens)[:2]):
             less = part.time(tokens, backward=bool(way))
@@ -117,19 +119,19 @@ class Parts:
         return found[0], found[1]
 
     def _added(self, length: int, queries: int, keys: int) -> Times:
-        """Times that an ancestor of `keys` tokens adds to segments of `length` tokens."""
+        """Time that an ancestor of `keys` tokens adds to segments of `length` tokens."""
         count = queries // length
         if count not in self._alone:
             self._alone[count] = self._attention_ms(length, count, 0)
         with_it, without = self._attention_ms(length, count, keys), self._alone[count]
-        # Noise must not make a launch cost nothing.
+        # With noise the difference could be 0 or negative.
         return Times(*(max(a - b, 0.02 * a) for a, b in zip(with_it, without, strict=True)))
 
     def _attention_ms(self, length: int, count: int, keys: int) -> Times:
-        """One layer's attention over `count` segments, all below an ancestor of `keys` tokens.
+        """Time of one layer's attention of `count` segments with an ancestor of `keys` tokens.
 
-        One segment more, of one token, has the kernel chosen that serves segments of a microbatch:
-        they differ in length.
+        One more segment, of one token, makes lengths differ as in a microbatch, so that the same
+        kernel is chosen.
         """
         one, tokens, dtype = self.shape, length * count + 1, self._dtype
 
@@ -164,7 +166,7 @@ class Parts:
         return self.clock.times(forward, lambda o: o.backward(grad))
 
     def head(self, vocab: int, sizes: tuple[int, ...]) -> Curve:
-        """The head with log-probs, by labelled tokens."""
+        """Time of the head with log-probs, by number of labelled tokens."""
         shape = (vocab, self.shape.hidden)
         weight = torch.randn(shape, device=self.clock.device, dtype=self._dtype)
         weight.mul_(0.02).requires_grad_()
@@ -188,7 +190,7 @@ class Parts:
         return curve(counts, lambda i, backward: found[i][int(backward)])
 
     def copies(self, nbytes: int) -> dict[str, float]:
-        """Bytes a ms to the host and back, by the names that a calibration has for them."""
+        """Bytes per ms to the host and back, by names of fields of a calibration."""
         transfers = staging_for(self.clock.device).transfers
         source = torch.zeros(nbytes, dtype=torch.uint8, device=self.clock.device)
         host = transfers.host_buffer(nbytes)
@@ -211,12 +213,12 @@ class Parts:
 
 
 def _fill(sizes: tuple[int, ...]) -> int:
-    """As many tokens as a microbatch has."""
+    """Number of tokens of a microbatch."""
     return min(sizes[-1], FILLED_TOKENS)
 
 
 def curve(sizes: Sequence[int], at: Callable[[int, bool], float]) -> Curve:
-    """A figure over sizes, from their index and whether it is the backward's."""
+    """Make a curve over sizes. `at`: takes the index of a size and whether it is the backward."""
     return Curve(
         at=tuple(float(s) for s in sizes),
         forward=tuple(at(i, False) for i in range(len(sizes))),
