@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import setups_trl as setups
@@ -76,6 +77,31 @@ def test_a_window_that_trains_nothing_has_zero_gradients(tmp_path: Path) -> None
     assert pair.found.keys() == pair.expected.keys()
     assert all(not gradient.any() for gradient in pair.found.values())
     pair.check_metrics()
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "sapo"])
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_a_row_without_numbers_is_streamed(loss_type: str, value: float, tmp_path: Path) -> None:
+    """As where float16 overflows, and the gradient scaler leaves the step out."""
+
+    def changed(trainer: Any) -> None:
+        make = trainer._generate_and_score_completions
+
+        def overflowing(inputs: Any) -> Any:
+            found = make(inputs)
+            found["old_per_token_logps"] = torch.full(found["completion_ids"].shape, -3.0)
+            found["old_per_token_logps"][1] = value
+            return found
+
+        trainer._generate_and_score_completions = overflowing
+
+    pair = Pair("grpo", tmp_path, changed=changed, loss_type=loss_type)
+    assert not all(gradient.isfinite().all() for gradient in pair.expected.values())
+    assert all(
+        torch.equal(pair.found[name].isfinite(), gradient.isfinite())
+        for name, gradient in pair.expected.items()
+    )
+    assert pair.ours.sharing.streams is True
 
 
 @pytest.mark.parametrize("streams", [None, False])
