@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import setups_trl as setups
+import torch
 import trl
 from accelerate import ParallelismConfig
 from cases_trl import OURS, Pair
@@ -85,6 +86,26 @@ def test_a_reference_model_without_a_name(kind: str, tmp_path: Path) -> None:
     assert isinstance(caught.value.__cause__, OSError)
     with pytest.raises(OSError, match="none"):
         make(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize(("kind", "name"), [("grpo", "model"), ("dpo", "model"), ("dpo", "ref")])
+def test_models_that_are_compiled(kind: str, name: str, tmp_path: Path) -> None:
+    """TRL trains them. Its head on the compiled code is refused as a forward of the user's."""
+    models: dict[str, Any] = {"model": setups.model(), "ref": setups.model()}
+    models[name] = torch.compile(models[name], backend="eager")
+    made = {"ref_model": models["ref"]} if kind == "dpo" else {"reward_funcs": [setups.reward]}
+    sampled = {} if kind == "dpo" else setups.SAMPLED
+    args = setups.CONFIGS[kind](output_dir=str(tmp_path), **{**setups.COMMON, **sampled})
+    data = setups.pairs() if kind == "dpo" else setups.prompts()
+    match = r"torch\.compile of a Qwen3ForCausalLM, .* Pass .*_orig_mod: .*compile_blocks=True"
+    with pytest.raises(UnsupportedError, match=match):
+        OURS[kind](
+            models["model"],
+            args=args,
+            processing_class=setups.tokenizer(),
+            train_dataset=data,
+            **made,
+        )
 
 
 def test_padding_free_trains_where_trl_leaves_it_out(tmp_path: Path) -> None:

@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
+from torch import nn
 from transformers import TrainingArguments
 
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts import refusals
+from forkpoint.hosts.wrappers import uncompiled
 
 _log = logging.getLogger("forkpoint")
 
@@ -35,10 +37,11 @@ def _drops(trainer: Any) -> bool:
 
 
 _REENTRANT = "non-reentrant checkpointing is exact: set use_reentrant to False."
-_COMPILED = (
-    "leave it out, because forkpoint compiles decoder blocks on CUDA by default. On other devices "
-    "and with context parallelism, pass forkpoint=Config(compile_blocks=True)."
+_COMPILES = (
+    "forkpoint compiles decoder blocks on CUDA by default. On other devices and with context "
+    "parallelism, pass forkpoint=Config(compile_blocks=True)."
 )
+_COMPILED = f"leave it out, because {_COMPILES}"
 _NOISE = "differ between copies of a token, and a shared token is computed once"
 REFUSED: dict[str, str] = {
     "activation_checkpointing_kwargs": _REENTRANT,
@@ -107,10 +110,18 @@ def check_version(found: str) -> None:
 
 
 def check_arguments(trainer: type, given: Iterable[object]) -> None:
-    """Raises UnsupportedError if an argument is a configuration with a refused option."""
+    """Raises UnsupportedError if an argument is a configuration with a refused option, or a model
+    that torch.compile returned: TRL would set its head on the compiled code, which steps leave out.
+    """
     for value in given:
         if isinstance(value, TrainingArguments):
             check_options(trainer, value)
+        if isinstance(value, nn.Module) and (module := uncompiled(value)) is not value:
+            raise UnsupportedError(
+                f"a model is the result of torch.compile of a {type(module).__name__}, which "
+                f"forkpoint's {trainer.__name__} does not take. Pass the module that was compiled, "
+                f"model._orig_mod: {_COMPILES}"
+            )
 
 
 def check_options(trainer: type, args: Any) -> None:
