@@ -1,1 +1,1 @@
-"""Trainers of other libraries with forkpoint's steps, which compute each shared token once."""
+"""Integrations: trainers of other libraries that train with forkpoint's steps."""

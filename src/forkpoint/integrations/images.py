@@ -1,5 +1,4 @@
-"""Images and videos among the arguments of models of transformers, split as trainers have joined
-them."""
+"""Images and videos in the arguments of transformers models, which trainers have concatenated."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -17,14 +16,15 @@ INPUTS: dict[MediaKind, tuple[str, str]] = {
 }
 """Names of the patches [patches, ...] and of the grids [media, 3], by kind."""
 SECONDS = "second_per_grid_ts"
-"""The seconds between frames of each video, which positions of Qwen2.5-VL depend on."""
+"""Argument with the seconds between frames of each video. Positions of Qwen2.5-VL depend on
+them."""
 Part = tuple[dict[str, Tensor], int]
-"""The inputs of a medium, or of a tile of an image, and a size that its number of tokens is
-proportional to."""
+"""Inputs of a medium or of a tile of an image, with a size to which the number of its tokens is
+proportional."""
 
 
 def media_parts(kind: MediaKind, given: dict[str, Any]) -> list[Part]:
-    """The media of one kind, taken out of a call's arguments."""
+    """Split the media of one kind from the arguments of a call."""
     name, grid = INPUTS[kind]
     if name not in given:
         return []
@@ -42,12 +42,12 @@ def media_parts(kind: MediaKind, given: dict[str, Any]) -> list[Part]:
             for n, (begin, end) in enumerate(pairwise([0, *ends]))
         ]
     sizes, shown = given.pop("image_sizes", None), given.pop("pixel_attention_mask", None)
-    if sizes is not None:  # Mistral 3: [images, ...], as large as the largest
+    if sizes is not None:  # Mistral 3: [images, ...], padded to the largest
         each = zip(pixels.split(1), sizes.split(1), sizes.tolist(), strict=True)
         return [({name: x[..., :h, :w], "image_sizes": n}, h * w) for x, n, (h, w) in each]
     if pixels.ndim < 5:  # LLaVA, and tiles of InternVL
         return [({name: x}, 1) for x in pixels.split(1)]
-    there = pixels.flatten(2).any(-1)  # SmolVLM: [B, tiles, ...], filled up with zeros
+    there = pixels.flatten(2).any(-1)  # SmolVLM: [B, tiles, ...], padded with zeros
     tiles = {name: pixels[there]}
     if shown is not None:
         tiles["pixel_attention_mask"] = shown[there]
@@ -57,9 +57,9 @@ def media_parts(kind: MediaKind, given: dict[str, Any]) -> list[Part]:
 def media_of_rows(
     kind: MediaKind, parts: Sequence[Part], places_BW: Tensor
 ) -> tuple[tuple[Media, ...], ...]:
-    """The media of each row, in the order of their tokens. `places_BW`: bool, where these are.
+    """Media of each row, in the order of their tokens. `places_BW`: bool, True at these tokens.
 
-    Raises UnsupportedError where the number of a medium's tokens is not known.
+    Raises UnsupportedError if the number of a medium's tokens is unknown.
     """
     counts_B, left = places_BW.sum(1).tolist(), list(parts)
     tokens, sizes = sum(counts_B), sum(size for _, size in parts)

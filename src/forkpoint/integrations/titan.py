@@ -13,7 +13,7 @@ from forkpoint.hosts.titan.families import family_of
 from forkpoint.losses import Loss
 
 IGNORED = -100
-"""The label that torchtitan does not count."""
+"""Label of tokens that torchtitan does not count."""
 ROLLOUTS = "rollouts"
 
 

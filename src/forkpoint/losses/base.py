@@ -1,7 +1,7 @@
-"""Base class of losses, the views that they are called with, and functions as losses.
+"""Base class of losses, their views of a batch, and losses from functions.
 
-The engine calls a loss with one view of the batch at a time and adds up the results. The sum does
-not depend on the views, because denominators are those of the whole batch.
+The engine calls a loss with one view of the batch at a time and sums the results. The sum does not
+depend on the views, because denominators are those of the whole batch.
 """
 
 import math
@@ -29,7 +29,7 @@ SOURCES = {
     "returns": "docs/reference/losses.md shows how to compute them from rewards and values",
     "old_values": "they are the critic's policy.score(batch).values before its update",
 }
-"""Fields of a RolloutBatch that a loss may need, and where they come from."""
+"""Fields of a RolloutBatch that a loss may need, with their sources."""
 
 LOSSES_OF: dict[Head, str] = {
     "logprobs": "a loss of log-probs, such as losses.PPO",
@@ -61,7 +61,7 @@ class Denominators:
 
 
 def check_denominators(given: object) -> None:
-    """Raises ConfigError for what is neither Denominators nor None."""
+    """Raises ConfigError unless the value is Denominators or None."""
     if given is not None and not isinstance(given, Denominators):
         raise ConfigError(
             f"denominators is {short(given)} of type {type(given).__name__}; it takes "
@@ -114,21 +114,22 @@ class LossBatch:
     rollout_ids: tuple[str, ...]
 
     def trained(self, values_T: Tensor) -> Tensor:
-        """`values_T`, with value and gradient 0 outside the loss mask."""
+        """Set values, and their gradients, to 0 outside the loss mask: [T]."""
         return torch.where(self.loss_mask, values_T, 0)
 
     def to_tokens(self, values_n: Tensor) -> Tensor:
-        """The value of its rollout for each token: [T]."""
+        """Repeat the value of each rollout for its tokens: [T]."""
         return values_n.index_select(0, self.token_rollout)
 
     def rollout_sum(self, values_T: Tensor) -> Tensor:
-        """The sum of the values of each rollout: [n]."""
+        """Sum the values of each rollout: [n]."""
         return values_T.new_zeros(len(self.rollout_ids)).index_add(0, self.token_rollout, values_T)
 
     def rollout_mean(self, values_T: Tensor) -> Tensor:
-        """The mean over the trained tokens of each rollout, 0 for a rollout without any: [n].
+        """Mean over the trained tokens of each rollout, 0 for a rollout without any: [n].
 
-        In a view that holds a part of a rollout it is that part's share of the mean.
+        If the view has only a part of a rollout, the result is the contribution of this part to the
+        mean.
         """
         return self.rollout_sum(self.trained(values_T)) / self.rollout_tokens.clamp(min=1)
 
@@ -254,7 +255,7 @@ class FunctionLoss(Loss):
     needs_entropy: bool = False
 
     def __repr__(self) -> str:
-        """The function's name, without the address that its own repr has."""
+        """Name of the function, without the address in its repr."""
         return getattr(self.function, "__qualname__", type(self.function).__qualname__)
 
     def __call__(self, outputs: LossOutputs, batch: LossBatch) -> Tensor:
@@ -262,9 +263,9 @@ class FunctionLoss(Loss):
 
 
 def as_loss(loss: Loss | LossFunction) -> Loss:
-    """`loss` itself if it is a Loss; a function of (outputs, batch) becomes a joint one.
+    """Return a Loss unchanged, and convert a function of (outputs, batch) to a joint loss.
 
-    Raises ConfigError for anything else, for a class in place of its instance, and for a Loss whose
+    Raises ConfigError for other objects, for a class instead of an instance, and for a Loss whose
     decomposition or needs are not allowed.
     """
     if isinstance(loss, type):

@@ -1,4 +1,5 @@
-"""Preference pairs, whose two rollouts share their prompt: DPO, its variants, and SimPO."""
+"""Losses of preference pairs, whose two rollouts share their prompt: DPO, its variants, and
+SimPO."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -158,18 +159,19 @@ class SimPO(PairLoss):
 
 
 def _margins(values_T: Tensor, batch: LossBatch, *, mean: bool) -> Tensor:
-    """The chosen rollout's sum (or mean) of values less the rejected one's, for each pair."""
+    """Difference of the sums (or means) of values of the chosen and the rejected rollout, for each
+    pair."""
     values_T = batch.trained(values_T)
     rewards_n = batch.rollout_mean(values_T) if mean else batch.rollout_sum(values_T)
     advantages_n = _rollout_max(batch)
-    # Each group is there twice, so sorted by group the pairs lie next to each other.
+    # Each group has two rollouts, so pairs are adjacent after sorting by group.
     first_P, second_P = batch.group_index.argsort().view(-1, 2).unbind(1)
     sign_P = torch.sign(advantages_n[first_P] - advantages_n[second_P])
     return sign_P * (rewards_n[first_P] - rewards_n[second_P])
 
 
 def _preference(batch: RolloutBatch, index: int, who: str, loss: str) -> np.float32:
-    """The advantage of a rollout's trained tokens, in the precision in which the loss compares."""
+    """The advantage of a rollout's trained tokens, in the precision of the loss."""
     tokens = slice(*batch.offsets[index : index + 2])
     values = np.unique(batch.advantages[tokens][batch.loss_mask[tokens]].astype(np.float32))
     if len(values) != 1:
@@ -183,7 +185,7 @@ def _preference(batch: RolloutBatch, index: int, who: str, loss: str) -> np.floa
 
 
 def _rollout_max(batch: LossBatch) -> Tensor:
-    """Each rollout's advantage: [n]. A maximum of equal numbers is exact, as a mean is not."""
+    """Advantage of each rollout: [n]. The maximum of equal numbers is exact, unlike their mean."""
     advantages_T = torch.where(batch.loss_mask, batch.advantages, -torch.inf)
     lowest_n = advantages_T.new_full((len(batch.rollout_ids),), -torch.inf)
     return lowest_n.scatter_reduce(0, batch.token_rollout, advantages_T, "amax")

@@ -11,11 +11,11 @@ from forkpoint.losses.base import SOURCES, Loss, LossBatch
 from forkpoint.losses.outputs import LossOutputs
 
 ACCUMULATES = "torch::autograd::AccumulateGrad"
-"""The name of the nodes that add to `.grad` of a leaf."""
+"""Name of the autograd nodes that add to `.grad` of a leaf."""
 
 
 def computed(loss: Loss, outputs: LossOutputs, batch: LossBatch) -> Tensor:
-    """The loss of a view.
+    """Compute the loss of a view.
 
     Raises the errors of the loss. If the loss reads a field of the view that is None, the
     TypeError or AttributeError becomes a ConfigError that names the field.
@@ -43,7 +43,7 @@ def computed(loss: Loss, outputs: LossOutputs, batch: LossBatch) -> Tensor:
 
 
 def _names(traceback: TracebackType | None) -> set[str]:
-    """Names of attributes in the functions that an error has passed."""
+    """Names of attributes in the functions of an error's traceback."""
     found: set[str] = set()
     while traceback is not None:
         code = traceback.tb_frame.f_code

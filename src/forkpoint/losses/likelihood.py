@@ -1,4 +1,4 @@
-"""Weighted log-likelihood, of the tokens themselves (SFT) or against a teacher's (distillation)."""
+"""Weighted log-likelihood of tokens (SFT), and distillation from the log-probs of a teacher."""
 
 import math
 from dataclasses import dataclass, field

@@ -70,7 +70,7 @@ class PolicyLoss(Loss):
         check_choice("kl_estimator", self.kl_estimator, ("k1", "k2", "k3"))
         check_number("entropy", self.entropy)
         check_choice("normalize", self.normalize, ("token", "rollout"))
-        # On the instance, in addition to what its class needs; the dataclass is frozen.
+        # Set on the instance, in addition to the needs of its class. The dataclass is frozen.
         if self.kl:
             object.__setattr__(self, "needs", (*type(self).needs, "reference_logprobs"))
         if self.entropy:

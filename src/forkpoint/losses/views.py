@@ -1,4 +1,4 @@
-"""The parts of a batch that a loss is shown, as tensors."""
+"""Views of a batch for losses, as tensors."""
 
 from collections.abc import Mapping
 
@@ -34,7 +34,7 @@ class LossViews:
         ).astype(np.float64)
 
     def of_tokens(self, tokens: IntArray) -> LossBatch:
-        """A view that holds exactly these positions of the batch's flat tokens, ascending."""
+        """Make a view of these positions of the batch's flat tokens, which must ascend."""
         rollouts, local = np.unique(self.rollout_of[tokens], return_inverse=True)
         counts = np.bincount(local, minlength=len(rollouts))
         batch = self.batch
@@ -58,7 +58,8 @@ class LossViews:
         )
 
     def of_rollouts(self, rollouts: np.ndarray) -> tuple[LossBatch, IntArray]:
-        """A view of whole rollouts (bool [N]), untrained tokens included, and its tokens."""
+        """Make a view of whole rollouts (bool [N]), with untrained tokens. Returns the view and its
+        tokens."""
         tokens = np.flatnonzero(rollouts[self.rollout_of])
         return self.of_tokens(tokens), tokens
 
@@ -76,9 +77,10 @@ def batch_denominators(batch: RolloutBatch) -> Denominators:
 
 
 def check_range(batch: RolloutBatch, dtype: torch.dtype) -> None:
-    """Raises RolloutError if a number overflows, or a temperature becomes 0, in a loss's dtype.
+    """Raises RolloutError if a number overflows, or a temperature becomes 0, in the dtype of
+    losses.
 
-    Rollouts keep float64, and the losses of models that are not float64 are computed in float32.
+    Rollouts have float64. Losses are computed in float32, or in float64 for float64 models.
     """
     most = torch.finfo(dtype).max
     kind = str(dtype).removeprefix("torch.")

@@ -16,7 +16,7 @@ def zero_rollouts(loss: Loss, batch: RolloutBatch) -> NDArray[np.bool_]:
     Raises ConfigError if the declaration of the loss is not a bool array [N].
     """
     nothing = np.zeros(len(batch), bool)
-    # Advantages that were not given are zeros, which such a loss refuses.
+    # Missing advantages are zeros, and a loss of advantages refuses such a batch.
     if not _declares(type(loss)) or (loss.uses_advantages and not batch.has_advantages):
         return nothing
     found = loss.zero_rollouts(batch)
@@ -35,9 +35,9 @@ def zero_rollouts(loss: Loss, batch: RolloutBatch) -> NDArray[np.bool_]:
 
 
 def _declares(kind: type[Loss]) -> bool:
-    """Whether what a class declares is about the terms that it computes.
+    """Whether the declaration of a class applies to its terms.
 
-    It is not where a method is defined below the class that declares: that class knew other terms.
+    It does not if a subclass of the declaring class overrides a method, which may change the terms.
     """
     for each in kind.__mro__:
         names = vars(each)

@@ -1,10 +1,10 @@
-"""TRL's trainers, with every shared token computed once.
+"""TRL's trainers with forkpoint's steps, which compute every shared token once.
 
     from forkpoint.integrations.trl import GRPOTrainer
 
     trainer = GRPOTrainer(model, reward_funcs, args=GRPOConfig(...), forkpoint=Config(...))
 
-`shared_trainer` does the same for your subclass of a trainer of TRL.
+For your subclass of a TRL trainer, use `shared_trainer`.
 """
 
 from importlib import import_module

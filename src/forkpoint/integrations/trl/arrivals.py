@@ -1,8 +1,8 @@
-"""Gradients that arrive at a loss in the trainer's backward, and the step that they are kept for.
+"""Gradients that the trainer's backward brings to the inputs of a loss, and that a later step uses.
 
-The values that TRL's losses are given have no graph of the model. A backward ends at them: what
-arrives there is kept, and when the backward of an optimizer step's last micro-batch is done, the
-step runs with it. So gradients come from the backward that is called, with every factor in it.
+Inputs of TRL's losses have no graph of the model, so a backward ends at them and their gradients
+are stored. After the backward of the last micro-batch of an optimizer step, forkpoint's step runs
+with these gradients. They contain all factors of the trainer's backward.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,14 +16,14 @@ from forkpoint.step.weight_changes import Weights
 
 
 class Arrivals:
-    """Gradients that a backward brings to some values, and whether they may still be used."""
+    """Gradients of some values from a backward, and checks that they can still be used."""
 
     def __init__(
         self, parameters: Iterable[tuple[str, nn.Parameter]], reached: Callable[[], None]
     ) -> None:
-        """`parameters`: those that the values depend on. `reached` is called in the backward."""
+        """`parameters`: parameters on which the values depend. The backward calls `reached`."""
         self.gradients: list[Tensor | None] = []
-        """One for each of the values; None where nothing has arrived."""
+        """One gradient for each value; None if the value has none yet."""
         self.used: bool = False
         """Whether a step has run with them."""
         self._reached = reached
@@ -32,7 +32,7 @@ class Arrivals:
         self._gradients = self._now()
 
     def at(self, *values: Tensor) -> tuple[Tensor, ...]:
-        """The values, with a graph that ends here."""
+        """The values, with a graph whose backward calls `receive`."""
         self.gradients = [None] * len(values)
         found: Any = Differentiable.apply(self, len(values), *values, *self._trained)
         return found
@@ -43,8 +43,8 @@ class Arrivals:
     def receive(self, gradients: Sequence[Tensor | None]) -> None:
         """Add the gradients of one backward to those of earlier backwards.
 
-        Raises UnsupportedError for a backward that is not an ordinary one of all parameters, and
-        for one after the step.
+        Raises UnsupportedError for a backward that is not of all parameters, with create_graph, or
+        after the step.
         """
         check_backward(self._trained, "this loss", done=self.used)
         for index, gradient in enumerate(gradients):
@@ -54,7 +54,7 @@ class Arrivals:
         self._reached()
 
     def check_weights(self) -> None:
-        """Raises UnsupportedError where weights are not those that the loss was computed with."""
+        """Raises UnsupportedError if weights have changed since the loss was computed."""
         if (change := self._weights.changed()) is not None:
             raise UnsupportedError(
                 "weights have changed between compute_loss and the last backward of its optimizer "
@@ -63,7 +63,7 @@ class Arrivals:
             )
 
     def check_gradients(self) -> None:
-        """Raises UnsupportedError where something else has added to `.grad` meanwhile."""
+        """Raises UnsupportedError if other code has added to `.grad` since then."""
         if self._now() != self._gradients:
             raise UnsupportedError(
                 "gradients were added between compute_loss and the last backward of its optimizer "

@@ -1,8 +1,8 @@
-"""Calls of a model by TRL's losses: their rows, and the objects that answer them.
+"""Calls of a model by TRL's losses: their rows, and objects that replace the model.
 
-TRL's losses ask the model for log-probs by `model(..., labels=labels, fused_lm_head=True)`. A
-StandIn learns in this way which rows a loss wants, gives it what forkpoint has computed, or
-computes it at once.
+TRL's losses get log-probs by `model(..., labels=labels, fused_lm_head=True)`. A StandIn takes this
+call. It records the rows of the call, or answers it with results that forkpoint has computed or
+computes now.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,12 +23,12 @@ from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.rollouts.media import Media
 
 IGNORED = -100
-"""The label of a token that is not scored."""
+"""Label of tokens without a log-prob."""
 REMEDIES = {
     "shift_labels": "Sequences are split by forkpoint itself: leave out what shifts labels.",
     "position_ids": "Rows without padding are not supported: set padding_free=False.",
 }
-"""Arguments that TRL may give the model, and what to do about those that are refused."""
+"""Arguments that TRL may pass to the model, with remedies for refused ones."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ class Rows:
         types = given.pop("mm_token_type_ids", None)
         media: tuple[tuple[Media, ...], ...] = ()
         if "pixel_values" in given:
-            # Models without grids count tokens around an image as well.
+            # Models without grids also count tokens around an image.
             if types is None or INPUTS["image"][1] not in given:
                 types = (input_ids == _image_token(model)).long()
             media = media_of_rows("image", media_parts("image", given), types == 1)
@@ -78,7 +78,7 @@ class Rows:
             )
         present = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
         scored = labels != IGNORED
-        scored[:, 0] = False  # nothing comes before it
+        scored[:, 0] = False  # no token comes before it
         if media and types is not None:
             scored &= types == 0  # TRL's masks hide images in results of tools
         if bool((scored & (labels != input_ids)).any()):
@@ -89,7 +89,7 @@ class Rows:
         return cls(input_ids, present, scored, routed, media, types)
 
     def of(self, chosen: Tensor) -> "Rows":
-        """Some of the rows, int64 [n], without losses of routers."""
+        """Some of the rows, int64 [n], without router losses."""
         return Rows(
             self.input_ids[chosen],
             self.present[chosen],
@@ -100,9 +100,9 @@ class Rows:
 
 
 def _image_token(model: nn.Module | None) -> int:
-    """The token that stands for images of a model.
+    """Id of the placeholder token of a model's images.
 
-    Raises UnsupportedError for models whose images are not known.
+    Raises UnsupportedError for models with unknown images.
     """
     assert model is not None
     core = supported_model(unwrapped(model))
@@ -117,7 +117,8 @@ def _image_token(model: nn.Module | None) -> int:
 
 
 class PackedRows:
-    """Several calls' rows as one batch, and its values back in the calls' own shapes.
+    """Rows of several calls as one batch, with conversions of values to and from the shapes of the
+    calls.
 
     Ranks of context parallelism have the same batch: the rows of all of them, in the order of the
     ranks. Per-token values have two lengths: T for the batch, t for the rows of this rank.
@@ -137,7 +138,7 @@ class PackedRows:
         """
         self.calls: tuple[Rows, ...] = tuple(calls)
         self.ranks: int = places.size
-        """Ranks whose rows the batch has."""
+        """Number of ranks whose rows are in the batch."""
         self._places: Places = places
         self.width: int = max(rows.input_ids.shape[1] for rows in calls)
         own = torch.cat(
@@ -178,15 +179,15 @@ class PackedRows:
             self.batch = self.batch.with_media(media, self.flat(types))
 
     def widened(self, values: Tensor) -> Tensor:
-        """[..., W] with columns of zeros on the right, to the width of the widest call."""
+        """Pad [..., W] on the right with zeros, to the width of the widest call."""
         return torch.nn.functional.pad(values, (0, self.width - values.shape[-1]))
 
     def flat(self, values: Sequence[Tensor]) -> Tensor:
-        """Values of the calls, each [B, W], for their tokens: [t]."""
+        """Values of the tokens from values of the calls, each [B, W]: [t]."""
         return torch.cat([self.widened(x) for x in values]).flatten()[self.cells]
 
     def joined(self, values_t: Tensor) -> Tensor:
-        """Values of the calls' tokens with those of all ranks, without a graph: [T]. Collective."""
+        """Values of the tokens of all ranks, without a graph: [T]. Collective."""
         values_T = values_t.new_zeros(len(self.batch.layout.columns))
         values_T[self.tokens] = values_t.detach()
         return self._places.summed(values_T)
@@ -196,9 +197,9 @@ class PackedRows:
         return {name: values_T[self.tokens] for name, values_T in per_token.items()}
 
     def unpacked(self, values_t: Tensor) -> list[Tensor]:
-        """Values of the calls' tokens, with their graph, in the shapes of TRL's outputs.
+        """Convert values of tokens, with their graph, to the shapes of TRL's outputs.
 
-        Each is [B, W - 1]: column j belongs to the token of column j + 1, and is 0 where that is
+        Each is [B, W - 1]. Column j belongs to the token of column j + 1, and is 0 if that token is
         not scored.
         """
         sizes = [len(rows.input_ids) for rows in self.calls]
@@ -211,8 +212,8 @@ class PackedRows:
 
 
 def _of_ranks(own: Tensor, places: Places) -> list[Tensor]:
-    """Tensors [3, N, W] of the ranks of context parallelism, each with its N and all as wide as the
-    widest, filled up with zeros. Collective."""
+    """Gather tensors [3, N, W] from context-parallel ranks. N may differ, and W is padded with
+    zeros to the largest. Collective."""
     sizes = torch.stack(places.all_of(torch.tensor(own.shape[1:], device=own.device)))
     rows, width = sizes.amax(0).tolist()
     fill = (0, width - own.shape[2], 0, rows - own.shape[1])
@@ -222,7 +223,7 @@ def _of_ranks(own: Tensor, places: Places) -> list[Tensor]:
 
 @dataclass(eq=False)
 class HeadAnswer:
-    """Outputs of a fused head: [B, W - 1] each, or None where not asked for; names are TRL's."""
+    """Outputs of a fused head with TRL's names: [B, W - 1] each, or None if not requested."""
 
     log_probs: Tensor
     entropy: Tensor | None = None
@@ -235,7 +236,8 @@ class HeadAnswer:
 
 
 class Captured(BaseException):
-    """The rows of the first call; not an Exception, so that no handler of a loss takes it."""
+    """Carries the rows of the first call. It is not an Exception, so handlers in a loss do not
+    catch it."""
 
     def __init__(self, rows: Rows) -> None:
         super().__init__()
@@ -252,8 +254,8 @@ class StandIn:
         *,
         passes_on: bool = False,
     ) -> None:
-        """`answer`: gives that of a call, from its arguments. `passes_on`: whether other calls go
-        to the model where gradients are not enabled; else they are refused."""
+        """`answer`: computes the result of a call from its arguments. `passes_on`: whether other
+        calls without gradients go to the model; otherwise they are refused."""
         self.model: nn.Module | None = model
         self._answer, self._passes_on = answer, passes_on
 
@@ -275,7 +277,7 @@ class StandIn:
 
 
 def capturing(model: nn.Module | None) -> StandIn:
-    """A stand-in that ends the loss at its first call, by raising Captured."""
+    """A stand-in that raises Captured at the first call, which ends the loss."""
 
     def answer(arguments: dict[str, Any]) -> HeadAnswer:
         raise Captured(Rows.of_call(arguments, model))
@@ -284,7 +286,7 @@ def capturing(model: nn.Module | None) -> StandIn:
 
 
 def answering(model: nn.Module | None, rows: Rows, found: HeadAnswer) -> StandIn:
-    """A stand-in that gives what has been computed for the rows that were captured."""
+    """A stand-in that returns computed results for the captured rows."""
 
     def answer(arguments: dict[str, Any]) -> HeadAnswer:
         asked, known = arguments["input_ids"], rows.input_ids
@@ -300,5 +302,5 @@ def answering(model: nn.Module | None, rows: Rows, found: HeadAnswer) -> StandIn
 
 
 def scoring(model: nn.Module | None, score: Callable[[Rows], HeadAnswer]) -> StandIn:
-    """A stand-in that computes the rows at once."""
+    """A stand-in that computes the rows when it is called."""
     return StandIn(model, lambda given: score(Rows.of_call(given, model)), passes_on=True)

@@ -1,4 +1,4 @@
-"""Counts that are logged beside TRL's metrics, and the warning where nothing is shared."""
+"""Counts that are logged with TRL's metrics, and a warning if nothing is shared."""
 
 import logging
 
@@ -18,10 +18,10 @@ class Counts:
         self._config = config
         self._values: dict[str, list[float]] = {}
         self._alone = 0
-        """Steps in a row in which nothing was shared."""
+        """Number of consecutive steps without shared tokens."""
 
     def add(self, plan: Plan, step_ms: float) -> None:
-        """Count a step that has run."""
+        """Count a finished step."""
         found = {
             "computed_tokens": float(plan.computed_tokens),
             "given_tokens": float(plan.logical_tokens),
@@ -38,14 +38,14 @@ class Counts:
             _log.warning("%s", warning(plan, self._config))
 
     def taken(self) -> dict[str, float]:
-        """Means over the steps since the last call, by the names that are logged."""
+        """Return means over the steps since the last call, by their names in the log."""
         found = {PREFIX + name: sum(x) / len(x) for name, x in self._values.items()}
         self._values = {}
         return found
 
 
 def warning(plan: Plan, config: Config) -> str:
-    """The text for steps in which nothing was shared, with the likely cause."""
+    """Text of the warning, with the likely cause."""
     begin = f"No step of the last {PATIENCE_STEPS} has shared a token: "
     if config.sharing == "none":
         return begin + "Config(sharing='none') asks for that."

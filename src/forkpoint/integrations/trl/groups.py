@@ -1,9 +1,8 @@
-"""Completions of one prompt, kept in one optimizer step where a generation feeds several.
+"""Option to keep the completions of a prompt in one optimizer step.
 
-TRL shuffles a generation batch before it is cut into micro-batches. Where it feeds several
-optimizer steps this scatters the completions of a prompt over them, and each step runs the prompt
-again. Keeping groups changes which samples meet in a step, and so what is trained; it is therefore
-an option.
+TRL shuffles a generation batch before it is cut into micro-batches. If the batch feeds several
+optimizer steps, this scatters the completions of a prompt over the steps, each of which runs the
+prompt again. Keeping groups changes the samples of each step, so it is an option.
 """
 
 import logging
@@ -25,10 +24,10 @@ class Grouping:
         self._warned = keep is not None
 
     def prepared(self, trainer: Any, before: Any, inputs: Any) -> Any:
-        """The micro-batch that TRL has prepared, or the one in its place with groups kept.
+        """The micro-batch that TRL has prepared, or its replacement with groups kept.
 
-        before: the micro-batches of the generation before; they are other objects after a new one.
-        inputs: the micro-batch that TRL gives.
+        before: micro-batches of the previous generation. A new generation makes new objects.
+        inputs: the micro-batch from TRL.
         """
         batches = getattr(trainer, "_buffered_inputs", None)
         if not trainer.model.training or batches is None or batches is before:
@@ -46,7 +45,7 @@ class Grouping:
                 steps,
             )
             return inputs
-        # Pixels are joined over rows: they are cut into those of each row, and joined again.
+        # Pixels of all rows are concatenated, so they are split by row and concatenated again.
         pixels = import_module("trl.trainer.utils")
         rows = [pixels.split_pixel_values_by_grid(batch) for batch in batches]
         prompts = [torch.cat([b["prompt_ids"], b["prompt_mask"]], 1) for b in batches]
@@ -57,8 +56,8 @@ class Grouping:
 
 
 def kept_order(prompts: list[int]) -> list[int]:
-    """Rows with those of one prompt together, prompts in the order of their first rows, so that a
-    shuffle of rows shuffles groups. `prompts`: for each row a number, equal for equal prompts."""
+    """Order of rows with those of one prompt together, and prompts in the order of their first
+    rows, which TRL has shuffled. `prompts`: a number for each row, equal for equal prompts."""
     first: dict[int, int] = {}
     for row, prompt in enumerate(prompts):
         first.setdefault(prompt, row)
@@ -66,7 +65,7 @@ def kept_order(prompts: list[int]) -> list[int]:
 
 
 def reordered(batches: list[dict[str, Any]], order: list[int]) -> list[dict[str, Any]]:
-    """The micro-batches of the same rows in another order."""
+    """Micro-batches of the same rows in another order."""
     size = len(order) // len(batches)
     found: list[dict[str, Any]] = [{} for _ in batches]
     for name in batches[0]:

@@ -1,4 +1,4 @@
-"""A comparison of TRL's own forward with forkpoint's, on one or two rows, when a training begins.
+"""Comparison of TRL's own forward with forkpoint's, on one or two rows, at the start of a training.
 
 forkpoint computes the log-probs of TRL's fused head itself. A later TRL may scale logits or add
 terms differently, without a change in the arguments of the call.
@@ -27,14 +27,14 @@ temperature. For 26 families with random weights in 16 bits, rounding shifted lo
 
 
 class HeadChecks:
-    """The models whose heads have been compared in this training."""
+    """Comparisons of the heads of models in one training."""
 
     def __init__(self) -> None:
         self._known: list[tuple[nn.Module, Any]] = []
-        """Each with the forward that TRL has set on it."""
+        """Models that were compared, each with the forward that TRL has set on it."""
 
     def forget(self) -> None:
-        """Compare every head again."""
+        """Require a new comparison of every head."""
         self._known = []
 
     def check(
@@ -46,14 +46,14 @@ class HeadChecks:
         temperature: float,
         answered: Callable[[Rows, float], HeadAnswer],
     ) -> None:
-        """Compare a model's head where it has not been compared. Collective on several ranks.
+        """Compare a model's head, unless it has been compared. Collective on several ranks.
 
         Llama 4's multimodal class is not compared. TRL's head asks its `base_model` for hidden
         states, and this model returns none.
 
-        answered: forkpoint's answer for rows at a temperature.
+        answered: computes forkpoint's outputs for rows at a temperature.
 
-        Raises UnsupportedError, on all ranks, where the two differ on one.
+        Raises UnsupportedError on all ranks if outputs differ on one.
         """
         core: Any = cast(Any, policy.host).entry.core
         head = vars(core).get("forward")
@@ -61,7 +61,8 @@ class HeadChecks:
         if known or not policy.config.self_check:
             return
         counts_B = (rows.scored & rows.present).sum(1)
-        # The one with the most tokens, and that which begins last: results may depend on padding.
+        # The row with the most tokens, and the row that begins last, because results may depend on
+        # padding.
         begins_B = rows.present.int().argmax(1) * (counts_B > 0)
         chosen = torch.stack([counts_B.argmax(), begins_B.argmax()]).unique()
         few = rows.of(chosen)
@@ -87,9 +88,9 @@ def _compared(
     temperature: float,
     answered: Callable[[Rows, float], HeadAnswer],
 ) -> str:
-    """The difference, as a sentence; empty where there is none."""
+    """A sentence about the difference; empty if there is none."""
     ours = answered(rows, temperature)
-    # On every rank, whether it is needed or not: it is collective.
+    # All ranks compute this, because it is collective.
     at_one = ours if temperature == 1.0 else answered(rows, 1.0)
     theirs = _run(model, policy, rows)
     host = policy.host
@@ -105,7 +106,7 @@ def _compared(
         if here_N is None or own_N is None or rounded_N is None or not len(own_N):
             continue
         if not (own_N.isfinite().all() and rounded_N.isfinite().all()):
-            continue  # where the model itself overflows there is nothing to compare
+            continue  # if the model itself overflows, nothing can be compared
         noise, apart = rms(rounded_N - own_N), rms(here_N - own_N)
         allowed = allowed_difference(host, noise, rms(own_N))
         differs, beside = not apart <= allowed, f"and rounding explains {allowed:.3g}"
@@ -125,7 +126,7 @@ def _compared(
 
 
 def _points(error_N: Tensor, way_N: Tensor, noise: float) -> bool:
-    """Whether differences are those of another temperature, beyond what noise does."""
+    """Whether differences look like those of another temperature, beyond noise."""
     size = float(way_N.norm())
     if not size:
         return False
@@ -134,7 +135,7 @@ def _points(error_N: Tensor, way_N: Tensor, noise: float) -> bool:
 
 
 def _run(model: nn.Module, policy: Policy, rows: Rows) -> Any:
-    """The model's call as TRL's losses make it, without a graph."""
+    """Call the model like TRL's losses, without a graph."""
     images: dict[str, Tensor] = {}
     if rows.types is not None:
         host: Any = policy.host

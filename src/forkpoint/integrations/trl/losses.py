@@ -1,13 +1,13 @@
 """TRL's losses as losses of forkpoint's steps.
 
-TRL's own code computes a loss from all log-probs at once. A step that gives it all of them needs a
-forward for that before the forwards and backwards that train. Where the loss is a sum over tokens
-whose factors are known beforehand, the terms here have the same gradients, token by token. Before
-a step they are compared with TRL's own code on log-probs made at random (`agrees`), and TRL's code
-computes the loss that is logged and all metrics after the step.
+TRL's own code computes a loss from all log-probs at once. A step with this code needs an additional
+forward before the forwards and backwards that train. If the loss is a sum over tokens with factors
+that are known before, the terms in this module have the same gradients, token by token. Each step
+first compares them with TRL's code on random log-probs (`agrees`). After the step TRL's code
+computes the logged loss and all metrics.
 
-On several ranks the gradients of TRL's losses are averaged over the ranks. Ranks of context
-parallelism run the sum of their losses, so their steps divide by the number of these ranks.
+On several ranks the gradients of TRL's losses are averaged over ranks. Context-parallel ranks run
+the sum of their losses, so their steps divide by the number of these ranks.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,11 +35,12 @@ CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 """Values of `loss_type` that clip the ratio on both sides."""
 STREAMED = (*CLIPPED, "cispo", "sapo")
 TOLERANCE = 1e-4
-"""Largest relative difference of gradients by log-probs, which are computed in float32."""
+"""Largest relative difference of gradients with respect to log-probs, which are computed in
+float32."""
 
 
 def streams(trainer: Any) -> bool:
-    """Whether the options of a GRPOTrainer make its loss one of these."""
+    """Whether the loss of a GRPOTrainer has such terms, by its options."""
     return (
         trainer.loss_type in STREAMED
         and trainer.importance_sampling_level == "token"
@@ -50,7 +51,7 @@ def streams(trainer: Any) -> bool:
 
 
 class TokenTerms:
-    """A window's loss as a sum over tokens; called by a step for each view of them."""
+    """Loss of a window as a sum over tokens. A step calls it for each view."""
 
     def __init__(self, trainer: Any, inputs: Sequence[dict[str, Any]], packed: PackedRows) -> None:
         """`inputs`: arguments of TRL's loss, for each micro-batch of the window."""
@@ -73,8 +74,8 @@ class TokenTerms:
         return self.total(outputs.logprobs, outputs.entropies, batch.token_index)
 
     def total(self, logprobs_T: Tensor, entropies_T: Tensor, at_T: Tensor) -> Tensor:
-        """The sum of the terms of some tokens, a scalar; `at_T`: int64, their places in the
-        batch."""
+        """Sum of the terms of some tokens, a scalar. `at_T`: int64, positions of these tokens in
+        the batch."""
         trainer, args = self._trainer, self._trainer.args
         old_T = logprobs_T.detach() if self._old is None else self._old[at_T]
         advantages_T, factors_T = self._advantages[at_T], self._factors[at_T]
@@ -97,16 +98,16 @@ class TokenTerms:
             kl_T = apart_T.exp() - apart_T - 1
             corrected_T = kl_T * ratio_T if args.use_bias_correction_kl else kl_T
             terms_T = terms_T + trainer.beta * corrected_T
-        # A factor of 0 must hide what is not finite, such as a ratio at a token of a tool.
+        # A factor of 0 must hide values that are not finite, such as a ratio at a token of a tool.
         total = torch.where(factors_T != 0, terms_T * factors_T, 0).sum()
         if trainer._entropy_bonus_enabled:
             total = total - (entropies_T * self._bonus[at_T]).sum()
         return total
 
     def agrees(self, theirs: Callable[[Tensor, Tensor], Tensor]) -> bool:
-        """Whether the gradients are those of TRL's loss, at log-probs and entropies at random.
+        """Whether the gradients equal those of TRL's loss, at random log-probs and entropies.
 
-        theirs: gives TRL's loss of log-probs and entropies [t] of this rank's rows.
+        theirs: computes TRL's loss from log-probs and entropies [t] of this rank's rows.
         """
         tokens = self._packed.tokens
         count, device = len(self._packed.cells), self._packed.cells.device
@@ -131,13 +132,13 @@ class TokenTerms:
         return bool(near) and not bool(reached[~finite].isfinite().any())
 
     def _optional(self, inputs: Sequence[dict[str, Any]], name: str) -> Tensor | None:
-        """Per-token constants of completions; None where the micro-batches have none."""
+        """Per-token constants of completions; None if the micro-batches have none."""
         if inputs[0].get(name) is None:
             return None
         return self._flat(inputs, [one[name] for one in inputs])
 
     def _flat(self, inputs: Sequence[dict[str, Any]], values: Sequence[Tensor]) -> Tensor:
-        """Values of completions, [B, C] or [B, 1] each, for the batch's tokens: [T]."""
+        """Values of the batch's tokens from values of completions, [B, C] or [B, 1] each: [T]."""
         padded = []
         for one, value_BC in zip(inputs, values, strict=True):
             length = one["completion_ids"].shape[1]
@@ -184,8 +185,8 @@ def ranks_of(policy: Policy) -> int:
 
 @dataclass(frozen=True, repr=False)
 class _PartsOfMean(Loss):
-    """The mean over ranks of what a function gives on each, as one loss of all of them: beside it
-    a step takes router losses, which are of all ranks as well."""
+    """Mean over ranks of the loss of each, as one loss of all ranks. A step can combine it with a
+    router loss, which is of all ranks too."""
 
     decomposition: ClassVar[Decomposition] = "token"
 
@@ -194,7 +195,7 @@ class _PartsOfMean(Loss):
     needs_entropy: bool = True
 
     def __repr__(self) -> str:
-        """The same on all ranks, which compare it."""
+        """Text that is equal on all ranks, which compare it."""
         return f"the mean over {self.ranks} ranks of each one's loss"
 
     def __call__(self, outputs: LossOutputs, batch: LossBatch) -> Tensor:
@@ -204,7 +205,8 @@ class _PartsOfMean(Loss):
 def additive(
     policy: Policy, function: LossFunction, router: RouterLoss | None, *, needs_entropy: bool = True
 ) -> Loss:
-    """A function that is a sum over tokens as a loss whose gradients are averaged over ranks."""
+    """Convert a function that is a sum over tokens to a loss whose gradients are averaged over
+    ranks."""
     if router is not None and not policy.host.group.ranks.is_alone:
         return _PartsOfMean(function, ranks_of(policy), needs_entropy)
     return FunctionLoss(function, decomposition="token", needs_entropy=needs_entropy)
@@ -244,7 +246,7 @@ def in_two_halves(
     scale: float,
     router: RouterLoss | None,
 ) -> tuple[StepStats, Tensor]:
-    """A step whose loss is computed between scores and backwards, outside of both.
+    """Run a step whose loss is computed between the scores and the backwards.
 
     TRL's metrics use collectives. So all ranks must compute them at the same point of the step,
     although their plans differ.
@@ -270,14 +272,14 @@ def in_two_halves(
 # Load-balancing losses of a mixture's routers
 # ----------------------------------------------------------------
 #
-# TRL takes one statistic over the rows of each micro-batch, all of their tokens, and adds each to
-# its loss with a factor. forkpoint computes their mean over the micro-batches of all ranks, and
-# gives it to TRL's code as the loss of every one of them: the window's loss, its gradient and the
-# mean that is logged are the same.
+# TRL computes one statistic over all tokens of the rows of each micro-batch, and adds it to the
+# loss with a factor. forkpoint computes the mean of these router losses over the micro-batches of
+# all ranks, and passes it to TRL's code for each micro-batch. The window's loss, its gradient and
+# the logged mean do not change.
 
 
 def check_routers(trainer: Any, policy: Policy) -> None:
-    """Raises UnsupportedError where the trainer adds a router loss that cannot be computed."""
+    """Raises UnsupportedError if the trainer adds a router loss that cannot be computed."""
     routers = policy.host.routers
     if getattr(trainer, "aux_loss_enabled", False) and not (
         routers.layers and routers.defines_loss
@@ -290,7 +292,7 @@ def check_routers(trainer: Any, policy: Policy) -> None:
 
 
 def router_loss(packed: PackedRows, factor: float) -> RouterLoss:
-    """The mean, times `factor`, of the calls' load-balancing losses."""
+    """The mean of the load-balancing losses of the calls, times `factor`."""
     scope, begin = [], 0
     for rows in packed.calls:
         end = begin + len(rows.input_ids)
@@ -304,12 +306,12 @@ def factor_of(
     packed: PackedRows,
     names: tuple[str, ...],
 ) -> float:
-    """Factor of the mean load-balancing loss of a window in TRL's loss, which is linear in it.
+    """Factor of a window's mean load-balancing loss in TRL's loss, which is linear in it.
 
-    It is a gradient of TRL's code, at log-probs of 0.
+    The factor is a gradient of TRL's code, at log-probs of 0.
 
     Args:
-        losses: TRL's loss from per-token outputs by name and from the mean.
+        losses: computes TRL's loss from per-token outputs by name, and from the mean.
         packed: the rows of the window.
         names: names of the per-token outputs.
 
@@ -331,7 +333,8 @@ def factor_of(
 
 
 def one_factor(what: str, factors: Iterable[Tensor], remedy: str) -> float:
-    """The factor of `what` in all micro-batches. Raises UnsupportedError where they differ."""
+    """The common factor of `what` in all micro-batches. Raises UnsupportedError if factors
+    differ."""
     found = sorted({float(factor) for factor in factors})
     if len(found) > 1:
         raise UnsupportedError(

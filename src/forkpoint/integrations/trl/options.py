@@ -1,7 +1,7 @@
-"""Options of TRL's configurations that are refused, each with what to do.
+"""Refused options of TRL's configurations, each with a remedy.
 
-TRL's own code computes losses and metrics of log-probs that forkpoint computes, so that every other
-option of the tested versions has the effect that it has in TRL. docs/start/trl.md has this table.
+TRL's own code computes losses and metrics from log-probs of forkpoint, so all other options of the
+tested versions have the effect that they have in TRL. docs/start/trl.md has this table.
 """
 
 import logging
@@ -29,7 +29,7 @@ def _stepless(args: Any) -> bool:
 
 
 def _drops(trainer: Any) -> bool:
-    """Whether the model drops anything out in training."""
+    """Whether the model has dropout in training."""
     return any(
         getattr(module, "p", 0.0) and type(module).__name__.startswith("Dropout")
         for module in trainer.model.modules()
@@ -91,15 +91,15 @@ OF_TRAINER: dict[str, tuple[Callable[[Any], bool], str]] = {
         "rows are packed by forkpoint: set padding_free=False.",
     ),
 }
-"""Test of a trainer and reason, for each option that only a finished trainer shows."""
+"""Test of a trainer and reason, for each option that is known only after the trainer is made."""
 
 TESTED = ((1, 15), (1, 16))
-"""The first and the last version of TRL with which results have been compared."""
+"""Oldest and newest version of TRL with which results have been compared."""
 
 
 @cache
 def check_version(found: str) -> None:
-    """Warn once of a version of TRL that has not been tested."""
+    """Log one warning for a version of TRL that has not been tested."""
     if not TESTED[0] <= tuple(int(part) for part in found.split(".")[:2]) <= TESTED[1]:
         _log.warning(
             "TRL %s is installed, and forkpoint's trainers have been compared with TRL %s. Its "
@@ -148,7 +148,7 @@ def check_trainer(trainer: Any) -> None:
     for name, (found, reason) in OF_TRAINER.items():
         if found(trainer):
             raise _refused(type(trainer), trainer.args, name, reason)
-    # accelerate's launcher sets it without the trainer's configuration.
+    # accelerate's launcher can set it outside of the trainer's configuration.
     config = getattr(trainer.accelerator, "parallelism_config", None)  # since accelerate 1.10
     reasons = {
         "cp_size": "accelerate was set up before the trainer, and its ranks of one sequence are to "
@@ -173,7 +173,7 @@ def check_trainer(trainer: Any) -> None:
                 f"accelerate has a parallelism_config with cp_size={size}, which has not been "
                 f"shown exact with {what}. Set cp_size=1, or leave the other out."
             )
-    # In the mode of a training step: the checks ask what draws random numbers in training.
+    # In training mode, because the checks look for modules that draw random numbers in training.
     before = [(module, module.training) for module in trainer.model.modules()]
     trainer.model.train()
     try:

@@ -61,7 +61,7 @@ from forkpoint.wrapping import wrap
 _log = logging.getLogger("forkpoint")
 
 NAMES = {"logprobs": "log_probs", "entropies": "entropy"} | {x: x for x in HEAD_STATISTICS}
-"""TRL's names of outputs of the head, by forkpoint's names."""
+"""TRL's names of head outputs, by forkpoint's names."""
 
 ROUTERS = "routers"
 """Name of the load-balancing loss among the values that receive gradients."""
@@ -87,7 +87,7 @@ class Call:
     arrivals: Arrivals = field(init=False)
 
     def weight(self, name: str) -> Tensor:
-        """The gradient by an output: [tokens], or a scalar; 0 where none has arrived."""
+        """Gradient with respect to an output: [tokens], or a scalar; 0 if there is none."""
         values = dict(zip(self.names, self.arrivals.gradients, strict=True))
         shape = () if name == ROUTERS else (int(self.rows.present.sum()),)
         found = values.get(name)
@@ -114,19 +114,19 @@ class Sharing:
         self.trainer: Any = trainer
         self.config: Config = config
         self.streams: bool | None = None
-        """Whether steps are streamed; None until the first one has looked at the options."""
+        """Whether steps are streamed; None before the first step."""
         self.counts: Counts = Counts(config)
         self.context_ranks: int = 1
-        """Ranks that run one sequence together."""
+        """Number of ranks that run one sequence together."""
         self.last_plan: Plan | None = None
         self._window: list[Call] = []
-        """Micro-batches, or calls of the model, that a backward has reached."""
+        """Micro-batches, or calls of the model, whose backward has run."""
         self._gathers = False
-        """Whether a loss is to be computed with those of its window."""
+        """Whether the present loss is computed with the others of its window."""
         self._value: Tensor | None = None
-        """The losses of the window that has run in this training step."""
+        """Losses of the window that has run in this training step."""
         self._steps = 0
-        """Windows that have run."""
+        """Number of windows that have run."""
         self._warned = False
         self._heads = HeadChecks()
         self._policies: dict[tuple[int, type], tuple[nn.Module, Policy]] = {}
@@ -139,7 +139,7 @@ class Sharing:
     # Models ---------------------------------------------------------------------------------------
 
     def policy(self, model: nn.Module) -> Policy:
-        """The policy of a model, as accelerate has prepared it or as it was made."""
+        """The policy of a model, with or without the wrapper of accelerate."""
         key = (id(model), type(model))  # fully_shard changes the class
         if key not in self._policies:
             mesh = self._mesh if isinstance(model, FSDPModule) else None
@@ -149,8 +149,8 @@ class Sharing:
 
     @cached_property
     def _mesh(self) -> DeviceMesh | None:
-        """With neighbouring ranks in one context group, as in accelerate's mesh; None without
-        context parallelism. Collective the first time."""
+        """Device mesh with neighbouring ranks in one context group, as in accelerate's mesh; None
+        without context parallelism. The first call is collective."""
         if self.context_ranks == 1:
             return None
         sizes = (dist.get_world_size() // self.context_ranks, self.context_ranks)
@@ -167,7 +167,7 @@ class Sharing:
 
     @property
     def _asks(self) -> bool:
-        """Whether the loss calls a reference model, and not the passes before it."""
+        """Whether the loss calls a reference model itself."""
         trainer = self.trainer
         return hasattr(trainer, "precompute_ref_logps") and not trainer.precompute_ref_logps
 
@@ -180,16 +180,16 @@ class Sharing:
         return ("mean_logits", "is_top1", *more)
 
     def _reading(self, model: nn.Module) -> Policy:
-        """The policy of a model with all that a loss reads."""
+        """The policy of a model, with the options for the outputs that a loss reads."""
         policy = self.policy(model)
         return policy.with_config(head_statistics=self._statistics) if self._statistics else policy
 
     def _packed(self, policy: Policy, calls: Sequence[Rows]) -> PackedRows:
-        """Collective over ranks of context parallelism."""
+        """Pack the rows of calls. Collective over context-parallel ranks."""
         return PackedRows(calls, self.temperature, policy.host.topology.places)
 
     def _check_head(self, model: nn.Module, rows: Rows) -> None:
-        """Compare TRL's own head on a model, where that is due. Collective."""
+        """Compare TRL's own head on a model, if that is due. Collective."""
 
         def answered(few: Rows, temperature: float) -> HeadAnswer:
             policy = self._reading(model)
@@ -203,8 +203,8 @@ class Sharing:
     def _answers(
         self, packed: PackedRows, per_token: Mapping[str, Tensor], routers: Tensor | None = None
     ) -> list[HeadAnswer]:
-        """Answers of TRL's head for each of the calls, from outputs [t] by forkpoint's names, with
-        the mean of their load-balancing losses."""
+        """Outputs of TRL's head for each call, from outputs [t] by forkpoint's names, with the mean
+        of the load-balancing losses."""
         found: list[dict[str, Tensor]] = [{} for _ in packed.calls]
         for name, values_t in per_token.items():
             for answer, x_BW in zip(found, packed.unpacked(values_t), strict=True):
@@ -214,7 +214,7 @@ class Sharing:
     # Training ------------------------------------------------------------------------------------
 
     def training_step(self, run: Callable[[], Tensor], foreign: str | None) -> Tensor:
-        """The loss of a micro-batch, as `run`, the trainer's own `training_step`, gives it.
+        """The loss of a micro-batch, from `run`, the trainer's own `training_step`.
 
         If the losses of a window are computed together, it is 0 before the last micro-batch, and
         the sum of all losses at the last one.
@@ -234,7 +234,7 @@ class Sharing:
             return run()
         self._gathers, self._value = True, None
         try:
-            # Of a loss of 1: what it is multiplied by.
+            # Gradient of a loss of 1, which is the factor of the loss.
             factor = run()
         finally:
             self._gathers = False
@@ -250,7 +250,7 @@ class Sharing:
         return_outputs: bool,
         num_items: Any,
     ) -> Any:
-        """The result of TRL's `compute_loss`, from log-probs that forkpoint computes."""
+        """Result of TRL's `compute_loss`, from log-probs of forkpoint."""
         if self._gathers and torch.is_grad_enabled() and not return_outputs:
             return self._gathered(compute, model, inputs, num_items)
         with self.evaluating():
@@ -264,7 +264,7 @@ class Sharing:
     def _gathered(
         self, compute: ComputeLoss, model: nn.Module, inputs: Any, num_items: Any
     ) -> Tensor:
-        """A number in the place of a loss that is computed with those of its window."""
+        """A placeholder of a loss that is computed with the others of its window."""
         trainer, policy = self.trainer, self.policy(model)
         refusals.check_trainable(policy.host.model)
         state = LossState(trainer)
@@ -293,8 +293,8 @@ class Sharing:
         return self._awaited(found, torch.ones((), device=rows.input_ids.device))[0]
 
     def _awaited(self, call: Call, *values: Tensor) -> tuple[Tensor, ...]:
-        """The values, with a graph whose backward takes the call into the window; if that is the
-        last one, the window runs when the backward is done."""
+        """The values, with a graph whose backward adds the call to the window. After the backward
+        of the last call the window runs."""
         autocast = autocast_as_now(call.rows.input_ids.device)
 
         def reached() -> None:
@@ -307,7 +307,7 @@ class Sharing:
         return call.arrivals.at(*values)
 
     def check_finished(self) -> None:
-        """Raises UnsupportedError where an optimizer steps without the gradients of its window."""
+        """Raises UnsupportedError if an optimizer steps without the gradients of its window."""
         count, self._window = len(self._window), []
         if count:
             raise UnsupportedError(
@@ -319,7 +319,7 @@ class Sharing:
     def _finish(self, autocast: Callable[[], AbstractContextManager[Any]]) -> None:
         """Run the window, in the backward of its last micro-batch."""
         window, self._window = self._window, []
-        if not window:  # it has run, for another value of the same backward
+        if not window:  # the window has run, for another value of the same backward
             return
         steps, self._steps = self._steps, self._steps + 1
         for one in window:
@@ -337,7 +337,7 @@ class Sharing:
         with autocast(), torch.enable_grad():
             if batches:
                 self._finish_batches(batches)
-            # The models that losses have asked, in the same order on every rank.
+            # The models that losses have called, in the same order on every rank.
             for model in dict.fromkeys(one.model for one in calls):
                 self._finish_calls(model, [one for one in calls if one.model is model])
 
@@ -356,7 +356,7 @@ class Sharing:
             raise
 
     def _finish_calls(self, model: nn.Module, calls: list[Call]) -> None:
-        """Run a step with the gradients that have arrived at a model's log-probs."""
+        """Run a step with the stored gradients of a model's log-probs."""
         policy = self.policy(model)
         packed = self._packed(policy, [one.rows for one in calls])
         weights: dict[str, Tensor] = {
@@ -380,7 +380,8 @@ class Sharing:
         self.counts.add(stats.plan, (time.perf_counter() - begin) * 1e3)
 
     def _run(self, window: list[MicroBatch], scale: float, state: LossState) -> Tensor:
-        """Run a window, its gradients times `scale`; the losses of all its micro-batches."""
+        """Run a window, with gradients multiplied by `scale`. Returns the losses of its
+        micro-batches."""
         model = window[-1].model
         policy = self._reading(model)
         packed = self._packed(policy, [one.rows for one in window])
@@ -390,14 +391,14 @@ class Sharing:
         unknown = torch.zeros((), device=device) if routed else None
 
         def losses(per_token: Mapping[str, Tensor], routers: Tensor | None = unknown) -> Tensor:
-            state.restore()  # where a step is repeated its loss is, too
+            state.restore()  # a repeated step computes its loss again
             answers = self._answers(packed, per_token, routers)
             return self._losses(window, answers, references)
 
         factor = router = None
         if routed:
-            # TRL's loss is linear in those of routers: the step adds them, and TRL's code is given
-            # their mean when it is known.
+            # TRL's loss is linear in router losses. The step adds their gradients, and TRL's code
+            # gets their mean later.
             check_routers(self.trainer, policy)
             factor = factor_of(losses, packed, ("logprobs", "entropies", *self._statistics))
             router = router_loss(packed, factor)
@@ -434,9 +435,9 @@ class Sharing:
         losses: Callable[[Mapping[str, Tensor]], Tensor],
         state: LossState,
     ) -> TokenTerms | None:
-        """The terms of a streamed step; None where TRL's loss needs all log-probs at once.
+        """The terms of a streamed step; None if TRL's loss needs all log-probs at once.
 
-        They are compared with TRL's code before every step: a callback may have changed an option.
+        Every step compares them with TRL's code, because a callback may have changed an option.
         """
         trainer = self.trainer
         if self.streams is None or self.streams:
@@ -475,7 +476,7 @@ class Sharing:
                 reference = answering(None, one.rows, references[index])
             model = answering(one.model, one.rows, answer)
             with Changes() as changes:
-                # As it was when this micro-batch came.
+                # The state at the time of this micro-batch.
                 changes.later(gradients._set_sync_gradients, gradients.sync_gradients)
                 gradients._set_sync_gradients(one.syncs)
                 if reference is not None:
@@ -502,7 +503,7 @@ class Sharing:
             found = policy.score(packed.batch, entropy=entropy, router=router)
             values, routers = packed.own(found.per_token), None
             if found.own_router_loss is not None:
-                # This rank's part of the mean over ranks, which have one call each.
+                # This rank's part of the mean over ranks, each of which has one call.
                 own = found.own_router_loss * ranks_of(policy)
                 routers = torch.tensor(own, device=packed.cells.device)
             if torch.is_grad_enabled():
@@ -524,7 +525,7 @@ class Sharing:
         return scoring(model, score)
 
     def _references(self, calls: Sequence[Rows], model: Any) -> list[HeadAnswer]:
-        """Answers of the trainer's reference model: `model`, or the policy without its adapter."""
+        """Outputs of the trainer's reference model: `model`, or the policy without its adapter."""
         trainer, adapters = self.trainer, nullcontext()
         if model is None:
             model = trainer.accelerator.unwrap_model(trainer.model)

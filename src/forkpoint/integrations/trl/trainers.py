@@ -1,4 +1,4 @@
-"""TRL's trainers, made to compute every shared token once."""
+"""TRL's trainers with forkpoint's steps."""
 
 import os
 from collections.abc import Iterator
@@ -24,11 +24,11 @@ from forkpoint.rollouts.batch import short
 Base: Any = object
 """Base class of _SharedTrainer, for type checkers. At run time a trainer of TRL follows it."""
 _LAUNCHED = "ACCELERATE_USE_PARALLELISM_CONFIG"
-"""The variable by which accelerate's launcher says that it has a configuration."""
+"""Environment variable that accelerate's launcher sets if it has a configuration."""
 
 
 class _Finished(TrainerCallback):
-    """Refuses an optimizer's step whose gradients have not been computed."""
+    """Optimizer callback that refuses a step whose gradients have not been computed."""
 
     def __init__(self, sharing: Sharing) -> None:
         self._sharing = sharing
@@ -38,7 +38,7 @@ class _Finished(TrainerCallback):
 
 
 class _SharedTrainer(Base):
-    """Methods of every trainer of ours, before those of TRL's trainer.
+    """Methods of forkpoint's trainers that override those of TRL's trainer.
 
     sharing: the policies and the steps; `sharing.last_plan` is the plan of the last step.
     """
@@ -74,19 +74,19 @@ class _SharedTrainer(Base):
             options.check_reference(self, error)
             raise
         _ = self.sharing.temperature  # read once, as TRL does
-        # TRL changes some of its arguments, and a subclass may have made them.
+        # TRL changes some arguments, and a subclass may have made them.
         options.check_options(type(self), self.args)
         if not any(self.args is value for value in given):
             options.check_arguments(type(self), (self.args,))
         options.check_trainer(self)
         if not self.is_fsdp_enabled:
-            # What has not been shown exact is refused here; sharded models are looked at when they
-            # have been sharded.
+            # Features that have not been shown exact are refused here. Sharded models are checked
+            # after they are sharded.
             check_routers(self, self.sharing.policy(self.accelerator.unwrap_model(self.model)))
         self.add_callback(_Finished(self.sharing))
 
     def create_accelerator_and_postprocess(self) -> None:
-        """An accelerator that sees ranks of context parallelism as data ranks."""
+        """Make an accelerator in which context-parallel ranks are data ranks."""
         with _as_data_ranks(self.args) as self.sharing.context_ranks:
             super().create_accelerator_and_postprocess()
 
@@ -96,7 +96,7 @@ class _SharedTrainer(Base):
             return super().train(*args, **kwargs)
         finally:
             self.sharing.forget()
-            # A loss that is computed later is of no window that has been left.
+            # A loss that is computed later must not belong to an earlier window.
             self.accelerator.gradient_state._set_sync_gradients(True)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -130,7 +130,7 @@ class _SharedTrainer(Base):
         compute_entropy: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """TRL's passes for old and reference log-probs share as well, over all of their rows."""
+        """Compute TRL's old and reference log-probs with sharing over all rows."""
         if not isinstance(model, StandIn):
             model, batch_size = self.sharing.scorer(model, entropy=compute_entropy), None
         return super()._get_per_token_logps_and_entropies(
@@ -197,7 +197,7 @@ _PACKAGES = ("trl.trainer.", "trl.extras.", "transformers.")
 
 
 def foreign_method(trainer: Any) -> str | None:
-    """The name of a method that is not TRL's, with that of its class; None if all are TRL's.
+    """Name of a method that is not TRL's code, with its class; None if all are TRL's.
 
     forkpoint may compute TRL's loss several times, after all micro-batches of an optimizer step
     have arrived. Other code may draw random numbers, count its calls or use parameters directly, so
@@ -218,11 +218,11 @@ def foreign_method(trainer: Any) -> str | None:
 
 
 def _is_known(function: Any) -> bool:
-    """Whether TRL or transformers define a function, and all that it wraps."""
+    """Whether TRL or transformers define a function, and all functions that it wraps."""
     while function is not None:
         if not isinstance(function, FunctionType):
             return False
-        # Not __module__, which functools.wraps copies.
+        # Not __module__, because functools.wraps copies it.
         if not function.__globals__["__name__"].startswith(_PACKAGES):
             return False
         function = vars(function).get("__wrapped__")

@@ -1,4 +1,4 @@
-"""State of a trainer that its loss reads and writes, for a loss that is computed again."""
+"""Copies of the state of a trainer that a loss reads and writes, to compute the loss again."""
 
 from collections import deque
 from typing import Any
@@ -9,20 +9,20 @@ from torch import Tensor
 from forkpoint.errors import UnsupportedError
 
 CLONED_BYTES = 1 << 20
-"""Larger tensors are not copied, and a loss that writes into one is refused."""
+"""Largest size of tensors that are copied. A loss that writes into a larger tensor is refused."""
 
 
 class LossState:
-    """Attributes of a trainer as they are now, with what lists, dicts, sets, deques and tensors in
-    them hold. Other objects stay the same, and what they hold is not looked at."""
+    """Copy of the attributes of a trainer, with the contents of lists, dicts, sets, deques and
+    tensors in them. The contents of other objects are not copied."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._attributes = dict(vars(trainer))
         self._contents: list[tuple[Any, list[Any] | dict[Any, Any]]] = []
-        """Containers, each with what it held."""
+        """Containers, each with its contents."""
         self._tensors: list[tuple[str, Tensor, int, Tensor | None]] = []
-        """Tensors, each with its name, its version, and a copy where it is small."""
+        """Tensors, each with its name, its version, and a copy if it is small."""
         self._seen: set[int] = set()
         for name, value in self._attributes.items():
             self._keep(name, value)
@@ -47,9 +47,9 @@ class LossState:
             self._keep(f"{name}[{key!r}]", item)
 
     def restore(self) -> None:
-        """Put everything back; it may be called several times.
+        """Restore the state. It may be called several times.
 
-        Raises UnsupportedError where a loss has written into a tensor that is too large to copy.
+        Raises UnsupportedError if a loss has written into a tensor that is too large to copy.
         """
         attributes = vars(self._trainer)
         for name in attributes.keys() - self._attributes.keys():
@@ -76,5 +76,5 @@ class LossState:
 
 
 def _version(tensor: Tensor) -> int:
-    """torch's count of changes; tensors of torch.inference_mode have none, and do not change."""
+    """torch's counter of changes. Tensors of torch.inference_mode have none, and do not change."""
     return 0 if tensor.is_inference() else tensor._version

@@ -33,7 +33,7 @@ _log = logging.getLogger("forkpoint")
 
 PREFIX = "forkpoint/"
 SQUARES, SQUARES_ASKED = "sum_pi_squared", "calculate_sum_pi_squared"
-"""verl's names of the sum of squared probabilities, and of the key that asks for it."""
+"""verl's names of the sum of squared probabilities, and of the key that requests it."""
 LOG_SQUARES = "log_sum_sq_probs"
 DIFFERS = 20 * TOLERANCE
 """Largest relative difference between the gradients that a step used and the correct ones."""
@@ -71,14 +71,14 @@ class SharedEngine:
         check_options(engine_config, model_config)
         self.settings: Settings = load_settings()
         self._unseen = LOOKED_AT
-        """Mini-batches whose sharing is still to be looked at: the same number on all ranks."""
+        """Number of mini-batches whose sharing is still to be checked, equal on all ranks."""
         self._decided: tuple[Any, bool, Decomposition] | None = None
         cast(Any, super()).__init__(
             model_config, engine_config, optimizer_config, checkpoint_config
         )
 
     def _build_fsdp_module(self, module: Any) -> Any:
-        """As verl does, but for engines that only score.
+        """Build the module like verl, except for engines that only score.
 
         verl keeps their parameters on the CPU during a pass (CPUOffloadPolicy). Here they are
         there between passes, as with param_offload.
@@ -101,10 +101,10 @@ class SharedEngine:
         config = replace(self.settings.config, all_logprobs=True)
         if self.engine_config.forward_only:
             config = replace(config, optimizer_bytes_per_parameter=0)
-        # What has not been shown exact is refused here, before the first step.
+        # Features that have not been shown exact are refused here, before the first step.
         self.policy = wrap(self.module, config, mesh=self.ulysses_device_mesh)
-        # verl sets this group while an engine works, and attention of a stock forward would
-        # exchange sequences over it. The self-check runs that forward on whole sequences.
+        # verl sets this group while an engine works, and the attention of a stock forward would
+        # exchange sequences over it. The self-check runs a stock forward on whole sequences.
         self.ulysses_parallel_group = None
         found = {repr(settings) for settings in self._ranks.exchange(self.settings)}
         if len(found) > 1:
@@ -203,7 +203,7 @@ class SharedEngine:
         micro_batches: list[MicroBatch],
         squares: bool,
     ) -> list[dict[str, Any]]:
-        """Outputs of a pass without gradients, and losses where a function is given."""
+        """Outputs of a pass without gradients, and losses if there is a loss function."""
         policy = self.policy
         if squares:
             policy = policy.with_config(head_statistics=(LOG_SQUARES,))
@@ -228,7 +228,7 @@ class SharedEngine:
     def _train(
         self, rows: Rows, loss: MiniBatchLoss, entropy: bool
     ) -> tuple[list[dict[str, Any]], dict[str, list[float]]]:
-        """Leave gradients; outputs and losses, and metrics of forkpoint's own."""
+        """Run a training step. Returns outputs, losses, and metrics of forkpoint."""
         decomposition = self._decomposition(loss, entropy)
         stats = self.policy.forward_backward(
             rows.batch, FunctionLoss(loss, decomposition, needs_entropy=entropy)
@@ -246,7 +246,7 @@ class SharedEngine:
                     f"(allowed {DIFFERS:.2g}): its terms depend on other rollouts. Gradients are "
                     'cleared. Set decomposition = "joint" in the FORKPOINT_VERL_CONFIG file.'
                 )
-        if results is None:  # nothing is trained, so that no loss was called
+        if results is None:  # no token is trained, so no loss was called
             results, _ = self._together(partial(loss.results, dict(stats.per_token)))
         self.last_plan = stats.plan
         self._look_at_groups(rows, stats.plan)
@@ -258,7 +258,7 @@ class SharedEngine:
         return results, {PREFIX + name: [value] for name, value in metrics.items()}
 
     def _look_at_groups(self, rows: Rows, plan: Plan) -> None:
-        """Warn once where one of the first mini-batches shares little."""
+        """Log one warning if one of the first mini-batches shares little."""
         if not self._unseen:
             return
         parts = self._ranks.exchange(RankPart.of(rows.batch, plan))
@@ -279,7 +279,7 @@ class SharedEngine:
         votes = self._ranks.exchange(self._together(loss.decomposition))
         known = [vote for vote in votes if vote is not None]
         if not known:
-            return "joint"  # the next step may tell
+            return "joint"  # the next step may decide
         found = max(known, key=ORDER.index)
         self._decided = (loss.function, entropy, found)
         return found
@@ -291,7 +291,7 @@ class SharedEngine:
             loss.fill(name, rows.tokens(data[key]))
 
     def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
-        """The autocast under which verl calls its model and its losses."""
+        """The autocast context in which verl calls its model and its losses."""
         if self._autocast_dtype == torch.float32:
             return nullcontext()
         return torch.autocast(device.type, self._autocast_dtype)
@@ -301,14 +301,14 @@ class SharedEngine:
         return RankGroup(self.policy.host.group.ranks)
 
     def _together(self, work: Callable[[], Any]) -> Any:
-        """The result of `work`, on all ranks; where it raises on one, all raise. Collective."""
+        """Result of `work` on each rank. If it raises on one rank, all ranks raise. Collective."""
         return self._ranks.each(work, tells=(Exception,))
 
 
 def _micro_batches(
     rows: Rows, parts: list[Any], indices: list[list[int]] | None, device: torch.device
 ) -> list[MicroBatch]:
-    """verl's micro-batches on the device; `indices` are their rows, None for runs of them."""
+    """verl's micro-batches on the device. `indices`: their rows; None for consecutive rows."""
     found, begin = [], 0
     for number, part in enumerate(parts):
         size = len(part)

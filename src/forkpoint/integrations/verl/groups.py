@@ -1,4 +1,4 @@
-"""A check that mini-batches of each rank have all rollouts of a prompt."""
+"""Check that mini-batches of each rank have all rollouts of a prompt."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ LOOKED_AT = 8
 
 @dataclass(frozen=True)
 class RankPart:
-    """One rank's part of a mini-batch.
+    """Part of one rank in a mini-batch.
 
-    prompts: a number for each prompt, the same wherever its rollouts are.
+    prompts: a number for each prompt, equal on all ranks.
     given, computed: tokens of rollouts that give gradients, and tokens that run. The last token of
         a rollout is never run, and does not count.
-    exchanged: whether ranks send one another the prompts that several of them have.
+    exchanged: whether ranks exchange prompts that several of them have.
     """
 
     prompts: frozenset[int]
@@ -31,16 +31,17 @@ class RankPart:
 
     @classmethod
     def of(cls, batch: RolloutBatch, plan: Plan) -> "RankPart":
-        """The part with these rollouts and their plan."""
+        """Make the part from rollouts and their plan."""
         prompts = frozenset(int(x) for x in group_digests(batch))
         return cls(prompts, plan.dense.tokens, plan.computed_tokens, plan.split == "exchange")
 
 
 def sharing_message(parts: Sequence[RankPart]) -> str | None:
-    """The warning for a mini-batch that shares less than it could, None for one that does not."""
+    """Warning for a mini-batch that shares less than possible; None if there is no reason for
+    one."""
     homes = Counter(prompt for part in parts for prompt in part.prompts)
     spread = sum(count > 1 for count in homes.values())
-    # Prompts that are exchanged run on one rank, wherever their rollouts are.
+    # Exchanged prompts run on one rank only.
     if spread and not any(part.exchanged for part in parts):
         return (
             f"{spread} of {len(homes)} prompts of a mini-batch have rollouts on several ranks, and "

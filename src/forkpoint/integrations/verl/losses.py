@@ -1,4 +1,4 @@
-"""verl's own losses, called by forkpoint's steps on parts of a mini-batch.
+"""verl's losses, which forkpoint's steps call on parts of a mini-batch.
 
 A step computes the loss in each of forkpoint's microbatches, which differ from verl's
 micro-batches. For a view of some tokens, verl's loss is called on the micro-batches that hold them,
@@ -33,7 +33,7 @@ class MicroBatch:
     """One of verl's micro-batches, on the device.
 
     data: its TensorDict.
-    rows: which rows of the mini-batch it has.
+    rows: its rows in the mini-batch.
     after, offsets: as `rows.jagged` takes them.
     """
 
@@ -44,12 +44,13 @@ class MicroBatch:
 
 
 Result = dict[str, Any]
-"""A micro-batch's loss, its metrics and the outputs that they are of, by verl's names."""
+"""Loss and metrics of a micro-batch, and the outputs from which they were computed, by verl's
+names."""
 
 
 @dataclass(eq=False)
 class MiniBatchLoss:
-    """verl's loss of a mini-batch: the sum over verl's micro-batches of what its function gives."""
+    """verl's loss of a mini-batch: the sum of verl's function over its micro-batches."""
 
     function: VerlLoss
     micro_batches: Sequence[MicroBatch]
@@ -57,7 +58,7 @@ class MiniBatchLoss:
     names: dict[str, str]
     """verl's names of outputs, by forkpoint's names."""
     dp_group: Any
-    """An argument of the function."""
+    """Argument of verl's function."""
     device: torch.device
 
     def __post_init__(self) -> None:
@@ -69,14 +70,14 @@ class MiniBatchLoss:
         self._used = {name: torch.zeros(count, device=self.device) for name in self.names}
         """Gradients that a step has used, by token."""
         self.whole: list[Result] | None = None
-        """Results of the last call, where it was of the whole mini-batch."""
+        """Results of the last call, if it covered the whole mini-batch."""
 
     def fill(self, name: str, values_T: Tensor) -> None:
-        """Set the values of an output at tokens that a call does not show, [T]."""
+        """Set the values [T] of an output at tokens outside of views."""
         self._fill[name] = values_T.to(self.device)
 
     def __call__(self, outputs: LossOutputs, view: LossBatch) -> Tensor:
-        """The loss of a view, with gradients by the view's own outputs alone."""
+        """The loss of a view, with gradients with respect to the outputs of the view only."""
         shown = {name: outputs.per_token[name] for name in self.names}
         touched = self._home[view.rollout_index.cpu()].unique().tolist()
         leaves = {name: x.detach().requires_grad_() for name, x in shown.items()}
@@ -101,10 +102,11 @@ class MiniBatchLoss:
     def results(
         self, per_token: dict[str, Tensor], *, gradients: bool = False
     ) -> tuple[list[Result], float]:
-        """Each micro-batch's loss and metrics, and how far the gradients by `per_token` are from
-        those that the step has used, relative to their norm; 0 without `gradients`.
+        """Loss and metrics of each micro-batch, and the difference between the gradients with
+        respect to `per_token` and those that the step has used, relative to their norm; 0 without
+        `gradients`.
 
-        per_token: outputs [T] by our names.
+        per_token: outputs [T] by forkpoint's names.
         """
         leaves = {name: per_token[name].detach() for name in self.names}
         found = []
@@ -131,7 +133,7 @@ class MiniBatchLoss:
         return found, math.inf if math.isnan(ratio) else ratio
 
     def decomposition(self) -> Decomposition | None:
-        """Parts that the loss is a sum over; None where all gradients are zero.
+        """Find the decomposition of the loss; None if all gradients are zero.
 
         The test changes log-probs of other tokens, then of other rollouts, and compares gradients
         at unchanged tokens.
@@ -164,7 +166,7 @@ class MiniBatchLoss:
         }
 
     def _gradients(self, per_token: dict[str, Tensor]) -> Tensor:
-        """Gradients of the whole loss, [outputs, T]."""
+        """Gradients of the whole loss: [outputs, T]."""
         total = torch.zeros(len(self.names), int(self.rows.offsets[-1]), device=self.device)
         for micro_batch in self.micro_batches:
             leaves = {name: x.detach().clone().requires_grad_() for name, x in per_token.items()}
@@ -192,7 +194,7 @@ def _result(loss: Tensor, metrics: dict[str, Any], outputs: dict[str, Tensor]) -
 
 
 def _slopes(loss: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gradients of a loss by each of the leaves, zeros where it has none."""
+    """Gradients of a loss with respect to each leaf; zeros for leaves that it does not use."""
     if not loss.requires_grad:
         return {name: torch.zeros_like(x) for name, x in leaves.items()}
     found = torch.autograd.grad(

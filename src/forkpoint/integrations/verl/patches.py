@@ -1,7 +1,7 @@
-"""Forwards of a model's modules that verl replaces, as transformers has them.
+"""Protection of the forwards of transformers modules against verl's replacements.
 
-verl's forwards of multimodal models take positions of images from their caller alone, and those of
-some layers drop the call arguments that tell them which microbatch of a step runs.
+verl's forwards of multimodal models require positions of images from the caller, and those of some
+layers drop arguments that identify the running microbatch.
 """
 
 from collections.abc import Iterator
@@ -16,9 +16,9 @@ from forkpoint.hosts.transformers.families import known_family
 
 
 def keep_forwards(model_type: str, changes: Changes) -> None:
-    """Give modules of a model_type their present forwards back when the changes are undone.
+    """Restore the present forwards of modules of a model_type when the changes are undone.
 
-    Raises as `check_forwards`.
+    Raises the error of `check_forwards`.
     """
     check_forwards(model_type)
     for kind in _modules_of(model_type):
@@ -26,9 +26,10 @@ def keep_forwards(model_type: str, changes: Changes) -> None:
 
 
 def check_forwards(model_type: str) -> None:
-    """Refuse modules of a model_type whose forwards verl has replaced, for an engine of its own.
+    """Raise UnsupportedError if verl has replaced forwards of modules of a model_type for another
+    engine.
 
-    verl keeps no forward that it replaces, so none can be given back.
+    verl does not keep forwards that it replaces, so they cannot be restored.
 
     Raises UnsupportedError.
     """
@@ -43,7 +44,7 @@ def check_forwards(model_type: str) -> None:
 
 
 def _modules_of(model_type: str) -> Iterator[Any]:
-    """The classes of modules that transformers has for a model_type, which have forwards."""
+    """Classes of modules with a forward that transformers has for a model_type."""
     family = known_family(model_type)
     if family is None:  # wrap refuses it
         return

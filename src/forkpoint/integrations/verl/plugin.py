@@ -1,4 +1,4 @@
-"""Registration of the engines, which verl does when it is imported (entry point `verl.plugins`)."""
+"""Registration of the engines, by the entry point `verl.plugins` when verl is imported."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ DEVICE = "cuda"
 
 
 def register() -> None:
-    """Make the engines known to verl, for the vendor `forkpoint`. It may be called twice."""
+    """Register the engines with verl, for the vendor `forkpoint`. It may be called twice."""
     registry = import_module("verl.workers.engine.base").EngineRegistry
     if (DEVICE, VENDOR) in registry._engines.get(MODEL_TYPES[0], {}).get("fsdp2", {}):
         return
@@ -29,9 +29,9 @@ def register() -> None:
 
 
 def register_or_end() -> None:
-    """Make the engines known to verl, or end the process with the reason.
+    """Register the engines with verl, or end the process with the reason.
 
-    verl passes over exceptions of plugins, and would run its own engine.
+    verl ignores exceptions of plugins, and would then run its own engine.
     """
     try:
         register()

@@ -1,4 +1,4 @@
-"""Options of verl that have not been shown exact, refused by verl's own keys."""
+"""Refusals of options of verl that have not been shown exact. Messages name verl's keys."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,8 +30,8 @@ OFF = {
     "{engine}offload_policy": "Parameters that stay on the CPU during a step have not been shown "
     "exact; param_offload and optimizer_offload keep them there between steps.",
 }
-"""Options that must be off, by their keys as verl has them, and why; `{role}`, `{engine}` and
-`{model}` stand for the beginnings of a role's keys."""
+"""Options that must be off, by verl's keys, with reasons. `{role}`, `{engine}` and `{model}` are
+prefixes of a role's keys."""
 REFUSALS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     **{key: (bool, "false", reason) for key, reason in OFF.items()},
     "{engine}mixed_precision.param_dtype": (
@@ -71,7 +71,7 @@ def check_options(engine: Any, model: Any) -> None:
 
 
 def check_strategy(strategy: str, model_type: str) -> None:
-    """Refuse a strategy that forkpoint has no engine for, by verl's key.
+    """Refuse a strategy for which forkpoint has no engine, by verl's key.
 
     Raises UnsupportedError for each strategy except fsdp2.
     """

@@ -1,6 +1,6 @@
-"""verl's mini-batches as batches of rollouts, and values of tokens in the shapes of its outputs.
+"""Conversion of verl's mini-batches to rollouts, and of values of tokens to verl's shapes.
 
-Images and videos are in `multi_modal_inputs`, one dict a row.
+Images and videos are in `multi_modal_inputs`, one dict for each row.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ UNREAD = ("images_seqlens", "mm_token_type_ids")
 
 
 def placeholders_of(config: Any) -> tuple[int, ...]:
-    """The ids of tokens that stand for images and for videos of a model, -1 where there is none."""
+    """Ids of the placeholder tokens of a model's images and videos; -1 if there is none."""
     ids = (getattr(config, f"{kind}_token_id", None) for kind in KINDS)
     return tuple(-1 if id is None else id for id in ids)
 
@@ -31,7 +31,7 @@ def placeholders_of(config: Any) -> tuple[int, ...]:
 def media_of_rows(
     data: Any, ids_T: Tensor, offsets: Tensor, placeholders: tuple[int, ...]
 ) -> tuple[list[tuple[Media, ...]] | None, Tensor]:
-    """The images and videos of each row, None where no row has any; and the types of tokens.
+    """Images and videos of each row (None if no row has any), and types of tokens.
 
     Args:
         ids_T: int64 [T], the tokens of all rows.
@@ -57,7 +57,7 @@ def media_of_rows(
         begin, end = offsets[number : number + 2].tolist()
         types = types_T[begin:end]
         for kind, placeholder in enumerate(placeholders, 1):
-            if row:  # placeholders of text rows are refused with those that were sampled
+            if row:  # placeholders in rows of text are refused together with sampled ones
                 types[ids_T[begin:end] == placeholder] = kind
         media.append(_media_of_row(row, types, number))
     return media, types_T
@@ -171,7 +171,8 @@ class Rows:
         return after
 
     def shifted(self, rows: Sequence[int]) -> Tensor:
-        """Position in [T] of the next token, for the concatenated tokens of these rows: int64.
+        """Position in [T] of the next token, for each of the concatenated tokens of these rows:
+        int64.
 
         It is T for the last token of a row.
         """
@@ -194,7 +195,7 @@ def jagged(values_T: Tensor, after: Tensor, offsets: Tensor) -> Tensor:
 
 
 def response_lengths(data: Any) -> Tensor:
-    """Tokens of each row's response, those of tools included: int64 [N]."""
+    """Number of tokens of each row's response, with those of tools: int64 [N]."""
     prompts, responses = data["prompts"], data["responses"]
     if responses.is_nested:
         return responses.offsets().diff()
@@ -204,8 +205,8 @@ def response_lengths(data: Any) -> Tensor:
 def _check_positions(
     position_ids: Tensor, offsets: Tensor, positions_AT: NDArray[np.int64] | None
 ) -> None:
-    """Positions are those of the model for its images, if given; else they count the tokens of each
-    row, on every axis where multimodal models have some."""
+    """Raise UnsupportedError unless positions are those of the model for its images or, without
+    `positions_AT`, count the tokens of each row, on every axis."""
     if positions_AT is None:
         what = "count the tokens of each row from 0"
         lengths = offsets.diff()
@@ -223,7 +224,7 @@ def _check_positions(
 
 
 def _temperatures(data: Any, count: int) -> np.ndarray:
-    """The temperature of each row, float64 [N]; verl gives one for all or one for each."""
+    """Temperature of each row: float64 [N]. verl has one for all rows, or one for each."""
     given = data["temperature"]
     if isinstance(given, Tensor):
         return given.detach().cpu().double().numpy().reshape(count)

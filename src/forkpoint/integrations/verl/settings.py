@@ -1,6 +1,6 @@
-"""Options of the engines, from a file that an environment variable names.
+"""Options of the engines, from the file that an environment variable names.
 
-verl's configuration of an engine has no field for them.
+verl's configuration has no fields for them.
 """
 
 import os
@@ -21,7 +21,7 @@ CONFIG_KEYS = [f.name for f in fields(Config) if f.name not in FIXED_KEYS]
 """Keys of the table `config`. verl reads no statistics of the head, and its metrics read log-probs
 of all rollouts."""
 NO_VALUE = "none"
-"""The text that stands for None, which TOML does not have."""
+"""Text for None, which TOML lacks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +39,11 @@ class Settings:
 
 
 def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
-    """The settings of the file that `FORKPOINT_VERL_CONFIG` names, or the defaults.
+    """Load the settings from the file that `FORKPOINT_VERL_CONFIG` names; without the variable, the
+    defaults.
 
-    Raises ConfigError, naming file and key, if the file is missing or no TOML, or if a key or a
-    value is not allowed.
+    Raises ConfigError, naming file and key, if the file is missing or not valid TOML, or if a key
+    or a value is not allowed.
     """
     name = environment.get(VARIABLE, "")
     if not name:

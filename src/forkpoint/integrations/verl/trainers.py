@@ -82,7 +82,7 @@ def place_groups(
             left.append((prompt, rows))
     for _, rows in left:
         while rows:
-            # The most room first, so that a prompt is on few ranks.
+            # Ranks with the most room first, so that a prompt is on few ranks.
             rank = max(range(ranks), key=lambda rank: (room[rank], -tokens[rank]))
             part, rows = rows[: room[rank]], rows[room[rank] :]
             give(rank, part)
@@ -101,7 +101,7 @@ class WholeGroups:
     actor_rollout_wg: Any
 
     def __init__(self, config: Any) -> None:
-        # verl asks for this name wherever modes differ.
+        # verl reads this name where modes differ.
         config.trainer.v1.trainer_mode = self.MODE
         self._told = False
         cast(Any, super()).__init__(config)
@@ -114,7 +114,8 @@ class WholeGroups:
         logging_prefix: str = "global_seqlen",
         keep_minibatch: bool = False,
     ) -> Any:
-        """verl's, which fills the batch up and reports; then whole groups on each rank."""
+        """Balance a batch like verl, which pads it and logs metrics, and then place whole groups on
+        ranks."""
         came = {key: number for number, key in enumerate(batch.keys)}
         batch = cast(Any, super())._balance_batch(
             batch, metrics, logging_prefix=logging_prefix, keep_minibatch=keep_minibatch
@@ -148,7 +149,7 @@ class WholeGroups:
 
 
 def register() -> None:
-    """Make the trainers known to verl. It may be called twice."""
+    """Register the trainers with verl. It may be called twice."""
     trainers = import_module("verl.trainer.ppo.v1.trainer_base")
     import_module("verl.trainer.ppo.v1")
     for mode, trainer in list(trainers.TRAINER_REGISTRY.items()):
