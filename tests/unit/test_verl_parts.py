@@ -48,7 +48,7 @@ memory_budget = "none"
         ("config = 3", "config is 3; it takes a table, [config]."),
         ("[config]\nsharing = 'all'", "table [config]: sharing is 'all'; allowed are 'auto'"),
         ("decomposition = 'rows'", "decomposition is 'rows'; allowed are 'auto', 'joint'."),
-        ("a = ", "names, is no TOML"),
+        ("a = ", "names, is not valid TOML"),
     ],
 )
 def test_what_is_not_allowed_is_refused(tmp_path: Path, text: str, message: str) -> None:

@@ -121,7 +121,7 @@ TRL = (
     Kind(
         prepare=newer_trl,
         call=other_head,
-        message="TRL's log_probs differ from forkpoint's by 1 (rms), and rounding explains",
+        message="TRL's log_probs differ from forkpoint's by 1 (rms), more than rounding explains",
     ),
     Kind(
         call=arrived(lambda _, loss, __: loss.backward(create_graph=True)),
@@ -148,6 +148,6 @@ TRL = (
     Kind(call=packed, message="a row has a trained token and no token before it:"),
     Kind(
         call=lambda: capturing(None)(input_ids=torch.tensor([[5, 7]])),
-        message="the trainer's loss calls its model for something else than log-probs (arguments",
+        message="the trainer's loss calls its model for other outputs than log-probs (arguments",
     ),
 )

@@ -270,7 +270,7 @@ class StandIn:
         if self._passes_on and self.model is not None and not torch.is_grad_enabled():
             return self.model(*args, **kwargs)
         raise UnsupportedError(
-            "the trainer's loss calls its model for something else than log-probs (arguments "
+            "the trainer's loss calls its model for other outputs than log-probs (arguments "
             f"{', '.join([*map(repr, map(type, args)), *kwargs]) or 'none'}). Use a loss of "
             "log-probs and entropies, or the trainer of TRL."
         )

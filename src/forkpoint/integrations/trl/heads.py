@@ -109,12 +109,12 @@ def _compared(
             continue  # if the model itself overflows, nothing can be compared
         noise, apart = rms(rounded_N - own_N), rms(here_N - own_N)
         allowed = allowed_difference(host, noise, rms(own_N))
-        differs, beside = not apart <= allowed, f"and rounding explains {allowed:.3g}"
+        differs, beside = not apart <= allowed, f"more than rounding explains ({allowed:.3g})"
         if name == "log_probs" and not differs:
             # Rounding in 16 bits may hide a temperature; it does not point to another one.
             way_N = at_one.log_probs[there].double() - here_N
             differs = _points(own_N - here_N, way_N, noise)
-            beside = "in the direction of another temperature"
+            beside = "as with another temperature"
         if differs:
             worst = int((here_N - own_N).abs().nan_to_num(torch.inf).argmax())
             return (

@@ -45,16 +45,16 @@ _COMPILED = f"leave it out, because {_COMPILES}"
 _NOISE = "differ between copies of a token, and a shared token is computed once"
 REFUSED: dict[str, str] = {
     "activation_checkpointing_kwargs": _REENTRANT,
-    "activation_offloading": "activations are offloaded by forkpoint itself: pass "
+    "activation_offloading": "forkpoint offloads activations itself: pass "
     "forkpoint=Config(activations='offload').",
-    "auto_find_batch_size": "a step's microbatches are planned to fit in memory: set "
+    "auto_find_batch_size": "forkpoint plans microbatches that fit in memory: set "
     "Config(memory_budget=...).",
     "ddp_static_graph": "a step has several backwards, whose number depends on its plan: leave it "
     "out.",
-    "deepspeed": "its engine keeps gradients itself: use accelerate's FSDP version 2.",
+    "deepspeed": "its engine stores gradients itself: use accelerate's FSDP version 2.",
     "gradient_checkpointing_kwargs": _REENTRANT,
     "neftune_noise_alpha": f"noise values {_NOISE}: leave it out.",
-    "optim": "it updates weights within a backward, and a step has several: use an optimizer that "
+    "optim": "it updates weights during a backward, and a step has several: use an optimizer that "
     "updates weights in step().",
     "parallelism_config": "only dp_replicate, dp_shard and cp are supported. Set tp_size=1 and "
     "sp_size=1. To split sequences, use cp_size.",
@@ -151,8 +151,8 @@ def check_trainer(trainer: Any) -> None:
     # accelerate's launcher can set it outside of the trainer's configuration.
     config = getattr(trainer.accelerator, "parallelism_config", None)  # since accelerate 1.10
     reasons = {
-        "cp_size": "accelerate was set up before the trainer, and its ranks of one sequence are to "
-        "have the same rows. Make the trainer before any other Accelerator.",
+        "cp_size": "an Accelerator exists already, which gives the ranks of one sequence the same "
+        "rows. Make the trainer before any other Accelerator.",
         "sp_size": REFUSED["parallelism_config"],
     }
     for name, reason in reasons.items():
@@ -171,7 +171,7 @@ def check_trainer(trainer: Any) -> None:
         if found and (size := trainer.sharing.context_ranks) > 1:
             raise UnsupportedError(
                 f"accelerate has a parallelism_config with cp_size={size}, which has not been "
-                f"shown exact with {what}. Set cp_size=1, or leave the other out."
+                f"shown exact with {what}. Set cp_size=1, or use cp_size without it."
             )
     # In training mode, because the checks look for modules that draw random numbers in training.
     before = [(module, module.training) for module in trainer.model.modules()]

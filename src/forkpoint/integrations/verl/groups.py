@@ -47,15 +47,15 @@ def sharing_message(parts: Sequence[RankPart]) -> str | None:
             f"{spread} of {len(homes)} prompts of a mini-batch have rollouts on several ranks, and "
             "run on each: set VERL_USE_EXTERNAL_MODULES=forkpoint.integrations.verl.trainers and "
             "trainer.v1.trainer_mode=forkpoint_sync, or trainer.use_v1=false and "
-            "actor_rollout_ref.actor.use_prefix_grouper=true (prompts of a batch a multiple of the "
-            "ranks). docs/start/verl.md says more."
+            "actor_rollout_ref.actor.use_prefix_grouper=true (the prompts of a batch must be a "
+            "multiple of the ranks). See docs/start/verl.md."
         )
     given, computed = sum(part.given for part in parts), sum(part.computed for part in parts)
     if given > 0 and computed > (1 - LEAST_SAVED) * given:
         return (
             f"a mini-batch shares little: {computed:,} of its {given:,} tokens run "
-            f"({computed / given:.0%}). Prompts are short beside responses, or "
-            "actor_rollout_ref.rollout.n is small, or groups are scattered over mini-batches "
-            "(actor.shuffle and critic.shuffle should be false), or [config] sharing is none."
+            f"({computed / given:.0%}). Possible causes: prompts are shorter than responses, "
+            "actor_rollout_ref.rollout.n is small, groups are scattered over mini-batches (set "
+            "actor.shuffle and critic.shuffle to false), or [config] sharing is none."
         )
     return None

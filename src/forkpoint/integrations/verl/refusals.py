@@ -25,8 +25,8 @@ OFF = {
     'checkpointing = "selective" recomputes them.',
     "{model}mtp.enable_train": "Layers that predict several tokens are not trained.",
     "{engine}qat.enable": "Quantized weights have not been shown exact.",
-    "{role}pad_to_length": "forkpoint packs its own microbatches, so that padding to a length "
-    "would do nothing.",
+    "{role}pad_to_length": "forkpoint packs its own microbatches, so padding to a length has no "
+    "effect.",
     "{engine}offload_policy": "Parameters that stay on the CPU during a step have not been shown "
     "exact; param_offload and optimizer_offload keep them there between steps.",
 }
@@ -42,7 +42,7 @@ REFUSALS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     "{engine}router_replay.mode": (
         lambda mode: mode != "disabled",
         "disabled",
-        "Experts are chosen by the router in each forward.",
+        "The router chooses experts in each forward.",
     ),
 }
 """Test for refused values, allowed values and reason, by option."""
@@ -89,16 +89,16 @@ def check_strategy(strategy: str, model_type: str) -> None:
 
 
 LOGITS = "its loss reads whole logits. Use a distillation loss of log-probs"
-ROUTES = "experts are chosen by the router in each forward. Set router_replay.mode to disabled"
+ROUTES = "the router chooses experts in each forward. Set router_replay.mode to disabled"
 FLAGS = ("distillation_use_topk", "distillation_only", "use_fused_kernels", "enable_routing_replay")
 BATCH_OPTIONS = {
     "distillation_use_topk": LOGITS,
     "distillation_only": LOGITS,
-    "use_fused_kernels": "its head is another. Set use_fused_kernels of the model to false",
+    "use_fused_kernels": "it has another head. Set use_fused_kernels of the model to false",
     "enable_routing_replay": ROUTES,
     "routed_experts": f"{ROUTES}, and rollout.enable_rollout_routing_replay off",
-    "calculate_sum_pi_squared": "sums of squared probabilities come with old log-probs alone, and "
-    "losses do not get them. Leave the key out of updates",
+    "calculate_sum_pi_squared": "only passes for old log-probs compute sums of squared "
+    "probabilities. Leave the key out of updates",
 }
 """Reason and remedy of each refused key of a mini-batch."""
 

@@ -53,11 +53,11 @@ def load_settings(environment: Mapping[str, str] = os.environ) -> Settings:
     except OSError as error:
         raise ConfigError(
             f"{VARIABLE} is {name!r}, which cannot be read ({error.strerror}). It takes the path "
-            "of a TOML file that every worker can read; without the variable the defaults hold."
+            "of a TOML file that every worker can read. Unset it to use the defaults."
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{name}, which {VARIABLE} names, is no TOML: {error}. An example is in "
+            f"{name}, which {VARIABLE} names, is not valid TOML: {error}. An example is in "
             "docs/start/verl.md."
         ) from error
     table: dict[str, Any] = given.setdefault("config", {})
