@@ -242,7 +242,7 @@ class SharedEngine:
                 for parameter in self.module.parameters():
                     parameter.grad = None
                 raise ConfigError(
-                    f"gradients of the loss for log-probs are off by {difference:.2g} of their norm "
+                    f"gradients for log-probs are off by {difference:.2g} of their norm "
                     f"(allowed {DIFFERS:.2g}): its terms depend on other rollouts. Gradients are "
                     'cleared. Set decomposition = "joint" in the FORKPOINT_VERL_CONFIG file.'
                 )
