@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forkpoint import Config, Plan, Rollout, RolloutBatch
-from forkpoint.plan import make_plan
+from forkpoint.plan import ModelShape, make_plan
+from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.packing import breadth_or_depth, first_fit_decreasing
 from forkpoint.tree.forest import Forest, build_forest, sort_rollouts
 
@@ -77,3 +78,32 @@ def test_a_microbatch_of_one_tree_is_depth_first_and_one_of_several_breadth_firs
     assert groups.parent.tolist() == [-1, 0, 0, -1, 3, 3, -1, 6, 6]
     assert breadth_or_depth(groups, list(range(9))) == [0, 3, 6, 1, 2, 4, 5, 7, 8]
     assert breadth_or_depth(groups, [5, 4, 1]) == [1, 4, 5]
+
+
+def test_layers_with_a_state_limit_microbatches_on_a_gpu() -> None:
+    """Their kernels keep a state for each 64 tokens, with fewer than 2^31 elements in all."""
+    shape = ModelShape.from_config({
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 64,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "linear_num_key_heads": 256, "linear_num_value_heads": 512, "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 256, "linear_value_head_dim": 256,
+        "layer_types": ["linear_attention", "full_attention"],
+    })  # fmt: skip
+    chunks = (1 << 31) // shape.state_elements
+    prompt = [n % 60 for n in range(64 * chunks)]
+    batch = RolloutBatch(
+        Rollout([*prompt, n], [0] * len(prompt) + [1], 1.0, group_id="g") for n in (61, 62)
+    )
+    for boundary in ("within", "mixed", "across"):
+        for runs_ahead in (False, True):
+            for budget in (None, 1 << 50):
+                plan = make_plan(
+                    batch,
+                    shape,
+                    Config(sharing="group", boundary=boundary),
+                    capabilities=Capabilities(runs_ahead=runs_ahead),
+                    budget_bytes=budget,
+                )
+                states = max(m.tokens // 64 + len(m.segments) for m in plan.microbatches)
+                # Whole rollouts are longer than that.
+                assert (states < chunks) == (boundary != "within" and runs_ahead)

@@ -1,6 +1,7 @@
 """Plans of one combination of sharing and boundary, with microbatches that fit the limits."""
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -29,7 +30,7 @@ from forkpoint.plan.predict import (
     plan_cost,
 )
 from forkpoint.plan.pricing.calibration import Calibration
-from forkpoint.plan.pricing.cost import ModelShape, Work, dense_work, forest_work
+from forkpoint.plan.pricing.cost import CHUNK, ModelShape, Work, dense_work, forest_work
 from forkpoint.plan.pricing.meters import EFFICIENT_TOKENS, NOISE, Meter, meter_of
 from forkpoint.plan.routing import RouterDemand
 from forkpoint.plan.runs import LeftOut, labels_run, run_lengths, sort_running
@@ -210,7 +211,9 @@ class Builder:
     def _fitting(self, sharing: str, boundary: str) -> Plan:
         config = self.config
         given = config.max_microbatch_tokens
-        tokens = given or max(DEFAULT_MICROBATCH_TOKENS, self.longest)
+        least = least_microbatch_tokens(self.longest, boundary)
+        most = max(least, self._most_tokens())
+        tokens = given or min(most, max(DEFAULT_MICROBATCH_TOKENS, self.longest))
         policies = policies_to_try(config, self.shape, self.capabilities)
         if self.budget_bytes is None:
             return self._priced_ways(sharing, boundary, tokens, policies[0], moves=False)[0]
@@ -218,8 +221,7 @@ class Builder:
         # gradients.
         if not given:
             every = int(self._order(sharing).new_edges.sum())
-            tokens = max(tokens, min(LARGEST_MICROBATCH_TOKENS, every))
-        least = least_microbatch_tokens(self.longest, boundary)
+            tokens = max(tokens, min(LARGEST_MICROBATCH_TOKENS, every, most))
         filling = max(least, min(tokens, FILLING_TOKENS))
         found: list[Plan] = []
         tried: list[Plan] = []
@@ -258,6 +260,17 @@ class Builder:
             f"least {peak}, or {self._remedy()}.",
             peak,
         )
+
+    def _most_tokens(self) -> int:
+        """Most tokens of a microbatch that fast kernels of recurrent layers run on a GPU.
+
+        They keep a state for each chunk, and are not given more elements than 32-bit indices allow
+        (`ops.delta_rule.kernel.is_large`). Each segment has up to one chunk more.
+        """
+        if not (self.shape and self.shape.recurrent_layers and self.capabilities.runs_ahead):
+            return sys.maxsize
+        chunks = (1 << 31) // max(1, self.shape.state_elements // self.shape.context)
+        return max(1, CHUNK * (chunks - chunks // 16))
 
     def _may_move(self, tried: Sequence[Plan], found: Sequence[Plan]) -> bool:
         """Whether to try plans with prefix caches in host memory.
