@@ -1,3 +1,3 @@
-"""Rollouts of one step placed on data-parallel ranks. Imports no torch."""
+"""Placement of a step's rollouts on data-parallel ranks. Imports no torch."""
 
 from forkpoint.parallel.placement.place import place as place

@@ -1,9 +1,9 @@
-"""The exchange of prompts between ranks, as far as placing needs to price it.
+"""Prices of prompt exchanges between ranks, for placements.
 
-Ranks that have rollouts of one group can run its prompt each, or one of them runs it and sends its
-prefix cache to the others (`forkpoint.plan.shared_prompts`). All ranks run the prompts that they
-own, then exchange, then run the rest. A step does whichever is predicted to take less time, so
-placements are compared by the cheaper of the two.
+If ranks have rollouts of one group, each runs the prompt, or one rank runs it and sends its prefix
+cache to the others (`forkpoint.plan.shared_prompts`). With an exchange, all ranks run the prompts
+that they own, then exchange, then run the rest. A step uses the alternative that is predicted to be
+faster, so placements are compared by the cheaper of the two.
 """
 
 from dataclasses import dataclass, replace
@@ -19,26 +19,26 @@ from forkpoint.plan.pricing.cost import LINEAR_BACKWARD, ModelShape
 from forkpoint.tree.forest import IntArray, build_forest
 
 NOWHERE = 1 << 62
-"""Cost of an exchange where there is nothing to exchange."""
+"""Cost of an exchange without prompts."""
 
 
 @dataclass(frozen=True)
 class ExchangePrices:
-    """Prices of sending prompts, in the unit that `Rates` are in (FLOPs or ms)."""
+    """Prices of sending prompts, in the unit of `Rates` (FLOPs or ms)."""
 
     token: float
-    """The prefix cache of one token there, and its gradients back."""
+    """Sending the prefix cache of one token, and its gradients back."""
     prompt: float
-    """Recurrent states of one prompt."""
+    """Sending the recurrent states of one prompt."""
     step: float
-    """Latencies of the transfers of a step."""
+    """Latency of all transfers of a step."""
 
     @classmethod
     def of(
         cls, shape: ModelShape | None, rates: Rates, calibration: Calibration | None = None
     ) -> "ExchangePrices | None":
-        """Prices of a model, by a measured link where the calibration has one; None without a
-        shape, whose bytes are not known."""
+        """Prices of a model, from the calibration's measured link if there is one. None without a
+        shape."""
         if shape is None:
             return None
         link = prices_of(calibration, shape)
@@ -53,28 +53,29 @@ class ExchangePrices:
 
 @dataclass(frozen=True, eq=False)
 class Prompts:
-    """Prompts of some groups, taken out of what their rollouts run."""
+    """Prompts of some groups, and the rollouts without these prompts."""
 
     priced: Priced
     """The rollouts without these prompts."""
     group: IntArray
-    """[P] their groups."""
+    """[P] group of each prompt."""
     edges: IntArray
     """[P]"""
     cost: IntArray
-    """[P] of running each."""
+    """[P] cost of running each prompt."""
 
     @classmethod
     def of(cls, priced: Priced, groups: IntArray, *, left: float = 0.0) -> "Prompts":
-        """The prompts of these groups: what their rollouts share before any trained token.
+        """Find the prompts of these groups: the edges that their rollouts share before any trained
+        token.
 
-        Rollouts of such a group then share nothing with others, as in the plans of a step. So small
-        a part as `left` of what a prompt costs is left where it was.
+        Rollouts of such a group share nothing with other groups, as in the plans of a step. The
+        fraction `left` of a prompt's cost stays in `priced`.
         """
         paths, order = priced.paths, priced.paths.order.grouped(priced.paths.groups)
         of_entry = paths.groups[order.rollouts]
-        # Leading edges that neither read nor predict a trained token, and that each entry has in
-        # common with the one before it in its group.
+        # Number of leading edges that neither read nor predict a trained token, and that each
+        # rollout shares with the previous one of its group.
         begin = paths.mask_begin[order.rollouts]
         trained = np.searchsorted(paths.trained_before, paths.trained_before[begin], side="right")
         edges = np.clip(trained - begin - 2, 0, order.edges)
@@ -85,13 +86,13 @@ class Prompts:
         some = np.isin(group, groups) & (edges > 0)
         group, edges = group[some], edges[some]
         cost = priced.path_cost(order.rollouts[first[some]], edges)
-        # The prompt of each group, and -1 for the others, which share as before.
+        # The prompt of each group, or -1. Groups with -1 share as before.
         prompt_of = np.full(int(paths.groups.max()) + 1, -1)
         prompt_of[group] = np.arange(len(group))
         order = paths.order.grouped(prompt_of[paths.groups])
         forest = build_forest(order, len(paths))
         found = Priced.of(replace(paths, order=order), forest, priced.rates)
-        # All rollouts of a group share its prompt, so that it lies within the first segment.
+        # All rollouts of a group share its prompt, so it is within the first segment.
         length, rest = forest.length.copy(), found.cost.copy()
         roots = np.flatnonzero(forest.parent < 0)
         prompt = prompt_of[paths.groups[forest.order[forest.owner_begin[roots]]]]
@@ -102,7 +103,7 @@ class Prompts:
         return cls(without, group, edges, cost)
 
     def step_cost(self, rank: IntArray, ranks: int, capacity: int, prices: ExchangePrices) -> int:
-        """Predicted cost of a step in which ranks exchange those that several of them have.
+        """Predicted cost of a step in which ranks exchange common prompts.
 
         Args:
             rank: int64 [N] the rank of each rollout.
@@ -118,7 +119,7 @@ class Prompts:
         order = np.argsort(groups, kind="stable")
         bounds = np.searchsorted(groups[order], np.stack([self.group, self.group + 1]))
         readers = [np.unique(rank[order[a:b]]) for a, b in bounds.T.tolist()]
-        # As `shared_prompts` gives them to ranks.
+        # Assigns owners as `shared_prompts` does.
         tokens = np.zeros(ranks, np.int64)
         counts = np.asarray([len(own) for own in readers])
         for prompt in np.lexsort((counts, -self.edges)).tolist():

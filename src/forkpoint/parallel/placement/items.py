@@ -1,4 +1,4 @@
-"""Items to place, sets of rollouts that stay together, and simple placements of them."""
+"""Items, which are sets of rollouts that stay together, and simple placements of items."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,46 +14,45 @@ SCRAMBLE = 2_654_435_761
 
 @dataclass(frozen=True, eq=False)
 class Items:
-    """Sets of rollouts that each go to one rank.
+    """Sets of rollouts. Each set is placed on one rank.
 
-    A segment through rollouts of one item is that item's own. Any other is shared, and a rank
-    computes it once for all of its items.
+    A segment is owned by an item if only rollouts of this item contain it. Other segments are
+    shared. A rank computes a shared segment once for all of its items.
     """
 
     item: IntArray
     """[N] the item of each rollout, 0 .. I - 1."""
     own: IntArray
-    """[I] cost of the segments that no other item has."""
+    """[I] cost of the segments that each item owns."""
     owner: IntArray
-    """[S] the item that a segment is of alone, or -1."""
+    """[S] the item that owns each segment, or -1."""
     shared: IntArray
-    """[E] shared segments of each item, item after item and ascending, as positions in
-    `shared_cost`."""
+    """[E] shared segments of each item in order, ascending, as indices into `shared_cost`."""
     begin: IntArray
-    """[I + 1] where each item begins in `shared`, and the end."""
+    """[I + 1] begin of each item in `shared`, and the end."""
     shared_cost: IntArray
     """Cost of each shared segment."""
     shared_segment: IntArray
-    """Each shared segment, ascending."""
+    """Number of each shared segment, ascending."""
 
     def __len__(self) -> int:
         return len(self.own)
 
     @cached_property
     def whole(self) -> IntArray:
-        """[I] cost of each item on a rank of its own."""
+        """[I] cost of each item if it is alone on a rank."""
         before = np.concatenate([[0], np.cumsum(self.shared_cost[self.shared])])
         return self.own + before[self.begin[1:]] - before[self.begin[:-1]]
 
 
 @dataclass(frozen=True, eq=False)
 class Priced:
-    """Rollouts to place, with the segments that they share and what these cost."""
+    """Rollouts to place, with their segments and the costs of these."""
 
     paths: Paths
     forest: Forest
     rates: Rates
-    """With whole numbers of units that suit these rollouts."""
+    """Rates in a unit that is scaled to these rollouts."""
     cost: IntArray
     """[S] cost of each segment, run once."""
 
@@ -69,29 +68,30 @@ class Priced:
         return cls(paths, forest, rates, cost)
 
     def path_cost(self, rollouts: IntArray, edges: IntArray) -> IntArray:
-        """[n] the cost of the first so many edges of each rollout."""
+        """[n] the cost of the first `edges` edges of each rollout."""
         return self.rates.cost(edges, self.paths.labels(rollouts, edges))
 
     @cached_property
     def end(self) -> IntArray:
-        """[S] the first segment after each and all below it: segments are in depth-first order."""
+        """[S] the first segment after the subtree of each segment. Segments are in depth-first
+        order."""
         return np.searchsorted(self.forest.owner_begin, self.forest.owner_end)
 
     @property
     def total(self) -> int:
-        """Cost of all of it on one device, each shared token once."""
+        """Cost on one device, with each shared token counted once."""
         return int(self.cost.sum())
 
     def split(self, most: int, among: IntArray | None = None, *, shared_price: int = 1) -> IntArray:
-        """[N] the item of each rollout where groups that cost more than `most` are split.
+        """Split groups that cost more than `most`. Returns [N], the item of each rollout.
 
-        A group is cut where its rollouts part, and its parts again, while one costs more than
-        `most` by more than `shared_price` times what its parts share.
+        Groups and their parts are cut where rollouts diverge, while a part's cost exceeds `most` by
+        more than `shared_price` times the cost that its parts share.
 
         Args:
-            most: in units of `rates`.
-            among: the groups that may be split; None is all.
-            shared_price: 0 where ranks exchange what the parts share.
+            most: cost in units of `rates`.
+            among: groups that may be split; None: all.
+            shared_price: 0 if ranks exchange shared prompts.
         """
         groups, order = self.paths.groups, self.paths.order.grouped(self.paths.groups)
         path = self.path_cost(order.rollouts, order.edges)
@@ -120,11 +120,11 @@ class Priced:
         return item
 
     def items(self, item: IntArray, count: int | None = None) -> Items:
-        """Prices of these items.
+        """Price these items.
 
         Args:
             item: int64 [N], the item of each rollout, 0 .. I - 1.
-            count: I; None where every item has a rollout.
+            count: I; None if every item has a rollout.
         """
         forest, order = self.forest, self.paths.order
         count = int(item.max()) + 1 if count is None else count
@@ -135,8 +135,9 @@ class Priced:
         own = np.zeros(count, np.int64)
         np.add.at(own, owner[~shared_S], self.cost[~shared_S])
         segments, size = np.flatnonzero(shared_S), max(1, len(forest))
-        # Item times S plus segment, of each item and each shared segment above its rollouts. What
-        # lies above a shared segment is shared, so each level has fewer pairs than the one below.
+        # Pairs (item, segment), as item * S + segment, of each item and each shared segment above
+        # its rollouts. Ancestors of shared segments are shared, so each level has fewer pairs than
+        # the one below.
         rollout = np.flatnonzero(forest.leaf >= 0)
         pairs = np.unique(item[rollout] * size + forest.leaf[rollout])
         found = [pairs[:0]]
@@ -170,26 +171,26 @@ class Placement:
     rank: IntArray
     """[I] the rank of each item."""
     load: IntArray
-    """[R] cost of each rank's items, what they share once."""
+    """[R] cost of each rank's items, with shared segments counted once."""
 
     @property
     def rank_of_rollouts(self) -> IntArray:
-        """[N]"""
+        """[N] rank of each rollout."""
         return self.rank[self.items.item]
 
 
 def greedy(items: Items, ranks: int) -> Placement:
-    """Place items, the costliest first, each on the rank whose load is least afterwards.
+    """Place items, the costliest first, each on the rank with the lowest load afterwards.
 
-    Tokens that an item shares with the items of a rank cost nothing more there.
+    Segments that a rank already has add no cost there.
     """
     load = np.zeros(ranks, np.int64)
     held = np.zeros((len(items.shared_cost), ranks), np.int64)
     rank = np.zeros(len(items), np.int64)
     whole, begin = items.whole, items.begin.tolist()
     cost_of = items.shared_cost[items.shared]
-    # Equal ones in a scrambled order: those that follow each other tend to share a little, and
-    # would meet on one rank, where what shares a little is packed as one.
+    # Items of equal cost are in a scrambled order. Adjacent ones tend to share few tokens, and
+    # would be placed on one rank, where a subtree is packed as one piece.
     scrambled = np.arange(len(items)) * SCRAMBLE % (1 << 32)
     for item in np.lexsort((scrambled, -whole)).tolist():
         own = slice(begin[item], begin[item + 1])
@@ -203,18 +204,20 @@ def greedy(items: Items, ranks: int) -> Placement:
 
 
 def in_order(groups: IntArray, ranks: int, *, whole_groups: bool = False) -> IntArray:
-    """[N] ranks that get equally many rollouts in the order given, or equally many groups."""
+    """Deal out rollouts, or whole groups, in order and in equal numbers. Returns [N], rank by
+    rollout."""
     if not whole_groups:
         return np.arange(len(groups)) * ranks // len(groups)
     return groups * ranks // (int(groups.max()) + 1)
 
 
 def by_tokens(groups: IntArray, lengths: IntArray, ranks: int) -> IntArray:
-    """[N] ranks for groups by the sum of their rollouts' tokens, the longest first to the emptiest.
+    """Place groups, those with most tokens first, on the rank with fewest tokens. Returns [N], rank
+    by rollout.
 
     Args:
         groups: [N] the group of each rollout.
-        lengths: [N] its tokens.
+        lengths: [N] the tokens of each rollout.
     """
     tokens = np.zeros(int(groups.max()) + 1, np.int64)
     np.add.at(tokens, groups, lengths)

@@ -1,8 +1,8 @@
-"""Steps of many ranks, predicted from the plan of each.
+"""Predicts a step of several ranks from the plan of each.
 
-Ranks that gather weights in every forward and backward run aligned programs: each instruction takes
-as long as it takes the slowest of them. Ranks whose weights stay gathered for the step wait for
-each other once, at its end.
+Ranks that gather weights for each microbatch run programs of one common shape, and each instruction
+takes the time of the slowest rank. Ranks that gather weights once a step wait for each other only
+at its end.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,14 +32,15 @@ from forkpoint.rollouts.batch import RolloutBatch
 
 @dataclass(frozen=True)
 class RanksStep:
-    """A predicted step of many ranks, in the unit of the plans' prices."""
+    """A predicted step of several ranks, in the unit of the plans' prices."""
 
     lockstep: float
-    """Every instruction waits for the slowest rank: collectives in each forward and backward."""
+    """Cost if weights are gathered for each microbatch, so that every instruction waits for the
+    slowest rank."""
     once: float
-    """Ranks wait for each other at the end alone: weights gathered once a step."""
+    """Cost if weights are gathered once a step, so that ranks wait only at the end."""
     mean: float
-    """Mean of the ranks' own work."""
+    """Mean cost of the ranks, without waiting."""
 
 
 def predict_step(
@@ -47,16 +48,16 @@ def predict_step(
     calibration: Calibration | None = None,
     prompts: Sequence[SharedPrompt] = (),
 ) -> RanksStep:
-    """Predict the step of ranks that each have a plan.
+    """Predict the step of several ranks.
 
-    Copies to the host's memory are not counted, nor is communication but that of prompts: what is
-    predicted is computation, and waiting for that of others. An idle instruction is counted as
-    free, because there is always a rank that does not idle it.
+    The prediction includes computation, waiting for other ranks, and exchanges of prompts. It does
+    not include other communication or copies to host memory. An idle instruction is free, because
+    at least one rank runs the instruction.
 
     Args:
-        plans: by rank; None where a rank has no rollouts.
-        calibration: that the plans were priced with, if any.
-        prompts: those that the ranks exchange, if the plans are of `exchange_plans`.
+        plans: plans by rank; None for a rank without rollouts.
+        calibration: the calibration of the plans, if any.
+        prompts: exchanged prompts, for plans of `exchange_plans`.
 
     Raises:
         PlanError: there is no rank.
@@ -77,17 +78,17 @@ def exchange_plans(
     plans: Sequence[Plan | None],
     make: Callable[[RolloutBatch, tuple[PlannedPrompt, ...]], Plan],
 ) -> tuple[list[Plan | None], tuple[SharedPrompt, ...]]:
-    """Plans of ranks that exchange the prompts that several of them have, and those prompts.
+    """Make plans of ranks that exchange common prompts. Returns the plans and the prompts.
 
-    Without any, the plans are those given, and there are no prompts.
+    Without common prompts, returns `plans` and ().
 
     Args:
-        batches: by rank; None where a rank has no rollouts.
-        plans: of these, each rank running all of its tokens.
+        batches: batches by rank; None for a rank without rollouts.
+        plans: plans of these in which each rank runs all of its tokens.
         make: makes the plan of a rank's rollouts with its prompts.
 
     Raises:
-        PlanError: the settings have no such plan.
+        PlanError: the settings allow no such plan.
     """
     own = [
         prompts_of(batch, plan.run_lengths) if batch and plan else {}
@@ -109,5 +110,5 @@ def exchange_plans(
 
 
 def _scored(plans: Sequence[Plan | None]) -> bool:
-    """Whether a pass of scores comes first on any rank, and so on all that exchange prompts."""
+    """Whether any rank runs a pass of scores first. With exchanged prompts, then all ranks do."""
     return any(plan is not None and plan.program.has_scores for plan in plans)

@@ -1,8 +1,8 @@
-"""Prices of tokens, and paths of rollouts as what their leading tokens cost.
+"""Prices of tokens, and costs of the leading edges of rollouts.
 
-The cost of a set of rollouts follows from how many leading edges neighbours share: each rollout
-adds its whole path less what the one before it has already paid for. So nothing here needs token
-ids.
+The cost of a set of sorted rollouts follows from the number of leading edges that adjacent rollouts
+share: each rollout adds the cost of its path minus that of the shared edges. So no token ids are
+needed.
 """
 
 from collections.abc import Mapping
@@ -18,29 +18,29 @@ from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.tree.forest import Forest, IntArray, SortedRollouts, build_forest
 
 TYPICAL_TOKENS = 8192
-"""Length of the microbatches, paths and heads that milliseconds are read at: rates change little
-where microbatches fill a device."""
+"""Number of tokens at which rates are read from a calibration. Rates change little once
+microbatches fill a device."""
 _UNITS = 1 << 50
-"""Sums stay below 2 ** 63 also where every rank runs everything."""
+"""Units of the largest cost. Sums stay below 2 ** 63 even if every rank runs everything."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Forward and backward of one token, one visible pair and one labelled token.
+    """Costs of forward and backward for one token, one visible pair and one labelled token.
 
-    Costs are whole numbers of `unit_cost`: their sums are exact, so that every process that places
-    the same rollouts gets the same ranks, whatever its processor adds up in which order.
+    Costs are integers in units of `unit_cost`. So sums are exact, and every process gets the same
+    placement, independent of its processor's order of summation.
     """
 
     token: float
     pair: Mapping[int, float]
-    """For each window in use (0 is none): all layers of that window together."""
+    """Cost of a pair for each window (0: none), over all layers with that window."""
     label: float
     unit_cost: float = 1.0
 
     @classmethod
     def of(cls, shape: ModelShape | None, calibration: Calibration | None = None) -> "Rates":
-        """Counted FLOPs; milliseconds with a calibration; tokens without a shape.
+        """Rates of a model: counted FLOPs; milliseconds with a calibration; tokens without a shape.
 
         Raises:
             PlanError: there is a calibration and no shape.
@@ -77,7 +77,7 @@ class Rates:
         return cls((shape.layers * block + rest) / size, pair, head / size)
 
     def cost(self, edges: IntArray, labels: IntArray) -> IntArray:
-        """[n] the cost of the first so many edges of paths, of which so many are labelled."""
+        """[n] the costs of paths with these numbers of edges and labelled edges."""
         edges = np.asarray(edges, np.int64)
         total = edges * self.token + labels * self.label
         for window, price in self.pair.items():
@@ -86,9 +86,10 @@ class Rates:
         return np.rint(total / self.unit_cost).astype(np.int64)
 
     def scaled(self, most: float) -> "Rates":
-        """The same rates in units of which `most`, a cost in the present ones, has about 2 ** 50.
+        """The same rates in another unit, in which the cost `most` (in the present unit) is about 2
+        ** 50.
 
-        Rounding to units is then far below what any cost is known to.
+        Rounding to units is then far below the precision of costs.
         """
         unit = most / _UNITS if most else 1.0
         return replace(self, unit_cost=self.unit_cost * unit)
@@ -96,26 +97,27 @@ class Rates:
 
 @dataclass(frozen=True, eq=False)
 class Paths:
-    """Rollouts in the order of their tokens, their groups, and where they are trained."""
+    """Rollouts in the order of their tokens, with their groups and trained tokens."""
 
     order: SortedRollouts
-    """Any rollouts share that begin alike."""
+    """Rollouts with equal prefixes share them, across groups too."""
     groups: IntArray
     """[N] a rollout's group, 0 .. G - 1."""
     mask_begin: IntArray
-    """[N] where a rollout's tokens begin in `trained_before`."""
+    """[N] begin of each rollout's tokens in `trained_before`."""
     trained_before: IntArray
-    """Trained tokens before each token, all loss masks back to back, and after the last."""
+    """Number of trained tokens before each token, over all loss masks joined, and after the
+    last."""
 
     def __len__(self) -> int:
-        """How many rollouts there are, those of one token included."""
+        """Number of rollouts, including those of one token."""
         return len(self.groups)
 
     @classmethod
     def of_batch(cls, batch: RolloutBatch, runs: IntArray | None = None) -> "Paths":
         """The paths of a batch.
 
-        runs: int64 [N], how many edges of each rollout run, from its first; None: all.
+        runs: int64 [N], number of leading edges of each rollout that run; None: all.
         """
         runs = run_lengths(batch, whole=True) if runs is None else runs
         return cls(
@@ -130,9 +132,9 @@ class Paths:
         return build_forest(self.order, len(self))
 
     def labels(self, rollouts: IntArray, edges: IntArray) -> IntArray:
-        """[n] trained tokens among the labels of the first so many edges of each rollout.
+        """[n] number of trained labels of the first `edges` edges of each rollout.
 
-        Edge i has token i + 1 for its label, and token 0 is never trained.
+        The label of edge i is token i + 1, and token 0 is never trained.
         """
         begin = self.mask_begin[rollouts]
         return self.trained_before[begin + edges + 1] - self.trained_before[begin]

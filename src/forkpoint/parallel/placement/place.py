@@ -26,26 +26,27 @@ if TYPE_CHECKING:
 Model = ModelShape | Mapping[str, Any] | str | Path | None
 
 HALVES = 2
-"""Groups that cost more than one part of so many of the mean may be split."""
+"""Groups that cost more than 1 / HALVES of a rank's equal share are split."""
 EVEN = 1.02
-"""No group is split where the fullest rank has no more than this many times the mean."""
+"""No group is split if the highest load is at most this multiple of the mean."""
 UNEVEN = 1.05
-"""Smaller parts are tried where a step is predicted to take more than this many times the mean."""
+"""Smaller parts are tried if the predicted step exceeds this multiple of an equal share."""
 PARTS = 20
-"""These cost more than one part of so many of the mean before they are cut once more."""
+"""Smaller parts are cut again while they cost more than 1 / PARTS of an equal share."""
 NEAR = 1.05
-"""Items are exchanged from placements that cost no more than this many times the cheapest."""
+"""Exchanges of items start from placements that cost at most this multiple of the cheapest."""
 MOST_ROLLOUTS = 4096
-"""Exchanging prompts is looked at for steps of no more: placing takes less than a second."""
+"""Largest number of rollouts for which exchanges of prompts are considered, so that placing takes
+less than a second."""
 LITTLE = 2
-"""Ranks keep to few of the prompts that they could exchange: one more is taken to cost so small a
-part of what running it does."""
+"""In placements for exchanges, a further prompt on a rank costs 1 / LITTLE of running it, so that
+ranks have few prompts."""
 RISK = 1.25
-"""A step exchanges nothing where that does not fit a memory budget, say. No placement is taken that
-would then cost so many times what another does."""
+"""A placement for exchanges is considered only if it costs at most this multiple of the best
+placement without an exchange, because the step may not exchange, for example for lack of memory."""
 FEW = 4
-"""Prompts are exchanged among ranks that have fewer groups than so many each: with more of them,
-whole groups balance."""
+"""Exchanges are considered for fewer than FEW groups per rank. With more groups, whole groups
+balance."""
 
 
 def place(
@@ -125,18 +126,18 @@ def place(
 
 
 def _runs(batch: RolloutBatch, loss: "Loss") -> IntArray:
-    """How many edges of each rollout a step of the loss runs: int64 [N]. Imports torch."""
+    """Number of edges of each rollout that a step of the loss runs: int64 [N]. Imports torch."""
     from forkpoint.losses.base import as_loss
     from forkpoint.losses.zeros import zero_rollouts
 
     known = as_loss(loss)
-    # Rollouts of other ranks may be coupled with those that are zero on theirs.
+    # Rollouts of other ranks may be coupled with zero rollouts of a rank.
     zero = None if known.across_ranks else zero_rollouts(known, batch)
     return run_lengths(batch, zero)
 
 
 def check_ranks(ranks: int) -> None:
-    """Raises ConfigError for what is no number of ranks."""
+    """Raises ConfigError if `ranks` is no number of ranks."""
     if isinstance(ranks, bool) or not isinstance(ranks, int | np.integer) or ranks < 1:
         raise ConfigError(
             f"ranks is {short(ranks)}; it takes a whole number of at least 1: how many "
@@ -145,7 +146,7 @@ def check_ranks(ranks: int) -> None:
 
 
 def lists_of(rank: IntArray, ranks: int) -> list[list[int]]:
-    """Positions of each rank's rollouts, ascending, from int64 [N] ranks by rollout."""
+    """Convert int64 [N], rank by rollout, to the ascending positions of each rank's rollouts."""
     return [np.flatnonzero(rank == number).tolist() for number in range(ranks)]
 
 
@@ -180,7 +181,7 @@ def place_paths(
         return lockstep_cost(priced, rank, ranks, capacity)
 
     def is_uneven(costs: list[int]) -> bool:
-        """Whether no placement so far is near an equal share."""
+        """Whether every placement so far costs much more than an equal share."""
         return min(costs) * ranks > UNEVEN * priced.total
 
     share = priced.total // ranks
@@ -190,7 +191,7 @@ def place_paths(
         halves = greedy(priced.items(priced.split(share // HALVES)), ranks)
         if int(halves.load.max()) < most:
             placed.append(halves)
-    # Placements that know less, which a good one is no worse than.
+    # Simple placements, as upper limits of the cost.
     lengths = np.ones(len(groups), np.int64)
     lengths[paths.order.rollouts] += paths.order.edges
     found = [in_order(groups, ranks, whole_groups=whole_groups)]
@@ -198,7 +199,7 @@ def place_paths(
     costs = [cost_of(rank) for rank in found]
     own = [cost_of(way.rank_of_rollouts) for way in placed]
     if not whole_groups and is_uneven(costs + own):
-        # Small parts of groups fill the slots of all ranks alike.
+        # Small parts of groups fill the slots of ranks evenly.
         parts = greedy(priced.items(priced.split(share // PARTS)), ranks)
         if len(parts.items) > len(placed[-1].items):
             placed.append(parts)
@@ -207,7 +208,7 @@ def place_paths(
         if cost <= NEAR * min(own):
             found.append(reshaped(priced, way, capacity)[way.items.item])
             costs.append(cost_of(found[-1]))
-    # Of equally good ones the first is taken: one that keeps groups whole, if any.
+    # The first of equally good placements is used, so whole groups come first.
     found = [*(way.rank_of_rollouts for way in placed), *found]
     costs = own + costs
     few = len(groups) <= MOST_ROLLOUTS and int(groups.max()) + 1 < FEW * ranks
@@ -224,8 +225,8 @@ def place_paths(
 
 
 def _with_prompts_apart(priced: Priced, ranks: int, share: int) -> Iterator[IntArray]:
-    """Placements [N] that pay little for a prompt on a further rank, of as many groups as there
-    are ranks, or twice as many, the costliest. `share`: an equal part of all costs."""
+    """Placements [N] in which further copies of the prompts of the costliest groups (as many as
+    ranks, or twice as many) are cheap. `share`: cost of an equal share."""
     whole = priced.items(priced.paths.groups).whole
     costliest = np.argsort(-whole, kind="stable")
     for several in sorted({min(len(whole), ranks), min(len(whole), 2 * ranks)}):

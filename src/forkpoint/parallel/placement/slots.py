@@ -1,15 +1,15 @@
-"""Microbatches that ranks will have, as far as placing needs to know them.
+"""Predicts the microbatches of ranks, and improves placements by exchanges of items.
 
-Ranks run their k-th microbatches together, so what counts besides a rank's sum is whether its k-th
-microbatch is as costly as those of the others. Planners pack whole subtrees, the largest first into
-the first microbatch with room, and put what several of them need into microbatches above. This
-module does the same for all ranks at once, on sums alone, and exchanges items between ranks after
-which their microbatches meet better.
+Ranks run their k-th microbatches together. So a step is faster if the k-th microbatches of all
+ranks cost the same. Planners pack whole subtrees, the largest first, into the first microbatch with
+room, and put shared ancestors into microbatches above. This module does the same for all ranks at
+once, with sums of tokens and costs only. It exchanges items between ranks so that costs of slots
+become more equal.
 
-The measure of an exchange is the sum over slots of a high norm of the ranks' costs in the slot. A
-norm, and not the largest cost itself, because many ranks are near the largest, and lowering one of
-them must count. It is computed by multiplications and square roots alone, which every processor
-rounds alike.
+The objective is the sum over slots of a high norm of the ranks' costs in the slot. A norm is used
+instead of the maximum, because many ranks are near the maximum, and lowering one of them must
+improve the objective. It is computed only by multiplications and square roots, which every
+processor rounds equally.
 """
 
 from bisect import insort
@@ -24,12 +24,12 @@ from forkpoint.plan.pricing.meters import ROW_TOKENS
 from forkpoint.tree.forest import IntArray
 
 TOO_MANY = 1 << 56
-"""Cost of pieces for which there are too few microbatches."""
+"""Cost of a row whose pieces do not fit in its microbatches."""
 FloatArray = NDArray[np.float64]
 
 
 class Pieces(NamedTuple):
-    """Subtrees that go into one microbatch each, by the row (a rank or an item) that has them."""
+    """Subtrees that each fit in one microbatch, by row (a rank or an item)."""
 
     row: IntArray
     """[P] ascending."""
@@ -39,7 +39,8 @@ class Pieces(NamedTuple):
     """[P]"""
 
     def table(self, rows: int) -> tuple[IntArray, IntArray]:
-        """Tokens and costs of each row's pieces, [rows, P] each, by descending tokens."""
+        """Tokens and costs of each row's pieces, [rows, P] each, in the order of descending
+        tokens."""
         order = np.lexsort((-self.cost, -self.tokens, self.row))
         row = self.row[order]
         counts = np.bincount(row, minlength=rows)
@@ -61,7 +62,7 @@ class Cutter:
         tokens = _sums(forest.length, first, priced.end)
         large = private & (tokens > capacity)
         fits = private & ~large
-        # Nodes of items: what fits is one with all below it.
+        # Nodes of items. A node that fits includes its subtree.
         node = np.flatnonzero(large | (fits & ~((forest.parent >= 0) & fits[forest.parent])))
         self.node: IntArray = node[np.argsort(items.owner[node], kind="stable")]
         self.begin: IntArray = np.searchsorted(items.owner[self.node], np.arange(len(items) + 1))
@@ -70,12 +71,12 @@ class Cutter:
         self.cost: IntArray = cost[self.node]
 
     def pieces(self, row: IntArray, item: IntArray) -> Pieces:
-        """The pieces of each row, whose items those of `item` are that have its number.
+        """The pieces of each row. The row `row[i]` has the item `item[i]`.
 
-        Items of one row that share a segment lie in one subtree, which may be one piece.
+        Items of one row that share a segment are in one subtree, which may be one piece.
 
         Args:
-            row: [n] numbers of rows.
+            row: [n] index of a row.
             item: [n] an item of each.
         """
         forest, size = self.priced.forest, max(1, len(self.priced.forest))
@@ -87,7 +88,7 @@ class Cutter:
         tokens = np.concatenate([self.tokens[at], forest.length[of_shared]])
         cost = np.concatenate([self.cost[at], self.items.shared_cost[shared]])
         rows = np.concatenate([np.repeat(row, nodes), np.repeat(row, shares)])
-        # A row has each segment once. They are in depth-first order: what lies below one follows.
+        # A row has each segment once, in depth-first order, so a subtree follows its root.
         key, once = np.unique(rows * size + segment, return_index=True)
         rows, segment = rows[once], segment[once]
         first, end = (
@@ -102,16 +103,16 @@ class Cutter:
 
 
 def _sums(values: IntArray, begin: IntArray, end: IntArray) -> IntArray:
-    """[n] sums of runs of values."""
+    """[n] sums of values[begin:end]."""
     before = np.concatenate([[0], np.cumsum(values)])
     return before[end] - before[begin]
 
 
 def _spans(begin: IntArray, chosen: IntArray) -> tuple[IntArray, IntArray]:
-    """How many entries each of some runs has, and the positions of all of them, run after run.
+    """Numbers of entries of the chosen runs, and the positions of all these entries, run after run.
 
     Args:
-        begin: [n + 1] where each run begins, and the end.
+        begin: [n + 1] begin of each run, and the end.
         chosen: [m] runs, in any order.
     """
     counts = begin[chosen + 1] - begin[chosen]
@@ -120,14 +121,15 @@ def _spans(begin: IntArray, chosen: IntArray) -> tuple[IntArray, IntArray]:
 
 
 def packed(tokens: IntArray, cost: IntArray, capacity: int, bins: int | None = None) -> IntArray:
-    """[rows, bins] cost of the microbatches of each row (a rank), the first first.
+    """Pack pieces into microbatches. Returns [rows, bins], the costs of each row's microbatches in
+    order.
 
     Args:
-        tokens: [rows, P] tokens of each row's pieces, descending; 0 where there is none.
+        tokens: [rows, P] tokens of each row's pieces, descending; 0 for no piece.
         cost: [rows, P] their costs.
         capacity: tokens of a microbatch.
-        bins: how many there may be. What has room in none of them costs TOO_MANY. None: enough,
-            as two neighbours hold more than one has room for.
+        bins: number of microbatches of a row. If pieces do not fit, the row costs TOO_MANY. None:
+            enough, because any two adjacent microbatches together hold more than `capacity`.
     """
     if bins is None:
         bins = int(2 * tokens.sum(axis=1).max(initial=0) // capacity) + 2
@@ -150,7 +152,7 @@ def lockstep_cost(priced: Priced, rank: IntArray, ranks: int, capacity: int) -> 
     """Predicted cost of a step in which ranks run their microbatches in lockstep.
 
     Args:
-        rank: int64 [N] the rank of each.
+        rank: int64 [N] the rank of each rollout.
         capacity: tokens of a microbatch.
     """
     items, every = priced.items(rank, ranks), np.arange(ranks)
@@ -159,7 +161,7 @@ def lockstep_cost(priced: Priced, rank: IntArray, ranks: int, capacity: int) -> 
     np.add.at(inside, pieces.row, pieces.cost)
     slowest = packed(*pieces.table(ranks), capacity).max(axis=0)
     overhead = int(priced.rates.token * ROW_TOKENS / priced.rates.unit_cost)
-    # What is not in a piece lies in microbatches above.
+    # Segments that are in no piece are in microbatches above.
     return int(slowest.sum() + (load - inside).max()) + overhead * int((slowest > 0).sum())
 
 
@@ -167,27 +169,28 @@ def lockstep_cost(priced: Priced, rank: IntArray, ranks: int, capacity: int) -> 
 # ------------------------------------------------------------
 
 A_SLOT = 0.1
-"""A microbatch counts for more than it costs, by this part of the costliest: else what is small is
-spread over many ranks, and a last slot for it remains."""
+"""Added cost of each microbatch, relative to the costliest one. Without it, small pieces would be
+spread over many ranks, and the last slot would stay."""
 SQUARINGS = 3
-"""The norm's exponent is 2 to the power of this."""
+"""Number of squarings: the norm's exponent is 2 ** SQUARINGS."""
 MANY_PIECES, MOST_PIECES = 48, 400
-"""Ranks with more pieces than the first have many microbatches, most of them full, which leaves
-little to gain: fewer pairs are tried. With more than the second, none."""
+"""Limits of a rank's number of pieces. Above the first, ranks have many full microbatches and
+little to gain, so fewer pairs are tried. Above the second, none are."""
 MOST_ITEMS = 6
-"""Items of a rank that are tried, from the smallest to the largest."""
+"""Number of a rank's items that are tried, spread from the smallest to the largest."""
 TRIES, FEW_TRIES = 640, 64
-"""Pairs of ranks that are tried, and of ranks with many pieces."""
+"""Number of pairs of ranks that are tried, and the number if ranks have many pieces."""
 PATIENCE = 30
-"""Ranks that one tries to exchange with before it is left as it is."""
+"""Number of failed attempts after which a rank is not tried again."""
 WORTH = 0.01
-"""Nothing is exchanged where slots cost no more than by this part above the ranks' mean."""
+"""Nothing is exchanged if the cost of slots exceeds the ranks' mean by at most this fraction."""
 SLACK = 200
-"""No exchange fills a rank above the fullest one by more than one part of so many."""
+"""An exchange may raise a rank's load to at most 1 + 1 / SLACK times the highest load."""
 
 
 def reshaped(priced: Priced, placement: Placement, capacity: int) -> IntArray:
-    """[I] the rank of each item after exchanges that make ranks' microbatches more alike."""
+    """Exchange items so that costs of ranks' microbatches become more equal. Returns [I], rank by
+    item."""
     items, ranks = placement.items, len(placement.load)
     cutter = Cutter(priced, items, capacity)
     pieces = cutter.pieces(placement.rank, np.arange(len(items)))
@@ -201,40 +204,42 @@ def reshaped(priced: Priced, placement: Placement, capacity: int) -> IntArray:
 
 
 class _Exchanges:
-    """Items on ranks while they are exchanged, and the ranks' terms of the measure."""
+    """A search for exchanges: the ranks of items, and the ranks' terms of the objective."""
 
     def __init__(self, placement: Placement, cutter: Cutter) -> None:
         items, self.ranks = placement.items, len(placement.load)
         self.capacity, self.cutter = cutter.capacity, cutter
         self.own: list[int] = [*items.own.tolist(), 0]
-        """[I + 1] and of no item, the last."""
+        """[I + 1] costs that items own; the last entry is 0, for no item."""
         self.none = len(items)
         self.rank, self.load = placement.rank.copy(), placement.load.tolist()
         self.most: int = max(self.load) + max(self.load) // SLACK
         by_size = np.lexsort((items.own, self.rank))
         bounds = np.searchsorted(self.rank[by_size], np.arange(1, self.ranks))
         self.of_rank = [found.tolist() for found in np.split(by_size, bounds)]
-        """[R] items of each rank, the smallest first."""
+        """[R] items of each rank, in the order of cost."""
         table = self._packed(self.rank, np.arange(len(items)), self.ranks, None)
         used = table.max(axis=0)
         self.bins = int((used > 0).sum()) + 1
         self.gains: bool = int(used.sum()) * self.ranks > int(table.sum()) * (1 + WORTH)
-        """Whether slots cost enough more than what runs in them."""
+        """Whether the cost of slots exceeds that of their microbatches enough."""
         self.scale = float(max(1, int(table.max())))
         self.powers = self._powers(table[:, : self.bins])
         self.norms: FloatArray = self.powers.sum(axis=0)
 
     def run(self, tries: int) -> None:
-        """Exchange items of the rank that costs most, until none finds an exchange that helps."""
+        """Exchange items of the costliest rank, until no rank finds an improvement or after
+        `tries`."""
         failed = np.zeros(self.ranks, np.int64)
         for turn in range(tries):
-            # The part of the measure's slope that is each rank's.
+            # Each rank's share of the objective's gradient.
             slope = _root(self.norms) / np.maximum(self.norms, 1e-300)
             share = np.where(failed < PATIENCE, (self.powers * slope).sum(axis=1), 0.0)
             worst = int(share.argmax())
             if share[worst] <= 0:
                 return
-            # Partners in an order of no meaning: what matters is how sizes happen to fit.
+            # Partners in a pseudo-random order, because it depends on sizes whether an exchange
+            # helps.
             pair = [worst, (worst + 1 + (turn * 7919) % (self.ranks - 1)) % self.ranks]
             if self._exchange(pair):
                 failed[pair] = 0
@@ -242,7 +247,8 @@ class _Exchanges:
                 failed[worst] += 1
 
     def _exchange(self, pair: list[int]) -> bool:
-        """Make the best exchange between two ranks, if any is better than none."""
+        """Make the best exchange between two ranks. Returns False if none improves the
+        objective."""
         moves = self._able(pair)
         if not moves:
             return False
@@ -275,7 +281,8 @@ class _Exchanges:
         return True
 
     def _able(self, pair: list[int]) -> list[tuple[int, int]]:
-        """Exchanges that fill neither rank too much: items given and taken."""
+        """Exchanges after which neither rank exceeds the allowed load, as pairs of given and taken
+        items."""
         some: list[list[int]] = []
         for items in (self.of_rank[rank] for rank in pair):
             if len(items) > MOST_ITEMS:
@@ -291,7 +298,7 @@ class _Exchanges:
         ]
 
     def _packed(self, row: IntArray, item: IntArray, rows: int, bins: int | None) -> IntArray:
-        """[rows, bins] cost of the microbatches of ranks with these items."""
+        """[rows, bins] costs of the microbatches of ranks with these items."""
         return packed(*self.cutter.pieces(row, item).table(rows), self.capacity, bins)
 
     def _powers(self, table: IntArray) -> FloatArray:
