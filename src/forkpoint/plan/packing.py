@@ -28,11 +28,16 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
     """
     bins: list[list[int]] = []
     room = np.zeros(len(sizes) + 1, np.int64)
+    first, before = 0, -1
     for item in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         size = sizes[item]
-        # The last bin is empty, and takes any item.
+        if size != before:
+            first, before = 0, size
+        # The last bin is empty, and takes any item. Items of one size fit no bin before the last
+        # that took one of them.
         room[len(bins)] = max(capacity, size)
-        first = int((room[: len(bins) + 1] >= size).argmax())
+        if room[first] < size:
+            first += int((room[first : len(bins) + 1] >= size).argmax())
         if first == len(bins):
             room[first] = capacity
             bins.append([])
