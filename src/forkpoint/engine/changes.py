@@ -37,7 +37,7 @@ class Changes:
         attributes[name] = value
 
     def replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        """Let calls of a module run `forward`; hooks of the module still run.
+        """Make calls of a module run `forward`, with its hooks around it.
 
         Compiled blocks that call the module need a method bound to it: the compiler compares other
         callables by identity, and compiles each block anew.

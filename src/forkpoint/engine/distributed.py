@@ -21,7 +21,7 @@ from forkpoint.parallel.topology import Relation, Topology
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that lies on this rank: all of it unless it is a DTensor."""
+    """This rank's part of a DTensor; other tensors unchanged."""
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad():
@@ -65,7 +65,7 @@ class Holder:
     length_multiple: int = 1
     """The attributes above are explained in `Topology`."""
     param_dtypes: frozenset[torch.dtype] = frozenset()
-    """Dtypes that parameters are cast to for forwards; empty if they are used as they are."""
+    """Dtypes to which parameters are cast for forwards; empty if they are not cast."""
     relations: Mapping[Relation, tuple[int, ...]]
     """The ranks that hold the model, by kind of parallelism."""
     meshes: Sequence[DeviceMesh] = ()
@@ -75,7 +75,7 @@ class Holder:
     splits: Sequence[tuple[str, nn.Module, Any]] = ()
     """Modules that each rank computes a part of: name, module, and how it is split."""
     experts: Collection[nn.Module] = ()
-    """Modules whose experts lie on several ranks."""
+    """Modules whose experts are split over ranks."""
     ranks: DataRanks
     """All ranks that step together."""
 

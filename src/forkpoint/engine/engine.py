@@ -237,7 +237,7 @@ class Engine:
         """
         changes, guard = self.transaction.changes, self.transaction.guard
         assert guard is not None
-        # Whole weights come back to the ranks once gradients are reduced.
+        # Gathered weights are sharded again after gradients are reduced.
         held = self.host.group.gathered
         if not held:
             changes.undo(mark)

@@ -47,9 +47,9 @@ class Executor:
     config: Config
     features: Sequence[Feature]
     _roots: dict[int, list[Root]] = field(default_factory=dict, init=False)
-    """By slot: the roots of its backward."""
+    """Roots of the backward, by slot."""
     _views: dict[int, CacheView] = field(default_factory=dict, init=False)
-    """By slot: the prefix cache that its forward has read and written."""
+    """Access to the prefix cache, by slot."""
 
     def run(
         self,

@@ -29,20 +29,23 @@ class Feature:
     """
 
     def begin_pass(self, cache: PrefixCache) -> None:
-        """A pass begins, with this prefix cache."""
+        """Called at the beginning of a pass, with its prefix cache."""
 
     def before(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
-        """An instruction begins. Those that run no microbatch run in this call."""
+        """Called at the beginning of an instruction. Instructions without a microbatch run in this
+        call."""
 
     def after_receive(self, instruction: Instruction) -> None:
-        """Inputs of an instruction that other stages of a pipeline send have arrived."""
+        """Called when an instruction's inputs from other stages of a pipeline have arrived."""
 
     def saved_tensor_hooks(self, instruction: Instruction) -> tuple[Pack, Unpack] | None:
-        """Hooks for what autograd saves in a forward. At most one feature of a step has any."""
+        """Hooks for tensors that autograd saves in a forward. At most one feature of a step has
+        any."""
         return None
 
     def after_forward(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
-        """A forward has ended. Blocks that run after it are recomputed by checkpoints."""
+        """Called at the end of a forward. Blocks that run after it are recomputed by
+        checkpoints."""
 
     def root(self, instruction: Instruction, inputs: MicrobatchInputs, scale: float) -> Root | None:
         """A further root of the microbatch's backward, after a forward with a graph."""
@@ -62,49 +65,50 @@ class Links:
     """No links: the first block reads embeddings, the last one is followed by the head."""
 
     begins_here: bool = True
-    """Whether embeddings, and encoders of images, are this rank's."""
+    """Whether this rank has the embeddings and encoders of images."""
     ends_here: bool = True
-    """Whether the head, and so losses and values of tokens, are this rank's."""
+    """Whether this rank has the head, and so computes losses and values of tokens."""
     stages: tuple[Stage, ...] = ()
-    """Of a pipeline, the first one first."""
+    """Stages of the pipeline in order; empty without a pipeline."""
     index: int = 0
-    """Which of these this rank has."""
+    """Index of this rank's stage."""
 
     @property
     def stage(self) -> Stage:
         return self.stages[self.index]
 
     def begin_pass(self, plan: Plan, instructions: Sequence[Instruction]) -> None:
-        """A pass of these instructions begins."""
+        """Called at the beginning of a pass of these instructions."""
 
     def receive(self, instruction: Instruction, inputs: MicrobatchInputs) -> Tensor | None:
-        """Hidden states [1, T, C] for the first block here; None where it reads embeddings."""
+        """Receive hidden states [1, T, C] for this rank's first block; None if it reads
+        embeddings."""
         return None
 
     def send(self, instruction: Instruction, top: Tensor) -> None:
-        """A forward has ended, with what the last block here gives as `top`."""
+        """Send the output `top` of this rank's last block, at the end of a forward."""
 
     def receive_hidden(self, shape: tuple[int, ...]) -> Tensor | None:
-        """Hidden states for a forward of input ids of this shape, outside of instructions."""
+        """Receive hidden states for input ids of this shape, outside of instructions."""
         return None
 
     def send_hidden(self, hidden: Tensor) -> None:
-        """The last block here gives these, outside of instructions."""
+        """Send the output of this rank's last block, outside of instructions."""
 
     def roots(self, instruction: Instruction) -> list[Root]:
-        """Roots of a backward that other ranks give."""
+        """Receive roots of a backward from other ranks."""
         return []
 
     def after_backward(self, instruction: Instruction) -> None:
         """A backward has ended."""
 
     def end_pass(self, results: Iterable[Tensor]) -> None:
-        """The pass has ended: fill in its results where other ranks have computed them."""
+        """Called at the end of a pass. Receives results that other ranks have computed."""
 
     def exchange(self, value: T) -> list[T]:
-        """The values of all ranks with other blocks, in the order of these. Collective."""
+        """Exchange the values of all stages, in order. Collective."""
         return [value]
 
     def summed(self, x: Tensor) -> Tensor:
-        """The sum of a tensor, without a gradient, over ranks with other blocks. Collective."""
+        """Sum a tensor, without a gradient, over stages. Collective."""
         return x

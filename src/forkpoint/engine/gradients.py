@@ -129,8 +129,9 @@ class GradientGuard:
         """Set `.grad` to zeros where it is None and the model's forward reads the parameter.
 
         For a step that trains on no token. An ordinary loop multiplies each token's loss by the
-        loss mask, and so gives zeros, by which an optimizer applies momentum and weight decay; it
-        skips a parameter without a gradient. `host` must not be entered.
+        loss mask, which results in zero gradients. An optimizer applies momentum and weight decay
+        to parameters with zero gradients, and skips parameters without gradients. `host` must not
+        be entered.
         """
         reached: Sequence[object | None] = self.parameters
         if not host.topology.lockstep:

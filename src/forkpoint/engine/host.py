@@ -46,7 +46,7 @@ class FoundRouter:
     """A module that chooses experts."""
 
     name: str
-    """Its name in the model."""
+    """Name of the module in the model."""
     module: nn.Module
     dimensions: int = 2
     """The number of dimensions of its scores [..., E]."""
@@ -88,7 +88,7 @@ class Host(Protocol):
     model: nn.Module
     """The outermost module, as it was wrapped."""
     group: Distributed
-    """The holders of the model on several ranks; none if this rank alone has it."""
+    """The holders of the model on several ranks; none if only this rank has it."""
     topology: Topology
     """The ranks that hold the model, perhaps only this one."""
     links: Links
@@ -135,7 +135,7 @@ class Host(Protocol):
         """Run a microbatch as far as `instruction.ends_at` says, with the kernels of `config`.
 
         `state`: the prefix cache to read and write. `entropy`: whether the head gives entropies.
-        `hidden` [1, T, C]: what the first block reads, in place of embeddings.
+        `hidden` [1, T, C]: input of the first block, instead of embeddings.
         """
         ...
 

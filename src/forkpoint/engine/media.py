@@ -40,9 +40,9 @@ class Encoding(Feature):
     idle: Media | None = None
     """Medium that this rank encodes when other ranks have more media than it."""
     _outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict, init=False)
-    """By medium: features as the encoder gave them, with its graph if there is one."""
+    """Outputs of the encoder by medium, with a graph if there is one."""
     _sums: dict[int, tuple[Tensor | None, ...]] = field(default_factory=dict, init=False)
-    """By medium: sums of their gradients; None if the encoder gets none."""
+    """Sums of gradients of the outputs by medium; None if the encoder gets none."""
 
     # As microbatches read features
     # ------------------------------------------------------------
@@ -117,7 +117,7 @@ class Encoding(Feature):
 def _read(table_RC: Tensor, total_RC: Tensor | None, index: Tensor) -> Tensor:
     if total_RC is None:
         return table_RC.index_select(0, index)
-    # With frozen embeddings nothing else may ask for a gradient.
+    # With frozen embeddings, possibly no other tensor requires a gradient.
     anchor = torch.zeros((), dtype=table_RC.dtype, device=table_RC.device, requires_grad=True)
     return _Read.apply(anchor, table_RC, total_RC, index)  # type: ignore[return-value]
 
@@ -129,7 +129,7 @@ class _Read(torch.autograd.Function):
     def forward(
         ctx: Any, anchor: Tensor, table_RC: Tensor, total_RC: Tensor, index: Tensor
     ) -> Tensor:
-        # Not save_for_backward: what is saved there may be moved to the host's memory.
+        # Not save_for_backward, whose tensors may be moved to host memory.
         ctx.total, ctx.index = total_RC, index
         return table_RC.index_select(0, index)
 

@@ -51,7 +51,7 @@ class MemoryBudgets:
         return own if least is None else least if own is None else min(own, least)
 
     def _own(self, host: Host, config: Config) -> int | None:
-        """The budget of this rank alone."""
+        """The budget of this rank."""
         if config.memory_budget != AUTO or host.device.type != "cuda":
             return config.memory_budget_bytes
         key = _key(config)
@@ -151,7 +151,7 @@ def measured_budget(
 def _state_bytes(parameters: list[nn.Parameter], device: torch.device) -> int:
     wanted = {id(p) for p in parameters}
     storages: dict[int, int] = {}
-    # By type alone: objects may answer questions about their class with work of their own.
+    # By type, because isinstance can run code of objects that override `__class__`.
     optimizers = [x for x in gc.get_objects() if issubclass(type(x), torch.optim.Optimizer)]
     for optimizer in optimizers:
         for parameter, states in list(optimizer.state.items()):

@@ -73,7 +73,7 @@ class MicrobatchInputs:
     own_entries: Tensor | None = None
     """int64 [m]: indices of this rank's entries among the n; None: all entries."""
     media: MediaRows | None = None
-    """The tokens that stand for images and videos; None where there are none."""
+    """The tokens that stand for images and videos; None if there are none."""
 
 
 class CacheView:

@@ -1,8 +1,8 @@
-"""The exchange of prompts between ranks: their prefix caches once, and the gradients of these once.
+"""Exchanges prefix caches of prompts, and later their boundary gradients, between ranks.
 
-The rank that owns a prompt runs it as any microbatch that others read. Its prefix cache is copied
-into the caches of the other ranks, whose microbatches read it as if it had been computed there.
-Their sums of gradients are added to the owner's, whose backward injects the whole.
+The rank that owns a prompt runs it like any microbatch that others read. Its prefix cache is copied
+into the caches of other ranks, whose microbatches read it as if it were computed there. Their
+boundary gradients are added to the owner's, which its backward uses.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from forkpoint.plan.program import RETURN, SHARE, Instruction
 from forkpoint.plan.shared_prompts import PlannedPrompt, SharedPrompt
 
 Layout = dict[tuple[str, str], tuple[bool, tuple[int, ...], torch.dtype]]
-"""By the name of a module and of a tensor within it: as `PrefixCache.layout`."""
+"""Values as in `PrefixCache.layout`, by the name of a module and of a tensor within it."""
 
 
 class PromptExchange(Feature):
@@ -63,7 +63,7 @@ class PromptExchange(Feature):
         self._cache = cache
 
     def before(self, instruction: Instruction, inputs: MicrobatchInputs) -> None:
-        """Exchange prefix caches, or their gradients. Collective.
+        """Exchange prefix caches, or their boundary gradients. Collective.
 
         Raises RankError if another rank has failed before it came to this.
         """
@@ -71,11 +71,11 @@ class PromptExchange(Feature):
             return
         cache, ranks, shares = self._cache, self.step.ranks, instruction.operation == SHARE
         assert cache is not None and (shares or instruction.operation == RETURN)
-        # Before the transfers, so that ranks that have failed meanwhile say so.
+        # Before the transfers, to learn of ranks that have failed.
         found = self.step.gather({"layout": self._named(cache) if shares and self._sent else {}})
         if shares:
             self._layout = next((each["layout"] for each in found if each["layout"]), {})
-        # From here on ranks wait for others whatever happens.
+        # From here on, a failure of this rank leaves others waiting.
         before, ranks.phase = ranks.phase, "exchanging"
         group = ranks.group_of(self._device)
         with torch.no_grad():
@@ -86,7 +86,7 @@ class PromptExchange(Feature):
     def _transfer(
         self, cache: PrefixCache, name: tuple[str, str], group: dist.ProcessGroup, *, shares: bool
     ) -> None:
-        """Exchange one tensor's prefix cache, or its gradients."""
+        """Exchange one tensor of the prefix cache, or its boundary gradients."""
         of_states, tail, dtype = self._layout[name]
         key: Key = self._modules[name[0]], name[1]
         if shares:
@@ -112,8 +112,8 @@ class PromptExchange(Feature):
         of_states: bool,
         group: dist.ProcessGroup,
     ) -> tuple[list[tuple[int, int]], list[Tensor]]:
-        """Send places of a buffer to the ranks of `sent`; returns runs of places, and what has
-        arrived for each."""
+        """Send cache slots to the ranks in `sent`. Returns runs of received slots, and their
+        tensors."""
         peers = self.step.ranks.global_ranks
         operations: list[dist.P2POp] = []
         runs: list[tuple[int, int]] = []
@@ -139,9 +139,9 @@ class PromptExchange(Feature):
         }
 
     def _runs(self, numbers: Sequence[int], of_states: bool) -> list[tuple[int, int]]:
-        """Places of these prompts in this rank's cache, in order, neighbours joined."""
+        """Runs of this rank's cache slots of these prompts, in order, adjacent ones joined."""
         plan = self._plan
-        if of_states:  # that of a prompt is that of its last segment
+        if of_states:  # a prompt has the state of its last segment
             states = [plan.state_of[self._segments[number][-1]] for number in numbers]
             return joined((at, at + 1) for at in states)
         segments = [segment for number in numbers for segment in self._segments[number]]

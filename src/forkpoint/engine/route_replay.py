@@ -52,7 +52,7 @@ class Routes:
     """
 
     keys_T: IntArray
-    """int64 [T], for each token of the batch the edge that reads it; -1 if none does."""
+    """int64 [T]: for each token of the batch, the edge that reads it; -1 if none does."""
     edges: int
     chosen: dict[int, Tensor] = field(default_factory=dict)
     """Experts by router, int16 [edges + 1, K]; -1 if the router chooses. The last row is for tokens

@@ -222,8 +222,8 @@ class Transaction:
         while not done(self.changes.undo):
             self.changes.forget()
         if isinstance(error, torch.OutOfMemoryError):
-            # While it is handled, its traceback would keep alive what the step's frames hold: the
-            # very memory that a smaller step, tried within the except clause, needs.
+            # While the error is handled, its traceback keeps the step's frames alive, and so memory
+            # that a smaller step needs, which the caller may try within the except clause.
             done(lambda: traceback.clear_frames(error.__traceback__))
         self._is_rolled_back = True
 

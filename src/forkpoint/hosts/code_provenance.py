@@ -18,7 +18,8 @@ def is_defined_as(function: Any, *definitions: Definition) -> bool:
 
 @functools.cache
 def is_code_of(code: types.CodeType, *definitions: Definition) -> bool:
-    """Whether code was compiled from the file of one of these modules, under the name beside it."""
+    """Whether code was compiled from the file of one of these modules, with the qualified name of
+    the pair."""
     return any(
         code.co_qualname == name and _resolved(code.co_filename) == _file_of(module)
         for module, name in definitions

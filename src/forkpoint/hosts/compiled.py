@@ -44,7 +44,7 @@ class Compiling:
         """`asked` is Config.compile_blocks: None compiles on CUDA, but not float64 models."""
         self.asked: bool | None = asked
         self.failure: str | None = None
-        """The compiler's error, in one line, once it has failed."""
+        """The compiler's error in one line, if it has failed."""
         self.announced: bool = False
         """Whether the first compilation was announced."""
 

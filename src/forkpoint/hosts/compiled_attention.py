@@ -53,7 +53,7 @@ class LayerCall:
         sinks: Tensor | None,
         wants: Sequence[bool],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Gradients by q, k, v and sinks, each empty unless wanted."""
+        """Gradients of q, k, v and sinks, each empty unless wanted."""
         dq, dk, dv, dsinks = attend_backward(do, q, k, v, o, lse, sinks, self.reading, wants)
         if self.capture is not None and self.capture.cache.gradients:
             # With the boundary gradients of keys and values.
@@ -214,4 +214,4 @@ class _LayerAttention(torch.autograd.Function):
 
 
 layer_attention: Callable[..., Any] = differentiable("attention", _run, _LayerAttention)
-"""Attention of a module of the block that runs: o [T, H, E], lse [H, T], and its handle."""
+"""Attention of a module of the running block. Returns o [T, H, E], lse [H, T], and the handle."""

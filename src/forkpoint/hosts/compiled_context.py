@@ -1,8 +1,8 @@
-"""Attention of context parallelism in compiled decoder blocks: exchanges and attention, as one
-operator (see `compiled_attention` and `torch_dist.context_parallel`).
+"""Attention with context parallelism in compiled decoder blocks: one operator for exchanges and
+attention (see `compiled_attention` and `torch_dist.context_parallel`).
 
-What its backward reads has the rows of all ranks' places, padding included: a multiple of the rows
-that the operator is given, so that compiled code knows the sizes.
+Tensors saved for the backward have rows for the places of all ranks, with padding. Their number is
+a multiple of the operator's input rows, so compiled code knows the sizes.
 """
 
 from collections.abc import Callable
@@ -55,10 +55,10 @@ def _run_backward(
     handle: Tensor,
     wants: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Its gradients by q, k and v, zeros unless wanted, and by sinks, empty unless wanted.
+    """The gradients of q, k and v, zeros unless wanted, and of sinks, empty unless wanted.
 
-    All three are sent whatever is wanted, as blocks that run eagerly do: the compiler may have
-    failed on another rank.
+    All three are always sent, as in eager blocks, because another rank may run the block eagerly
+    after a failure of its compiler.
     """
     call = call_of(handle)
     places, tokens = _places(call.places), call.tokens
@@ -132,10 +132,10 @@ class _ContextAttention(torch.autograd.Function):
 context_attention: Callable[..., Any] = differentiable(
     "attention_over_ranks", _run, _ContextAttention
 )
-"""Attention of a module of the block that runs, at this rank's places.
+"""Attention of a module of the running block, for this rank's places.
 
-q, k, v: [t, H, D] of so many heads that the ranks divide them. sinks: [H].
-Returns o [t, H, E]; q, k, v, o and lse [h, T] of the heads here at all places; and the handle.
-Where segments are dealt out whole, these are of all heads at the places here, viewed in the
-same shapes.
+q, k, v: [t, H, D], with numbers of heads that are multiples of the number of ranks. sinks: [H].
+Returns o [t, H, E]; q, k, v, o and lse [h, T] of this rank's heads at all places; and the handle.
+If segments are dealt out whole, these are of all heads at this rank's places, viewed in the same
+shapes.
 """

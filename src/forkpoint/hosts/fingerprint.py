@@ -82,8 +82,8 @@ class Fingerprint:
         # A class may name a file that was not imported. Such a class is refused elsewhere.
         files = sorted({kind.__module__ for kind in kinds} & sys.modules.keys())
         for named in (*(vars(sys.modules[name]) for name in files), vars(F)):
-            # torch.compile keeps what it has compiled under names with two leading underscores. No
-            # code of a class can name such a global, because Python mangles the name.
+            # torch.compile stores compiled code under names with two leading underscores. No code
+            # of a class can name such a global, because Python mangles the name.
             found += (value for name, value in named.items() if not name.startswith("__"))
         for kind in HOOKS:
             found += vars(torch_module)[f"_global{kind}"].values()
@@ -106,7 +106,7 @@ class Computation:
     """The named settings of a model at one moment."""
 
     def __init__(self, model: nn.Module, entry: Entry) -> None:
-        # Libraries keep in these lists what they have warned of, and other things of no account.
+        # Libraries keep logged warnings and other irrelevant values in lists of these modules.
         loose = (entry.core, entry.decoder)
         self._settings: dict[str, dict[str, Any]] = {
             where: _settings(module, loose=module in loose) for where, module in every_module(model)

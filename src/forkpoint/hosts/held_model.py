@@ -127,7 +127,7 @@ class HeldModel:
         every = ranks.exchange((held, shape, mixture))
         stages = stages_of_layers([held for held, _, _ in every], layers)
         ranks.tied = self.entry.stage.tied
-        # Stages plan alike, and modules that ranks split may lie on some of them alone.
+        # Stages plan equally, although split modules may be only on some of them.
         self._least_sizes = least_sizes([shape for _, shape, _ in every])
         self._mixtures = [mixture for _, _, mixture in every]
         hidden = shape.hidden, self._embedding.dtype, self.device

@@ -18,12 +18,12 @@ _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 def operator(
     name: str, run: Callable[..., tuple[Tensor, ...]], fake: Callable[..., tuple[Tensor, ...]]
 ) -> torch._ops.OpOverload:
-    """An operator without gradients that calls `run`, which changes none of its arguments and
-    returns none of their memory.
+    """Make an operator without gradients that calls `run`. `run` must not change its arguments or
+    return views of them.
 
     Args:
-        run: with annotations, which the operator's schema is made of.
-        fake: the same results for tensors without values.
+        run: function with annotations, from which the operator's schema is made.
+        fake: returns the same results for tensors without values.
     """
     _library.define(
         name + torch.library.infer_schema(run, mutates_args=()), tags=torch.Tag.pt2_compliant_tag
@@ -38,11 +38,11 @@ def operator(
 def differentiable(
     name: str, like: Callable[..., Any], function: type[torch.autograd.Function]
 ) -> torch._ops.OpOverload:
-    """An operator that applies `function`; graphs hold the operators that its forward and backward
-    call.
+    """Make an operator that applies `function`. Graphs contain the operators that its forward and
+    backward call.
 
     Args:
-        like: with annotations of the same arguments and results.
+        like: function with annotations of the same arguments and results.
     """
     _library.define(
         name + torch.library.infer_schema(like, mutates_args=()), tags=torch.Tag.pt2_compliant_tag

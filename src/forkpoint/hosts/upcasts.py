@@ -69,12 +69,13 @@ def lift_bfloat16(changes: Changes) -> None:
 
 
 def _replace_conversion(name: str, convert: Callable[[Tensor], Tensor], changes: Changes) -> None:
-    # torch.Tensor inherits it: unless this is done within another such block, none is to be left.
+    # torch.Tensor inherits the method, so it is deleted afterwards. If an enclosing block has set
+    # it, that block deletes it.
     if name in vars(torch.Tensor):
         return
     changes.later(_restore_conversion, name)
     setattr(torch.Tensor, name, convert)
-    # While blocks are compiled their tensors are of this class, which has its own.
+    # During compilation, tensors are of this class, which overrides the method.
     changes.later(setattr, FunctionalTensor, name, getattr(FunctionalTensor, name))
     setattr(FunctionalTensor, name, convert)
     # Compiled code is looked up by the model's code, which does not show these changes.

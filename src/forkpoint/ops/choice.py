@@ -72,7 +72,7 @@ Kernel = TypeVar("Kernel", bound=Candidate)
 
 
 def choose_kernel(what: str, kernels: Sequence[Kernel], name: str, asked: Asked) -> Kernel:
-    """The kernel of that name, or for "auto" the first that can serve.
+    """The kernel with this name; for "auto", the first that can serve.
 
     Args:
         what: the operator, as messages name it: "attention".

@@ -1,4 +1,4 @@
-"""One step of several ranks, once they have agreed on it."""
+"""A step of several ranks, after their agreement."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

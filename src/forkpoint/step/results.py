@@ -68,7 +68,8 @@ _log = logging.getLogger("forkpoint")
 
 
 class WithExperts:
-    """Counts of chosen experts, for steps with `router=` or `expert_counts=True`; else None."""
+    """Counts of chosen experts, for steps with `router=` or `expert_counts=True`; otherwise
+    None."""
 
     experts: ExpertCounts | None
 

@@ -62,7 +62,7 @@ class TitanEntry(Entry):
 
     @property
     def decoder(self) -> nn.Module:
-        """The model, which has no module of its own below its head."""
+        """The model, because it has no separate module below its head."""
         return self.core
 
     @property

@@ -88,7 +88,7 @@ def head_of(model: nn.Module) -> Any:
 
 
 VOCABULARY = 1024
-"""Of a model of few layers."""
+"""Vocabulary size of a model with few layers."""
 
 
 def first_mixture(args: Any) -> int:

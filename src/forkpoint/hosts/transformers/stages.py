@@ -186,7 +186,7 @@ class TransformersStage(HeldStage):
                 f"has loaded stage {layout.pp_rank} of {layout.pp_size} (pp_size). Give wrap a "
                 "mesh with the same ranks in the dimension 'pp'."
             )
-        vars(core).pop("forward", None)  # it sends and receives hidden states by itself
+        vars(core).pop("forward", None)  # this forward sends and receives hidden states
         dtype, config = next(core.parameters()).dtype, core.config.get_text_config()
         # Their weights are dropped.
         tokens, hidden = config.vocab_size, config.hidden_size

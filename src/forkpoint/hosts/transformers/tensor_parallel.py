@@ -97,7 +97,7 @@ def parallel_forward(where: str, module: nn.Module) -> ParallelForward | None:
 
 
 def _read_split(where: str, inside: dict[str, Any]) -> ParallelForward:
-    """The split of a module, from what its forward closes over."""
+    """Read the split of a module from its forward's closure."""
     kind = type(inside["self"])
     name = kind.__name__
     if name not in EXACT.get(kind.__module__, ()):

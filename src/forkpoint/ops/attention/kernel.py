@@ -78,7 +78,8 @@ class Kernel(Candidate):
 
 
 def refuses_elements(queries: int, keys: int, asked: Asked) -> str | None:
-    """Why a kernel whose indices have 32 bits cannot serve so many queries and keys, or None."""
+    """Reason why a kernel with 32-bit indices cannot serve these numbers of queries and keys, or
+    None."""
     heads = max(queries * asked.heads, keys * asked.kv_heads)
     elements = heads * max(asked.head_dim, asked.value_dim)
     if elements < MOST_ELEMENTS:

@@ -39,9 +39,10 @@ class Launch:
     cu_q_cpu: Tensor
     cu_k_cpu: Tensor
     parts: tuple["Launch", ...] = ()
-    """The same sequences as launches in order, for a kernel of single sequences: each of at least
-    LONG_TOKENS alone, those between them together. Their ranges count from the start of the launch.
-    Empty unless the launch is causal over keys of the microbatch and has such a sequence."""
+    """The same sequences as several launches in order, for kernels of single sequences: each
+    sequence of at least LONG_TOKENS is a separate launch, and sequences between these are one
+    launch. Their ranges are relative to the launch. Empty unless the launch is causal over keys of
+    the microbatch and has such a sequence."""
 
     @property
     def ragged(self) -> bool:

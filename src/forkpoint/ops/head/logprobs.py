@@ -24,8 +24,8 @@ from torch.autograd.function import once_differentiable
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.ops.head.vocabulary import VocabularyShard
 
-# exp(-1e4) is exactly 0 in float32 and in float64, so raising a smaller log-probability to this
-# changes no result; it keeps 0 * -inf (NaN) out of the entropy where a vocabulary entry is masked.
+# exp(-1e4) is exactly 0 in float32 and in float64, so raising smaller log-probs to this value
+# changes no result. It prevents 0 * -inf (NaN) in the entropy if a vocabulary entry is masked.
 _NO_PROBABILITY = -1e4
 
 
