@@ -49,12 +49,12 @@ from forkpoint.rollouts.batch import RolloutBatch
 
 @dataclass(frozen=True, eq=False)
 class PassResult:
-    """Results of one or two passes over a plan of T tokens; entries not trained are 0."""
+    """Results of one or two passes over a plan of T tokens; 0 at untrained tokens."""
 
     loss: Tensor
-    """A scalar, over all ranks if the loss is theirs together."""
+    """Scalar loss, over all ranks if they share a loss."""
     per_token: dict[str, Tensor]
-    """[T] by name: the output of the host's head, and "entropies" if they were asked for."""
+    """[T] by name: outputs of the host's head, and "entropies" on request."""
     events: tuple[str, ...]
     phase_ms: dict[str, float]
     event_ms: tuple[float, ...]
@@ -319,9 +319,9 @@ class Engine:
     def _encoding(
         self, instructions: Sequence[Instruction], *, training: bool
     ) -> tuple[Encoding | None, Sequence[Instruction]]:
-        """The encoder's runs, and the instructions of a pass with these runs among them.
+        """Insert the encoder's runs into the instructions of a pass. Returns both.
 
-        If this rank encodes no medium: None, and the same instructions.
+        Returns None and the same instructions if this rank encodes no medium.
         """
         host, common = self.host, self.encoders
         if not (host.links.begins_here and (self.batch.media or common is not None)):

@@ -62,7 +62,8 @@ class Executor:
         scale: float = 1.0,
         graph: bool = False,
     ) -> Tensor:
-        """Run one pass, whose backwards need a `loss`; returns the sum of its microbatches' losses.
+        """Run one pass. Returns the sum of its microbatches' losses. A pass with backwards needs a
+        `loss`.
 
         `values` collects the head's values of each token. `cache`: an empty one. `scale`: a factor
         on the gradients of features' roots. `graph`: whether forwards record a graph in a pass
@@ -151,8 +152,8 @@ class Executor:
 
 
 def _roots_of(part: LossPart | None, outputs: HeadOutputs) -> list[Root]:
-    """The head's values with the gradients of the loss, or the host's roots with zeros, which reach
-    blocks that a feature's root may not."""
+    """Roots of a backward: the head's outputs with gradients of the loss, or the host's roots with
+    zeros. Zeros reach blocks that a feature's root may not reach."""
     gradients = {} if part is None else part.gradients
     found = [(outputs.per_token[name], gradient) for name, gradient in gradients.items()]
     return found or [(x, torch.zeros_like(x)) for x in outputs.roots if x.requires_grad]
@@ -160,7 +161,7 @@ def _roots_of(part: LossPart | None, outputs: HeadOutputs) -> list[Root]:
 
 @cache
 def idle_inputs(device: torch.device, split: Places) -> tuple[Plan, MicrobatchInputs]:
-    """Dummy microbatch for slots in which this rank has no work: one token, trained on nothing."""
+    """Dummy microbatch for slots in which this rank has no work: one untrained token."""
     batch = RolloutBatch([Rollout([0, 0], [0, 0], 0.0)])
     plan = make_plan(batch, config=Config(sharing="none", boundary="within"))
     (inputs,) = prepare_microbatches(plan, batch, device, split=split)

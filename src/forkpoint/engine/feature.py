@@ -17,13 +17,13 @@ from forkpoint.plan.program import Instruction
 from forkpoint.plan.stages import Stage
 
 Root = tuple[Tensor, Tensor]
-"""A tensor that a backward starts from, and the gradient there."""
+"""A tensor from which a backward starts, and its gradient."""
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
 
 
 class Feature:
-    """A feature that does nothing. Subclasses override the methods that they need.
+    """Base class of features, without effect. Subclasses override methods.
 
     `inputs` are those of the instruction's microbatch; in an idle slot, of one untrained token.
     """
@@ -62,7 +62,7 @@ T = TypeVar("T")
 
 
 class Links:
-    """No links: the first block reads embeddings, the last one is followed by the head."""
+    """Base class of links, for a rank with all blocks: no sends and receives."""
 
     begins_here: bool = True
     """Whether this rank has the embeddings and encoders of images."""

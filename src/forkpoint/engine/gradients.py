@@ -64,7 +64,7 @@ class GradientSums:
             leaf.grad = before
 
     def drop(self) -> None:
-        """The step has failed: drop the sums, and do not bring back gradients from before."""
+        """Drop the sums of a failed step, and do not restore earlier gradients."""
         self._dropped = True
         self._sums = {}
 

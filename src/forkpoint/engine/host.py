@@ -37,8 +37,8 @@ class HeadOutputs:
 # ------------------------------------------------------------
 
 RouterNote = Callable[[int, Tensor, Tensor], None]
-"""Called with the number of a router among those of the model, its logits [..., E], and the experts
-chosen, int64 [..., k]."""
+"""Called with a router's index among those of the model, its logits [..., E], and the chosen
+experts, int64 [..., k]."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,8 +53,8 @@ class FoundRouter:
 
 
 ChooseExperts = Callable[[int, str, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Called with the number of a router among those of the model, its name, its scores [T, E], and the
-values and indices [T, k] of the experts that it has chosen; gives those that replace them."""
+"""Called with a router's index among those of the model, its name, its scores [T, E], and the
+values and indices [T, k] of its chosen experts. Returns their replacements."""
 
 
 class RouterSet:
@@ -169,10 +169,10 @@ class Host(Protocol):
     def watch_routers(
         self, note: RouterNote | None, changes: Changes, choose: ChooseExperts | None = None
     ) -> None:
-        """Give outputs of routers to `note`, until the changes are undone, and let `choose` replace
-        their choices.
+        """Pass outputs of routers to `note`, and let `choose` replace their choices, until the
+        changes are undone.
 
         With `note`, forwards that count routing (`Instruction.counts_routing`) and end in the last
-        block end in its router, if it has one.
+        block end in that block's router, if it has one.
         """
         ...

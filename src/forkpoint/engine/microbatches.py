@@ -131,7 +131,7 @@ class CacheView:
         return Rows(tuple(joined(read)), tuple((at, at + end - begin) for begin, end, at in runs))
 
     def begin(self, *, backward: bool) -> None:
-        """The microbatch's forward or backward begins."""
+        """Begin the microbatch's forward or backward."""
         if self.cache.host is not None:
             self.cache.host.begin(self._rows, backward=backward)
 

@@ -34,7 +34,7 @@ class LossPart:
     """The loss of some rollouts or tokens, and its gradients."""
 
     value: Tensor
-    """Without a graph."""
+    """Value of the loss, without a graph."""
     gradients: Mapping[str, Tensor]
     """Gradients with respect to the outputs of the head, by name, times the factors of the step.
     Outputs that the loss does not depend on are missing."""
@@ -67,7 +67,7 @@ class TokenValues:
         self.by_name: dict[str, Tensor] = {name: values.clone() for name in names}
 
     def collect(self, inputs: MicrobatchInputs, outputs: HeadOutputs) -> None:
-        """Take the values of a microbatch."""
+        """Store the values of a microbatch."""
         if not len(inputs.trained_tokens):
             return
         device = inputs.input_ids.device

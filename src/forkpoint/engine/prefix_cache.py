@@ -93,7 +93,7 @@ class PrefixCache:
         return [gradient[at : at + end - begin] for begin, end, at in runs]
 
     def end(self) -> None:
-        """The microbatch's forward or backward has ended."""
+        """End the microbatch's forward or backward."""
         if self.host is not None:
             self.host.end()
 

@@ -32,7 +32,7 @@ from forkpoint.tree.forest import Forest, IntArray
 
 @dataclass(frozen=True, eq=False)
 class ExpertCounts:
-    """How often each expert was chosen, by layer with a router and by segment of a plan."""
+    """Counts of choices of each expert, by layer with a router and by segment of a plan."""
 
     by_segment_LSE: Tensor
     """int64 [L, S, E], each token once."""
@@ -98,7 +98,7 @@ class RouterOutputs:
         return self._thread is not None
 
     def begin(self) -> None:
-        """A forward begins in this thread."""
+        """Begin a forward in this thread."""
         self.by_layer.clear()
         self._thread = threading.get_ident()
 
@@ -110,7 +110,7 @@ class RouterOutputs:
             self.by_layer[layer] = flat_TE, chosen_Tk.detach().reshape(len(flat_TE), -1)
 
     def end(self) -> None:
-        """The forward has ended.
+        """End the forward.
 
         Raises UnsupportedError if some router has not run.
         """

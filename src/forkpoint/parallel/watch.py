@@ -25,7 +25,7 @@ FAILED = "failed"
 
 
 class Watch:
-    """Watches over one call, from `start` to `end`."""
+    """Watches one call, from `start` to `end`."""
 
     def __init__(
         self, index: int, names: tuple[int, ...], number: int, store: Store | None

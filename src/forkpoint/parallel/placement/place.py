@@ -1,4 +1,4 @@
-"""The choice of ranks for the rollouts of one step."""
+"""Chooses ranks for the rollouts of one step."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
