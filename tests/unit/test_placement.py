@@ -270,3 +270,14 @@ def test_a_calibration_without_a_model(tmp_path: Path) -> None:
     for model, file in ((CALIBRATED, path), (config, tmp_path / "float32.json")):
         found = forkpoint.place(rollouts, ranks=3, model=model, calibration=file)
         assert sorted(i for own in found for i in own) == list(range(12))
+
+
+def test_costs_beyond_64_bits_are_balanced() -> None:
+    large = ModelShape(
+        layers=80, hidden=1 << 24, heads=64, kv_heads=8, head_dim=1 << 14, value_dim=1 << 14,
+        intermediate=1 << 28, vocab=1000,
+    )  # fmt: skip
+    lengths = (25, 21, 32, 76, 65, 83)
+    rollouts = [rollout([*range(n, n + length)]) for n, length in enumerate(lengths)]
+    assert Rates.of(large).rounded_cost(np.array([83]), np.array([82])) > 2.0**63
+    assert forkpoint.place(rollouts, ranks=2, model=large) == [[0, 1, 2, 3], [4, 5]]

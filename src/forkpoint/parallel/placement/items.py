@@ -60,8 +60,8 @@ class Priced:
     def of(cls, paths: Paths, forest: Forest, rates: Rates) -> "Priced":
         """Price the segments of these rollouts' forest."""
         order = paths.order
-        dense = rates.cost(order.edges, paths.labels(order.rollouts, order.edges))
-        rates = rates.scaled(float(dense.astype(np.float64).sum()))
+        dense = rates.rounded_cost(order.edges, paths.labels(order.rollouts, order.edges))
+        rates = rates.scaled(float(dense.sum()))
         end, owner = forest.start + forest.length, forest.order[forest.owner_begin]
         found = cls(paths, forest, rates, np.zeros(0, np.int64))
         cost = found.path_cost(owner, end) - found.path_cost(owner, forest.start)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from forkpoint.errors import PlanError
 from forkpoint.plan.pricing.calibration import Calibration
@@ -78,12 +79,16 @@ class Rates:
 
     def cost(self, edges: IntArray, labels: IntArray) -> IntArray:
         """[n] the costs of paths with these numbers of edges and labelled edges."""
+        return self.rounded_cost(edges, labels).astype(np.int64)
+
+    def rounded_cost(self, edges: IntArray, labels: IntArray) -> NDArray[np.float64]:
+        """The same as whole float64, which may be 2 ** 63 or more before rates are scaled."""
         edges = np.asarray(edges, np.int64)
         total = edges * self.token + labels * self.label
         for window, price in self.pair.items():
             seen = np.minimum(edges, window) if window else edges
             total += (seen * (seen + 1) // 2 + (edges - seen) * window) * price
-        return np.rint(total / self.unit_cost).astype(np.int64)
+        return np.rint(total / self.unit_cost)
 
     def scaled(self, most: float) -> "Rates":
         """The same rates in another unit, in which the cost `most` (in the present unit) is about 2
