@@ -63,7 +63,7 @@ class Policy:
 
         Raises:
             PlanError: no plan fits the limits of the configuration.
-            RolloutError: the batch has no rollouts, or is no list of rollouts.
+            RolloutError: the batch has no rollouts, or is not a list of rollouts.
             ConfigError, UnsupportedError: as in `forward_backward`, for the loss and the router.
         """
         batch = as_batch(batch)

@@ -18,7 +18,7 @@ MemorySize = int | str
 def size_in_bytes(given: MemorySize | None, name: str = "memory_limit") -> int | None:
     """Number of bytes of a number, or of text such as "8GB", "8 GiB" or "8000000000".
 
-    Raises ConfigError, naming the option `name`, for anything else and for less than 1 byte.
+    Raises ConfigError, naming the option `name`, for other values and for less than 1 byte.
     """
     if given is None:
         return None

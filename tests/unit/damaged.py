@@ -148,7 +148,7 @@ RECORDS: dict[str, tuple[Any, list[str], str]] = {
         ["multi_modal_inputs holds media"], "multi_modal_inputs"),
     "a mask of another trainer": (edited(OPENRLHF, lambda t: t.update(
         loss_mask=[[1] * 12 if n == ROW else None for n in range(COUNT)])),
-        ["there is a loss_mask besides action_mask"], "loss_mask"),
+        ["there is a loss_mask in addition to action_mask"], "loss_mask"),
     "a reward of NaN among several": (edited(dumps.skyrl, put("rewards", [np.nan, *[1.0] * 4])),
                                       ["rewards is nan at token"], "rewards"),
     "rewards for more tokens": (edited(dumps.skyrl, put("rewards", [0.0] * 99)),

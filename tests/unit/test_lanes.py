@@ -183,7 +183,7 @@ def test_files_that_are_no_lanes(change: dict[str, Any], said: str, tmp_path: Pa
     values = json.loads(path.read_text())
     values["lanes"] |= change
     path.write_text(json.dumps(values))
-    with pytest.raises(ConfigError, match=f"{path.name} is no file of lanes: .*{said}"):
+    with pytest.raises(ConfigError, match=f"{path.name} is not a file of lanes: .*{said}"):
         read_lanes(path)
 
 

@@ -53,7 +53,7 @@ def _names(traceback: TracebackType | None) -> set[str]:
 
 
 def check_leaves(value: Tensor, outputs: Iterable[Tensor]) -> None:
-    """Check that a loss reads no trainable tensor but the model's outputs.
+    """Check that a loss reads no trainable tensor except the model's outputs.
 
     Args:
         value: the loss; requires a gradient.

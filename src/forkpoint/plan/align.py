@@ -116,7 +116,8 @@ def _align(
         Instruction(0, SCORE, slot, IDLE, ENDS[max(found)], keeps_graph=False)
         for slot, found in enumerate(zip_longest(*score_ends, fillvalue=0))
     ]
-    # Where no rank leaves the last block early, the host cannot: idle ranks go through it as well.
+    # If no rank ends forwards inside the last block, the host cannot, so idle ranks run the whole
+    # block too.
     late = any(i.ends_at == BLOCKS for program in programs for i in program.instructions)
     training = nested_instructions(
         parents,

@@ -310,7 +310,7 @@ class Builder:
     ) -> Iterator[Plan]:
         """Plans with microbatches of decreasing length, including plans that exceed the budget.
 
-        `moves`: whether prefix caches may be moved to the host's memory.
+        `moves`: whether prefix caches may be moved to host memory.
 
         With a measured budget they end with the first plan that fits, after few steps, because each
         step of a training run plans in this way. With a budget that the user set they end when
@@ -357,7 +357,7 @@ class Builder:
     ) -> tuple[Plan, list[Plan], Meter]:
         """A plan with its price, the plans of `_fitted`, and the meter of their microbatches.
 
-        `moves`: whether prefix caches may be moved to the host's memory.
+        `moves`: whether prefix caches may be moved to host memory.
         """
         packing = self._packing(sharing, boundary, tokens)
         meter, asked = packing.meter, (policy, moves)

@@ -63,7 +63,7 @@ class DeviceMemory:
 
     total_bytes: int
     parameters: int
-    """Of the whole model."""
+    """Number of parameters of the whole model."""
     dtype_bytes: int
     optimizer_bytes_per_parameter: float | None = None
     """None means AdamW in the dtype of the parameters."""

@@ -79,7 +79,7 @@ def entries_of(
 def segment_entries(
     forest: Forest, batch: RolloutBatch, *, uses_temperature: bool = True
 ) -> IntArray:
-    """int64 [S]: entries that the head computes for each segment's edges.
+    """int64 [S]: number of entries that the head computes for each segment's edges.
 
     As many as `entries_of` has. Plans of several forests need only the counts, which are taken from
     the masks here: arrays of all tokens and edges would take most of the time of a large plan.
@@ -107,7 +107,8 @@ def segment_entries(
 
 
 def _count_trained(mask_T: NDArray[np.bool_], begins: IntArray, length: int) -> int:
-    """How many of `length` labels some of the rollouts train on, whose labels begin at `begins`."""
+    """Number of labels, of `length`, that at least one rollout trains. `begins`: first label of
+    each rollout."""
     if length <= FEW_LABELS:
         return int(np.count_nonzero(mask_T[begins[:, None] + np.arange(length)].any(0)))
     any_trained = np.zeros(length, bool)

@@ -34,8 +34,9 @@ class RankCosts:
     """Predicted costs of one rank's microbatches, in a unit that all ranks share."""
 
     forward: tuple[float, ...] = ()
-    """By microbatch."""
+    """Cost of the forward of each microbatch."""
     backward: tuple[float, ...] = ()
+    """Cost of the backward of each microbatch."""
     tokens: float = 0.0
     """Tokens of all microbatches. Short microbatches count as the tokens that take the same
     time."""
@@ -231,7 +232,7 @@ class Offer:
 
     program: Program = field(default_factory=Program)
     tokens: tuple[float, ...] = ()
-    """By microbatch."""
+    """Number of tokens of each microbatch."""
     held: RankCosts = field(default_factory=RankCosts)
     """Costs for both options of gathering weights."""
     media: tuple[PlannedMedium, ...] = ()

@@ -99,7 +99,7 @@ def _check_lanes(lanes: Lanes) -> None:
 def read_lanes(path: Path) -> Lanes:
     """Read lanes from a file.
 
-    Raises ConfigError for a file that `Lanes.save` has not written, naming file and field.
+    Raises ConfigError, naming file and field, if `Lanes.save` did not write the file.
     """
     try:
         if path.stat().st_size > MOST_BYTES:
@@ -113,7 +113,7 @@ def read_lanes(path: Path) -> Lanes:
         raise ConfigError(f"{path} cannot be read: {error}. Check the path.") from None
     except SchemaError as error:
         raise ConfigError(
-            f"{path} is no file of lanes: {error}. Give one that forkpoint plan --lanes or "
+            f"{path} is not a file of lanes: {error}. Give one that forkpoint plan --lanes or "
             "stats.lanes.save has written."
         ) from None
 
@@ -159,7 +159,7 @@ def measured_lane(
 ) -> Lane:
     """The measured lane of the training pass of a step, with consecutive events.
 
-    `wait_ms`: of each event's time, that until inputs of other stages had arrived.
+    `wait_ms`: for each event, the time until inputs from other stages had arrived.
     """
     scores = (at for at, event in enumerate(events, 1) if event.startswith(SCORE))
     first = max(scores, default=0)

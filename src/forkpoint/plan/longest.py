@@ -75,7 +75,7 @@ class LongestSearch:
                 try:
                     plan = self._least_memory(prompt - 1, sharing, boundary, tokens)
                 except PlanError:
-                    continue  # a rollout is longer than what holds it
+                    continue  # a rollout exceeds its microbatch
                 if plan.fits:
                     return plan
         return None

@@ -64,9 +64,9 @@ class Partings:
     in_prompt: int = 0
     """Number of groups that diverge within the prompt."""
     tokens: tuple[int, int] = (0, 0)
-    """The least and the largest `GroupParting.token`."""
+    """Smallest and largest `GroupParting.token`."""
     lengths: tuple[int, int] = (0, 0)
-    """Tokens of the shortest and of the longest rollout."""
+    """Lengths of the shortest and of the longest rollout in tokens."""
     of_first: list[GroupParting] | None = None
     """Groups of the first batch."""
     needless: Parting | None = None

@@ -132,11 +132,11 @@ class StageSchedule:
     """For each stage in the same order, the begin of each forward and backward."""
     ends: tuple[tuple[float, ...], ...]
     time: float
-    """From the first begin to the last end."""
+    """Time from the first begin to the last end."""
     busy: tuple[float, ...]
-    """By stage: time in which it runs something."""
+    """For each stage, the time in which it runs something."""
     peak_bytes: tuple[float, ...]
-    """By stage: the most bytes held at once."""
+    """For each stage, the predicted peak in bytes."""
 
     @property
     def bubble(self) -> float:
@@ -215,7 +215,7 @@ class _Simulation:
         """By stage, the slots between their forward and their backward, except slots that are open
         throughout."""
         self.next = [0] * stages
-        """By stage: the position of the slot whose forward comes next."""
+        """For each stage, the position of the slot whose forward comes next."""
         self.arrival = [[0.0] * slots, *([np.inf] * slots for _ in range(stages - 1))]
         self.waiting = [[len(c) + 1 for c in work.children] for _ in range(stages)]
         """By stage and slot, the number of forwards and backwards that the backward still waits

@@ -139,7 +139,7 @@ class Plan:
     """Whether the pass of scores counts experts, for a router loss whose statistics span
     microbatches."""
     last_tokens: bool = False
-    """Whether last tokens of rollouts run, for statistics of routers over whole rollouts."""
+    """Whether last tokens of rollouts run, for router statistics over whole rollouts."""
     shape: ModelShape | None = None
     """Sizes of the model; None if the plan counts tokens only."""
     cost: float = 0.0
@@ -169,8 +169,8 @@ class Plan:
     ranks have agreed."""
     split_reason: str = ""
     dealing: str = ""
-    """Whether ranks of context parallelism split leaves by heads or run whole responses, with the
-    reason; "" without such ranks."""
+    """Whether context-parallel ranks split leaves by heads or by responses, with the reason; ""
+    without such ranks."""
     pipeline: StageSchedule | None = None
     """Orders and predictions of all stages of a pipeline; None without stages."""
     find_longest: Callable[[], LongestPrompt] | None = None
@@ -234,7 +234,7 @@ class Plan:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that each rank of context parallelism sends in a step, without weights.
+        """Bytes that each context-parallel rank sends in a step, without weights.
 
         These are the all-to-alls of attention (`ModelShape.exchanged_bytes`), and prefix caches
         that are gathered for leaves by responses.
@@ -461,10 +461,10 @@ class Plan:
             )
 
     def check_ranks(self, context: int) -> None:
-        """Refuse another number of ranks of context parallelism than the plan was made for.
+        """Refuse another number of context-parallel ranks than the plan was made for.
 
         Args:
-            context: ranks of context parallelism, 1 without any.
+            context: number of context-parallel ranks, 1 without context parallelism.
 
         Raises:
             PlanError: there are more or fewer.
@@ -560,7 +560,7 @@ _fingerprints: WeakKeyDictionary[RolloutBatch, str] = WeakKeyDictionary()
 
 
 def fingerprint(batch: RolloutBatch) -> str:
-    """Digest of all values that decide which rollouts may share and which entries the head
+    """Digest of all values that determine which rollouts may share and which entries the head
     computes."""
     if batch not in _fingerprints:
         digest = hashlib.blake2b(digest_size=8)

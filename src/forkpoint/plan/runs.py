@@ -110,7 +110,7 @@ def sort_running(
     ids, offsets, routes = batch.token_ids, batch.offsets, batch.share_index
     if not last_tokens and (runs < batch.lengths - 1).any():
         here = labels_run(offsets, runs)
-        here[offsets[:-1]] = True  # first tokens, which are no labels
+        here[offsets[:-1]] = True  # first tokens, which are not labels
         ids, routes = ids[here], None if routes is None else routes[here]
         offsets = np.concatenate([[0], np.cumsum(runs + 1)])
     return sort_rollouts(

@@ -55,7 +55,7 @@ def plans_of_sizes(
 
     Args:
         config: allowed options.
-        budget_bytes: of each stage; None is no limit.
+        budget_bytes: budget of each stage; None means no limit.
         make: the planner of this batch.
 
     Raises:
@@ -105,7 +105,7 @@ class SizedOffer(NamedTuple):
 
     program: Program
     tokens: tuple[float, ...]
-    """By microbatch."""
+    """Number of tokens of each microbatch."""
     prices: StagePrices
 
 
@@ -138,7 +138,7 @@ class StagedStep:
     """[S, N]: cost of each forward of the pass of scores at each stage. N is 0 without such a
     pass."""
     budget_bytes: int | None
-    """Of each stage; None is no limit."""
+    """Memory budget of each stage; None means no limit."""
 
     @property
     def time(self) -> float:
@@ -147,12 +147,12 @@ class StagedStep:
 
     @property
     def peak_bytes(self) -> float:
-        """The most bytes of any stage."""
+        """Largest predicted peak of any stage, in bytes."""
         return max(self.schedule.peak_bytes)
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """By stage: time in which it runs something."""
+        """For each stage, the time in which it runs something."""
         scores = self.scores.sum(1).tolist()
         return tuple(a + b for a, b in zip(scores, self.schedule.busy, strict=True))
 
@@ -184,7 +184,7 @@ def choose_size(
 
     Args:
         offers: by data rank, of one plan or of several sizes (`plans_of_sizes`).
-        budget_bytes: of each stage; None is no limit.
+        budget_bytes: budget of each stage; None means no limit.
         strict: whether to raise PlanError if no step fits.
 
     The result depends only on the arguments, so ranks with equal arguments agree.

@@ -309,7 +309,7 @@ def stage_plan(
     """The plan of one stage, with the program in the stage's order, and cache slots for that order.
 
     Forwards of stages before the last run all blocks, because the next stage reads the output of
-    the last block. `budget_bytes`: of each stage; None is no limit.
+    the last block. `budget_bytes`: budget of each stage; None means no limit.
     """
     units = plan.program.units
     unit_of = {(u[-1].slot, u[-1].operation == BACKWARD): at for at, u in enumerate(units)}

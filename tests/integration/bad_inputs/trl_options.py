@@ -134,7 +134,7 @@ TRL = (
     Kind(
         prepare=trainers_of_trl,
         call=lambda: shared_trainer(type("KTOTrainer", (), {})),
-        message="KTOTrainer is no GRPOTrainer, RLOOTrainer or DPOTrainer of TRL and no subclass",
+        message="KTOTrainer is not TRL's GRPOTrainer, RLOOTrainer or DPOTrainer, nor a subclass",
     ),
     Kind(
         error=ConfigError,

@@ -37,8 +37,8 @@ class Rows:
 
     input_ids: int64 [B, W].
     present: bool [B, W]; False for padding.
-    scored: bool [B, W]; tokens whose log-probs are asked for.
-    routed: whether the load-balancing loss of a mixture's routers is asked for.
+    scored: bool [B, W]; True for tokens whose log-probs are requested.
+    routed: whether a load-balancing loss of routers is requested.
     media: images of each row; empty where no row has any.
     types: int64 [B, W], 1 for tokens of images, 0 for others; None for calls without images. If TRL
         has cut an image of Qwen-VL, there are no images, types are 0, and its tokens are text.
@@ -125,7 +125,7 @@ class PackedRows:
     """
 
     def __init__(self, calls: Sequence[Rows], temperature: float, places: Places) -> None:
-        """Pack the rows of all calls. Collective over the ranks of context parallelism.
+        """Pack the rows of all calls. Collective over context-parallel ranks.
 
         Args:
             calls: the rows of each call.

@@ -269,9 +269,7 @@ def in_two_halves(
     return stats, value
 
 
-# Load-balancing losses of a mixture's routers
-# ----------------------------------------------------------------
-#
+# Load-balancing losses of routers ----------------------------------------------------------------
 # TRL computes one statistic over all tokens of the rows of each micro-batch, and adds it to the
 # loss with a factor. forkpoint computes the mean of these router losses over the micro-batches of
 # all ranks, and passes it to TRL's code for each micro-batch. The window's loss, its gradient and

@@ -160,11 +160,12 @@ class _SharedTrainer(Base):
 
 @contextmanager
 def _as_data_ranks(args: Any) -> Iterator[int]:
-    """Replace context ranks by data ranks in the parallelism configuration, inside the block.
+    """Replace context-parallel ranks by data ranks in the parallelism configuration, inside the
+    block.
 
     The configuration is that of the arguments, or of accelerate's launcher. accelerate would give
-    the ranks of one sequence the same rows, and TRL's trainers that generate refuse that. As data
-    ranks each has other rows, and batch sizes, generation, rewards, advantages and metrics are
+    the ranks of one sequence the same rows, which TRL's generating trainers refuse. As data ranks
+    they have different rows. Batch sizes, generation, rewards, advantages and metrics then equal
     those of training without context parallelism. A step runs the rows of all of these ranks
     together (`calls.PackedRows`).
 
@@ -247,16 +248,16 @@ def shared_trainer(trainer: type) -> type:
         prompt stay in one optimizer step. keep_groups=None means False, with a warning.
 
     Raises:
-        UnsupportedError: the class is no such trainer.
+        UnsupportedError: the class is not such a trainer.
     """
     trl = import_module("trl")
     known = tuple(getattr(trl, name) for name in NAMES)
     if not isinstance(trainer, type) or not issubclass(trainer, known):
         name = getattr(trainer, "__name__", short(trainer))
         raise UnsupportedError(
-            f"{name} is no GRPOTrainer, RLOOTrainer or DPOTrainer of TRL and no subclass of one. "
-            "forkpoint supports no other trainers, such as KTO and asynchronous GRPO. Use them "
-            "without forkpoint."
+            f"{name} is not TRL's GRPOTrainer, RLOOTrainer or DPOTrainer, nor a subclass of one. "
+            "forkpoint does not support other trainers, such as KTO and asynchronous GRPO. Use "
+            "them without forkpoint."
         )
     if issubclass(trainer, _SharedTrainer):
         return trainer

@@ -57,8 +57,8 @@ class ModelShape:
     tail_elements: int = 0
     """Elements of the last inputs of its convolution at the end of a segment."""
     recurrent_key_heads: int = 0
-    """Number of heads of its keys, or groups of Mamba-2. Ranks of context parallelism that do not
-    divide them exchange each one several times."""
+    """Number of heads of its keys, or groups of Mamba-2. If the number of context-parallel ranks
+    does not divide them, each head is exchanged several times."""
     recurrent_key_elements: int = 0
     """Elements per token that these ranks exchange for one such head."""
     recurrent_elements: int = 0
@@ -78,7 +78,7 @@ class ModelShape:
     compiled: bool = False
     """Whether blocks are compiled, which keeps fewer activations: see `activation_bytes`."""
     context: int = 1
-    """Number of ranks of context parallelism. Bytes are those of one rank, per token of the whole
+    """Number of context-parallel ranks. Bytes are those of one rank, per token of the whole
     microbatch. FLOPs of a step are those of all ranks, and FLOPs of meters those of one."""
 
     def __post_init__(self) -> None:

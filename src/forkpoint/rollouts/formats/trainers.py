@@ -209,8 +209,8 @@ def _openrlhf(record: Record) -> Rollouts:
     if record.has("loss_mask"):  # SkyRL's Experience has the same names otherwise
         raise record.fail(
             "loss_mask",
-            "there is a loss_mask besides action_mask, which OpenRLHF's Experience has not. Leave "
-            "it out, or make action_mask of the two.",
+            "there is a loss_mask in addition to action_mask, which OpenRLHF's Experience lacks. "
+            "Leave it out, or combine the two into action_mask.",
         )
     ids, actions = record.ids("sequences"), record.row("action_mask", "biuf", "0 and 1")
     if len(actions) > len(ids):

@@ -32,7 +32,7 @@ MOST_MESSAGES = 10
 _ID_BYTES = 256
 """Bytes for each rollout_id, in addition to its text, to find repeated ids."""
 _REWARDS = (
-    "The file has rewards and no advantages: advantages are the rewards less their group's mean, "
+    "The file has rewards and no advantages: advantages are the rewards minus their group's mean, "
     "over their group's standard deviation (0 where that is 0)."
 )
 _log = logging.getLogger("forkpoint")
