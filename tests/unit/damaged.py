@@ -145,7 +145,7 @@ RECORDS: dict[str, tuple[Any, list[str], str]] = {
     "a group that is no name": (edited(VERL, put("uid", 0.5)), ["uid is 0.5"], "uid"),
     "images": (edited(VERL, lambda t: t.update(multi_modal_inputs=np.array(
         [{"pixel_values": 1} if n == ROW else None for n in range(COUNT)], object))),
-        ["multi_modal_inputs holds media"], "multi_modal_inputs"),
+        ["multi_modal_inputs has media"], "multi_modal_inputs"),
     "a mask of another trainer": (edited(OPENRLHF, lambda t: t.update(
         loss_mask=[[1] * 12 if n == ROW else None for n in range(COUNT)])),
         ["there is a loss_mask in addition to action_mask"], "loss_mask"),

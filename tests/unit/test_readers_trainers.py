@@ -122,7 +122,7 @@ def test_openrlhf_samples_of_text_alone(tmp_path: Path) -> None:
     none = {"images": [None], "mm_train_inputs": [None], "prompts": ["text"], "info": {}}
     same(load_rollouts(write_torch(tmp_path / "x.pt", [row | none for row in rows])), truth())
     for media in ({"images": ["a.png"]}, {"mm_train_inputs": [{"pixel_values": torch.ones(2)}]}):
-        with pytest.raises(RolloutError, match=rf"item 0: {next(iter(media))} holds media"):
+        with pytest.raises(RolloutError, match=rf"item 0: {next(iter(media))} has media"):
             load_rollouts(write_torch(tmp_path / "x.pt", [row | none | media for row in rows]))
 
 
@@ -138,7 +138,7 @@ def test_media_are_refused_in_any_form(media: Any, tmp_path: Path) -> None:
         write_torch(path, [row | {"mm_kwargs": nothing}])
         assert len(load_rollouts(path)) == 1
     write_torch(path, [row | {"mm_kwargs": media}])
-    with pytest.raises(RolloutError, match="mm_kwargs holds media"):
+    with pytest.raises(RolloutError, match="mm_kwargs has media"):
         load_rollouts(path)
 
 
