@@ -9,7 +9,6 @@ import json
 import sys
 import time
 import warnings
-from dataclasses import asdict
 from pathlib import Path
 
 import transformers
@@ -46,7 +45,7 @@ def main() -> int:
             print(tally, flush=True)
     print(tally)
     if given.json is not None:
-        given.json.write_text(json.dumps({"seed": given.seed, **asdict(tally)}, indent=2) + "\n")
+        given.json.write_text(json.dumps({"seed": given.seed, **vars(tally)}, indent=2) + "\n")
     return int(bool(tally.failures))
 
 
