@@ -17,6 +17,7 @@ from forkpoint.ops.attention import (
     Kernel,
     Launch,
     fa4,
+    reference,
     registry,
     select_kernel,
     shared_attention,
@@ -193,6 +194,25 @@ def limited(**claims: Any) -> Kernel:
         dtypes=(torch.float32,),
         **claims,
     )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("options", [PLAIN, PLAIN._replace(softcap=2.0), PLAIN._replace(window=4)])
+def test_long_sequences_are_computed_by_blocks_of_queries(
+    causal: bool, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = one_launch([(9, 9), (2, 7), (5, 11)], causal)
+    q, k, v, do = random_qkv(launch)
+    kernel, results = RECORDS["reference"], []
+    for most in (1 << 28, 3 * 4 * 11, 1):
+        monkeypatch.setattr(reference, "MOST_SCORES", most)
+        blocks = list(reference._blocks(launch, heads=4))
+        assert all(4 * (q1 - q0) * (k1 - k0) <= max(most, 4 * 11) for q0, q1, k0, k1 in blocks)
+        o, lse = kernel.forward(q, k, v, launch, options)
+        results.append((o, lse, *kernel.backward(do, q, k, v, o, lse, launch, options)))
+    for found in results[1:]:
+        for x, expected in zip(found, results[0], strict=True):
+            assert (x - expected).abs().max() < 1e-13
 
 
 def test_what_a_record_does_not_claim_is_refused() -> None:

@@ -1,8 +1,9 @@
 """The reference kernel: softmax attention in plain torch, for any device and dtype.
 
-It is slow and holds all scores of a sequence at once. It computes and returns float32 (float64 for
-float64).
+It is slow. It computes and returns float32 (float64 for float64).
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -10,6 +11,10 @@ from torch import Tensor
 from forkpoint.ops.attention.kernel import Kernel, Options
 from forkpoint.ops.attention.table import Launch
 from forkpoint.ops.dtypes import accumulate_dtype
+
+MOST_SCORES = 1 << 28
+"""Scores that exist at once, unless one query has more. Sequences with more are computed by blocks
+of queries."""
 
 
 def forward(
@@ -19,7 +24,7 @@ def forward(
     heads, groups = q_THD.shape[1], k_TKD.shape[1]
     o_THE = q_THD.new_empty(len(q_THD), heads, v_TKE.shape[2], dtype=dtype)
     lse_HT = q_THD.new_empty(heads, len(q_THD), dtype=dtype)
-    for q0, q1, k0, k1 in launch.sequences():
+    for q0, q1, k0, k1 in _blocks(launch, heads):
         q_KND, k_KND, v_KNE = (
             _by_group(x, groups, dtype) for x in (q_THD[q0:q1], k_TKD[k0:k1], v_TKE[k0:k1])
         )
@@ -43,8 +48,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = accumulate_dtype(q_THD.dtype)
     heads, groups = q_THD.shape[1], k_TKD.shape[1]
-    dq_THD, dk_TKD, dv_TKE = (torch.empty_like(x, dtype=dtype) for x in (q_THD, k_TKD, v_TKE))
-    for q0, q1, k0, k1 in launch.sequences():
+    dq_THD, dk_TKD, dv_TKE = (torch.zeros_like(x, dtype=dtype) for x in (q_THD, k_TKD, v_TKE))
+    for q0, q1, k0, k1 in _blocks(launch, heads):
         q_KND, o_KNE, do_KNE, k_KND, v_KNE = (
             _by_group(x, groups, dtype)
             for x in (q_THD[q0:q1], o_THE[q0:q1], do_THE[q0:q1], k_TKD[k0:k1], v_TKE[k0:k1])
@@ -56,9 +61,21 @@ def backward(
         if slope_KNM is not None:
             ds_KNM *= slope_KNM
         dq_THD[q0:q1] = _by_head(ds_KNM @ k_KND * options.scale, heads)
-        dk_TKD[k0:k1] = (ds_KNM.mT @ q_KND * options.scale).transpose(0, 1)
-        dv_TKE[k0:k1] = (p_KNM.mT @ do_KNE).transpose(0, 1)
+        dk_TKD[k0:k1] += (ds_KNM.mT @ q_KND * options.scale).transpose(0, 1)
+        dv_TKE[k0:k1] += (p_KNM.mT @ do_KNE).transpose(0, 1)
     return dq_THD, dk_TKD, dv_TKE
+
+
+def _blocks(launch: Launch, heads: int) -> Iterator[tuple[int, int, int, int]]:
+    """The sequences of a launch, as `Launch.sequences`, or blocks of their queries.
+
+    The last query of a block is at its last key, as in a sequence.
+    """
+    for q0, q1, k0, k1 in launch.sequences():
+        most = max(1, MOST_SCORES // (heads * (k1 - k0)))
+        for begin in range(q0, q1, most):
+            end = min(begin + most, q1)
+            yield begin, end, k0, k1 - (q1 - end) if launch.causal else k1
 
 
 def _scores(
