@@ -74,6 +74,21 @@ def test_inference_mode(model: nn.Module) -> None:
         assert torch.equal(policy.score(BATCH).logprobs, wanted)
 
 
+def test_weights_of_inference_mode() -> None:
+    """torch saves them for a backward only where no gradient goes through them."""
+    with torch.inference_mode():
+        model = tiny_model("qwen3").requires_grad_(False)
+    policy = wrap(model)
+    policy.score(BATCH)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.clone())
+    policy.forward_backward(BATCH, losses.GRPO())
+    model.model.norm.weight = nn.Parameter(model.model.norm.weight.clone())
+    policy.forward_backward(BATCH, losses.GRPO())
+    model.model.layers[0].mlp.up_proj.weight = nn.Parameter(torch.zeros(48, 32).double())
+    with pytest.raises(UnsupportedError, match=r"weight was made under torch\.inference_mode: "):
+        policy.forward_backward(BATCH, losses.GRPO())
+
+
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
 LONGROPE = {
     "rope_type": "longrope",

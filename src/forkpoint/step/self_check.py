@@ -317,10 +317,20 @@ class StockComparison:
             self.changes.undo(mark)
             self.run = None
             self.stock(self.ids_NW)  # raises the model's own error, if any
+            remedy = (
+                "Remove hooks and patches that read arguments or outputs which forkpoint does not "
+                "pass."
+            )
+            for name, parameter in self.host.named_parameters():
+                if parameter.is_inference():  # torch cannot save them for a backward
+                    remedy = (
+                        f"{name} was made under torch.inference_mode: make or load the model "
+                        "outside of it."
+                    )
+                    break
             raise UnsupportedError(
                 f"microbatches of a sample raised {type(error).__name__}: {short(str(error))}. The "
-                "unmodified model runs the sample without an error. Remove hooks and patches that "
-                "read arguments or outputs which forkpoint does not pass."
+                f"unmodified model runs the sample without an error. {remedy}"
             ) from error
         self.changes.undo(mark)
         if self.routes is not None:
