@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +23,7 @@ from forkpoint.tree import (
     state_layout,
     windowed_table,
 )
+from forkpoint.tree.launches import Runs
 from strategies import COMBINATIONS, batches, naming
 
 EXAMPLES = settings(max_examples=10, derandomize=True, deadline=None)
@@ -176,3 +178,21 @@ def test_levels_of_states_in_one_microbatch() -> None:
     ]
     assert [level.final for level in layout.levels] == [True, True, False]
     assert not any(len(level.kept) for level in layout.levels)
+
+
+def test_a_deep_tree_is_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    spine = list(range(1, 402))
+    looks: list[int] = []
+    rollouts = [Rollout([*spine[: 2 * n], 0, 0], [0] * 2 * n + [1, 1], 1.0) for n in range(1, 201)]
+    plan = make_plan(RolloutBatch(rollouts), config=Config(sharing="tree", boundary="across"))
+    known = VisibleKeys._known
+
+    def look(keys: VisibleKeys, segment: int) -> Runs | None:
+        looks.append(segment)
+        return known(keys, segment)
+
+    monkeypatch.setattr(VisibleKeys, "_known", look)
+    for microbatch in plan.microbatches:
+        full_table(plan.forest, microbatch, plan.cache_of)
+    assert plan.forest.depth.max() > 190 and len(plan.microbatches) > 190
+    assert len(looks) <= 3 * len(plan.forest)

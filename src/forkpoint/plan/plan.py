@@ -42,7 +42,7 @@ from forkpoint.plan.routing import paths, span_microbatches
 from forkpoint.plan.runs import LeftOut
 from forkpoint.plan.shared_prompts import exchanging
 from forkpoint.rollouts.batch import RolloutBatch, short
-from forkpoint.tree import Microbatch
+from forkpoint.tree import CacheSlots, Microbatch
 from forkpoint.tree.forest import Forest, IntArray
 from forkpoint.units import format_bytes
 
@@ -215,9 +215,9 @@ class Plan:
         return ends[self.forest.leaf]
 
     @cached_property
-    def cache_of(self) -> dict[int, int]:
+    def cache_of(self) -> CacheSlots:
         """First cache slot of every segment whose prefix cache other microbatches read."""
-        return _taken((m.segments, m.cache_begin) for m in self.microbatches)
+        return CacheSlots(_taken((m.segments, m.cache_begin) for m in self.microbatches))
 
     @cached_property
     def state_of(self) -> dict[int, int]:

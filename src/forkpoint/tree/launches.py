@@ -5,6 +5,7 @@ source, as variable-length kernels require. The tables are numpy arrays; the eng
 the device once for each microbatch.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -61,6 +62,20 @@ class _Piece(NamedTuple):
     m: int
 
 
+Runs = tuple[tuple[int, int, int], ...]
+"""(source, begin, end) of contiguous keys."""
+
+
+class CacheSlots(dict[int, int]):
+    """The first cache slot of every segment that other microbatches read."""
+
+    def __init__(self, slots: Mapping[int, int]) -> None:
+        super().__init__(slots)
+        self.runs: dict[int, Runs] = {-1: ()}
+        """Keys of a segment and its ancestors, in the cache. Microbatches share them, so that each
+        does not look through the whole of a deep tree."""
+
+
 class VisibleKeys:
     """Runs of keys of ancestors that each segment of a microbatch reads."""
 
@@ -71,19 +86,20 @@ class VisibleKeys:
             zip(microbatch.segments, microbatch.segment_begin, strict=True)
         )
         self.cache_of = cache_of
-        self._above: dict[int, tuple[tuple[int, int, int], ...]] = {-1: ()}
+        self._own: dict[int, Runs] = {}
+        shared = cache_of if isinstance(cache_of, CacheSlots) else CacheSlots(cache_of)
+        self._outside: dict[int, Runs] = shared.runs
 
-    def above(self, segment: int) -> tuple[tuple[int, int, int], ...]:
+    def above(self, segment: int) -> Runs:
         """Keys of the ancestors of a segment as (source, begin, end), root first.
 
         Contiguous keys of one source form one run.
         """
         parent = int(self.forest.parent[segment])
         missing = []
-        while parent not in self._above:
+        while (runs := self._known(parent)) is None:
             missing.append(parent)
             parent = int(self.forest.parent[parent])
-        runs = self._above[parent]
         for ancestor in reversed(missing):
             own = ancestor in self.begin_of
             source = FROM_OWN if own else FROM_CACHE
@@ -93,8 +109,11 @@ class VisibleKeys:
                 runs = (*runs[:-1], (source, runs[-1][1], end))
             else:
                 runs = (*runs, (source, begin, end))
-            self._above[ancestor] = runs
+            (self._own if own else self._outside)[ancestor] = runs
         return runs
+
+    def _known(self, segment: int) -> Runs | None:
+        return (self._own if segment in self.begin_of else self._outside).get(segment)
 
 
 def full_table(forest: Forest, microbatch: Microbatch, cache_of: dict[int, int]) -> Table:
