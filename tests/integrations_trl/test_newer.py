@@ -62,6 +62,22 @@ def test_a_head_that_is_set_during_training(tmp_path: Path) -> None:
     assert trainer.state.global_step == 1
 
 
+def test_a_later_trainer_with_the_same_model(tmp_path: Path) -> None:
+    """TRL keeps one head in a model, with the temperature of the last trainer: 1 in DPO."""
+    first = setups.trainer("grpo", OURS["grpo"], tmp_path / "first")
+    args = setups.CONFIGS["dpo"](output_dir=str(tmp_path / "second"), **setups.COMMON)
+    second = OURS["dpo"](
+        first.model,
+        ref_model=setups.model(),
+        args=args,
+        processing_class=setups.tokenizer(),
+        train_dataset=setups.pairs(),
+    )
+    second.train()
+    with pytest.raises(UnsupportedError, match=r"temperature 0\.9.*a model of its own"):
+        first.train()
+
+
 def test_a_model_whose_results_depend_on_padding(tmp_path: Path) -> None:
     """HunYuan normalizes queries after their rotation, so that positions count by themselves: TRL
     counts padding on the left, and rollouts have none."""

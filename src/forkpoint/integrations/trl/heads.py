@@ -75,7 +75,9 @@ class HeadChecks:
             raise UnsupportedError(
                 (found or "another rank has found a difference between TRL and forkpoint.")
                 + f" TRL {import_module('trl').__version__} is installed; 1.15 and 1.16 are "
-                "tested. Config(self_check=False) turns this comparison off."
+                "tested. A trainer that is made later with the same model gives TRL's head its own "
+                "temperature; give each trainer a model of its own, or train with one before you "
+                "make the next. Config(self_check=False) turns this comparison off."
             )
         if count:
             self._known.append((model, head))
