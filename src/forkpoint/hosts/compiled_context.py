@@ -136,6 +136,6 @@ context_attention: Callable[..., Any] = differentiable(
 
 q, k, v: [t, H, D], with numbers of heads that are multiples of the number of ranks. sinks: [H].
 Returns o [t, H, E]; q, k, v, o and lse [h, T] of this rank's heads at all places; and the handle.
-If segments are dealt out whole, these are of all heads at this rank's places, viewed in the same
-shapes.
+If the microbatch is split by responses, these are of all heads at this rank's places, viewed in the
+same shapes.
 """

@@ -12,7 +12,7 @@ from forkpoint.parallel.ranks import group_leaders
 
 @dataclass(frozen=True)
 class StatisticsShare:
-    """One rank's part of a step's statistics of routers."""
+    """One rank's part of a step's router statistics."""
 
     joins: bool
     """Whether one statistic is taken over the rollouts of all ranks."""

@@ -33,8 +33,7 @@ class Places:
     """Index of this rank among them."""
 
     def of(self, microbatch: Microbatch) -> "Places":
-        """The places of one microbatch. Its segments may be dealt out whole
-        (`Microbatch.parts`)."""
+        """The places of one microbatch. It may be split by responses (`Microbatch.parts`)."""
         return self
 
     def own(self, tokens: int) -> IntArray | None:

@@ -1,7 +1,7 @@
 """Context parallelism by all-to-all of heads: ranks of one mesh dimension share the places of each
 microbatch.
 
-Places are dealt out round robin, so that labels, MLP and experts balance in every microbatch. In
+Places go to the ranks in turn, so that labels, MLP and experts balance in every microbatch. In
 each layer, an all-to-all converts queries, keys and values from [a rank's places, all heads] to
 [all places, a rank's heads], and another converts attention's output back. In between, attention,
 prefix cache, tables, windows and sinks are as without context parallelism, with fewer heads. The

@@ -276,7 +276,7 @@ def _host_times(
     """Host times of microbatches, forward and backward, by names of fields of a calibration.
 
     sizes: lengths of the rows.
-    launch, long: host times of a further launch and of a long sequence.
+    launch, long: host times of an additional launch and of a long sequence.
     """
     found: dict[str, list[float]] = {}
     for way in (0, 1):

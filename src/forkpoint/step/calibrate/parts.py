@@ -34,7 +34,7 @@ class Rectangles(NamedTuple):
     """Costs of attention to ancestors."""
 
     part: Curve
-    """Time of a further launch, by number of its queries."""
+    """Time of an additional launch, by number of its queries."""
     pairs: Curve
     """Pairs per ms, by number of keys."""
     walk_ms: tuple[float, float]
