@@ -80,5 +80,5 @@ def test_biases_move_as_in_dense_training(family: str, checkpoint: bool) -> None
 
 
 def test_logprobs_with_gradients_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="counts its experts"):
+    with pytest.raises(UnsupportedError, match="counts tokens of its experts"):
         wrap(titan_model("qwen3_moe"), ACROSS).logprobs(BATCH)

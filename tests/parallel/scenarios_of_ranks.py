@@ -110,13 +110,13 @@ class Scenario:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    """Whole gradients by name. Collective where they are sharded."""
+    """Whole gradients by name, without wrappers. Collective where they are sharded."""
     found: dict[str, Tensor | None] = {}
     for name, parameter in model.named_parameters():
         grad = parameter.grad
         if grad is not None and hasattr(grad, "full_tensor"):
             grad = grad.full_tensor()  # type: ignore[attr-defined]
-        found[name] = grad
+        found[name.replace("_checkpoint_wrapped_module.", "")] = grad
     return found
 
 
