@@ -69,7 +69,7 @@ class Holder:
     relations: Mapping[Relation, tuple[int, ...]]
     """The ranks that hold the model, by kind of parallelism."""
     meshes: Sequence[DeviceMesh] = ()
-    """The device meshes of the model, as far as they are known."""
+    """The known device meshes of the model."""
     process_groups: Sequence[tuple[int, ...]] = ()
     """Ranks of further groups that the holder needs; its meshes have theirs (`process_group`)."""
     splits: Sequence[tuple[str, nn.Module, Any]] = ()

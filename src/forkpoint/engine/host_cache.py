@@ -1,4 +1,4 @@
-"""Prefix cache in host memory, of which at most two layers are on the device at a time.
+"""Prefix cache in host memory. At most two of its layers are on the device at a time.
 
 Only a layer's attention reads that layer's cache and adds to its boundary gradients. So a
 microbatch's forward sends the keys and values of each layer to the host. Microbatches that read

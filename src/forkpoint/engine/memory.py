@@ -123,9 +123,9 @@ def measured_budget(
 ) -> int:
     """Bytes on a CUDA device for activations and prefix caches, in whole GiB.
 
-    This is the memory that is free or cached by torch, minus a margin and what a step will allocate
-    otherwise: gradients and optimizer states of `parameters` that do not exist yet, and
-    `besides_bytes` for gathered weights and gradients of sharded parameters.
+    This is the memory that is free or cached by torch, minus a margin and what else a step will
+    allocate. These are gradients and optimizer states of `parameters` that do not exist yet, and
+    `besides_bytes`, the gathered weights and gradients of sharded parameters.
     """
     every = [p for p in parameters if p.requires_grad]
     trained = [local(p) for p in every]

@@ -44,7 +44,7 @@ class PlannedMedium:
     readers: tuple[int, ...]
     """Indices of the microbatches that run its placeholder tokens, ascending."""
     rollouts: int = 1
-    """Number of its occurrences in rollouts, each of which dense training encodes."""
+    """Number of its occurrences in rollouts. Dense training encodes each one."""
     frames: int = 1
     """Number of its frames. Patches attend only to patches of their frame."""
 

@@ -8,7 +8,7 @@ bytes.
 All stages run forwards in one order: a slot, then the slots inside it. Of neighbours, the one with
 the longest time to the end comes first. A stage runs a forward first while few forwards wait at the
 next stage (`AHEAD`), which would idle if the stage ran several backwards in a row. Otherwise it
-runs, of the backwards that can run, the one with the longest time to the end.
+runs the possible backward with the longest time to the end.
 
 A forward waits until the stage's budget has room for its bytes and for the working memory of the
 backward of any leaf. The forward of a prefix also waits for room for all open prefixes, and for the
@@ -22,9 +22,8 @@ slot are open, and its forward runs.
 
 `order_stages` makes up to four orders and takes the fastest that fits. Stages keep one or two
 forwards ahead. Shared slots are open one after another or all at once. If all are open at once,
-their forwards come before all other forwards, of which the longest come first, and their backwards
-come after all forwards. This needs memory for all of them, and neighbours in the order have similar
-lengths.
+their forwards come first, then the other forwards, the longest first, and then the backwards of the
+shared slots. This needs memory for all of them, and neighbours in the order have similar lengths.
 """
 
 from bisect import insort

@@ -24,7 +24,7 @@ class LeftOut:
     rollouts: int = 0
     """Rollouts of two or more tokens that do not run: they give no gradient."""
     groups: int = 0
-    """Groups with rollouts of two or more tokens, none of which run."""
+    """Groups that do not run at all, although a rollout has two or more tokens."""
     rollout_tokens: int = 0
     """Tokens of these rollouts, the last ones included."""
     tail_tokens: int = 0

@@ -31,9 +31,9 @@ from forkpoint.step.weight_changes import Weights
 GivenWeights = dict[str, Tensor | None]
 """Gradients of a loss with respect to log-probs, values and entropies, by name."""
 PUT_OFF = 2
-"""Number of times that the plan is put back in the queue of calls at the end of a backward.
-fully_shard and DistributedDataParallel finish in calls of this queue, the latter with static_graph
-in a call that queues another."""
+"""Number of times that the plan moves to the end of autograd's queue of final callbacks.
+fully_shard and DistributedDataParallel finish in callbacks of this queue. With static_graph,
+DistributedDataParallel finishes in a callback that queues another."""
 BESIDE = (
     "forkpoint: this concerns only the gradients of policy.logprobs; gradients of other terms of "
     "the loss are in .grad already."

@@ -39,7 +39,7 @@ def load_model(model: Path, options: Runtime) -> PreTrainedModel:
         )
     dtype = getattr(torch, options.dtype)
     logging.disable_progress_bar()
-    # transformers raises errors of many classes, all of which concern the user's file.
+    # transformers raises errors of many classes. Here they all concern the user's file.
     try:
         if model.is_dir():
             made = _load(model, _class_of(config), dtype)

@@ -66,8 +66,8 @@ def replay(
 
     Args:
         model: a supported model. It is trained; with a baseline a copy of it is trained too.
-        batches: the batches of the steps (`TraceBatches`), or one batch of rollouts, of which each
-            step takes the next `groups_per_step` groups.
+        batches: the batches of the steps (`TraceBatches`), or one batch of rollouts. Each step
+            takes the next `groups_per_step` groups of that batch.
         loss: one of `forkpoint.losses`, or a function of (outputs, batch).
         optimizer: makes an optimizer from a list of parameters. It is called once for each model.
         steps: number of optimizer steps.

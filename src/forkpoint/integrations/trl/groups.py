@@ -1,7 +1,7 @@
 """Option to keep the completions of a prompt in one optimizer step.
 
 TRL shuffles a generation batch before it is cut into micro-batches. If the batch feeds several
-optimizer steps, this scatters the completions of a prompt over the steps, each of which runs the
+optimizer steps, this scatters the completions of a prompt over the steps. Each step then runs the
 prompt again. Keeping groups changes the samples of each step, so it is an option.
 """
 

@@ -503,7 +503,7 @@ class Sharing:
             found = policy.score(packed.batch, entropy=entropy, router=router)
             values, routers = packed.own(found.per_token), None
             if found.own_router_loss is not None:
-                # This rank's part of the mean over ranks, each of which has one call.
+                # This rank's part of the mean over ranks. Each rank has one call.
                 own = found.own_router_loss * ranks_of(policy)
                 routers = torch.tensor(own, device=packed.cells.device)
             if torch.is_grad_enabled():

@@ -180,7 +180,7 @@ class ModelShape:
 
     @property
     def linear_parameters(self) -> int:
-        """Number of weights of the blocks' matrix products, each of which every token uses once."""
+        """Number of weights of the blocks' matrix products. Every token uses each weight once."""
         attention = self.attention_parameters
         if attention is None:
             attention = self.hidden * self.head_dim * (self.heads + self.kv_heads)

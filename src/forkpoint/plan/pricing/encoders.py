@@ -11,7 +11,7 @@ class EncoderShape:
     """Sizes of an encoder with the projection of its features."""
 
     parameters: int
-    """Number of weights of its matrix products, each of which every patch uses once."""
+    """Number of weights of its matrix products. Every patch uses each weight once."""
     layers: int
     hidden: int
     patches_per_token: float

@@ -38,7 +38,7 @@ class EncoderTotals:
     training."""
 
     places: int = 0
-    """Number of images and videos of all rollouts, each of which dense training encodes."""
+    """Number of images and videos of all rollouts. Dense training encodes each one."""
     forwards: int = 0
     backwards: int = 0
     flops: float = 0.0
