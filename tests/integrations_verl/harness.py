@@ -1,5 +1,6 @@
 """Engines of verl on CPUs: a tiny model, mini-batches, and what an engine makes of them."""
 
+import logging
 import os
 import warnings
 from dataclasses import dataclass, field
@@ -418,3 +419,12 @@ def make_worker(case: Case, folder: Path, vendor: str) -> Any:
     worker.reset()
     worker.set_loss_fn(loss_function(case))
     return worker
+
+
+def warned() -> list[str]:
+    """Messages of the logger `forkpoint` from now on."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("forkpoint").addHandler(handler)
+    return messages

@@ -13,11 +13,14 @@ from harness import (
     SHARED,
     STOCK,
     Case,
+    difference,
+    gradients,
     loss_function,
     make_engine,
     mini_batch,
     padded_rows,
     rows_of,
+    warned,
 )
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
@@ -138,22 +141,36 @@ def coupled(*, model_output: Any, data: Any, dp_group: Any = None) -> Any:
     return values[data["response_mask"].bool()].mean().square(), {}
 
 
-def mistaken(case: Case, folder: Path, rows: dict[str, Any]) -> str:
-    """The error of a step whose loss was wrongly taken apart."""
+def mistaken(case: Case, folder: Path, rows: dict[str, Any]) -> tuple[float, list[str], str]:
+    """A step whose loss was wrongly taken apart: the difference of its gradients from those of a
+    joint step, and its warnings. The error of such a step after another one."""
+    messages = warned()
     engine = make_engine(case, folder, SHARED)
     with engine.train_mode():
+        found = []
+        for decomposition in ("joint", "token"):
+            engine._decided = (coupled, False, decomposition)
+            engine.optimizer_zero_grad()
+            engine.forward_backward_batch(mini_batch(case, rows), coupled)
+            assert engine._decided[2] == "joint"
+            found.append(gradients(engine))
+        told = list(messages)
         engine._decided = (coupled, False, "token")
-        with pytest.raises(ConfigError) as found:
+        with pytest.raises(ConfigError) as error:
             engine.forward_backward_batch(mini_batch(case, rows), coupled)
         assert all(p.grad is None for p in engine.module.parameters())
-    return str(found.value)
+    return difference(found[1], found[0]), told, str(error.value)
 
 
-def test_a_loss_that_turns_out_to_couple_is_an_error(folder: Path) -> None:
+def test_a_loss_that_turns_out_to_couple_is_run_again(folder: Path) -> None:
     case = Case()
-    (message,) = run_ranks(1, mistaken, case, folder, padded_rows(case))
-    assert "its terms depend on other rollouts" in message
-    assert 'decomposition = "joint"' in message
+    ((apart, told, message),) = run_ranks(1, mistaken, case, folder, padded_rows(case))
+    assert apart == 0
+    assert len(told) == 1 and "The step is repeated with dependent terms" in told[0]
+    assert "also those from before the call" in message
+    for text in (*told, message):
+        assert "terms of the loss depend on other rollouts" in text
+        assert 'decomposition = "joint"' in text
 
 
 def joint_steps(case: Case, folder: Path, rows: dict[str, Any]) -> tuple[str | None, bool]:

@@ -1,6 +1,5 @@
 """Steps of forkpoint's engines in verl, beside those of verl's own FSDP2 engine, on CPUs."""
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from harness import (
     padded_rows,
     rows_of,
     save_multimodal,
+    warned,
 )
 from torch import distributed as dist
 from verl.utils.ulysses import get_ulysses_sequence_parallel_world_size
@@ -225,6 +225,17 @@ def test_losses_are_taken_apart_as_far_as_they_can_be(mode: str, folder: Path) -
     same_metrics(found)
 
 
+def test_a_loss_that_was_taken_apart_by_mistake_is_run_again(folder: Path) -> None:
+    """The trial of kl_cov finds no dependent terms with these rows."""
+    rows = padded_rows(Case())
+    rows["response_mask"][:6] = 0
+    case = Case(loss_mode="kl_cov", loss_agg_mode="seq-mean-token-mean")
+    for found in run_ranks(2, both, case, folder, split(rows, 6, 6)):
+        assert found["error"] <= MOST
+        assert found["shared"]["decided"] == "joint"
+        same_metrics(found)
+
+
 def test_bfloat16_is_as_near_to_float32_as_stock_is(folder: Path) -> None:
     case = Case(groups=8, size=4)
     found = run_ranks(1, bfloat16_errors, case, folder, padded_rows(case))
@@ -282,15 +293,6 @@ def test_a_loss_that_fails_on_one_rank_fails_on_all(folder: Path) -> None:
     assert first[0].startswith("RankError: rank 1 failed")
     assert first[1] and second[1]
     assert max(first[2], second[2]) <= 1e-7
-
-
-def warned() -> list[str]:
-    """Messages of the logger `forkpoint` from now on."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("forkpoint").addHandler(handler)
-    return messages
 
 
 def said(case: Case, folder: Path, rows: list[dict[str, Any]]) -> list[str]:

@@ -142,7 +142,8 @@ class SharedEngine:
         Raises:
             UnsupportedError, RolloutError: the mini-batch has options or values that are refused,
                 or verl has replaced forwards since the engine was made.
-            ConfigError: the loss does not decompose as it was taken to do.
+            ConfigError: the loss does not decompose as it was taken to do, and there were gradients
+                before the call.
         """
         check_forwards(self.model_config.hf_config.model_type)
         names = import_module("verl.utils.tensordict_utils")
@@ -228,8 +229,13 @@ class SharedEngine:
     def _train(
         self, rows: Rows, loss: MiniBatchLoss, entropy: bool
     ) -> tuple[list[dict[str, Any]], dict[str, list[float]]]:
-        """Run a training step. Returns outputs, losses, and metrics of forkpoint."""
+        """Run a training step. Returns outputs, losses, and metrics of forkpoint.
+
+        If the loss does not decompose as it was taken to do, the step is repeated as joint.
+        """
         decomposition = self._decomposition(loss, entropy)
+        parameters = list(self.module.parameters())
+        fresh = all(parameter.grad is None for parameter in parameters)
         stats = self.policy.forward_backward(
             rows.batch, FunctionLoss(loss, decomposition, needs_entropy=entropy)
         )
@@ -239,13 +245,11 @@ class SharedEngine:
             results, difference = self._together(work)
             difference = max(self._ranks.exchange(difference))
             if difference > DIFFERS:
-                for parameter in self.module.parameters():
+                for parameter in parameters:
                     parameter.grad = None
-                raise ConfigError(
-                    f"gradients for log-probs are off by {difference:.2g} of their norm "
-                    f"(allowed {DIFFERS:.2g}): its terms depend on other rollouts. Gradients are "
-                    'cleared. Set decomposition = "joint" in the FORKPOINT_VERL_CONFIG file.'
-                )
+                self._decided = (loss.function, entropy, "joint")
+                self._tell_coupled(difference, fresh)
+                return self._train(rows, loss, entropy)
         if results is None:  # no token is trained, so no loss was called
             results, _ = self._together(partial(loss.results, dict(stats.per_token)))
         self.last_plan = stats.plan
@@ -256,6 +260,30 @@ class SharedEngine:
             "bound": float(stats.plan.bound),
         }
         return results, {PREFIX + name: [value] for name, value in metrics.items()}
+
+    def _tell_coupled(self, difference: float, fresh: bool) -> None:
+        """Log that a step is repeated because terms of its loss depend on other rollouts.
+
+        fresh: whether there were no gradients before the step on this rank. Collective.
+
+        Raises ConfigError if there were gradients, which are lost.
+        """
+        found = (
+            f"gradients for log-probs are off by {difference:.2g} of their norm (allowed "
+            f"{DIFFERS:.2g}): terms of the loss depend on other rollouts."
+        )
+        remedy = 'Set decomposition = "joint" in the FORKPOINT_VERL_CONFIG file'
+        if not all(self._ranks.exchange(fresh)):
+            raise ConfigError(
+                f"{found} All gradients are cleared, also those from before the call. {remedy}."
+            )
+        if self.rank == 0:
+            _log.warning(
+                "%s The step is repeated with dependent terms, as are further steps with this "
+                "loss. %s to avoid this.",
+                found,
+                remedy,
+            )
 
     def _look_at_groups(self, rows: Rows, plan: Plan) -> None:
         """Log one warning if one of the first mini-batches shares little."""
