@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -333,13 +334,11 @@ def test_a_file_is_written_whole_or_not_at_all(
     path = tmp_path / "calibration.json"
     made_up().save(path)
     whole = path.read_text(encoding="utf-8")
-    write = Path.write_text
 
-    def full_disk(self: Path, text: str, **options: str) -> int:
-        write(self, text[:100], **options)
+    def full_disk(_: int) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full_disk)
+    monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(OSError, match="no space"):
         made_up(seconds=2.0).save(path)
     assert path.read_text(encoding="utf-8") == whole

@@ -20,6 +20,7 @@ from typing import Any
 from forkpoint.errors import ConfigError
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.rollouts.batch import short
+from forkpoint.rollouts.disk import write_file
 from forkpoint.rollouts.schema import SchemaError, parse_json, read
 
 SCHEMA = 1
@@ -266,14 +267,8 @@ class Calibration:
         if self.link is None:  # earlier versions read the file too
             del values["link"]
         text = json.dumps({"schema": SCHEMA, **values}, indent=1)
-        # The file is complete or absent, because policies find it automatically and refuse a part
-        # of one.
-        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-        try:
-            partial.write_text(text + "\n", encoding="utf-8")
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        # Policies find the file automatically, and refuse a part of one.
+        write_file(path, f"{text}\n".encode())
 
     @classmethod
     def load(cls, path: Path) -> "Calibration":
