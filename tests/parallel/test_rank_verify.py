@@ -308,9 +308,9 @@ def test_what_cannot_be_verified_is_refused_on_all_ranks(tmp_path: Path) -> None
     first, second = on_ranks_of(of_data(dtype=torch.float32), tmp_path, refused)
     for coupled, *_, verdict in (first, second):
         assert "across_ranks" in coupled and verdict == "passed"
-    assert first[1].startswith("RankError: rank 1 cannot compare") and "1e+300" in first[1]
+    assert first[1].startswith("RankError: rank 1 failed") and "1e+300" in first[1]
     assert second[1].startswith("RolloutError")
-    assert first[2].startswith("RankError: rank 1 cannot compare") and "of the test" in first[2]
+    assert first[2].startswith("RankError: rank 1 failed") and "of the test" in first[2]
     assert second[2] == "ZeroDivisionError: of the test"
 
 
@@ -329,7 +329,7 @@ def test_ranks_of_one_copy_have_one_batch_to_verify(tmp_path: Path) -> None:
         for text in found[:2]:
             assert text.startswith("RankError: ranks 0 and 1 hold one copy"), found
             assert "different batches" in text
-        kind = "RolloutError" if rank else "RankError: rank 1 cannot compare"
+        kind = "RolloutError" if rank else "RankError: rank 1 failed"
         assert found[2].startswith(kind), found
         assert found[3] == "passed"
 
@@ -355,7 +355,7 @@ def test_ranks_verify_one_router_loss(tmp_path: Path) -> None:
             assert text.startswith("RankError: the ranks do not verify the same router loss"), found
         assert "rank 0: no router" in missing
         assert own.startswith("UnsupportedError: router= was given with a loss that is a function")
-        kind = "ConfigError: scope of RouterLoss" if rank else "RankError: rank 1 cannot compare"
+        kind = "ConfigError: scope of RouterLoss" if rank else "RankError: rank 1 failed"
         assert lists.startswith(kind), found
         assert passed == "passed"
 
@@ -379,7 +379,7 @@ def failing_around_counts(folder: Path, case: Case, moment: str) -> list[str]:
 @pytest.mark.parametrize("moment", ["count", "term"])
 def test_a_rank_that_fails_around_the_counts_ends_both(moment: str, tmp_path: Path) -> None:
     first, second = on_ranks_of(DDP_BATCH.case, tmp_path, failing_around_counts, moment)
-    assert first[0].startswith("RankError: rank 1 cannot compare"), first
+    assert first[0].startswith("RankError: rank 1 failed"), first
     assert "of the test" in first[0] and second[0] == "ZeroDivisionError: of the test"
     assert first[1] == second[1] == "passed"
 

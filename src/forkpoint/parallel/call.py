@@ -1,7 +1,7 @@
 """A call of several ranks, which ends on all ranks even if one of them fails."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -140,6 +140,8 @@ class RankGroup:
 
     def __init__(self, ranks: DataRanks) -> None:
         self.ranks = ranks
+        self._told = False
+        """Whether all ranks know of a failure of one of them."""
 
     def exchange(self, value: T) -> list[T]:
         """Exchange the values of all ranks. Collective. Raises RankError if a rank has died or
@@ -162,22 +164,40 @@ class RankGroup:
         *,
         tells: tuple[type[Exception], ...] = (ForkpointError, OSError),
     ) -> T:
-        """Call `work` on every rank. Collective.
+        """Call `work` on every rank, which may call `gather` once. Collective.
 
         If it fails on one rank with an error of a class in `tells`, that rank raises it, and the
         others raise RankError, which names the rank.
         """
         value, error = None, None
+        self._told = False
         try:
             value = work()
         except tells as raised:
+            if self._told:
+                raise
             error = raised
         except RuntimeError as raised:
             raise lost_rank(raised) from raised
-        found = self.exchange(None if error is None else described(error))
+        try:
+            self._gather(error if error is None else described(error))
+        except RankError:
+            if error is None:
+                raise
         if error is not None:
             raise error
-        for rank, text in zip(self.ranks.global_ranks, found, strict=True):
-            if text is not None:
-                raise RankError(f"rank {rank} failed, so no rank goes on: {text}")
         return value  # pyright: ignore[reportReturnType]
+
+    def gather(self, value: T) -> list[T]:
+        """Collect the values of all ranks, in the `work` of `each`. Raises RankError if `work` has
+        failed on another rank."""
+        return [each for (each,) in self._gather((value,))]
+
+    def _gather(self, value: Any) -> list[Any]:
+        """Exchange values, or the texts of errors."""
+        found = self.exchange(value)
+        for rank, each in zip(self.ranks.global_ranks, found, strict=True):
+            if isinstance(each, str):
+                self._told = True
+                raise RankError(f"rank {rank} failed, so no rank goes on: {each}")
+        return found

@@ -7,7 +7,7 @@ of the model together have one batch, which counts once.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -21,9 +21,9 @@ from forkpoint.losses.base import Denominators, Loss, is_own
 from forkpoint.losses.router import RouterLoss
 from forkpoint.losses.views import batch_denominators
 from forkpoint.parallel.agreement import group_digests
+from forkpoint.parallel.call import RankGroup
 from forkpoint.parallel.copies import check_same_batches, contents_of
 from forkpoint.parallel.statistics import joined
-from forkpoint.parallel.step import described
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.step.request import StepPolicy
 from forkpoint.step.router_steps import RouterWork, describe_routers
@@ -55,6 +55,7 @@ class RankComm:
                 "a smaller model if needed."
             )
         self.group = group
+        self.calls: RankGroup = RankGroup(group.ranks)
         self.mean: bool = is_own(loss)
         """Whether each rank has its own loss, so that gradients are averaged."""
         self.links: Links = links
@@ -63,11 +64,9 @@ class RankComm:
         parts = group.topology.reduces or group.topology.splits_modules
         self.whole: bool = not (parts or self.staged)
         """Whether this rank has the whole model and can run it without other ranks."""
-        self._told = False
-        """Whether all ranks know about a failure of one rank in this run."""
 
     def _exchange(self, value: T) -> list[T]:
-        return self.group.ranks.exchange(value)
+        return self.calls.exchange(value)
 
     def _of_batches(self, value: T) -> list[T]:
         """Values of all ranks, with those of one batch once."""
@@ -79,37 +78,13 @@ class RankComm:
 
         Raises its error, or RankError if `work` failed on another rank.
         """
-        found, error = None, None
-        self._told = False
-        try:
-            found = work()
-        except Exception as raised:  # any error, because the other ranks wait
-            if self._told:
-                raise
-            error = raised
-        try:
-            texts = self._exchange(None if error is None else described(error))
-        except RuntimeError:  # an error of the backend: the other ranks have ended
-            if error is not None:
-                raise error from None
-            raise
-        if error is not None:
-            raise error
-        for rank, text in zip(self.group.ranks.global_ranks, texts, strict=True):
-            if text is not None:
-                raise _cannot(rank, text)
-        return found  # pyright: ignore[reportReturnType]
+        return self.calls.each(work, tells=(Exception,))
 
     def gather(self, value: T) -> list[T]:
         """Collect the values of all batches. Call it inside `run`, once. Raises the errors of
         `run`."""
-        # Values are in a tuple, because a failed rank sends the text of its error.
-        found: list[Any] = self._exchange((value,))
-        for rank, each in zip(self.group.ranks.global_ranks, found, strict=True):
-            if not isinstance(each, tuple):
-                self._told = True
-                raise _cannot(rank, each)
-        return [found[n][0] for n in self.group.topology.contributors]
+        every = self.calls.gather(value)
+        return [every[n] for n in self.group.topology.contributors]
 
     def check_routers(self, router: RouterLoss | None, work: RouterWork | None) -> None:
         """Raise RankError or ConfigError if ranks have different router statistics, and
@@ -223,7 +198,3 @@ class RankComm:
     def tokens(self, count: int) -> int:
         """Number of tokens of all ranks."""
         return sum(self._of_batches(count))
-
-
-def _cannot(rank: int, text: str) -> RankError:
-    return RankError(f"rank {rank} cannot compare, so no rank does: {text} Nothing was changed.")
