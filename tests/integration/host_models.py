@@ -24,7 +24,6 @@ quiet_peft = pytest.mark.filterwarnings(
 )
 FAMILIES = ("llama", "qwen3")
 CONFIGS = (ACROSS, TREE_IN_ROW)
-families = pytest.mark.parametrize("family", FAMILIES)
 
 
 def lora(model: nn.Module, **options: Any) -> PeftModel:

@@ -16,7 +16,6 @@ from forkpoint import Rollout, RolloutBatch
 from forkpoint.losses import DPO, GRPO, GSPO, LogLikelihood, LossBatch, LossOutputs
 from forkpoint.losses.base import Loss
 
-VOCABULARY = 61
 WARM = 0.7
 TIGHT, CHAIN = 24, 8
 """Tokens a row: the longest rollout fits and no tree does; not even a shared prompt does."""

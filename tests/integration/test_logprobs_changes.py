@@ -161,12 +161,6 @@ def stepped(model: Any) -> None:
         parameter.grad = before[name]
 
 
-def added(model: Any) -> None:
-    model.add_adapter("third", LoraConfig(target_modules=["q_proj"], r=2))
-    model.set_adapter("default")
-    model.double()
-
-
 ALLOWED: dict[str, tuple[str, Callable[[Any], object]]] = {
     "evaluation": ("qwen3", lambda m: m.eval()),
     "checkpointing": ("qwen3", checkpointed),

@@ -58,16 +58,6 @@ def replaced(path: str, module: nn.Module) -> Change:
     return change
 
 
-def doubled(x: Tensor) -> Tensor:
-    return 2 * x
-
-
-def instance_forward(model: nn.Module) -> nn.Module:
-    mlp = model.get_submodule("model.layers.1.mlp")
-    mlp.forward = doubled  # type: ignore[method-assign]
-    return model
-
-
 def hooked_compiled(model: Any) -> nn.Module:
     model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
     model.model.layers[1].register_forward_hook(ReadOnlyHook(lambda *_: None))

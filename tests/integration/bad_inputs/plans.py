@@ -1,7 +1,6 @@
 """Batches that no plan fits, plans of something else, and kernels that cannot serve."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from forkpoint.plan import make_plan
 from forkpoint.testing import tiny_model
 
 BATCH = forked_batch()
-FLAT = RolloutBatch(replace(r, advantage=0.0) if r.group_id == "g0" else r for r in BATCH.rollouts)
 OTHER = RolloutBatch(BATCH[n] for n in range(3))
 
 

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from router_losses import routed_model
 
@@ -17,7 +16,6 @@ from forkpoint.losses import GRPO, RouterLoss
 BATCH = RolloutBatch(
     [Rollout([7, 3, 9, 4, n, 5], [0, 0, 0, 0, 1, 1], 1.0, group_id=0) for n in range(3)]
 )
-ROUTES = np.tile(np.arange(2), (4, 2, 1))
 ACROSS = Config(sharing="group", boundary="across", max_microbatch_tokens=3)
 
 
@@ -46,10 +44,6 @@ def with_setting(**settings: Any) -> Callable[[], object]:
         wrap(model).forward_backward(BATCH, GRPO())
 
     return call
-
-
-def routed(routes: np.ndarray) -> Rollout:
-    return Rollout([7, 3, 9, 4], [0, 0, 1, 1], 1.0, routed_experts=routes)
 
 
 def with_plan(planned: RouterLoss | None, router: RouterLoss) -> Callable[[], object]:

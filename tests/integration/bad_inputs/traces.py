@@ -3,13 +3,11 @@
 from collections.abc import Callable
 
 import pytest
-from steps import forked_batch
 
 from bad_inputs.kind import Kind
 from forkpoint.errors import ConfigError
 
 REPLAY = ("replay", "ok.jsonl", "--model", "ok.json", "--steps", "1")
-BATCH = forked_batch()
 
 
 def folder_kind(

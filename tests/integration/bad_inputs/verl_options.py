@@ -4,7 +4,6 @@ from typing import Any
 
 from bad_inputs.kind import Kind
 from forkpoint.integrations.verl.refusals import check_options, check_strategy
-from forkpoint.integrations.verl.settings import VARIABLE, load_settings
 
 
 class Options(dict[str, Any]):
@@ -16,10 +15,6 @@ class Options(dict[str, Any]):
 
 def checked(**engine: Any) -> None:
     check_options(Options(forward_only=False, **engine), Options())
-
-
-def loaded() -> object:
-    return load_settings({VARIABLE: "forkpoint.toml"})
 
 
 VERL = (
