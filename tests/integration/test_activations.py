@@ -9,14 +9,13 @@ import torch
 from scenarios import CHAIN, LOSSES, TIGHT
 from steps import ACROSS, clear_gradients, forked_batch, relative_distance, step_error, with_options
 from steps import gradients as gradients_of
-from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from yardstick import Variant, label, step_faults, truth
 
 from forkpoint import Config, losses, wrap
 from forkpoint.engine import offload
 from forkpoint.engine.microbatches import MicrobatchInputs
-from forkpoint.engine.offload import Activations, is_copy_of_leaf
+from forkpoint.engine.offload import Activations
 from forkpoint.engine.staging import PlainTransfers, Staging
 from forkpoint.errors import UnsupportedError
 from forkpoint.hosts import heads
@@ -101,15 +100,6 @@ def test_autocast_leaves_float64_models_alone() -> None:
                 wrap(model, ACROSS).forward_backward(forked_batch(), losses.GRPO())
             found.append(gradients_of(model))
         assert relative_distance(found[1], found[0]) == 0
-
-
-def test_a_weight_s_copy_is_told_from_activations() -> None:
-    weight = nn.Parameter(torch.randn(4, 3))
-    copied = weight.to(torch.bfloat16)
-    assert is_copy_of_leaf(copied) and is_copy_of_leaf(copied.t())
-    product = torch.randn(2, 3) @ weight.t()
-    for other in (weight, product, product.to(torch.bfloat16).t(), torch.ones(2), weight * 2):
-        assert not is_copy_of_leaf(other)
 
 
 def test_autocast_s_copies_of_weights_stay(monkeypatch: pytest.MonkeyPatch) -> None:

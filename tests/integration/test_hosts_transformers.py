@@ -4,7 +4,6 @@ In float64, with upcasts lifted, gradients equal ordinary training's to rounding
 below, errors are those of the precision.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -30,7 +29,7 @@ from torch import nn
 from forkpoint import wrap
 from forkpoint.ops.attention import KERNELS, registry
 from forkpoint.ops.attention.kernel import Asked
-from forkpoint.testing import ReadOnlyHook, dense_run, lifted_upcasts, tiny_model
+from forkpoint.testing import ReadOnlyHook, tiny_model
 from lanes import id_of, slow_besides_every
 
 pytestmark = quiet_peft
@@ -165,41 +164,6 @@ def test_scores_are_not_recomputed() -> None:
     calls = count_calls(model.get_submodule("model.layers.0.mlp"))
     wrap(model, ACROSS).score(BATCH)
     assert len(calls) == 7
-
-
-# Lifted upcasts ----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_lifted_upcasts_lift_the_limit_of_float32_norms_and_leave_no_trace() -> None:
-    model = tiny_model("qwen3")
-    policy = wrap(model, ACROSS)
-    module = sys.modules[type(model).__module__]
-
-    def error() -> float:
-        clear_gradients(model)
-        policy.forward_backward(BATCH, LOSS)
-        found = gradients(model)
-        wanted = dense_run(model, BATCH, LOSS).gradients
-        pairs = [(found[n], g) for n, g in wanted.items()]
-        return max(float((a - b).norm() / b.norm()) for a, b in pairs)  # type: ignore
-
-    assert error() > 1e-9
-    with lifted_upcasts(model):
-        assert module.torch is not torch
-        assert module.torch.float32 is torch.float64
-        assert module.torch.bfloat16 is torch.bfloat16
-        assert torch.ones(1, dtype=torch.int64).float().dtype == torch.float64
-        with lifted_upcasts(model):
-            assert error() < 1e-12
-        assert error() < 1e-12
-    assert module.torch is torch
-    assert "float" not in vars(torch.Tensor)
-    assert torch.ones(1, dtype=torch.int64).float().dtype == torch.float32
-    with pytest.raises(ZeroDivisionError), lifted_upcasts(model):
-        raise ZeroDivisionError
-    assert module.torch is torch
-    assert "float" not in vars(torch.Tensor)
 
 
 @pytest.mark.parametrize("asked_for", [False, True])

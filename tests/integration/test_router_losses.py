@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -18,7 +18,7 @@ from router_losses import (
     ragged_batch,
     routed_model,
 )
-from steps import model_state
+from steps import model_state, with_options
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -51,10 +51,6 @@ WITH_LOSS = (
     *("granitemoe", "granitemoehybrid"),
 )
 BY_BIAS = ("glm4_moe", "deepseek_v3")
-
-
-def with_options(policy: Policy, config: Config) -> Policy:
-    return policy.with_config(**{f.name: getattr(config, f.name) for f in fields(config)})
 
 
 def ordinary(

@@ -30,7 +30,6 @@ from torch.distributed.fsdp import FSDPModule
 import forkpoint
 from forkpoint import Config, RolloutBatch
 from forkpoint.engine.memory import MemoryBudgets
-from forkpoint.errors import ConfigError
 from forkpoint.hosts.torch_dist.fully_sharded import FullySharded
 from forkpoint.losses import GRPO, GSPO
 from forkpoint.plan.pricing import meters
@@ -162,11 +161,6 @@ def test_whole_weights_count_against_the_budget() -> None:
     found = run_ranks(2, chosen, (nbytes // 4, nbytes // 4), DEEP)
     assert {rank[0] for rank in found} == {"microbatch"}
     assert all("whole weights" in rank[1] and "memory budget" in rank[1] for rank in found)
-
-
-def test_a_model_that_is_whole_is_not_gathered() -> None:
-    with pytest.raises(ConfigError, match="gather is 'step', and this rank has all"):
-        forkpoint.wrap(model_of(Scenario()), Config(gather="step"))
 
 
 # Compiled blocks

@@ -261,13 +261,6 @@ def booleans(folder: Path) -> Path:
     return write_torch(folder / "x.pt", table)
 
 
-def nested(depth: int) -> list[Any]:
-    found: list[Any] = [1]
-    for _ in range(depth):
-        found = [found]
-    return found
-
-
 def endless() -> list[Any]:
     found: list[Any] = []
     found += [found, found]

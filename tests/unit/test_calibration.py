@@ -280,13 +280,6 @@ def test_rows_are_let_go_as_defined(batch, tokens, boundary, share, moved) -> No
 # Files --------------------------------------------------------------------------------------------
 
 
-def test_a_file_is_read_back(tmp_path: Path) -> None:
-    measured = made_up(shape=replace(SHAPE, layers=2, windows=(0, 8)))
-    path = tmp_path / "folder" / "calibration.json"
-    measured.save(path)
-    assert Calibration.load(path) == measured
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

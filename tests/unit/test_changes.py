@@ -88,14 +88,6 @@ def test_undoing_can_be_repeated(at: int) -> None:
     assert list(dict.fromkeys(done)) == [2, 1, 0]
 
 
-def test_a_block_that_raises_is_undone() -> None:
-    values: dict[str, object] = {}
-    with pytest.raises(KeyError), Changes() as changes:
-        changes.set(values, "a", 1)
-        raise KeyError
-    assert values == {}
-
-
 # The state of a thread -------------------------------------------------------------------------
 
 

@@ -6,19 +6,6 @@ import torch
 
 from forkpoint.device import on_device
 
-CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize(
-    "values",
-    [np.arange(6).reshape(2, 3), np.arange(6.0)[::2], np.array([True, False]), np.zeros(0)],
-    ids=["integers", "strided", "booleans", "empty"],
-)
-def test_shape_dtype_and_values_are_the_array_s(values: np.ndarray) -> None:
-    found = on_device(values, CPU)
-    assert found.shape == values.shape and found.is_contiguous()
-    np.testing.assert_array_equal(found.numpy(), values, strict=True)
-
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

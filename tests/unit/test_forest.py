@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forkpoint.tree.forest import Forest, SortedRollouts, build_forest, sort_rollouts
+from forkpoint.tree.forest import Forest, build_forest, sort_rollouts
 from strategies import token_lists
 
 EXAMPLES = settings(max_examples=60, derandomize=True, deadline=None)
@@ -105,14 +105,3 @@ def test_large_ids_are_told_apart_and_sorted_as_numbers(top: int) -> None:
     order = sort_rollouts(*ragged(lists), np.zeros(5, np.int64))
     assert order.rollouts.tolist() == [4, 3, 2, 1, 0]
     assert order.shared_edges.tolist() == [0, 0, 0, 0, 1]
-
-
-def test_a_cut_parts_neighbours_and_leaves_the_rest_shared() -> None:
-    order = sort_rollouts(*ragged([[1, 2, 3], [1, 2, 4], [1, 2, 4, 5]]), np.zeros(3, np.int64))
-    assert order.shared_edges.tolist() == [0, 1, 2]
-    parted = order.cut(np.array([False, True, False]))
-    assert parted.shared_edges.tolist() == [0, 0, 2]
-    assert build_forest(parted, 3).edges == 2 + 3
-    last = parted.take(np.array([1, 2]))
-    assert isinstance(last, SortedRollouts)
-    assert build_forest(last, 3).leaf.tolist() == [-1, 0, 1]

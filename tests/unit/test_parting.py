@@ -10,7 +10,6 @@ from forkpoint import Config, Rollout, RolloutBatch
 from forkpoint.plan.parting import (
     GroupParting,
     Parting,
-    Partings,
     where_groups_part,
     where_prompts_part,
 )
@@ -67,15 +66,6 @@ def test_where_groups_part() -> None:
     assert where_groups_part(RolloutBatch(ends)) == [GroupParting("g", 0, 2, 2, 2, 3, False)]
     longer = group("g", ([1, 2, 9, 9], 3), ([1, 2, 8], 1))  # within the prompt of one of them
     assert where_groups_part(RolloutBatch(longer)) == [GroupParting("g", 0, 2, 2, 3, 4, True)]
-
-
-def test_groups_of_all_batches_are_counted() -> None:
-    found = Partings()
-    for rollouts in (AFTER, [*ONE, *WITHIN]):
-        found.add(RolloutBatch(rollouts), little=True)
-    assert (found.groups, found.in_prompt) == (2, 1)
-    assert (found.tokens, found.lengths) == ((1, 3), (4, 6))
-    assert [one.group for one in found.of_first or ()] == ["after"]
 
 
 @pytest.mark.parametrize("sharing", ["auto", "none"])

@@ -204,22 +204,6 @@ def test_peak_bytes_count_the_microbatches_open_at_once_and_the_arena() -> None:
     assert plan.predicted_peak_bytes == 6 * SHAPE.activation_bytes() + 3 * boundary
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"memory_budget": 1000, "max_microbatch_tokens": 2000, "checkpointing": "none"},
-            r"of 1049 tokens .* 5.3 MiB .* is 1000 bytes; raise it to at least \d+, or use bound",
-        ),
-        ({"max_microbatch_tokens": 1000}, r"has 1049 tokens .* holds at most 1000.* to 1049"),
-    ],
-)
-def test_refusals_name_both_values_and_a_remedy(options: dict[str, Any], message: str) -> None:
-    config = Config(**{"sharing": "group", "boundary": "within", **options})
-    with pytest.raises(PlanError, match=message):
-        make_plan(batch_of(group()), SHAPE, config)
-
-
 def test_a_budget_without_a_shape_is_refused() -> None:
     with pytest.raises(PlanError, match="memory_budget is 1000 bytes, but without a model shape"):
         make_plan(batch_of(group()), None, Config(memory_budget=1000))

@@ -335,13 +335,6 @@ def test_select_keeps_order_and_ids() -> None:
             batch.select(indices)  # type: ignore[list-item]
 
 
-def test_check_vocabulary() -> None:
-    batch = RolloutBatch([bare(), bare(rollout_id="s", token_ids=[5, 6, 900, 901])])
-    batch.check_vocabulary(902)
-    with pytest.raises(RolloutError, match=r"Rollout 's': token_ids\[2\] is 900.*has 900 entries"):
-        batch.check_vocabulary(900)
-
-
 @pytest.mark.parametrize(
     ("rollouts", "said"),
     [
