@@ -40,7 +40,7 @@ OPTIONS = {
     "replay": {
         *("--model", "--limit", "--json", "--loss", "--router-loss", "--optimizer", "--lr"),
         *("--schedule", "--warmup-steps", "--max-grad-norm", "--steps", "--groups-per-step"),
-        *("--baseline", "--output"),
+        *("--baseline", "--output", "--checkpoint-every", "--resume"),
         *(*READING, *CONFIG, *RUNTIME),
     },
     "verify": {

@@ -1,7 +1,6 @@
 """`forkpoint replay` and the loop below it: real steps, shared and dense, from one state."""
 
 import copy
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from forkpoint.apps.cli import torchrun
 from forkpoint.apps.cli.models import load_model
 from forkpoint.apps.cli.options import Runtime
 from forkpoint.apps.replay import loop as replay_loop
-from forkpoint.apps.replay.folder import MANIFEST, ROWS, ReplayFolder
 from forkpoint.apps.replay.loop import rate_factor, replay
 from forkpoint.apps.replay.records import ReplayStep
 from forkpoint.losses import GRPO, LogLikelihood
@@ -30,7 +28,7 @@ FIELDS = {
     *("microbatches", "plans", "bound", "speedup", "median_speedup"),
     *("max_loss_difference", "max_parameter_difference", "mean_parameter_difference"),
     *("mean_absolute_parameter_difference", "rms_parameter_difference", "rms_parameter_change"),
-    *("config", "device", "versions"),
+    *("resumed_at", "config", "device", "versions"),
     *(
         f"{way}_{name}"
         for way in ("shared", "dense")
@@ -299,40 +297,6 @@ def test_without_a_baseline(shell: Shell, rollouts: Path, config: Path) -> None:
     assert result["shared_ms"] > 0 and result["bound"] > 1
     assert result["dense_phase_ms"] is None
     assert "dense ms" not in done.out and "counted bound" in done.out
-
-
-def test_rows_and_the_manifest(shell: Shell, rollouts: Path, config: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "out"
-    arguments = (
-        *("replay", rollouts, "--model", config, "--baseline", "dense", "--steps", 4, "--lr", 0.25),
-        *("--schedule", "linear", "--warmup-steps", 2, "--max-grad-norm", 0.1),
-        *("--output", folder, "--json"),
-    )
-    done = shell(*arguments)
-    rows = [json.loads(line) for line in (folder / ROWS).read_text().splitlines()]
-    assert [row["shared"]["loss"] for row in rows] == done.result["shared_losses"]
-    assert [row["lr"] for row in rows] == [0.125, 0.25, 0.25, 0.125]
-    manifest = json.loads((folder / MANIFEST).read_text())
-    assert manifest["options"]["file"] == str(rollouts)
-    assert manifest["options"]["max_grad_norm"] == 0.1
-    refused = shell(*arguments)
-    assert refused.code == 2 and "has files. Give an empty or a new folder" in refused.err
-    assert len((folder / ROWS).read_text().splitlines()) == 4
-
-
-def test_rows_of_a_replay_that_diverges(tmp_path: Path) -> None:
-    """JSON has no NaN."""
-    replay(
-        tiny_model("qwen3"),
-        RolloutBatch(made_up_rollouts()),
-        lambda outputs, batch: outputs.logprobs.sum() * torch.nan,
-        optimizer=sgd,
-        steps=2,
-        on_step=ReplayFolder(tmp_path, {}).add_row,
-    )
-    for line in (tmp_path / ROWS).read_text().splitlines():
-        row = json.loads(line, parse_constant=pytest.fail)
-        assert row["shared"]["loss"] is None and row["difference"]["max"] is None
 
 
 def test_a_folder_with_weights(shell: Shell, rollouts: Path, tmp_path: Path) -> None:

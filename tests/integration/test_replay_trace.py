@@ -1,6 +1,7 @@
 """Replaying a trace: each recorded batch is a step, with the loss and what it was given."""
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from commands import Shell, made_up_rollouts, write_config
 import forkpoint
 from forkpoint import ConfigError, RolloutBatch, wrap
 from forkpoint.apps.replay.batches import TraceBatches
+from forkpoint.apps.replay.folder import ROWS
 from forkpoint.apps.replay.loop import replay
 from forkpoint.losses import GRPO, Denominators, LogLikelihood
 from forkpoint.rollouts.traces import Trace, open_trace
@@ -40,9 +42,11 @@ def sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def run(trace: Trace, *, steps: int = 5) -> Any:
+def run(trace: Trace, *, steps: int = 5, **options: Any) -> Any:
     model = tiny_model("qwen3")
-    report = replay(model, TraceBatches(trace, steps), GRPO(), optimizer=sgd, steps=steps)
+    report = replay(
+        model, TraceBatches(trace, steps), GRPO(), optimizer=sgd, steps=steps, **options
+    )
     return model, report
 
 
@@ -69,9 +73,11 @@ def test_the_command_asks_for_the_loss_of_a_trace(shell: Shell, tmp_path: Path) 
     arguments = ("replay", tmp_path / "trace", "--model", config, "--steps", 3, "--json")
     refused = shell(*arguments)
     assert refused.code == 2 and "recorded with the loss {'name': 'LogLikelihood'" in refused.err
-    done = shell(*arguments, "--loss", "likelihood")
+    done = shell(*arguments, "--loss", "likelihood", "--output", tmp_path / "run")
     assert done.code == 0, done.err
     assert done.result["rollouts"] == 9 and done.result["format"] == "trace"
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    assert manifest["fixed"]["loss"] == repr(LogLikelihood())
 
 
 @pytest.mark.parametrize(
@@ -97,6 +103,19 @@ def test_what_cannot_be_given_is_refused_before_the_first_step(
     with pytest.raises(ConfigError, match=said):
         replay(model, TraceBatches(trace, 3), GRPO(), optimizer=sgd, steps=3)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_only_what_is_replayed_has_to_be_the_same(tmp_path: Path) -> None:
+    """A trace that has grown is the same trace as far as the replay goes; a changed one is not."""
+    trace = record(tmp_path / "trace")
+    run(trace, steps=2, output=tmp_path / "run")
+    with forkpoint.record(tmp_path / "trace", resume=True) as more:
+        more.add(batches()[0])
+    _, report = run(open_trace(tmp_path / "trace"), steps=2, output=tmp_path / "run", resume=True)
+    assert report.resumed_at == 2 and len((tmp_path / "run" / ROWS).read_bytes().splitlines()) == 2
+    other = record(tmp_path / "other", [{}, {}, {}])
+    with pytest.raises(ConfigError, match=r"batches\.digest was .* and is now"):
+        run(other, steps=2, output=tmp_path / "run", resume=True)
 
 
 def test_an_empty_trace_is_refused(tmp_path: Path) -> None:

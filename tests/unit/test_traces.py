@@ -99,9 +99,12 @@ def test_a_trace_is_read_while_it_grows(tmp_path: Path) -> None:
         none = open_trace(tmp_path)
         recorder.add(some())
         assert len(none) == 0 and len(open_trace(tmp_path)) == 1
+        first = open_trace(tmp_path).digest(1)
         recorder.add(some(seed=1))
         recorder.add(some(seed=2))
-        assert len(list(open_trace(tmp_path))) == 3
+        trace = open_trace(tmp_path)
+        assert len(list(trace)) == 3
+        assert trace.digest(1) == first != trace.digest(3)
 
 
 def test_recording_goes_on(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from forkpoint.apps.cli.options import (
     ModelPath,
     Reading,
     Runtime,
+    WholeNumber,
     load_batch,
     show_source,
 )
@@ -31,7 +32,7 @@ from forkpoint.rollouts.traces.trace import is_trace
 if TYPE_CHECKING:
     from forkpoint.apps.replay.batches import TraceBatches
     from forkpoint.apps.replay.loop import MakeOptimizer
-    from forkpoint.apps.replay.records import ReplayReport, ReplayStep
+    from forkpoint.apps.replay.records import ReplayReport
     from forkpoint.losses import Loss
     from forkpoint.rollouts.traces import Trace
 
@@ -55,7 +56,6 @@ class Training:
         groups_per_step: Number of groups in the batch of one step.
         baseline: dense also trains a copy of the model without sharing, from the same weights, and
             compares times, losses and final parameters.
-        output: Folder of the results, new or empty. Its rows.jsonl gets one row per step.
     """
 
     optimizer: OptimizerName = "adamw"
@@ -68,9 +68,27 @@ class Training:
     steps: Count = 4
     groups_per_step: Count = 1
     baseline: Literal["none", "dense"] = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """Files that the replay writes.
+
+    Attributes:
+        output: Folder of the results. Its rows.jsonl gets one row per step.
+        checkpoint_every: Save the state of the models in the output folder every N steps. The state
+            after the last step is always saved.
+        resume: Continue the replay in the output folder from its last checkpoint, or begin it if
+            the folder has none. A replay with other rollouts, weights or options is refused.
+    """
+
     output: DisallowNone[
         Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: write no files)")]
     ] = None
+    checkpoint_every: Annotated[
+        int | None, WholeNumber, arg(help_behavior_hint="(default: only at the end)")
+    ] = None
+    resume: Flag = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +115,7 @@ class Replay:
     reading: Reading = field(default_factory=Reading)
     objective: RoutedObjective = field(default_factory=RoutedObjective)
     training: Training = field(default_factory=Training)
+    recording: Recording = field(default_factory=Recording)
     config: Config = field(default_factory=Config)
     runtime: Runtime = field(default_factory=Runtime)
 
@@ -107,34 +126,21 @@ class Replay:
                 "it without torchrun; on ranks, measure steps of a policy (stats.metrics())."
             )
         out = Output(json_only=self.json)
-        training = self.training
+        training, recording = self.training, self.recording
         trace = self._trace(out) if is_trace(Path(self.file)) else None
         batch = None if trace else load_batch(self.file, self.limit, self.reading, out)
         with out.waiting("making the model"):
             from forkpoint.apps.cli.models import load_model, out_of_memory_explained
-            from forkpoint.apps.replay.folder import ReplayFolder
             from forkpoint.apps.replay.loop import replay
             from forkpoint.device import versions
 
-            # These checks come before a large model is loaded.
-            about = {
-                "command": shlex.join(["forkpoint", *sys.argv[1:]]),
-                "options": plain(options(self)),
-                "versions": versions(),
-            }
-            folder = None if training.output is None else ReplayFolder(training.output, about)
+            # This check comes before a large model is loaded.
             router = self.objective.make_router()
             optimizer = make_optimizer(training.optimizer, training.lr)
             batches, loss = self._batches(trace, batch)
             model = load_model(self.model, self.runtime)
         device = next(model.parameters()).device
         with out_of_memory_explained(), out.progress("training", training.steps) as advance:
-
-            def finish(row: "ReplayStep") -> None:
-                if folder is not None:
-                    folder.add_row(row)
-                advance(1)
-
             report = replay(
                 model,
                 batches,
@@ -148,7 +154,17 @@ class Replay:
                 warmup_steps=training.warmup_steps,
                 max_grad_norm=training.max_grad_norm,
                 router=router,
-                on_step=finish,
+                output=recording.output,
+                resume=recording.resume,
+                checkpoint_every=recording.checkpoint_every,
+                about={
+                    "command": shlex.join(["forkpoint", *sys.argv[1:]]),
+                    "file": Path(self.file).name,
+                    "options": plain(options(self)),
+                    "versions": versions(),
+                },
+                on_step=lambda _: advance(1),
+                on_resume=advance,
             )
         show_report(out, report)
         out.result(

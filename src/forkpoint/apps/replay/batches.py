@@ -1,7 +1,9 @@
 """Batches of the steps of a replay, from a file of rollouts or from a trace."""
 
+import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +13,7 @@ from forkpoint.losses import Denominators
 from forkpoint.rollouts.batch import RolloutBatch, short
 from forkpoint.rollouts.schema import SchemaError, is_number, read
 from forkpoint.rollouts.traces import Trace
+from forkpoint.rollouts.traces.batch_file import encode
 
 MOST_NUMBER = 1e30
 """Largest absolute value of a scale. torch converts it to float32, whose largest number is 3e38."""
@@ -49,6 +52,18 @@ class GroupBatches:
     def every(self) -> Iterator[RolloutBatch]:
         """All rollouts, for checks before the first step."""
         yield self.batch
+
+    def describe(self) -> dict[str, Any]:
+        """Sizes and a digest for JSON, equal only if the batches of all steps are equal."""
+        # Extras have no effect on a step, and JSON cannot represent all of them.
+        plain = RolloutBatch(replace(rollout, extras=None) for rollout in self.batch)
+        digest = hashlib.blake2b(encode(plain, {}, {}), digest_size=16)
+        return {
+            "rollouts": len(self.batch),
+            "groups": len(self.groups),
+            "groups_per_step": self.groups_per_step,
+            "digest": digest.hexdigest(),
+        }
 
 
 class TraceBatches:
@@ -93,6 +108,9 @@ class TraceBatches:
 
     def every(self) -> Iterator[RolloutBatch]:
         return (self.at(step).batch for step in range(self.count))
+
+    def describe(self) -> dict[str, Any]:
+        return {"batches": self.count, "digest": self.trace.digest(self.count)}
 
 
 Batches = GroupBatches | TraceBatches

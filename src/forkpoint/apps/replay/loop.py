@@ -7,9 +7,10 @@ head, kernels and loss. The only difference is that the shared side computes eac
 import copy
 import math
 import time
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from forkpoint.apps.replay.batches import Batches, GroupBatches, StepInput
+from forkpoint.apps.replay.folder import ReplayFolder, digest_of
 from forkpoint.apps.replay.records import ParameterDifference, ReplayReport, ReplayStep, StepRecord
 from forkpoint.config import AUTO, Config
 from forkpoint.engine.memory import measured_budget
@@ -27,6 +29,7 @@ from forkpoint.hosts.wrappers import uncompiled
 from forkpoint.losses.base import Loss, LossFunction, as_loss
 from forkpoint.losses.router import RouterLoss
 from forkpoint.plan import Plan
+from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.policy import Policy
 from forkpoint.rollouts.batch import RolloutBatch
 from forkpoint.step.router_steps import router_work
@@ -52,7 +55,12 @@ def replay(
     warmup_steps: int = 0,
     max_grad_norm: float | None = None,
     router: RouterLoss | None = None,
+    output: Path | None = None,
+    resume: bool = False,
+    checkpoint_every: int | None = None,
+    about: Mapping[str, Any] | None = None,
     on_step: Callable[[ReplayStep], None] | None = None,
+    on_resume: Callable[[int], None] | None = None,
 ) -> ReplayReport:
     """Train on recorded batches, and measure every step. Steps start again after the last batch.
 
@@ -73,17 +81,31 @@ def replay(
             both sides.
         router: a router loss, for both sides. A scope that is a list refers to the rollouts of each
             step.
-        on_step: callback after each step.
+        output: a folder, new or empty, in which rows and checkpoints are written.
+        resume: whether to continue the replay in `output` from its last checkpoint, or to start it
+            if there is none. Only one process may write to a folder.
+        checkpoint_every: number of steps between checkpoints of both sides. The state after the
+            last step is always saved. Needs `output`.
+        about: further entries of the manifest, such as the command, as JSON values.
+        on_step: callback after each step of this run.
+        on_resume: callback with the number of earlier steps, if the run resumes.
 
     Raises:
-        ConfigError: fewer groups than `groups_per_step`, or an option out of range.
+        ConfigError: fewer groups than `groups_per_step`, a count below 1, or a folder with another
+            replay (the message names the differences).
         UnsupportedError: several ranks hold the model, or it is a stage of a pipeline.
 
     Otherwise the errors of `Policy.forward_backward`, before the first step where possible.
     """
     config, loss = config or Config(), as_loss(loss)
     _refuse_ranks(model)
-    _check_options(steps, schedule, warmup_steps, max_grad_norm)
+    _check_options(steps, schedule, warmup_steps, max_grad_norm, checkpoint_every)
+    if output is None and (resume or checkpoint_every is not None):
+        raise ConfigError(
+            f"{'resume' if resume else 'checkpoint_every'} is set, and output is None; it needs a "
+            "folder. Give output (--output)."
+        )
+    folder = None if output is None else ReplayFolder(output, resume=resume)
     if isinstance(batches, RolloutBatch):
         batches = GroupBatches(batches, groups_per_step)
     start = [_on_host(parameter) for parameter in model.parameters()] if baseline else []
@@ -91,26 +113,62 @@ def replay(
     if baseline:
         plain = replace(config, sharing="none", boundary="auto")
         sides["dense"] = _Side(copy.deepcopy(model), plain, optimizer, router)
-    sides["shared"] = _Side(model, config, optimizer, router)
-    _set_budgets(list(sides.values()), config)
-    _set_prices(list(sides.values()), config)
-    _check_batches(sides["shared"].policy, batches, loss, router, steps)
+    shared = sides["shared"] = _Side(model, config, optimizer, router)
+    policy = shared.policy
+    # Inputs that determine the results. They must be equal when the replay resumes.
+    fixed: dict[str, Any] = {
+        "batches": batches.describe(),
+        "loss": repr(loss),
+        "schedule": schedule,
+        "warmup_steps": warmup_steps,
+        "max_grad_norm": max_grad_norm,
+        "steps": steps,
+        "baseline": baseline,
+        "config": asdict(config),
+        **({} if router is None else {"router": asdict(router)}),
+    }
+    _set_budgets(list(sides.values()), config, folder)
+    prices = _set_prices(list(sides.values()), config, folder)
+    _check_batches(policy, batches, loss, router, steps)
 
     done: list[ReplayStep] = []
-    for index in range(steps):
+    trained = {name: (side.model, side.optimizer) for name, side in sides.items()}
+    if folder is not None:
+        fixed |= _facts(shared)
+        # These determine the plans, whose order of work affects rounding.
+        fixed["runs_on"] |= {
+            "calibration": policy.plan(batches.at(0).batch, loss, router=router).rests_on,
+            "memory_budget_bytes": policy.memory_budget_bytes,
+        }
+        folder.open(fixed, about or {}, prices)
+        done = folder.restore(trained)
+        if done and on_resume is not None:
+            on_resume(len(done))
+    resumed_at = len(done) or None
+
+    for index in range(len(done), steps):
         factor = rate_factor(index, schedule, warmup_steps, steps)
         row = _train_once(sides, index, batches.at(index), loss, factor, max_grad_norm, start)
         done.append(row)
+        if folder is not None:
+            folder.add_row(row)
+            if index + 1 == steps or (index + 1) % (checkpoint_every or steps) == 0:
+                folder.save(done, trained)
         if on_step is not None:
             on_step(row)
-    return ReplayReport(steps=tuple(done))
+    return ReplayReport(steps=tuple(done), resumed_at=resumed_at)
 
 
 def _check_options(
-    steps: int, schedule: Schedule, warmup_steps: int, max_grad_norm: float | None
+    steps: int,
+    schedule: Schedule,
+    warmup_steps: int,
+    max_grad_norm: float | None,
+    checkpoint_every: int | None,
 ) -> None:
-    if steps < 1:
-        raise ConfigError(f"steps is {steps}; it takes a whole number of at least 1.")
+    for name, value in (("steps", steps), ("checkpoint_every", checkpoint_every)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}; it takes a whole number of at least 1.")
     if warmup_steps < 0 or (schedule != "constant" and warmup_steps >= steps):
         raise ConfigError(
             f"steps is {steps} and warmup_steps {warmup_steps}; the schedule {schedule!r} needs "
@@ -164,28 +222,37 @@ def rate_factor(index: int, schedule: Schedule, warmup_steps: int, steps: int) -
     }[schedule]
 
 
-def _set_budgets(sides: list["_Side"], config: Config) -> None:
-    """Set the memory budgets of all sides to the memory that is free for each.
+def _set_budgets(sides: list["_Side"], config: Config, folder: ReplayFolder | None) -> None:
+    """Set the memory budgets of all sides: the memory that is free for each, or that of the resumed
+    replay.
 
     Gradients and optimizers of all sides stay allocated while one of them runs.
     """
     device = sides[0].policy.host.device
     if config.memory_budget != AUTO or device.type != "cuda":
         return
-    parameters = [parameter for side in sides for parameter in side.parameters]
-    budget = measured_budget(device, parameters, config)
+    if folder is not None and folder.begun is not None:
+        budget = folder.begun["runs_on"]["memory_budget_bytes"]
+    else:
+        parameters = [parameter for side in sides for parameter in side.parameters]
+        budget = measured_budget(device, parameters, config)
     for side in sides:
         side.policy.use_memory_budget(budget)
 
 
-def _set_prices(sides: list["_Side"], config: Config) -> None:
-    """Set one calibration for all sides, which is found or measured now."""
+def _set_prices(
+    sides: list["_Side"], config: Config, folder: ReplayFolder | None
+) -> Calibration | None:
+    """Set one calibration for all sides: that of the resumed replay, or one that is found or
+    measured now."""
     policy = sides[0].policy
     if config.calibration != AUTO:
-        return
-    found = policy.model_state.calibration(policy.host, config)
+        return None
+    saved = None if folder is None else folder.calibration()
+    found = saved or policy.model_state.calibration(policy.host, config)
     for side in sides:
         side.policy.model_state.use_calibration(config, found)
+    return found
 
 
 class _Side:
@@ -348,3 +415,25 @@ def _gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
     if not norms:
         return torch.zeros((), dtype=torch.float64, device="cpu")
     return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _facts(side: _Side) -> dict[str, Any]:
+    """Facts of a model and its device that must be equal when a replay resumes."""
+    model, optimizer, device = side.model, side.optimizer, side.policy.host.device
+    config: Any = getattr(model, "config", None)
+    return {
+        "model": {
+            "kind": type(model).__name__,
+            "config": config.to_dict() if hasattr(config, "to_dict") else None,
+            "training": model.training,
+            "checkpointed": side.policy.host.shape.checkpointed,
+            "initial_parameters": digest_of((*model.named_parameters(), *model.named_buffers())),
+        },
+        "optimizer": {"kind": type(optimizer).__name__, **optimizer.defaults},
+        # These affect the last bits of results.
+        "runs_on": {
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+        },
+    }

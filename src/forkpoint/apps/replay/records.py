@@ -1,7 +1,7 @@
 """Records of the steps of a replay, as objects and as rows of JSON. Imports no torch."""
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -82,11 +82,20 @@ class ReplayStep:
         return self.dense_flops / self.shared.flops if self.shared.flops else 1.0
 
 
+def step_of(values: Mapping[str, Any]) -> ReplayStep:
+    """Inverse of `dataclasses.asdict` for a step."""
+    kinds = {"shared": StepRecord, "dense": StepRecord, "difference": ParameterDifference}
+    inner = {name: values[name] and kind(**values[name]) for name, kind in kinds.items()}
+    return ReplayStep(**{**values, **inner})
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReplayReport:
     """Result of `replay`."""
 
     steps: tuple[ReplayStep, ...]
+    resumed_at: int | None = None
+    """Number of steps before this run, if it resumed a replay."""
 
     @property
     def difference(self) -> ParameterDifference | None:
@@ -107,6 +116,7 @@ class ReplayReport:
         counts = ("rollouts", "logical_tokens", "unique_tokens", "left_out_tokens")
         values: dict[str, Any] = {
             "steps": len(self.steps),
+            "resumed_at": self.resumed_at,
             **{name: sum(getattr(step, name) for step in self.steps) for name in counts},
             "computed_tokens": sum(record.computed_tokens for record in shared),
             "microbatches": sum(record.microbatches for record in shared),

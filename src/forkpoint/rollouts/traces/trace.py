@@ -4,6 +4,7 @@ A trace is a folder with `trace.json`, which has the settings, and one safetenso
 batch. Each file is complete or absent.
 """
 
+import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -123,6 +124,14 @@ class Trace:
                 f"{where} is not a batch of a trace: {str(error).rstrip('.')}. {AGAIN}"
             ) from None
         return TraceBatch(index=range(len(self))[index], batch=batch, loss_inputs=loss_inputs)
+
+    def digest(self, count: int) -> str:
+        """SHA-256 of the files of the first batches, equal for equal batches."""
+        digest = hashlib.sha256()
+        for file in self.files[:count]:
+            with file.open("rb") as content:
+                digest.update(hashlib.file_digest(content, "sha256").digest())
+        return digest.hexdigest()
 
     def _read_settings(self) -> None:
         path = self.path / SETTINGS
