@@ -57,7 +57,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import forkpoint
 from forkpoint import Config, Rollout, RolloutBatch
 from forkpoint.hosts.compiled import Compiling
-from forkpoint.hosts.torch_dist.context_parallel import DealtPlaces
+from forkpoint.hosts.torch_dist.context_parallel import DealtPlaces, _copied
 from forkpoint.losses import DPO, GRPO, GSPO, ValueLoss
 from forkpoint.testing import tiny_model
 from forkpoint.units import format_bytes
@@ -139,6 +139,13 @@ CASES: dict[str, Case] = {
 def test_gradients_are_those_of_one_process(name: str, tmp_path: Path) -> None:
     for found in check(CASES[name], tmp_path):
         assert name != "a chain" or found["microbatches"] >= 3, found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_strided_copies_are_exact(dtype: torch.dtype) -> None:
+    whole = torch.randn(7, 6, 24).to(dtype)
+    for x in (whole, whole[..., :16], whole[..., 1:17], whole[1:, :, 3:8], whole[..., ::3]):
+        assert torch.equal(_copied(x.transpose(0, 1)), x.transpose(0, 1))
 
 
 def test_every_run_of_tokens_is_balanced(monkeypatch: pytest.MonkeyPatch) -> None:

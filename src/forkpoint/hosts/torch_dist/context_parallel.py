@@ -200,9 +200,7 @@ class DealtPlaces(Places):
         if padding:
             tensors = [torch.nn.functional.pad(x, (0, 0, 0, 0, 0, padding)) for x in tensors]
         dealt = [x.unflatten(0, (-1, self.size)).transpose(0, 1) for x in tensors]  # [w, t, h, D]
-        return tuple(
-            _copied(x_wthD.transpose(0, 1)).flatten(1, 2) for x_wthD in self._sent(dealt)
-        )
+        return tuple(_copied(x_wthD.transpose(0, 1)).flatten(1, 2) for x_wthD in self._sent(dealt))
 
     def _sent(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Tensors [w, t, h, D]: part r of each goes to rank r. One collective for all of them."""
