@@ -34,7 +34,7 @@ trl_ready := .venv-trl/.installed
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(ready)  ## a GRPO loop on the CPU, every gradient dense and shared; rows in demo-output/
+demo: $(ready)  ## a GRPO loop on the CPU, every gradient dense and shared
 	@$(bin)/forkpoint demo
 
 docs: $(docs_ready)  ## the site of the documentation, in site/
@@ -103,7 +103,7 @@ $(trl_ready): pyproject.toml constraints.txt
 	@echo "$(TRL)" > $@
 
 clean:  ## remove the environment and everything built or cached
-	rm -rf $(venv) .venv-trl .venv-verl .venv-titan-* .venv-docs .venvs build dist site demo-output mutate-output .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(venv) .venv-trl .venv-verl .venv-titan-* .venv-docs .venvs build dist site mutate-output .pytest_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch is named by constraints.txt from the start, so that nothing pulls another build of it.

@@ -29,7 +29,7 @@ CONFIG = {"--no-self-check" if name == "--self-check" else name for name in CONF
 OPTIONS = {
     "demo": {
         *("--groups", "--rollouts-per-group", "--prompt-tokens", "--response-tokens"),
-        *("--steps", "--lr", "--seed", "--output", "--json"),
+        *("--steps", "--lr", "--seed", "--json"),
     },
     "plan": {
         *("--model", "--batch-rollouts", "--details", "--ranks", "--limit", "--json", "--loss"),

@@ -1,8 +1,6 @@
-"""`forkpoint demo`: its language, its sampler, its steps, and what the command writes."""
+"""`forkpoint demo`: its language, its sampler, and its steps."""
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,9 +9,9 @@ import torch
 from commands import Shell
 from transformers import PreTrainedModel
 
-from forkpoint import Policy, Rollout, RolloutBatch, wrap
+from forkpoint import Policy, RolloutBatch
 from forkpoint.apps.cli.demo import GRADIENT_BAR
-from forkpoint.apps.demo.loop import Loop, rise, sample
+from forkpoint.apps.demo.loop import Loop, sample
 from forkpoint.apps.demo.task import BLIND_REWARD, VOWELS, WORDS, dialect_of, make_prompt, reward
 from forkpoint.engine.engine import Engine
 from forkpoint.errors import ConfigError
@@ -23,9 +21,9 @@ SHORT = ("--groups", 2, "--rollouts-per-group", 4, "--prompt-tokens", 48, "--res
 
 
 @pytest.fixture
-def run(shell: Shell, tmp_path: Path) -> Callable[..., Any]:
-    """The demo with short sequences, its output in a new folder."""
-    return lambda *more: shell("demo", *SHORT, "--output", tmp_path / "made" / "here", *more)
+def run(shell: Shell) -> Callable[..., Any]:
+    """The demo with short sequences."""
+    return lambda *more: shell("demo", *SHORT, *more)
 
 
 def sgd_loop(dtype: torch.dtype = torch.float64) -> Loop:
@@ -52,37 +50,11 @@ def test_the_language_and_its_rule() -> None:
     assert counts.min() > 400 * BLIND_REWARD * 0.7
 
 
-@pytest.mark.parametrize(
-    ("rewards", "first", "last", "rose"),
-    [
-        ([0.2, 0.3, 0.5, 0.5, 0.5, 0.5, 0.8, 0.7], 0.25, 0.75, True),
-        ([0.8, 0.7, 0.5, 0.5, 0.5, 0.5, 0.2, 0.3], 0.75, 0.25, False),
-        ([0.1, 0.5, 0.5, 0.5, 0.5, 0.5, 0.3, 0.7], 0.3, 0.5, False),  # within the noise
-        ([0.1, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9], 0.1, 0.9, None),
-    ],
-)
-def test_what_is_called_a_rise(
-    rewards: list[float], first: float, last: float, rose: bool | None
-) -> None:
-    assert list(rise(rewards).values()) == [pytest.approx(first), pytest.approx(last), rose]
-
-
-def test_the_samplers_logprobs_are_the_scores() -> None:
+def test_responses_differ_and_keep_the_generators_of_others() -> None:
     model = tiny_model("qwen3")
     prompts = torch.randint(61, (3, 19), generator=torch.Generator().manual_seed(1))
     state = torch.get_rng_state()
-    with lifted_upcasts(model):
-        ids_GNR, logprobs_GNR = sample(model, prompts, responses=4, tokens=9, seed=2)
-        batch = RolloutBatch(
-            Rollout([*prompt, *response], [0] * 19 + [1] * 9, 1.0, group_id=f"g{group}")
-            for group, prompt in enumerate(prompts.tolist())
-            for response in ids_GNR[group].tolist()
-        )
-        scores = wrap(model).score(batch).logprobs
-    trained = scores[torch.from_numpy(batch.loss_mask.copy())]
-    # transformers returns logits of its generate in float32.
-    assert float((trained - logprobs_GNR.flatten()).abs().max()) < 1e-6
-    assert logprobs_GNR.std() > 0.1, "all tokens are equally likely: nothing was compared"
+    ids_GNR = sample(model, prompts, responses=4, tokens=9, seed=2)
     assert len({tuple(r) for group in ids_GNR.tolist() for r in group}) == 12, "responses repeat"
     assert torch.equal(torch.get_rng_state(), state)
     with torch.no_grad():
@@ -98,7 +70,7 @@ def test_the_sampler_draws_from_the_models_distribution() -> None:
     with torch.no_grad():
         expected = model(input_ids=prompt).logits[0, -1].softmax(-1)
     count = 20_000
-    ids_GNR, _ = sample(model, prompt, responses=count, tokens=1, seed=0)
+    ids_GNR = sample(model, prompt, responses=count, tokens=1, seed=0)
     found = torch.bincount(ids_GNR.flatten(), minlength=61) / count
     error = (expected * (1 - expected) / count).sqrt()
     assert float(((found - expected).abs() / error).max()) < 5
@@ -129,7 +101,6 @@ def test_a_step_applies_the_gradient_of_ordinary_training(
         moved = before[name] - parameter.detach()
         assert float((moved - gradient).abs().max()) < 1e-10 * norm
     assert abs(step.gradient_difference - (number - 1) / 2) < 1e-12
-    assert 0 < step.sampler_logprob_difference < 1e-6
     rewards = np.array([reward(r.token_ids[:20].copy(), r.token_ids[20:]) for r in sampled.batch])
     assert (step.logical_tokens, step.reward) == (6 * 27, pytest.approx(rewards.mean()))
     assert step.computed_tokens < step.logical_tokens and step.dense_flops > step.shared_flops
@@ -154,25 +125,20 @@ def test_dense_takes_the_row_length_that_was_fastest(monkeypatch: pytest.MonkeyP
     assert seen[0] == ("auto", None, 6) and set(seen[1:]) == {("none", n, 3) for n in ms}
 
 
-def test_what_it_writes_and_says(run: Callable[..., Any], tmp_path: Path) -> None:
+def test_what_it_says(run: Callable[..., Any]) -> None:
     done = run("--steps", 3)
     assert done.code == 0, done.out + done.err
     result = done.result
     assert result["passed"] and 0 < result["gradient_error"] < 1e-10
     assert 0 < result["max_gradient_difference"] < 1e-5
-    assert 0 < result["max_sampler_logprob_difference"] < 1e-4
     assert result["computed_tokens"] < result["logical_tokens"] == 3 * 8 * 53
     assert (result["steps"], result["rollouts"]) == (3, 24)
     assert result["bound"] > 1
     assert result["speedup"] == pytest.approx(result["dense_ms"] / result["shared_ms"])
-    assert result["reward_rose"] is None and "too few to tell" in done.out
-    assert result["rows_file"] == str(tmp_path / "made" / "here" / "demo.jsonl")
-    rows = [json.loads(line) for line in Path(result["rows_file"]).read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2, 3]
-    for name in ("reward", "sampling_ms", "shared_ms", "dense_ms"):
-        listed = "rewards" if name == "reward" else f"{name.removesuffix('_ms')}_step_ms"
-        assert [row[name] for row in rows] == result[listed]
-    assert max(row["gradient_difference"] for row in rows) == result["max_gradient_difference"]
+    assert result["first_quarter_reward"] == result["rewards"][0]
+    assert result["last_quarter_reward"] == result["rewards"][-1]
+    for name in ("sampling", "shared", "dense"):
+        assert result[f"{name}_ms"] == pytest.approx(sum(result[f"{name}_step_ms"]))
     for word in ("Reward: ", "agreement in float64: ", "passed", "speed-up: ", "tokens run: "):
         assert word in done.out
     assert f"counted bound {result['bound']:.2f}x" in done.out
@@ -196,13 +162,13 @@ def test_its_seed_is_that_of_weights_prompts_and_sampling(
 
 
 @pytest.mark.slow
-def test_reward_rises(shell: Shell, tmp_path: Path) -> None:
+def test_reward_rises(shell: Shell) -> None:
     done = shell(
         *("demo", "--prompt-tokens", 64, "--response-tokens", 8, "--steps", 40),
-        *("--groups", 4, "--rollouts-per-group", 8, "--output", tmp_path),
+        *("--groups", 4, "--rollouts-per-group", 8),
     )
     result = done.result
-    assert done.code == 0 and result["reward_rose"] is True and "it rose" in done.out
+    assert done.code == 0
     assert result["first_quarter_reward"] < 0.45
     assert result["last_quarter_reward"] > result["first_quarter_reward"] + 0.2
 
@@ -234,7 +200,6 @@ def test_a_wrong_gradient_fails_it(
     [
         ("rollouts-per-group", 1, "rollouts-per-group"),
         ("lr", "nan", "lr"),
-        ("output", "file/below", "file/below cannot be read or written"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_runs(
@@ -242,11 +207,8 @@ def test_wrong_options_are_refused_before_anything_runs(
     value: object,
     said: str,
     shell: Shell,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Loop, "rollouts", pytest.fail)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").touch()
     done = shell("demo", f"--{option}", value)
     assert (done.code, done.out) == (2, "") and said in done.err

@@ -2,8 +2,7 @@
 
 Each step computes the dense and the shared gradient from the same weights and rollouts. The
 optimizer applies the shared gradient. The trained policy samples the rollouts, so GRPO's ratio of
-new to old probabilities is 1. The sampler's log-probs differ from those of training by rounding;
-the loop measures this difference.
+new to old probabilities is 1.
 """
 
 import copy
@@ -34,16 +33,12 @@ equal and are shared whole."""
 DENSE_ROLLOUTS_PER_ROW = (1, 4, None)
 """Lengths of microbatches that dense tries; None leaves the length to the planner."""
 TRIALS = 2
-STANDARD_ERRORS = 3.0
-"""A rise of the reward by at most this number of standard errors counts as noise."""
 
 
 class Sampled(NamedTuple):
     """Rollouts of one step, with rewards in their extras."""
 
     batch: RolloutBatch
-    logprobs_t: Tensor
-    """Log-probs of the sampled tokens of the responses, from the sampler."""
     ms: float
 
 
@@ -57,8 +52,6 @@ class Step:
     """Mean reward of all responses."""
     gradient_difference: float
     """Norm of (shared gradient - dense gradient), relative to the norm of the dense gradient."""
-    sampler_logprob_difference: float
-    """Largest difference between log-probs of the sampler and of the training forward."""
     sampling_ms: float
     shared_ms: float
     """Time of planning, forward and backward."""
@@ -89,9 +82,8 @@ class Loop:
 
     def __post_init__(self) -> None:
         self.loss: GRPO = GRPO(entropy=ENTROPY_BONUS)
-        # All log-probs are needed for the comparison with the sampler.
-        self.shared: Policy = wrap(self.model, Config(all_logprobs=True))
-        self.dense: Policy = wrap(self.model, Config(sharing="none", all_logprobs=True))
+        self.shared: Policy = wrap(self.model)
+        self.dense: Policy = wrap(self.model, Config(sharing="none"))
         self._random = np.random.default_rng(self.seed)
 
     def rollouts(self) -> Sampled:
@@ -101,7 +93,7 @@ class Loop:
         """
         began = time.perf_counter()
         prompts = [make_prompt(self.prompt_tokens, self._random) for _ in range(self.groups)]
-        ids_GNR, logprobs_GNR = sample(
+        ids_GNR = sample(
             self.model,
             torch.from_numpy(np.stack(prompts)),
             responses=self.rollouts_per_group,
@@ -123,7 +115,7 @@ class Loop:
                     )
                 )
         ms = (time.perf_counter() - began) * 1e3
-        return Sampled(RolloutBatch(rollouts), logprobs_GNR.flatten(), ms)
+        return Sampled(RolloutBatch(rollouts), ms)
 
     def warm_up(self, batch: RolloutBatch) -> None:
         """Run both policies without timing, and choose the fastest microbatch length of dense.
@@ -163,12 +155,10 @@ class Loop:
         self.optimizer.zero_grad(set_to_none=True)
         plan = stats.plan
         assert plan.shape is not None
-        logprobs_t = stats.logprobs[torch.from_numpy(batch.loss_mask.copy())]
         return Step(
             step=number,
             reward=statistics.fmean(rollout.extras["reward"] for rollout in batch),  # pyright: ignore[reportOptionalSubscript]
             gradient_difference=difference / norm if norm else math.inf if difference else 0.0,
-            sampler_logprob_difference=float((logprobs_t - sampled.logprobs_t).abs().max()),
             sampling_ms=sampled.ms,
             shared_ms=shared_ms,
             dense_ms=dense_ms,
@@ -193,13 +183,12 @@ class Loop:
 @torch.no_grad()
 def sample(
     model: PreTrainedModel, prompt_ids_GP: Tensor, *, responses: int, tokens: int, seed: int
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """Sample responses of a fixed number of tokens, at temperature 1.
 
     Each prompt runs once. The cache of its keys and values is then repeated for its responses.
 
-    Returns token ids, int64 [G, N, R], and the log-probs with which they were drawn, [G, N, R] in
-    the dtype of the model.
+    Returns token ids, int64 [G, N, R].
 
     Raises:
         ConfigError: the logits of the model are not finite.
@@ -220,21 +209,16 @@ def sample(
         max_new_tokens=tokens,
         min_new_tokens=tokens,
         pad_token_id=0,
-        output_logits=True,
-        return_dict_in_generate=True,
     )
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
-        found = generate(
+        ids_SL = generate(
             prompts_SP := prompt_ids_GP.repeat_interleave(responses, 0),
             attention_mask=torch.ones_like(prompts_SP),
             generation_config=config,
             past_key_values=cache,
         )
-    ids_SR = found.sequences[:, -tokens:]
-    logprobs_SRV = torch.stack(found.logits, 1).log_softmax(-1)
-    logprobs_SR = logprobs_SRV.gather(-1, ids_SR[..., None])[..., 0]
-    return ids_SR.unflatten(0, (-1, responses)), logprobs_SR.unflatten(0, (-1, responses))
+    return ids_SL[:, -tokens:].unflatten(0, (-1, responses))
 
 
 def _first_group(batch: RolloutBatch) -> RolloutBatch:
@@ -247,14 +231,15 @@ def summary(steps: list[Step]) -> dict[str, Any]:
     def every(name: str) -> list[Any]:
         return [getattr(step, name) for step in steps]
 
+    few = max(1, len(steps) // 4)
     values: dict[str, Any] = {
         "steps": len(steps),
         "logical_tokens": sum(every("logical_tokens")),
         "computed_tokens": sum(every("computed_tokens")),
         "rewards": every("reward"),
-        **rise(every("reward")),
+        "first_quarter_reward": statistics.fmean(every("reward")[:few]),
+        "last_quarter_reward": statistics.fmean(every("reward")[-few:]),
         "max_gradient_difference": max(every("gradient_difference")),
-        "max_sampler_logprob_difference": max(every("sampler_logprob_difference")),
         "bound": sum(every("dense_flops")) / sum(every("shared_flops")),
         "speedup": sum(every("dense_ms")) / sum(every("shared_ms")),
         "median_speedup": statistics.median(step.dense_ms / step.shared_ms for step in steps),
@@ -265,21 +250,3 @@ def summary(steps: list[Step]) -> dict[str, Any]:
         values[f"{name}_median_ms"] = statistics.median(ms)
         values[f"{name}_step_ms"] = ms
     return values
-
-
-def rise(rewards: list[float]) -> dict[str, Any]:
-    """Mean rewards of the first and the last quarter of the steps, and whether the reward rose.
-
-    It rose if the means differ by more than `STANDARD_ERRORS` standard errors of their difference,
-    estimated from the spread between steps. With fewer than two steps in a quarter there is no
-    estimate, and `reward_rose` is None.
-    """
-    few = max(1, len(rewards) // 4)
-    first, last = rewards[:few], rewards[-few:]
-    means = statistics.fmean(first), statistics.fmean(last)
-    rose = None
-    if few > 1:
-        error = math.sqrt((statistics.variance(first) + statistics.variance(last)) / few)
-        rose = means[1] - means[0] > STANDARD_ERRORS * error
-    names = ("first_quarter_reward", "last_quarter_reward", "reward_rose")
-    return dict(zip(names, (*means, rose), strict=True))
