@@ -295,6 +295,13 @@ def test_files_of_other_kinds_are_refused(text: str, message: str, tmp_path: Pat
         Calibration.load(path)
 
 
+def test_devices_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"is a pipe or a device\. Give a file that forkpoint cal"
+    ):
+        Calibration.load(Path(os.devnull))
+
+
 DAMAGES: dict[str, tuple[Callable[[dict], object], str]] = {
     "a list for a curve": (lambda v: v.update(block=[1, 2]), "block"),
     "figures missing": (lambda v: v["head"].update(forward=[1.0]), "takes one length"),

@@ -2,15 +2,17 @@
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forkpoint.rollouts.schema import SchemaError, finite, parse_json, read
+from forkpoint.rollouts.schema import SchemaError, finite, parse_json, read, read_small
 
 
 @dataclass(frozen=True)
@@ -74,3 +76,21 @@ def test_objects_become_dataclasses() -> None:
 
 def test_numbers_that_json_lacks() -> None:
     assert finite({"a": [math.nan, 1.5, (math.inf,)]}) == {"a": [None, 1.5, [None]]}
+
+
+def test_files_without_end_are_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_bytes(b"[]")
+    assert read_small(path, 2) == b"[]"
+    with pytest.raises(SchemaError, match="a file of 2 bytes; at most 1 are read"):
+        read_small(path, 1)
+    devices = [Path(os.devnull)]
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(tmp_path / "pipe")  # to open it waits for a writer
+        devices.append(tmp_path / "pipe")
+    for device in devices:
+        with pytest.raises(SchemaError, match="a pipe or a device"):
+            read_small(device, 1)
+    for missing in (tmp_path, tmp_path / "none"):
+        with pytest.raises(OSError, match=missing.name):
+            read_small(missing, 1)

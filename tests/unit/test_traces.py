@@ -228,3 +228,5 @@ def test_the_limit_on_memory(tmp_path: Path) -> None:
     assert len(list(open_trace(path, memory_limit="1MB"))) == 2
     with pytest.raises(RolloutError, match=r"a batch takes .* memory_limit is 19\.5 K"):
         list(open_trace(path, memory_limit="20KB"))
+    with pytest.raises(RolloutError, match=r"trace\.json takes .* memory_limit is 100 bytes"):
+        open_trace(path, memory_limit=100)

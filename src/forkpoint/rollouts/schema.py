@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from forkpoint.rollouts.batch import short
@@ -23,6 +24,21 @@ _hints = cache(get_type_hints)
 
 class SchemaError(ValueError):
     """A value that the schema does not allow. The text is a clause without a full stop."""
+
+
+def read_small(path: Path, most_bytes: int) -> bytes:
+    """Read a regular file of at most `most_bytes`.
+
+    Raises SchemaError for a larger file, and for a pipe or a device, which may have no end. Raises
+    OSError if the file cannot be read.
+    """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise SchemaError("a pipe or a device")
+    with path.open("rb") as file:
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise SchemaError(f"a file of {path.stat().st_size} bytes; at most {most_bytes} are read")
+    return content
 
 
 def parse_json(content: bytes, *, allow_nan: bool = False) -> Any:

@@ -1,5 +1,6 @@
 """Models that the command line is asked for and cannot make or count."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,12 @@ MODEL_FILES = (
         content="{",
         message="bad.json is not JSON (Expecting property name enclosed in double quotes:",
     ),
+    Kind(
+        error=ConfigError,
+        message=f"{os.devnull} is a pipe or a device. Give a config.json as transformers writes",
+        argv=("plan", "ok.jsonl", "--model", os.devnull),
+    ),
+    path_kind(content=" " * (1 << 24) + "{}", message="bad.json is a file of 16777218 bytes; at"),
     path_kind(content="[]", message="bad.json is no model configuration: it has no model_type."),
     config_kind(
         command="replay",

@@ -18,6 +18,10 @@ from forkpoint.plan import MODELS, ModelShape, known_name
 from forkpoint.plan.device_memory import embedding_parameters, total_parameters
 from forkpoint.plan.pricing.encoders import EncoderShape
 from forkpoint.rollouts.batch import short
+from forkpoint.rollouts.schema import SchemaError, read_small
+
+MOST_BYTES = 1 << 24
+"""Largest config.json that is read."""
 
 
 def read_config(model: Path, *, multimodal: bool = False) -> tuple[Path, dict[str, Any]]:
@@ -34,14 +38,18 @@ def read_config(model: Path, *, multimodal: bool = False) -> tuple[Path, dict[st
             f"{', '.join(MODELS)}."
         )
     path = model / "config.json" if model.is_dir() else model
-    if not path.is_file():
+    if not path.exists() or path.is_dir():
         raise ConfigError(
             f"the folder {model} has no config.json. Give the folder that a model's "
             "save_pretrained wrote."
         )
     try:
         # Not the strict JSON of forkpoint's own files: transformers writes infinities.
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(read_small(path, MOST_BYTES).decode())
+    except SchemaError as error:
+        raise ConfigError(
+            f"{path} is {error}. Give a config.json as transformers writes it."
+        ) from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{path} is not JSON ({error}). Give a config.json as transformers writes it."

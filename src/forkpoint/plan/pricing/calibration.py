@@ -21,7 +21,7 @@ from forkpoint.errors import ConfigError
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.rollouts.batch import short
 from forkpoint.rollouts.disk import write_file
-from forkpoint.rollouts.schema import SchemaError, parse_json, read
+from forkpoint.rollouts.schema import SchemaError, parse_json, read, read_small
 
 SCHEMA = 1
 FOLDER_VARIABLE = "FORKPOINT_CALIBRATIONS"
@@ -278,9 +278,7 @@ class Calibration:
             ConfigError: the file does not exist, is damaged, or has another kind or version.
         """
         try:
-            if path.stat().st_size > MOST_BYTES:
-                raise SchemaError(f"not a calibration (it has more than {MOST_BYTES} bytes)")
-            values = parse_json(path.read_bytes())
+            values = parse_json(read_small(path, MOST_BYTES))
         except OSError as error:
             raise ConfigError(
                 f"the calibration {path} cannot be read ({error.strerror}). Give a file that "

@@ -14,7 +14,7 @@ from typing import Any
 from forkpoint.errors import RolloutError, TraceError
 from forkpoint.rollouts.batch import RolloutBatch, short
 from forkpoint.rollouts.files import as_path
-from forkpoint.rollouts.formats.limits import MemoryLimit
+from forkpoint.rollouts.formats.limits import TIMES_FILE, MemoryLimit
 from forkpoint.rollouts.schema import SchemaError, parse_json, read
 from forkpoint.rollouts.traces.batch_file import ARRAYS, decode
 from forkpoint.units import MemorySize, size_in_bytes
@@ -135,6 +135,7 @@ class Trace:
 
     def _read_settings(self) -> None:
         path = self.path / SETTINGS
+        self._memory.check(TIMES_FILE * path.stat().st_size, SETTINGS)
         try:
             values = parse_json(path.read_bytes())
             if not isinstance(values, dict) or values.get("kind") != KIND:
