@@ -31,9 +31,11 @@ def size_in_bytes(given: MemorySize | None, name: str = "memory_limit") -> int |
     if size < 1:
         # The command line passes numbers as text.
         bare = isinstance(given, str) and given.lstrip("-").isdigit()
+        text = str(given) if bare else repr(given)
+        text = text if len(text) <= 80 else f"{text[:77]}..."
         raise ConfigError(
-            f"{name} is {given if bare else repr(given)[:80]}; it takes a number of bytes of "
-            "at least 1, or text such as '8GB', '512MiB'. Leave it out for the default."
+            f"{name} is {text}; it takes a number of bytes of at least 1, or text such as '8GB', "
+            "'512MiB'. Leave it out for the default."
         )
     if size > MOST:
         raise ConfigError(

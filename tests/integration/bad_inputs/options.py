@@ -43,6 +43,29 @@ OPTIONS = (
         *("plan", "ok.jsonl", "--ranks", "0"),
     ),
     option_kind(
+        "ranks is 1000000; at most 131,072 are placed. Give a smaller number.",
+        lambda: forkpoint.place(forked_batch(), ranks=10**6, model=None),
+        *("plan", "ok.jsonl", "--ranks", "1000000"),
+    ),
+    option_kind(
+        "attention_kernel is 'flashy'; allowed are auto, fa4, padded, cudnn, fa2, cpu_flash, ref",
+        None,
+        *("plan", "ok.jsonl", "--attention-kernel", "flashy"),
+    ),
+    *(
+        option_kind(
+            f"recurrence_kernel is '{command}'; allowed are auto, fla, chunked.",
+            None,
+            *(command, "ok.jsonl", "--model", "ok.json", "--recurrence-kernel", command),
+        )
+        for command in ("plan", "verify", "replay")
+    ),
+    option_kind(
+        f"memory_budget is {'9' * 77}...; it takes a number of bytes of at least 1, or text",
+        lambda: Config(memory_budget="9" * 5000),
+        *("plan", "ok.jsonl", "--memory-budget", "9" * 5000),
+    ),
+    option_kind(
         "model is 7 of type int",
         lambda: forkpoint.place(forked_batch(), ranks=2, model=7),  # pyright: ignore[reportArgumentType]
     ),

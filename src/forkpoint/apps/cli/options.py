@@ -12,6 +12,7 @@ from tyro.conf import DisallowNone, Positional, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
 from forkpoint.apps.cli.output import Output
+from forkpoint.config import AUTO, Config
 from forkpoint.errors import ConfigError, TraceError
 from forkpoint.hosts.transformers.model_files import (
     dtype_of_model,
@@ -21,7 +22,7 @@ from forkpoint.hosts.transformers.model_files import (
 )
 from forkpoint.plan import ModelShape
 from forkpoint.plan.device_memory import DeviceMemory
-from forkpoint.rollouts.batch import Rollout, RolloutBatch
+from forkpoint.rollouts.batch import Rollout, RolloutBatch, short
 from forkpoint.rollouts.traces import RolloutFile, open_rollouts
 from forkpoint.units import size_in_bytes
 
@@ -61,6 +62,19 @@ def whole_number(least: int, most: int | None = None) -> PrimitiveConstructorSpe
         is_instance=lambda value: value is None or isinstance(value, int),
         str_from_instance=lambda value: [str(value)],
     )
+
+
+def check_kernels(config: Config) -> None:
+    """Raises ConfigError for names of kernels that do not exist, also if no layer uses them."""
+    if config.attention_kernel == config.recurrence_kernel == AUTO:
+        return  # torch need not be imported
+    from forkpoint.ops.attention import KERNELS
+    from forkpoint.ops.delta_rule import DELTA_KERNELS
+
+    for option, kernels in (("attention_kernel", KERNELS), ("recurrence_kernel", DELTA_KERNELS)):
+        name, known = getattr(config, option), [AUTO, *(kernel.name for kernel in kernels)]
+        if name not in known:
+            raise ConfigError(f"{option} is {short(name)}; allowed are {', '.join(known)}.")
 
 
 WholeNumber: PrimitiveConstructorSpec[int] = whole_number(0)

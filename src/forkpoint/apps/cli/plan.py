@@ -18,6 +18,7 @@ from forkpoint.apps.cli.options import (
     Reading,
     WholeNumber,
     batches_of,
+    check_kernels,
     recorded_batches,
     show_source,
     whole_number,
@@ -119,6 +120,7 @@ class Plan:
 
     def run(self) -> int:
         out = Output(json_only=self.json)
+        check_kernels(self.config)
         model = None if self.model is None else from_hub(self.model)
         shape = self.memory.shape(model)
         device = self._checked_device(model, shape)

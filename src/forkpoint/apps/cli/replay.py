@@ -20,6 +20,7 @@ from forkpoint.apps.cli.options import (
     Reading,
     Runtime,
     WholeNumber,
+    check_kernels,
     load_batch,
     show_source,
 )
@@ -126,6 +127,7 @@ class Replay:
                 "it without torchrun; on ranks, measure steps of a policy (stats.metrics())."
             )
         out = Output(json_only=self.json)
+        check_kernels(self.config)
         training, recording = self.training, self.recording
         trace = self._trace(out) if is_trace(Path(self.file)) else None
         batch = None if trace else load_batch(self.file, self.limit, self.reading, out)

@@ -14,6 +14,7 @@ from forkpoint.apps.cli.options import (
     Positive,
     Reading,
     Runtime,
+    check_kernels,
     load_batch,
 )
 from forkpoint.apps.cli.output import Output, options
@@ -63,6 +64,7 @@ class Verify:
 
     def run(self) -> int:
         out = Output(json_only=self.json)
+        check_kernels(self.config)
         everything = load_batch(self.file, self.limit, self.reading, out)
         with out.waiting("making the model"):
             from forkpoint.apps.cli.models import load_model, out_of_memory_explained

@@ -44,6 +44,8 @@ ranks have few prompts."""
 RISK = 1.25
 """A placement for exchanges is considered only if it costs at most this multiple of the best
 placement without an exchange, because the step may not exchange, for example for lack of memory."""
+MOST_RANKS = 1 << 17
+"""Largest number of ranks. The time of a placement grows with it, to half a minute."""
 FEW = 4
 """Exchanges are considered for fewer than FEW groups per rank. With more groups, whole groups
 balance."""
@@ -91,9 +93,9 @@ def place(
 
     Raises:
         RolloutError: there are no rollouts, or an item is not a Rollout.
-        ConfigError: ranks or max_microbatch_tokens is not a whole number of at least 1; split or
-            the loss has a value that is not allowed; the model is not known; the calibration
-            belongs to another model.
+        ConfigError: ranks or max_microbatch_tokens is not a whole number of at least 1; ranks is
+            above 131,072; split or the loss has a value that is not allowed; the model is not
+            known; the calibration belongs to another model.
         PlanError: a calibration is given without a model.
     """
     check_ranks(ranks)
@@ -142,6 +144,10 @@ def check_ranks(ranks: int) -> None:
         raise ConfigError(
             f"ranks is {short(ranks)}; it takes a whole number of at least 1: how many "
             "data-parallel ranks take part in the step."
+        )
+    if ranks > MOST_RANKS:
+        raise ConfigError(
+            f"ranks is {short(ranks)}; at most {MOST_RANKS:,} are placed. Give a smaller number."
         )
 
 
