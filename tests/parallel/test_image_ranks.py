@@ -1,4 +1,4 @@
-"""Images on several ranks, which run an encoder unequally often, beside one process."""
+"""Multimodal models on several ranks, which run an encoder unequally often or never."""
 
 from dataclasses import replace
 from functools import partial
@@ -6,17 +6,40 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from cases_of_ranks import Case, check, named, over_replicas
 from processes import run_ranks
-from scenarios_of_ranks import BAR, DEEP, Scenario, compared, replicated, sharded, through_logprobs
+from scenarios_of_ranks import (
+    BAR,
+    DEEP,
+    EMPTY,
+    Scenario,
+    compared,
+    replicated,
+    sharded,
+    through_logprobs,
+)
 from test_dealt_leaves import dealt
-from test_multimodal_ranks import by_blocks, qwen3_vl
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
+from forkpoint import RolloutBatch, wrap
+from forkpoint.hosts.transformers.families import MULTIMODAL
 from forkpoint.losses import GSPO
 from forkpoint.rollouts.rollout import Rollout
 from media_scenes import equal_tokens, group, image, rollout, texts, tool_tree, videos
 from multimodal_models import tiny_multimodal
+
+
+def by_blocks(model: Any, **options: Any) -> nn.Module:
+    """fully_shard of each block, also of the encoder, as accelerate and verl do."""
+    blocks = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
+    for block in blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+qwen3_vl = partial(tiny_multimodal, "qwen3_vl")
 
 
 def equal_prompts(*seeds: int) -> tuple[list[Rollout], ...]:
@@ -78,15 +101,51 @@ SCENARIOS = {
 }
 
 
+WITHOUT_IMAGES = {
+    **{
+        family: Scenario(wrap=by_blocks, make=partial(tiny_multimodal, family))
+        for family in MULTIMODAL
+    },
+    "weights gathered once": Scenario(wrap=by_blocks, make=qwen3_vl, gather="step", steps=2),
+    "a rank without rollouts": Scenario(wrap=by_blocks, make=qwen3_vl, rollouts=EMPTY),
+    "two passes, tied head": Scenario(
+        wrap=by_blocks,
+        make=partial(tiny_multimodal, "gemma3", tie_word_embeddings=True),
+        loss=GSPO(),
+    ),
+    **{
+        f"{family}, replicated": Scenario(wrap=replicated, make=partial(tiny_multimodal, family))
+        for family in ("qwen3_vl", "gemma4", "llama4")
+    },
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", {**SCENARIOS, **WITHOUT_IMAGES})
 def test_gradients_are_those_of_one_process(name: str) -> None:
-    for found in run_ranks(2, compared, SCENARIOS[name]):
+    for found in run_ranks(2, compared, {**SCENARIOS, **WITHOUT_IMAGES}[name]):
         assert found["error"] < BAR and found["loss"] < BAR, found
+        assert name in SCENARIOS or found["same have none"]  # those of encoders, in one process
         if "one image on both" in name:
             assert found["exchanges"]
         if "lockstep" in name:
             assert found["gather"] == "microbatch"
+
+
+def untrained_tower() -> list[str]:
+    model = qwen3_vl()
+    policy = wrap(by_blocks(model))
+    batch = RolloutBatch(Scenario().rollouts[dist.get_rank()])
+    policy.forward_backward(batch, GSPO())
+    assert policy.verify(batch, GSPO()).passed
+    return [n for n, p in model.named_parameters() if p.grad is None]
+
+
+@pytest.mark.slow
+def test_gradients_of_the_tower_stay_none() -> None:
+    first, second = run_ranks(2, untrained_tower)
+    assert first == second
+    assert first and all(name.startswith("model.visual.") for name in first)
 
 
 # Microbatches that lie on several ranks: each encodes all images
