@@ -89,6 +89,15 @@ def sharded(model: nn.Module, **options: Any) -> nn.Module:
     return fully_shard(model, **options)
 
 
+def kept_gathered(model: nn.Module) -> nn.Module:
+    return sharded(model, reshard_after_forward=False)
+
+
+def head_alone(model: Any) -> nn.Module:
+    fully_shard(model.lm_head)
+    return sharded(model)
+
+
 def replicated(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model)
 
@@ -183,8 +192,10 @@ def distance(
     return (apart / total) ** 0.5 if total else apart**0.5
 
 
-def hybrid_mesh() -> Any:
-    return init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
+def in_hybrid_mesh(model: nn.Module, _: Any = None) -> nn.Module:
+    """Two replicas of two shards."""
+    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
+    return sharded(model, mesh=mesh)
 
 
 def said(work: Callable[[], object]) -> str:

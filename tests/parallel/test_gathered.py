@@ -17,7 +17,7 @@ from scenarios_of_ranks import (
     Scenario,
     compared,
     group,
-    hybrid_mesh,
+    in_hybrid_mesh,
     model_of,
     on_ranks,
     sharded,
@@ -47,10 +47,6 @@ def test_gradients_are_those_of_one_process(name: str) -> None:
         assert rank["error"] < BAR, rank
         assert rank["loss"] < BAR
         assert rank["tokens"][0] == rank["tokens"][1]
-
-
-def in_hybrid_mesh(model: Any) -> nn.Module:
-    return sharded(model, mesh=hybrid_mesh())
 
 
 @pytest.mark.slow

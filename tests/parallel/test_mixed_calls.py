@@ -7,7 +7,15 @@ import pytest
 import torch
 from mixed_calls import MixedCalls, mixed, stock
 from processes import run_ranks
-from scenarios_of_ranks import BAR, EMPTY, Scenario, hybrid_mesh, replicated, sharded
+from scenarios_of_ranks import (
+    BAR,
+    EMPTY,
+    Scenario,
+    in_hybrid_mesh,
+    kept_gathered,
+    replicated,
+    sharded,
+)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -34,10 +42,6 @@ UNSYNCED = (
 )
 REDUCED_BY_A_STEP = ("unsynced stock synced function", "unsynced stock fails synced logprobs")
 """fully_shard's: a step reduces what was left unreduced, where a stock backward would."""
-
-
-def kept_gathered(model: Any) -> nn.Module:
-    return sharded(model, reshard_after_forward=False)
 
 
 def hybrid(model: Any) -> nn.Module:
@@ -114,15 +118,11 @@ def test_gradients_are_those_of_dense_training(name: str) -> None:
         assert max(errors.values()) < BAR, errors
 
 
-def whole_hybrid(model: Any) -> nn.Module:
-    return sharded(model, mesh=hybrid_mesh())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("work", [mixed, in_partial_sums])
 def test_four_ranks_of_a_hybrid_mesh(work: Any) -> None:
     rollouts = (*Scenario().rollouts, [], Scenario().rollouts[0][:3])
-    scenario = Scenario(wrap=whole_hybrid, rollouts=rollouts)
+    scenario = Scenario(wrap=in_hybrid_mesh, rollouts=rollouts)
     sequences = ("sum", *FEW_UNSYNCED)
     for errors in run_ranks(4, work, scenario, sequences, limit_s=240):
         assert max(errors.values()) < BAR, errors

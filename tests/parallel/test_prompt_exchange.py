@@ -14,7 +14,7 @@ from scenarios_of_ranks import (
     distance,
     gradients,
     group,
-    hybrid_mesh,
+    in_hybrid_mesh,
     model_of,
     on_ranks,
     replicated,
@@ -120,10 +120,6 @@ def test_gradients_are_those_of_one_process(name: str, gather: Any) -> None:
     check(ranks, gather, "two passes" in name or "all ranks" in name)
     # Every token that is not trained runs on one rank alone, as in one process.
     assert ranks[0]["all ranks run"] == ranks[0]["unique"]
-
-
-def in_hybrid_mesh(model: Any) -> nn.Module:
-    return sharded(model, mesh=hybrid_mesh())
 
 
 @pytest.mark.slow

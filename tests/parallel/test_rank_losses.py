@@ -13,23 +13,17 @@ from scenarios_of_ranks import (
     Scenario,
     distance,
     gradients,
+    head_alone,
     model_of,
     on_ranks,
     replicated,
     sharded,
 )
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
 
 from forkpoint import RolloutBatch
 from forkpoint.errors import RankError, UnsupportedError
 from forkpoint.losses import GRPO
-
-
-def head_alone(model: Any) -> Any:
-    fully_shard(model.lm_head)
-    return sharded(model)
-
 
 WRAPS = {
     "fully_shard": (sharded, "microbatch"),

@@ -15,11 +15,19 @@ from cases_of_ranks import (
     on_rank,
     on_ranks_of,
     over_all,
-    over_both,
     over_replicas,
 )
 from processes import run_ranks
-from scenarios_of_ranks import EMPTY, UNEQUAL, Failing, gradients, group, own_loss, sharded
+from scenarios_of_ranks import (
+    EMPTY,
+    UNEQUAL,
+    Failing,
+    gradients,
+    group,
+    in_hybrid_mesh,
+    own_loss,
+    sharded,
+)
 from test_ranks import lora
 from test_router_ranks import COEFFICIENTS, Routed
 from test_split_models import adapted
@@ -62,12 +70,6 @@ def of_one(**changes: Any) -> Case:
 def half(whole: Any, _: Any) -> nn.Module:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     return sharded(whole, mp_policy=policy)
-
-
-def in_hybrid_mesh(whole: Any, _: Any) -> nn.Module:
-    from scenarios_of_ranks import hybrid_mesh
-
-    return over_both(whole, hybrid_mesh())
 
 
 TP2: dict[str, Any] = {"options": {"tp_size": 2}}

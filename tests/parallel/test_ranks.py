@@ -17,7 +17,9 @@ from scenarios_of_ranks import (
     Scenario,
     compared,
     group,
-    hybrid_mesh,
+    head_alone,
+    in_hybrid_mesh,
+    kept_gathered,
     replicated,
     routed,
     sharded,
@@ -32,18 +34,9 @@ from hybrids import tiny_hybrid
 from lanes import slow_besides
 
 
-def head_alone(model: Any) -> nn.Module:
-    fully_shard(model.lm_head)
-    return sharded(model)
-
-
 def norm_and_head(model: Any) -> nn.Module:
     fully_shard([model.model.norm, model.lm_head])
     return sharded(model)
-
-
-def kept_gathered(model: Any) -> nn.Module:
-    return sharded(model, reshard_after_forward=False)
 
 
 def checkpointed(model: Any) -> None:
@@ -170,11 +163,7 @@ def test_gradients_are_those_of_one_process(name: str) -> None:
 @pytest.mark.parametrize("loss", [GRPO(clip=0.2), GSPO()], ids=["one pass", "two passes"])
 def test_four_ranks_of_a_hybrid_mesh(loss: Any) -> None:
     """Shards over two ranks, replicas over two."""
-
-    def wrap(model: Any) -> nn.Module:
-        return sharded(model, mesh=hybrid_mesh())
-
     rollouts = (*UNEQUAL, [], group(7, 4, 11, 6))
-    for rank in run_ranks(4, compared, Scenario(wrap=wrap, rollouts=rollouts, loss=loss)):
+    for rank in run_ranks(4, compared, Scenario(wrap=in_hybrid_mesh, rollouts=rollouts, loss=loss)):
         assert rank["error"] < BAR, rank
         assert rank["loss"] < BAR
