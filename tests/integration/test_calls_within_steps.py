@@ -64,6 +64,7 @@ def whole_calls(model: Any) -> dict[str, Callable[[], Any]]:
     mixer, arguments = getattr(block, "linear_attn", None), {}
     if mixer is None:
         mixer, arguments = block.self_attn, {"position_embeddings": rope, "attention_mask": None}
+    other = wrap(model)
     greedy = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
     return {
         "the model": lambda: model(input_ids=IDS, attention_mask=MASK),
@@ -78,7 +79,9 @@ def whole_calls(model: Any) -> dict[str, Callable[[], Any]]:
         "a mask": lambda: create_causal_mask(
             config=causal.config, inputs_embeds=hidden, attention_mask=MASK, past_key_values=None
         ),
-        "another step": lambda: wrap(model).score(BATCH),
+        "another policy": lambda: wrap(model),
+        "a score": lambda: other.score(BATCH),
+        "another step": lambda: other.forward_backward(BATCH, losses.GRPO()),
     }
 
 
@@ -107,12 +110,13 @@ MODELS: dict[str, Callable[[], Any]] = {
     "gated linear attention": lambda: tiny_hybrid("qwen3_next", dtype=torch.float64),
 }
 WHERE = ("a loss", "each event", "each event, checkpointed")
+KEPT = [("qwen3", "a loss"), ("qwen3", "each event")]
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize(
     ("kind", "where"),
-    slow_besides([("qwen3", "each event")], [(kind, where) for kind in MODELS for where in WHERE]),
+    slow_besides(KEPT, [(kind, where) for kind in MODELS for where in WHERE]),
 )
 def test_calls_are_refused_and_the_step_goes_on(kind: str, where: str) -> None:
     model = MODELS[kind]().eval()

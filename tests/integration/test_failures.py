@@ -31,7 +31,7 @@ from forkpoint.engine.prefix_cache import PrefixCache
 from forkpoint.engine.staging import PlainTransfers
 from forkpoint.engine.timing import Timing
 from forkpoint.engine.transaction import CLEARED, UNCHANGED, ThreadState
-from forkpoint.errors import ConfigError, UnsupportedError
+from forkpoint.errors import ConfigError
 from forkpoint.hosts.compiled import CompiledBlocks
 from forkpoint.losses.base import LossBatch, LossOutputs
 from forkpoint.testing import dense_run, lifted_upcasts, tiny_model
@@ -451,39 +451,3 @@ def test_an_interrupt_while_a_step_is_put_back_is_raised_afterwards(
         assert isinstance(caught.value.__context__, torch.OutOfMemoryError)
     assert model_state(model) == state
     assert all(p.grad is None for p in model.parameters())
-
-
-def test_a_step_within_a_step_is_refused(model: nn.Module) -> None:
-    policy, other = wrap(model, ACROSS), wrap(model)
-    state = model_state(model)
-
-    def greedy(outputs: LossOutputs, batch: LossBatch) -> Tensor:
-        other.score(BATCH)
-        return outputs.logprobs.sum()
-
-    def wrapping(outputs: LossOutputs, batch: LossBatch) -> Tensor:
-        wrap(model)
-        return outputs.logprobs.sum()
-
-    for loss in (greedy, wrapping):
-        with pytest.raises(UnsupportedError, match="inside a step of forkpoint already"):
-            policy.forward_backward(BATCH, loss)
-        assert model_state(model) == state
-        assert all(p.grad is None for p in model.parameters())
-
-    caught: list[str] = []
-
-    def forgiving(outputs: LossOutputs, batch: LossBatch) -> Tensor:
-        with pytest.raises(UnsupportedError) as error:
-            other.forward_backward(BATCH, losses.GRPO())
-        caught.append(str(error.value))
-        return losses.GRPO(kl=0.1)(outputs, batch)
-
-    policy.forward_backward(BATCH, forgiving)
-    found = gradients(model)
-    clear_gradients(model)
-    policy.forward_backward(BATCH, losses.GRPO(kl=0.1))
-    assert len(caught) == 1
-    assert relative_distance(found, gradients(model)) < 1e-15
-    assert model_state(model) == state
-    clear_gradients(model)
