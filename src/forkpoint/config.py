@@ -64,8 +64,9 @@ class Config:
             recomputation.
         host_memory: Largest amount of host memory for offloaded activations and prefix caches, in
             the format of memory_budget. It is pinned on CUDA, and held as long as the policy
-            exists. Data beyond it goes to offload_folder, or stays on the device. None means no
-            limit.
+            exists. Data beyond it goes to offload_folder, or stays on the device. On CUDA, auto is
+            half of the machine's memory, divided by the training processes on it. On other devices
+            auto means no limit, as None does.
         offload_folder: Folder on a local disk for data beyond host_memory, in memory-mapped files
             without names. Their space is free again when the policy is deleted or the process
             ends.
@@ -125,7 +126,7 @@ class Config:
     activations: Literal["auto", "keep", "offload", "recompute"] = "auto"
     checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
     prefix_cache: Literal["auto", "device", "host"] = "auto"
-    host_memory: MemorySize | None = None
+    host_memory: MemorySize | None = "auto"
     offload_folder: str | Path | None = None
     calibration: str | Path | None = "auto"
     attention_kernel: str = "auto"
@@ -152,10 +153,11 @@ class Config:
         for name, (kind, takes) in _TAKES.items():
             if not isinstance(getattr(self, name), kind):
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; it takes {takes}.")
-        if self.offload_folder is not None and self.host_memory is None:
+        if self.offload_folder is not None and self.host_memory in (None, AUTO):
             raise ConfigError(
-                f"offload_folder is {str(self.offload_folder)!r} and host_memory is None; the "
-                "folder is for data beyond host_memory. Set host_memory, for example to '64GiB'."
+                f"offload_folder is {str(self.offload_folder)!r} and host_memory is "
+                f"{self.host_memory!r}; the folder is for data beyond host_memory. Set host_memory "
+                "to a size, for example '64GiB'."
             )
         cannot = {
             "sharing": self.sharing == "none",
@@ -191,8 +193,9 @@ class Config:
                     f"{name} is above {MOST}: it has {value.bit_length()} bits. Give a smaller "
                     "number, or leave it out."
                 )
-        size_in_bytes(None if self.memory_budget == AUTO else self.memory_budget, "memory_budget")
-        size_in_bytes(self.host_memory, "host_memory")
+        for name in ("memory_budget", "host_memory"):
+            size = getattr(self, name)
+            size_in_bytes(None if size == AUTO else size, name)
         each = self.optimizer_bytes_per_parameter
         number = isinstance(each, int | float) and not isinstance(each, bool)
         if each is not None and not (number and 0 <= each <= 1024):
@@ -208,5 +211,5 @@ class Config:
 
     @property
     def host_memory_bytes(self) -> int | None:
-        """`host_memory` in bytes; None for no limit."""
-        return size_in_bytes(self.host_memory, "host_memory")
+        """`host_memory` in bytes; None for no limit and for auto."""
+        return None if self.host_memory == AUTO else size_in_bytes(self.host_memory)

@@ -102,6 +102,38 @@ def test_host_memory_is_kept_to() -> None:
     assert planned(prefix_cache="host", host_memory=layer - 1).host_layers == 0
 
 
+def test_activations_beyond_host_memory_stay_on_the_device() -> None:
+    peaks = [
+        planned(activations=way, host_memory=limit).predicted_peak_bytes or 0
+        for way, limit in (("offload", None), ("offload", "8GiB"), ("offload", 1), ("keep", None))
+    ]
+    assert peaks[0] < peaks[1] == peaks[3] - 8 * GIB
+    assert peaks[2] == peaks[3] - 1
+
+
+def test_activations_are_offloaded_within_host_memory() -> None:
+    """Those that do not fit run again."""
+    measured, config = made_up(out_bytes_per_ms=1e9, back_bytes_per_ms=1e9), Config(sharing="group")
+    config = replace(config, boundary="across", max_microbatch_tokens=512, prefix_cache="device")
+    whole = make_plan(SMALL_BATCH, SMALL, config, calibration=measured)
+    budget = int(0.9 * (whole.predicted_peak_bytes or 0))
+    found: dict[int | None, Plan] = {}
+    kept = max(meter_of(whole, measured).kept_bytes(m) for m in whole.microbatches)
+    for limit in (None, 2 * kept, 1):
+        limited = replace(config, host_memory=limit)
+        plan = make_plan(SMALL_BATCH, SMALL, limited, calibration=measured, budget_bytes=budget)
+        assert plan.fits
+        found[limit] = plan
+    ways = {
+        limit: [m.activations for m in plan.microbatches if m.children]
+        for limit, plan in found.items()
+    }
+    assert "offload" in ways[None] and "recompute" not in ways[None]
+    assert ways[2 * kept].count("offload") == 2 and "recompute" in ways[2 * kept]
+    assert "offload" not in ways[1]
+    assert found[None].cost < found[2 * kept].cost < found[1].cost
+
+
 def test_where_nothing_fits_a_measured_budget_moves_all() -> None:
     config = replace(ACROSS, checkpointing="full", activations="keep")
     plan = make_plan(BATCH, SHAPE, config, budget_bytes=GIB)

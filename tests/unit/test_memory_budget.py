@@ -1,8 +1,10 @@
 """Budgets that are measured: what they leave room for, and what plans do with them."""
 
 import logging
+import os
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,8 @@ import torch
 from torch import nn
 
 from forkpoint import Config, losses, wrap
-from forkpoint.engine.memory import measured_budget
+from forkpoint.engine import memory
+from forkpoint.engine.memory import host_memory_share, measured_budget
 from forkpoint.errors import ConfigError, PlanError
 from forkpoint.plan import Plan, make_plan
 from forkpoint.plan.builder import MOST_MICROBATCHES, Builder, peak_of
@@ -51,6 +54,22 @@ def device(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 def room(device: dict[str, int], besides: int) -> int:
     free = device["free"] + device["reserved"] - device["allocated"]
     return (free - besides - margin_bytes(TOTAL)) // GIB * GIB
+
+
+@pytest.mark.parametrize(
+    ("limit", "processes", "share_gib"),
+    [("max", "", 128), ("max", "8", 16), (str(96 * GIB), "", 48), (str(GIB), "2", 1)],
+)
+def test_processes_share_half_of_the_hosts_memory(
+    limit: str, processes: str, share_gib: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = {"SC_PHYS_PAGES": 256 * GIB // 4096, "SC_PAGE_SIZE": 4096}
+    monkeypatch.setattr(os, "sysconf", pages.__getitem__)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    files = (str(tmp_path / "memory.max"), str(tmp_path / "none"))
+    monkeypatch.setattr(memory, "GROUP_LIMITS", files)
+    assert host_memory_share() == share_gib * GIB
 
 
 def weights() -> list[nn.Parameter]:

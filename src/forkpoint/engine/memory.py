@@ -1,10 +1,14 @@
-"""Measures the memory budget for activations on a device."""
+"""Measures the memory budget for activations on a device, and the limit of host memory."""
 
 import gc
 import logging
+import os
 from collections.abc import Hashable, Iterable
+from contextlib import suppress
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from forkpoint.config import AUTO, Config
@@ -16,6 +20,10 @@ from forkpoint.units import GIB, format_bytes, size_in_bytes
 
 _log = logging.getLogger("forkpoint")
 
+HOST_SHARE = 0.5
+"""Part of the machine's memory that training processes may pin by default."""
+GROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+"""Files with the memory limit of a container."""
 LOWERED = 0.75
 """After an out-of-memory error the budget becomes this part of the predicted peak."""
 DOES_NOT_FIT = (
@@ -36,6 +44,7 @@ class MemoryBudgets:
     def __init__(self) -> None:
         self._bytes: dict[Hashable, int] = {}
         self._agreed: dict[Hashable, int] = {}
+        self._host_bytes: int | None = None
         self._predicted: int | None = None
         self._warned = False
 
@@ -64,6 +73,14 @@ class MemoryBudgets:
                 host.device, parameters, config, besides_bytes=besides
             )
         return self._bytes[key]
+
+    def of_host(self, host: Host, config: Config) -> int | None:
+        """The limit of host memory in bytes; None is no limit. "auto" is measured once."""
+        if config.host_memory != AUTO or host.device.type != "cuda":
+            return config.host_memory_bytes
+        if self._host_bytes is None:
+            self._host_bytes = host_memory_share()
+        return self._host_bytes
 
     def agree(self, config: Config, least_bytes: int) -> None:
         """Use the smallest budget of all ranks from now on."""
@@ -146,6 +163,23 @@ def measured_budget(
     free += reserved - torch.cuda.memory_allocated(device)
     room = free - needed - margin_bytes(total)
     return max(LEAST_BYTES, room // GIB * GIB)
+
+
+def host_memory_share() -> int:
+    """Bytes of host memory for this process, in whole GiB: half of the machine's memory, or of the
+    container's limit, divided by the training processes on the machine.
+
+    Total memory is used, because free memory differs between ranks, which must plan equally. Where
+    no launcher tells the number of processes on the machine, all ranks are assumed to be on it.
+    """
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for path in GROUP_LIMITS:
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            total = min(total, int(Path(path).read_text()))
+    here = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    processes = max(1, int(here)) if here.isdecimal() else ranks
+    return max(LEAST_BYTES, int(total * HOST_SHARE) // processes // GIB * GIB)
 
 
 def _state_bytes(parameters: list[nn.Parameter], device: torch.device) -> int:

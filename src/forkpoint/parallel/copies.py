@@ -103,7 +103,8 @@ def check_same_batches(
         if one.plan != other.plan:
             return (
                 f"planned the same batch differently, {no_step} Give both the same Config; where "
-                "their free memory or calibrations differ, set memory_budget and calibration in it."
+                "their memory or calibrations differ, set memory_budget, host_memory and "
+                "calibration in it."
             )
         if not alike(one.numbers, other.numbers):
             return (

@@ -26,6 +26,7 @@ from forkpoint.plan.predict import (
     keep_logits,
     microbatches_to_drop,
     move_cache,
+    offloaded_bytes,
     peak_bytes,
     plan_cost,
 )
@@ -414,10 +415,14 @@ class Builder:
         # Without a measured bandwidth a copy has no price.
         priced = meter.copy(1, out=True) is not None
         microbatches = microbatches_to_drop(plan, meter, self.shape, self.budget_bytes)
-        return [
-            self._priced(drop_activations(plan, microbatches, way), meter)
-            for way in ("recompute", *(["offload"] if priced else []))
-        ]
+        found = [drop_activations(plan, microbatches, "recompute")]
+        if priced:
+            offloaded = drop_activations(plan, microbatches, "offload")
+            # Those that do not fit in host memory are recomputed.
+            here = offloaded_bytes(offloaded, meter)
+            beyond = (i for i, b in here.items() if b < meter.kept_bytes(plan.microbatches[i]))
+            found.append(drop_activations(offloaded, frozenset(beyond), "recompute"))
+        return [self._priced(each, meter) for each in found]
 
     def _dealt_if_faster(self, plan: Plan) -> Plan:
         """The plan with leaves by responses on context-parallel ranks, if that is predicted to be
@@ -541,6 +546,7 @@ class Builder:
             fingerprint=fingerprint(self.batch),
             capabilities=self.capabilities,
             memory_budget_bytes=self.budget_bytes,
+            host_memory_bytes=most_host_bytes(config),
             shape=self.shape,
         )
         counts_first, scores = self._first_passes(plan)
@@ -572,14 +578,18 @@ def least_microbatch_tokens(longest: int, boundary: str) -> int:
     return max(LEAST_MICROBATCH_TOKENS, longest // MOST_MICROBATCHES)
 
 
+def most_host_bytes(config: Config) -> int | None:
+    """Limit of data that leave the device; None without a limit, or if files take the rest."""
+    return config.host_memory_bytes if config.offload_folder is None else None
+
+
 def with_host_layers(plan: Plan, meter: Meter, config: Config, budget: int | None) -> Plan:
     """The plan with prefix caches in host memory or in files: of as many layers as there is space
     for, or with prefix_cache="auto" of as few as fit the budget."""
     assert plan.shape is not None
     if not plan.cache_tokens:
         return plan
-    limit = config.host_memory_bytes if config.offload_folder is None else None
-    most = most_host_layers(plan.cache_tokens, plan.shape, limit)
+    most = most_host_layers(plan.cache_tokens, plan.shape, most_host_bytes(config))
     if config.prefix_cache == "host":
         return replace(plan, host_layers=most)
     assert budget is not None

@@ -154,6 +154,9 @@ class Plan:
     memory_budget_bytes: int | None = None
     """Limit for `predicted_peak_bytes`; None means no limit. If no plan fits a measured budget
     (`Config.memory_budget`), the plan exceeds it."""
+    host_memory_bytes: int | None = None
+    """Limit of host memory for activations and prefix caches; None means no limit. Activations
+    beyond it stay on the device."""
     rests_on: str = ""
     """Description of the calibration behind the predictions; empty without one."""
     candidates: tuple[Candidate, ...] = ()

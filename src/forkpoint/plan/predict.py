@@ -4,6 +4,7 @@ The program is simulated with the prices of a meter. Copies of offloaded microba
 forwards and backwards, one at a time in each direction.
 """
 
+import sys
 from dataclasses import replace
 
 from forkpoint.plan.host_cache import LAYERS_HERE, layer_cache_bytes
@@ -31,6 +32,7 @@ def simulate(plan: Plan, meter: Meter) -> float:
     now = issued = out_free = in_free = meter.step()
     half, given_back = 0.0, 0
     sent: dict[int, float] = {}
+    offloaded = offloaded_bytes(plan, meter)
     copies = plan.cache_copies
     for instruction in plan.program.instructions:
         if instruction.idle:
@@ -42,15 +44,15 @@ def simulate(plan: Plan, meter: Meter) -> float:
             work, nbytes = meter.backward(microbatch), meter.kept_bytes(microbatch)
             now += work
             if index in sent:
-                ahead = min(nbytes, given_back)
+                ahead = min(offloaded[index], given_back)
                 in_free = max(in_free, sent.pop(index), half) + _copy_back(meter, ahead)
-                in_free = max(in_free, begin) + _copy_back(meter, nbytes - ahead)
+                in_free = max(in_free, begin) + _copy_back(meter, offloaded[index] - ahead)
                 now = max(now, in_free + work / layers)
             half, given_back = begin + work / 2, nbytes
         else:
             now += meter.forward(microbatch, boundary_only=instruction.ends_at != HEAD)
-            if instruction.operation == FORWARD and microbatch.activations == "offload":
-                out = meter.copy(meter.kept_bytes(microbatch), out=True) or 0.0
+            if instruction.operation == FORWARD and index in offloaded:
+                out = meter.copy(offloaded[index], out=True) or 0.0
                 out_free = sent[index] = max(out_free, begin) + out
             half, given_back = now, 0
         if copies is not None:
@@ -113,18 +115,40 @@ def peak_bytes(plan: Plan, meter: Meter, shape: ModelShape) -> int:
     and those that open microbatches keep.
     """
     held = worst = 0
+    offloaded = offloaded_bytes(plan, meter)
     for instruction in plan.program.training:
         if instruction.idle:
             continue
         microbatch = plan.microbatches[instruction.microbatch]
-        keeps = microbatch.activations == "keep"
-        if instruction.operation == FORWARD and keeps:
-            held += meter.kept_bytes(microbatch)
+        kept = meter.kept_bytes(microbatch)
+        here = kept - offloaded.get(microbatch.index, 0)
+        if microbatch.activations == "recompute":
+            here = 0
+        if instruction.operation == FORWARD:
+            held += here
         elif instruction.operation == BACKWARD:
-            kept = meter.kept_bytes(microbatch)
-            held -= kept if keeps else 0
+            held -= here
             worst = max(worst, held + kept + meter.working_bytes(microbatch))
     return worst + standing_bytes(plan, shape)
+
+
+def offloaded_bytes(plan: Plan, meter: Meter) -> dict[int, int]:
+    """Bytes of activations that offloaded microbatches have in host memory, by index. Those beyond
+    the limit stay on the device."""
+    found: dict[int, int] = {}
+    room = sys.maxsize
+    if plan.host_memory_bytes is not None:
+        room = max(0, plan.host_memory_bytes - plan.host_cache_bytes)
+    for instruction in plan.program.training:
+        if instruction.idle:
+            continue
+        microbatch = plan.microbatches[instruction.microbatch]
+        if instruction.operation == FORWARD and microbatch.activations == "offload":
+            found[microbatch.index] = min(room, meter.kept_bytes(microbatch))
+            room -= found[microbatch.index]
+        elif instruction.operation == BACKWARD:
+            room += found.get(microbatch.index, 0)
+    return found
 
 
 def standing_bytes(plan: Plan, shape: ModelShape) -> int:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import is_dataclass, replace
 
-from forkpoint.config import Config
+from forkpoint.config import AUTO, Config
 from forkpoint.errors import ConfigError, PlanError, RolloutError, UnsupportedError
 from forkpoint.hosts.host import ModelHost
 from forkpoint.hosts.topology import check_reduced
@@ -205,6 +205,9 @@ def plan_within(
     policy's.
     """
     host, config = policy.host, config or policy.config
+    if config.host_memory == AUTO:
+        limit = policy.model_state.budgets.of_host(host, config)
+        config = replace(config, host_memory=limit)
     loss = None if loss is None else as_loss(loss)
     coupling = None if loss is None or loss.decomposition == "token" else loss.coupling(batch)
     shape = host.shape

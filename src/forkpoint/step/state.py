@@ -75,6 +75,6 @@ class ModelState:
         if not offloads and not plan.host_layers:
             return None
         self.staging = self.staging or staging_for(host.device)
-        self.staging.limit_bytes = config.host_memory_bytes
+        self.staging.limit_bytes = self.budgets.of_host(host, config)
         self.staging.folder = None if config.offload_folder is None else Path(config.offload_folder)
         return self.staging

@@ -110,7 +110,7 @@ OPTIONS = (
         lambda: Config(split="exchange", prefix_cache="host"),
     ),
     option_kind(
-        "offload_folder is '/scratch' and host_memory is None; the folder is for data beyond",
+        "offload_folder is '/scratch' and host_memory is 'auto'; the folder is for data beyond",
         lambda: Config(offload_folder="/scratch"),
     ),
     option_kind(
