@@ -328,16 +328,21 @@ def context() -> str:
 def pipeline() -> str:
     """Steps on two stages beside one GPU."""
     lines = []
-    for size, name in ((4, "pipeline-h100x2"), (16, "pipeline-h200x2")):
-        found = measured(name)
-        case = f"qwen3-8b, 24 layers, 2 stages, 2 groups of {size}"
+    found = measured("pipeline-h200x2")
+    for size in (4, 16):
+        case = f"qwen3-8b, 36 layers, 2 stages, 2 groups of {size}"
         row = found[case, "measured speed-up"]
-        bubbles = ("measured bubble", "predicted bubble", "predicted bubble of three barriers")
+        bubbles = (
+            "measured bubble",
+            "measured waits",
+            "predicted bubble",
+            "predicted bubble of three barriers",
+        )
         figures = [f"{found[case, metric]['value']:.3f}" for metric in bubbles]
         predicted = times(found[case, "predicted speed-up"])
         lines.append([f"2 groups of {size}", times(row), predicted, *figures, source(row)])
     ratios = ("ratio to one GPU", "predicted")
-    bubbles = ("bubble", "predicted bubble", "with three barriers")
+    bubbles = ("bubble", "waits", "predicted bubble", "with three barriers")
     return markdown(("step", *ratios, *bubbles, "measured on"), lines)
 
 
@@ -368,9 +373,11 @@ def defaults() -> str:
             ratio = 1 / row["value"]
             share = f"{ratio / row['bound']:.2f}"
             best = f"{found[case, 'default over the best']['value']:.2f}"
-            load = case.removeprefix("qwen3-1.7b ")
-            lines.append([load, f"{ratio:.2f}x", bound(row), share, best, source(row)])
-    header = ("rollouts", "ratio", "bound", "share", "over the best plan", "measured on")
+            model, _, load = case.partition(" ")
+            lines.append(
+                [model.title(), load, f"{ratio:.2f}x", bound(row), share, best, source(row)]
+            )
+    header = ("model", "rollouts", "ratio", "bound", "share", "over the best plan", "measured on")
     return markdown(header, lines)
 
 
@@ -481,10 +488,11 @@ time is extrapolated from two rollouts.
 
 {context}
 
-Pipeline parallelism: 24 layers of Qwen3-8B in two stages, microbatches of at most 4,096 tokens. The
-*bubble* is the share of the GPUs' time that is idle or spent on communication: 1 minus half the
-ratio to one GPU. *With three barriers* is the predicted bubble of the usual order, in which all
-stages finish a phase before any stage begins the next.
+Pipeline parallelism: Qwen3-8B in two stages, microbatches of at most 4,096 tokens. The *bubble* is
+the share of the GPUs' time that is idle or spent on communication: 1 minus half the ratio to one
+GPU. *Waits* is the share of one step's time in which a stage waits for another. *With three
+barriers* is the predicted bubble of the usual order, in which all stages finish a phase before any
+stage begins the next.
 
 {pipeline}
 
@@ -509,7 +517,8 @@ measurements, others ran on the other GPUs of the machine.
 
 ## The default plan
 
-Forward and backward of Qwen3-1.7B with the default plan. The baseline is forkpoint without sharing.
+Forward and backward with the default plan. The baseline is forkpoint without sharing. The other GPU
+of the host ran another job at the same time, on other cores.
 A fixed seed selected groups of airline.jsonl (agent conversations) and rag.jsonl (retrieved text).
 *gsm8k-8* has 32 prompts of 200 tokens with 8 responses of 300 tokens each. *long* has one prompt of
 8,192 tokens with 32 responses of 2,048 tokens. The column *over the best plan* compares the time of
