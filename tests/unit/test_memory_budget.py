@@ -4,6 +4,7 @@ import logging
 import os
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,25 @@ def test_a_plan_keeps_to_what_was_measured(budget_gib: float) -> None:
     # It costs about as much at most as recomputing all blocks does, without a limit.
     full = planned(None, Config(checkpointing="full"))
     assert plan.cost <= full.cost * 1.15 or budget_gib < 4
+
+
+@pytest.mark.parametrize("soft", [False, True])
+def test_a_larger_budget_does_not_cost_more(soft: bool) -> None:
+    """Within microbatches that are too short for a group, the prompt is computed again for each
+    part of it, which costs more than a forward that is repeated."""
+    batch = group(5000, 2000, 3)
+    config = Config(boundary="within")
+    needed = peak_of(make_plan(batch, SHAPE, config))
+    costs = []
+    for share in (0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0):
+        budget = int(needed * share)
+        if not soft:
+            config = Config(boundary="within", memory_budget=budget)
+        plan = make_plan(batch, SHAPE, config, budget_bytes=budget if soft else None)
+        assert plan.sharing == "group" and plan.fits
+        costs.append(plan.cost)
+    for less, more in pairwise(costs):
+        assert more <= less * 1.11, costs
 
 
 def test_checkpointing_is_what_the_host_is_able_to() -> None:

@@ -242,8 +242,12 @@ class Builder:
                 most = min(map(cost_with_preference, fitting)) * (1 + LONGER_IS_WORTH)
                 found.append(next(way for way in fitting if cost_with_preference(way) <= most))
                 # Repeated forwards save nothing if microbatches that fill the device fit without
-                # them.
-                if any(_keeps_all(way) and _fills(way) for way in fitting):
+                # them, unless these are too short to hold a group, and so compute its prompt again.
+                shared = min(way.computed_tokens for way in tried) * (1 + LONGER_IS_WORTH)
+                if any(
+                    _keeps_all(way) and _fills(way) and way.computed_tokens <= shared
+                    for way in fitting
+                ):
                     break
         if found:
             return min(found, key=cost_with_preference)
