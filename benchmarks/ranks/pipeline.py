@@ -112,7 +112,9 @@ class _Measuring:
         assert schedule is not None
         cut = steps.policy.host.links.stages
         nested = plan.with_program(scores=False)
-        barriers = three_barriers(choose_size([offers_of([nested])], cut).work)
+        policy = steps.policy
+        prices = policy.model_state.calibration(policy.host, policy.config)
+        barriers = three_barriers(choose_size([offers_of([nested], prices)], cut).work)
         busy, lanes = sum(schedule.busy), timed.lanes
         assert lanes is not None
         runs = sum(lane.busy for lane in lanes.measured)

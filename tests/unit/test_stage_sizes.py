@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import cache, partial
 
+import numpy as np
 import pytest
 
 from forkpoint import Config, RolloutBatch
@@ -15,6 +16,7 @@ from forkpoint.plan.stages import stages_of_shape
 from forkpoint.rollouts.synthetic import synthetic_rollouts
 from forkpoint.units import GIB
 from lanes import slow_besides
+from made_calibrations import made_up
 
 SHAPE = ModelShape.from_config(MODELS["qwen2.5-14b"])
 FREE = Config(sharing="group")
@@ -42,6 +44,18 @@ def time_of(offers: Sequence[SizedOffer], stages: int, budget_bytes: int | None)
     """Of one offer by each data rank."""
     ranks = [[offer] for offer in offers]
     return choose_size(ranks, stages_of_shape(SHAPE, stages), budget_bytes).time
+
+
+def test_a_calibration_prices_the_stages() -> None:
+    """Blocks of 1 us a token forward, 2 backward."""
+    (plan,) = plans(batch_of(1), 1)[:1]
+    calibration = made_up(shape=SHAPE)
+    (offer,) = offers_of([plan], calibration)
+    tokens = np.array(offer.tokens)
+    assert offer.prices.blocks.backward == pytest.approx(tokens * SHAPE.layers * 2e-3, rel=1e-4)
+    schedule = choose_size([[offer]], stages_of_shape(SHAPE, 2)).schedule
+    step_ms = make_plan(batch_of(1), SHAPE, FREE, calibration=calibration).predicted_ms
+    assert sum(schedule.busy) == pytest.approx(step_ms, rel=0.01)
 
 
 @pytest.mark.parametrize(

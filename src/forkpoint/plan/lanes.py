@@ -42,7 +42,7 @@ class Lanes:
     """Lanes of a step, from the first stage to the last."""
 
     predicted: tuple[Lane, ...]
-    """Lanes with predicted times, in counted FLOPs."""
+    """Lanes with predicted times, in the unit of the plan's prices (`Plan.cost_unit`)."""
     measured: tuple[Lane, ...] = ()
     """Lanes with measured times in milliseconds; empty if the step was not run."""
 

@@ -19,6 +19,7 @@ from forkpoint.plan.align import align
 from forkpoint.plan.builder import DEFAULT_MICROBATCH_TOKENS, LONGER_IS_WORTH
 from forkpoint.plan.pipeline import Floats, StageSchedule, StageWork, forwards_time, order_stages
 from forkpoint.plan.plan import Plan
+from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.pricing.meters import meter_of
 from forkpoint.plan.program import Program
 from forkpoint.plan.stages import (
@@ -110,17 +111,22 @@ class SizedOffer(NamedTuple):
 
 
 def offers_of(
-    plans: Sequence[Plan], programs: Sequence[Program] | None = None
+    plans: Sequence[Plan],
+    calibration: Calibration | None = None,
+    programs: Sequence[Program] | None = None,
 ) -> tuple[SizedOffer, ...]:
-    """Offers of these plans with counted prices. Equal objects among the plans have one offer.
+    """Offers of these plans with their prices. Equal objects among the plans have one offer.
 
-    `programs`: programs of the plans; None takes `Plan.program`.
+    Args:
+        calibration: measured prices, the same on all ranks; None counts FLOPs.
+        programs: programs of the plans; None takes `Plan.program`.
     """
     found: dict[int, SizedOffer] = {}
     for plan, program in zip(plans, programs or [p.program for p in plans], strict=True):
         if id(plan) not in found:
             tokens = tuple(float(microbatch.tokens) for microbatch in plan.microbatches)
-            found[id(plan)] = SizedOffer(program, tokens, stage_prices(plan, meter_of(plan)))
+            prices = stage_prices(plan, meter_of(plan, calibration))
+            found[id(plan)] = SizedOffer(program, tokens, prices)
     return tuple(found[id(plan)] for plan in plans)
 
 

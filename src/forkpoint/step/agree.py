@@ -225,7 +225,11 @@ def _proposal(
         contents=contents_of(batch, local.plans, local.factors) if shares_batches else None,
         trains_encoder=bool(batch.media) and plan.capabilities.trains_encoder,
         outline=outline,
-        sizes=offers_of(sizes, [_program(each, False, gathers_any) for each in sizes]),
+        sizes=offers_of(
+            sizes,
+            policy.model_state.calibration(host, policy.config),
+            [_program(each, False, gathers_any) for each in sizes],
+        ),
     )
 
 

@@ -149,8 +149,9 @@ def plan_batch(
     plans = plans_of_batch(policy, batch, loss, routers)
     plan, links = plans[0], policy.host.links
     if len(plans) > 1:
-        budget_bytes = policy.model_state.budgets.of(policy.host, policy.config)
-        found = choose_size([offers_of(plans)], links.stages, budget_bytes)
+        state, host, config = policy.model_state, policy.host, policy.config
+        offers = offers_of(plans, state.calibration(host, config))
+        found = choose_size([offers], links.stages, state.budgets.of(host, config))
         plan = found.predicted(plans[found.size])
     return plan
 

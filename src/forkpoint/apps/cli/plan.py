@@ -277,6 +277,7 @@ class _Planner:
             self.config,
             self.budget_bytes,
             lambda config, size: self.make(batch, config=config, budget_bytes=size),
+            self.calibration,
         )
 
     def unlimited(self, batch: RolloutBatch) -> MadePlan | None:

@@ -8,6 +8,7 @@ from forkpoint.config import Config
 from forkpoint.errors import ConfigError
 from forkpoint.plan import ModelShape, Plan
 from forkpoint.plan.device_memory import DeviceMemory
+from forkpoint.plan.pricing.calibration import Calibration
 from forkpoint.plan.stage_sizes import Planner, choose_size, offers_of, plans_of_sizes
 from forkpoint.plan.stages import Stage, stages_of_shape
 from forkpoint.units import format_bytes
@@ -34,12 +35,19 @@ class Pipeline:
             )
         return cls(stages_of_shape(shape, count), busy=[0.0] * count, peak_bytes=[0.0] * count)
 
-    def plan(self, config: Config, budget_bytes: int | None, make: Planner) -> Plan:
+    def plan(
+        self,
+        config: Config,
+        budget_bytes: int | None,
+        make: Planner,
+        calibration: Calibration | None,
+    ) -> Plan:
         """Plan one batch with the best size of microbatches for the stages, and add it to the sums.
         `budget_bytes`: budget of each stage; None means no limit."""
         plans = plans_of_sizes(config, budget_bytes, len(self.stages), make)
         strict = config.memory_budget_bytes is not None
-        found = choose_size([offers_of(plans)], self.stages, budget_bytes, strict=strict)
+        offers = offers_of(plans, calibration)
+        found = choose_size([offers], self.stages, budget_bytes, strict=strict)
         self.time += found.time
         ends = zip(found.busy, found.schedule.peak_bytes, strict=True)
         for stage, (busy, peak) in enumerate(ends):
