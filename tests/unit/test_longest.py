@@ -24,6 +24,7 @@ GIVEN: dict[str, tuple[int, dict[str, Any]]] = {
     "on the device": (16, {"prefix_cache": "device", "boundary": "mixed", "sharing": "group"}),
     "kept": (64, {"activations": "keep", "boundary": "across", "checkpointing": "selective"}),
     "some layers on the host": (8, {"host_memory": "12MiB", "boundary": "mixed"}),
+    "offloaded as far as allowed": (64, {"activations": "offload", "host_memory": "2MiB"}),
     "a short limit": (4, {"max_microbatch_tokens": 300, "memory_budget": "auto"}),
     "nothing shared": (4, {"sharing": "none", "boundary": "across", "prefix_cache": "host"}),
     "logits": (4, {"head_logits": "keep", "boundary": "mixed", "checkpointing": "none"}),
@@ -60,7 +61,10 @@ def test_the_longest(most_that_fits: int) -> None:
     assert len(tried) <= 14
 
 
-@pytest.mark.parametrize("name", slow_besides(["within", "within a limit", "on the device"], GIVEN))
+QUICK = ["within", "within a limit", "on the device", "offloaded as far as allowed"]
+
+
+@pytest.mark.parametrize("name", slow_besides(QUICK, GIVEN))
 def test_the_planner_finds_a_plan_up_to_it(name: str) -> None:
     """And none for a step more."""
     mebibytes, given = GIVEN[name]

@@ -19,6 +19,7 @@ from forkpoint.plan.builder import (
     BOUNDARIES,
     checkpointed,
     least_microbatch_tokens,
+    most_host_bytes,
     pack,
     policies_to_try,
     with_host_layers,
@@ -119,6 +120,7 @@ class LongestSearch:
             tuple(microbatches),
             capabilities=self.capabilities,
             memory_budget_bytes=self.budget_bytes,
+            host_memory_bytes=most_host_bytes(config),
             shape=shape,
         ).with_program(scores=False)
         plan = checkpointed(plan, policies_to_try(config, shape, self.capabilities)[-1])
