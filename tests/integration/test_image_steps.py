@@ -117,20 +117,6 @@ def test_losses_of_routers() -> None:
         assert policy.verify(scene(NAME, "qwen3_vl_moe"), GRPO(), router=router).passed
 
 
-def test_wrong_numbers_of_tokens_leave_no_gradient() -> None:
-    """Found when the encoder has run, which may be after other backwards."""
-    model = tiny_multimodal("llava")
-    inputs = image("llava").inputs
-    rollouts = [
-        rollout("llava", [[3, 4]], [[5, 6]], 1.0),
-        rollout("llava", [[9, 9, 9], Media("image", inputs, 15), [4]], [[5]], -1.0),
-    ]
-    policy = wrap(model, Config(self_check=False, sharing="none", max_microbatch_tokens=20))
-    with pytest.raises(UnsupportedError, match="stands for 15 tokens"):
-        policy.forward_backward(rollouts, GRPO())
-    assert all(p.grad is None for p in model.parameters())
-
-
 @pytest.mark.parametrize("family", slow_besides(["qwen3_vl"], QWEN))
 def test_one_call_encodes_images_that_are_read_together(
     family: str, monkeypatch: pytest.MonkeyPatch

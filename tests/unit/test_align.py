@@ -292,8 +292,3 @@ def test_programs_that_are_not_nested(steps: list[tuple[str, int]], message: str
     program = Program(tuple(Instruction(0, operation, slot, slot) for operation, slot in steps))
     with pytest.raises(PlanError, match=message):
         align([program])
-
-
-def test_no_ranks() -> None:
-    with pytest.raises(PlanError, match="no programs"):
-        align([])

@@ -214,7 +214,6 @@ def test_one_number_where_nothing_is_trained(name: str) -> None:
         ({"token_ids": np.array([])}, "token_ids is empty"),
         ({"loss_mask": []}, "loss_mask has 0 entries, but token_ids has 4"),
         ({"loss_mask": torch.tensor([0, 0, 0.5, 1])}, "loss_mask[2] is 0.5"),
-        ({"loss_mask": [1, 0, 1, 1]}, "loss_mask[0] is 1"),
         ({"advantage": math.inf}, "advantage is inf"),
         ({"advantage": True}, "advantage is True"),
         ({"advantage": 10**400}, "advantage is an integer of 1329 bits"),
