@@ -3,10 +3,10 @@
 Groups of rollouts train a model that is cut into as many stages as there are ranks. The same plan
 runs on the first rank alone, with the whole model. The measured bubble is the part of the stages'
 time that the step on one rank does not explain; so it has the cost of sending as well. Measured
-waits are the part in which stages wait for what others send, by the lanes of one step. Another
-bubble is predicted: that with a barrier after the forwards of prefixes and after the leaves
-(`benchmarks stages`). Blocks run eagerly on both sides. Where one rank cannot hold the whole model
-and its step, give fewer layers.
+waits are the part in which stages wait for what others send, by the lanes of one step, which are
+saved beside the rows. Another bubble is predicted: that with a barrier after the forwards of
+prefixes and after the leaves (`benchmarks stages`). Blocks run eagerly on both sides. Where one
+rank cannot hold the whole model and its step, give fewer layers.
 """
 
 from collections.abc import Iterator
@@ -117,6 +117,8 @@ class _Measuring:
         barriers = three_barriers(choose_size([offers_of([nested], prices)], cut).work)
         busy, lanes = sum(schedule.busy), timed.lanes
         assert lanes is not None
+        if self.team.rank == 0:
+            lanes.save(self.options.path.with_suffix(f".{size}.lanes.json"))
         runs = sum(lane.busy for lane in lanes.measured)
         end = max(lane.ends[-1] for lane in lanes.measured)
         note = f"{len(plan.microbatches)} microbatches of at most {plan.max_microbatch_tokens}"

@@ -4,6 +4,7 @@ Dense, and with a shared prompt whose prefix cache is on the device or in the ho
 """
 
 import gc
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -126,7 +127,8 @@ class Capacity(Steps):
                 try:
                     batch = self._batch(tokens, stepper.vocab, way)
                     ran[tokens] = stepper.repeat(policy, batch, repeats=1, into=planned)
-                except torch.OutOfMemoryError:
+                except torch.OutOfMemoryError as error:
+                    print(f"{way}: {tokens} tokens: {error}", file=sys.stderr, flush=True)
                     gc.collect()  # frames of the error are in cycles with what they hold
                     torch.cuda.empty_cache()
                     return False
