@@ -21,6 +21,7 @@ from scenarios_of_ranks import (
     group,
     model_of,
     on_ranks,
+    own_loss,
     replicated,
     said,
     sharded,
@@ -36,7 +37,7 @@ from torch.distributed.fsdp import (
 import forkpoint
 from forkpoint import Config, Rollout, RolloutBatch
 from forkpoint.losses import GRPO, GSPO, Denominators, Loss
-from forkpoint.testing import lifted_upcasts
+from forkpoint.testing import lifted_upcasts, tiny_model
 
 WRAPS = {"fully_shard": sharded, "DistributedDataParallel": replicated}
 sharded_first = pytest.mark.parametrize(
@@ -176,6 +177,65 @@ def test_ranks_that_call_something_else_are_told() -> None:
     for found in run_ranks(2, other_calls):
         assert found.startswith("RankError: the ranks make different calls")
         assert "score" in found and "GSPO" in found
+
+
+def scaled_apart() -> tuple[str, bool, float]:
+    """The error of a loss with another scale on each rank; that of a function, whose gradients are
+    means over ranks, is taken."""
+    policy, alone = policies(replicated)
+    rank, parts = dist.get_rank(), [RolloutBatch(part) for part in UNEQUAL]
+    error = said(lambda: policy.forward_backward(parts[rank], GRPO(), scale=1.0 + rank))
+    clean = all(p.grad is None for p in policy.host.model.parameters())
+    with lifted_upcasts(policy.host.model), lifted_upcasts(alone.host.model):
+        policy.forward_backward(parts[rank], own_loss, scale=1.0 + rank)
+        for n, part in enumerate(parts):
+            alone.forward_backward(part, own_loss, scale=(1.0 + n) / 2)
+    return error, clean, apart(policy, alone)
+
+
+def test_a_loss_has_one_scale_on_all_ranks() -> None:
+    for error, clean, difference in run_ranks(2, scaled_apart):
+        assert error.startswith("RankError: the ranks scale one loss differently: rank 0 by 1, ")
+        assert "rank 1 by 2." in error
+        assert clean and difference < BAR
+
+
+def trained_apart(wrap: Any) -> list[tuple[str, bool]]:
+    """The errors of calls of a model of which each rank trains another layer."""
+    policy, _ = policies(wrap)
+    model, own = policy.host.model, RolloutBatch(UNEQUAL[dist.get_rank()])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(f"layers.{dist.get_rank()}." in name)
+    calls = (
+        lambda: policy.forward_backward(own, GRPO()),
+        lambda: policy.logprobs(own).sum().backward(),
+        lambda: policy.score(own),
+    )
+    return [(said(call), all(p.grad is None for p in model.parameters())) for call in calls]
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_ranks_that_train_other_parameters_are_told(wrap: str) -> None:
+    """Reduced gradients would be sums over different layers, without an error where their sizes
+    are equal."""
+    for step, halves, score in run_ranks(2, trained_apart, WRAPS[wrap]):
+        for error, clean in (step, halves):
+            assert error.startswith("RankError: ranks 0 and 1 train different parameters")
+            assert "same seed" in error and clean
+        assert score == ("", True)
+
+
+def of_two_sizes(wrap: Any, sizes: dict[str, tuple[int, int]]) -> str:
+    """The error of a step of two models, of which each rank has one."""
+    own = {name: size[dist.get_rank()] for name, size in sizes.items()}
+    policy = on_ranks(wrap(tiny_model("qwen3", **own)), DEEP)
+    return said(lambda: policy.score(RolloutBatch(UNEQUAL[dist.get_rank()])))
+
+
+@pytest.mark.parametrize("sizes", [{"num_hidden_layers": (2, 3)}, {"intermediate_size": (48, 64)}])
+def test_ranks_that_hold_different_models_are_told(sizes: dict[str, tuple[int, int]]) -> None:
+    for found in run_ranks(2, of_two_sizes, sharded, sizes):
+        assert found.startswith("RankError: ranks 0 and 1 hold different parameters")
 
 
 class OfGroups(Loss):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from forkpoint.config import Gather, Split
 from forkpoint.errors import ConfigError, RankError, UnsupportedError
 from forkpoint.losses.base import Denominators, Loss, is_own
-from forkpoint.parallel.copies import Contents, check_same_batches
+from forkpoint.parallel.copies import Contents, alike, check_same_batches
 from forkpoint.parallel.ranks import DataRanks, group_leaders
 from forkpoint.parallel.statistics import StatisticsOfRanks, StatisticsShare, joined
 from forkpoint.parallel.step import RankStep
@@ -42,6 +42,20 @@ GatherOption = Literal["", "auto", "microbatch", "step"]
 
 
 @dataclass(frozen=True)
+class Held:
+    """Parameters of the model on one rank, which other ranks with the same stage have too."""
+
+    stage: int
+    """Index of the stage of a pipeline; 0 without stages."""
+    parameters: str
+    """Digest of their names, types and sizes."""
+    trained: str
+    """Digest of the names of those that are trained."""
+    count: int
+    """Number of parameters that are trained."""
+
+
+@dataclass(frozen=True)
 class Proposal:
     """One rank's part of a step."""
 
@@ -49,6 +63,10 @@ class Proposal:
     """The call as text, with all options that must be the same on every rank."""
     error: str | None = None
     """Reason why this rank cannot run the step. If set, other fields are empty."""
+    held: Held | None = None
+    """Parameters of the model on this rank."""
+    scale: float | None = None
+    """Factor of the gradients; None if it can differ between ranks."""
     offer: Offer = field(default_factory=Offer)
     budget_bytes: int | None = None
     """The memory budget of the plan; None is no limit."""
@@ -239,6 +257,38 @@ def _check_calls(proposals: Sequence[Proposal], names: Sequence[int]) -> None:
             "policy in the same order, with the same options; a rank without rollouts passes "
             "RolloutBatch([])."
         )
+    scales = [p.scale for p in proposals if p.scale is not None]
+    if not all(alike([scale], scales[:1]) for scale in scales):
+        found = ", ".join(f"rank {rank} by {s:.6g}" for rank, s in zip(names, scales, strict=True))
+        raise RankError(
+            f"the ranks scale one loss differently: {found}. Its gradients are sums over all "
+            "ranks, so pass the same scale on each. The scales of a function may differ: its "
+            "gradients are means over ranks."
+        )
+    _check_held(proposals, names)
+
+
+def _check_held(proposals: Sequence[Proposal], names: Sequence[int]) -> None:
+    """Raises RankError if ranks with the same stage hold or train different parameters."""
+    firsts: dict[int, tuple[int, Held]] = {}
+    for rank, proposal in zip(names, proposals, strict=True):
+        held = proposal.held
+        if held is None:
+            continue
+        first, other = firsts.setdefault(held.stage, (rank, held))
+        no_step = "so no rank runs this step, and gradients are unchanged."
+        if held.parameters != other.parameters:
+            raise RankError(
+                f"ranks {first} and {rank} hold different parameters: names, dtypes or sizes "
+                f"differ, {no_step} Make the same model on both."
+            )
+        if held.trained != other.trained:
+            raise RankError(
+                f"ranks {first} and {rank} train different parameters ({other.count} and "
+                f"{held.count}, whose gradients are summed over ranks), {no_step} Set "
+                "requires_grad equally on both; if you choose parameters at random, use the same "
+                "seed."
+            )
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,18 @@ A rank proposes its plan, with costs for both values of `Config.gather`. If rank
 prompts, each rank plans again for their exchange.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from forkpoint.engine.distributed import Distributed
 from forkpoint.engine.prompt_exchange import PromptExchange
 from forkpoint.errors import ForkpointError, PlanError
+from forkpoint.hosts.host import ModelHost
 from forkpoint.parallel.agreement import (
     Agreement,
     GatherOption,
+    Held,
     Proposal,
     agreed,
     common_calibration,
@@ -204,6 +207,8 @@ def _proposal(
         outline = MediumOutline.of(host.entry.encoder.sample(batch.media))
     return Proposal(
         call,
+        held=_held(host, training=request.training),
+        scale=None if local.averages else local.scale,
         offer=Offer(
             _program(plan, request.scores, gathers_any),
             tuple(float(m.tokens) for m in plan.microbatches),
@@ -231,6 +236,20 @@ def _proposal(
             [_program(each, False, gathers_any) for each in sizes],
         ),
     )
+
+
+def _held(host: ModelHost, *, training: bool) -> Held:
+    """The parameters of this rank. `training`: whether the call gives gradients."""
+    # Ranks of tensor and expert parallelism can have parts of different sizes.
+    divided = not {"tensor", "expert"}.isdisjoint(host.topology.relations)
+    parameters, trained, count = hashlib.blake2b(), hashlib.blake2b(), 0
+    for name, parameter in host.model.named_parameters():
+        size = 0 if divided else tuple(parameter.shape)
+        parameters.update(f"{name} {parameter.dtype} {size};".encode())
+        if training and parameter.requires_grad:
+            trained.update(f"{name};".encode())
+            count += 1
+    return Held(host.links.index, parameters.hexdigest(), trained.hexdigest(), count)
 
 
 def _is_sample_due(policy: StepPolicy, local: LocalStep) -> bool:
