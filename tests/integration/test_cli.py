@@ -73,7 +73,6 @@ def test_commands_and_options_are_listed(shell: Shell) -> None:
         (["plan"], ("FILE", "required")),
         (["plan", "x.jsonl", "--sharing", "all"], ("all", "--sharing", "none", "group", "tree")),
         (["plan", "x.jsonl", "--max-microbatch-token", "5"], ("--max-microbatch-tokens",)),
-        (["plan", "x.jsonl", "--max-microbatch-tokens", "0"], ("max_microbatch_tokens is 0",)),
         (["plan", "x.jsonl", "--limit", "many"], ("many", "--limit")),
         (["plan", "x.jsonl", "--batch-rollouts", "0"], ("--batch-rollouts", "at least 1")),
         (["replay", "x.jsonl", "--model", "m", "--seed", str(2**63)], ("--seed",)),
@@ -177,11 +176,12 @@ class Panic(BaseException):
         (Panic("index out of bounds"), 70, "internal error: Panic: index out of bounds"),
         (TypeError("x" * 5_000), 70, f"internal error: TypeError: {'x' * 288}…"),
         (TypeError("a\x1b[2Jb"), 70, r"internal error: TypeError: a\x1b[2Jb"),
+        (PermissionError(13, "no", "r.json"), 2, "error: r.json cannot be read or written: no."),
         (MemoryError("9.00 EiB"), 2, "error: the memory of this machine ran out (MemoryError: 9"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
         (SystemExit("text"), 1, ""),
     ],
-    ids=["key", "lines", "panic", "long", "escape", "memory", "interrupt", "exit"],
+    ids=["key", "lines", "panic", "long", "escape", "file", "memory", "interrupt", "exit"],
 )
 def test_errors_are_one_line(
     failing: Callable[..., Done], error: BaseException, code: int, said: str
