@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 from recurrences_by_loops import mamba2
+from test_delta_rule import RAGGED, close
+from test_delta_rule import outcome as outcome_of
 from torch import Tensor
 
 from forkpoint import UnsupportedError
@@ -12,7 +14,6 @@ from forkpoint.ops.selective_scan import chunked_scan, selective_scan
 from forkpoint.tree import Level, StateLayout
 
 NAMES = ("x", "a", "b", "c", "initial")
-RAGGED = [1, 70, 64, 3, 130, 1, 128]
 HEADS, GROUPS, VALUE_DIM, STATE_DIM = 4, 2, 3, 5
 
 
@@ -29,14 +30,7 @@ def make(lengths: list[int], forgets: float, states: bool = True) -> list[Tensor
 
 
 def outcome(scan, inputs: list[Tensor | None], lengths: list[int]) -> dict[str, Tensor]:
-    """Output, final states and every gradient, by name."""
-    leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
-    o, final = scan(*leaves, Sequences(np.asarray(lengths), "cpu"), True)
-    random = torch.Generator().manual_seed(1)
-    total = sum((x * torch.randn(x.shape, generator=random).double()).sum() for x in (o, final))
-    named = {n: x for n, x in zip(NAMES, leaves, strict=True) if x is not None}
-    found = dict(zip(named, torch.autograd.grad(total, list(named.values())), strict=True))
-    return {n: x.detach() for n, x in ({"o": o, "final": final} | found).items()}
+    return outcome_of(scan, inputs, Sequences(np.asarray(lengths), "cpu"), names=NAMES)
 
 
 @pytest.mark.parametrize(
@@ -52,10 +46,7 @@ def outcome(scan, inputs: list[Tensor | None], lengths: list[int]) -> dict[str, 
 def test_chunks_are_the_loop_over_time(lengths: list[int], forgets: float, states: bool) -> None:
     inputs = make(lengths, forgets, states)
     expected = outcome(mamba2, inputs, lengths)
-    found = outcome(chunked_scan, inputs, lengths)
-    for name, value in expected.items():
-        assert torch.isfinite(value).all(), name
-        torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-11, msg=name)
+    close(outcome(chunked_scan, inputs, lengths), expected)
 
 
 def test_the_gradient_of_decays_is_precise_where_tokens_forget_almost_all() -> None:
@@ -77,9 +68,7 @@ def test_a_state_handed_over_is_the_whole() -> None:
         more, state = chunked_scan(*parts[1], state, Sequences(np.asarray([67]), "cpu"), True)
         return torch.cat([o, more]), state
 
-    found = outcome(cut, make([150], 0.2), [150])
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-11, msg=name)
+    close(outcome(cut, make([150], 0.2), [150]), expected)
 
 
 def test_a_kernel_that_is_none_is_refused() -> None:
