@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import is_dataclass, replace
+from pathlib import Path
 
 from forkpoint.config import AUTO, Config
 from forkpoint.errors import ConfigError, PlanError, RolloutError, UnsupportedError
@@ -337,7 +338,16 @@ def describe_loss(loss: Loss) -> str:
 
 
 def check_config(host: ModelHost, config: Config) -> None:
-    """Raises ConfigError if a configuration does not fit the holders of the model."""
+    """Raises ConfigError if a configuration does not fit this machine or the holders of the
+    model."""
+    folder = config.offload_folder
+    # The folder is used for the first time by the first step that exceeds host_memory, which can be
+    # a late one.
+    if folder is not None and not (folder and Path(folder).is_dir()):
+        raise ConfigError(
+            f"offload_folder is {str(folder)!r}, and there is no such folder. Create it, or name "
+            "another folder."
+        )
     topology, on_ranks = host.topology, not host.group.ranks.is_alone
     if config.gather != "auto" and not topology.reduces:
         raise ConfigError(

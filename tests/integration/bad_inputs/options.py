@@ -1,6 +1,7 @@
 """Options of the library and of the command line whose values are not allowed."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -116,6 +117,24 @@ OPTIONS = (
     option_kind(
         "offload_folder is 5; it takes the path of a folder, or None.",
         lambda: Config(offload_folder=5, host_memory=1),  # type: ignore[arg-type]
+    ),
+    *(
+        option_kind(
+            f"offload_folder is '{missing}', and there is no such folder. Create it, or",
+            lambda missing=missing: policy().with_config(host_memory=1, offload_folder=missing),
+        )
+        for missing in ("", "ok.json", "missing")
+    ),
+    option_kind(
+        "max_seconds is nan; it takes a number above 0.",
+        None,
+        *("calibrate", "--model", "ok.json", "--max-seconds", "nan"),
+    ),
+    option_kind(
+        "output is the folder out. Give the path of a file to write.",
+        None,
+        *("calibrate", "--model", "ok.json", "--output", "out"),
+        prepare=lambda _: Path("out").mkdir(),
     ),
     option_kind(
         "split is 'exchange' and boundary is 'within'",

@@ -9,6 +9,7 @@ from tyro.conf import DisallowNone, arg
 from forkpoint.apps.cli import torchrun
 from forkpoint.apps.cli.options import DtypeName, Flag, ModelPath
 from forkpoint.apps.cli.output import Output
+from forkpoint.errors import ConfigError
 
 if TYPE_CHECKING:
     from forkpoint.plan.pricing.calibration import Calibration
@@ -49,6 +50,12 @@ class Calibrate:
 
     def run(self) -> int:
         out = Output(json_only=self.json, silent=torchrun.rank() > 0)
+        if self.output is not None and self.output.is_dir():
+            raise ConfigError(
+                f"output is the folder {self.output}. Give the path of a file to write."
+            )
+        if not self.max_seconds > 0:
+            raise ConfigError(f"max_seconds is {self.max_seconds}; it takes a number above 0.")
         with torchrun.process_group(self.device), out.waiting("measuring"):
             from forkpoint.plan.pricing.calibration import calibration_path
 
