@@ -287,21 +287,6 @@ def test_adapters_on_every_projection() -> None:
 ONE_GROUP = forked_batch().select(range(6))
 
 
-@pytest.mark.parametrize(
-    "family", slow_besides(["qwen3_5_text"], ["qwen3_5_text", "granitemoehybrid"])
-)
-@pytest.mark.parametrize(
-    "sabotage", slow_besides_every(2, ACROSS_MICROBATCHES), ids=lambda s: s.__name__
-)
-def test_bugs_across_microbatches_are_caught(
-    family: str, sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = Config(sharing="tree", boundary="across", max_microbatch_tokens=12)
-    assert passes(family, config)
-    sabotage(monkeypatch)
-    assert not wrap(tiny_hybrid(family), config).verify(ONE_GROUP, GRPO()).passed
-
-
 @cache
 def passes(family: str, config: Config) -> bool:
     """Whether a model without a bug does; called before any bug is put in."""
@@ -311,11 +296,17 @@ def passes(family: str, config: Config) -> bool:
 @pytest.mark.parametrize(
     "family", slow_besides(["qwen3_5_text"], ["qwen3_5_text", "granitemoehybrid"])
 )
-@pytest.mark.parametrize("sabotage", WITHIN, ids=lambda s: s.__name__)
-def test_bugs_in_a_microbatch_are_caught(
-    family: str, sabotage: Sabotage, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("sabotage", "tokens"),
+    [*slow_besides_every(2, product(ACROSS_MICROBATCHES, [12])), *product(WITHIN, [None])],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_bugs_are_caught(
+    family: str, sabotage: Sabotage, tokens: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = Config(sharing="tree", boundary="within")
+    """In microbatches that read others, and in a microbatch of whole paths."""
+    boundary = "across" if tokens else "within"
+    config = Config(sharing="tree", boundary=boundary, max_microbatch_tokens=tokens)
     assert passes(family, config)
     sabotage(monkeypatch)
     assert not wrap(tiny_hybrid(family), config).verify(ONE_GROUP, GRPO()).passed

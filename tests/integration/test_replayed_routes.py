@@ -164,14 +164,6 @@ def test_models_that_checkpoint_and_losses_that_couple() -> None:
     assert not faults(wrap(model, ACROSS), model, loss=GSPO(), wanted=wanted)
 
 
-def test_sharing_tokens_of_other_routes_is_noticed() -> None:
-    """The negative control: a plan that shares by tokens alone."""
-    batch = routed_batch()
-    object.__setattr__(batch, "share_index", None)
-    found = faults(wrap(tiny(), ACROSS), tiny(), batch, wanted=ordinary_of_tiny())
-    assert any("gradient" in fault for fault in found)
-
-
 def test_logprobs_and_scores_are_routed_as_well() -> None:
     policy = wrap(tiny(), ACROSS)
     with lifted_upcasts(tiny()):

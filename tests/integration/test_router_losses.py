@@ -23,7 +23,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from forkpoint import Config, Policy, Rollout, RolloutBatch, wrap
-from forkpoint.engine.routing import ExpertCounts, Routing
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.losses import DPO, GRPO, GSPO, RouterLoss
 from forkpoint.losses.base import Loss
@@ -274,21 +273,6 @@ def test_updates_of_biases_are_those_of_ordinary_training(family: str) -> None:
 
 def biases_of(model: nn.Module) -> list[torch.Tensor]:
     return [b for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")]
-
-
-def test_prefix_tokens_that_count_once_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = ordinary(tiny())
-    policy, router = wrap(tiny(), ACROSS), RouterLoss(LOAD_BALANCING, Z)
-    monkeypatch.setattr(ExpertCounts, "logical_LE", ExpertCounts.computed_LE)
-    assert any("counts" in fault for fault in step_faults(policy, tiny(), wanted, router))
-    monkeypatch.undo()
-
-    def once(self: Routing) -> torch.Tensor:
-        return self._counts_LSE.sum((0, 1), keepdim=True)[0].double()
-
-    monkeypatch.setattr(Routing, "_counts_of_parts", once)
-    faults = step_faults(policy, tiny(), wanted, router)
-    assert {fault.split(" off")[0] for fault in faults} == {"router loss", "gradient"}
 
 
 # Plans --------------------------------------------------------------------------------------------
