@@ -5,10 +5,10 @@ it is wanted is skipped with its reason; what a kernel's record refuses has to b
 """
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Callable
 from importlib.util import find_spec
-from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from forkpoint.ops.attention import (
     AttentionTable,
     CacheSlice,
     fa4,
+    operator,
     registry,
     shared_attention,
 )
@@ -97,7 +98,7 @@ def test_boundary_grid(device: str, kernel: str, prefix: int, dtype: torch.dtype
 @pytest.mark.parametrize(("device", "kernel"), kernels("cudnn", "fa4"))
 def test_boundary_grid_of_equal_lengths(device: str, kernel: str) -> None:
     more = [(1024, 1), (513, 7), (257, 128), (64, 256), (129, 64), (16, 128), (1, 256)]
-    pairs = [*zip(PREFIXES, cycle(SUFFIXES), strict=False), *more]
+    pairs = [*zip(PREFIXES, itertools.cycle(SUFFIXES), strict=False), *more]
     for prefix, suffix in pairs if device == "cuda" else pairs[-3:]:
         case = make_case(device, kernel, make_forest([-1, 0, 0, 0], [prefix, *[suffix] * 3], [0]))
         if kernel == "cudnn" and suffix == 1:
@@ -219,6 +220,35 @@ def test_random_forests(device: str, kernel: str, seed: int) -> None:
 def test_long_sequences(device: str, kernel: str, lengths: list[int]) -> None:
     for fused in (False, True):
         check(make_case(device, kernel, make_forest([-1] * len(lengths), lengths), fused=fused))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_groups_of_heads_have_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a causal launch with a long sequence and short ones, and a rectangle."""
+    torch.manual_seed(0)
+    lengths, keys, dim = [4096, 300, 7], 6000, 128
+    cu = [0, *itertools.accumulate(lengths)]
+    rows = [[0, 1, 0, cu[-1], 0, cu[-1], 4096, 4096, 0, 0, len(lengths)]]
+    rows += [[1, 0, 0, cu[-1], 0, keys, cu[-1], keys, len(cu), len(cu) + 2, 1]]
+    numbers = np.array([*cu, 0, cu[-1], 0, keys])
+    shapes = ((cu[-1], 16), (cu[-1], 4), (cu[-1], 4), (cu[-1], 16), (keys, 4), (keys, 4))
+    q, k, v, do, *prefix = (torch.randn(*s, dim, dtype=BF16, device="cuda") for s in shapes)
+
+    def gradients() -> list[Tensor]:
+        grads = [torch.zeros(x.shape, device="cuda") for x in prefix]
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        table = AttentionTable.from_numpy(np.array(rows), numbers, device="cuda")
+        o, _ = shared_attention(
+            *inputs, table=table, cache=CacheSlice(*prefix, *grads), scale=dim**-0.5
+        )
+        o.backward(do)
+        return [*(x.grad for x in inputs), *grads]
+
+    whole = gradients()
+    monkeypatch.setattr(operator, "REPEATED_BYTES", 1)
+    for found, expected in zip(gradients(), whole, strict=True):
+        assert (found - expected).norm() < 5e-3 * expected.norm()
 
 
 @pytest.mark.gpu

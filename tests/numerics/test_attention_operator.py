@@ -9,7 +9,7 @@ from attention_cases import RECORDS, Case, Inputs, make_forest, path_attention
 from torch import Tensor
 
 from forkpoint.errors import UnsupportedError
-from forkpoint.ops.attention import CacheSlice, registry, shared_attention
+from forkpoint.ops.attention import CacheSlice, operator, registry, shared_attention
 from forkpoint.ops.attention.merge import Part, merge
 from forkpoint.ops.attention.source import RowSum, Source
 
@@ -85,6 +85,40 @@ def test_launches_without_wanted_gradients_are_not_run(monkeypatch: pytest.Monke
         assert calls("sinks", grads=False) == []
     finally:
         registry.forget_choices()
+
+
+@pytest.mark.parametrize("window", [0, 4])
+@pytest.mark.parametrize(("limit", "groups"), [(1, 4), (2, 2), (4, 1)])
+def test_heads_run_in_groups_where_repeated_keys_take_much_memory(
+    limit: int, groups: int, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`limit`: the key heads of the longest launch whose repeated keys fit."""
+    case = dataclasses.replace(CASE, heads=(8, 4), window=window)
+    x = case.inputs()
+    expected = path_attention(case, x)
+    wanting(x, "q", "k", "v", "sinks")
+    heads: list[int] = []
+
+    def counting(*args: Any, **options: Any) -> Any:
+        heads.append(args[2].shape[1])
+        return RECORDS["cpu_flash"].backward(*args, **options)
+
+    kernel = dataclasses.replace(RECORDS["cpu_flash"], backward=counting, repeats_keys=True)
+    monkeypatch.setattr(registry, "KERNELS", (kernel,))
+    keys = max(launch.k_end - launch.k_begin for launch in FOREST.table(window).calls)
+    each = keys * 2 * sum(case.dims) * 8
+    monkeypatch.setattr(operator, "REPEATED_BYTES", limit * each)
+    registry.forget_choices()
+    try:
+        cache = x.cache(0.0)
+        assert cache is not None
+        attend(x, cache, window, scale=case.scale).backward(x.do)
+    finally:
+        registry.forget_choices()
+    assert min(heads) == 4 // groups
+    for name in ("q", "k", "v", "sinks"):
+        equal(getattr(x, name).grad, expected[name])
+    equal((cache.grad_k, cache.grad_v), (expected["cache_k"], expected["cache_v"]))
 
 
 def test_a_microbatch_whose_launches_leave_keys_out_gets_zeros_for_them() -> None:

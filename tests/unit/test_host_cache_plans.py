@@ -8,11 +8,13 @@ import pytest
 from forkpoint import Config
 from forkpoint.errors import PlanError
 from forkpoint.plan import Plan, builder, make_plan
+from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.host_cache import LAYERS_HERE, CacheCopies, layer_cache_bytes, outer_ancestors
 from forkpoint.plan.models import MODELS
 from forkpoint.plan.predict import cache_bytes, peak_bytes
 from forkpoint.plan.pricing.cost import ModelShape
 from forkpoint.plan.pricing.meters import meter_of
+from forkpoint.tree import REPEATED_BYTES
 from forkpoint.units import GIB
 from made_calibrations import SHAPE as SMALL
 from made_calibrations import group, made_up
@@ -132,6 +134,19 @@ def test_activations_are_offloaded_within_host_memory() -> None:
     assert ways[2 * kept].count("offload") == 2 and "recompute" in ways[2 * kept]
     assert "offload" not in ways[1]
     assert found[None].cost < found[2 * kept].cost < found[1].cost
+
+
+def test_gradients_of_ancestors_keys_are_counted() -> None:
+    """On GPUs: those of one layer, and repeated for the heads of queries up to a limit."""
+    for prompt, limited in ((30_000, False), (300_000, True)):
+        batch, config = group(prompt, 2000, 2), replace(ACROSS, max_microbatch_tokens=65_536)
+        cpu = make_plan(batch, SHAPE, config)
+        gpu = make_plan(batch, SHAPE, config, capabilities=Capabilities(runs_ahead=True))
+        own = (prompt - 1) * 8 * 2 * 128 * 2
+        repeated = max(REPEATED_BYTES, 4 * own // 8) if limited else 4 * own
+        (leaf,) = (m for m in gpu.microbatches if not m.children)
+        assert meter_of(gpu).working_bytes(leaf) == own + repeated
+        assert meter_of(cpu).working_bytes(cpu.microbatches[-1]) == 0
 
 
 def test_where_nothing_fits_a_measured_budget_moves_all() -> None:

@@ -115,6 +115,7 @@ def _refuses_launch(launch: Launch, asked: Asked) -> str | None:
 
 KERNEL = Kernel(
     name="cudnn",
+    repeats_keys=True,
     forward=forward,
     backward=backward,
     device_types=("cuda",),

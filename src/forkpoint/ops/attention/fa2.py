@@ -112,6 +112,7 @@ def _refuses(asked: Asked) -> str | None:
 
 KERNEL = Kernel(
     name="fa2",
+    repeats_keys=True,
     forward=forward,
     backward=backward,
     device_types=("cuda",),

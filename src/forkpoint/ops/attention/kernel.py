@@ -54,6 +54,9 @@ class Kernel(Candidate):
     """Whether causal launches may have more keys than queries, as in windowed layers."""
     ragged: bool = False
     """Whether sequences of a launch may differ in length."""
+    repeats_keys: bool = False
+    """Whether its backward allocates gradients of keys and values for every head of queries, and
+    then sums those of a key head."""
     auto_pairs: int = 0
     """"auto" prefers the next kernel for launches with fewer (query, key) pairs."""
 

@@ -18,9 +18,9 @@ from forkpoint.ops.attention.kernel import Asked, Kernel, Options
 from forkpoint.ops.attention.merge import Part, merge
 from forkpoint.ops.attention.registry import launch_kernel
 from forkpoint.ops.attention.source import RowSum, Source, rows
-from forkpoint.ops.attention.table import Ancestors, AttentionTable, CacheSlice
+from forkpoint.ops.attention.table import Ancestors, AttentionTable, CacheSlice, Launch
 from forkpoint.ops.dtypes import without_autocast
-from forkpoint.tree import FROM_CACHE, FROM_GATHER, FROM_OWN
+from forkpoint.tree import FROM_CACHE, FROM_GATHER, FROM_OWN, REPEATED_BYTES
 
 
 @torch.compiler.disable()
@@ -152,7 +152,8 @@ def attend_backward(
             ):
                 continue
             queries = launch.q_begin, launch.q_end
-            dq, dk, dv = chosen.backward(
+            dq, dk, dv = _launch_backward(
+                chosen,
                 rows(do, *queries),
                 rows(q, *queries),
                 _dense_last(keys.read(launch)),
@@ -177,6 +178,37 @@ def attend_backward(
             if wants_sinks and sinks is not None
             else q.new_empty(0),
         )
+
+
+def _launch_backward(
+    kernel: Kernel,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    launch: Launch,
+    options: Options,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A kernel's backward, in groups of heads if repeated keys would take much memory.
+
+    With a million keys of 4 heads of 256 and 16 heads of queries, they would take 17 GB.
+    """
+    heads, key_heads = q.shape[1], k.shape[1]
+    repeated_bytes = len(k) * heads * (k.shape[2] + v.shape[2]) * k.element_size()
+    fewest = -(-repeated_bytes // REPEATED_BYTES)
+    if not kernel.repeats_keys or heads == key_heads or fewest <= 1:
+        return kernel.backward(do, q, k, v, o, lse, launch, options)
+    groups = next((n for n in range(fewest, key_heads) if key_heads % n == 0), key_heads)
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    for n in range(groups):
+        its_do, its_q, its_k, its_v, its_o = (x.chunk(groups, 1)[n] for x in (do, q, k, v, o))
+        its_lse = lse.chunk(groups)[n]
+        found = kernel.backward(its_do, its_q, its_k, its_v, its_o, its_lse, launch, options)
+        for output, part in zip((dq, dk, dv), found, strict=True):
+            output.chunk(groups, 1)[n].copy_(part)
+    return dq, dk, dv
 
 
 def _sinks_gradient(do_THE: Tensor, o_THE: Tensor, lse_HT: Tensor, sinks_H: Tensor) -> Tensor:

@@ -90,6 +90,7 @@ def _refuses_launch(launch: Launch, asked: Asked) -> str | None:
 
 KERNEL = Kernel(
     name="padded",
+    repeats_keys=True,
     forward=forward,
     backward=backward,
     device_types=("cuda",),

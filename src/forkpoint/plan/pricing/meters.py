@@ -3,11 +3,13 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
 
+from forkpoint.plan.host_cache import outer_ancestors
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.pricing.calibration import WIDE_PAIRS, Calibration
 from forkpoint.plan.pricing.cost import (
@@ -19,6 +21,7 @@ from forkpoint.plan.pricing.cost import (
 from forkpoint.tree import (
     LAUNCH_COLUMNS,
     LONG_TOKENS,
+    REPEATED_BYTES,
     Microbatch,
     full_table,
     padded_length,
@@ -48,6 +51,10 @@ EXCHANGE_BYTES_PER_MS = 2.44e8
 # For sequences of several lengths, FlashAttention-2 and 4 sum gradients of queries in float32, with
 # space for so many more queries in each sequence.
 PADDED_QUERIES = 128
+
+# Elements of keys and values of a prefix cache in one layer below which the memory of their
+# gradients is not counted.
+FEW_ELEMENTS = 1 << 25
 
 # If the predicted times of two plans differ by less than this part, the simpler plan is chosen.
 NOISE = 0.005
@@ -137,6 +144,39 @@ class Meter(ABC):
         return 0
 
 
+class AncestorBytes:
+    """Bytes that the backward of attention in one layer needs for keys of other microbatches: their
+    gradients, and gradients for every head of queries (`Kernel.repeats_keys`)."""
+
+    def __init__(self, plan: Plan) -> None:
+        shape = plan.shape
+        assert shape is not None
+        sixteen_bits = shape.dtype_bytes == 2  # others have kernels without such memory
+        self.counts: bool = bool(
+            shape.attention_layers and plan.capabilities.runs_ahead and sixteen_bits
+        )
+        """Whether memory of attention is counted: that of GPUs for 16 bits."""
+        self._plan, self._shape = plan, shape
+        self._tokens: dict[int, int] = {}
+
+    @cached_property
+    def _parents(self) -> list[int]:
+        return self._plan.forest.parent.tolist()
+
+    def __call__(self, microbatch: Microbatch) -> int:
+        plan, shape = self._plan, self._shape
+        if microbatch.parent < 0 or plan.cache_tokens * shape.boundary_elements < FEW_ELEMENTS:
+            return 0
+        if microbatch.index not in self._tokens:
+            read = outer_ancestors(self._parents, microbatch.segments)
+            self._tokens[microbatch.index] = int(plan.forest.length[list(read)].sum())
+        own = self._tokens[microbatch.index] * shape.boundary_elements * shape.dtype_bytes
+        times = shape.heads // shape.kv_heads
+        repeated = times * own if times > 1 else 0
+        key_heads = max(1, shape.kv_heads // shape.context)
+        return own + min(repeated, max(REPEATED_BYTES, repeated // key_heads))
+
+
 class CountedMeter(Meter):
     """Prices in FLOPs: edges, padding, microbatches too short to fill a device, and fixed costs of
     microbatches and of additional launches of attention. Bytes are counted."""
@@ -151,6 +191,7 @@ class CountedMeter(Meter):
         rate = GPU_FLOPS_PER_MS[plan.shape.dtype_bytes] if self._ahead else CPU_FLOPS_PER_MS
         self._host: float = HOST_BLOCK_MS * plan.shape.layers * rate
         self._parts_of: dict[int, tuple[float, float, float]] = {}
+        self._ancestor_bytes = AncestorBytes(plan)
 
     def host(self, microbatch: Microbatch, *, backward: bool) -> float:
         return self._issued(microbatch, backward) if self._ahead else 0.0
@@ -200,6 +241,9 @@ class CountedMeter(Meter):
     def kept_bytes(self, microbatch: Microbatch) -> int:
         kept = microbatch.tokens * self.shape.activation_bytes(microbatch.checkpointing)
         return kept + logits_bytes(microbatch, self.shape)
+
+    def working_bytes(self, microbatch: Microbatch) -> int:
+        return self._ancestor_bytes(microbatch) if self._ancestor_bytes.counts else 0
 
     def _parts(self, microbatch: Microbatch) -> tuple[float, float, float]:
         """FLOPs of the parts of a forward: blocks without attention, head, attention."""
@@ -310,6 +354,7 @@ class MeasuredMeter(Meter):
         # Queries, keys and values: about the work of a block before its attention.
         self._before_attention = 0.75 * attention * self.shape.layers / self.shape.linear_parameters
         self._attention: dict[tuple[int, bool], float] = {}
+        self._ancestor_bytes = AncestorBytes(plan)
         self._launches: dict[tuple[int, int], list[AttentionLaunch]] = {}
 
     def forward(self, microbatch: Microbatch, *, boundary_only: bool = False) -> float:
@@ -390,13 +435,13 @@ class MeasuredMeter(Meter):
         return measured + self._attention_bytes(microbatch)
 
     def _attention_bytes(self, microbatch: Microbatch) -> int:
-        """Bytes that the backward of attention in one layer needs for many short sequences.
+        """Bytes that the backward of attention in one layer needs for many short sequences, and for
+        ancestors.
 
         A calibration measures one long sequence.
         """
         shape = self.shape
-        sixteen_bits = shape.dtype_bytes == 2  # others have kernels without padding
-        if not (shape.attention_layers and self.plan.capabilities.runs_ahead and sixteen_bits):
+        if not self._ancestor_bytes.counts:
             return 0
         padding = PADDED_QUERIES * len(microbatch.segments)
         windows = set(shape.windows) - {0}
@@ -404,7 +449,8 @@ class MeasuredMeter(Meter):
         # Gathered keys and values, their gradients, and gradients for each head of queries.
         queries = shape.heads * (shape.head_dim + shape.value_dim) // shape.context
         key_bytes = (2 * shape.boundary_elements + queries) * shape.dtype_bytes
-        return padding * 4 * shape.heads * shape.head_dim // shape.context + keys * key_bytes
+        padded = padding * 4 * shape.heads * shape.head_dim // shape.context
+        return padded + keys * key_bytes + self._ancestor_bytes(microbatch)
 
     def _pass(self, microbatch: Microbatch, num_loss_entries: int, *, backward: bool) -> float:
         found = self.calibration
