@@ -7,19 +7,22 @@ import torch
 
 from forkpoint.ops.attention import fa4
 from forkpoint.plan import Plan
+from forkpoint.plan.pricing.meters import full_launches
+from forkpoint.tree import LONG_TOKENS
 
 _log = logging.getLogger("forkpoint")
 _is_settled = False
 """Whether this process has logged it or has the package. Looking for the package takes 0.5 ms."""
 
+TFLOPS = {"products": 620.0, "fa2": 261.0, "padded": 464.0, "fa4": 560.0}
+"""Rates of an H100 in bfloat16, forward and backward: matrix products, and causal attention of
+8,506 tokens with 16 query heads and 8 key-value heads of 128, by each kernel."""
 MOST_DIM = 128
-"""Largest head dim for which it has been measured to be faster."""
-LEAST_SHARE = 0.05
-"""Least share of attention in a step's FLOPs. With less, as for prompts of 512 tokens with
-responses of 256, it has been measured to be slower than torch's kernels."""
+"""Largest head dim that these rates stand for."""
+LEAST_GAIN = 1.02
 SAID = (
-    "attention, %.0f%% of this step's FLOPs, runs on torch's kernels. FlashAttention-4 is faster "
-    "on this GPU: pip install 'forkpoint[fa4]'. This message is logged once."
+    "attention runs on torch's kernels. With FlashAttention-4 this step is predicted to be %.2f "
+    "times as fast, by rates of an H100: pip install 'forkpoint[fa4]'. This message is logged once."
 )
 
 
@@ -35,10 +38,31 @@ def note_faster_kernels(plan: Plan, device: torch.device, kernel: str) -> None:
     if not shape or shape.dtype_bytes != 2 or max(shape.head_dim, shape.value_dim) > MOST_DIM:
         return
     major, _ = torch.cuda.get_device_capability(device)
-    work = plan.shared
-    products = replace(work, pairs=dict.fromkeys(work.pairs, 0)).step_flops(shape)
-    share = 1 - products / max(1.0, work.step_flops(shape))
-    if major in fa4.CAPABILITIES and share >= LEAST_SHARE:
+    gain = predicted_gain(plan)
+    if major in fa4.CAPABILITIES and gain >= LEAST_GAIN:
         _is_settled = True
         if not fa4.is_installed():
-            _log.warning(SAID, 100 * share)
+            _log.warning(SAID, gain)
+
+
+def predicted_gain(plan: Plan) -> float:
+    """The time of a step's products and attention with torch's kernels over that with
+    FlashAttention-4; where it is below LEAST_GAIN it may be less."""
+    shape, work = plan.shape, plan.shared
+    assert shape is not None, "a plan of a model"
+    whole = work.step_flops(shape)
+    products = replace(work, pairs=dict.fromkeys(work.pairs, 0)).step_flops(shape)
+    attention = whole - products
+    both, after = products / TFLOPS["products"], attention / TFLOPS["fa4"]
+    at_most = both + attention / TFLOPS["fa2"]
+    if at_most < LEAST_GAIN * (both + after):
+        return float(at_most / (both + after)) if whole else 1.0
+    on_cudnn = every = 0
+    for microbatch in plan.microbatches:
+        for launch in full_launches(plan, microbatch):
+            for (kind, length), pairs in launch.pairs.items():
+                every += pairs
+                on_cudnn += pairs * (kind == "wide" or (kind == "causal" and length >= LONG_TOKENS))
+    padded = attention * on_cudnn / max(1, every)
+    before = padded / TFLOPS["padded"] + (attention - padded) / TFLOPS["fa2"]
+    return float((both + before) / (both + after))
