@@ -1,6 +1,8 @@
 """Policies of the same ranks use the same process groups, also after a wrap that is refused."""
 
+import logging
 import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import forkpoint
 from forkpoint import RolloutBatch
 from forkpoint.losses import GRPO
+from forkpoint.parallel import process_groups
 from forkpoint.testing import tiny_model
 
 
@@ -135,3 +138,23 @@ def test_ranks_that_differ_all_raise() -> None:
         for call in ("score", "swapped"):
             assert found[call].startswith("RankError: the ranks call policies of different models")
         assert max(found["losses"]) - min(found["losses"]) < 1e-14
+
+
+def late() -> list[str]:
+    """Warnings of a rank that wraps before another one does, twice."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("forkpoint").addHandler(handler)
+    process_groups.TOLD_AFTER_S = 0.2
+    for seconds in (1.0, 0.0):
+        model = replicated(tiny_model("qwen3"))
+        time.sleep(seconds * dist.get_rank())
+        forkpoint.wrap(model, DEEP)
+    return messages
+
+
+def test_a_rank_that_does_not_wrap_is_named() -> None:
+    (message,), none = run_ranks(2, late)
+    assert "for 1 of 2 ranks (1), which have not called it" in message
+    assert none == []

@@ -4,13 +4,24 @@ A group of gloo has three threads, and a group of NCCL has memory on the device.
 until the default group is destroyed.
 """
 
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from forkpoint.parallel.watch import store_of
+
+_log = logging.getLogger("forkpoint")
 
 T = TypeVar("T")
+TOLD_AFTER_S = 30.0
+"""Seconds in which all ranks should join, before a warning names those that have not."""
 Ranks = tuple[int, ...]
 """Ranks by their numbers in the default group."""
 
@@ -24,6 +35,7 @@ class _Made:
     )
     """Groups by the arguments of `process_group`."""
     numbers: int = 0
+    exchanges: int = 0
 
 
 _made: WeakKeyDictionary[dist.ProcessGroup, _Made] = WeakKeyDictionary()
@@ -52,11 +64,54 @@ def process_group(
 
 
 def exchange_with_all(value: T) -> list[T]:
-    """Exchange the values of all ranks of the default group. Collective over it."""
+    """Exchange the values of all ranks of the default group. Collective over it.
+
+    Logs a warning if it waits for ranks.
+    """
     every = tuple(range(dist.get_world_size()))
     found: list[T | None] = [None] * len(every)
-    dist.all_gather_object(found, value, group=process_group(every, "gloo"))
+    with _telling_of_absent(every):
+        dist.all_gather_object(found, value, group=process_group(every, "gloo"))
     return found  # pyright: ignore[reportReturnType]
+
+
+@contextmanager
+def _telling_of_absent(every: Ranks) -> Iterator[None]:
+    """Log a warning, after a while in the block, that names ranks which have not entered it.
+
+    torch would only raise at the timeout of the process group, after 30 minutes by default.
+    """
+    made = _made_here()
+    made.exchanges += 1
+    store = store_of(f"exchange/{made.exchanges}")
+    if store is None:
+        yield
+        return
+    store.set(str(dist.get_rank()), "")
+    # A store is locked while torch waits in it for other ranks to make a group.
+    other: Store = cast(Any, store).clone()
+
+    def tell() -> None:
+        absent = [str(rank) for rank in every if not other.check([str(rank)])]
+        if absent:
+            _log.warning(
+                "forkpoint.wrap has waited %.0f s for %d of %d ranks (%s), which have not called "
+                "it with a distributed model. All ranks of the default process group must call it "
+                "at the same time. Start processes that train no distributed model in a process "
+                "group of their own.",
+                TOLD_AFTER_S,
+                len(absent),
+                len(every),
+                ", ".join(absent[:8]) + (", ..." if absent[8:] else ""),
+            )
+
+    timer = threading.Timer(TOLD_AFTER_S, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def next_number() -> int:
