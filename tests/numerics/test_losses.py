@@ -22,7 +22,7 @@ from losses_by_loops import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from forkpoint.errors import ConfigError, RolloutError
+from forkpoint.errors import RolloutError
 from forkpoint.losses import (
     CISPO,
     DPO,
@@ -205,16 +205,6 @@ def test_some_values_are_clipped_on_both_sides_and_some_are_not():
     assert near > free
 
 
-@pytest.mark.parametrize("loss", [GRPO(), ValueLoss()], ids=str)
-def test_a_loss_is_one_of_its_kind_of_model(loss):
-    other = {"logprobs": "values", "values": "logprobs"}[loss.reads]
-    loss.check_head(loss.reads)
-    with pytest.raises(ConfigError, match="but the model is") as error:
-        loss.check_head(other)
-    for part in (f"'s {loss.reads}, but the model", f"which gives {other}", repr(loss)):
-        assert part in str(error.value)
-
-
 def pair(advantages=(1.0, 0.0), masks=([0, 1, 1], [0, 1, 1]), group_id="g"):
     return [
         Rollout([1, 2, 3], mask, advantage, reference_logprobs=[0, -1, -1], group_id=group_id)
@@ -240,10 +230,7 @@ def test_losses_of_pairs_refuse_what_is_no_pair(rollouts, problem):
 
 
 def test_dpo_takes_advantages_that_differ_only_outside_the_mask():
-    batch = RolloutBatch(pair(([9, 1, 1], 0.0)))
-    DPO().check(batch)
-    with pytest.raises(RolloutError, match=r"Group 0 \('0', '1'\) has the advantage"):
-        DPO().check(RolloutBatch(pair((1, 1), group_id=None)))
+    DPO().check(RolloutBatch(pair(([9, 1, 1], 0.0))))
 
 
 def test_coupling():
