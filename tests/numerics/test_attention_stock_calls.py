@@ -25,12 +25,6 @@ WIDE = [(5, 9), (5, 9)]
 ASKED = Asked(torch.device("cpu"), torch.bfloat16, 256, 256, heads=16, kv_heads=4)
 
 
-def packed_launch(q: Tensor, cu_q: Tensor, cu_k: Tensor, causal: bool) -> Launch:
-    q_lengths, k_lengths = cu_q.diff().tolist(), cu_k.diff().tolist()
-    assert int(cu_q[-1]) == len(q)
-    return one_launch(list(zip(q_lengths, k_lengths, strict=True)), causal)
-
-
 def window_of(given: dict[str, Any]) -> tuple[bool, int]:
     """Whether the mask is causal, and its window; (None or -1) leaves a side open."""
     left, right = given.get("window_size_left"), given.get("window_size_right")
@@ -41,23 +35,23 @@ def window_of(given: dict[str, Any]) -> tuple[bool, int]:
     return True, left + 1
 
 
-def forward(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def asked(given: dict[str, Any], deterministic: bool) -> tuple[Launch, Options]:
     causal, window = window_of(given)
-    q, k, v = (given[name] for name in "qkv")
-    launch = packed_launch(q, given["cu_q"], given["cu_k"], causal)
+    assert int(given["cu_q"][-1]) == len(given["q"])
+    lengths = (given[name].diff().tolist() for name in ("cu_q", "cu_k"))
+    launch = one_launch(list(zip(*lengths, strict=True)), causal)
     assert (given["max_q"], given["max_k"]) == (launch.max_q, launch.max_k)
-    softcap = given.get("softcap") or 0.0
-    return RECORDS["reference"].forward(q, k, v, launch, Options(given["scale"], softcap, window))
+    return launch, Options(given["scale"], given.get("softcap") or 0.0, window, deterministic)
+
+
+def forward(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    tensors = (given[name] for name in "qkv")
+    return RECORDS["reference"].forward(*tensors, *asked(given, False))
 
 
 def backward(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    causal, window = window_of(given)
-    tensors = [given[name] for name in ("do", "q", "k", "v", "o", "lse")]
-    launch = packed_launch(given["q"], given["cu_q"], given["cu_k"], causal)
-    assert (given["max_q"], given["max_k"]) == (launch.max_q, launch.max_k)
-    softcap = given.get("softcap") or 0.0
-    options = Options(given["scale"], softcap, window, True)
-    return RECORDS["reference"].backward(*tensors, launch, options)
+    tensors = (given[name] for name in ("do", "q", "k", "v", "o", "lse"))
+    return RECORDS["reference"].backward(*tensors, *asked(given, True))
 
 
 def packed(given: dict[str, Any], dims: str) -> dict[str, Any]:
