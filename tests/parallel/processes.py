@@ -1,10 +1,13 @@
 """Processes of one group on this machine, forked from a process that has imported everything."""
 
 import faulthandler
+import json
 import os
 import pickle
 import signal
 import socket
+import subprocess
+import sys
 import time
 import traceback
 import warnings
@@ -23,6 +26,22 @@ PYTORCH_NVML_BASED_CUDA_CHECK=1 torch can be asked for GPUs before processes are
 
 class RankFailed(AssertionError):
     """A process of the group raised, died, or did not end in time."""
+
+
+def launched(*arguments: str) -> dict[str, Any]:
+    """The line of JSON that `python -m` prints on two ranks of torchrun."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
+    done = subprocess.run(
+        [sys.executable, *launcher, *arguments, "--json"],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("{"))
+    return json.loads(line)
 
 
 def run_ranks(

@@ -1,22 +1,16 @@
 """The benchmark of several ranks on CPUs, with a tiny model."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from processes import launched
 from scenarios_of_ranks import group
 
 from benchmarks.commands import main
 from benchmarks.ranks.team import dense_ms
 from forkpoint import RolloutBatch
-
-
-def test_one_process_is_told_how_to_start_several(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["ranks", "--tiny"]) == 2
-    assert "torchrun --nproc-per-node 2 -m benchmarks ranks" in capsys.readouterr().err
 
 
 def test_dense_steps_are_extrapolated_without_what_comes_once() -> None:
@@ -36,30 +30,20 @@ def test_one_rank_has_no_link(
     assert "--parts data" in capsys.readouterr().err
 
 
-def on_ranks(count: int, *options: str, bench: str = "ranks") -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(count), "-m", "benchmarks", bench, "--tiny", "--json"]
-    command += ["--repeats", "1", *options]
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+def rows_of(output: Path, bench: str, *options: str) -> list[dict[str, Any]]:
+    """Rows of the benchmark on two ranks."""
+    bench_options = ("--tiny", "--repeats", "1", "--output", str(output))
+    done = launched("benchmarks", bench, *bench_options, *options)
+    rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    assert (done["benchmark"], done["rows"]) == (bench, len(rows))
+    return rows
 
 
 @pytest.mark.slow
 def test_all_parts_run_on_two_ranks(tmp_path: Path) -> None:
-    output = tmp_path / "rows.jsonl"
-    done = on_ranks(2, "--blocks", "eager", "--layers", "1", "--output", str(output))
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(lines) == 1 and json.loads(lines[0])["benchmark"] == "ranks"
-    rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    rows = rows_of(tmp_path / "rows.jsonl", "ranks", "--blocks", "eager", "--layers", "1")
     found = {(row["case"].split(", ", 3)[-1], row["metric"]): row for row in rows}
-    assert len(found) == len(rows) == json.loads(lines[0])["rows"]
+    assert len(found) == len(rows)
     for row in rows:
         assert row["value"] == row["value"] and row["commit"] and row["command"]
     checks = [row for row in rows if row["metric"] == "plans that are not exact"]
@@ -73,11 +57,8 @@ def test_all_parts_run_on_two_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_context_parallelism_on_two_ranks(tmp_path: Path) -> None:
-    output = tmp_path / "rows.jsonl"
     options = ("--blocks", "eager", "--layers", "1", "--shapes", "qwen3-8b", "--prompts", "8192")
-    done = on_ranks(2, *options, "--output", str(output), bench="context")
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    rows = rows_of(tmp_path / "rows.jsonl", "context", *options)
     found = {(row["case"].split("eager, ")[-1], row["metric"]): row for row in rows}
     assert len(found) == len(rows)
     steps = []
@@ -99,7 +80,7 @@ def test_context_parallelism_on_two_ranks(tmp_path: Path) -> None:
     assert difference == pytest.approx(times[0] - times[1])
 
 
-@pytest.mark.parametrize("name", ["context", "pipeline"])
+@pytest.mark.parametrize("name", ["ranks", "context", "pipeline"])
 def test_several_ranks_are_asked_for(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name, "--tiny"]) == 2
     assert f"torchrun --nproc-per-node 2 -m benchmarks {name}" in capsys.readouterr().err
@@ -107,11 +88,8 @@ def test_several_ranks_are_asked_for(name: str, capsys: pytest.CaptureFixture[st
 
 @pytest.mark.slow
 def test_a_pipeline_of_two_ranks(tmp_path: Path) -> None:
-    output = tmp_path / "rows.jsonl"
-    options = ("--layers", "4", "--group-sizes", "6", "--output", str(output))
-    done = on_ranks(2, *options, bench="pipeline")
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    options = ("--layers", "4", "--group-sizes", "6")
+    rows = rows_of(tmp_path / "rows.jsonl", "pipeline", *options)
     found = {row["metric"]: row["value"] for row in rows}
     assert 0 < found["predicted bubble"] < 0.5 and len(found) == len(rows) == 8
     assert found["predicted bubble"] <= found["predicted bubble of three barriers"]

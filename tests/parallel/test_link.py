@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run_ranks
+from processes import launched, run_ranks
 from scenarios_of_ranks import group, replicated, sharded
 from test_prompt_exchange import dealt, model_of, of
 
@@ -126,18 +124,7 @@ def test_the_command_measures_it(tmp_path: Path) -> None:
     from forkpoint.testing import tiny_model
 
     tiny_model("qwen3").config.save_pretrained(tmp_path)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", "-m", "forkpoint", "calibrate", "--device", "cpu"]
-    command += ["--model", str(tmp_path / "config.json"), "--output", str(tmp_path / "c.json")]
-    done = subprocess.run(
-        [*command, "--max-seconds", "1", "--json"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(lines) == 1 and json.loads(lines[0])["command"] == "calibrate"
+    files = ("--model", str(tmp_path / "config.json"), "--output", str(tmp_path / "c.json"))
+    done = launched("forkpoint", "calibrate", "--device", "cpu", *files, "--max-seconds", "1")
+    assert done["command"] == "calibrate"
     assert json.loads((tmp_path / "c.json").read_text())["link"]["ranks"] == 2

@@ -12,6 +12,7 @@ from cases_of_ranks import (
     MIXTURE,
     MOE,
     Case,
+    named,
     on_rank,
     on_ranks_of,
     over_all,
@@ -150,19 +151,7 @@ def reported(folder: Path, case: Case, routed: Routed | None = None) -> dict[str
     }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=[
-                *([] if name == "fully_shard" else [pytest.mark.slow]),
-                *([needs_splits] if case_of(value).splits else []),
-            ],
-        )
-        for name, value in CASES.items()
-    ],
-)
+@named(CASES, "fully_shard", case=case_of)
 def test_ranks_verify_together(name: str, tmp_path: Path) -> None:
     value, case = CASES[name], case_of(CASES[name])
     found = on_ranks_of(case, tmp_path, reported, value if isinstance(value, Routed) else None)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from cases_of_ranks import LATENT, MIXTURE, Case, both, error_of, on_ranks_of, over_replicas
+from cases_of_ranks import LATENT, MIXTURE, Case, both, error_of, named, on_ranks_of, over_replicas
 from processes import run_ranks
 from scenarios_of_ranks import (
     BAR,
@@ -177,19 +177,7 @@ CASES: dict[str, Routed] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=[
-                *([] if name == "batch" else [pytest.mark.slow]),
-                *([needs_splits] if routed.case.splits else []),
-            ],
-        )
-        for name, routed in CASES.items()
-    ],
-)
+@named(CASES, "batch", case=lambda routed: routed.case)
 def test_router_losses_are_those_of_one_process(name: str, tmp_path: Path) -> None:
     routed, case = CASES[name], CASES[name].case
     found = on_ranks_of(case, tmp_path, compared, routed)

@@ -11,7 +11,7 @@ import torch
 
 import dumps
 from dumps import prompt_of, rows_of, same, tensors, truth, write_json, write_torch
-from forkpoint import RolloutBatch, RolloutError, load_rollouts, losses
+from forkpoint import Rollout, RolloutBatch, RolloutError, load_rollouts, losses
 from forkpoint.rollouts.traces import FORMATS, open_rollouts
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -175,6 +175,14 @@ def test_nemo_rl_lines(tmp_path: Path) -> None:
     same(found, wanted)
 
 
+def assert_normalized(found: list[Rollout]) -> None:
+    """Advantages are those of `truth()`, normalised by group."""
+    for members in RolloutBatch(truth()).groups():
+        own = np.array([truth()[n].advantage for n in members])
+        wanted = (own - own.mean()) / own.std()
+        np.testing.assert_allclose([found[n].advantage for n in members], wanted)
+
+
 def test_slime_samples(tmp_path: Path) -> None:
     value = dumps.slime_samples(truth())
     value["samples"][3]["remove_sample"] = True
@@ -182,11 +190,7 @@ def test_slime_samples(tmp_path: Path) -> None:
     assert not found[3].loss_mask.any()
     found[3] = replace(found[3], loss_mask=truth()[3].loss_mask)
     same(found, truth(), "advantage", "reference_logprobs")
-    for members in RolloutBatch(truth()).groups():
-        own = np.array([truth()[n].advantage for n in members])
-        np.testing.assert_allclose(
-            [found[n].advantage for n in members], (own - own.mean()) / own.std()
-        )
+    assert_normalized(found)
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -212,11 +216,7 @@ def test_skyrl_generator_output(lines: str, tmp_path: Path) -> None:
     assert file.format == "skyrl" and FORMATS["skyrl"].notes[0] in file.notes
     same(found, truth(), "advantage", "reference_logprobs")
     assert {r.group_id for r in found} == {r.group_id for r in truth()}
-    for members in RolloutBatch(truth()).groups():
-        own = np.array([truth()[n].advantage for n in members])
-        np.testing.assert_allclose(
-            [found[n].advantage for n in members], (own - own.mean()) / own.std()
-        )
+    assert_normalized(found)
 
 
 def test_skyrl_without_log_probs_and_ids(tmp_path: Path) -> None:
