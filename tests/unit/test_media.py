@@ -28,9 +28,9 @@ SHAPE = ModelShape.from_config(MODELS["qwen3-8b"])
 TYPES = [0, 0, 1, 1, 1, 0, 0, 0]
 
 
-def image(seed: int, tokens: int = 3) -> Media:
+def image(seed: int, tokens: int = 3, **fields: Any) -> Media:
     pixels = np.random.default_rng(seed).normal(size=(4 * tokens, 6)).astype(np.float32)
-    return Media("image", {"pixel_values": pixels}, tokens)
+    return Media("image", {"pixel_values": pixels}, tokens, **fields)
 
 
 def rollout(medium: Media | None, last: int = 5, **fields: Any) -> Rollout:
@@ -58,6 +58,12 @@ def test_equal_media_are_shared_and_no_others() -> None:
     # The token before the image is shared, with the image's first as its label.
     assert edges(rollout(one), rollout(image(1), 6)) == 7 + 5
     assert edges(rollout(one), rollout(None, 6)) == 7 + 5
+    given = image(0, digest="a")
+    assert edges(rollout(given), rollout(image(1, digest="a"), 6)) == 8
+    assert edges(rollout(given), rollout(image(0, digest="b"), 6)) == 7 + 5
+    # A digest that was given is no digest of bytes, and shapes are compared besides it.
+    assert given != one
+    assert given != image(0, 2, digest="a")
 
 
 def test_ranks_in_lockstep_run_encoders_equally_often() -> None:
@@ -229,22 +235,25 @@ def test_tokens_that_do_not_fit_their_media_are_refused(fields: dict[str, Any]) 
 
 
 @pytest.mark.parametrize(
-    ("kind", "inputs", "tokens"),
+    ("kind", "inputs", "tokens", "digest"),
     [
-        ("sound", {"x": np.ones(1)}, 1),
-        ("image", {}, 1),
-        ("image", {"x": [1.0]}, 1),
-        ("image", {3: np.ones(1)}, 1),
-        ("image", {"x": np.ones(1, np.longdouble)}, 1),
-        ("image", {"x": np.array(["1"])}, 1),
-        ("image", {"x": np.ma.masked_array([1.0], [True])}, 1),
-        ("image", {"x": torch.ones(1, device="meta")}, 1),
-        ("image", {"x": torch.ones(1).to_sparse()}, 1),
-        ("image", {"x": torch.ones(1, requires_grad=True)}, 1),
-        ("image", {"x": torch.ones(1, dtype=torch.complex64)}, 1),
-        ("image", {"x": np.ones(1)}, 0),
+        ("sound", {"x": np.ones(1)}, 1, None),
+        ("image", {}, 1, None),
+        ("image", {"x": [1.0]}, 1, None),
+        ("image", {3: np.ones(1)}, 1, None),
+        ("image", {"x": np.ones(1, np.longdouble)}, 1, None),
+        ("image", {"x": np.array(["1"])}, 1, None),
+        ("image", {"x": np.ma.masked_array([1.0], [True])}, 1, None),
+        ("image", {"x": torch.ones(1, device="meta")}, 1, None),
+        ("image", {"x": torch.ones(1).to_sparse()}, 1, None),
+        ("image", {"x": torch.ones(1, requires_grad=True)}, 1, None),
+        ("image", {"x": torch.ones(1, dtype=torch.complex64)}, 1, None),
+        ("image", {"x": np.ones(1)}, 0, None),
+        ("image", {"x": np.ones(1)}, 1, ""),
     ],
 )
-def test_media_that_are_none_are_refused(kind: Any, inputs: Any, tokens: int) -> None:
+def test_media_that_are_none_are_refused(
+    kind: Any, inputs: Any, tokens: int, digest: str | None
+) -> None:
     with pytest.raises(RolloutError, match="medium"):
-        Media(kind, inputs, tokens)
+        Media(kind, inputs, tokens, digest)

@@ -20,10 +20,10 @@ TYPES = [0, 1, 1, 1, 1, 0, 0, 0]
 BESIDE = ".media.safetensors"
 
 
-def image(seed: int) -> Media:
+def image(seed: int, digest: str | None = None) -> Media:
     pixels = np.random.default_rng(seed).normal(size=(16, 24)).astype(np.float32)
     inputs = {"pixel_values": pixels, "image_grid_thw": np.array([[1, 4, 4]])}
-    return Media("image", inputs, 4)
+    return Media("image", inputs, 4, digest)
 
 
 def rollout(last: int, *media: Media, types: Any = None, **fields: Any) -> Rollout:
@@ -33,8 +33,8 @@ def rollout(last: int, *media: Media, types: Any = None, **fields: Any) -> Rollo
 
 
 def every() -> list[Rollout]:
-    """A group, another image of equal tokens, text, a video, and text with the types of its
-    tokens."""
+    """A group, another image of equal tokens, text, a digest that was given, a video, and text with
+    the types of its tokens."""
     shared = image(0)
     frames = torch.arange(2 * 16 * 6).reshape(32, 6).to(torch.bfloat16)
     odd = {
@@ -51,6 +51,7 @@ def every() -> list[Rollout]:
         rollout(6, image(0)),
         rollout(5, image(1)),
         rollout(5),
+        rollout(5, image(0, "a")),
         rollout(5, Media("video", odd, 2), shared, types=both),
         rollout(7, types=[0] * 8),
     ]
@@ -64,8 +65,8 @@ def test_rollouts_come_back_with_their_media(suffix: str, tmp_path: Path) -> Non
     assert found == rollouts
     assert [r.media_types is None for r in found] == [r == rollout(5) for r in rollouts]
     assert found[0].media[0] is found[1].media[0]
-    assert found[0].media[0] != found[2].media[0]
-    shared, video = found[0].media[0].inputs, found[4].media[0].inputs
+    assert found[0].media[0] != found[4].media[0]
+    shared, video = found[0].media[0].inputs, found[5].media[0].inputs
     assert shared["pixel_values"].dtype == np.float32
     assert (shared["pixel_values"] == rollouts[0].media[0].inputs["pixel_values"]).all()
     assert (shared["image_grid_thw"] == [[1, 4, 4]]).all()
@@ -148,6 +149,19 @@ def test_an_error_leaves_both_files(tmp_path: Path) -> None:
     assert before == {file.name: file.read_bytes() for file in tmp_path.iterdir()}
 
 
+@pytest.mark.parametrize("pixels", [True, False])
+def test_a_digest_of_two_images_is_refused(tmp_path: Path, *, pixels: bool) -> None:
+    """Rollouts would share the features of the first."""
+    path = tmp_path / "r.jsonl"
+    inputs = [{"pixel_values": np.full((99, 2), n)} for n in (1.0, 2.0, 1.0)]
+    media = [Media("image", each, 4, digest="d") for each in inputs]
+    save_rollouts(path, [rollout(5, media[0]), rollout(6, media[2])])
+    assert len(list(open_rollouts(path, pixels=pixels))) == 2
+    save_rollouts(path, [rollout(5, media[0]), rollout(6, media[1])])
+    with pytest.raises(RolloutError, match=r"line 2: media\[0\]\.digest is 'd', as of a medium"):
+        list(open_rollouts(path, pixels=pixels))
+
+
 Change = Callable[[dict[str, Any], dict[str, Any]], object]
 """Damages the first line's entry and the arrays of the pixels."""
 CHANGES: dict[str, tuple[str, Change]] = {
@@ -191,6 +205,7 @@ CHANGES: dict[str, tuple[str, Change]] = {
         lambda entry, _: entry["inputs"]["image_grid_thw"].update(shape=[3] + [1] * 99),
     ),
     "no inputs": ("inputs are {}", lambda entry, _: entry.update(inputs={})),
+    "an empty digest": ("digest is ''", lambda entry, _: entry.update(digest="")),
     "other tokens": ("sha256 is .*, and its inputs have", lambda entry, _: entry.update(tokens=3)),
     "a kind of none": ("kind is 'sound'", lambda entry, _: entry.update(kind="sound")),
     "a field too many": ("path is not a field", lambda entry, _: entry.update(path="/etc/passwd")),
@@ -243,7 +258,7 @@ def test_a_trace_keeps_media(tmp_path: Path) -> None:
     stored = safetensors.numpy.load_file(folder / "batch-000000.safetensors")
     assert sum(name.endswith("pixel_values") for name in stored) == 2
     named = load_rollouts(folder)
-    assert [r.media for r in named[:6]] == [r.media for r in batch]
+    assert [r.media for r in named[:7]] == [r.media for r in batch]
 
 
 @pytest.mark.parametrize("change", ["missing", "another dtype", "other pixels"])

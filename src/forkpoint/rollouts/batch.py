@@ -321,7 +321,7 @@ class RolloutBatch:
         numbers, firsts = np.unique(of, return_index=True)
         # Indices of media are valid only in this batch.
         order = numbers[np.argsort(firsts)]
-        named = [self.media[n].sha256 for n in order.tolist() if n >= 0]
+        named = [self.media[n].digest for n in order.tolist() if n >= 0]
         if not named:
             return tokens
         place = np.full(len(self.media) + 1, -1, np.int64)

@@ -27,8 +27,8 @@ class Absent(NamedTuple):
 class Media:
     """One image or video: the inputs of the encoder, and the number of its placeholder tokens.
 
-    Two media are equal if they are one object, or if their kinds, tokens and inputs are equal.
-    Rollouts share tokens of equal media.
+    Two media are equal if they are one object, or if their kinds, tokens, shapes and digests are
+    equal. Rollouts share tokens of equal media.
 
     Attributes:
         kind: "image" or "video".
@@ -38,14 +38,28 @@ class Media:
         tokens: number of placeholder tokens in a rollout.
     """
 
-    def __init__(self, kind: MediaKind, inputs: Mapping[str, Any], tokens: int) -> None:
-        """Arguments are the attributes. Raises RolloutError for a value that is not allowed."""
+    def __init__(
+        self, kind: MediaKind, inputs: Mapping[str, Any], tokens: int, digest: str | None = None
+    ) -> None:
+        """
+        Args:
+            kind: as the attribute.
+            inputs: as the attribute.
+            tokens: as the attribute.
+            digest: text that is equal only for equal inputs. By default it is computed from their
+                bytes when two media are compared.
+
+        Raises:
+            RolloutError: a value is not allowed.
+        """
         if kind not in KINDS:
             raise RolloutError(f"A medium's kind is {short(kind)}; it takes 'image' or 'video'.")
         if isinstance(tokens, bool) or not isinstance(tokens, int | np.integer) or tokens < 1:
             raise RolloutError(
                 f"A medium's tokens are {short(tokens)}; it takes a whole number of at least 1."
             )
+        if digest is not None and (not isinstance(digest, str) or not digest):
+            raise RolloutError(f"A medium's digest is {short(digest)}; it takes text or None.")
         if not isinstance(inputs, Mapping) or not inputs:
             raise RolloutError(
                 f"A medium's inputs are {short(inputs)}; it takes arrays or tensors by name, such "
@@ -56,14 +70,23 @@ class Media:
         self.kind: MediaKind = kind
         self.inputs: dict[str, Any] = dict(inputs)
         self.tokens: int = int(tokens)
+        self.given_digest: str | None = digest
         self._sha256: str | None = None
         parts = sorted((n, tuple(x.shape), _dtype(x)) for n, x in self.inputs.items())
         self._shape = (kind, self.tokens, tuple(parts))
 
     @classmethod
-    def absent(cls, kind: MediaKind, inputs: Mapping[str, Any], tokens: int, sha256: str) -> Self:
+    def absent(
+        cls,
+        kind: MediaKind,
+        inputs: Mapping[str, Any],
+        tokens: int,
+        digest: str | None,
+        *,
+        sha256: str,
+    ) -> Self:
         """Make a medium with some inputs `Absent`, and with the hash of the complete medium."""
-        found = cls(kind, inputs, tokens)
+        found = cls(kind, inputs, tokens, digest)
         found._sha256 = sha256
         return found
 
@@ -90,8 +113,7 @@ class Media:
 
     @property
     def sha256(self) -> str:
-        """SHA-256 of kind, tokens and inputs, as 64 hexadecimal digits; computed once, when two
-        media are compared."""
+        """SHA-256 of kind, tokens and inputs, as 64 hexadecimal digits; computed once."""
         if self._sha256 is None:
             found = hashlib.sha256(repr(self._shape).encode())
             for name in sorted(self.inputs):
@@ -100,11 +122,17 @@ class Media:
             self._sha256 = found.hexdigest()
         return self._sha256
 
+    @property
+    def digest(self) -> str:
+        """Text that is equal for media of equal content, in all processes."""
+        given = self.given_digest
+        return f"sha256 {self.sha256}" if given is None else f"given {given}"
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Media):
             return NotImplemented
         same = self._shape == other._shape
-        return self is other or (same and self.sha256 == other.sha256)
+        return self is other or (same and self.digest == other.digest)
 
     def __hash__(self) -> int:
         return hash(self._shape)

@@ -1,8 +1,8 @@
 """Images and videos in files of rollouts: a JSON entry for each occurrence, and each array once.
 
-An entry has the kind, tokens and SHA-256 of a medium, and the dtype and shape of each input. Short
-inputs, such as a grid, are in the entry. Longer inputs are arrays named `SHA256.INPUT`. Plans need
-only the entries. Imports no torch.
+An entry has the kind, tokens, SHA-256 and digest of a medium, and the dtype and shape of each
+input. Short inputs, such as a grid, are in the entry. Longer inputs are arrays named
+`SHA256.INPUT`. Plans need only the entries. Imports no torch.
 """
 
 import json
@@ -43,6 +43,7 @@ class _Entry:
     tokens: int
     sha256: str
     inputs: Mapping[str, _Input]
+    digest: str | None = None
 
 
 Arrays = dict[str, NDArray[Any]]
@@ -79,7 +80,8 @@ def _entry_of(medium: Media, arrays: Arrays, where: str) -> dict[str, Any]:
         else:
             arrays[f"{medium.sha256}.{name}"] = value
     entry = {"kind": medium.kind, "tokens": medium.tokens, "sha256": medium.sha256}
-    return entry | {"inputs": inputs}
+    given = medium.given_digest
+    return entry | ({} if given is None else {"digest": given}) | {"inputs": inputs}
 
 
 class MediaEntries:
@@ -93,6 +95,8 @@ class MediaEntries:
     def __init__(self, array_of: ArrayOf | None, memory: MemoryLimit) -> None:
         self._array_of, self._memory = array_of, memory
         self._known: dict[str, Media] = {}
+        self._sha256: dict[Media, str] = {}
+        """SHA-256 of the first of equal media, which steps run instead of the others."""
 
     def read(self, entries: Any, field: str) -> tuple[Media, ...]:
         """Read the media of a list of entries.
@@ -109,7 +113,15 @@ class MediaEntries:
         key = json.dumps(entry, sort_keys=True)
         if key not in self._known:
             self._memory.hold(_ENTRY_BYTES + len(key), "a medium")
-            self._known[key] = self._make(read(_Entry, entry, field), field)
+            medium = self._make(read(_Entry, entry, field), field)
+            first = self._sha256.setdefault(medium, medium.sha256)
+            if first != medium.sha256:
+                raise SchemaError(
+                    f"{field}.digest is {short(medium.given_digest)}, as of a medium with other "
+                    f"inputs: their sha256 are {medium.sha256} and {first}; media that differ take "
+                    "different digests"
+                )
+            self._known[key] = medium
         return self._known[key]
 
     def _make(self, entry: _Entry, field: str) -> Media:
@@ -128,8 +140,8 @@ class MediaEntries:
         kind: Any = entry.kind  # Media checks it
         try:
             if self._array_of is None:
-                return Media.absent(kind, inputs, entry.tokens, entry.sha256)
-            medium = Media(kind, inputs, entry.tokens)
+                return Media.absent(kind, inputs, entry.tokens, entry.digest, sha256=entry.sha256)
+            medium = Media(kind, inputs, entry.tokens, entry.digest)
         except RolloutError as error:
             raise SchemaError(f"{field}: {error}".rstrip(".")) from None
         if medium.sha256 != entry.sha256:
