@@ -431,16 +431,18 @@ def test_plan_on_stages(shell: Shell, rollouts: Path, config: Path) -> None:
     assert shell("plan", rollouts, "--stages", 2).code == 2
 
 
-def test_lanes_of_stages_are_saved(
+def test_lanes_of_stages_are_drawn(
     shell: Shell, rollouts: Path, config: Path, tmp_path: Path
 ) -> None:
-    lanes = tmp_path / "lanes.json"
+    lanes, picture = tmp_path / "lanes.json", tmp_path / "lanes.svg"
     given = ("plan", rollouts, "--model", config, "--max-microbatch-tokens", 24)
     done = shell(*given, "--stages", 2, "--lanes", lanes)
-    events = [e for e in json.loads(lanes.read_text())["traceEvents"] if e["ph"] == "X"]
-    busy = sum(event["dur"] for event in events) / 2e6
-    assert done.result["pipeline"]["bubble"] == pytest.approx(1 - busy)
+    found = shell("report", lanes, "--output", picture)
+    assert len(found.result["idle"]["predicted"]) == 2 and picture.stat().st_size > 1000
+    assert f"{done.result['pipeline']['bubble']:.1%} of the stages' time idle" in found.out
     assert shell(*given, "--lanes", lanes).code == 2
+    lanes.write_text("{}")
+    assert shell("report", lanes, "--output", picture).code == 2
 
 
 @pytest.mark.parametrize(

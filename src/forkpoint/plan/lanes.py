@@ -1,22 +1,25 @@
 """Lanes of a step on pipeline stages: the events of each stage with their times. Imports no torch.
 
 A lane has the events of a training pass, at predicted times or at measured ones. Lanes are saved as
-Chrome trace events, which Perfetto (https://ui.perfetto.dev) draws.
+a file of JSON, which `forkpoint report` draws.
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from forkpoint.errors import ConfigError
 from forkpoint.plan.plan import Plan
-from forkpoint.plan.program import BACKWARD, RELEASE, SCORE
+from forkpoint.plan.program import BACKWARD, ENCODE, FORWARD, RECOMPUTE, RELEASE, SCORE
+from forkpoint.rollouts.schema import SchemaError, parse_json, read
 
-SHOWN_US = 1e6
-"""Length of the predicted step in a file, in microseconds. Predicted times are not in seconds."""
+KIND = "lanes of a pipeline"
+MOST_BYTES = 64 << 20
+OPERATIONS = (FORWARD, RECOMPUTE, BACKWARD, ENCODE, RELEASE)
+"""First words of events."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,44 +40,83 @@ class Lane:
         return sum(end - ready for ready, end in zip(self.ready, self.ends, strict=True))
 
 
+def _check_lane(lane: Lane, field: str) -> None:
+    counts = {len(lane.events), len(lane.begins), len(lane.ready), len(lane.ends)}
+    if len(counts) > 1:
+        raise SchemaError(f"{field} has lists of {sorted(counts)} entries; they have one an event")
+    last = 0.0
+    for begin, ready, end in zip(lane.begins, lane.ready, lane.ends, strict=True):
+        if not last <= begin <= ready <= end:
+            raise SchemaError(f"{field} has times that are not in order at {begin:g}")
+        last = end
+    for event in lane.events:
+        if event.partition(" ")[0] not in OPERATIONS:
+            raise SchemaError(
+                f"{field} has the event {event!r}; it takes those of {', '.join(OPERATIONS)}"
+            )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Lanes:
     """Lanes of a step, from the first stage to the last."""
 
+    unit: Literal["FLOPs", "ms", "tokens"]
+    """Unit of predicted times, that of the plan's prices."""
     predicted: tuple[Lane, ...]
-    """Lanes with predicted times, in the unit of the plan's prices (`Plan.cost_unit`)."""
+    """Lanes with predicted times."""
     measured: tuple[Lane, ...] = ()
     """Lanes with measured times in milliseconds; empty if the step was not run."""
+    peak_bytes: tuple[float, ...] = ()
+    """Predicted peak of activations and prefix cache of each stage, in bytes."""
 
     def save(self, path: Path | str) -> None:
-        """Write a JSON file of Chrome trace events. The predicted step lasts one second in it.
+        """Write a file that `forkpoint report` draws.
 
         Raises ConfigError if the file cannot be written.
         """
-        last = max((lane.ends[-1] for lane in self.predicted if lane.ends), default=0.0)
-        scale = SHOWN_US / last if last else 0.0
-        found = [*_trace_events("predicted", 0, self.predicted, scale)]
-        found += _trace_events("measured", 1, self.measured, 1e3)
         try:
-            Path(path).write_text(json.dumps({"traceEvents": found}), encoding="utf-8")
+            Path(path).write_text(json.dumps({"kind": KIND, "lanes": asdict(self)}))
         except OSError as error:
             raise ConfigError(f"{path} cannot be written: {error}. Give another path.") from None
 
 
-def _trace_events(
-    name: str, process: int, lanes: Sequence[Lane], scale: float
-) -> Iterator[dict[str, Any]]:
-    """Trace events of lanes as threads of one process. `scale`: microseconds of a lane's unit."""
-    if not lanes:
-        return
-    where: dict[str, Any] = {"pid": process, "tid": 0}
-    yield {**where, "ph": "M", "name": "process_name", "args": {"name": name}}
-    for stage, lane in enumerate(lanes):
-        where["tid"] = stage
-        yield {**where, "ph": "M", "name": "thread_name", "args": {"name": f"stage {stage}"}}
-        for event, ready, end in zip(lane.events, lane.ready, lane.ends, strict=True):
-            times = {"ts": ready * scale, "dur": (end - ready) * scale}
-            yield {**where, "ph": "X", "name": event, "cat": event.partition(" ")[0], **times}
+@dataclass(frozen=True)
+class _File:
+    kind: Literal["lanes of a pipeline"]
+    lanes: Lanes
+
+
+def _check_lanes(lanes: Lanes) -> None:
+    stages = len(lanes.predicted)
+    if not stages or {len(lanes.measured), len(lanes.peak_bytes)} - {0, stages}:
+        raise SchemaError(
+            f"lanes has {stages} predicted lanes, {len(lanes.measured)} measured ones and "
+            f"{len(lanes.peak_bytes)} peaks; it has one of each for a stage"
+        )
+    for stage, lane in enumerate((*lanes.predicted, *lanes.measured)):
+        _check_lane(lane, f"lane {stage}")
+
+
+def read_lanes(path: Path) -> Lanes:
+    """Read lanes from a file.
+
+    Raises ConfigError, naming file and field, if `Lanes.save` did not write the file.
+    """
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise SchemaError(
+                f"a file of {path.stat().st_size} bytes; at most {MOST_BYTES} are read"
+            )
+        lanes = read(_File, parse_json(path.read_bytes()), "").lanes
+        _check_lanes(lanes)
+        return lanes
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}. Check the path.") from None
+    except SchemaError as error:
+        raise ConfigError(
+            f"{path} is not a file of lanes: {error}. Give one that forkpoint plan --lanes or "
+            "stats.lanes.save has written."
+        ) from None
 
 
 def lanes_of(plan: Plan, measured: Sequence[Lane] = ()) -> Lanes:
@@ -105,7 +147,12 @@ def lanes_of(plan: Plan, measured: Sequence[Lane] = ()) -> Lanes:
             events=tuple(events), begins=tuple(starts), ready=tuple(starts), ends=tuple(stops)
         )
         found.append(lane)
-    return Lanes(predicted=tuple(found), measured=tuple(measured))
+    return Lanes(
+        unit=plan.cost_unit,  # type: ignore[arg-type]  # one of meters
+        predicted=tuple(found),
+        measured=tuple(measured),
+        peak_bytes=schedule.peak_bytes,
+    )
 
 
 def measured_lane(

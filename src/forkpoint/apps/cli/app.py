@@ -57,7 +57,7 @@ class App:
         return tyro.cli(self.command(name), prog=prog, args=rest, config=TYRO_CONFIG).run()
 
 
-NAMES = ("demo", "plan", "replay", "verify", "calibrate", "doctor")
+NAMES = ("demo", "plan", "replay", "report", "verify", "calibrate", "doctor")
 FORKPOINT = App(
     prog="forkpoint",
     about="Begin with forkpoint demo, then forkpoint plan FILE on your rollouts. --version prints "

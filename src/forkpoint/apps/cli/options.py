@@ -5,6 +5,7 @@ The texts under Attributes are the help of the command line.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -62,6 +63,16 @@ def whole_number(least: int, most: int | None = None) -> PrimitiveConstructorSpe
         is_instance=lambda value: value is None or isinstance(value, int),
         str_from_instance=lambda value: [str(value)],
     )
+
+
+def require_extra(extra: str, *packages: str) -> None:
+    """Raises ConfigError if packages of an extra are not installed."""
+    missing = [name for name in packages if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"this command needs {' and '.join(missing)}, which is not installed. Run pip install "
+            f"'forkpoint[{extra}]'."
+        )
 
 
 def check_kernels(config: Config) -> None:

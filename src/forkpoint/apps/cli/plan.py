@@ -95,7 +95,7 @@ class Plan:
             counts and in the order of the file. The ranks run in lockstep, as with sharded weights.
             Memory is that of one rank.
         stages: Show the step on N stages of a pipeline: time, bubble, and memory of each.
-        lanes: Write the times of each stage in the first batch, as Chrome trace events.
+        lanes: Write the times of each stage in the first batch, for forkpoint report.
         frozen_encoder: Plan for an encoder of images and video that is not trained.
         limit: Read only the first N rollouts of the file.
         json: Print one line of JSON and nothing else.
