@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from host_models import lora
 from steps import ACROSS, clear_gradients, forked_batch, gradients, model_state, small_model
 from torch import Tensor
 from transformers.masking_utils import create_causal_mask
@@ -95,17 +95,9 @@ def parts_of(model: Any) -> dict[str, Callable[[], Tensor]]:
     }
 
 
-def adapted() -> Any:
-    model = get_peft_model(small_model("qwen3"), LoraConfig(target_modules=["q_proj", "v_proj"]))
-    for name, parameter in model.named_parameters():
-        if "lora" in name:
-            torch.nn.init.normal_(parameter, std=0.05)
-    return model.double()
-
-
 MODELS: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: small_model("qwen3"),
-    "adapters": adapted,
+    "adapters": lambda: lora(small_model("qwen3"), target_modules=["q_proj", "v_proj"]),
     "gemma2": lambda: small_model("gemma2", sliding_window=4),
     "gated linear attention": lambda: tiny_hybrid("qwen3_next", dtype=torch.float64),
 }

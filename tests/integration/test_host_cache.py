@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from host_models import lora
 from scenarios import CHAIN
 from steps import ACROSS, clear_gradients, forked_batch, relative_distance, small_model, step_error
 from steps import gradients as gradients_of
@@ -48,9 +48,7 @@ def frozen_below(model: nn.Module) -> nn.Module:
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "frozen": lambda: frozen_below(tiny_model("qwen3")),
-    "lora": lambda: get_peft_model(
-        small_model("qwen3"), LoraConfig(target_modules="all-linear", init_lora_weights=False)
-    ),
+    "lora": lambda: lora(small_model("qwen3")),
     "delta rule": lambda: tiny_hybrid("qwen3_5_text", kinds=MIXED + MIXED),
     "mamba": lambda: tiny_hybrid("granitemoehybrid", kinds=MIXED + MIXED),
     "experts": lambda: small_model(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from experts import expert_batch
-from peft import LoraConfig, TaskType, get_peft_model
+from host_models import lora
 from scenarios import CHAIN, LOSSES, TIGHT, acceptance_batch, paired_batch, with_logprobs
 from steps import forked_batch, with_options
 from transformers import PreTrainedModel
@@ -268,14 +268,8 @@ def test_kernels_of_packages_that_round_float32_refuse_no_step(
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.slow
 def test_adapters_on_every_projection() -> None:
-    adapters = LoraConfig(
-        r=4,
-        target_modules=["in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "v_proj"],
-        task_type=TaskType.CAUSAL_LM,
-        init_lora_weights=False,
-    )
-    torch.manual_seed(0)
-    model = get_peft_model(tiny_hybrid("qwen3_5_text"), adapters).double()
+    targets = ["in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "v_proj"]
+    model = lora(tiny_hybrid("qwen3_5_text"), target_modules=targets).double()
     config = Config(sharing="tree", boundary="across", max_microbatch_tokens=12)
     report = wrap(model, config).verify(forked_batch(), GRPO(kl=0.1))
     assert report.passed and report.dtype == "float64", report.table()

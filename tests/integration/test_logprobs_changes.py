@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from host_models import lora
 from router_losses import routed_model
 from steps import ACROSS, clear_gradients, forked_batch, gradients, relative_distance, small_model
 
@@ -26,14 +26,9 @@ pytestmark = [
 
 
 def with_adapters() -> Any:
-    config = LoraConfig(target_modules=["q_proj", "v_proj"], r=2)
-    torch.manual_seed(0)
-    model = get_peft_model(small_model("qwen3"), config)
-    model.add_adapter("other", config)
+    model = lora(small_model("qwen3"), target_modules=["q_proj", "v_proj"])
+    model.add_adapter("other", model.peft_config["default"])
     model.set_adapter("default")
-    for name, parameter in model.named_parameters():
-        if "lora" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
     return model.double()
 
 

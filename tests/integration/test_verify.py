@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, TaskType, get_peft_model
+from host_models import lora
 from sabotage import ACROSS_MICROBATCHES, WITHIN, Sabotage, one_owner_counts
 from steps import ACROSS, clear_gradients, forked_batch, gradients, model_state
 from torch import nn
@@ -112,14 +112,7 @@ def test_an_untouched_bfloat16_model_passes() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_float32_adapters_on_a_bfloat16_base() -> None:
-    adapters = LoraConfig(r=4, target_modules="all-linear", task_type=TaskType.CAUSAL_LM)
-    model = get_peft_model(real_model("qwen3"), adapters)
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.02)
-    report = wrap(model, GROUPS_ACROSS).verify(real_batch(), losses.GRPO())
+    report = wrap(lora(real_model("qwen3")), GROUPS_ACROSS).verify(real_batch(), losses.GRPO())
     assert report.passed, report.table()
     assert (report.dtype, report.reference_dtype) == ("bfloat16", "float32")
     norms = {e.name: e.norm for e in report.nearest.worst}

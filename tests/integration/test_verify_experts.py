@@ -21,7 +21,7 @@ from experts import (
     forced_step,
     found_routers,
 )
-from peft import LoraConfig, TaskType, get_peft_model
+from host_models import lora
 from steps import forked_batch
 
 from forkpoint import Config, Rollout, RolloutBatch, UnsupportedError, VerifyReport, losses, wrap
@@ -218,8 +218,7 @@ def test_float32_and_autocast_and_adapters() -> None:
     assert report.passed, report.table()
     assert report.nearest.routes is not None and report.nearest.routes.dense is not None
     assert report.nearest.routes.dense.elsewhere
-    adapters = LoraConfig(r=4, target_modules=["q_proj", "o_proj"], task_type=TaskType.CAUSAL_LM)
-    adapted = get_peft_model(expert_model("gpt_oss"), adapters)
+    adapted = lora(expert_model("gpt_oss"), target_modules=["q_proj", "o_proj"])
     report = wrap(adapted, ACROSS).verify(expert_batch(), losses.GSPO())
     assert report.passed, report.table()
     assert report.nearest.routes is not None and report.nearest.routes.held

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, PromptTuningConfig, TaskType, get_peft_model
+from host_models import lora
+from peft import PromptTuningConfig, TaskType, get_peft_model
 from steps import model_state
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -31,11 +32,6 @@ def model_kind(change: Change, *, message: str) -> Kind:
             assert state is None or model_state(changed) == state, "a refusal changed the model"
 
     return Kind(message=message, call=call)
-
-
-def lora(model: nn.Module, **options: Any) -> nn.Module:
-    config = LoraConfig(task_type=TaskType.CAUSAL_LM, r=2, **options)
-    return get_peft_model(model, config)  # type: ignore[arg-type]
 
 
 class MyLlama(LlamaForCausalLM):
