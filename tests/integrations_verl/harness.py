@@ -251,10 +251,16 @@ def configurations(case: Case, folder: Path) -> dict[str, Any]:
         "model_config": HFModelConfig(
             path=str(folder),
             load_tokenizer=False,
-            override_config={"attn_implementation": "sdpa"},
+            override_config={
+                "attn_implementation": "sdpa",
+                **case.model.get("override_config", {}),
+            },
             enable_gradient_checkpointing=case.checkpointing,
             lora_rank=4 if case.lora else 0,
-            **{"use_remove_padding": False, **case.model},
+            **{
+                "use_remove_padding": False,
+                **{name: x for name, x in case.model.items() if name != "override_config"},
+            },
         ),
         "engine_config": FSDPEngineConfig(
             **{

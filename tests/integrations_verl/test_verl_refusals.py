@@ -35,6 +35,10 @@ MODEL = {
     },
     "actor_rollout_ref.model.tiled_mlp.enabled is true": {"tiled_mlp": {"enabled": True}},
     "actor_rollout_ref.model.mtp.enable_train is true": {"mtp": MtpConfig(enable_train=True)},
+    # From config.json or override_config. It has no effect in the dense models of these tests.
+    "actor_rollout_ref.model.override_config.output_router_logits is true": {
+        "override_config": {"output_router_logits": True}
+    },
 }
 
 

@@ -64,10 +64,27 @@ def check_options(engine: Any, model: Any) -> None:
         if value is not None and refuses(value):
             name = key.format(role=own, engine=own + engines, model=models)
             text = str(value).lower() if isinstance(value, bool) else short(value)
-            raise UnsupportedError(
-                f"{name} is {text}; forkpoint's engine takes {takes}. {reason} Without "
-                "VERL_ENGINE_VENDOR=forkpoint verl's own engine runs."
-            )
+            raise UnsupportedError(_refusal(name, text, takes, reason))
+    config = model.hf_config
+    text_config = config.get_text_config()
+    trains = not (critic or engine.forward_only)
+    if trains and getattr(text_config, "output_router_logits", False):
+        name = models + "override_config."
+        name += (
+            "output_router_logits" if text_config is config else "text_config.output_router_logits"
+        )
+        reason = (
+            "In transformers it adds a load-balancing loss, which verl's engines never do, so "
+            "gradients stay the same."
+        )
+        raise UnsupportedError(_refusal(name, "true", "false", reason))
+
+
+def _refusal(name: str, value: str, takes: str, reason: str) -> str:
+    return (
+        f"{name} is {value}; forkpoint's engine takes {takes}. {reason} Without "
+        "VERL_ENGINE_VENDOR=forkpoint verl's own engine runs."
+    )
 
 
 def check_strategy(strategy: str, model_type: str) -> None:
