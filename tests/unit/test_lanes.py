@@ -1,6 +1,7 @@
 """Lanes of steps on stages of a pipeline: their times, their file, and how they are drawn."""
 
 import json
+import os
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
@@ -190,5 +191,7 @@ def test_files_that_are_no_lanes(change: dict[str, Any], said: str, tmp_path: Pa
 def test_paths_of_lanes(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read_lanes(tmp_path / "none.json")
+    with pytest.raises(ConfigError, match="is not a file of lanes: a pipe or a device"):
+        read_lanes(Path(os.devnull))
     with pytest.raises(ConfigError, match="cannot be written"):
         Lanes(unit="ms", predicted=(ONE,)).save(tmp_path)

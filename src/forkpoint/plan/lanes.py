@@ -14,7 +14,7 @@ from typing import Literal
 from forkpoint.errors import ConfigError
 from forkpoint.plan.plan import Plan
 from forkpoint.plan.program import BACKWARD, ENCODE, FORWARD, RECOMPUTE, RELEASE, SCORE
-from forkpoint.rollouts.schema import SchemaError, parse_json, read
+from forkpoint.rollouts.schema import SchemaError, parse_json, read, read_small
 
 KIND = "lanes of a pipeline"
 MOST_BYTES = 64 << 20
@@ -103,11 +103,7 @@ def read_lanes(path: Path) -> Lanes:
     Raises ConfigError, naming file and field, if `Lanes.save` did not write the file.
     """
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise SchemaError(
-                f"a file of {path.stat().st_size} bytes; at most {MOST_BYTES} are read"
-            )
-        lanes = read(_File, parse_json(path.read_bytes()), "").lanes
+        lanes = read(_File, parse_json(read_small(path, MOST_BYTES)), "").lanes
         _check_lanes(lanes)
         return lanes
     except OSError as error:
