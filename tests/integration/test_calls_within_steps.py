@@ -197,7 +197,9 @@ def test_a_thread_that_entered_the_decoder_before_the_step() -> None:
 
 
 def test_two_threads_that_begin_steps() -> None:
-    model = small_model("qwen3")
+    """They leave the process's settings as they were."""
+    convolutions: Any = torch.backends.cudnn.conv
+    model, precision = small_model("qwen3"), convolutions.fp32_precision
     policy = wrap(model, ACROSS)
     policy.forward_backward(BATCH, losses.GRPO())
     wanted = gradients(model)
@@ -217,7 +219,7 @@ def test_two_threads_that_begin_steps() -> None:
     for thread in threads:
         thread.join()
     values = [x for x in outcomes if isinstance(x, Tensor)]
-    assert len(outcomes) == 20 and values
+    assert len(outcomes) == 20 and values and convolutions.fp32_precision == precision
     assert all(torch.equal(x, values[0]) for x in values)
     clear_gradients(model)
     policy.forward_backward(BATCH, losses.GRPO())

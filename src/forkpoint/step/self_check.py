@@ -174,7 +174,7 @@ def self_check(
     generators is restored.
     """
     mark = transaction.changes.mark
-    _convolve_in_float32(transaction.changes)
+    _float32_convolutions.enter(transaction.changes)
     sample = sample_of(batch, host)
     comparison = StockComparison(transaction, host, config, sample, training)
     keep_random_state(host.device, transaction.changes)
@@ -186,14 +186,37 @@ def self_check(
     return found
 
 
-def _convolve_in_float32(changes: Changes) -> None:
-    """Prevent cuDNN from rounding inputs of float32 convolutions to TF32, as it does by default.
+class _Float32Convolutions:
+    """Prevents cuDNN from rounding inputs of float32 convolutions to TF32, as it does by default.
 
-    Some of its algorithms do this, and it chooses algorithms by the size of a batch.
+    Some of its algorithms do this, and it chooses algorithms by the size of a batch. The setting is
+    one of the process, and several threads may check models at once: the last one restores it.
     """
-    convolutions = torch.backends.cudnn.conv  # type: ignore[attr-defined]
-    changes.later(setattr, convolutions, "fp32_precision", convolutions.fp32_precision)
-    convolutions.fp32_precision = "ieee"
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users: set[object] = set()
+        self._before = ""
+
+    def enter(self, changes: Changes) -> None:
+        """Set the precision until the changes are undone."""
+        user = object()
+        changes.later(self._leave, user)
+        convolutions = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+        with self._lock:
+            if not self._users:
+                self._before = convolutions.fp32_precision
+            self._users.add(user)
+            convolutions.fp32_precision = "ieee"
+
+    def _leave(self, user: object) -> None:
+        with self._lock:
+            if self._users == {user}:
+                torch.backends.cudnn.conv.fp32_precision = self._before  # type: ignore[attr-defined]
+            self._users.discard(user)
+
+
+_float32_convolutions = _Float32Convolutions()
 
 
 def sample_of(batch: RolloutBatch, host: ModelHost) -> RolloutBatch:
