@@ -44,7 +44,8 @@ class PairLoss(Loss):
             if len(members) != 2:
                 raise RolloutError(
                     f"{who}: {name} takes exactly two rollouts a group, the chosen and the "
-                    f"rejected one, not {len(members)}. Give each pair a different group_id."
+                    f"rejected one, not {len(members)}. Give each pair a different group_id, and "
+                    "both of its rollouts to one rank."
                 )
             preferences = [_preference(batch, n, who, name) for n in members]
             if preferences[0] == preferences[1]:

@@ -9,6 +9,7 @@ from host_models import lora
 from peft import PromptTuningConfig, TaskType, get_peft_model
 from steps import model_state
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DeviceMesh, distribute_tensor
 from transformers import LlamaForCausalLM
@@ -78,6 +79,11 @@ def adapter(config: Any) -> Change:
 
 def partly_on_meta(model: nn.Module) -> nn.Module:
     model.get_submodule("lm_head").to("meta")
+    return model
+
+
+def checkpointed_block(model: Any) -> nn.Module:
+    model.model.layers[0] = checkpoint_wrapper(model.model.layers[0])
     return model
 
 
@@ -165,6 +171,12 @@ MODELS: tuple[Kind, ...] = (
     model_kind(
         lambda m: lora(m, target_modules=["lm_head"]),
         message="the output head is a peft.tuners.lora.layer.Linear;",
+    ),
+    model_kind(
+        checkpointed_block,
+        message="model.layers.0 is a torch.distributed.algorithms._checkpoint.checkpoint_wrapper."
+        "CheckpointWrapper, which has not been shown exact. Leave it out. To recompute "
+        'activations, use Config(checkpointing="full") or model.gradient_checkpointing_enable().',
     ),
     model_kind(
         partly_on_meta,

@@ -72,6 +72,13 @@ KNOWN_HOOKS: tuple[Definition, ...] = (
 """Hooks of transformers, peft and TRL that do not change the values of a microbatch."""
 
 
+RECOMPUTE = (
+    'Leave it out. To recompute activations, use Config(checkpointing="full") or '
+    "model.gradient_checkpointing_enable()."
+)
+"""Remedy for torch's CheckpointWrapper."""
+
+
 def check_modules(
     model: nn.Module, packages: tuple[str, ...], idle: Collection[nn.Module] = ()
 ) -> None:
@@ -89,7 +96,8 @@ def check_modules(
     for name, module in every_module(model):
         if module in idle:
             continue
-        check_code(name, module, allowed, remedy, parallel_forward)
+        wraps = plain_class(module).__name__ == "CheckpointWrapper"
+        check_code(name, module, allowed, RECOMPUTE if wraps else remedy, parallel_forward)
         for adapter, variant in vars(module).get("lora_variant", {}).items():
             if not type(variant).__name__.startswith("Dora"):
                 raise UnsupportedError(
