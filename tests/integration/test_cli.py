@@ -18,6 +18,7 @@ from commands import Done, Shell, changed, made_up_rollouts, write_rollouts
 import dumps
 import forkpoint
 from forkpoint import Config, ConfigError, Policy
+from forkpoint.apps.cli.app import reason_in
 from forkpoint.apps.cli.output import Output
 
 READING = {"--format", "--on-error", "--tokenizer", "--memory-limit"}
@@ -78,14 +79,35 @@ def test_commands_and_options_are_listed(shell: Shell) -> None:
         (["plan", "x.jsonl", "--batch-rollouts", "0"], ("--batch-rollouts", "at least 1")),
         (["replay", "x.jsonl", "--model", "m", "--seed", str(2**63)], ("--seed",)),
         (["replay", "x.jsonl", "--model", "m", "--lr", "fast"], ("--lr", "fast")),
+        (["plan", "x.jsonl", "--max-microbatch-tokens", "few"], ("{None}|INT", "few")),
+        (["plan", "x.jsonl", "--split", "9" * 5000], ("exchange", "--split")),
+        (["plan", "x.jsonl", "--memory-limit"], ("--memory-limit",)),
     ],
     ids=lambda part: " ".join(part) if isinstance(part, list) else "",
 )
 def test_wrong_arguments(arguments: list[str], said: tuple[str, ...], shell: Shell) -> None:
     done = shell(*arguments)
     assert (done.code, done.out) == (2, "")
+    assert re.fullmatch("error: .{,900}\n", done.err)
+    assert arguments == ["plna"] or done.err.endswith(
+        f" {arguments[0]} --help lists the options.\n"
+    )
     for part in said:
         assert part in done.err
+
+
+@pytest.mark.parametrize(
+    "box",
+    [
+        "╭─ Wrong ────╮\n│ no --x: 'a │\n│ b'.        │\n│ ────────── │\n│ help │\n╰──────╯\n",
+        "  Invalid\n --------\n| no --x: 'a |\n| b'. |\n | ------- |\n| --help |\n --------\n",
+        "\x1b[31m╭─\n│\x1b[0m \x1b[1mno\x1b[0m --x: 'a b' \x1b[31m│\n│ ── │\n│ see │\n╰─\x1b[0m\n",
+    ],
+    ids=["a file", "a terminal without UTF-8", "a terminal with colors"],
+)
+def test_messages_of_tyro(box: str) -> None:
+    assert reason_in(box) == "no --x: 'a b'."
+    assert reason_in("") == "the arguments are wrong."
 
 
 def test_what_is_imported(rollouts: Path) -> None:

@@ -1,8 +1,12 @@
 """Commands by name, with arguments that tyro parses. Imports no torch."""
 
 import importlib
+import re
+import sys
 from collections.abc import Mapping
+from contextlib import redirect_stderr
 from dataclasses import dataclass
+from io import StringIO
 from typing import Any
 
 import tyro
@@ -14,6 +18,8 @@ from forkpoint.apps.cli.output import Output
 from forkpoint.errors import ConfigError
 
 # Help is in docstrings. The search for help in comments would take half of the time.
+MOST_CHARACTERS = 600
+"""Largest part of a message about arguments that is shown. Arguments can be long."""
 TYRO_CONFIG = (FlagCreatePairsOff, HelptextFromCommentsOff, OmitArgPrefixes)
 
 
@@ -39,8 +45,7 @@ class App:
     def run(self, arguments: list[str]) -> int:
         """Run one command and return its exit code.
 
-        Raises SystemExit after the help of a command (0) and for wrong arguments (2), which tyro
-        has explained.
+        Raises SystemExit after the help of a command, and ConfigError for wrong arguments.
         """
         if not arguments or arguments[0] in ("-h", "--help"):
             found = Table(show_header=False, box=None)
@@ -53,8 +58,47 @@ class App:
             print(f"forkpoint {__version__}")
             return 0
         name, *rest = arguments
-        prog = f"{self.prog} {name}"
-        return tyro.cli(self.command(name), prog=prog, args=rest, config=TYRO_CONFIG).run()
+        return _parsed(self.command(name), f"{self.prog} {name}", rest).run()
+
+
+def _parsed(command: Any, prog: str, arguments: list[str]) -> Any:
+    """Make a command from its arguments. Raises ConfigError, with tyro's reason, for wrong ones."""
+    shown = StringIO()
+    try:
+        with redirect_stderr(shown):
+            made = tyro.cli(command, prog=prog, args=arguments, config=TYRO_CONFIG)
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        reason = reason_in(shown.getvalue())
+        raise ConfigError(f"{reason} {prog} --help lists the options.") from None
+    print(shown.getvalue(), end="", file=sys.stderr)
+    return made
+
+
+def reason_in(box: str) -> str:
+    """The message in a box that tyro has drawn, in which the help of options follows the message
+    below a rule."""
+    # The first line and the last line are the frame.
+    lines = re.sub(r"\x1b\[[\d;]*m", "", box).splitlines()[1:-1]
+    parts: list[list[str]] = [[]]
+    for line in (line.strip("│| ") for line in lines):
+        if line and set(line) <= {"─", "-"}:
+            parts.append([])
+        elif line:
+            parts[-1].append(line)
+    said, *below = [part for part in parts if part] or [[]]
+    if "Got errors:" in said:  # one for each type of an option that takes several
+        said = said[: said.index("Got errors:")]
+    reason = re.sub(r"^Error parsing (\w+: )?", "", " ".join(said)).rstrip(".")
+    reason = reason or "the arguments are wrong"
+    if len(reason) > MOST_CHARACTERS:
+        reason = f"{reason[: MOST_CHARACTERS // 2]}...{reason[-MOST_CHARACTERS // 2 :]}"
+    for part in below:
+        if part[0] == "Perhaps you meant:":
+            near = [line.split()[0] for line in part if line.startswith("--")]
+            return f"{reason}. Perhaps you meant {' or '.join(near)}."
+    return f"{reason}."
 
 
 NAMES = ("demo", "plan", "replay", "report", "verify", "calibrate", "doctor")
