@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from host_models import lora
+from host_models import frozen_below, lora
 from scenarios import CHAIN
 from steps import ACROSS, clear_gradients, forked_batch, relative_distance, small_model, step_error
 from steps import gradients as gradients_of
@@ -37,13 +37,6 @@ def in_small_chunks(policy: Policy) -> Staging:
     transfers = PlainTransfers(torch.device("cpu"), chunk_bytes=SMALL_CHUNK)
     policy.model_state.staging = Staging(transfers)
     return policy.model_state.staging
-
-
-def frozen_below(model: nn.Module) -> nn.Module:
-    """Train the last layer and the head alone."""
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("layers.2" in name or "lm_head" in name)
-    return model
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
