@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_plan_packing import plan_of
 
 from forkpoint import Config, Plan, Rollout, RolloutBatch
 from forkpoint.ops.attention import AttentionTable
@@ -118,11 +119,6 @@ def check_tables(plan: Plan, window: int) -> None:
         copied = len(windowed.key_index) - microbatch.tokens
         assert copied <= (window - 1) * len(microbatch.segments), "a bounded copy"
         assert chunked.key_index is not None and len(chunked.key_index) <= len(windowed.key_index)
-
-
-def plan_of(lists: list[list[int]], **options) -> Plan:
-    batch = RolloutBatch(Rollout(ids, [0] * len(ids), 0.0, group_id="g") for ids in lists)
-    return make_plan(batch, config=Config(**options))
 
 
 def test_the_launches_of_a_flat_group_across_microbatches() -> None:

@@ -1,26 +1,19 @@
 """How microbatches are filled: first-fit decreasing, whole paths, subtrees, order within a
 microbatch."""
 
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_forest import forest_of
 
 from forkpoint import Config, Plan, Rollout, RolloutBatch
 from forkpoint.plan import ModelShape, make_plan
 from forkpoint.plan.capabilities import Capabilities
 from forkpoint.plan.packing import breadth_or_depth, first_fit_decreasing
-from forkpoint.tree.forest import Forest, build_forest, sort_rollouts
 
 
 def plan_of(lists: list[list[int]], **options) -> Plan:
     batch = RolloutBatch(Rollout(ids, [0] * len(ids), 0.0, group_id="g") for ids in lists)
     return make_plan(batch, config=Config(**options))
-
-
-def forest_of(lists: list[list[int]]) -> Forest:
-    offsets = np.cumsum([0, *map(len, lists)])
-    classes = np.zeros(len(lists), np.int64)
-    return build_forest(sort_rollouts(np.concatenate(lists), offsets, classes), len(lists))
 
 
 def lengths_of(plan: Plan) -> list[list[int]]:

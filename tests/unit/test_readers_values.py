@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from damaged import critic
 
 import dumps
 from forkpoint import Rollout
@@ -79,10 +80,6 @@ OTHERS = (
     *("multi_modal_inputs", "kind"),
 )
 """Fields that some format reads and its dumps here have not."""
-
-
-def critic(make: Make) -> Make:
-    return lambda rollouts: make(dumps.with_critic(rollouts))
 
 
 TABLES: dict[str, Make] = {

@@ -10,6 +10,7 @@ from steps import forked_batch
 
 import forkpoint
 from bad_inputs.kind import Kind
+from bad_inputs.rollouts import policy
 from forkpoint import Config, Policy, losses, save_rollouts, wrap
 from forkpoint.errors import ConfigError
 from forkpoint.losses import Denominators
@@ -17,10 +18,6 @@ from forkpoint.testing import tiny_model
 
 REPLAY = ("replay", "ok.jsonl", "--model", "ok.json")
 GRPO = losses.GRPO()
-
-
-def policy() -> Policy:
-    return wrap(tiny_model("llama"))
 
 
 def option_kind(
