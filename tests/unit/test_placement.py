@@ -179,6 +179,20 @@ def test_a_group_is_split_only_where_that_is_cheaper() -> None:
     assert sum(any(i < 4 for i in own) for own in found) == 1
 
 
+def test_groups_that_a_loss_couples_stay_whole() -> None:
+    """Pairs of rollouts with long responses and few tokens in common, which other losses split."""
+    pairs = [
+        Rollout([1, *[10 * n + m] * 40], [0, *[1] * 40], advantage=m - 0.5, group_id=f"pair {n}")
+        for n in range(2)
+        for m in range(2)
+    ]
+    arguments = {"ranks": 4, "model": None}
+    for loss in (losses.DPO(beta=0.1), losses.SimPO(beta=2.0, gamma=0.5)):
+        found = forkpoint.place(pairs, loss=loss, **arguments)
+        assert sorted(found) == [[], [], [0, 1], [2, 3]]
+    assert [] not in forkpoint.place(pairs, loss=losses.GRPO(), **arguments)
+
+
 def test_the_price_of_what_parts_share() -> None:
     batch = RolloutBatch(group(0, 600, [200] * 4))
     paths = Paths.of_batch(batch)

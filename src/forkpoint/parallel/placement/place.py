@@ -77,7 +77,7 @@ def place(
             of a config.json, or a name, folder or config.json as for `forkpoint plan --model`. None
             counts tokens.
         whole_groups: whether groups are never split. Losses that couple the rollouts of a group on
-            one rank need this.
+            one rank need this. If such a loss is passed as `loss`, groups are not split either.
         max_microbatch_tokens: the value in the `Config` of the ranks; None for its default.
         calibration: a result of `forkpoint calibrate` for this model. Costs are then milliseconds,
             with the measured price of the link if there is one.
@@ -113,6 +113,7 @@ def place(
     if shape is not None and calibration is not None and not isinstance(model, ModelShape):
         # A name does not say the dtype; the calibration does.
         shape = replace(shape, dtype_bytes=calibration.shape.dtype_bytes)
+    whole_groups = whole_groups or (loss is not None and _couples_groups(batch, loss))
     paths = Paths.of_batch(batch, None if loss is None else _runs(batch, loss))
     rates = Rates.of(shape, calibration)
     rank = place_paths(
@@ -136,6 +137,14 @@ def _runs(batch: RolloutBatch, loss: "Loss") -> IntArray:
     # Rollouts of other ranks may be coupled with zero rollouts of a rank.
     zero = None if known.across_ranks else zero_rollouts(known, batch)
     return run_lengths(batch, zero)
+
+
+def _couples_groups(batch: RolloutBatch, loss: "Loss") -> bool:
+    """Whether the rollouts of each group must be on one rank. Imports torch."""
+    from forkpoint.losses.base import as_loss
+    from forkpoint.parallel.agreement import coupled
+
+    return len(batch) > 0 and coupled(as_loss(loss), batch) == "groups"
 
 
 def check_ranks(ranks: int) -> None:
