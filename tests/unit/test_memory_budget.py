@@ -176,6 +176,8 @@ def test_the_least_budget_is_named() -> None:
         with pytest.raises(PlanError):
             make_plan(batch, SHAPE, Config(memory_budget=needed[-1] * 9 // 10))
     assert needed[1] <= needed[0] <= 1.1 * needed[1]
+    with pytest.raises(PlanError, match=r"to at least \d+, or use boundary='across'"):
+        make_plan(batch, SHAPE, Config(memory_budget=1000, boundary="within"))
 
 
 def test_what_fits_nowhere_is_planned_with_the_least_memory() -> None:
