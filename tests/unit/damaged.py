@@ -288,6 +288,8 @@ FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
     "safetensors of a shape that is not there": (
         lambda f: declaring(f, shape=[2**40]), ["x.safetensors", "invalid shape"]),
     "parquet with a column twice": (column_twice, ["x.parquet has the column 'token_ids' more"]),
+    "lines with a NUL byte": (lambda f: raw(f, "x.jsonl", b'{"a": [1, 2, 3]}\n\0\0'),
+                              ["unknown file type", "and has a NUL byte at position 17"]),
     "a device": (lambda _: Path(os.devnull), ["is a pipe or a device"]),
     "rows of another number": (edited(TRL, shorter("advantages")),
                                [f"'advantages' has {COUNT - 1} rows, but completion_ids has"]),

@@ -75,3 +75,20 @@ def test_a_full_disk_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match=r"file of 2\.0 KiB cannot be made there, beside 0 bytes"):
         staging(1, tmp_path).begin().take(CHUNK)
     assert not open_files(tmp_path)
+
+
+def test_memory_that_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = staging()
+    frame = memory.begin()
+    assert frame.take(CHUNK) is not None
+
+    def none_left(nbytes: int) -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(memory.transfers, "host_buffer", none_left)
+    with pytest.raises(RuntimeError, match="out of memory") as raised:
+        frame.take(3 * CHUNK)
+    assert raised.value.__notes__ == [
+        "forkpoint: 8.0 KiB of host memory cannot be allocated beside 2.0 KiB of others. Set "
+        "Config(host_memory=...) to at most that, and offload_folder for data beyond it."
+    ]

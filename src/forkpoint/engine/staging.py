@@ -243,7 +243,15 @@ class Staging:
             if size > room:
                 return None if self.folder is None else self._file_buffer(self.folder, whole)
         begin = time.perf_counter()
-        buffer = Buffer(self.transfers.host_buffer(size))
+        try:
+            buffer = Buffer(self.transfers.host_buffer(size))
+        except (RuntimeError, MemoryError) as error:
+            error.add_note(
+                f"forkpoint: {format_bytes(size)} of host memory cannot be allocated beside "
+                f"{format_bytes(self.held_bytes)} of others. Set Config(host_memory=...) to at "
+                "most that, and offload_folder for data beyond it."
+            )
+            raise
         self._allocation_ms += (time.perf_counter() - begin) * 1e3
         return buffer
 
