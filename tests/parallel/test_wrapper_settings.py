@@ -8,7 +8,16 @@ import torch
 import torch.distributed as dist
 from mixed_calls import MixedCalls, stock
 from processes import run_ranks
-from scenarios_of_ranks import BAR, UNEQUAL, Scenario, model_of, replicated, said, sharded
+from scenarios_of_ranks import (
+    BAR,
+    UNEQUAL,
+    Scenario,
+    compared,
+    model_of,
+    replicated,
+    said,
+    sharded,
+)
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -60,6 +69,17 @@ def with_another_factor(call: str) -> float:
 @pytest.mark.parametrize("call", ["loss", "sum"])
 def test_a_divide_factor_is_read_at_every_step(call: str) -> None:
     assert max(run_ranks(2, with_another_factor, call)) < BAR
+
+
+def not_gathered_in_backwards(model: nn.Module) -> nn.Module:
+    """The root has weights that its backward needs. Ordinary training keeps them for it."""
+    sharded(model).set_unshard_in_backward(False)  # type: ignore[operator]
+    return model
+
+
+def test_weights_are_gathered_where_a_step_needs_them() -> None:
+    for found in run_ranks(2, compared, Scenario(wrap=not_gathered_in_backwards)):
+        assert found["error"] < BAR
 
 
 # Refusals

@@ -159,6 +159,9 @@ class FullySharded(Holder):
         for group in self._groups():
             changes.set(vars(group), "reduce_grads", False)
             changes.set(vars(group), "all_reduce_grads", False)
+            # Of `set_unshard_in_backward(False)`: after the backward of one microbatch, weights
+            # that ordinary training keeps for its backward are not there for the next one.
+            changes.set(vars(group), "unshard_in_backward", True)
         changes.set(vars(self._context), "is_last_backward", False)
         if fsdp.SINCE_2_15:  # even if the user calls `finalize_backward`
             changes.set(vars(self._context), "manual_backward_finalization", False)
