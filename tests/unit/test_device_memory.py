@@ -65,3 +65,8 @@ def test_ranks_divide_what_a_device_holds() -> None:
     assert not one.fits(6 * GB) and one.least_ranks(6 * GB) == 2
     assert replicated.least_ranks(6 * GB) == 4, "no fewer than there are"
     assert replace(one, parameters=10**11).least_ranks(0) is None
+    # The planner on these ranks keeps to whole GiB.
+    two = replace(one, ranks=2)
+    assert two.budget_bytes < two.left_bytes
+    assert two.has_plan(two.budget_bytes) and two.fits(two.left_bytes)
+    assert not two.has_plan(two.left_bytes) and one.least_ranks(two.left_bytes) == 4

@@ -136,12 +136,18 @@ class DeviceMemory:
         """Whether activations and prefix cache of this size fit."""
         return peak_bytes <= self.left_bytes
 
+    def has_plan(self, peak_bytes: int) -> bool:
+        """Whether a plan with this peak is found on the device: one that fits, and keeps to the
+        budget in whole GiB."""
+        return self.fits(peak_bytes) and peak_bytes <= self.budget_bytes
+
     def least_ranks(self, peak_bytes: int) -> int | None:
-        """Smallest power of two, at least the present number of ranks, for which activations and
-        prefix cache of this size fit if the model is sharded; None if there is none."""
+        """Smallest power of two, at least the present number of ranks, on which a plan with this
+        peak is found if the model is sharded; None if there is none."""
         count = 2
         while count <= MOST_RANKS:
-            if count >= self.ranks and replace(self, ranks=count, sharded=True).fits(peak_bytes):
+            other = replace(self, ranks=count, sharded=True)
+            if count >= self.ranks and other.has_plan(peak_bytes):
                 return count
             count *= 2
         return None

@@ -230,7 +230,7 @@ def smaller_answers(device: DeviceMemory | None, peak_bytes: int | None) -> dict
     fitting = [
         f"{options} ({name})"
         for options, (name, other) in _smaller(device).items()
-        if other.fits(peak)
+        if other.has_plan(peak)
     ]
     return {"or fits with": ", or ".join(fitting)} if fitting else {}
 
