@@ -67,11 +67,10 @@ class Config:
             exists. Data beyond it goes to offload_folder, or stays on the device. On CUDA, auto is
             half of the machine's memory, divided by the training processes on it. On other devices
             auto means no limit, as None does.
-        offload_folder: Folder on a local disk for data beyond host_memory, in memory-mapped files
-            without names. Their space is free again when the policy is deleted or the process
-            ends.
-            Copies take longer than to pinned memory, and predicted times do not include this. None
-            means no files.
+        offload_folder: Existing folder on a local disk for data beyond host_memory, in
+            memory-mapped files without names. Their space is free again when the policy is deleted
+            or the process ends. Copies take longer than to pinned memory, and predicted times do
+            not include this. None means no files.
         calibration: Measured prices, by which the planner compares plans. auto takes the file that
             `forkpoint calibrate` wrote for this device and model shape. Without such a file, a
             policy on CUDA measures a few layers of random weights at its first plan. This takes
