@@ -54,7 +54,8 @@ def container_of(path: Path) -> str:
         raise tensors.refuse_pickle(path)
     known = path.suffix in (".safetensors", ".parquet", ".pt", ".pth")
     if known or (b"\0" in head and not head.startswith(COMPRESSED)):
-        later = f" and has a NUL byte at position {head.index(0)}" if 0 in head[8:] else ""
+        first = head.find(0)
+        later = f" and has a NUL byte at position {first}" if first >= 8 else ""
         raise RolloutError(
             f"{path} has an unknown file type, or is truncated: it begins with {short(head[:8])}"
             f"{later}. Give JSON lines (plain, gzip or zstd), parquet, safetensors or a torch file."
