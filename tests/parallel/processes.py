@@ -56,23 +56,21 @@ def run_ranks(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    pipes, children, stacks = [], [], []
+    answers, children, stacks = [], [], []  # no pipes, which hold 64 KB until they are read
     for rank in range(size):
-        reading, writing = os.pipe()
+        answers.append(os.memfd_create("answer"))
         stacks.append(os.memfd_create("stacks"))
         child = os.fork()
         if child == 0:
-            os.close(reading)
-            _run_here(rank, size, port, writing, stacks[-1], work, args)
-        os.close(writing)
-        pipes.append(reading)
+            _run_here(rank, size, port, answers[-1], stacks[-1], work, args)
         children.append(child)
     ended = _wait(children, limit_s)
     results, failures = [], []
-    for rank, (reading, stack, status) in enumerate(zip(pipes, stacks, ended, strict=True)):
-        with os.fdopen(reading, "rb") as pipe, os.fdopen(stack) as died:
-            content = pipe.read()
-            died.seek(0)
+    for rank, (answer, stack, status) in enumerate(zip(answers, stacks, ended, strict=True)):
+        with os.fdopen(answer, "rb") as told, os.fdopen(stack) as died:
+            for file in (told, died):
+                file.seek(0)
+            content = told.read()
             how = f"ended with {status}\n{died.read()}"
         done, value = pickle.loads(content) if content else (False, how)
         results.append(value)
@@ -104,7 +102,7 @@ def _run_here(
     rank: int,
     size: int,
     port: int,
-    writing: int,
+    told: int,
     stack: int,
     work: Callable[..., Any],
     args: tuple[Any, ...],
@@ -124,8 +122,8 @@ def _run_here(
         code = 0
     except BaseException:
         answer = (False, traceback.format_exc())
-    with os.fdopen(writing, "wb") as pipe:
-        pipe.write(pickle.dumps(answer))
+    with os.fdopen(told, "wb") as file:
+        file.write(pickle.dumps(answer))
     os._exit(code)
 
 
