@@ -146,8 +146,8 @@ def late() -> list[str]:
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("forkpoint").addHandler(handler)
-    process_groups.TOLD_AFTER_S = 0.2
-    for seconds in (1.0, 0.0):
+    for seconds, told_after in ((1.0, 0.2), (0.0, 30.0)):
+        process_groups.TOLD_AFTER_S = told_after
         model = replicated(tiny_model("qwen3"))
         time.sleep(seconds * dist.get_rank())
         forkpoint.wrap(model, DEEP)

@@ -112,6 +112,7 @@ def _telling_of_absent(every: Ranks) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+        timer.join(1.0)
 
 
 def next_number() -> int:
