@@ -201,7 +201,7 @@ def test_a_loss_has_one_scale_on_all_ranks() -> None:
 
 
 def trained_apart(wrap: Any) -> list[tuple[str, bool]]:
-    """The errors of calls of a model of which each rank trains another layer."""
+    """Errors of calls in which each rank trains another layer."""
     policy, _ = policies(wrap)
     model, own = policy.host.model, RolloutBatch(UNEQUAL[dist.get_rank()])
     for name, parameter in model.named_parameters():
@@ -226,7 +226,7 @@ def test_ranks_that_train_other_parameters_are_told(wrap: str) -> None:
 
 
 def of_two_sizes(wrap: Any, sizes: dict[str, tuple[int, int]]) -> str:
-    """The error of a step of two models, of which each rank has one."""
+    """Error of a step in which each rank has another model."""
     own = {name: size[dist.get_rank()] for name, size in sizes.items()}
     policy = on_ranks(wrap(tiny_model("qwen3", **own)), DEEP)
     return said(lambda: policy.score(RolloutBatch(UNEQUAL[dist.get_rank()])))

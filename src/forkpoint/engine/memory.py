@@ -140,9 +140,11 @@ def measured_budget(
 ) -> int:
     """Bytes on a CUDA device for activations and prefix caches, in whole GiB.
 
-    This is the memory that is free or cached by torch, minus a margin and what else a step will
-    allocate. These are gradients and optimizer states of `parameters` that do not exist yet, and
-    `besides_bytes`, the gathered weights and gradients of sharded parameters.
+    This is the memory that is free or cached by torch, minus a margin and minus the memory that a
+    step will allocate: gradients and optimizer states of `parameters` that do not exist yet, and
+    `besides_bytes`.
+
+    besides_bytes: gathered weights and gradients of sharded parameters.
     """
     every = [p for p in parameters if p.requires_grad]
     trained = [local(p) for p in every]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from forkpoint.errors import ConfigError
-from forkpoint.plan.plan import Plan
+from forkpoint.plan.plan import CostUnit, Plan
 from forkpoint.plan.program import BACKWARD, ENCODE, FORWARD, RECOMPUTE, RELEASE, SCORE
 from forkpoint.rollouts.schema import SchemaError, parse_json, read, read_small
 
@@ -60,7 +60,7 @@ def _check_lane(lane: Lane, field: str) -> None:
 class Lanes:
     """Lanes of a step, from the first stage to the last."""
 
-    unit: Literal["FLOPs", "ms", "tokens"]
+    unit: CostUnit
     """Unit of predicted times, that of the plan's prices."""
     predicted: tuple[Lane, ...]
     """Lanes with predicted times."""
@@ -144,7 +144,7 @@ def lanes_of(plan: Plan, measured: Sequence[Lane] = ()) -> Lanes:
         )
         found.append(lane)
     return Lanes(
-        unit=plan.cost_unit,  # type: ignore[arg-type]  # one of meters
+        unit=plan.cost_unit,
         predicted=tuple(found),
         measured=tuple(measured),
         peak_bytes=schedule.peak_bytes,

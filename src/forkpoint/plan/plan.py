@@ -46,6 +46,8 @@ from forkpoint.tree import CacheSlots, Microbatch
 from forkpoint.tree.forest import Forest, IntArray
 from forkpoint.units import format_bytes
 
+CostUnit = Literal["ms", "FLOPs", "tokens"]
+"""Unit of costs: ms with a calibration, FLOPs without one, tokens without a model shape."""
 MOST_ROWS = 24
 MOST_SEGMENTS = 40
 MOST_LEVELS = 12
@@ -144,8 +146,8 @@ class Plan:
     """Sizes of the model; None if the plan counts tokens only."""
     cost: float = 0.0
     """Predicted cost of the step, by which the planner compares plans."""
-    cost_unit: str = "tokens"
-    """Unit of `cost`: ms with a calibration, FLOPs without one, tokens without a model shape."""
+    cost_unit: CostUnit = "tokens"
+    """Unit of `cost`."""
     predicted_ms: float | None = None
     """Predicted time of a step in milliseconds; None without a calibration."""
     predicted_peak_bytes: int | None = None

@@ -197,22 +197,22 @@ class _Float32Convolutions:
         self._lock = threading.Lock()
         self._users: set[object] = set()
         self._before = ""
+        self._settings: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
 
     def enter(self, changes: Changes) -> None:
         """Set the precision until the changes are undone."""
         user = object()
         changes.later(self._leave, user)
-        convolutions = torch.backends.cudnn.conv  # type: ignore[attr-defined]
         with self._lock:
             if not self._users:
-                self._before = convolutions.fp32_precision
+                self._before = self._settings.fp32_precision
             self._users.add(user)
-            convolutions.fp32_precision = "ieee"
+            self._settings.fp32_precision = "ieee"
 
     def _leave(self, user: object) -> None:
         with self._lock:
             if self._users == {user}:
-                torch.backends.cudnn.conv.fp32_precision = self._before  # type: ignore[attr-defined]
+                self._settings.fp32_precision = self._before
             self._users.discard(user)
 
 

@@ -29,8 +29,8 @@ LONG_TOKENS = 2048
 missing. On an H100 a sequence of 2,100 tokens took 0.39 ms padded on cuDNN and 0.52 on
 FlashAttention-2 (forward and backward, heads 16:8 of 128), one of 8,506 tokens 2.24 and 3.98."""
 REPEATED_BYTES = 1 << 31
-"""Most bytes that a launch's backward takes for gradients of keys and values of every head of
-queries, as long as it has a key head less to run at a time."""
+"""Limit of the bytes that a launch's backward takes for gradients of keys and values of every head
+of queries. Above it, fewer key heads run at a time, at least one."""
 PADDED_STEP_TOKENS = 512
 """Least difference of two padded lengths. Above 8,192 tokens it is a sixteenth of the power of two
 below, which pads by 6% at most."""

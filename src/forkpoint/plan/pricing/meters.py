@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from forkpoint.plan.host_cache import outer_ancestors
-from forkpoint.plan.plan import Plan
+from forkpoint.plan.plan import CostUnit, Plan
 from forkpoint.plan.pricing.calibration import WIDE_PAIRS, Calibration
 from forkpoint.plan.pricing.cost import (
     ATTENTION_BACKWARD,
@@ -81,7 +81,7 @@ class Meter(ABC):
     meter.
     """
 
-    unit: str
+    unit: CostUnit
 
     @abstractmethod
     def forward(self, microbatch: Microbatch, *, boundary_only: bool = False) -> float:
@@ -181,7 +181,7 @@ class CountedMeter(Meter):
     """Prices in FLOPs: edges, padding, microbatches too short to fill a device, and fixed costs of
     microbatches and of additional launches of attention. Bytes are counted."""
 
-    unit: str = "FLOPs"
+    unit: CostUnit = "FLOPs"
 
     def __init__(self, plan: Plan) -> None:
         assert plan.shape is not None
@@ -279,7 +279,7 @@ class CountedMeter(Meter):
 class TokenMeter(Meter):
     """Prices in tokens, for models without a shape. A backward costs twice its forward."""
 
-    unit: str = "tokens"
+    unit: CostUnit = "tokens"
 
     def forward(self, microbatch: Microbatch, *, boundary_only: bool = False) -> float:
         return max(microbatch.tokens, EFFICIENT_TOKENS)
@@ -342,7 +342,7 @@ class MeasuredMeter(Meter):
     entries, and sends inputs of attention.
     """
 
-    unit: str = "ms"
+    unit: CostUnit = "ms"
 
     def __init__(self, calibration: Calibration, plan: Plan) -> None:
         assert plan.shape is not None
@@ -540,7 +540,7 @@ class DealtMeter(Meter):
         alone = replace(plan, shape=replace(plan.shape, context=1))
         # One meter for each part, because all parts have the index of their microbatch.
         self._alone = [_meter_by_heads(alone, calibration) for _ in range(plan.shape.context)]
-        self.unit: str = self._heads.unit
+        self.unit: CostUnit = self._heads.unit
 
     def _most(self, microbatch: Microbatch, price: Callable[[Meter, Microbatch], float]) -> float:
         """The price by heads, or that of the costliest part."""
