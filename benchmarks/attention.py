@@ -20,7 +20,7 @@ from benchmarks.runner import Benchmark, Deadline
 from benchmarks.timing import Timing, time_cuda
 from forkpoint.errors import ConfigError, UnsupportedError
 from forkpoint.ops.attention import KERNELS, AttentionTable, Kernel, Launch, select_kernel
-from forkpoint.ops.attention.kernel import Asked, Options
+from forkpoint.ops.attention.kernel import Asked, BackwardInputs, Options
 from forkpoint.ops.attention.operator import Reading, attend, attend_backward
 from forkpoint.ops.attention.registry import launch_kernel
 from forkpoint.plan.packing import breadth_or_depth
@@ -205,7 +205,7 @@ class Inputs:
         chosen = launch_kernel("auto", launch, asked)
         k, v, q, do = self.k[index], self.v[index], self.q[slots], self.do[slots]
         o, lse = chosen.forward(q, k, v, launch, self.options)
-        dq, dk, dv = chosen.backward(do, q, k, v, o, lse, launch, self.options)
+        dq, dk, dv = chosen.backward(BackwardInputs(do, q, k, v, o, lse), launch, self.options)
         back = torch.empty_like(slots)
         back[slots] = torch.arange(len(slots), device="cuda")
         wide = [torch.zeros_like(self.k, dtype=torch.float32) for _ in range(2)]
@@ -287,9 +287,10 @@ def _dense(case: Case, chosen: Kernel, name: str, best: float) -> Iterator[Resul
     launch, options = causal_launch(timed, timed), Options(case.heads[2] ** -0.5)
     q, do, k, v = random_tensors(case, sum(timed), 1)
     o, lse = chosen.forward(q, k, v, launch, options)
+    inputs = BackwardInputs(do, q, k, v, o, lse)
     runs: dict[str, Callable[[], object]] = {
         "forward": lambda: chosen.forward(q, k, v, launch, options),
-        "backward": lambda: chosen.backward(do, q, k, v, o, lse, launch, options),
+        "backward": lambda: chosen.backward(inputs, launch, options),
     }
     note = None if factor == 1 else f"{len(timed)} responses timed, scaled by {factor:g}"
     whole = 0.0

@@ -23,7 +23,7 @@ from forkpoint.ops.attention import (
     shared_attention,
 )
 from forkpoint.ops.attention import kernel as kernels
-from forkpoint.ops.attention.kernel import Asked, Options
+from forkpoint.ops.attention.kernel import Asked, BackwardInputs, Options
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 PLAIN = Options(0.4)
@@ -57,7 +57,7 @@ def test_many_queries_below_one_prefix_keep_their_digits(name: str, dtype: torch
     for compute in (dtype, torch.float64):
         q, k, v, do = (x.to(compute) for x in random_qkv(launch, 2, 1, dtype))
         o, lse = RECORDS[name].forward(q, k, v, launch, PLAIN)
-        results.append(RECORDS[name].backward(do, q, k, v, o, lse, launch, PLAIN))
+        results.append(RECORDS[name].backward(BackwardInputs(do, q, k, v, o, lse), launch, PLAIN))
     for found, expected in zip(*results, strict=True):
         error = (found.double() - expected).norm() / expected.norm()
         assert error < torch.finfo(dtype).eps / 2
@@ -209,7 +209,8 @@ def test_long_sequences_are_computed_by_blocks_of_queries(
         blocks = list(reference._blocks(launch, heads=4))
         assert all(4 * (q1 - q0) * (k1 - k0) <= max(most, 4 * 11) for q0, q1, k0, k1 in blocks)
         o, lse = kernel.forward(q, k, v, launch, options)
-        results.append((o, lse, *kernel.backward(do, q, k, v, o, lse, launch, options)))
+        inputs = BackwardInputs(do, q, k, v, o, lse)
+        results.append((o, lse, *kernel.backward(inputs, launch, options)))
     for found in results[1:]:
         for x, expected in zip(found, results[0], strict=True):
             assert (x - expected).abs().max() < 1e-13

@@ -9,7 +9,8 @@ from attention_cases import RECORDS, Case, Inputs, make_forest, path_attention
 from torch import Tensor
 
 from forkpoint.errors import UnsupportedError
-from forkpoint.ops.attention import CacheSlice, operator, registry, shared_attention
+from forkpoint.ops.attention import CacheSlice, Launch, operator, registry, shared_attention
+from forkpoint.ops.attention.kernel import BackwardInputs, Gradients, Options
 from forkpoint.ops.attention.merge import Part, merge
 from forkpoint.ops.attention.source import RowSum, Source
 
@@ -58,10 +59,10 @@ def test_wanted_gradients_alone_are_returned(
 def test_launches_without_wanted_gradients_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[int] = []
 
-    def counting(*args: Any, **options: Any) -> Any:
-        ran.append(args[6].source)
-        assert all(x.stride(-1) == 1 for x in args[:5])
-        return RECORDS["cpu_flash"].backward(*args, **options)
+    def counting(inputs: BackwardInputs, launch: Launch, options: Options) -> Gradients:
+        ran.append(launch.source)
+        assert all(x.stride(-1) == 1 for x in inputs[:5])
+        return RECORDS["cpu_flash"].backward(inputs, launch, options)
 
     monkeypatch.setattr(
         registry, "KERNELS", (dataclasses.replace(RECORDS["cpu_flash"], backward=counting),)
@@ -99,9 +100,9 @@ def test_heads_run_in_groups_where_repeated_keys_take_much_memory(
     wanting(x, "q", "k", "v", "sinks")
     heads: list[int] = []
 
-    def counting(*args: Any, **options: Any) -> Any:
-        heads.append(args[2].shape[1])
-        return RECORDS["cpu_flash"].backward(*args, **options)
+    def counting(inputs: BackwardInputs, launch: Launch, options: Options) -> Gradients:
+        heads.append(inputs.k.shape[1])
+        return RECORDS["cpu_flash"].backward(inputs, launch, options)
 
     kernel = dataclasses.replace(RECORDS["cpu_flash"], backward=counting, repeats_keys=True)
     monkeypatch.setattr(registry, "KERNELS", (kernel,))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from forkpoint.ops.attention import AttentionTable, Launch, cudnn, fa2, fa4, padded
 from forkpoint.ops.attention import table as tables
-from forkpoint.ops.attention.kernel import Asked, Options
+from forkpoint.ops.attention.kernel import Asked, BackwardInputs, Options
 from forkpoint.tree import launches
 
 RAGGED = [(5, 9), (1, 4), (7, 7)]
@@ -50,8 +50,8 @@ def forward(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def backward(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-    tensors = (given[name] for name in ("do", "q", "k", "v", "o", "lse"))
-    return RECORDS["reference"].backward(*tensors, *asked(given, True))
+    inputs = BackwardInputs(*(given[name] for name in BackwardInputs._fields))
+    return RECORDS["reference"].backward(inputs, *asked(given, True))
 
 
 def packed(given: dict[str, Any], dims: str) -> dict[str, Any]:
@@ -204,10 +204,10 @@ def test_what_stock_functions_are_given(
     expected = reference.forward(q, k, v, launch, options)
     torch.testing.assert_close(kernel.forward(q, k, v, launch, options), expected)
     # Parts of more launches went into what the backward is given.
-    merged = expected[0] * 0.5, expected[1] + 0.7
+    inputs = BackwardInputs(do, q, k, v, expected[0] * 0.5, expected[1] + 0.7)
     torch.testing.assert_close(
-        kernel.backward(do, q, k, v, *merged, launch, options),
-        reference.backward(do, q, k, v, *merged, launch, options),
+        kernel.backward(inputs, launch, options),
+        reference.backward(inputs, launch, options),
     )
     assert stand_ins.deterministic == ([] if name == "cudnn" else [deterministic])
     assert not torch.are_deterministic_algorithms_enabled()
@@ -249,10 +249,10 @@ def test_long_sequences_are_padded(
     options, reference = Options(0.4), RECORDS["reference"]
     expected = reference.forward(q, k, v, launch, options)
     torch.testing.assert_close(padded.forward(q, k, v, launch, options), expected)
-    merged = expected[0] * 0.5, expected[1] + 0.7
+    inputs = BackwardInputs(do, q, k, v, expected[0] * 0.5, expected[1] + 0.7)
     torch.testing.assert_close(
-        padded.backward(do, q, k, v, *merged, launch, options),
-        reference.backward(do, q, k, v, *merged, launch, options),
+        padded.backward(inputs, launch, options),
+        reference.backward(inputs, launch, options),
     )
     assert ran == 2 * on_cudnn
 

@@ -24,7 +24,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from forkpoint.ops.attention.kernel import Asked, Kernel, Options
+from forkpoint.ops.attention.kernel import Asked, BackwardInputs, Gradients, Kernel, Options
 from forkpoint.ops.attention.table import Launch
 from forkpoint.ops.dtypes import accumulate_dtype
 
@@ -56,18 +56,9 @@ def forward(
     return o_THE, lse_HT
 
 
-def backward(
-    do_THE: Tensor,
-    q_THD: Tensor,
-    k_TKD: Tensor,
-    v_TKE: Tensor,
-    o_THE: Tensor,
-    lse_HT: Tensor,
-    launch: Launch,
-    options: Options,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = accumulate_dtype(q_THD.dtype)
-    do_THE, q_THD, k_TKD, v_TKE, o_THE = (x.to(dtype) for x in (do_THE, q_THD, k_TKD, v_TKE, o_THE))
+def backward(inputs: BackwardInputs, launch: Launch, options: Options) -> Gradients:
+    dtype = accumulate_dtype(inputs.q.dtype)
+    do_THE, q_THD, k_TKD, v_TKE, o_THE = (x.to(dtype) for x in inputs[:5])
     dq_THD = torch.empty_like(q_THD)
     # Blocks of one sequence share keys, so their gradients are summed.
     dk_TKD, dv_TKE = torch.zeros_like(k_TKD), torch.zeros_like(v_TKE)
@@ -78,7 +69,7 @@ def backward(
             call.keys(k_TKD),
             call.keys(v_TKE),
             call.queries(o_THE),
-            call.lse(lse_HT),
+            call.lse(inputs.lse),
             dropout_p=0.0,
             is_causal=call.causal,
             attn_mask=call.mask(dtype),

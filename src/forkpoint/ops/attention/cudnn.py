@@ -22,7 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forkpoint.ops.attention.kernel import Asked, Kernel, Options, refuses_elements
+from forkpoint.ops.attention.kernel import (
+    Asked,
+    BackwardInputs,
+    Gradients,
+    Kernel,
+    Options,
+    refuses_elements,
+)
 from forkpoint.ops.attention.table import Launch
 
 _LATENT_ON_BLACKWELL = 91_100
@@ -49,21 +56,12 @@ def forward(
     return _packed(o_BHTE), lse_HT
 
 
-def backward(
-    do_THE: Tensor,
-    q_THD: Tensor,
-    k_TKD: Tensor,
-    v_TKE: Tensor,
-    o_THE: Tensor,
-    lse_HT: Tensor,
-    launch: Launch,
-    options: Options,
-) -> tuple[Tensor, Tensor, Tensor]:
-    lse_BHT = lse_HT.reshape(len(lse_HT), launch.count, -1).transpose(0, 1).contiguous()
+def backward(inputs: BackwardInputs, launch: Launch, options: Options) -> Gradients:
+    lse_BHT = inputs.lse.reshape(len(inputs.lse), launch.count, -1).transpose(0, 1).contiguous()
     # The random state of dropout: there is no dropout.
-    unused = torch.empty(0, dtype=torch.int64, device=q_THD.device)
+    unused = torch.empty(0, dtype=torch.int64, device=inputs.q.device)
     grads = _cudnn_backward(
-        *(_batch(x, launch.count) for x in (do_THE, q_THD, k_TKD, v_TKE, o_THE)),
+        *(_batch(x, launch.count) for x in inputs[:5]),
         lse_BHT[..., None],
         unused,
         unused,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forkpoint.ops.attention.kernel import Asked, Kernel, Options
+from forkpoint.ops.attention.kernel import Asked, BackwardInputs, Gradients, Kernel, Options
 from forkpoint.ops.attention.table import Launch
 
 _flash = torch.ops.aten._flash_attention_forward.default
@@ -45,26 +45,13 @@ def forward(
     return o_THE, lse_HT
 
 
-def backward(
-    do_THE: Tensor,
-    q_THD: Tensor,
-    k_TKD: Tensor,
-    v_TKE: Tensor,
-    o_THE: Tensor,
-    lse_HT: Tensor,
-    launch: Launch,
-    options: Options,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(inputs: BackwardInputs, launch: Launch, options: Options) -> Gradients:
     # The random state of dropout: there is no dropout.
-    unused = q_THD.new_empty(2, dtype=torch.uint64)
+    unused = inputs.q.new_empty(2, dtype=torch.uint64)
     with _deterministic() if options.deterministic else nullcontext():
         return _flash_backward(
-            do_THE,
-            q_THD,
-            k_TKD,
-            v_TKE,
-            o_THE,
-            lse_HT.contiguous(),
+            *inputs[:5],
+            inputs.lse.contiguous(),
             launch.cu_q,
             launch.cu_k,
             launch.max_q,

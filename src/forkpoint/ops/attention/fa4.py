@@ -32,7 +32,14 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from forkpoint.ops.attention.kernel import Asked, Kernel, Options, refuses_elements
+from forkpoint.ops.attention.kernel import (
+    Asked,
+    BackwardInputs,
+    Gradients,
+    Kernel,
+    Options,
+    refuses_elements,
+)
 from forkpoint.ops.attention.table import Launch
 
 CAPABILITIES = (9, 10, 11)
@@ -89,19 +96,12 @@ def forward(
     return _packed(o, batch), lse_HT
 
 
-def backward(
-    do_THE: Tensor,
-    q_THD: Tensor,
-    k_TKD: Tensor,
-    v_TKE: Tensor,
-    o_THE: Tensor,
-    lse_HT: Tensor,
-    launch: Launch,
-    options: Options,
-) -> tuple[Tensor, Tensor, Tensor]:
-    batch = _batched(launch, q_THD.device)
-    q, k, v, o, do = (_cut(x, batch) for x in (q_THD, k_TKD, v_TKE, o_THE, do_THE))
-    lse = lse_HT.view(len(lse_HT), batch, -1).transpose(0, 1) if batch else lse_HT
+def backward(inputs: BackwardInputs, launch: Launch, options: Options) -> Gradients:
+    batch = _batched(launch, inputs.q.device)
+    do, q, k, v, o = (_cut(x, batch) for x in inputs[:5])
+    lse = inputs.lse
+    if batch:
+        lse = lse.view(len(lse), batch, -1).transpose(0, 1)
     dq, dk, dv, *_ = _interface()._flash_attn_bwd(
         q,
         k,

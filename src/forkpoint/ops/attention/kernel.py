@@ -28,15 +28,29 @@ Forward = Callable[[Tensor, Tensor, Tensor, Launch, Options], tuple[Tensor, Tens
 o in the inputs' dtype or in `accumulate_dtype`, lse in the latter, natural logarithm, both freshly
 allocated. Inputs are contiguous in their last dimension and may be strided in others.
 """
-Backward = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Launch, Options], tuple[Tensor, Tensor, Tensor]
-]
-"""do, q, k, v, o, lse of one launch -> dq, dk, dv, in the inputs' dtype or in `accumulate_dtype`.
 
-o and lse are those of the merged result, not of this launch. A flash backward uses only P = exp(s -
-lse) and the row sums of do * o, so it returns this launch's part of the exact gradients. All three
-are freshly allocated, with the shapes of q, k and v.
-"""
+
+class BackwardInputs(NamedTuple):
+    """Tensors of one launch's backward.
+
+    A flash backward uses only P = exp(s - lse) and the row sums of do * o. So with o and lse of the
+    merged result, it returns this launch's part of the exact gradients.
+    """
+
+    do: Tensor
+    """Gradient of o: [Tq, H, E]."""
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    """Merged result, not that of this launch."""
+    lse: Tensor
+    """[H, Tq], of the merged result."""
+
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""Gradients of q, k and v, in the inputs' dtype or in `accumulate_dtype`, freshly allocated."""
+Backward = Callable[[BackwardInputs, Launch, Options], Gradients]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from forkpoint.errors import UnsupportedError
-from forkpoint.ops.attention.kernel import Asked, Kernel, Options
+from forkpoint.ops.attention.kernel import Asked, BackwardInputs, Gradients, Kernel, Options
 from forkpoint.ops.attention.merge import Part, merge
 from forkpoint.ops.attention.registry import launch_kernel
 from forkpoint.ops.attention.source import RowSum, Source, rows
@@ -152,17 +152,15 @@ def attend_backward(
             ):
                 continue
             queries = launch.q_begin, launch.q_end
-            dq, dk, dv = _launch_backward(
-                chosen,
+            inputs = BackwardInputs(
                 rows(do, *queries),
                 rows(q, *queries),
                 _dense_last(keys.read(launch)),
                 _dense_last(values.read(launch)),
                 rows(o, *queries),
                 lse[:, launch.q_begin : launch.q_end],
-                launch,
-                options,
             )
+            dq, dk, dv = _launch_backward(chosen, inputs, launch, options)
             if wants_q:
                 dq_sum.add(dq, launch.q_begin)
             keys.add_grad(launch, dk, wants_k, options.deterministic)
@@ -181,31 +179,24 @@ def attend_backward(
 
 
 def _launch_backward(
-    kernel: Kernel,
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    launch: Launch,
-    options: Options,
-) -> tuple[Tensor, Tensor, Tensor]:
+    kernel: Kernel, inputs: BackwardInputs, launch: Launch, options: Options
+) -> Gradients:
     """A kernel's backward, in groups of heads if repeated keys would take much memory.
 
     With a million keys of 4 heads of 256 and 16 heads of queries, they would take 17 GB.
     """
+    _, q, k, v, *_ = inputs
     heads, key_heads = q.shape[1], k.shape[1]
     repeated_bytes = len(k) * heads * (k.shape[2] + v.shape[2]) * k.element_size()
     fewest = -(-repeated_bytes // REPEATED_BYTES)
     if not kernel.repeats_keys or heads == key_heads or fewest <= 1:
-        return kernel.backward(do, q, k, v, o, lse, launch, options)
+        return kernel.backward(inputs, launch, options)
     groups = next((n for n in range(fewest, key_heads) if key_heads % n == 0), key_heads)
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     for n in range(groups):
-        its_do, its_q, its_k, its_v, its_o = (x.chunk(groups, 1)[n] for x in (do, q, k, v, o))
-        its_lse = lse.chunk(groups)[n]
-        found = kernel.backward(its_do, its_q, its_k, its_v, its_o, its_lse, launch, options)
+        its = (x.chunk(groups, 1)[n] for x in inputs[:5])
+        group = BackwardInputs(*its, lse=inputs.lse.chunk(groups)[n])
+        found = kernel.backward(group, launch, options)
         for output, part in zip((dq, dk, dv), found, strict=True):
             output.chunk(groups, 1)[n].copy_(part)
     return dq, dk, dv

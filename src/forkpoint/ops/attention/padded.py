@@ -15,7 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forkpoint.ops.attention import cudnn, fa2
-from forkpoint.ops.attention.kernel import Asked, Kernel, Options, refuses_elements
+from forkpoint.ops.attention.kernel import (
+    Asked,
+    BackwardInputs,
+    Gradients,
+    Kernel,
+    Options,
+    refuses_elements,
+)
 from forkpoint.ops.attention.table import Launch
 from forkpoint.tree import LONG_TOKENS, padded_length
 
@@ -37,29 +44,18 @@ def forward(
     return _joined(o, 0), _joined(lse, 1)
 
 
-def backward(
-    do_THE: Tensor,
-    q_THD: Tensor,
-    k_TKD: Tensor,
-    v_TKE: Tensor,
-    o_THE: Tensor,
-    lse_HT: Tensor,
-    launch: Launch,
-    options: Options,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(inputs: BackwardInputs, launch: Launch, options: Options) -> Gradients:
     found = []
     for part in launch.parts:
         its = slice(part.q_begin, part.q_end)
-        do, q, k, v, o = (x[its] for x in (do_THE, q_THD, k_TKD, v_TKE, o_THE))
-        lse = lse_HT[:, its]
+        own = BackwardInputs(*(x[its] for x in inputs[:5]), lse=inputs.lse[:, its])
         if not _is_long(part):
-            found.append(fa2.backward(do, q, k, v, o, lse, part, options))
+            found.append(fa2.backward(own, part, options))
             continue
         tokens, length = part.max_q, padded_length(part.max_q)
-        do, q, k, v, o = (_padded(x, length) for x in (do, q, k, v, o))
-        lse = F.pad(lse, (0, length - tokens))
-        padded = replace(part, max_q=length, max_k=length)
-        grads = cudnn.backward(do, q, k, v, o, lse, padded, options)
+        lse = F.pad(own.lse, (0, length - tokens))
+        own = BackwardInputs(*(_padded(x, length) for x in own[:5]), lse=lse)
+        grads = cudnn.backward(own, replace(part, max_q=length, max_k=length), options)
         found.append(tuple(x[:tokens] for x in grads))
     dq, dk, dv = (_joined(x, 0) for x in zip(*found, strict=True))
     return dq, dk, dv

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from forkpoint.ops.attention.kernel import Kernel, Options
+from forkpoint.ops.attention.kernel import BackwardInputs, Gradients, Kernel, Options
 from forkpoint.ops.attention.table import Launch
 from forkpoint.ops.dtypes import accumulate_dtype
 
@@ -36,16 +36,8 @@ def forward(
     return o_THE, lse_HT
 
 
-def backward(
-    do_THE: Tensor,
-    q_THD: Tensor,
-    k_TKD: Tensor,
-    v_TKE: Tensor,
-    o_THE: Tensor,
-    lse_HT: Tensor,
-    launch: Launch,
-    options: Options,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(inputs: BackwardInputs, launch: Launch, options: Options) -> Gradients:
+    do_THE, q_THD, k_TKD, v_TKE, o_THE, lse_HT = inputs
     dtype = accumulate_dtype(q_THD.dtype)
     heads, groups = q_THD.shape[1], k_TKD.shape[1]
     dq_THD, dk_TKD, dv_TKE = (torch.zeros_like(x, dtype=dtype) for x in (q_THD, k_TKD, v_TKE))
