@@ -32,7 +32,6 @@ from benchmarks.runner import Benchmark, Deadline
 from benchmarks.timing import time_host
 from forkpoint import RolloutBatch, load_rollouts
 from forkpoint.errors import ConfigError
-from forkpoint.parallel.placement.exchanges import ExchangePrices
 from forkpoint.parallel.placement.items import by_tokens
 from forkpoint.parallel.placement.lockstep import predict_step
 from forkpoint.parallel.placement.paths import Paths, Rates
@@ -156,8 +155,7 @@ class Placement(Benchmark):
                 case = f"{name}, {self.groups} groups, {ranks} ranks"
                 if deadline.over(case):
                     continue
-                prices = ExchangePrices.of(shape, rates)
-                of = partial(place_paths, paths, forest, rates, ranks, exchange=prices)
+                of = partial(place_paths, paths, forest, rates, ranks)
                 yield self._timed(case, of, None)
                 placed = {
                     "forkpoint": of(),
@@ -173,8 +171,7 @@ class Placement(Benchmark):
                 continue
             groups = rollouts * (int(batch.group_index.max()) + 1) // len(batch)
             some = repeated(Paths.of_batch(batch), groups)
-            prices, forest = ExchangePrices.of(shape, rates), some.forest()
-            of = partial(place_paths, some, forest, rates, ranks, exchange=prices)
+            of = partial(place_paths, some, some.forest(), rates, ranks)
             yield self._timed(case, of, MOST_MS)
 
     def _timed(self, case: str, of: Callable[[], object], bar: float | None) -> ResultRow:

@@ -199,8 +199,7 @@ def test_the_price_of_what_parts_share() -> None:
     priced = Priced.of(paths, paths.forest(), TOKEN)
     half = priced.total // 2
     assert priced.split(half).max() == 3, "1,400 less 700 is above the 599 tokens of the prompt"
-    assert priced.split(half, shared_price=2).max() == 0
-    assert priced.split(priced.total * 3 // 4, shared_price=0).max() == 3
+    assert priced.split(priced.total * 3 // 4).max() == 0
 
 
 def test_rollouts_of_one_token_and_more_ranks_than_rollouts() -> None:

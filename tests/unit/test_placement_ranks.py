@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from benchmarks.planning.placement import largest_differences, repeated, verl
 from benchmarks.planning.rank_plans import plan_of_rank
 from forkpoint import Config, PlanError, Rollout, RolloutBatch
-from forkpoint.parallel.placement.exchanges import split_groups
-from forkpoint.parallel.placement.items import by_tokens, in_order
+from forkpoint.parallel.placement.items import by_tokens, in_order, split_groups
 from forkpoint.parallel.placement.lockstep import predict_step
 from forkpoint.parallel.placement.paths import Paths
 from forkpoint.plan import MODELS, ModelShape, Plan, make_plan

@@ -68,10 +68,6 @@ OPTIONS = (
         lambda: forkpoint.place(forked_batch(), ranks=2, model=7),  # pyright: ignore[reportArgumentType]
     ),
     option_kind(
-        "split is 'exchange'; it takes 'auto' or 'replicate'.",
-        lambda: forkpoint.place(forked_batch(), ranks=2, model=None, split="exchange"),  # pyright: ignore[reportArgumentType]
-    ),
-    option_kind(
         "sharing is 'groups'; allowed are 'auto', 'none', 'group', 'tree'.",
         lambda: Config(sharing="groups"),  # type: ignore[arg-type]
     ),

@@ -10,8 +10,7 @@ import numpy as np
 from forkpoint.apps.cli.plan_text import counted
 from forkpoint.config import Config
 from forkpoint.errors import PlanError
-from forkpoint.parallel.placement.exchanges import ExchangePrices, split_groups
-from forkpoint.parallel.placement.items import by_tokens, in_order
+from forkpoint.parallel.placement.items import by_tokens, in_order, split_groups
 from forkpoint.parallel.placement.lockstep import exchange_plans, predict_step
 from forkpoint.parallel.placement.paths import Paths, Rates
 from forkpoint.parallel.placement.place import place_paths
@@ -70,7 +69,6 @@ class Ranks:
         rates = Rates.of(self.shape, self.calibration)
         paths = Paths.of_batch(batch, one_rank.run_lengths)
         exchanges = not cannot_exchange(self.config)
-        prices = ExchangePrices.of(self.shape, rates, self.calibration)
         placed = {
             "forkpoint": place_paths(
                 paths,
@@ -79,7 +77,6 @@ class Ranks:
                 count,
                 whole_groups=self.whole_groups,
                 max_microbatch_tokens=self.config.max_microbatch_tokens,
-                exchange=prices if exchanges else None,
             ),
             "token counts": by_tokens(groups, batch.lengths, count),
             "file order": in_order(groups, count, whole_groups=self.whole_groups),

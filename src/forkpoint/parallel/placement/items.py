@@ -82,16 +82,12 @@ class Priced:
         """Cost on one device, with each shared token counted once."""
         return int(self.cost.sum())
 
-    def split(self, most: int, among: IntArray | None = None, *, shared_price: int = 1) -> IntArray:
-        """Split groups that cost more than `most`. Returns [N], the item of each rollout.
+    def split(self, most: int) -> IntArray:
+        """Split groups that cost more than `most`, in units of `rates`. Returns [N], the item of
+        each rollout.
 
         Groups and their parts are cut where rollouts diverge, while a part's cost exceeds `most` by
-        more than `shared_price` times the cost that its parts share.
-
-        Args:
-            most: cost in units of `rates`.
-            among: groups that may be split; None: all.
-            shared_price: 0 if ranks exchange shared prompts.
+        more than the cost that its parts share.
         """
         groups, order = self.paths.groups, self.paths.order.grouped(self.paths.groups)
         path = self.path_cost(order.rollouts, order.edges)
@@ -101,7 +97,7 @@ class Priced:
         begin = np.searchsorted(groups[order.rollouts], np.arange(count + 1))
         costly = np.flatnonzero(added[begin[1:]] - added[begin[:-1]] > most)
         shared = order.shared_edges
-        for number in (costly if among is None else np.intersect1d(costly, among)).tolist():
+        for number in costly.tolist():
             first = int(begin[number])
             todo = [(first, int(begin[number + 1]))]
             while todo:
@@ -110,7 +106,7 @@ class Priced:
                     cost = path[low] + added[high] - added[low + 1]
                     inner = shared[low + 1 : high]
                     fork = int(inner.argmin())
-                    if cost - most > shared_price * above[low + 1 + fork]:
+                    if cost - most > above[low + 1 + fork]:
                         forks = low + 1 + np.flatnonzero(inner == inner[fork])
                         todo.extend(reversed(list(pairwise([low, *forks.tolist(), high]))))
                         continue
@@ -226,3 +222,9 @@ def by_tokens(groups: IntArray, lengths: IntArray, ranks: int) -> IntArray:
         rank[group] = load.argmin()
         load[rank[group]] += tokens[group]
     return rank[groups]
+
+
+def split_groups(groups: IntArray, rank: IntArray) -> IntArray:
+    """The groups that have rollouts on several ranks, ascending."""
+    pairs = np.unique(np.stack([groups, rank]), axis=1)[0]
+    return np.flatnonzero(np.bincount(pairs) > 1)

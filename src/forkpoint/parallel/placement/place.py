@@ -1,15 +1,14 @@
 """Chooses ranks for the rollouts of one step."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from forkpoint.errors import ConfigError
 from forkpoint.hosts.transformers.model_files import shape_of_model
-from forkpoint.parallel.placement.exchanges import ExchangePrices, Prompts, split_groups
 from forkpoint.parallel.placement.items import Priced, by_tokens, greedy, in_order
 from forkpoint.parallel.placement.paths import Paths, Rates
 from forkpoint.parallel.placement.slots import lockstep_cost, reshaped
@@ -35,20 +34,8 @@ PARTS = 20
 """Smaller parts are cut again while they cost more than 1 / PARTS of an equal share."""
 NEAR = 1.05
 """Exchanges of items start from placements that cost at most this multiple of the cheapest."""
-MOST_ROLLOUTS = 4096
-"""Largest number of rollouts for which exchanges of prompts are considered, so that placing takes
-less than a second."""
-LITTLE = 2
-"""In placements for exchanges, a further prompt on a rank costs 1 / LITTLE of running it, so that
-ranks have few prompts."""
-RISK = 1.25
-"""A placement for exchanges is considered only if it costs at most this multiple of the best
-placement without an exchange, because the step may not exchange, for example for lack of memory."""
 MOST_RANKS = 1 << 17
 """Largest number of ranks. The time of a placement grows with it, to half a minute."""
-FEW = 4
-"""Exchanges are considered for fewer than FEW groups per rank. With more groups, whole groups
-balance."""
 
 
 def place(
@@ -59,16 +46,14 @@ def place(
     whole_groups: bool = False,
     max_microbatch_tokens: int | None = None,
     calibration: Calibration | str | Path | None = None,
-    split: Literal["auto", "replicate"] = "auto",
     loss: "Loss | None" = None,
 ) -> list[list[int]]:
     """Assign the rollouts of one step to data-parallel ranks.
 
     Ranks are balanced by predicted time, with shared tokens of a rank counted once. If ranks run in
     lockstep, the prediction includes waiting. Groups stay whole unless splitting a group is
-    predicted to be faster. The ranks of a split group all run its prompt, or one rank runs it and
-    sends its prefix cache to the others. The result depends only on the arguments. So each rank can
-    call `place` and use its own entry.
+    predicted to be faster with its prompt on each of its ranks. The result depends only on the
+    arguments. So each rank can call `place` and use its own entry.
 
     Args:
         rollouts: all rollouts of the step, in the same order on every rank.
@@ -79,10 +64,7 @@ def place(
         whole_groups: whether groups are never split. Losses that couple the rollouts of a group on
             one rank need this. If such a loss is passed as `loss`, groups are not split either.
         max_microbatch_tokens: the value in the `Config` of the ranks; None for its default.
-        calibration: a result of `forkpoint calibrate` for this model. Costs are then milliseconds,
-            with the measured price of the link if there is one.
-        split: "auto" lets ranks replicate or exchange a split prompt, whichever is cheaper. Use
-            "replicate" for models and options that cannot exchange prompts (docs/howto/ranks.md).
+        calibration: a result of `forkpoint calibrate` for this model. Costs are then milliseconds.
         loss: the loss of the step. Rollouts without gradient, and tokens after the last trained
             one, then cost nothing. None counts all tokens, as a router loss and
             Config(all_logprobs=True) need.
@@ -94,8 +76,8 @@ def place(
     Raises:
         RolloutError: there are no rollouts, or an item is not a Rollout.
         ConfigError: ranks or max_microbatch_tokens is not a whole number of at least 1; ranks is
-            above 131,072; split or the loss has a value that is not allowed; the model is not
-            known; the calibration belongs to another model.
+            above 131,072; the loss has a value that is not allowed; the model is not known; the
+            calibration belongs to another model.
         PlanError: a calibration is given without a model.
     """
     check_ranks(ranks)
@@ -104,8 +86,6 @@ def place(
             f"max_microbatch_tokens is {max_microbatch_tokens}; it takes a whole number of at "
             "least 1, or None."
         )
-    if split not in ("auto", "replicate"):
-        raise ConfigError(f"split is {short(split)}; it takes 'auto' or 'replicate'.")
     batch = rollouts if isinstance(rollouts, RolloutBatch) else RolloutBatch(rollouts)
     if isinstance(calibration, str | Path):
         calibration = Calibration.load(Path(calibration))
@@ -123,7 +103,6 @@ def place(
         ranks,
         whole_groups=whole_groups,
         max_microbatch_tokens=max_microbatch_tokens,
-        exchange=ExchangePrices.of(shape, rates, calibration) if split == "auto" else None,
     )
     return lists_of(rank, ranks)
 
@@ -173,7 +152,6 @@ def place_paths(
     *,
     whole_groups: bool = False,
     max_microbatch_tokens: int | None = None,
-    exchange: ExchangePrices | None = None,
 ) -> IntArray:
     """Assign rollouts to ranks, as `place` does, from a forest. Returns int64 [N], rank by rollout.
 
@@ -184,7 +162,6 @@ def place_paths(
         ranks: number of ranks.
         whole_groups: whether groups are never split.
         max_microbatch_tokens: limit in the plans of the ranks; None is the default of `Config`.
-        exchange: prices of exchanging prompts; None if ranks exchange none.
     """
     priced, groups = Priced.of(paths, forest, rates), paths.groups
     if ranks == 1 or priced.total == 0:
@@ -226,29 +203,7 @@ def place_paths(
     # The first of equally good placements is used, so whole groups come first.
     found = [*(way.rank_of_rollouts for way in placed), *found]
     costs = own + costs
-    few = len(groups) <= MOST_ROLLOUTS and int(groups.max()) + 1 < FEW * ranks
-    if exchange is not None and few and not whole_groups and is_uneven(costs):
-        at_risk = RISK * min(costs)
-        for rank in _with_prompts_apart(priced, ranks, share):
-            if (cost := cost_of(rank)) <= at_risk:
-                found.append(rank)
-                costs.append(cost)
-        for at, rank in enumerate(found):
-            prompts = Prompts.of(priced, split_groups(groups, rank))
-            costs[at] = min(costs[at], prompts.step_cost(rank, ranks, capacity, exchange))
     return found[costs.index(min(costs))]
-
-
-def _with_prompts_apart(priced: Priced, ranks: int, share: int) -> Iterator[IntArray]:
-    """Placements [N] in which further copies of the prompts of the costliest groups (as many as
-    ranks, or twice as many) are cheap. `share`: cost of an equal share."""
-    whole = priced.items(priced.paths.groups).whole
-    costliest = np.argsort(-whole, kind="stable")
-    for several in sorted({min(len(whole), ranks), min(len(whole), 2 * ranks)}):
-        chosen = costliest[:several]
-        apart = Prompts.of(priced, chosen, left=1 / LITTLE).priced
-        items = apart.items(priced.split(share // PARTS, chosen, shared_price=0))
-        yield greedy(items, ranks).rank_of_rollouts
 
 
 def _shape_of(model: Model) -> ModelShape | None:
